@@ -1,0 +1,123 @@
+"""What is stored in pieces is brought together just before it is used, and let go of after: ZeRO-3.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv:1910.02054),
+section 5.3. A block's parameters are gathered inside the scan over layers, so one block is whole at a time.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from .collectives import current_mesh
+from .module import is_learnt, leaves, map_leaves
+
+Remat = Literal["none", "dots", "full"]
+Places = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+class Shard(eqx.Module):
+    """A parameter that is stored in pieces and still lies in pieces; `dtype` is what it is to be once gathered.
+
+    Stands in for the array between `cast` and `gather`, so that the cast and the gather have one common gradient.
+    """
+
+    array: Array
+    dtype: Any = eqx.field(static=True)
+
+
+def cast(model: PyTree, dtype: Any) -> PyTree:
+    """The model with its learnt parameters in a compute dtype; those declared `full_precision` keep theirs.
+
+    Call it inside the loss: what the optimiser holds stays as it is. Shards are cast before they are gathered, so that
+    what travels is small, and gradients come back, and are summed over devices, in the dtype of the parameters.
+    """
+    mesh = current_mesh()
+
+    def one(leaf, x):
+        if leaf.full_precision or not is_learnt(leaf, x):
+            return x
+        in_pieces = mesh is not None and leaf.dims is not None and mesh.gathered(leaf.dims)
+        return Shard(x, jnp.dtype(dtype)) if in_pieces else x.astype(dtype)
+
+    return map_leaves(one, model)
+
+
+def gather(module: PyTree) -> PyTree:
+    """Bring together all parameters of `module` that the layout stores in pieces; the identity outside `zoo.spmd`.
+
+    The gradient scatters: every device gets the sum over devices, taken in float32, of its own piece. What is in pieces
+    is read off the layout, not off the varying axes: a parameter may vary over an axis that does not split it.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return module
+    values, treedef = jax.tree.flatten(module, is_leaf=is_shard)
+
+    def one(leaf, x):
+        places = tuple(mesh.gathered(leaf.dims)) if leaf.dims is not None else ()
+        shard = x if is_shard(x) else Shard(x, x.dtype) if places else None
+        return x if shard is None else together(places, shard.dtype, shard.array.dtype, shard.array)
+
+    return jax.tree.unflatten(treedef, list(map(one, leaves(module), values)))
+
+
+def is_shard(x: Any) -> bool:
+    return isinstance(x, Shard)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def together(places: Places, dtype: Any, stored: Any, shard: Array) -> Array:
+    whole = shard.astype(dtype)
+    for place, axes in places:
+        whole = lax.all_gather(whole, axes, axis=place, tiled=True)
+    return whole
+
+
+def together_forward(places: Places, dtype: Any, stored: Any, shard: Array) -> tuple[Array, None]:
+    return together(places, dtype, stored, shard), None
+
+
+def together_backward(places: Places, dtype: Any, stored: Any, _: None, gradient: Array) -> tuple[Array]:
+    pieces = gradient.astype(jnp.float32)
+    for place, axes in reversed(places):
+        pieces = lax.psum_scatter(pieces, axes, scatter_dimension=place, tiled=True)
+    return (pieces.astype(stored),)
+
+
+together.defvjp(together_forward, together_backward)
+
+
+KEPT = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+CHEAPER_AGAIN = ("all_gather", "all_gather_invariant", "pvary", "pcast")
+
+
+def rematerialised(function: Callable, remat: Remat) -> Callable:
+    """`function`, whose backward pass computes again what `remat` says: "none" of it, all but the results of "dots"
+    (matrix products without batch dims), or the "full" function.
+
+    Whatever the choice, parameters that were gathered are not kept for the backward pass but gathered again: else a
+    scan over layers would hold every layer whole.
+    """
+    if remat not in KEPT:
+        raise ValueError(f"remat is one of {', '.join(KEPT)}, not {remat!r}")
+    mesh = current_mesh()
+    in_pieces = mesh is not None and any(mesh.shape[axis] > 1 for row in mesh.layout.at_rest.values() for axis in row)
+    if remat == "none" and not in_pieces:
+        return function
+
+    def policy(primitive, *arguments, **parameters):
+        inside = getattr(parameters.get("call_jaxpr"), "eqns", ())  # `together` comes as one call of a custom gradient
+        gathers = any(name in CHEAPER_AGAIN for name in (primitive.name, *(eqn.primitive.name for eqn in inside)))
+        return not gathers and KEPT[remat](primitive, *arguments, **parameters)
+
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

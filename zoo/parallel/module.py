@@ -1,0 +1,205 @@
+"""Modules whose annotations name the dims of their arrays, and the walk that reads those names.
+
+A field declared `weight: Float[Array, "out in"]` says everything that the rest of the library needs: its shape is
+checked against it, its sharding follows from it, weight decay and tables of parameters ask it. An instance may give a
+dim of its annotation another name: a field `out: Dim` holding `Dim("heads", 64)` makes `"out"` the heads, 64 wide each.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, dataclass_transform
+
+import equinox as eqx
+import jax
+from jaxtyping import AbstractArray, PyTree, jaxtyped
+
+STACKED, LEARNT, FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """What one dim of an array is: a name that the layout knows, and how many elements are never cut apart.
+
+    `Dim("heads", 64)` along a dim of 512 elements is 8 heads: the count is read off the array, so that it is right on
+    a device's share too.
+    """
+
+    name: str
+    unit: int = 1
+
+
+def stacked(dim: str) -> Any:
+    """A field below which every array has one more dim in front, called `dim`: blocks stacked over `"layers"`."""
+    return eqx.field(metadata={STACKED: dim})
+
+
+def buffer(**options: Any) -> Any:
+    """A field of arrays that belong to a model's state but are not learnt by gradient: `trainable` omits them."""
+    return eqx.field(metadata={LEARNT: False}, **options)
+
+
+def full_precision(**options: Any) -> Any:
+    """A field whose arrays keep their own dtype under `cast`: scales of norms, gates, anything used in float32."""
+    return eqx.field(metadata={FULL_PRECISION: True}, **options)
+
+
+@dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, stacked, buffer, full_precision))
+class Module(eqx.Module):
+    """The base of every class with parameters. Arrays are held against their annotations when an instance is made.
+
+    **Raises** `TypeError` where a field holds an array but its annotation names no dims, or does not fit the array.
+    """
+
+    def __check_init__(self):
+        arrays = [(field, x) for field in array_fields(self) for x in bare_arrays(getattr(self, field.name))]
+        with jaxtyped("context"):  # one scope for all fields: "out" is one number in the weight and in the bias
+            for field, x in arrays:
+                dims = resolve(self, field, x.ndim)
+                if not any(isinstance(x, annotation) for annotation in array_types(field.type)):
+                    raise TypeError(misfit(self, field, x, arrays))
+                for dim, size in zip(dims, x.shape, strict=True):
+                    if size % dim.unit:
+                        raise TypeError(
+                            f"{type(self).__name__}.{field.name}: {size} elements are no whole number of {dim.name}, "
+                            f"{dim.unit} elements each."
+                        )
+
+
+def misfit(module: Module, field: dataclasses.Field, x: Any, arrays: list[tuple[dataclasses.Field, Any]]) -> str:
+    shapes = ", ".join(f"{f.name} {list(array.shape)}" for f, array in arrays)
+    return (
+        f"{type(module).__name__}.{field.name} is {x.dtype.name}{list(x.shape)}, which does not fit its annotation "
+        f"{written(field.type)}. The arrays of this module: {shapes}."
+    )
+
+
+def array_fields(module: Module) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(module) if not field.metadata.get("static", False)]
+
+
+def bare_arrays(value: Any) -> list[Any]:
+    """The arrays in a field's value that no module of its own describes."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Module))
+    return [x for x in leaves if eqx.is_array(x)]
+
+
+def array_types(annotation: Any) -> Iterator[Any]:
+    """The jaxtyping types inside an annotation: `Float[Array, "out"] | None`, `tuple[Float[Array, "out"], ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from array_types(inner)
+
+
+def written(annotation: Any) -> str:
+    names = [f'{t.dtype.__name__}[Array, "{t.dim_str}"]' for t in array_types(annotation)]
+    return " | ".join(names) or str(annotation)
+
+
+def resolve(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
+    """The dims that a field's annotation names for an array of `ndim` dims, as this instance calls them."""
+    place = f"{type(module).__name__}.{field.name}"
+    if isinstance(field.type, str):
+        raise TypeError(
+            f"{place} is annotated with the string {field.type!r}: remove `from __future__ import annotations` and "
+            "quotes around types from the file, so that the dims can be read."
+        )
+    named = {names for t in array_types(field.type) if (names := dim_names(t)) is not None}
+    fitting = [names for names in named if len(names) == ndim]
+    if len(fitting) != 1:
+        raise TypeError(
+            f"{place} holds an array of {ndim} dims, but its annotation {written(field.type)} does not name {ndim} "
+            'dims. Annotate it with one fixed name a dim: weight: Float[Array, "out in"].'
+        )
+    return tuple(renamed(module, name) for name in fitting[0])
+
+
+def dim_names(annotation: Any) -> tuple[str, ...] | None:
+    """The names in one jaxtyping annotation, a number standing for itself; None where they are not fixed."""
+    if not isinstance(annotation.dims, tuple):
+        return None  # "..." alone
+    names = [getattr(dim, "name", None) or getattr(dim, "size", None) for dim in annotation.dims]
+    fixed = all(names) and "*" not in annotation.dim_str
+    return tuple(map(str, names)) if fixed else None
+
+
+def renamed(module: Module, name: str) -> Dim:
+    own = getattr(module, name, None)
+    own = own if isinstance(own, Dim) else getattr(module, f"{name}_", None)  # `in` is a keyword: the field is `in_`
+    return own if isinstance(own, Dim) else Dim(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What the annotations say of one array of a tree."""
+
+    name: str
+    """The path to it: `stack.segments.0.blocks.0.mixer.query.weight`."""
+    dims: tuple[Dim, ...] | None
+    """One a dim of the array; None for a loose array, which stands in no module."""
+    learnt: bool = True
+    full_precision: bool = False
+
+
+def leaves(tree: PyTree) -> list[Leaf]:
+    """A `Leaf` for every leaf of `tree`, in JAX's order. Works on models, gradients, optimiser states, caches: on any
+    tree in which modules occur.
+
+    **Raises** `TypeError` where an array in a module is not what its annotation says.
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [describe(tree, path, x) for path, x in paths]
+
+
+def describe(tree: Any, path: tuple, array: Any) -> Leaf:
+    node, words, front = tree, [], []
+    owner, declared = None, None
+    for step in path:
+        word = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
+        words.append(word)
+        if isinstance(node, Module):
+            owner, declared = node, next(f for f in dataclasses.fields(node) if f.name == word)
+            front += [Dim(declared.metadata[STACKED])] if STACKED in declared.metadata else []
+        node = follow(node, step, word)
+    if owner is None or declared is None or not hasattr(array, "ndim"):
+        return Leaf(".".join(words), None)
+    try:
+        dims = (*front, *resolve(owner, declared, array.ndim - len(front)))
+    except TypeError as error:
+        raise TypeError(f"{'.'.join(words)}: {error}") from None
+    learnt, full = declared.metadata.get(LEARNT, True), declared.metadata.get(FULL_PRECISION, False)
+    return Leaf(".".join(words), dims, learnt, full)
+
+
+def follow(node: Any, step: Any, word: str) -> Any:
+    if isinstance(step, jax.tree_util.GetAttrKey):
+        return getattr(node, word)
+    if isinstance(step, jax.tree_util.SequenceKey | jax.tree_util.DictKey):
+        return node[getattr(step, "idx", getattr(step, "key", None))]
+    children, _ = jax.tree_util.default_registry.flatten_one_level(node)
+    return list(children)[step.key]
+
+
+def map_leaves(function: Callable, tree: PyTree, *rest: PyTree) -> PyTree:
+    """`jax.tree.map` whose function is told first what each leaf is: `function(leaf, x, *others)`."""
+    values, treedef = jax.tree.flatten(tree)
+    others = [treedef.flatten_up_to(other) for other in rest]
+    return jax.tree.unflatten(treedef, list(map(function, leaves(tree), values, *others)))
+
+
+def trainable(model: PyTree) -> PyTree:
+    """The model with None for all that no gradient moves: integers, flags, and what is declared `buffer()`.
+
+    This is what an optimiser, a gradient and a table of learnt parameters should see.
+    """
+    return map_leaves(lambda leaf, x: x if is_learnt(leaf, x) else None, model)
+
+
+def is_learnt(leaf: Leaf, x: Any) -> bool:
+    return leaf.learnt and eqx.is_inexact_array(x)
+
+
+def count(model: PyTree) -> int:
+    """How many numbers a model learns."""
+    return sum(x.size for x in jax.tree.leaves(trainable(model)))
