@@ -133,6 +133,8 @@ class Mesh:
                 axes = ()
             taken |= set(axes)
             split.append(axes or None)
+        while split and split[-1] is None:  # as JAX writes its own: equal layouts are then equal specs
+            split.pop()
         return PartitionSpec(*split)
 
     def divides(self, dim: Dim, count: int, axes: tuple[str, ...], name: str) -> bool:

@@ -1,0 +1,202 @@
+"""The definition of correct: the same loss, gradients and curve on every mesh as on one device."""
+
+import collections
+import contextlib
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zoo
+from zoo.parallel import ZERO1
+from zoo.train.masks import decay_mask
+
+ROWS, SEQ, VOCAB = 16, 12, 96
+MODEL_KEY, DATA_KEY, DROP_KEY = jax.random.split(jax.random.key(0), 3)
+MESHES = [
+    {"data": data, "fsdp": fsdp, "tensor": tensor}
+    for data in (1, 2, 4, 8)
+    for fsdp in (1, 2, 4, 8)
+    for tensor in (1, 2, 4, 8)
+    if data * fsdp * tensor == 8
+]
+
+
+def make(key, tied=True, **options):
+    """Two kinds of layers, and fewer kv heads than some meshes have devices along `tensor`."""
+    sizes = {"vocab": VOCAB, "embed": 32, "layers": 3, "heads": 8, "kv_heads": 2, "mlp": 64}
+    options = {"windows": (5, None), "qk_norm": True, "dropout": 0.2} | options
+    return zoo.models.Transformer(**sizes, tied=tied, **options, key=key)
+
+
+def make_batch():
+    """Rows of unlike length, two documents in each, so that devices hold unlike numbers of tokens."""
+    text_key, length_key = jax.random.split(DATA_KEY)
+    text = jax.random.randint(text_key, (ROWS, SEQ + 1), 0, VOCAB)
+    index, lengths = jnp.arange(SEQ), jax.random.randint(length_key, (ROWS, 1), 2, SEQ + 1)
+    segment_ids = jnp.where(index < lengths // 2, 1, 2) * (index < lengths)
+    return {
+        "tokens": text[:, :-1],
+        "targets": text[:, 1:],
+        "weights": (index < lengths).astype(jnp.float32) * jnp.linspace(0.1, 1, ROWS)[:, None],
+        "segment_ids": segment_ids,
+        "positions": zoo.models.pack_positions(segment_ids),
+    }
+
+
+def loss_fn(model, batch, key=None):
+    return zoo.cross_entropy(model, batch, key=key, z_loss=1e-3, chunk=10)
+
+
+@functools.cache
+def expected(tied):
+    """One device, no mesh, no `shard_map`: JAX's own gradient of the plain function."""
+
+    def serial(model):
+        total, count = loss_fn(model, make_batch(), jax.random.split(DROP_KEY, ROWS))
+        return total / count
+
+    return eqx.filter_jit(eqx.filter_value_and_grad(serial))(make(MODEL_KEY, tied=tied))
+
+
+def furthest(tree, reference):
+    """The largest difference between two trees, relative to the largest number in each array."""
+    pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
+    return max(float(jnp.abs(a - jax.device_get(b)).max() / jnp.abs(a).max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("i", range(len(MESHES)), ids=[str(zoo.make_mesh(**sizes)) for sizes in MESHES])
+def test_loss_and_gradients(i):
+    """Dropout, packed documents, grouped queries and unlike counts on all; tied heads, micro-batches, remat in turn."""
+    tied, remat = i % 2 == 0, ("none", "full", "dots")[i % 3]
+    microbatches = 2 if i % 4 < 2 else 1
+    mesh = zoo.make_mesh(**MESHES[i])
+    model = zoo.init(lambda key: make(key, tied=tied, remat=remat), MODEL_KEY, mesh)
+    loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, make_batch(), key=DROP_KEY)
+    loss_alone, grads_alone = expected(tied)
+    assert abs(loss - loss_alone) < 1e-5 * abs(loss_alone)
+    assert furthest(grads, grads_alone) < 2e-5
+    for grad, parameter in zip(jax.tree.leaves(grads), jax.tree.leaves(zoo.trainable(model)), strict=True):
+        assert grad.sharding.is_equivalent_to(parameter.sharding, grad.ndim)
+
+
+def test_a_vocabulary_that_does_not_divide_and_bfloat16():
+    """An odd vocabulary lies whole; the compute dtype's rounding is the same on a mesh to its own precision."""
+
+    def rounded(model, batch, key=None):
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(zoo.trainable(model)))
+        return loss_fn(zoo.cast(model, jnp.bfloat16), batch, key)
+
+    def sized(key):
+        return zoo.models.Transformer(vocab=97, embed=32, layers=2, heads=4, mlp=64, key=key)
+
+    results = []
+    for sizes, devices in (({}, 1), ({"fsdp": 2, "tensor": 2}, 8)):
+        mesh = zoo.make_mesh(**sizes, devices=jax.devices()[:devices])
+        loss, grads = zoo.value_and_grad(rounded, mesh)(zoo.init(sized, MODEL_KEY, mesh), make_batch())
+        assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+        results.append(jax.device_get((loss, grads)))
+    (loss_alone, grads_alone), (loss, grads) = results
+    assert abs(loss - loss_alone) < 2e-3
+    assert furthest(grads, grads_alone) < 0.03  # eight bits of mantissa, summed in another order
+
+
+def train(mesh, steps=10):
+    """The step of a recipe: clipped AdamW outside, on global arrays. Gives the losses, how often the step was traced and
+    compiled, and which arrays ended up elsewhere than they began."""
+    optimiser = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask))
+    traces = []
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, model, opt_state):
+        traces.append(1)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch)
+        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
+
+    model = zoo.init(lambda key: make(key, dropout=0.0), MODEL_KEY, mesh)
+    opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+    before = [(x.ndim, x.sharding) for x in jax.tree.leaves((model, opt_state))]
+    batch, losses = zoo.place_batch(make_batch(), mesh), []
+    with compilations() as compiled:
+        for _ in range(steps):
+            model, opt_state, loss = step(batch, model, opt_state)
+            losses.append(loss)
+    after = [x.sharding for x in jax.tree.leaves((model, opt_state))]
+    moved = [(old, new) for (ndim, old), new in zip(before, after, strict=True) if not new.is_equivalent_to(old, ndim)]
+    return jax.device_get(jnp.stack(losses)), len(traces), len(compiled), moved
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list that grows by one with every program that is compiled, or fetched from the compilation cache."""
+    found = []
+
+    def listen(event, duration, **_):
+        found.extend([event] * (event == "/jax/core/compile/backend_compile_duration"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_ten_steps_with_clipping_give_the_same_curve_and_trace_once():
+    alone, *_ = train(zoo.make_mesh(devices=jax.devices()[:1]))
+    assert alone[0] - alone[-1] > 1
+    for mesh in (
+        zoo.make_mesh(data=2, fsdp=2, tensor=2),
+        zoo.make_mesh(data=2, fsdp=4, layout=ZERO1),
+    ):
+        losses, traces, compiled, moved = train(mesh)
+        assert jnp.allclose(losses, alone, rtol=1e-4), mesh
+        assert (traces, compiled, moved) == (1, 1, [])
+
+
+def compiled(mesh, remat="none", **sizes):
+    sizes = {"vocab": 512, "embed": 128, "layers": 6, "heads": 8, "mlp": 512} | sizes
+    model = zoo.init(lambda key: zoo.models.Transformer(**sizes, remat=remat, key=key), MODEL_KEY, mesh)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    batch = {"tokens": jnp.zeros((8, 8), int), "targets": jnp.zeros((8, 8), int)}
+    step = jax.jit(lambda arrays, batch: zoo.value_and_grad(loss_fn, mesh)(eqx.combine(arrays, static), batch))
+    return model, step.lower(arrays, batch).compile()
+
+
+def collectives(step):
+    """By kind; a pattern that sees those combined into tuples too."""
+    kinds = r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+    return collections.Counter(re.findall(kinds, step.as_text()))
+
+
+def test_zero3_holds_no_model_and_gathers_what_it_must():
+    """A block has seven matrices and two norms; embedding and final norm make eleven parameters."""
+    model, step = compiled(zoo.make_mesh(fsdp=8))
+    size = sum(x.nbytes for x in jax.tree.leaves(model))
+    assert step.memory_analysis().temp_size_in_bytes < size / 2
+    moved = collectives(step)
+    assert moved["all-gather"] <= 11 + 9 + 1, "each parameter once forward, a block's once more backward"
+    assert moved["reduce-scatter"] <= 11 + 1, "each parameter's gradient once; a tied table's from both its uses"
+    assert moved["all-reduce"] <= 1, "the loss and its count"
+    assert set(moved) == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_data_parallel_sums_gradients_once_and_outside_the_layers():
+    _, step = compiled(zoo.make_mesh(data=8))
+    assert set(collectives(step)) == {"all-reduce"}
+    assert not re.search(r"while_body.*all-reduce|body.*all-reduce\(", body_of_loops(step))
+
+
+def test_tensor_parallel_sums_twice_a_layer_forward_and_backward():
+    """Two sublayers contract a split dim forwards, two backwards; the vocabulary is summed in the embedding, in the
+    loss (peak, sum, target) and in the gradient of the head's input."""
+    _, step = compiled(zoo.make_mesh(data=1, tensor=8))
+    moved = collectives(step)
+    assert set(moved) == {"all-reduce"}
+    assert moved["all-reduce"] <= 4 + 5
+
+
+def body_of_loops(step):
+    return "\n".join(line for line in step.as_text().splitlines() if "while/body" in line and "all-reduce" in line)

@@ -1,0 +1,150 @@
+"""Softmax attention as a layer: projections, rotary positions, a cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from zoo.ops.attention import grouped
+from zoo.ops.rotary import Rotary, apply_rotary
+from zoo.parallel import Dim, offset, reduce, shares, split
+
+from .abstract import AbstractLinear, AbstractMixer
+from .cache import KeyValueCache
+from .info import Info
+from .linear import Linear
+from .norm import RMSNorm
+
+
+class Attention(AbstractMixer):
+    """Attention in which `heads` queries share `kv_heads` keys and values (Ainslie et al., arXiv:2305.13245).
+
+    y = W_out softmax(q kᵀ scale + mask) v, with q, k, v = rotate(norm(W x)); norms over head_dim and the rotation where
+    they are given. Causal; a `window` w lets a token see itself and the w - 1 before it; `soft_cap` c bounds scores to
+    c tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2).
+
+    Heads are split over `tensor`, never cut. Where there are fewer kv_heads than devices along it, keys and values are
+    computed whole, and each device takes those that its queries use.
+    """
+
+    query: AbstractLinear
+    key: AbstractLinear
+    value: AbstractLinear
+    out: AbstractLinear
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    soft_cap: float | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    form: Callable = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary: Rotary | None = None,
+        qk_norm: bool = False,
+        bias: bool = False,
+        out_bias: bool = False,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        scale: float | None = None,
+        form: Callable = grouped,
+        out_scale: float = 1.0,
+        key: Key[Array, ""],
+    ):
+        """- `kv_heads`: as many as `heads` unless given. `head_dim`: `embed / heads` unless given.
+        - `scale`: of the scores, head_dim ** -0.5 unless given.
+        - `form`: a function of `zoo.ops.attention`: `grouped`, `fused` (JAX's own, and cuDNN's) or `plain`.
+
+        **Raises** `ValueError` where heads do not share out over kv_heads or embed, or a window is empty.
+        """
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads % kv_heads:
+            raise ValueError(f"{heads} heads do not share out over {kv_heads} kv_heads")
+        if head_dim is None and embed % heads:
+            raise ValueError(f"embed={embed} does not share out over {heads} heads: give head_dim")
+        if window is not None and window < 1:
+            raise ValueError(f"a window holds at least 1 token, its own, not {window}")
+        head_dim = embed // heads if head_dim is None else head_dim
+        query_key, key_key, value_key, out_key = jax.random.split(key, 4)
+        stream, queries, keys = Dim("embed"), Dim("heads", head_dim), Dim("kv_heads", head_dim)
+        self.query = Linear(embed, heads * head_dim, in_=stream, out=queries, bias=bias, key=query_key)
+        self.key = Linear(embed, kv_heads * head_dim, in_=stream, out=keys, bias=bias, key=key_key)
+        self.value = Linear(embed, kv_heads * head_dim, in_=stream, out=keys, bias=bias, key=value_key)
+        self.out = Linear(heads * head_dim, embed, in_=queries, out=stream, bias=out_bias, scale=out_scale, key=out_key)
+        self.query_norm = RMSNorm(head_dim, features=Dim("head_dim")) if qk_norm else None
+        self.key_norm = RMSNorm(head_dim, features=Dim("head_dim")) if qk_norm else None
+        self.head_dim, self.rotary, self.window = head_dim, rotary, window
+        self.soft_cap, self.scale, self.form = soft_cap, scale, form
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
+        """An empty cache for `length` tokens; with a window, for no more than that."""
+        slots = min(length, self.window or length)
+        return KeyValueCache.empty(batch, slots, self.key.out_size // self.head_dim, self.head_dim, dtype)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], info: Info, state: KeyValueCache | None = None
+    ) -> tuple[Float[Array, "batch seq embed"], KeyValueCache | None]:
+        """With a `state`, the tokens follow those that it holds, and `info.positions` says which is which."""
+        query, key, value = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
+        query = query if self.query_norm is None else self.query_norm(query)
+        key = key if self.key_norm is None else self.key_norm(key)
+        if self.rotary is not None:
+            positions, length = places(x, info)
+            cos, sin = self.rotary(positions, length=length)
+            query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
+            key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
+        mixed, state = self.attend(query, key, value, info, state)
+        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+
+    def heads(self, x: Float[Array, "batch seq _"]) -> Float[Array, "batch seq _ head_dim"]:
+        """However many heads live here."""
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+    def attend(self, query, key, value, info, state):
+        options = {"causal": True, "window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
+        if state is None:
+            segments = {"query_segments": info.segment_ids, "key_segments": info.segment_ids}
+            return self.form(query, own(key, query), own(value, query), **segments, **options), None
+        seen = key, value, info.positions
+        before, state = state, state.write(*seen)
+        if self.window and query.shape[1] > 1:  # the ring may have dropped what the first of these queries still see
+            held = before.key, before.value, before.positions
+            seen = jax.tree.map(lambda old, new: jnp.concatenate([old.astype(new.dtype), new], 1), held, seen)
+        else:
+            seen = state.key, state.value, state.positions
+        key, value, positions = seen
+        order = {"query_positions": info.positions, "key_positions": positions}
+        return self.form(query, own(key, query), own(value, query), **order, **options), state
+
+
+def places(x: Float[Array, "batch seq embed"], info: Info) -> tuple[Int[Array, "*batch seq"], int | Int[Array, ""]]:
+    """The position of each token, and the length that the longest row has reached so far, wherever it lives."""
+    if info.positions is None:
+        seq = x.shape[1]
+        return jnp.arange(seq) + offset(x, "seq", seq), seq * shares(x, "seq")
+    longest = reduce(info.positions.max() + 1, over="batch", by=lax.pmax)
+    return info.positions, reduce(longest, over="seq", by=lax.pmax)
+
+
+def own(
+    key: Float[Array, "batch seq kv_heads head_dim"], query: Float[Array, "batch query_seq heads head_dim"]
+) -> Float[Array, "batch seq _ head_dim"]:
+    """The keys (or values) that the queries living here use: all of them, except where heads are split and kv_heads,
+    being too few, lie whole. Then a device's queries share one of them."""
+    parts = shares(query, "heads")
+    if parts == 1 or split(key, "kv_heads"):
+        return key
+    index = offset(query, "heads", 1) * key.shape[2] // parts
+    return lax.dynamic_slice_in_dim(key, index, 1, axis=2)

@@ -1,0 +1,65 @@
+"""Matrices, which only the module that owns them multiplies."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Key
+
+from zoo.parallel import Dim, reduce
+
+from .abstract import AbstractLinear
+
+
+class Linear(AbstractLinear):
+    """y = W x + b, with W of shape [out, in] as in PyTorch.
+
+    It is neither column- nor row-parallel: it sums over devices if, and only if, the dim that it contracts is split. A
+    bias over a split dim is split with it; over a whole one it is added once, after the sum.
+    """
+
+    weight: Float[Array, "out in"]
+    bias: Float[Array, "out"] | None
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        in_: Dim = Dim("in"),
+        out: Dim = Dim("out"),
+        bias: bool = False,
+        scale: float = 1.0,
+        key: Key[Array, ""],
+    ):
+        """Weights are drawn from a normal distribution cut off at two standard deviations, its standard deviation
+        `scale / sqrt(in_size)`, so that outputs vary as `scale` times the inputs; the bias is zero."""
+        self.weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
+        self.bias = jnp.zeros(out_size) if bias else None
+        self.in_, self.out = in_, out
+
+    @property
+    def out_size(self) -> int:
+        return self.weight.shape[-2]
+
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        y = reduce(contract(x, self.weight, 1), over=self.in_.name)
+        return y if self.bias is None else y + self.bias
+
+    def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
+        return reduce(contract(x, self.weight, 0), over=self.out.name)
+
+
+def contract(x: Float[Array, "*rows k"], weight: Float[Array, "_ _"], dim: int) -> Float[Array, "*rows n"]:
+    """The product over the last dim of `x` and the given dim of the weight itself: its transpose would be one more
+    array for the backward pass to keep."""
+    return lax.dot_general(x, weight, (((x.ndim - 1,), (dim,)), ((), ())))
+
+
+def truncated_normal(key: Key[Array, ""], shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
+    """Normal numbers, none beyond two standard deviations, with exactly this `deviation` after the cut."""
+    left_by_the_cut = 0.87962566103423978
+    return jax.random.truncated_normal(key, -2, 2, shape) * (deviation / left_by_the_cut)

@@ -1,0 +1,58 @@
+"""Norms over the last dim, computed in float32."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zoo.ops.normalisation import layer_norm, rms_norm
+from zoo.parallel import Dim, full_precision, split
+
+from .abstract import AbstractNorm
+
+
+class RMSNorm(AbstractNorm):
+    """y = x / sqrt(mean(x²) + epsilon) * (offset + weight) (Zhang & Sennrich, arXiv:1910.07467, equation 4).
+
+    `offset` is 1 for Gemma, whose weights are stored around zero.
+    """
+
+    weight: Float[Array, "features"] = full_precision()
+
+    features: Dim = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
+
+    def __init__(self, size: int, *, features: Dim = Dim("embed"), epsilon: float = 1e-6, offset: float = 0.0):
+        self.weight = jnp.full(size, 1.0 - offset, jnp.float32)
+        self.features, self.epsilon, self.offset = features, epsilon, offset
+
+    def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
+        refuse_split(self.weight, self.features)
+        return rms_norm(x, self.weight, epsilon=self.epsilon, offset=self.offset)
+
+
+class LayerNorm(AbstractNorm):
+    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias (Ba et al., arXiv:1607.06450, equation 4)."""
+
+    weight: Float[Array, "features"] = full_precision()
+    bias: Float[Array, "features"] | None = full_precision()
+
+    features: Dim = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+
+    def __init__(self, size: int, *, features: Dim = Dim("embed"), epsilon: float = 1e-5, bias: bool = True):
+        self.weight = jnp.ones(size)
+        self.bias = jnp.zeros(size) if bias else None
+        self.features, self.epsilon = features, epsilon
+
+    def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
+        refuse_split(self.weight, self.features)
+        return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon)
+
+
+def refuse_split(weight: Array, features: Dim) -> None:
+    if axes := split(weight, features.name):
+        raise NotImplementedError(
+            f"a norm over {features.name!r}, which this layout splits over {' and '.join(axes)}: its mean would be "
+            "that of one share. Leave that dim whole in the layout."
+        )

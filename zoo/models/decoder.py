@@ -1,0 +1,129 @@
+"""The skeleton that language models share: embedding, stack, norm, head."""
+
+from collections.abc import Mapping
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from zoo.layers import AbstractLinear, AbstractNorm, Dropout, Embedding, Info
+from zoo.parallel import Module, current_mesh, gather
+
+from .blocks import Stream
+from .stack import AbstractStack, States
+
+EMBEDDING = 2**32 - 1
+"""The site of the embedding's dropout: keys of layers are folded by their numbers, and none is as large."""
+
+
+class Decoder(Module):
+    """logits = head(norm(stack(embedding(tokens)))). Without a head the embedding's own table is one: tied.
+
+    A batch is explicit: `model(tokens)` takes "batch seq" and gives "batch seq vocab".
+    """
+
+    embedding: Embedding
+    stack: AbstractStack
+    norm: AbstractNorm
+    head: AbstractLinear | None
+    dropout: Dropout
+
+    soft_cap: float | None = eqx.field(static=True, default=None)
+    """Logits are bounded to c tanh(logits / c)."""
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        mask: Bool[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | Key[Array, "batch"] | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token that follows each.
+
+        - `mask`: True where a token is real; padding may stand left or right, and its logits mean nothing.
+        - `segment_ids`: documents packed into one row; tokens see their own. Positions start anew in each, unless
+          given.
+        - `positions`: the place of each token in its document.
+        - `key`: for dropout; without it nothing is dropped. One key, or one a row.
+
+        **Raises** `ValueError` where `mask` comes with `segment_ids` or `positions`, which say the same.
+        """
+        info = describe(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
+        stream, _ = self.hidden(tokens, info)
+        return self.logits(stream.x)
+
+    def hidden(
+        self, tokens: Int[Array, "batch seq"], info: Info, states: States | None = None
+    ) -> tuple[Stream, States | None]:
+        """What the head reads: the stream after the final norm; and the states after these tokens, where some came."""
+        x = self.dropout(gather(self.embedding)(tokens), info, site=EMBEDDING)
+        stream, states = self.stack(Stream.of(x), info, states)
+        return Stream(gather(self.norm)(stream.x), stream.auxiliary), states
+
+    def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
+        """Of hidden vectors. Over a vocabulary that is split, a device gives those of its share."""
+        return self.unembedding()(x)
+
+    def unembedding(self) -> "Unembedding":
+        """The head by itself, its parameters gathered."""
+        return Unembedding(gather(self.embedding if self.head is None else self.head), self.soft_cap)
+
+    def init_state(self, batch: int, length: int) -> States:
+        """Empty states, one a layer, for `batch` rows of up to `length` tokens, in the dtype of the activations."""
+        dtype = jax.eval_shape(self.embedding, jnp.zeros((1, 1), int)).dtype
+        return self.stack.init_state(batch, length, dtype)
+
+
+class Unembedding(Module):
+    """From hidden vectors to logits: a head, or an embedding used backwards."""
+
+    table: AbstractLinear | Embedding
+
+    soft_cap: float | None = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
+        logits = self.table.transposed(x) if isinstance(self.table, Embedding) else self.table(x)
+        return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
+
+def describe(
+    tokens: Int[Array, "batch seq"],
+    *,
+    mask: Bool[Array, "batch seq"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    positions: Int[Array, "batch seq"] | None = None,
+    key: Key[Array, ""] | Key[Array, "batch"] | None = None,
+) -> Info:
+    """What layers need to know of these tokens. See `Decoder.__call__`."""
+    if mask is not None and (segment_ids is not None or positions is not None):
+        raise ValueError("pass mask alone, or segment_ids and positions: padding is a segment of its own")
+    if current_mesh() is not None and (mask is not None or (segment_ids is not None and positions is None)):
+        raise ValueError(
+            "inside zoo.spmd positions cannot be counted, since the sequence may be split: make `positions` with the "
+            "batch, as zoo.models.pack_positions(segment_ids) does"
+        )
+    if mask is not None:
+        segment_ids = mask.astype(jnp.int32)
+        positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    elif segment_ids is not None and positions is None:
+        positions = pack_positions(segment_ids)
+    if key is not None and key.ndim == 0:
+        if current_mesh() is not None:
+            raise ValueError("inside zoo.spmd keys are one a row: pass on the `key` that the loss was given")
+        key = jax.random.split(key, tokens.shape[0])
+    return Info(positions, segment_ids, key)
+
+
+def describe_batch(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> Info:
+    """The same for a batch, a mapping of "batch seq" arrays."""
+    return describe(batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), key=key)
+
+
+def pack_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """The place of each token in its document, for documents that stand one after another in a row."""
+    index = jnp.arange(segment_ids.shape[1])
+    starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

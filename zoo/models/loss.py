@@ -1,0 +1,104 @@
+"""Cross-entropy that never holds all logits, over a vocabulary that may be split."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from zoo.parallel import offset, reduce, scan, vary, varying
+
+from .decoder import Decoder, describe_batch
+
+
+def cross_entropy(
+    model: Decoder,
+    batch: Mapping[str, Array],
+    *,
+    key: Key[Array, "batch"] | None = None,
+    z_loss: float = 0.0,
+    chunk: int = 1024,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sum over tokens of weight * (log Z - logit[target] + z_loss * (log Z)²), and the sum of the weights.
+
+    - `batch`: `tokens` and `targets`, "batch seq", shifted already; and where wanted `weights` (what counts; 1 unless
+      given), `segment_ids`, `positions`.
+    - `z_loss`: keeps log Z near zero (PaLM, arXiv:2204.02311, section 5).
+    - `chunk`: how many tokens have logits at a time. With gradients, those of a chunk are taken at once while its
+      logits are there: three matrix products a chunk, none of them repeated.
+
+    What layers add to the loss, a number a row, is weighted as the row's tokens are. Logits become float32 before
+    anything is done with them.
+    """
+    stream, _ = model.hidden(batch["tokens"], describe_batch(batch, key))
+    weights = batch.get("weights")
+    weights = jnp.ones(batch["targets"].shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    x = stream.x.reshape(-1, stream.x.shape[-1])
+    total = chunked(model.unembedding(), x, batch["targets"].reshape(-1), weights.reshape(-1), z_loss, chunk)
+    return total + (stream.auxiliary * weights.sum(1)).sum(), weights.sum()
+
+
+def token_losses(
+    logits: Float[Array, "*tokens vocab"], targets: Int[Array, "*tokens"], *, z_loss: float = 0.0
+) -> Float[Array, "*tokens"]:
+    """log Z - logit[target] + z_loss * (log Z)² of each token; `logits` may be one share of a split vocabulary."""
+    logits = logits.astype(jnp.float32)
+    size = logits.shape[-1]
+    peak = reduce(lax.stop_gradient(logits).max(-1), over="vocab", by=lax.pmax)
+    log_z = jnp.log(reduce(jnp.exp(logits - peak[..., None]).sum(-1), over="vocab")) + peak
+    local = targets - offset(logits, "vocab", size)
+    here = (0 <= local) & (local < size)
+    hit = jnp.take_along_axis(logits, jnp.where(here, local, 0)[..., None], -1)[..., 0]
+    return log_z - reduce(jnp.where(here, hit, 0), over="vocab") + z_loss * log_z**2
+
+
+def chunked(head: Any, x: Array, targets: Array, weights: Array, z_loss: float, chunk: int) -> Float[Array, ""]:
+    """The weighted sum of `token_losses(head(x), targets)`, a chunk of tokens at a time."""
+    size = min(chunk, len(x))
+    short = -len(x) % size
+    padded = (jnp.pad(x, ((0, short), (0, 0))), jnp.pad(targets, (0, short)), jnp.pad(weights, (0, short)))
+    parameters, static = eqx.partition(head, eqx.is_inexact_array)
+
+    def one(parameters, x, targets, weights):
+        logits = eqx.combine(parameters, static)(x)
+        return (token_losses(logits, targets, z_loss=z_loss) * weights).sum()
+
+    # a custom gradient must vary as its operands do: made alike here, the cast's own gradient does the sum
+    axes = frozenset().union(*map(varying, padded))
+    chunks = [y.reshape(-1, size, *y.shape[1:]) for y in vary(padded, axes)]
+    return summed(one, vary(parameters, axes), *chunks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def summed(one: Callable, parameters: Any, x: Array, targets: Array, weights: Array) -> Float[Array, ""]:
+    def step(total, now):
+        return total + one(parameters, *now), None
+
+    return scan(step, jnp.zeros(()), (x, targets, weights))[0]
+
+
+def summed_forward(one: Callable, parameters: Any, x: Array, targets: Array, weights: Array):
+    """A sum is linear: its gradient, up to one factor, is known as soon as a chunk is. So nothing is kept of a chunk
+    but the gradient of its rows, and the head's is added up."""
+
+    def step(carry, now):
+        total, gradients = carry
+        loss, (more, d_x, d_weights) = jax.value_and_grad(one, (0, 1, 3))(parameters, *now)
+        gradients = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, more)
+        return (total + loss, gradients), (d_x, d_weights)
+
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), parameters)
+    (total, gradients), (d_x, d_weights) = scan(step, (jnp.zeros(()), zeros), (x, targets, weights))
+    return total, (jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, parameters), d_x, d_weights)
+
+
+def summed_backward(one: Callable, kept: Any, factor: Float[Array, ""]):
+    parameters, d_x, d_weights = jax.tree.map(lambda g: (g * factor).astype(g.dtype), kept)
+    return parameters, d_x, None, d_weights
+
+
+summed.defvjp(summed_forward, summed_backward)

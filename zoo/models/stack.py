@@ -1,0 +1,174 @@
+"""Layers one after another: cut into few repeating patterns, each compiled once and scanned."""
+
+import abc
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
+
+from zoo.layers import Info
+from zoo.parallel import Module, Remat, gather, offset, rematerialised, scan, stacked
+
+from .blocks import AbstractBlock, Stream
+
+Kind = Callable[[Key[Array, ""]], AbstractBlock]
+"""A maker of blocks, `key -> block`. Two layers of the same maker are of one kind."""
+States = tuple[Any, ...]
+"""One state a layer, each of its own shape."""
+
+
+def cut(kinds: Sequence[Any]) -> list[tuple[int, int]]:
+    """Cut a list into repeating patterns, (period, repeats) each, so that as few blocks as possible are compiled.
+
+    `cut("aaaa") == [(1, 4)]`; `cut("lllllgllllllg"[:13])`, five local layers to a global one, gives few segments too.
+    The best cut of the first n layers is the best cut of fewer, and one pattern more: dynamic programming.
+    """
+    best: list[tuple[int, int, list[tuple[int, int]]]] = [(0, 0, [])]  # blocks to compile, segments, the cut
+    for end in range(1, len(kinds) + 1):
+        options = []
+        for period in range(1, end + 1):
+            start = end - period
+            while start >= 0 and list(kinds[start : start + period]) == list(kinds[end - period : end]):
+                blocks, segments, before = best[start]
+                options.append((blocks + period, segments + 1, [*before, (period, (end - start) // period)]))
+                start -= period
+        best.append(min(options))
+    return best[-1][2]
+
+
+class AbstractStack(Module):
+    """What carries a stream through all layers: `(stream, info, states) -> (stream, states)`.
+
+    A model holds one and calls it once, so that another way of running the layers can stand in its place.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, stream: Stream, info: Info, states: States | None = None) -> tuple[Stream, States | None]:
+        """The stream after all layers; and their states after these tokens, where some came."""
+
+    @abc.abstractmethod
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> States:
+        """Empty states for up to `length` tokens, a tuple with one a layer."""
+
+
+class Segment(Module):
+    """A pattern of blocks, stacked over its repeats: every array has the dim `layers` in front."""
+
+    blocks: tuple[AbstractBlock, ...] = stacked("layers")
+
+    @property
+    def repeats(self) -> int:
+        return jax.tree.leaves(self.blocks)[0].shape[0]
+
+
+class Stack(AbstractStack):
+    """Layers as segments, each scanned, so that compile time grows with the patterns and not with the depth.
+
+    A layer's number is derived from its place, never stored: any cut of the layers reads any other's parameters. The
+    parameters of a block are gathered inside the scan, and what `remat` says is computed again in the backward pass.
+    """
+
+    segments: tuple[Segment, ...]
+
+    remat: Remat = eqx.field(static=True)
+
+    def __init__(self, kinds: Sequence[Kind], *, remat: Remat = "none", key: Key[Array, ""]):
+        """One maker a layer. Every layer has its own key, so that the cut does not change the numbers."""
+        keys, segments, start = jax.random.split(key, len(kinds)), [], 0
+        for period, repeats in cut(kinds):
+            own = keys[start : start + period * repeats].reshape(repeats, period)
+            blocks = [eqx.filter_vmap(kinds[start + place])(own[:, place]) for place in range(period)]
+            segments.append(Segment(tuple(blocks)))
+            start += period * repeats
+        self.segments = tuple(segments)
+        self.remat = remat
+
+    def layers(self) -> list[tuple[Segment, int, int]]:
+        """For each layer its segment, its place in the pattern, and which repeat it is."""
+        return [(s, place, i) for s in self.segments for i in range(s.repeats) for place in range(len(s.blocks))]
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> States:
+        return tuple(layer.init_state(batch, length, dtype) for layer in self.unstacked().blocks)
+
+    def unstacked(self) -> "Unstacked":
+        """The same layers, one block each: to decode with, where a scan would copy weights and states every step."""
+        return Unstacked(tuple(take(segment.blocks[place], i) for segment, place, i in self.layers()))
+
+    def __call__(self, stream: Stream, info: Info, states: States | None = None) -> tuple[Stream, States | None]:
+        first, after = 0, []
+        for segment in self.segments:
+            layers = segment.repeats * len(segment.blocks)
+            own = None if states is None else states[first : first + layers]
+            stream, own = self.run(segment, first, stream, info, own)
+            after += () if own is None else own
+            first += layers
+        return stream, None if states is None else tuple(after)
+
+    def run(
+        self, segment: Segment, first: int, stream: Stream, info: Info, states: States | None
+    ) -> tuple[Stream, States | None]:
+        arrays, static = eqx.partition(segment.blocks, eqx.is_array)
+        period, repeats = len(segment.blocks), segment.repeats
+        numbers = first + period * (jnp.arange(repeats) + offset(jax.tree.leaves(arrays)[0], "layers", repeats))
+        by_place = None if states is None else tuple(pile(states[place::period]) for place in range(period))
+
+        def layer(place: int, stream: Stream, arrays: Any, number: Int[Array, ""], state: Any):
+            block = gather(eqx.combine(arrays, static[place]))
+            return block(stream, info.fold(number + place), state)
+
+        pattern = [rematerialised(partial(layer, place), self.remat) for place in range(period)]
+
+        def repeat(stream: Stream, now: Any):
+            arrays, number, states = now
+            after = []
+            for place, run in enumerate(pattern):
+                stream, state = run(stream, arrays[place], number, None if states is None else states[place])
+                after.append(state)
+            return stream, None if states is None else tuple(after)
+
+        stream, after = scan(repeat, stream, (arrays, numbers, by_place))
+        return stream, None if after is None else tuple(
+            take(after[i % period], i // period) for i in range(period * repeats)
+        )
+
+
+class Unstacked(AbstractStack):
+    """Layers one by one, their states too: a token writes one row of each cache, in place where they are donated."""
+
+    blocks: tuple[AbstractBlock, ...]
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> States:
+        return tuple(block.init_state(batch, length, dtype) for block in self.blocks)
+
+    def __call__(self, stream: Stream, info: Info, states: States | None = None) -> tuple[Stream, States | None]:
+        after = []
+        for number, block in enumerate(self.blocks):
+            state = None if states is None else states[number]
+            stream, state = gather(block)(stream, info.fold(number), state)
+            after.append(state)
+        return stream, None if states is None else tuple(after)
+
+
+def take(tree: Any, i: int) -> Any:
+    """Element `i` along the first dim of every array."""
+    return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, tree)
+
+
+def pile(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
+def swap_stack(model: Any, make: Callable[[Any], AbstractStack]) -> Any:
+    """`model` with `make(stack)` in place of its stack. **Raises** `ValueError` where it has none, or several."""
+    found = [x for x in jax.tree.leaves(model, is_leaf=is_stack) if is_stack(x)]
+    if len(found) != 1:
+        raise ValueError(f"{type(model).__name__} has {len(found)} stacks of layers, where one was expected")
+    return jax.tree.map(lambda x: make(x) if is_stack(x) else x, model, is_leaf=is_stack)
+
+
+def is_stack(x: Any) -> bool:
+    return isinstance(x, AbstractStack)

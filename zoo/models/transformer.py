@@ -1,0 +1,89 @@
+"""Transformers from scratch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+from jaxtyping import Array, Key
+
+from zoo.layers import Attention, Dropout, Embedding, GatedMLP, Linear, RMSNorm
+from zoo.ops.attention import grouped
+from zoo.ops.rotary import Rotary
+from zoo.parallel import Dim, Remat
+
+from .blocks import Block
+from .decoder import Decoder
+from .stack import Stack
+
+
+def Transformer(
+    *,
+    vocab: int,
+    embed: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rope_base: float = 10_000.0,
+    qk_norm: bool = False,
+    windows: Sequence[int | None] = (None,),
+    soft_cap: float | None = None,
+    tied: bool = True,
+    dropout: float = 0.0,
+    remat: Remat = "none",
+    form: Callable = grouped,
+    key: Key[Array, ""],
+) -> Decoder:
+    """A decoder-only Transformer (Vaswani et al., arXiv:1706.03762) as built since LLaMA (arXiv:2302.13971): RMS norms
+    before each sublayer, rotary positions, SwiGLU, no biases.
+
+    - `vocab`, `embed`, `layers`, `heads`, `mlp`: sizes; `kv_heads` fewer than `heads` share keys and values;
+      `head_dim` is `embed / heads` unless given.
+    - `windows`: a pattern of attention windows that repeats over the layers; None sees everything. `(512, 512, None)`
+      has two local layers to a global one.
+    - `tied`: the head is the embedding's table.
+    - `remat`: what the backward pass computes again: "none", all but "dots", "full".
+    - `form`: how attention is computed, a function of `zoo.ops.attention`.
+
+    Matrices start with a standard deviation of 1 / sqrt(inputs); those that write to the residual stream are divided by
+    sqrt(2 layers) more, so that the stream's variance does not grow with depth (GPT-2, section 2.3).
+    """
+    if layers < 1:
+        raise ValueError(f"a Transformer has at least 1 layer, not {layers}")
+    if head_dim is None and embed % heads:
+        raise ValueError(f"embed={embed} does not share out over {heads} heads: give head_dim")
+    head_dim = embed // heads if head_dim is None else head_dim
+    out_scale = (2 * layers) ** -0.5
+
+    def kind(window: int | None) -> Callable:
+        mixer = partial(
+            Attention,
+            embed,
+            heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary=Rotary(head_dim, base=rope_base),
+            qk_norm=qk_norm,
+            window=window,
+            soft_cap=soft_cap,
+            form=form,
+            out_scale=out_scale,
+        )
+
+        def block(key: Key[Array, ""]) -> Block:
+            mixer_key, ffn_key = jax.random.split(key)
+            ffn = GatedMLP(embed, mlp, out_scale=out_scale, key=ffn_key)
+            return Block(RMSNorm(embed), mixer(key=mixer_key), RMSNorm(embed), ffn, Dropout(dropout))
+
+        return block
+
+    kinds = {window: kind(window) for window in windows}
+    embedding_key, stack_key, head_key = jax.random.split(key, 3)
+    return Decoder(
+        embedding=Embedding(vocab, embed, scale=embed**-0.5, key=embedding_key),
+        stack=Stack([kinds[windows[i % len(windows)]] for i in range(layers)], remat=remat, key=stack_key),
+        norm=RMSNorm(embed),
+        head=None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), key=head_key),
+        dropout=Dropout(dropout),
+    )
