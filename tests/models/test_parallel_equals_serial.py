@@ -28,7 +28,7 @@ MESHES = [
 
 def make(key, tied=True, **options):
     """Two kinds of layers, and fewer kv heads than some meshes have devices along `tensor`."""
-    sizes = {"vocab": VOCAB, "embed": 32, "layers": 3, "heads": 8, "kv_heads": 2, "mlp": 64}
+    sizes = {"vocab": VOCAB, "embed": 32, "layers": 4, "heads": 8, "kv_heads": 2, "mlp": 64}
     options = {"windows": (5, None), "qk_norm": True, "dropout": 0.2} | options
     return zoo.models.Transformer(**sizes, tied=tied, **options, key=key)
 
@@ -53,6 +53,11 @@ def loss_fn(model, batch, key=None):
 
 
 @functools.cache
+def born(**options):
+    return eqx.filter_jit(make)(MODEL_KEY, **options)
+
+
+@functools.cache
 def expected(tied):
     """One device, no mesh, no `shard_map`: JAX's own gradient of the plain function."""
 
@@ -60,7 +65,7 @@ def expected(tied):
         total, count = loss_fn(model, make_batch(), jax.random.split(DROP_KEY, ROWS))
         return total / count
 
-    return eqx.filter_jit(eqx.filter_value_and_grad(serial))(make(MODEL_KEY, tied=tied))
+    return eqx.filter_jit(eqx.filter_value_and_grad(serial))(born(tied=tied))
 
 
 def furthest(tree, reference):
@@ -75,7 +80,7 @@ def test_loss_and_gradients(i):
     tied, remat = i % 2 == 0, ("none", "full", "dots")[i % 3]
     microbatches = 2 if i % 4 < 2 else 1
     mesh = zoo.make_mesh(**MESHES[i])
-    model = zoo.init(lambda key: make(key, tied=tied, remat=remat), MODEL_KEY, mesh)
+    model = zoo.place(born(tied=tied, remat=remat), mesh)
     loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, make_batch(), key=DROP_KEY)
     loss_alone, grads_alone = expected(tied)
     assert abs(loss - loss_alone) < 1e-5 * abs(loss_alone)
@@ -118,7 +123,7 @@ def train(mesh, steps=10):
         updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
-    model = zoo.init(lambda key: make(key, dropout=0.0), MODEL_KEY, mesh)
+    model = zoo.place(born(dropout=0.0), mesh)
     opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
     before = [(x.ndim, x.sharding) for x in jax.tree.leaves((model, opt_state))]
     batch, losses = zoo.place_batch(make_batch(), mesh), []

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.attention import grouped
-from zoo.ops.rotary import Rotary, apply_rotary
+from zoo.ops.rotary import Dynamic, LongRope, Rotary, apply_rotary
 from zoo.parallel import Dim, offset, reduce, shares, split
 
 from .abstract import AbstractLinear, AbstractMixer
@@ -89,7 +89,16 @@ class Attention(AbstractMixer):
         self.soft_cap, self.scale, self.form = soft_cap, scale, form
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
-        """An empty cache for `length` tokens; with a window, for no more than that."""
+        """An empty cache for `length` tokens; with a window, for no more than that.
+
+        **Raises** `NotImplementedError` where keys would have to be turned again as the text grows.
+        """
+        scaling = None if self.rotary is None else self.rotary.scaling
+        if isinstance(scaling, Dynamic | LongRope) and length > scaling.original_length:
+            raise NotImplementedError(
+                f"{type(scaling).__name__} turns all keys by other angles once a text is longer than "
+                f"{scaling.original_length} tokens, and a cache holds them as they were turned: {length} are too many."
+            )
         slots = min(length, self.window or length)
         return KeyValueCache.empty(batch, slots, self.key.out_size // self.head_dim, self.head_dim, dtype)
 

@@ -25,7 +25,7 @@ def Transformer(
     mlp: int,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    rope_base: float = 10_000.0,
+    rotary: Rotary | None = None,
     qk_norm: bool = False,
     windows: Sequence[int | None] = (None,),
     soft_cap: float | None = None,
@@ -40,6 +40,7 @@ def Transformer(
 
     - `vocab`, `embed`, `layers`, `heads`, `mlp`: sizes; `kv_heads` fewer than `heads` share keys and values;
       `head_dim` is `embed / heads` unless given.
+    - `rotary`: of positions; over all of `head_dim` with base 10,000 unless given.
     - `windows`: a pattern of attention windows that repeats over the layers; None sees everything. `(512, 512, None)`
       has two local layers to a global one.
     - `tied`: the head is the embedding's table.
@@ -54,6 +55,7 @@ def Transformer(
     if head_dim is None and embed % heads:
         raise ValueError(f"embed={embed} does not share out over {heads} heads: give head_dim")
     head_dim = embed // heads if head_dim is None else head_dim
+    rotary = Rotary(head_dim) if rotary is None else rotary
     out_scale = (2 * layers) ** -0.5
 
     def kind(window: int | None) -> Callable:
@@ -63,7 +65,7 @@ def Transformer(
             heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rotary=Rotary(head_dim, base=rope_base),
+            rotary=rotary,
             qk_norm=qk_norm,
             window=window,
             soft_cap=soft_cap,

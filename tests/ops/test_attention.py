@@ -1,0 +1,230 @@
+"""Attention: the definition against loops in Python, the fast forms against the definition."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from zoo.ops import attention
+
+FORMS = {"plain": attention.plain, "grouped": attention.grouped, "fused": attention.fused}
+BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
+
+
+def inputs(seq=SEQ, key_seq=None, kv_heads=KV_HEADS, value_dim=DIM, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    key_seq = key_seq or seq
+    query, key, value, cotangent = (
+        jax.random.normal(k, (BATCH, *shape), jnp.float32).astype(dtype)
+        for k, shape in zip(
+            keys,
+            [(seq, HEADS, DIM), (key_seq, kv_heads, DIM), (key_seq, kv_heads, value_dim), (seq, HEADS, value_dim)],
+            strict=True,
+        )
+    )
+    return (query, key, value), cotangent
+
+
+def by_loops(query, key, value, sees, scale, soft_cap):
+    """One query, one key at a time, in Python's floats."""
+    output = np.zeros((*query.shape[:3], value.shape[-1]))
+    for b, q, h in np.ndindex(*query.shape[:3]):
+        n = h // (query.shape[2] // key.shape[2])
+        seen = [k for k in range(key.shape[1]) if sees(b, q, k)]
+        scores = [scale * math.fsum(query[b, q, h] * key[b, k, n]) for k in seen]
+        if soft_cap is not None:
+            scores = [soft_cap * math.tanh(s / soft_cap) for s in scores]
+        weights = [math.exp(s) for s in scores]
+        for k, weight in zip(seen, weights, strict=True):
+            output[b, q, h] += weight / math.fsum(weights) * value[b, k, n]
+    return output
+
+
+@given(
+    causal=st.booleans(),
+    window=st.sampled_from([None, 1, 3, 20]),
+    soft_cap=st.sampled_from([None, 0.5, 5.0]),
+    scale=st.sampled_from([None, 0.1, 1.0]),
+    segments=st.none() | st.lists(st.integers(0, 2), min_size=2 * SEQ, max_size=2 * SEQ),
+    places=st.none() | st.lists(st.integers(-2, 9), min_size=4 * SEQ, max_size=4 * SEQ),
+)
+def test_plain_is_the_definition(causal, window, soft_cap, scale, segments, places):
+    (query, key, value), _ = inputs(value_dim=5)
+    who, rules = {}, []
+    at = np.broadcast_to(np.arange(SEQ), (2, BATCH, SEQ))
+    if segments is not None:
+        ids = np.array(segments).reshape(BATCH, SEQ)
+        who |= dict(query_segments=jnp.array(ids), key_segments=jnp.array(ids))
+        rules.append(lambda b, q, k: ids[b, q] == ids[b, k])
+    if places is not None:
+        at = np.array(places).reshape(2, BATCH, SEQ)
+        who |= dict(query_positions=jnp.array(at[0]), key_positions=jnp.array(at[1]))
+        rules.append(lambda b, q, k: at[1, b, k] >= 0)
+    age = lambda b, q, k: at[0, b, q] - at[1, b, k]
+    if causal:
+        rules.append(lambda b, q, k: age(b, q, k) >= 0)
+    if window:
+        rules.append(lambda b, q, k: age(b, q, k) < window and (causal or age(b, q, k) > -window))
+
+    output = attention.plain(query, key, value, causal=causal, window=window, soft_cap=soft_cap, scale=scale, **who)
+    arrays = [np.asarray(x, np.float64) for x in (query, key, value)]
+    sees = lambda b, q, k: all(rule(b, q, k) for rule in rules)
+    expected = by_loops(*arrays, sees, DIM**-0.5 if scale is None else scale, soft_cap)
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 2], [1, 2, 2, 3, 3, 0, 0]])
+RING = jnp.array([[7, 8, 9, 3, 4, 5, 6], [-1, -1, -1, 0, 1, 2, 3]])  # a full ring, and a cache with empty slots
+NOW = jnp.array([[8, 9], [2, 3]])
+PACKED = dict(query_segments=SEGMENTS, key_segments=SEGMENTS)
+CACHED = dict(query_positions=NOW, key_positions=RING)
+CASES = {
+    "causal": (dict(causal=True), {}),
+    "a head of keys for each of queries, and a scale": (dict(causal=True, scale=0.9), dict(kv_heads=HEADS)),
+    "one head of keys, and a window": (dict(causal=True, window=3), dict(kv_heads=1)),
+    "both ways in a window": (dict(causal=False, window=2), {}),
+    "across": (dict(causal=False), dict(seq=2, key_seq=SEQ)),
+    "cap": (dict(causal=True, soft_cap=1.5), {}),
+    "narrow values": (dict(causal=False), dict(value_dim=5)),
+    "packed": (dict(causal=True, **PACKED), {}),
+    "packed both ways in a window": (dict(causal=False, window=2, **PACKED), {}),
+    "cached": (dict(causal=True, window=3, **CACHED), dict(seq=2, key_seq=SEQ)),
+}
+ROUNDED = ("causal", "cap", "packed", "cached")
+BEYOND_FUSED = ("cap", "narrow values")
+
+
+@partial(jax.jit, static_argnames=("form", "options"))
+def value_and_gradients(form, options, arrays, who, cotangent):
+    output, back = jax.vjp(lambda *arrays: form(*arrays, **dict(options), **who), *arrays)
+    return output, *back(cotangent)
+
+
+def run(form, options, arrays, cotangent):
+    who = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+    options = tuple((name, x) for name, x in options.items() if name not in who)
+    return value_and_gradients(form, options, arrays, who, cotangent)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, jnp.float32) for case in CASES), *((case, jnp.bfloat16) for case in ROUNDED)],
+    ids=[*CASES, *(f"{case}, bfloat16" for case in ROUNDED)],
+)
+def test_forms_agree_in_values_and_gradients(case, dtype):
+    options, shapes = CASES[case]
+    arrays, cotangent = inputs(**shapes, dtype=dtype)
+    expected = run(attention.plain, options, arrays, cotangent)
+    # bfloat16 keeps 8 bits. A form rounds weights and results, and in the backward pass scores too: a handful of
+    # errors of 2^-9 each, of sums that stay below 8. In float32 only the order of sums differs.
+    tolerance = 2e-6 if dtype == jnp.float32 else 8 * 4 * 2**-9
+    for name in ("grouped", "fused"):
+        if name == "fused" and case in BEYOND_FUSED:
+            continue
+        result = run(FORMS[name], options, arrays, cotangent)
+        for ours, theirs, like in zip(result, expected, (cotangent, *arrays), strict=True):
+            assert ours.dtype == like.dtype
+            ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+            np.testing.assert_allclose(ours, theirs, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient(form):
+    arrays, cotangent = inputs(seq=2, key_seq=SEQ)
+    nothing = jnp.full((BATCH, SEQ), -1).at[1].set(jnp.arange(SEQ))
+    options = dict(causal=True, query_positions=jnp.array([[3, 4], [-1, 4]]), key_positions=nothing)
+    output, *gradients = run(form, options, arrays, cotangent)
+    assert (output[0] == 0).all() and (output[1, 0] == 0).all() and (output[1, 1] != 0).all()
+    assert all(np.isfinite(g).all() for g in gradients)
+    assert all((g[0] == 0).all() for g in gradients) and (gradients[0][1, 0] == 0).all()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_nothing_flows_from_later_tokens(form, window):
+    arrays, _ = inputs()
+    outputs = lambda arrays: form(*arrays, causal=True, window=window).sum((0, 2, 3))
+    flows = [(jnp.abs(g).sum((1, 3, 4)) > 0) for g in jax.jit(jax.jacrev(outputs))(arrays)]
+    earlier = np.tri(SEQ, dtype=bool) & ~np.tri(SEQ, k=-(window or SEQ), dtype=bool)
+    np.testing.assert_array_equal(flows[2], earlier)
+    assert not (flows[1] & ~earlier).any()
+    assert not (flows[0] & ~np.eye(SEQ, dtype=bool)).any()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_are_as_if_alone(form, causal):
+    arrays, _ = inputs()
+    attend = jax.jit(partial(form, causal=causal, window=2))
+    segments = jnp.array([[1, 1, 1, 0, 2, 2, 2]] * BATCH)  # two of three tokens, and padding between them
+    packed = attend(*arrays, query_segments=segments, key_segments=segments)
+    for part in (np.s_[:, :3], np.s_[:, 4:]):
+        np.testing.assert_allclose(packed[part], attend(*(x[part] for x in arrays)), atol=2e-6)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_slots_of_a_cache_may_lie_in_any_order(form):
+    (query, key, value), _ = inputs()
+    attend = jax.jit(partial(form, causal=True, window=4))
+    expected = attend(query, key, value)[:, -2:]
+    order = np.array([5, 2, 6, 0, 3, 1, 4])
+    slots = lambda x: jnp.concatenate([x[:, order], jnp.full_like(x[:, :2], 1e4)], axis=1)
+    positions = jnp.broadcast_to(jnp.array([*order, -1, -1]), (BATCH, SEQ + 2))
+    now = jnp.broadcast_to(jnp.array([SEQ - 2, SEQ - 1]), (BATCH, 2))
+    places = dict(query_positions=now, key_positions=positions)
+    output = attend(query[:, -2:], slots(key), slots(value), **places)
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("form", [attention.grouped, attention.fused])
+def test_a_mesh_changes_nothing(form):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    arrays, cotangent = inputs()
+    split, rows = P("data", None, "tensor"), P("data")
+
+    def share(segments, cotangent, *arrays):
+        segments = dict(query_segments=segments, key_segments=segments)
+        output, back = jax.vjp(partial(form, causal=True, **segments), *arrays)
+        return output, *back(cotangent)
+
+    on_mesh = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=(rows, *4 * [split]), out_specs=split))
+    everything = (SEGMENTS, cotangent, *arrays)
+    for ours, alone in zip(on_mesh(*everything), jax.jit(share)(*everything), strict=True):
+        np.testing.assert_allclose(ours, alone, atol=2e-6)
+
+
+def test_where_everything_is_seen_there_is_no_mask():
+    assert attention.visible(3, 5, causal=False) is None
+    assert attention.visible(3, 3, causal=True).shape == (1, 3, 3)
+    slots = jnp.array([[0, -1]])
+    mask = attention.visible(3, 2, causal=False, query_positions=jnp.array([[0, 1, 2]]), key_positions=slots)
+    np.testing.assert_array_equal(mask, [[[True, False]] * 3])
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(
+    ("options", "shapes", "says"),
+    [
+        (dict(causal=True), dict(seq=2, key_seq=SEQ), "2 queries and 7 keys"),
+        (dict(causal=True, window=0), {}, "window is 0"),
+        (dict(causal=True, query_segments=SEGMENTS), {}, "segments for queries and keys"),
+        (dict(causal=True, key_positions=SEGMENTS), {}, "positions for queries and keys"),
+        (dict(causal=True), dict(kv_heads=3), "4 query heads"),
+    ],
+)
+def test_what_makes_no_sense_raises(form, options, shapes, says):
+    with pytest.raises(ValueError, match=says):
+        form(*inputs(**shapes)[0], **options)
+
+
+def test_fused_names_what_it_cannot_do():
+    with pytest.raises(ValueError, match="soft_cap"):
+        attention.fused(*inputs()[0], causal=True, soft_cap=50.0)
+    with pytest.raises(ValueError, match="5 and 8 wide"):
+        attention.fused(*inputs(value_dim=5)[0], causal=True)

@@ -1,0 +1,33 @@
+"""Cross-entropy against its formula in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zoo.ops.cross_entropy import cross_entropy
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("tokens", [(), (5,), (2, 3)])
+def test_it_is_the_formula(tokens, z_loss):
+    random = np.random.default_rng(0)
+    logits = random.normal(0, 4, (*tokens, 11)).astype(np.float32)
+    targets = random.integers(0, 11, tokens)
+    log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    chosen = np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0]
+    loss = cross_entropy(jnp.array(logits), jnp.array(targets), z_loss=z_loss)
+    np.testing.assert_allclose(loss, log_z - chosen + z_loss * log_z**2, rtol=1e-6, atol=1e-6)
+
+
+def test_even_odds_cost_the_logarithm_of_their_number():
+    loss = cross_entropy(jnp.zeros((3, 8)), jnp.array([0, 3, 7]))
+    np.testing.assert_allclose(loss, 3 * np.log(2), rtol=1e-6)
+
+
+def test_large_logits_in_half_precision_are_taken_in_single():
+    logits = jnp.array([[2e4, 0.0, -2e4]], jnp.bfloat16)
+    loss, gradient = jax.value_and_grad(lambda x: cross_entropy(x, jnp.array([1])).sum())(logits)
+    assert loss.dtype == jnp.float32
+    assert loss == logits[0, 0].astype(jnp.float32)
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), [[1, -1, 0]])

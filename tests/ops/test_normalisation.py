@@ -1,0 +1,58 @@
+"""Norms against their formulas in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zoo.ops.normalisation import layer_norm, rms_norm
+
+EPSILON = 1e-3  # large, so that its place in the formula shows
+
+
+def values(*shape, seed=0):
+    return np.random.default_rng(seed).normal(2.0, 3.0, shape).astype(np.float32)
+
+
+def formula(x, weight=1.0, bias=0.0, *, centre):
+    x = x.astype(np.float64)
+    x = x - x.mean(-1, keepdims=True) if centre else x
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * weight + bias
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 4, 16)])
+def test_norms_are_their_formulas(shape):
+    x, weight, bias = values(*shape), values(16, seed=1), values(16, seed=2)
+    close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-5)
+    x_, weight_, bias_ = (jnp.array(a) for a in (x, weight, bias))
+    close(rms_norm(x_, epsilon=EPSILON), formula(x, centre=False))
+    close(rms_norm(x_, weight_, epsilon=EPSILON), formula(x, weight, centre=False))
+    close(rms_norm(x_, weight_, epsilon=EPSILON, offset=1.0), formula(x, 1 + weight, centre=False))
+    close(layer_norm(x_, epsilon=EPSILON), formula(x, centre=True))
+    close(layer_norm(x_, weight_, epsilon=EPSILON), formula(x, weight, centre=True))
+    close(layer_norm(x_, weight_, bias_, epsilon=EPSILON), formula(x, weight, bias, centre=True))
+    close(layer_norm(x_, None, bias_, epsilon=EPSILON), formula(x, 1.0, bias, centre=True))
+
+
+def test_a_weight_may_differ_by_head():
+    x, weight = values(2, 3, 4, 16), values(4, 16, seed=1)
+    y = rms_norm(jnp.array(x), jnp.array(weight), epsilon=EPSILON)
+    np.testing.assert_allclose(y, formula(x, weight, centre=False), rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_half_precision_is_computed_in_single_and_rounded_once(norm):
+    x = jnp.array(values(3, 16)).astype(jnp.bfloat16)
+    weight = jnp.array(values(16, seed=1)).astype(jnp.bfloat16)
+    y = norm(x, weight, epsilon=EPSILON)
+    assert y.dtype == jnp.bfloat16
+    single = norm(x.astype(jnp.float32), weight.astype(jnp.float32), epsilon=EPSILON)
+    np.testing.assert_array_equal(y, single.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_a_constant_far_from_zero_neither_overflows_nor_divides_by_zero(norm):
+    x = jnp.full((1, 16), 3e4, jnp.bfloat16)
+    y, gradient = jax.value_and_grad(lambda x: norm(x, epsilon=1e-6).astype(jnp.float32).sum())(x)
+    assert np.isfinite(y) and np.isfinite(np.asarray(gradient, np.float32)).all()
+    assert y == (16 if norm is rms_norm else 0)

@@ -1,0 +1,37 @@
+"""The pointwise nonlinearities that configs name."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import jax
+from jaxtyping import Array, Float
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x Phi(x) with the exact normal distribution function (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))): the approximation in the same section, which GPT-2 uses."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """max(x, 0)^2 (So et al., Primer, arXiv 2109.08668, section 4)."""
+    return jax.nn.relu(x) ** 2
+
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
+    {"gelu": gelu, "gelu_tanh": gelu_tanh, "relu": jax.nn.relu, "relu_squared": relu_squared, "silu": jax.nn.silu}
+)
+
+
+def activation(name: str) -> Callable[[Array], Array]:
+    """The function that `ACTIVATIONS` has under `name`.
+
+    **Raises** `ValueError` for a name that is not there, with those that are.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"There is no activation {name!r}. Known are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]

@@ -1,0 +1,230 @@
+"""Softmax attention in forms that must agree: `plain` is the definition, `grouped` the default, `fused` JAX's own.
+
+    scores  = soft_cap * tanh(scale * query . key / soft_cap)       without soft_cap: scale * query . key
+    weights = softmax(scores) over the keys that the query sees
+    output  = sum(weights * value)
+
+All take the same arguments (Vaswani et al., arXiv 1706.03762, section 3.2; grouped queries: Ainslie et al., arXiv
+2305.13245; windows: Beltagy et al., arXiv 2004.05150, section 3.1; the cap: Gemma 2, arXiv 2408.00118, section 2):
+
+- `query` head i attends to key and value head i // (heads // kv_heads).
+- `causal`, `window`, segments and positions say who sees whom, see `visible`. A query that sees nothing gives zeros,
+  and sends no gradient back.
+- `scale` is head_dim ** -0.5 unless given.
+- The softmax is taken in float32. The result has the dtype of `value`.
+
+**Raises** `ValueError` where kv_heads does not divide heads, for what `visible` refuses, and where a form cannot do
+what it is asked. In einsums b is batch, q query_seq, k key_seq, h heads, n kv_heads, g the query heads of one of them,
+d the width of a head.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+MASKED = -1e30  # finite, so that a row without anything else has a softmax
+
+
+def visible(
+    query_seq: int,
+    key_seq: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    query_segments: Int[Array, "batch query_seq"] | None = None,
+    key_segments: Int[Array, "batch key_seq"] | None = None,
+    query_positions: Int[Array, "batch query_seq"] | None = None,
+    key_positions: Int[Array, "batch key_seq"] | None = None,
+) -> Bool[Array, "rows query_seq key_seq"] | None:
+    """Which keys each query sees; `rows` is batch, or 1 where all rows are alike. None where everything is seen.
+
+    - Positions are the places in time. Without them the order in the arrays is the order in time. A key at a negative
+      position is not seen: an empty slot of a cache, or padding.
+    - `causal`: a key is not later than the query, key_position <= query_position.
+    - `window`: the last `window` keys up to the query's own, query_position - key_position < window. Where attention
+      is not causal, as many on the other side too: |query_position - key_position| < window.
+    - Segments: equal ids see each other.
+
+    **Raises** `ValueError` where positions or segments are given for one side only, for a window below 1, and where
+    order matters but sides of unlike length have no positions.
+    """
+    if (query_positions is None) != (key_positions is None):
+        raise ValueError("attention: give positions for queries and keys, or for neither.")
+    if (query_segments is None) != (key_segments is None):
+        raise ValueError("attention: give segments for queries and keys, or for neither.")
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window is {window}; a query sees at least its own position, which is 1.")
+    if (causal or window is not None) and query_positions is None and query_seq != key_seq:
+        raise ValueError(
+            f"attention: {query_seq} queries and {key_seq} keys have no common order in time. Give positions."
+        )
+    rules = []
+    if query_positions is None or key_positions is None:
+        query_positions, key_positions = jnp.arange(query_seq)[None], jnp.arange(key_seq)[None]
+    else:
+        rules.append(key_positions[:, None, :] >= 0)
+    age = query_positions[:, :, None] - key_positions[:, None, :]
+    if causal:
+        rules.append(age >= 0)
+    if window is not None:
+        rules.append((age if causal else jnp.abs(age)) < window)
+    if query_segments is not None and key_segments is not None:
+        rules.append(query_segments[:, :, None] == key_segments[:, None, :])
+    if not rules:
+        return None
+    mask = functools.reduce(jnp.logical_and, rules)
+    return jnp.broadcast_to(mask, (mask.shape[0], query_seq, key_seq))
+
+
+def plain(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    *,
+    causal: bool,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    query_segments: Int[Array, "batch query_seq"] | None = None,
+    key_segments: Int[Array, "batch key_seq"] | None = None,
+    query_positions: Int[Array, "batch query_seq"] | None = None,
+    key_positions: Int[Array, "batch key_seq"] | None = None,
+) -> Float[Array, "batch query_seq heads value_dim"]:
+    """The definition, in float32 and with every head written out: slow, and obviously right."""
+    group = group_size(query, key)
+    query, key, wide_value = (x.astype(jnp.float32) for x in (query, key, value))
+    key, wide_value = (jnp.repeat(x, group, axis=2) for x in (key, wide_value))
+    mask = visible(
+        query.shape[1],
+        key.shape[1],
+        causal=causal,
+        window=window,
+        query_segments=query_segments,
+        key_segments=key_segments,
+        query_positions=query_positions,
+        key_positions=key_positions,
+    )
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
+    scores = scaled(scores, query.shape[-1], scale, soft_cap)
+    mask = jnp.ones_like(scores, bool) if mask is None else jnp.broadcast_to(mask[:, None], scores.shape)
+    highest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASKED))
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0)), 0)
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, wide_value, precision="highest").astype(value.dtype)
+
+
+def grouped(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    *,
+    causal: bool,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    query_segments: Int[Array, "batch query_seq"] | None = None,
+    key_segments: Int[Array, "batch key_seq"] | None = None,
+    query_positions: Int[Array, "batch query_seq"] | None = None,
+    key_positions: Int[Array, "batch key_seq"] | None = None,
+) -> Float[Array, "batch query_seq heads value_dim"]:
+    """The default: matrix products over [batch, kv_heads, group, seq], keys and values never repeated.
+
+    Scores and softmax are float32; the products take the inputs' dtype, so that bfloat16 runs on matrix units. The
+    weights of all pairs exist at once: batch * heads * query_seq * key_seq of them.
+    """
+    group = group_size(query, key)
+    mask = visible(
+        query.shape[1],
+        key.shape[1],
+        causal=causal,
+        window=window,
+        query_segments=query_segments,
+        key_segments=key_segments,
+        query_positions=query_positions,
+        key_positions=key_positions,
+    )
+    # Time next to last on both sides: XLA's CPU products are up to twice as slow on the layout that comes in.
+    query = rearrange(query, "batch seq (kv_heads group) dim -> batch kv_heads group seq dim", group=group)
+    key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
+    scores = jnp.einsum("bngqd,bnkd->bngqk", query, key, preferred_element_type=jnp.float32)
+    scores = scaled(scores, query.shape[-1], scale, soft_cap)
+    if mask is not None:
+        scores = jnp.where(mask[:, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    output = jnp.einsum("bngqk,bnkd->bngqd", weights, value)
+    return zero_unseeing(rearrange(output, "batch kv_heads group seq dim -> batch seq (kv_heads group) dim"), mask)
+
+
+def fused(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    *,
+    causal: bool,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    query_segments: Int[Array, "batch query_seq"] | None = None,
+    key_segments: Int[Array, "batch key_seq"] | None = None,
+    query_positions: Int[Array, "batch query_seq"] | None = None,
+    key_positions: Int[Array, "batch key_seq"] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> Float[Array, "batch query_seq heads value_dim"]:
+    """`jax.nn.dot_product_attention`, which on NVIDIA GPUs can be one kernel that never holds the weights.
+
+    `implementation` is handed on: "cudnn" is that kernel, "xla" or None (in jax 0.10 the same) is not fused. Order
+    in the arrays and windows go to the kernel as such, which then skips what is not seen; segments and positions go as
+    a boolean mask.
+
+    **Raises** `ValueError` for a soft cap and for values whose width is not the keys', which it does not know.
+    """
+    if soft_cap is not None:
+        raise ValueError("attention.fused: jax.nn.dot_product_attention has no soft_cap. Take attention.grouped.")
+    if value.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"attention.fused: jax.nn.dot_product_attention wants values as wide as keys, and they are "
+            f"{value.shape[-1]} and {key.shape[-1]} wide. Take attention.grouped."
+        )
+    group_size(query, key)
+    mask = visible(
+        query.shape[1],
+        key.shape[1],
+        causal=causal,
+        window=window,
+        query_segments=query_segments,
+        key_segments=key_segments,
+        query_positions=query_positions,
+        key_positions=key_positions,
+    )
+    attend = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=implementation)
+    if mask is None or (query_positions is None and query_segments is None):
+        bounds = None if window is None else (window - 1, 0 if causal else window - 1)
+        return attend(query, key, value, is_causal=causal, local_window_size=bounds)
+    return zero_unseeing(attend(query, key, value, mask=mask[:, None]), mask)
+
+
+def scaled(
+    scores: Float[Array, "..."], head_dim: int, scale: float | None, soft_cap: float | None
+) -> Float[Array, "..."]:
+    """Products of queries and keys as the softmax takes them: scaled, and capped where there is a cap."""
+    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
+    """How many query heads share a key head; raises `ValueError` where that is no whole number."""
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"attention: {heads} query heads do not share out over {kv_heads} key heads.")
+    return heads // kv_heads
+
+
+def zero_unseeing(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
+    """The output with zeros for queries that see nothing: their softmax is flat, and means nothing."""
+    return output if mask is None else jnp.where(mask.any(axis=-1)[:, :, None, None], output, 0)

@@ -1,0 +1,54 @@
+"""Normalisation over the last dim, computed in float32 whatever the input's dtype.
+
+Where the result is rounded back differs between models. PyTorch's own layer_norm and rms_norm multiply by the weight in
+float32 and round once; so do Gemma and OLMo 2, and so do we. Llama and most of its descendants round the normalised
+value to the input's dtype first and multiply after, which rounds twice. In float32 the two are the same numbers; in
+bfloat16 they differ by one rounding.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def rms_norm(
+    x: Float[Array, "*dims features"],
+    weight: Float[Array, "... features"] | None = None,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+) -> Float[Array, "*dims features"]:
+    """Divide by the root of the mean square: y = x / sqrt(mean(x^2) + epsilon) * (offset + weight).
+
+    `weight` is one scale a feature, or anything that broadcasts against `x`, such as `"heads head_dim"`; without one
+    nothing is scaled. `offset=1.0` is Gemma's, whose weights are stored as the distance from one. The result has the
+    dtype of `x`. Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
+    """
+    wide = x.astype(jnp.float32)
+    y = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    if weight is not None:
+        y = y * (offset + weight.astype(jnp.float32))
+    return y.astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "*dims features"],
+    weight: Float[Array, "... features"] | None = None,
+    bias: Float[Array, "... features"] | None = None,
+    *,
+    epsilon: float,
+) -> Float[Array, "*dims features"]:
+    """Subtract the mean, divide by the deviation: y = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias.
+
+    The variance divides by the number of features, not by one less. `weight` and `bias` are one number a feature, or
+    anything that broadcasts against `x`; either may be missing. The result has the dtype of `x`.
+    Source: Ba, Kiros and Hinton, arXiv 1607.06450, section 3.
+    """
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+    if weight is not None:
+        y = y * weight.astype(jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
