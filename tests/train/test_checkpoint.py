@@ -1,0 +1,210 @@
+"""Checkpoints: exact, on any mesh, donatable; what is cut off is passed over; what is another model's says so."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from zoo.train import Checkpoints
+from zoo.train.checkpoint import differences
+
+OPTIMISER = optax.adamw(1e-3)
+
+
+def make_state(width: int = 16, seed: int = 0):
+    """A module with static parts, an optimiser's state, a typed key, bfloat16, a scalar and an empty array."""
+    key, model_key = jr.split(jr.key(seed))
+    model = eqx.nn.MLP(8, 8, width, 2, key=model_key)
+    opt_state = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
+    loose = dict(key=key, half=jnp.full((8,), seed, jnp.bfloat16), empty=jnp.zeros((0, 3)))
+    return dict(model=model, optimiser=opt_state, **loose)
+
+
+def on(devices: int, tree):
+    """`tree` with matrices split over so many devices, all else whole on each."""
+    mesh = jax.make_mesh((devices,), ("fsdp",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+
+    def put(x):
+        if not eqx.is_array(x):
+            return x
+        spec = PartitionSpec("fsdp") if x.ndim == 2 and x.size else PartitionSpec()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, tree)
+
+
+def numbers(tree):
+    data = lambda x: jr.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(data(x)).astype(np.float64) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(numbers(a), numbers(b), strict=True))
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    with Checkpoints(tmp_path / "checkpoints") as opened:
+        yield opened
+
+
+def reopened(checkpoints: Checkpoints) -> Checkpoints:
+    checkpoints.wait()
+    return Checkpoints(checkpoints.directory)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_comes_back_exactly_on_another_sharding(checkpoints, devices):
+    state = on(8, make_state(seed=3))
+    checkpoints.save(7, state, data={"windows": 56}, config={"embed": 16, "data": (Path("a"),)}, metric=2.5)
+    like = on(devices, make_state(seed=4))
+    step, back, data, config = checkpoints.restore(like)
+    assert (step, data, config) == (7, {"windows": 56}, {"embed": 16, "data": ["a"]})
+    assert same(back, state) and back["model"].activation is like["model"].activation
+    for new, old in zip(jax.tree.leaves(back), jax.tree.leaves(like), strict=True):
+        if eqx.is_array(new):
+            assert new.sharding == old.sharding and new.dtype == old.dtype
+
+
+def test_shapes_stand_in_for_arrays(checkpoints):
+    state = on(8, make_state(seed=1))
+    checkpoints.save(1, state)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if eqx.is_array(x) else x
+    assert same(checkpoints.restore(jax.tree.map(shape, state)).state, state)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_restored_arrays_are_reused_by_a_step_that_donates(checkpoints, devices):
+    state = on(devices, {"weight": jnp.arange(4096.0).reshape(64, 64)})
+    checkpoints.save(1, state)
+    weight = checkpoints.restore(state).state["weight"]
+    places = lambda x: [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+    before = places(weight)
+    after = jax.jit(lambda x: x + 1, donate_argnums=0)(weight)
+    assert weight.is_deleted() and places(after) == before
+
+
+def test_arrays_may_be_donated_as_soon_as_save_returns(checkpoints):
+    step = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    state = on(8, {"weight": jnp.arange(2.0**20).reshape(1024, 1024)})
+    wanted = numbers(state)[0]
+    checkpoints.save(1, state)
+    jax.block_until_ready(step(state["weight"]))
+    assert np.array_equal(numbers(checkpoints.restore(on(8, {"weight": jnp.zeros((1024, 1024))})).state)[0], wanted)
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+    with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
+        for step, metric in enumerate([5.0, 1.0, float("nan"), None, 3.0, 4.0]):
+            checkpoints.save(step, {"x": jnp.ones(3)}, metric=metric)
+        assert checkpoints.steps() == [1, 4, 5] and checkpoints.latest() == 5
+        assert int(checkpoints.restore({"x": jnp.zeros(3)}, step=1).state["x"].sum()) == 3
+
+
+def test_going_back_drops_what_came_after(checkpoints):
+    for step in (10, 20):
+        checkpoints.save(step, {"x": jnp.full(3, step)})
+    checkpoints.save(15, {"x": jnp.full(3, 15)})
+    assert checkpoints.steps() == [10, 15]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "part", ["state/d/*", "state/manifest.ocdbt", "state/_METADATA", "about/metadata", "files.json"]
+)
+@pytest.mark.parametrize("damage", [truncate, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, part, damage):
+    state = {"x": jnp.arange(5000.0)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.save(2, state)
+    damage(next((tmp_path / "2").glob(part)))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest() == 1 and checkpoints.restore(state).step == 1
+        assert [record.message for record in caplog.records if "passed over" in record.message] == [
+            record.message for record in caplog.records if record.levelno >= logging.WARNING
+        ]
+        assert len(caplog.records) == 1 and str(tmp_path / "2") in caplog.text
+        checkpoints.save(2, state)
+        assert checkpoints.steps() == [1, 2]
+
+
+def test_killed_while_saving(tmp_path, caplog):
+    """A process that dies by SIGKILL in the middle of a save leaves the checkpoint before."""
+    program = f"""
+        import os, jax.numpy as jnp
+        from pathlib import Path
+        from zoo.train import Checkpoints
+        checkpoints = Checkpoints(Path({str(tmp_path)!r}))
+        checkpoints.save(1, {{"x": jnp.ones(8)}})
+        checkpoints.wait()
+        checkpoints._seal = lambda: os.kill(os.getpid(), 9)
+        checkpoints._manager._checkpointer._post_finalization_callback = checkpoints._seal
+        checkpoints.save(2, {{"x": jnp.ones(8)}})
+        checkpoints.wait()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(os.listdir(tmp_path)) == 2
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest() == 1
+        assert [record.message for record in caplog.records] == [
+            f"{tmp_path}/2.orbax-checkpoint-tmp: passed over, it was never finished"
+        ]
+        checkpoints.save(3, {"x": jnp.ones(8)})
+        assert checkpoints.steps() == [1, 3] and sorted(os.listdir(tmp_path)) == ["1", "3"]
+
+
+def test_another_model_is_told_by_name(checkpoints):
+    checkpoints.save(1, make_state(width=16))
+    with pytest.raises(ValueError) as raised:
+        checkpoints.restore(make_state(width=32) | {"more": jnp.ones(2)})
+    text = str(raised.value)
+    assert "model.layers[0].weight: float32 [16, 8] in the checkpoint, float32 [32, 8] here" in text
+    assert "and 8 more" in text and text.count("\n") == 10
+    with pytest.raises(ValueError, match=r"more: absent in the checkpoint, float32 \[2\] here"):
+        checkpoints.restore(make_state(width=16) | {"more": jnp.ones(2)})
+
+
+def test_missing_checkpoints(checkpoints):
+    assert checkpoints.latest() is None
+    with pytest.raises(FileNotFoundError, match="no whole checkpoint here"):
+        checkpoints.restore({})
+    checkpoints.save(4, {"x": jnp.ones(2)}, config={"embed": 8})
+    with pytest.raises(FileNotFoundError, match=r"of step 3 here; it holds \[4\]"):
+        checkpoints.restore({"x": jnp.ones(2)}, step=3)
+    assert checkpoints.config() == {"embed": 8}
+
+
+def test_every_checkpoint_damaged_is_an_error(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(2)})
+    shutil.rmtree(tmp_path / "1" / "state")
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(FileNotFoundError):
+        checkpoints.restore({"x": jnp.ones(2)})
+
+
+def test_differences():
+    before = json.loads(json.dumps({"embed": 64, "data": ["a"], "old": 1}))
+    assert differences(before, {"embed": 128, "data": (Path("a"),), "new": True}) == [
+        "embed: 64 in the checkpoint, 128 now",
+        "old: 1 in the checkpoint, absent now",
+        "new: absent in the checkpoint, True now",
+    ]

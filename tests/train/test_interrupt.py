@@ -1,0 +1,40 @@
+"""Signals set a flag; a second Ctrl-C is an exception; handlers come back."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from zoo.train import Interrupt
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_sets_the_flag(number):
+    before = signal.getsignal(number)
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
+        os.kill(os.getpid(), number)
+        assert interrupt.requested
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_raises():
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_change_nothing():
+    seen = []
+
+    def work():
+        with Interrupt() as interrupt:
+            seen.append((signal.getsignal(signal.SIGINT), interrupt.requested))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(signal.default_int_handler, False)]

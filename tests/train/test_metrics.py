@@ -1,0 +1,118 @@
+"""Metrics: fetched without waiting, written as valid JSON, cut back to the step a run resumes from."""
+
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zoo.train import Metrics, TensorBoard, Tracker, WeightsAndBiases, read_lines
+from zoo.train.metrics import cut_back
+
+
+def lines_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_values_are_fetched_every_few_steps_all_but_the_newest(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, every=4) as metrics, jax.transfer_guard("disallow"):
+        fetched = [len(metrics.log(step, loss=jax.device_put(np.float32(step)))) for step in range(1, 11)]
+        assert fetched == [0, 0, 0, 0, 4, 0, 0, 0, 4, 0]
+        assert [line["step"] for line in lines_of(path)] == list(range(1, 9))
+    assert lines_of(path) == [dict(step=step, loss=float(step)) for step in range(1, 11)]
+
+
+def test_what_is_logged_at_one_step_is_one_line(tmp_path):
+    with Metrics(tmp_path / "m", every=2) as metrics:
+        metrics.log(1, loss=jnp.float32(0.1), note=np.arange(2))
+        metrics.log(1, validation=3.0)
+        metrics.flush()
+        metrics.log(1, late=1)
+    assert (tmp_path / "m").read_text() == (
+        '{"step": 1, "loss": 0.10000000149011612, "note": [0, 1], "validation": 3.0}\n{"step": 1, "late": 1}\n'
+    )
+    assert read_lines(tmp_path / "m") == [dict(step=1, loss=0.10000000149011612, note=[0, 1], validation=3.0, late=1)]
+
+
+def test_what_is_no_number_is_written_by_name(tmp_path):
+    with Metrics(tmp_path / "m") as metrics:
+        metrics.log(1, a=jnp.nan, b=jnp.array([jnp.inf, -jnp.inf, 1]), c=jnp.bfloat16(2))
+    line = json.loads((tmp_path / "m").read_text(), parse_constant=pytest.fail)
+    assert line == dict(step=1, a="nan", b=["inf", "-inf", 1.0], c=2.0)
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 6, "lo'])
+def test_cut_back(tmp_path, torn):
+    path = tmp_path / "m"
+    cut_back(path, 3)
+    assert not path.exists() and read_lines(path) == []
+    whole = "".join(json.dumps(dict(step=step, loss=step / 3)) + "\n" for step in range(1, 6))
+    path.write_text(whole + torn)
+    cut_back(path, 3)
+    assert path.read_text() == "".join(line + "\n" for line in whole.splitlines()[:3])
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path):
+    (tmp_path / "m").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"m, line 2: not JSON"):
+        read_lines(tmp_path / "m")
+
+
+class Memory:
+    def __init__(self):
+        self.seen, self.closed = [], False
+
+    def log(self, step, values):
+        self.seen.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+
+
+def test_trackers_see_what_is_written(tmp_path):
+    memory = Memory()
+    assert isinstance(memory, Tracker)
+    with Metrics(tmp_path / "m", every=1, trackers=[memory]) as metrics:
+        metrics.log(1, loss=jnp.float32(2))
+        metrics.log(2, loss=jnp.nan)
+        assert memory.seen == [(1, dict(loss=2.0))] and not memory.closed
+    assert memory.seen[1:] == [(2, dict(loss="nan"))] and memory.closed
+
+
+def test_adapters_call_what_their_packages_have(tmp_path, monkeypatch):
+    calls = []
+    note = lambda name, answer=None: lambda *args, **kwargs: (calls.append((name, args, kwargs)), answer)[1]
+    run = types.SimpleNamespace(log=note("log"), finish=note("finish"))
+    writer = types.SimpleNamespace(add_scalar=note("add_scalar"), close=note("close"))
+    for name, content in (
+        ("wandb", dict(init=note("init", run))),
+        ("tensorboardX", dict(SummaryWriter=note("writer", writer))),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    for make in (lambda: WeightsAndBiases(tmp_path, config={"a": 1}, mode="offline"), lambda: TensorBoard(tmp_path)):
+        tracker = make()
+        tracker.log(3, dict(loss=1.5, note="nan"))
+        tracker.close()
+    assert calls == [
+        ("init", (), dict(dir=str(tmp_path), config={"a": 1}, mode="offline")),
+        ("log", (dict(loss=1.5, note="nan"),), dict(step=3)),
+        ("finish", (), {}),
+        ("writer", (str(tmp_path),), {}),
+        ("add_scalar", ("loss", 1.5, 3), {}),
+        ("close", (), {}),
+    ]
+
+
+@pytest.mark.parametrize("adapter, package", [(TensorBoard, "tensorboardX"), (WeightsAndBiases, "wandb")])
+def test_a_missing_tracker_is_named_with_its_command(tmp_path, monkeypatch, adapter, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        adapter(tmp_path, **({} if package == "tensorboardX" else {"config": {}}))

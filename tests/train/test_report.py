@@ -1,0 +1,120 @@
+"""The report: one well-formed file that fetches nothing, with the run's numbers in it."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zoo.train import ParameterRow, write_report
+from zoo.train.chart import Curve, chart, smoothed, ticks
+from zoo.train.report import _escape
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder as a run of 100 steps leaves it, stopped once and resumed."""
+    lines = [dict(step=step, bits_per_byte=8.0 / step + 2) for step in range(1, 101)]
+    lines[4]["bits_per_byte"] = "nan"
+    lines[49]["validation"], lines[99]["validation"] = 2.5, 2.25
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    timing = [dict(step=10, seconds=5.0)]
+    timing += [dict(step=10 * i, seconds=5.0 + i, tokens_per_second=1000.0 * i) for i in range(2, 6)]
+    timing += [dict(step=60, seconds=4.0), dict(step=100, seconds=9.0, tokens_per_second=3500.0)]
+    (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timing))
+    (tmp_path / "config.json").write_text(json.dumps({"embed": 64, "data": [], "name": "<script>"}))
+    (tmp_path / "env.json").write_text(json.dumps({"devices": {"cpu": 8}, "commit": None}))
+    return tmp_path
+
+
+def write(run, **more) -> str:
+    path = write_report(
+        run,
+        title="A <small> model",
+        summary="2.25 bits per byte & falling",
+        curves={"bits_per_byte": "train", "validation": "validation"},
+        unit="bits per byte",
+        floors={"xz -9e": 1.75},
+        samples=[("def <f>(", "x):\n\treturn \x01\x7f \ufffd ✓")],
+        parameters=[
+            ParameterRow("model.weight", "[64, 32]", "out in", "fsdp, tensor", "float32", 2048, 8192),
+            ("model.bias", "[64]", "out", "", "float32", 64, 256),
+        ],
+        **more,
+    )
+    assert path == run / "report.html"
+    return path.read_text(encoding="utf-8")
+
+
+def parsed(page: str) -> ET.Element:
+    return ET.fromstring(page.removeprefix("<!DOCTYPE html>"))
+
+
+def test_fetches_nothing_and_runs_nothing(run):
+    page = write(run)
+    assert not re.search(
+        r"https?:|//|src=|href=|url\((?!#)|@import|<script|<link|<img|<iframe", page.replace("</", "<")
+    )
+
+
+def test_is_well_formed_and_escaped(run):
+    root = parsed(write(run, figures={"bits < 3": "2.25"}))
+    text = "".join(root.itertext())
+    for wanted in ("A <small> model", "def <f>(", "\u2401\u2421", "<script>", "embed", "cpu 8", "2,112", "bits < 3"):
+        assert wanted in text
+    rows = root.findall(".//table/tbody/tr[@class='total']/td")
+    assert [cell.text for cell in rows if cell.text] == ["total", "2,112", "8,448"]
+    assert "time in all" in text and "0:19" in text and "starts" in text
+
+
+def test_the_curve_is_drawn_twice_with_its_floor(run):
+    root = parsed(write(run))
+    charts = root.findall(".//svg")
+    assert len(charts) == 2
+    for drawn in charts:
+        assert len(drawn.findall(".//circle")) == 2 and len(drawn.findall(".//path[@class='floor']")) == 1
+        labels = [element.text for element in drawn.iter("text")]
+        assert {"train", "validation", "xz -9e 1.750", "steps", "bits per byte"} <= set(labels)
+        raw = drawn.find(".//path[@class='raw curve0']")
+        assert raw.get("d").count(",") == 99 and "nan" not in raw.get("d")
+
+
+def test_sections_without_content_are_left_out(tmp_path):
+    path = write_report(tmp_path, title="t", summary="s", curves={"loss": "train"}, unit="nats")
+    page = path.read_text()
+    parsed(page)
+    assert "No metrics were logged" in page and "<h2>" not in page
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=80),
+    st.sampled_from([True, False]),
+    st.sampled_from([{}, {"floor": 1.0}]),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_values_give_a_chart(values, smooth, floors):
+    drawn = ET.fromstring(chart([Curve("loss", range(len(values)), values, smooth)], floors, unit="nats"))
+    assert drawn.tag in ("svg", "p")
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 12))
+@settings(deadline=None)
+def test_ticks_are_round_and_inside(low, size, count):
+    found = ticks(low, low + size, count)
+    assert len(found) <= count + 1
+    assert all(low - 1e-6 * size <= tick <= low + size * (1 + 1e-6) for tick in found)
+
+
+def test_smoothing_is_unbiased():
+    np.testing.assert_allclose(smoothed(np.full(50, 3.0)), 3.0)
+    assert smoothed(np.array([4.0, 2.0]))[0] == 4.0
+
+
+@given(st.text(max_size=30))
+@settings(deadline=None)
+def test_any_sample_is_legal_text(sample):
+    sample = sample.encode(errors="replace").decode().replace("\ufffe", "").replace("\uffff", "")
+    ET.fromstring(f"<pre>{_escape(sample)}</pre>")

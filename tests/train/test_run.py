@@ -1,0 +1,138 @@
+"""A run: killed or asked to stop, and resumed, it writes the same metrics, bit for bit, as one that was left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zoo import train
+from zoo.train.progress import Bar, Lines, Pace, Progress, Silent, clock, describe, scaled
+
+STEPS = 30
+
+
+def toy(out: Path, *, resume: bool = False, width: int = 8, strike: tuple[int, int] = (0, 0)) -> train.Run:
+    """Thirty steps of a bigram model; at step strike[0] the process sends itself the signal strike[1]."""
+    tokens = np.random.default_rng(0).integers(0, 4, 3000).astype(np.uint8)
+    split = train.Split("train", tokens, np.ones(16, np.int64), text_bytes=3000, text_tokens=3000)
+    batches = split.batches(seq=16, batch=4)
+    optimiser = optax.adam(1e-2)
+    table = jax.random.normal(jax.random.key(0), (16, width)), jnp.zeros((width, 16))
+    opt_state = optimiser.init(table)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, table, opt_state):
+        def loss_fn(table):
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                table[0][batch["tokens"]] @ table[1], batch["targets"]
+            )
+            return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+        loss, grads = jax.value_and_grad(loss_fn)(table)
+        updates, opt_state = optimiser.update(grads, opt_state)
+        return optax.apply_updates(table, updates), opt_state, loss
+
+    with train.Run(out, config=dict(width=width, resume=resume), resume=resume, every=4) as run:
+        table, opt_state = run.restore((table, opt_state), batches)
+        for batch in run.steps(batches, STEPS, tokens=64, flops=1e6):
+            table, opt_state, loss = step(batch, table, opt_state)
+            run.log(loss=loss)
+            if run.every(10):
+                run.log(validation=jnp.sum(table[1] ** 2))
+            if run.step == strike[0]:
+                os.kill(os.getpid(), strike[1])
+            if run.due(5):
+                run.save((table, opt_state), batches, metric=float(loss))
+    return run
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> bytes:
+    out = tmp_path_factory.mktemp("unbroken")
+    toy(out)
+    return (out / "metrics.jsonl").read_bytes()
+
+
+def test_metrics_of_a_run_left_alone(unbroken):
+    lines = [json.loads(line) for line in unbroken.splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "validation" in line] == [10, 20, 30]
+    assert set(lines[0]) == {"step", "loss"} and lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_killed_and_resumed_is_the_same_bit_for_bit(tmp_path, unbroken):
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "metrics.jsonl").read_bytes() != unbroken
+    run = toy(tmp_path, resume=True)
+    assert run.step == STEPS and (tmp_path / "metrics.jsonl").read_bytes() == unbroken
+
+
+def test_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, unbroken, capsys):
+    run = toy(tmp_path, strike=(12, signal.SIGTERM))
+    assert run.stopped and run.step == 13 and run.checkpoints.directory.joinpath("13").exists()
+    assert "stopped by a signal after step 13 of 30: --resume goes on" in capsys.readouterr().out
+    run = toy(tmp_path, resume=True)
+    assert not run.stopped and run.step == STEPS and (tmp_path / "metrics.jsonl").read_bytes() == unbroken
+    assert [line["step"] for line in train.read_lines(tmp_path / "timing.jsonl")][-1] == STEPS
+
+
+def test_files_and_refusals(tmp_path, caplog):
+    toy(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {"width": 8}
+    env = json.loads((tmp_path / "env.json").read_text())
+    assert env["packages"]["jax"] == jax.__version__ and sum(env["devices"].values()) == jax.device_count()
+    with pytest.raises(FileExistsError, match=r"holds a run of 30 steps: resume it \(--resume\), or choose another"):
+        toy(tmp_path)
+    with pytest.raises(ValueError, match=r"\[0\]\[0\]: float32 \[16, 8\] in the checkpoint, float32 \[16, 9\] here"):
+        toy(tmp_path, resume=True, width=9)
+    assert "the configuration differs: width: 8 in the checkpoint, 9 now" in caplog.text
+    assert len(train.read_lines(tmp_path / "metrics.jsonl")) == STEPS
+    with train.Run(tmp_path, config={}, resume=True) as run, pytest.raises(RuntimeError, match=r"call run.restore"):
+        next(run.steps(train.Batches(train.Windows(np.zeros(9, np.uint8), 2), 1), 3))
+
+
+def test_resume_without_a_checkpoint_starts_at_the_beginning(tmp_path, unbroken):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"st')
+    toy(tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == unbroken
+
+
+def test_plain_lines(tmp_path, capsys):
+    toy(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(" 4/30  loss 2.") and lines[-1].startswith("30/30  loss 1.")
+    assert "tokens/s" in lines[-1] and "TFLOP/s" in lines[-1] and "left" in lines[2]
+
+
+def test_every_kind_of_progress(capsys):
+    for shown in (Bar(10, start=2), Lines(10), Silent()):
+        assert isinstance(shown, Progress)
+        shown.update(5, {"loss": 1.0}, Pace(10).tick(5))
+        shown.say("a line [that] stays")
+        shown.close()
+    assert capsys.readouterr().out.count("a line [that] stays") == 2
+
+
+def test_words_for_numbers():
+    pace = dict(seconds=9.0, tokens_per_second=51234.0, flops_per_second=3.1e11, seconds_left=65.2)
+    wanted = "loss 1.234  bits per byte 1e-05  51.2k tokens/s  0.31 TFLOP/s  1:05 left"
+    assert describe({"loss": 1.2341, "bits_per_byte": 1e-5}, pace) == wanted
+    assert [clock(59.6), clock(3723)] == ["1:00", "1:02:03"]
+    assert [scaled(x) for x in (0.0, 0.5, 999.0, 1e3, 2.5e15)] == ["0", "0.5", "999", "1k", "2.5e+03T"]
+
+
+if __name__ == "__main__":
+    toy(Path(sys.argv[1]), strike=(17, signal.SIGKILL))

@@ -1,0 +1,42 @@
+"""What surrounds a training loop: text, checkpoints, metrics, progress, signals, reports. Never the loop itself."""
+
+from .average import ema
+from .checkpoint import Checkpoints, Restored
+from .command import command
+from .corpus import Corpus, text
+from .data import Batches, Ordered, Source, Split, Stream, Windows, bits_per_byte
+from .interrupt import Interrupt
+from .masks import decay_mask, matrices
+from .metrics import Metrics, read_lines
+from .parameters import parameter_rows
+from .report import ParameterRow, write_report
+from .run import Run
+from .trackers import TensorBoard, Tracker, WeightsAndBiases
+
+__all__ = [
+    "Batches",
+    "Checkpoints",
+    "Corpus",
+    "Interrupt",
+    "Metrics",
+    "Ordered",
+    "ParameterRow",
+    "Restored",
+    "Run",
+    "Source",
+    "Split",
+    "Stream",
+    "TensorBoard",
+    "Tracker",
+    "WeightsAndBiases",
+    "Windows",
+    "bits_per_byte",
+    "command",
+    "decay_mask",
+    "ema",
+    "matrices",
+    "parameter_rows",
+    "read_lines",
+    "text",
+    "write_report",
+]

@@ -1,0 +1,264 @@
+"""Checkpoints: written beside the training, whole or not there, and read back onto any mesh.
+
+    checkpoints = Checkpoints(out / "checkpoints")
+    checkpoints.save(step, (model, opt_state), data=batches.state, config=config, metric=validation)
+    step, (model, opt_state), data, config = checkpoints.restore((model, opt_state))
+
+This is the one module that knows Orbax. We use its `CheckpointManager`: the newer interface, still called experimental,
+reports every failed read as "incompatible handler", and stores a configuration as arrays.
+"""
+
+import logging
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .files import plain, read_json, write_json
+from .optional import require
+
+log = logging.getLogger("zoo")
+
+SEAL = "files.json"
+CUT_OFF = ".orbax-checkpoint-tmp"
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held: the step it was saved after, the state, where the data stood, the configuration."""
+
+    step: int
+    state: PyTree
+    data: Any
+    config: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, a folder each in `directory`, named by step.
+
+    The newest `keep_last` are kept, and the `keep_best` of lowest metric. Only arrays are saved; what is static comes
+    from the tree that `restore` is given. In a run of several processes all of them make every call.
+    """
+
+    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 1):
+        self.directory = Path(directory).absolute()
+        self._orbax = require("orbax.checkpoint", "pip install 'equizoo[train]'")
+        policies = self._orbax.checkpoint_managers
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: metrics["metric"],
+            reverse=True,
+            n=keep_best,
+            keep_checkpoints_without_metrics=False,
+        )
+        options = self._orbax.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep_last), best]),
+            async_options=self._orbax.options.AsyncOptions(post_finalization_callback=self._seal),
+        )
+        self._manager = self._orbax.CheckpointManager(self.directory, options=options)
+        self._saving = -1
+        self._told: set[Path] = set()
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        data: Any = None,
+        config: Mapping[str, Any] | None = None,
+        metric: float | int | None = None,
+    ) -> None:
+        """Save `state` as it is after `step` steps. Returns when the arrays are copied to the host; the rest is written
+        while training goes on, and the arrays may be donated at once.
+
+        **Arguments:** `data` says where the data stands (JSON), `config` is kept beside it, `metric` is better where it
+        is lower. What a run that went further, or broke off, left behind is deleted: this step and later ones.
+        """
+        self.wait()
+        for later in [other for other in self._manager.all_steps() if other >= step]:
+            self._manager.delete(later)
+        if jax.process_index() == 0:
+            for unfinished in self.directory.glob(f"*{CUT_OFF}*"):
+                shutil.rmtree(unfinished)
+        arrays = _named(eqx.filter(state, eqx.is_array))
+        about = dict(step=step, data=data, config=config or {}, leaves=_facts(arrays))
+        args = self._orbax.args
+        self._saving = step
+        self._manager.save(
+            step,
+            # Orbax refuses arrays without elements; their shape is all there is to know.
+            args=args.Composite(
+                state=args.PyTreeSave({name: x for name, x in arrays.items() if x.size}),
+                about=args.JsonSave(plain(about)),
+            ),
+            metrics=dict(metric=float(metric)) if metric is not None and math.isfinite(metric) else None,
+            force=True,
+        )
+
+    def wait(self) -> None:
+        """Return when the last save is on disk. **Raises** what went wrong while it was written."""
+        self._manager.wait_until_finished()
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, oldest first. Says, once for each, which ones are passed over and why."""
+        self.wait()
+        for path in sorted(self.directory.glob(f"*{CUT_OFF}*")):
+            self._pass_over(path, "it was never finished")
+        found = {step: self._damage(step) for step in sorted(self._manager.all_steps())}
+        for step, damage in found.items():
+            if damage:
+                self._pass_over(self.directory / str(step), damage)
+        return [step for step, damage in found.items() if not damage]
+
+    def latest(self) -> int | None:
+        """The newest step that can be restored; None where there is none."""
+        return max(self.steps(), default=None)
+
+    def restore(self, like: PyTree, step: int | None = None) -> Restored:
+        """The checkpoint of `step`, or the newest whole one.
+
+        **Arguments:** `like` is a state as the run starts with, already placed: modules, optimiser states, keys, loose
+        arrays (or `jax.ShapeDtypeStruct`s with shardings). Names, shapes, dtypes and shardings are taken from it, and
+        all that is no array.
+
+        **Raises** `FileNotFoundError` where there is no such checkpoint; `ValueError` where it is of another model,
+        with the first names that differ.
+        """
+        step = self._find(step)
+        about = self._about(step)
+        wanted = _named(eqx.filter(like, _is_array))
+        _compare(about["leaves"], _facts(wanted), self.directory / str(step))
+        targets = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items() if x.size
+        }
+        read = self._orbax.args.PyTreeRestore(
+            targets, restore_args=self._orbax.checkpoint_utils.construct_restore_args(targets)
+        )
+        arrays = self._manager.restore(step, args=self._orbax.args.Composite(state=read)).state
+        for name in targets:
+            # What Orbax hands back on several devices is never reused by a step that donates it; a copy is.
+            arrays[name] = jnp.copy(arrays[name])
+
+        def take(path: tuple, leaf: Any) -> Any:
+            if not _is_array(leaf):
+                return leaf
+            return arrays[_name(path)] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+        state = jax.tree_util.tree_map_with_path(take, like)
+        return Restored(step, state, about["data"], about["config"])
+
+    def config(self, step: int | None = None) -> dict[str, Any]:
+        """The configuration saved with the checkpoint of `step`, or with the newest whole one."""
+        return self._about(self._find(step))["config"]
+
+    def close(self) -> None:
+        """Wait for the last save, and end Orbax's threads."""
+        self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _find(self, step: int | None) -> int:
+        steps = self.steps()
+        if not steps or step not in (None, *steps):
+            which = "" if step is None else f" of step {step}"
+            raise FileNotFoundError(f"{self.directory}: no whole checkpoint{which} here; it holds {steps or 'none'}")
+        return steps[-1] if step is None else step
+
+    def _pass_over(self, path: Path, why: str) -> None:
+        if path not in self._told:
+            log.warning("%s: passed over, %s", path, why)
+            self._told.add(path)
+
+    def _about(self, step: int) -> dict[str, Any]:
+        return self._manager.restore(step, args=self._orbax.args.Composite(about=self._orbax.args.JsonRestore())).about
+
+    def _seal(self) -> None:
+        """List the files of a checkpoint that is complete but has not got its final name yet."""
+        if jax.process_index() == 0:
+            for folder in self.directory.glob(f"{self._saving}{CUT_OFF}*"):
+                files = [path for path in folder.glob("*/**/*") if path.is_file()]
+                write_json(
+                    folder / SEAL, {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+                )
+
+    def _damage(self, step: int) -> str | None:
+        """What is wrong with a checkpoint, found by names and sizes: Orbax's own errors come late and do not say."""
+        folder = self.directory / str(step)
+        try:
+            files = read_json(folder / SEAL)
+        except (OSError, ValueError):
+            return f"its list of files ({SEAL}) is missing or cut off"
+        for name, size in files.items():
+            path = folder / name
+            if not path.exists():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        return None
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each entry of two configurations that is not the same in both."""
+    before, now = plain(before), plain(now)
+    names = [*before, *(name for name in now if name not in before)]
+    return [
+        f"{name}: {before.get(name, 'absent')} in the checkpoint, {now.get(name, 'absent')} now"
+        for name in names
+        if before.get(name, "absent") != now.get(name, "absent")
+    ]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+    """The leaves by readable paths: `[0].stack.segments[1].norm.weight`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = {_name(path): leaf for path, leaf in leaves}
+    if len(named) < len(leaves):
+        raise ValueError("two leaves of the state have the same path: a key of a mapping holds a dot or a bracket")
+    return named
+
+
+def _name(path: tuple) -> str:
+    def part(key: Any) -> str:
+        match key:
+            case jax.tree_util.GetAttrKey(name):
+                return f".{name}"
+            case jax.tree_util.DictKey(name):
+                return f".{name}"
+            case jax.tree_util.SequenceKey(index) | jax.tree_util.FlattenedIndexKey(index):
+                return f"[{index}]"
+        return str(key)
+
+    return "".join(map(part, path)).removeprefix(".")
+
+
+def _facts(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{x.dtype} {list(x.shape)}" for name, x in arrays.items()}
+
+
+def _compare(saved: Mapping[str, str], wanted: Mapping[str, str], where: Path, shown: int = 8) -> None:
+    """**Raises** `ValueError` unless both have the same names, dtypes and shapes."""
+    names = [*wanted, *(name for name in saved if name not in wanted)]
+    lines = [
+        f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} here"
+        for name in names
+        if saved.get(name) != wanted.get(name)
+    ]
+    if lines:
+        more = f"  and {len(lines) - shown} more\n" if len(lines) > shown else ""
+        raise ValueError(
+            f"{where} is of another model, or of another optimiser:\n" + "\n".join(lines[:shown]) + f"\n{more}"
+            "Restore with the configuration that it was saved with, or start a run in another folder."
+        )

@@ -1,0 +1,48 @@
+"""A recipe's `main` as a command: its signature is the configuration, its docstring the help."""
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def command(
+    main: Callable[..., Any],
+    *,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> Any:
+    """Run `main` with what the command line says: every keyword is a flag, `presets` are other defaults by name.
+
+    The first word may name a preset: `transformer.py 1b --steps 100`. Bad input ends the program with one line on
+    standard error and status 2: that is every error that this library, or the recipe itself, raises on purpose. One
+    that comes from elsewhere keeps its traceback.
+    """
+    import tyro
+
+    presets = presets or {}
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    preset = words.pop(0) if words and words[0] in presets else None
+    chosen = functools.partial(main, **presets[preset]) if preset else main
+    program = " ".join(filter(None, (Path(sys.argv[0]).name, preset)))
+    about = sys.modules[main.__module__].__doc__ or ""
+    about += f"\nPresets, as the first word: {', '.join(presets)}." if presets else ""
+    try:
+        return tyro.cli(
+            chosen, args=words, prog=program, description=about.strip(), config=(tyro.conf.FlagCreatePairsOff,)
+        )
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+        if not on_purpose(error, main):
+            raise
+        print(f"{program}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def on_purpose(error: Exception, main: Callable[..., Any]) -> bool:
+    """Whether the error comes from a `raise` in this library or in the file of `main`."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    library = Path(__file__).parents[1]
+    ours = Path(last.filename).is_relative_to(library) or last.filename == main.__code__.co_filename
+    return ours and (last.line or "").startswith("raise")

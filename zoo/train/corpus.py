@@ -1,0 +1,265 @@
+"""A corpus from files: read, split by hash, tokenised once, memory-mapped ever after.
+
+    corpus = text()                                    # Python's own standard library, as bytes
+    corpus = text((Path("books"),), vocab=4096)        # any files and folders, byte pairs learnt from them
+    print(corpus)                                      # how much there is, what was skipped
+    corpus.train, corpus.validation                    # see data.py
+    corpus.decode(corpus.encode("def main():"))
+
+A document is a file of UTF-8 text. About one in twenty, chosen by a hash of its name and its bytes, is held out: the
+same ones on every machine, whatever else the corpus holds.
+"""
+
+import hashlib
+import lzma
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int, Integer
+
+from .data import Split
+from .files import read_json, write_json
+from .tokens import SEPARATOR, BytePairs, Bytes, Tokenizer
+
+FORMAT = 2  # raised whenever what is written changes
+HELD_OUT = 1 / 20
+PASSAGE = 32 * 2**10
+FEW_FILES = 20
+TRAINING_BYTES = 32 * 2**20
+COMPRESSED_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in two parts, and its tokens.
+
+    `xz` is what `xz -9e` needs for the validation text alone, in bits per byte: a floor to show beside a model's loss.
+    `files` counts what was read, `binary` the files that were not (they hold a NUL, or are not UTF-8). `directory`
+    holds the cached tokens, and its name is a hash of all that made them.
+    """
+
+    train: Split
+    validation: Split
+    tokenizer: Tokenizer
+    xz: float
+    files: int
+    binary: int
+    directory: Path
+
+    @property
+    def vocab(self) -> int:
+        """How many tokens there are, the separator (0) included."""
+        return self.tokenizer.vocab
+
+    def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
+        """The tokens of `text`. A prompt that begins a document begins with a separator: put a 0 before."""
+        return next(iter(self.tokenizer.encode_all([text.encode()]))).astype(np.int32)
+
+    def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
+        """The text of `tokens`; separators are left out, and bytes that are no UTF-8 show as U+FFFD."""
+        return self.tokenizer.decode(np.asarray(tokens)).decode(errors="replace")
+
+    def __str__(self) -> str:
+        parts = (f"{split.name} {split.text_bytes:,} bytes" for split in (self.train, self.validation))
+        skipped = f", {self.binary} skipped as binary" if self.binary else ""
+        parts = [
+            f"{self.files:,} files{skipped}",
+            *parts,
+            f"vocabulary {self.vocab:,}",
+            f"xz {self.xz:.3f} bits per byte",
+        ]
+        return ", ".join(parts)
+
+
+def text(paths: Sequence[Path] = (), *, vocab: int = 256, cache: Path | None = None) -> Corpus:
+    """The corpus of `paths`, files and folders of text; of this Python's standard library where there are none.
+
+    **Arguments:** `vocab` is 256 for bytes, more for byte pairs. Tokens are kept in a folder of `cache` (by default
+    `equizoo` in the user's cache folder), named by a hash of all that made them: another call finds them there.
+
+    **Raises** `FileNotFoundError` for a path that is not there; `ValueError` for a path without text, text that cannot
+    be split, or a vocabulary below 256.
+    """
+    if vocab < 256:
+        raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
+    documents, files, binary = _library() if not paths else _documents([Path(path) for path in paths])
+    train, validation = _split(documents)
+    digest = hashlib.blake2b(f"{FORMAT} {vocab}".encode(), digest_size=12)
+    for document in documents:
+        digest.update(document.digest)
+    directory = (cache or _cache()) / digest.hexdigest()
+    if not directory.exists():
+        _make(directory, train, validation, vocab)
+    about = read_json(directory / "about.json")
+    tokenizer = Bytes() if vocab == 256 else BytePairs(directory / "tokenizer.json", vocab)
+
+    def split(name: str) -> Split:
+        tokens = np.memmap(directory / f"{name}.bin", _width(vocab), "r")
+        return Split(name, tokens, tokenizer.lengths, about[name]["bytes"], about[name]["tokens"])
+
+    return Corpus(split("train"), split("validation"), tokenizer, about["xz"], files, binary, directory)
+
+
+@dataclass(frozen=True)
+class _Document:
+    """The bytes `start` to `stop` of a file, and the hash of its name and of these bytes."""
+
+    name: str
+    path: Path
+    start: int
+    stop: int
+    digest: bytes
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.stop - self.start)
+
+
+def _library() -> tuple[list[_Document], int, int]:
+    """Python's standard library without its tests, tables, installed packages and what describes this one machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    folders = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"}
+    found = [(path.relative_to(root).as_posix(), path) for path in _walk(root, folders) if path.suffix == ".py"]
+    out = ("pydoc_data/topics.py", "_sysconfigdata")
+    return _read([(name, path) for name, path in found if not name.startswith(out)], [root])
+
+
+def _documents(paths: Sequence[Path]) -> tuple[list[_Document], int, int]:
+    found = []
+    for path in paths:
+        if path.is_dir():
+            found += [(file.relative_to(path).as_posix(), file) for file in _walk(path)]
+        elif path.exists():
+            found.append((path.name, path))
+        else:
+            raise FileNotFoundError(f"{path}: there is no such file or folder to read text from")
+    return _read(found, paths)
+
+
+def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterable[Path]:
+    """Every file below `root`, hidden ones and folders named in `leave_out` excepted; links to folders not followed."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        yield from (Path(folder) / name for name in files if not name.startswith("."))
+
+
+def _read(found: Sequence[tuple[str, Path]], paths: Sequence[Path]) -> tuple[list[_Document], int, int]:
+    """The documents in named files, in the order of their names, and how many files were text and how many not."""
+    documents, texts, binary = [], [], 0
+    for name, path in sorted(found):
+        content = path.read_bytes()
+        if content and _is_text(content):
+            texts.append((name, path))
+            documents.append(_document(name, path, content, 0, len(content)))
+        else:
+            binary += bool(content)
+    if not texts:
+        where = ", ".join(map(str, paths))
+        raise ValueError(
+            f"{where}: no text there: {binary} files hold NUL bytes or are not UTF-8, all others are empty"
+        )
+    if len(texts) < FEW_FILES:
+        # One large file is one document, which no hash can divide.
+        documents = [passage for name, path in texts for passage in _passages(name, path)]
+    return documents, len(texts), binary
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        return b"\0" not in content and bool(content.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _document(name: str, path: Path, content: bytes, start: int, stop: int) -> _Document:
+    digest = hashlib.blake2b(name.encode() + b"\0" + content[start:stop], digest_size=16).digest()
+    return _Document(name, path, start, stop, digest)
+
+
+def _passages(name: str, path: Path) -> Iterable[_Document]:
+    """A file cut at the ends of lines into passages of at least PASSAGE bytes."""
+    content, start = path.read_bytes(), 0
+    while start < len(content):
+        stop = content.find(b"\n", start + PASSAGE) + 1 or len(content)
+        yield _document(name, path, content, start, stop)
+        start = stop
+
+
+def _split(documents: Sequence[_Document]) -> tuple[list[_Document], list[_Document]]:
+    """Training and validation documents: a document's own hash decides, neither its place nor its neighbours."""
+    if len(documents) < 2:
+        raise ValueError(
+            f"{documents[0].path}: a single passage of {documents[0].stop} bytes, which cannot be split for training "
+            f"and validation: take more files, or more than {2 * PASSAGE:,} bytes"
+        )
+    share = {document: int.from_bytes(document.digest[:8], "big") / 2**64 for document in documents}
+    held_out = {document for document in documents if share[document] < HELD_OUT}
+    if not held_out or len(held_out) == len(documents):
+        held_out = {min(documents, key=share.__getitem__)}
+    return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
+
+
+def _make(directory: Path, train: Sequence[_Document], validation: Sequence[_Document], vocab: int) -> None:
+    """Write tokens, tokenizer and facts into `directory`: made elsewhere and renamed, so it is there whole or not."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
+    try:
+        if vocab == 256:
+            tokenizer = Bytes()
+        else:
+            tokenizer = BytePairs.train(_sample(train), vocab, part / "tokenizer.json")
+        about: dict[str, Any] = dict(xz=_xz(validation))
+        for name, documents in (("train", train), ("validation", validation)):
+            count = 0
+            with (part / f"{name}.bin").open("wb") as file:
+                for tokens in tokenizer.encode_all(document.read() for document in documents):
+                    file.write(np.append(SEPARATOR, tokens).astype(_width(vocab)).tobytes())
+                    count += len(tokens)
+            about[name] = dict(bytes=sum(document.stop - document.start for document in documents), tokens=count)
+        write_json(part / "about.json", about)
+        part.chmod(0o755)
+        try:
+            part.rename(directory)
+        except OSError:
+            # Another process was quicker: what it made is the same.
+            if not (directory / "about.json").exists():
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _sample(documents: Sequence[_Document]) -> Iterable[bytes]:
+    """Documents to learn byte pairs from: all, or a random few of a large corpus."""
+    total = 0
+    for document in sorted(documents, key=lambda document: document.digest):
+        if total > TRAINING_BYTES:
+            return
+        total += document.stop - document.start
+        yield document.read()
+
+
+def _xz(documents: Sequence[_Document]) -> float:
+    """Bits per byte that xz needs for the documents, of which it reads no more than COMPRESSED_BYTES."""
+    content = b""
+    for document in documents:
+        content += document.read()
+        if len(content) > COMPRESSED_BYTES:
+            break
+    content = content[:COMPRESSED_BYTES]
+    return 8 * len(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)) / len(content)
+
+
+def _width(vocab: int) -> type[np.unsignedinteger]:
+    return np.uint8 if vocab <= 2**8 else np.uint16 if vocab <= 2**16 else np.uint32
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "equizoo" / "text"

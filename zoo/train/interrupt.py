@@ -1,0 +1,54 @@
+"""Signals that end a run: noted when they come, read after the step.
+
+An exception between a step's dispatch and the rebinding of its results would leave a donated model deleted.
+"""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Interrupt:
+    """While it is entered, SIGINT and SIGTERM set `requested`; a second SIGINT raises `KeyboardInterrupt`.
+
+        with Interrupt() as interrupt:
+            for step in range(steps):
+                ...
+                if interrupt.requested:
+                    save and leave
+
+    Handlers are put back on leaving. Outside the main thread, where Python allows no handlers, nothing is changed.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def anywhere(flag: bool) -> bool:
+    """Whether `flag` is set in any process: all call this at the same step, or those that do wait for ever."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))

@@ -1,0 +1,174 @@
+"""A run's folder, and what happens around the loop: resuming, logging, saving, leaving when asked to.
+
+    with Run(out, config=config, resume=resume) as run:
+        model, opt_state = run.restore((model, opt_state), batches)
+        for batch in run.steps(batches, steps, tokens=batch_size * seq):
+            model, opt_state, loss = step(zoo.place_batch(batch, mesh), model, opt_state)
+            run.log(loss=loss)
+            if run.due(100):
+                run.save((model, opt_state), batches, metric=...)
+
+The loop is the caller's. Every object here can be used alone: `Metrics`, `Checkpoints`, `Interrupt`, `Pace`.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .checkpoint import Checkpoints, differences
+from .data import Stream
+from .environment import environment
+from .files import write_json
+from .interrupt import Interrupt, anywhere
+from .metrics import Line, Metrics, Value, append, cut_back
+from .progress import Pace, Progress, Silent, progress
+from .trackers import Tracker
+
+log = logging.getLogger("zoo")
+
+
+class Run:
+    """One run in one folder: `config.json`, `env.json`, `metrics.jsonl`, `timing.jsonl`, `checkpoints/`.
+
+    `step` counts the steps that are done, the one in the loop's body included. `every` steps metrics are fetched, and
+    with several processes signals are shared. **Raises** `FileExistsError` where the folder holds checkpoints and
+    `resume` is not set.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        config: Mapping[str, Any],
+        resume: bool = False,
+        every: int = 10,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        trackers: Sequence[Tracker] = (),
+    ):
+        self.directory = Path(directory)
+        # Whether a run was resumed is no property of it: the configurations of both halves are the same.
+        self.config = {name: value for name, value in config.items() if name != "resume"}
+        self.step = 0
+        self.total = 0
+        self.stopped = False
+        self.metrics = Metrics(self.directory / "metrics.jsonl", every=every, trackers=trackers)
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best)
+        self._every = every
+        self._interrupt = Interrupt()
+        self._pace = Pace(0)
+        self._progress: Progress = Silent()
+        self._exit = contextlib.ExitStack()
+        self._newest = self.checkpoints.latest()
+        if self._newest is not None and not resume:
+            self.checkpoints.close()
+            raise FileExistsError(
+                f"{self.directory} holds a run of {self._newest} steps: resume it (--resume), or choose another folder "
+                "(--out), or delete this one"
+            )
+
+    def __enter__(self) -> "Run":
+        self._exit.callback(self.checkpoints.close)
+        self._exit.callback(lambda: self._progress.close())
+        self._exit.callback(self._close_metrics)
+        self._exit.enter_context(self._interrupt)
+        if jax.process_index() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_json(self.directory / "env.json", environment())
+            if self._newest is None:
+                self._cut_back(0)
+                write_json(self.directory / "config.json", self.config)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._exit.__exit__(kind, error, at)
+
+    def restore(self, like: PyTree, batches: Stream | None = None) -> PyTree:
+        """The state of the newest checkpoint, and `batches` put where they were; `like` itself where there is none.
+
+        `like` is the state that the run would start with, already placed. Metrics of later steps are cut off: the run
+        will write them again. **Raises** `ValueError` where the checkpoint is of another model.
+        """
+        if self._newest is None:
+            return like
+        for line in differences(self.checkpoints.config(self._newest), self.config):
+            log.warning("%s: the configuration differs: %s", self.directory, line)
+        self.step, state, data, _ = self.checkpoints.restore(like, self._newest)
+        if batches is not None:
+            if data is None:
+                raise ValueError(
+                    f"{self.directory}: step {self.step} was saved without batches: where they stood is lost"
+                )
+            batches.restore(data)
+        if jax.process_index() == 0:
+            self._cut_back(self.step)
+            write_json(self.directory / "config.json", self.config)
+        return state
+
+    def steps(self, batches: Stream, total: int, *, tokens: int = 0, flops: float | int = 0) -> Iterator[Any]:
+        """Batches for the steps from `step` to `total`; fewer where a signal asks the run to stop.
+
+        `tokens` and `flops` are those of one step in all processes together, for the speed shown.
+        """
+        if self._newest is not None and self.step == 0:
+            raise RuntimeError("this run is resumed: call run.restore before run.steps")
+        self.total = total
+        self._pace = Pace(total, tokens=tokens, flops=flops)
+        if jax.process_index() == 0:
+            self._progress = progress(total, start=self.step)
+        while self.step < total and not self.stopped:
+            batch = next(batches)
+            self.step += 1
+            # Read once a step, before its body: whoever asks within the step gets the same answer.
+            if jax.process_count() == 1 or self.step % self._every == 0:
+                self.stopped = anywhere(self._interrupt.requested)
+            yield batch
+        if self.stopped:
+            self.say(
+                f"stopped by a signal after step {self.step} of {total}: --resume goes on from the last checkpoint"
+            )
+
+    def log(self, **values: Value) -> None:
+        """Log `values`, scalars on the device or numbers, under the current step. Does not wait for the device."""
+        self._show(self.metrics.log(self.step, **values))
+
+    def every(self, steps: int) -> bool:
+        """Whether the current step is a multiple of `steps`, or the last: a matter of the step alone."""
+        return self.step % steps == 0 or self.step == self.total
+
+    def due(self, steps: int) -> bool:
+        """Whether to save now: `every(steps)`, or the run is about to stop."""
+        return self.every(steps) or self.stopped
+
+    def save(self, state: PyTree, batches: Stream | None = None, *, metric: float | int | None = None) -> None:
+        """Save `state` after the current step, and where `batches` stand; the loop goes on while it is written."""
+        self._show(self.metrics.flush())
+        data = None if batches is None else batches.state
+        self.checkpoints.save(self.step, state, data=data, config=self.config, metric=metric)
+
+    def say(self, text: str) -> None:
+        """Show a line of text that stays."""
+        self._progress.say(text)
+
+    def _show(self, lines: Sequence[Line]) -> None:
+        if lines:
+            newest = lines[-1]
+            pace = self._pace.tick(newest["step"])
+            values = {name: value for line in lines for name, value in line.items() if name != "step"}
+            self._progress.update(newest["step"], values, pace)
+            if jax.process_index() == 0:
+                append(self.directory / "timing.jsonl", [dict(step=newest["step"]) | pace])
+
+    def _close_metrics(self) -> None:
+        self._show(self.metrics.flush())
+        self.metrics.close()
+
+    def _cut_back(self, step: int) -> None:
+        for name in ("metrics.jsonl", "timing.jsonl"):
+            cut_back(self.directory / name, step)

@@ -1,0 +1,63 @@
+"""The style sheet of reports."""
+
+STYLE = """
+:root {
+  --paper: #ffffff; --panel: #f6f7f9; --ink: #1b1f24; --soft: #626b76; --rule: #e2e5e9;
+  --train: #2563c9; --held-out: #d9601a; --third: #2f8f5b; --fourth: #8a4fc7;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #14171b; --panel: #1c2026; --ink: #e6e8eb; --soft: #98a1ac; --rule: #2f353d;
+    --train: #6ea8ff; --held-out: #ff9a57; --third: #63c592; --fourth: #c29bf0;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--paper); color: var(--ink); -webkit-text-size-adjust: 100%;
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
+}
+main { max-width: 56rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 0.4rem; }
+h2 { font-size: 1.05rem; margin: 2.6rem 0 0.7rem; }
+header p { color: var(--soft); font-size: 1.06rem; margin: 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: 0.75rem; margin: 1.8rem 0; }
+dl div { background: var(--panel); border-radius: 0.6rem; padding: 0.7rem 0.9rem; }
+dt { color: var(--soft); font-size: 0.8rem; }
+dd { margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 12.5px; font-variant-numeric: tabular-nums; }
+svg path { fill: none; stroke: currentColor; }
+.narrow { display: none; }
+.grid { color: var(--rule); }
+.axis { color: var(--soft); }
+.line { stroke-width: 2; stroke-linejoin: round; }
+.raw { opacity: 0.3; }
+.curve0 { color: var(--train); }
+.curve1 { color: var(--held-out); }
+.curve2 { color: var(--third); }
+.curve3 { color: var(--fourth); }
+.dot { fill: currentColor; stroke: var(--paper); stroke-width: 1.2; }
+.floor { color: var(--soft); stroke-dasharray: 5 4; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.86rem; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { text-align: left; white-space: nowrap; }
+th, td { padding: 0.36rem 1.1rem 0.36rem 0; border-bottom: 1px solid var(--rule); }
+th { font-weight: 500; color: var(--soft); }
+.pairs th { width: 1%; vertical-align: top; }
+.pairs td { white-space: normal; overflow-wrap: anywhere; }
+.number { text-align: right; }
+th:nth-child(n + 6) { text-align: right; }
+.total td { font-weight: 600; border-bottom: none; }
+pre {
+  background: var(--panel); border-radius: 0.6rem; padding: 0.9rem 1rem; margin: 0 0 0.8rem; font-size: 0.84rem;
+  line-height: 1.5; white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4;
+}
+pre b { color: var(--train); font-weight: 600; }
+@media (max-width: 40rem) {
+  main { padding: 1.5rem 1rem 3rem; }
+  h1 { font-size: 1.5rem; }
+  .wide { display: none; }
+  .narrow { display: block; }
+  dl { grid-template-columns: repeat(2, 1fr); }
+}
+"""
