@@ -1,0 +1,80 @@
+# Needs make, and Python 3.11 or newer with pip. Takes uv for the installation where it is on the path.
+# `make` alone lists the targets.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+WORKERS ?= 2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test format docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.train ## train a small Transformer on this machine; options as in `make demo ARGS="--steps 50"`
+	$(call say,recipes/transformer.py $(ARGS))
+	@$(BIN)/python recipes/transformer.py $(ARGS)
+	@report=$$(find runs -name 'report.*' -exec ls -t {} + 2>/dev/null | head -n 1); \
+	if [ -n "$$report" ]; then echo "The report: $$report"; fi
+
+test: $(VENV)/.dev ## everything that a change must pass: style, types, tests, documentation
+	$(call say,style)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	$(call say,types)
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(call say,tests and the code of the documentation)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(ARGS)
+	$(call say,documentation)
+	@$(mkdocs)
+	$(call say,all passed)
+
+format: $(VENV)/.dev ## let ruff format and correct what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(VENV)/.dev ## build the documentation into site/
+	@$(mkdocs)
+	@echo "Open site/index.html"
+
+clean: ## remove the environment, the caches and what was built; runs/ stays
+	rm -rf $(VENV) .jax_cache .hypothesis .pytest_cache .ruff_cache site dist
+	find zoo recipes tests -name __pycache__ -type d -exec rm -rf {} +
+
+# --strict does not stop at a failure under -q, so never -q.
+mkdocs = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+say = @printf '\n== %s\n' "$(1)"
+
+# An environment with the tests' packages serves the demo too.
+$(VENV)/.train: pyproject.toml constraints.txt $(VENV)/.created
+	@if [ $(VENV)/.dev -nt pyproject.toml ] && [ $(VENV)/.dev -nt constraints.txt ]; then touch $@; else $(call install,train); fi
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.created
+	@$(call install,dev)
+
+# The stamp is written last, so that what broke off half-way is done again.
+define install
+	printf '\n== installing zoo[$(1)] into $(VENV); the first time takes a minute or two\n'; \
+	if command -v uv >/dev/null && uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[$(1)]'; then \
+		touch $@; \
+	else \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]' && touch $@; \
+	fi
+endef
+
+$(VENV)/.created:
+	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 or newer was found; name one with \`make PYTHON=/path/to/python\`." >&2; exit 1; fi
+	$(call say,making $(VENV) with $(PYTHON))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "$(PYTHON) is not a working Python 3.11 or newer; name another with \`make PYTHON=/path/to/python\`." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	|| { echo "$(PYTHON) could not make $(VENV). On Debian and Ubuntu the package python3-venv is needed." >&2; exit 1; }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "$(VENV) was made by an older Python: \`make clean\` removes it." >&2; exit 1; }
+	@touch $@

@@ -1,0 +1,82 @@
+"""Rules for the files of the repository, and what the wheel must carry."""
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LONGEST = 500
+
+# Pieced together, so that this file does not hold what it forbids.
+HOSTS = ("py" + "pi.org", "pythonhosted" + ".org", "anaconda" + ".org", "npm" + "js.org", "npm" + "js.com")
+# Folders that lie on one machine only, at the start of a path.
+MACHINE = re.compile(r"(?<![\w.:/~$}<>-])/(?:home|root|Users|work|workspace|scratch)/[\w.-]")
+
+
+def sources() -> list[Path]:
+    return sorted([*ROOT.glob("zoo/**/*.py"), *ROOT.glob("recipes/**/*.py")])
+
+
+def tracked() -> list[Path]:
+    """Every file that git follows or would take in; without git, the sources."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode:
+        return sources()
+    return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_files_stay_short():
+    lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert not {path: length for path, length in lengths.items() if length > LONGEST}
+
+
+def test_every_public_module_says_what_it_is():
+    public = [path for path in sources() if path.stem == "__init__" or not path.stem.startswith("_")]
+    bare = [path for path in public if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+    assert not [str(path.relative_to(ROOT)) for path in bare]
+
+
+def test_no_package_host_is_named():
+    found = []
+    for path in tracked():
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        found += [f"{path.relative_to(ROOT)}: {host}" for host in HOSTS if host in text]
+    assert not found
+
+
+def test_no_path_of_one_machine():
+    found = []
+    for path in tracked():
+        lines = path.read_bytes().decode("utf-8", errors="ignore").splitlines()
+        found += [f"{path.relative_to(ROOT)}:{n}" for n, line in enumerate(lines, start=1) if MACHINE.search(line)]
+    assert not found
+
+
+def test_the_wheel_carries_recipes_and_types(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    recipes = {f"zoo/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("recipes/*.py")}
+    assert recipes
+    assert names >= recipes | {"zoo/__init__.py", "zoo/py.typed"}
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "recipes/"))]
+
+
+def test_the_reference_shows_every_public_name():
+    import zoo
+
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").splitlines()
+    values = [getattr(room, name) for room in (zoo, zoo.parallel) for name in room.__all__]
+    made_here = [value for value in values if getattr(value, "__module__", "").startswith("zoo.")]
+    missing = {f"::: {value.__module__}.{value.__qualname__}" for value in made_here if callable(value)} - set(page)
+    assert not missing
