@@ -36,12 +36,12 @@ def main(
     vocab: int = 256,
     embed: int = 128,
     layers: int = 4,
-    heads: int = 4,
+    heads: int = 2,
     kv_heads: int | None = None,
     mlp: int = 384,
     dropout: float = 0.0,
-    seq: int = 256,
-    batch: int = 8,
+    seq: int = 128,
+    batch: int = 16,
     microbatches: int = 1,
     steps: int = 300,
     learning_rate: float = 4e-3,
@@ -49,7 +49,7 @@ def main(
     weight_decay: float = 0.1,
     ema: float | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
-    remat: zoo.parallel.Remat = "none",
+    remat: zoo.parallel.Remat = "full",
     fsdp: int = 1,
     tensor: int = 1,
     zero: Literal[1, 3] = 3,
@@ -73,7 +73,7 @@ def main(
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimiser steps.
-        learning_rate: Its peak, after warm-up; it falls to a tenth as a cosine does.
+        learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
         warmup: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         ema: Decay of an average of the weights, say 0.999, which is then what is validated and sampled.
@@ -95,10 +95,11 @@ def main(
 
     model_key, dropout_key, sample_key = jax.random.split(jax.random.key(seed), 3)
     sizes = {"embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
-    options = {"vocab": corpus.vocab, "dropout": dropout, "remat": remat}
+    options = {"vocab": corpus.vocab, "qk_norm": True, "dropout": dropout, "remat": remat}
     model = zoo.init(lambda key: zoo.models.Transformer(**sizes, **options, key=key), model_key, mesh)
     average = None if ema is None else train.ema(None, model, ema)
 
+    warmup = min(warmup, steps // 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -119,7 +120,7 @@ def main(
     def validate(model):
         losses = [zoo.value(loss_fn, mesh)(model, zoo.place_batch(batch, mesh)) for batch in held_out]
         mean = np.average(jax.device_get(losses), weights=[batch["weights"].sum() for batch in held_out])
-        return float(train.bits_per_byte(mean, held_out))
+        return train.bits_per_byte(float(mean), held_out)
 
     tokens = batch * seq
     flops = 6 * tokens * (zoo.count(model) + layers * embed * seq)  # a multiply-add forwards, two backwards; causal
@@ -140,24 +141,31 @@ def main(
     if run.stopped:
         return
     best = model if average is None else average
-    prompts = ("def main(", "class Node:\n    ", '"""')
-    samples = []
-    for prompt in prompts:
-        start = jnp.asarray(np.append(0, corpus.encode(prompt)))[None]  # 0 begins a document
-        new = zoo.generate(best, start, max_new_tokens=200, temperature=0.7, key=sample_key)
-        samples.append((prompt, corpus.decode(new[0])))
-    print(f"\n{''.join(samples[0])}\n")
+    validation = validate(best)
+    samples = sample(best, corpus, sample_key)
     report = train.write_report(
         out,
         title="A Transformer from scratch",
-        summary=f"{zoo.count(model):,} parameters, {steps} steps on {mesh}: {validation:.3f} bits per byte on held-out text",
+        summary=f"{validation:.3f} bits per byte on held-out text after {steps} steps on {mesh}",
         curves={"bits_per_byte": "training", "validation": "validation"},
         floors={"xz -9e": corpus.xz},
         unit="bits per byte",
+        figures={"bits per byte": f"{validation:.3f}", "parameters": f"{zoo.count(model):,}"},
         samples=samples,
         parameters=train.parameter_rows(model, mesh),
     )
-    print(f"{validation:.3f} bits per byte on held-out text; the report lies in {report}")
+    print(f"\n{''.join(samples[0])}\n\n{validation:.3f} bits per byte on held-out text; the report lies in {report}")
+
+
+def sample(model, corpus, key):
+    """Continue a few beginnings: (prompt, continuation) pairs."""
+    prompts = ["def main(", "class Node:\n    ", "import os\n"]
+    begun = [np.append(0, corpus.encode(prompt)) for prompt in prompts]  # a document begins with a separator
+    width = max(map(len, begun))
+    tokens = jnp.asarray([np.pad(row, (width - len(row), 0)) for row in begun])
+    mask = jnp.asarray([np.arange(width) >= width - len(row) for row in begun])
+    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, key=key)
+    return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,12 @@ from zoo.parallel import Dim
 KEY = jax.random.key(0)
 
 
-@given(chunk=st.sampled_from([1, 4, 7, 64]), z_loss=st.sampled_from([0.0, 1e-2]), seed=st.integers(0, 9), bias=st.booleans())
+@given(
+    chunk=st.sampled_from([1, 4, 7, 64]),
+    z_loss=st.sampled_from([0.0, 1e-2]),
+    seed=st.integers(0, 9),
+    bias=st.booleans(),
+)
 def test_chunked_equals_plain(chunk, z_loss, seed, bias):
     head_key, x_key, target_key, weight_key = jax.random.split(jax.random.key(seed), 4)
     head = zoo.layers.Linear(8, 11, bias=bias, key=head_key)

@@ -111,7 +111,7 @@ def test_a_vocabulary_that_does_not_divide_and_bfloat16():
 
 
 def train(mesh, steps=10):
-    """The step of a recipe: clipped AdamW outside, on global arrays. Gives the losses, how often the step was traced and
+    """The step of a recipe, clipped AdamW outside, on global arrays. Gives the losses, how often it was traced and
     compiled, and which arrays ended up elsewhere than they began."""
     optimiser = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask))
     traces = []

@@ -87,7 +87,9 @@ def test_greedy_generation_is_that_of_whole_passes(model):
 
 def test_drawing_needs_a_key_and_follows_it(model):
     tokens = text((1, 6))
-    draw = lambda seed: zoo.generate(model, tokens, max_new_tokens=8, temperature=1.0, key=jax.random.key(seed)).tolist()
+    draw = lambda seed: zoo.generate(
+        model, tokens, max_new_tokens=8, temperature=1.0, key=jax.random.key(seed)
+    ).tolist()
     assert draw(1) == draw(1) != draw(2)
     for options, message in (
         ({"temperature": 1.0}, "needs to be 0, or above 0 with a key"),

@@ -1,5 +1,9 @@
 """What surrounds a training loop: text, checkpoints, metrics, progress, signals, reports. Never the loop itself."""
 
+from .optional import require_installed
+
+require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
+
 from .average import ema
 from .checkpoint import Checkpoints, Restored
 from .command import command

@@ -1,0 +1,225 @@
+"""The recipe as its users run it: from the command line, interrupted, resumed, on one device and on eight."""
+
+import importlib.util
+import inspect
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import pytest
+
+import zoo
+from recipes import transformer
+from zoo import train
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "transformer.py"
+TINY = {
+    "embed": 16, "layers": 2, "heads": 4, "mlp": 32, "seq": 16, "batch": 8, "steps": 60, "warmup": 5, "dropout": 0.1,
+    "validate_every": 10,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "it", "was", "flat"]
+    pick = random.Random(0)
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(" ".join(pick.choice(words) for _ in range(200)))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def command(text, out, *more, **changes):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (TINY | changes).items()]
+    return [sys.executable, str(RECIPE), "--data", str(text), "--out", str(out), *flags, *more]
+
+
+def start(words, **options):
+    """On one device, with the compiled programs of the other tests, and what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, env=environment, cwd=ROOT, **pipes, **options)
+
+
+def finish(process):
+    printed, errors = process.communicate(timeout=300)
+    return process.returncode, printed, errors
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    status, printed, errors = finish(start(command(text, out)))
+    assert status == 0, errors
+    return out, printed
+
+
+def test_a_run_learns_and_leaves_what_it_promised(unbroken):
+    out, printed = unbroken
+    lines = train.read_lines(out / "metrics.jsonl")
+    assert lines[-1]["bits_per_byte"] < 0.8 * lines[0]["bits_per_byte"]
+    assert [line["step"] for line in lines if "validation" in line] == [10, 20, 30, 40, 50, 60]
+    assert str(out / "report.html") in printed
+    assert "60/60" in printed and "tokens/s" in printed and "TFLOP/s" in printed
+    config = json.loads((out / "config.json").read_text())
+    assert config["embed"] == 16 and set(config) >= set(inspect.signature(transformer.main).parameters) - {"resume"}
+    report = (out / "report.html").read_text()
+    for part in ("stack.segments.0.blocks.0.mixer.query.weight", "def main(", "xz -9e", "<svg"):
+        assert part in report
+    assert "http" not in report.replace("http://www.w3.org/2000/svg", "")
+
+
+def wait_for_checkpoint(process, out):
+    while not checkpoints(out) and process.poll() is None:
+        time.sleep(0.01)
+
+
+def checkpoints(out):
+    """Those that are finished: what is being written has another name."""
+    return [path for path in (out / "checkpoints").glob("*") if path.name.isdigit()]
+
+
+@pytest.fixture(scope="module")
+def killed(text, tmp_path_factory):
+    """A run that was killed at a moment that nobody chose, some time after its first checkpoint."""
+    out = tmp_path_factory.mktemp("killed") / "run"
+    process = start(command(text, out))
+    wait_for_checkpoint(process, out)
+    time.sleep(random.uniform(0, 0.2))
+    process.send_signal(signal.SIGKILL)
+    assert finish(process)[0] == -signal.SIGKILL
+    return out
+
+
+def test_killed_and_resumed_it_writes_the_same_metrics_bit_for_bit(text, unbroken, killed, tmp_path):
+    out = shutil.copytree(killed, tmp_path / "run")
+    status, _, errors = finish(start(command(text, out, "--resume")))
+    assert status == 0, errors
+    assert (out / "metrics.jsonl").read_bytes() == (unbroken[0] / "metrics.jsonl").read_bytes()
+
+
+def test_resumed_on_another_mesh_the_curve_goes_on(text, unbroken, killed, tmp_path):
+    out = shutil.copytree(killed, tmp_path / "run")
+    transformer.main(data=(text,), out=out, resume=True, fsdp=2, tensor=2, **TINY)
+    expected, lines = (train.read_lines(folder / "metrics.jsonl") for folder in (unbroken[0], out))
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for line, other in zip(lines, expected, strict=True):
+        assert line == pytest.approx(other, rel=2e-3)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path):
+    out = tmp_path / "run"
+    process = start(command(text, out, steps=100_000))
+    wait_for_checkpoint(process, out)
+    process.send_signal(signal.SIGINT)
+    status, printed, errors = finish(process)
+    assert status == 0, errors
+    assert "--resume goes on" in printed
+    last = train.read_lines(out / "metrics.jsonl")[-1]["step"]
+    assert (out / "checkpoints" / str(last)).is_dir()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fsdp": 4, "tensor": 2, "dtype": "bfloat16", "microbatches": 2, "zero": 1, "ema": 0.9}]
+)
+def test_two_steps_on_eight_devices(text, tmp_path, options):
+    transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"steps": 2, "batch": 16} | options)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_help_explains_every_flag():
+    status, printed, _ = finish(start([sys.executable, str(RECIPE), "--help"]))
+    assert status == 0
+    for name in inspect.signature(transformer.main).parameters:
+        assert f"--{name.replace('_', '-')}" in printed
+    for line in ("Teach a small Transformer", "Presets, as the first word: cpu, 1b", "Peak of the learning rate"):
+        assert line in " ".join(printed.replace("│", " ").split()), line
+
+
+FLAGS = [
+    *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp", "dropout"),
+    *("seq", "batch", "microbatches", "steps", "learning_rate", "warmup", "weight_decay", "ema"),
+    *("dtype", "remat", "fsdp", "tensor", "zero"),
+    *("validate_every", "seed", "out", "resume"),
+]
+
+
+def test_flags_are_a_surface():
+    assert list(inspect.signature(transformer.main).parameters) == FLAGS
+
+
+def test_presets_name_flags_and_state_their_size():
+    for name, preset in transformer.PRESETS.items():
+        assert set(preset) <= set(FLAGS), name
+    large = transformer.PRESETS["1b"]
+    sizes = {name: large[name] for name in ("vocab", "embed", "layers", "heads", "mlp")}
+    model = eqx.filter_eval_shape(lambda key: zoo.models.Transformer(**sizes, key=key), jax.random.key(0))
+    assert 0.95e9 < sum(x.size for x in jax.tree.leaves(eqx.filter(model, lambda x: hasattr(x, "size")))) < 1.15e9
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--stepz", "3"], "Unrecognized options: --stepz"),
+        (["--data", "/nowhere/at/all"], "/nowhere/at/all: there is no such file"),
+        (["--tensor", "3"], "tensor=3 asks for a multiple of 3 devices, there are 1"),
+        (["--heads", "3"], "embed=16 does not share out over 3 heads"),
+        (["--vocab", "100"], "a vocabulary of 100 cannot write every byte"),
+        (["--microbatches", "3"], "a batch of 8 rows does not share out over 3 microbatches"),
+    ],
+)
+def test_bad_input_is_one_clear_line(text, tmp_path, more, message):
+    """The last flag of a name counts, as everywhere."""
+    status, printed, errors = finish(start([*command(text, tmp_path / "run"), *more]))
+    assert status == 2
+    assert message in " ".join(errors.replace("│", " ").split())
+    assert "Traceback" not in errors and "10/60" not in printed
+
+
+def test_a_path_without_text_and_a_checkpoint_of_another_model(text, killed, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\0\1\2")
+    with pytest.raises(ValueError, match="binary: no text there"):
+        transformer.main(data=(tmp_path / "binary",), out=tmp_path / "run", **TINY)
+    with pytest.raises(FileExistsError, match="holds a run of .* resume it"):
+        transformer.main(data=(text,), out=killed, **TINY)
+    out = shutil.copytree(killed, tmp_path / "other")
+    with pytest.raises(ValueError, match="embedding.weight"):
+        transformer.main(data=(text,), out=out, resume=True, **TINY | {"embed": 32})
+    assert checkpoints(out) == [out / "checkpoints" / path.name for path in checkpoints(killed)], "nothing is lost"
+
+
+@pytest.mark.parametrize("missing", ["optax", "grain", "orbax"])
+def test_without_the_train_extra_it_says_what_to_install(missing):
+    blocked = (
+        "import importlib.util as util, runpy, sys; find = util.find_spec; "
+        f"util.find_spec = lambda name, *rest: None if name.startswith({missing!r}) else find(name, *rest); "
+        f"runpy.run_path({str(RECIPE)!r}, run_name='__main__')"
+    )
+    status, _, errors = finish(start([sys.executable, "-c", blocked]))
+    assert status != 0
+    assert missing in errors and "pip install 'equizoo[train]'" in errors
+
+
+def test_blocked_packages_are_really_looked_for():
+    assert all(importlib.util.find_spec(name) for name in ("optax", "grain", "orbax.checkpoint"))
