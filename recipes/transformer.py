@@ -120,7 +120,7 @@ def main(
     def validate(model):
         losses = [zoo.value(loss_fn, mesh)(model, zoo.place_batch(batch, mesh)) for batch in held_out]
         mean = np.average(jax.device_get(losses), weights=[batch["weights"].sum() for batch in held_out])
-        return train.bits_per_byte(float(mean), held_out)
+        return float(train.bits_per_byte(float(mean), held_out))
 
     tokens = batch * seq
     flops = 6 * tokens * (zoo.count(model) + layers * embed * seq)  # a multiply-add forwards, two backwards; causal

@@ -171,6 +171,23 @@ def test_an_array_that_is_closed_over_raises_by_name(where):
         zoo.value_and_grad(fn, mesh)(model, batch)
 
 
+x = jnp.ones(3)
+
+
+def test_an_attribute_is_not_a_global_of_its_name():
+    mesh, model, batch = setup(data=8)
+
+    def attribute(model, batch):
+        return Bag(model(batch["x"])).x.sum(), batch["weights"].sum()
+
+    zoo.value(attribute, mesh)(model, batch)
+
+
+class Bag:
+    def __init__(self, value):
+        self.x = value
+
+
 def test_a_loss_that_still_varies_raises_by_name():
     mesh = zoo.make_mesh(data=2, tensor=4)
     up = zoo.place(Linear(16, 32, in_=Dim("embed"), out=Dim("vocab"), key=KEY), mesh)

@@ -2,10 +2,11 @@
 
 from .collectives import current_mesh, offset, reduce, scan, shares, split, vary, varying
 from .gather import Remat, cast, gather, rematerialised
+from .gradient import value, value_and_grad
 from .layout import AXES, ZERO1, Layout, Mesh, make_mesh
 from .module import Dim, Leaf, Module, buffer, count, full_precision, leaves, map_leaves, stacked, trainable
 from .place import init, place, place_batch
-from .spmd import spmd, value, value_and_grad
+from .spmd import spmd
 
 __all__ = [
     "AXES",

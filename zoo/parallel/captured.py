@@ -4,6 +4,7 @@ An array that is closed over has no place in the layout: it would lie whole on e
 and a model would be compiled in as a constant.
 """
 
+import dis
 import functools
 import inspect
 import types
@@ -57,7 +58,9 @@ def variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     while codes:
         code = codes.pop()
         codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-        yield from ((name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__)
+        # not code.co_names, where the names of attributes stand too
+        read = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+        yield from ((name, fn.__globals__[name]) for name in sorted(read) if name in fn.__globals__)
 
 
 def held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
