@@ -4,10 +4,12 @@ import os
 from pathlib import Path
 
 DEVICES = "--xla_force_host_platform_device_count=8"
+# What is tested is what XLA makes of a program (its layout, its collectives), at sizes where the time goes into LLVM.
+COMPILE_FAST = "--xla_backend_optimization_level=0"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES} {COMPILE_FAST}".strip()
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

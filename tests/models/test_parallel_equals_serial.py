@@ -8,6 +8,7 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -70,8 +71,8 @@ def expected(tied):
 
 def furthest(tree, reference):
     """The largest difference between two trees, relative to the largest number in each array."""
-    pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
-    return max(float(jnp.abs(a - jax.device_get(b)).max() / jnp.abs(a).max()) for a, b in pairs)
+    pairs = zip(jax.tree.leaves(jax.device_get(reference)), jax.tree.leaves(jax.device_get(tree)), strict=True)
+    return max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
 
 
 @pytest.mark.parametrize("i", range(len(MESHES)), ids=[str(zoo.make_mesh(**sizes)) for sizes in MESHES])
@@ -110,11 +111,9 @@ def test_a_vocabulary_that_does_not_divide_and_bfloat16():
     assert furthest(grads, grads_alone) < 0.03  # eight bits of mantissa, summed in another order
 
 
-def train(mesh, steps=10):
-    """The step of a recipe, clipped AdamW outside, on global arrays. Gives the losses, how often it was traced and
-    compiled, and which arrays ended up elsewhere than they began."""
+def recipe_step(mesh, traces):
+    """The step of a recipe, clipped AdamW outside, on global arrays; `traces` grows with every trace of it."""
     optimiser = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask))
-    traces = []
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
@@ -123,8 +122,14 @@ def train(mesh, steps=10):
         updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
-    model = zoo.place(born(dropout=0.0), mesh)
-    opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+    model = zoo.init(lambda key: make(key, dropout=0.0), MODEL_KEY, mesh)
+    return step, model, zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+
+
+def train(mesh, steps=10):
+    """The losses of some steps, how often the step was traced and compiled, and which arrays ended up elsewhere."""
+    traces = []
+    step, model, opt_state = recipe_step(mesh, traces)
     before = [(x.ndim, x.sharding) for x in jax.tree.leaves((model, opt_state))]
     batch, losses = zoo.place_batch(make_batch(), mesh), []
     with compilations() as compiled:
@@ -186,6 +191,26 @@ def test_zero3_holds_no_model_and_gathers_what_it_must():
     assert moved["reduce-scatter"] <= 11 + 1, "each parameter's gradient once; a tied table's from both its uses"
     assert moved["all-reduce"] <= 1, "the loss and its count"
     assert set(moved) == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_zero1_splits_the_optimiser_state_and_its_gradients():
+    """No parameter is gathered for the passes; each gradient is scattered once, a new parameter gathered once."""
+    model, step = compiled(zoo.make_mesh(fsdp=8, layout=ZERO1))
+    moved = collectives(step)
+    assert set(moved) == {"reduce-scatter", "all-reduce"}
+    assert moved["reduce-scatter"] <= 11
+    grads = step.memory_analysis().output_size_in_bytes
+    assert grads < sum(x.nbytes for x in jax.tree.leaves(model)) / 8 * 1.1
+
+
+@pytest.mark.parametrize("sizes", [{"devices": 1}, {"devices": 8, "fsdp": 4, "tensor": 2}], ids=str)
+def test_a_donated_step_works_in_place(sizes):
+    """What goes in as model and optimiser state comes out in the same memory: a failed donation would be silent."""
+    mesh = zoo.make_mesh(**sizes | {"devices": jax.devices()[: sizes["devices"]]})
+    step, model, opt_state = recipe_step(mesh, [])
+    program = step.lower(zoo.place_batch(make_batch(), mesh), model, opt_state).compile()
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((model, opt_state)))
+    assert program.compiled.memory_analysis().alias_size_in_bytes >= held
 
 
 def test_data_parallel_sums_gradients_once_and_outside_the_layers():

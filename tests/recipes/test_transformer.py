@@ -52,8 +52,8 @@ def command(text, out, *more, **changes):
 
 def start(words, **options):
     """On one device, with the compiled programs of the other tests, and what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "PYTHONPATH": str(ROOT),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",

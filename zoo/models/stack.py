@@ -1,7 +1,7 @@
 """Layers one after another: cut into few repeating patterns, each compiled once and scanned."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,16 +87,18 @@ class Stack(AbstractStack):
         self.segments = tuple(segments)
         self.remat = remat
 
-    def layers(self) -> list[tuple[Segment, int, int]]:
-        """For each layer its segment, its place in the pattern, and which repeat it is."""
-        return [(s, place, i) for s in self.segments for i in range(s.repeats) for place in range(len(s.blocks))]
+    def one_by_one(self) -> Iterator[AbstractBlock]:
+        """The block of each layer, taken out of its stack."""
+        for segment in self.segments:
+            for i in range(segment.repeats):
+                yield from (take(block, i) for block in segment.blocks)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> States:
-        return tuple(layer.init_state(batch, length, dtype) for layer in self.unstacked().blocks)
+        return tuple(block.init_state(batch, length, dtype) for block in self.one_by_one())
 
     def unstacked(self) -> "Unstacked":
         """The same layers, one block each: to decode with, where a scan would copy weights and states every step."""
-        return Unstacked(tuple(take(segment.blocks[place], i) for segment, place, i in self.layers()))
+        return Unstacked(tuple(self.one_by_one()))
 
     def __call__(self, stream: Stream, info: Info, states: States | None = None) -> tuple[Stream, States | None]:
         first, after = 0, []

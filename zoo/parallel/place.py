@@ -19,7 +19,8 @@ log = logging.getLogger("zoo")
 def place(tree: PyTree, mesh: Mesh) -> PyTree:
     """`tree`, every array where the layout wants it: in modules by their annotations, loose arrays whole everywhere.
 
-    Inside `jit` it says where a result is to lie. An optimiser's state belongs on `mesh.updates`.
+    Inside `jit` it says where a result is to lie. An optimiser's state belongs on `mesh.updates`. An array that lies
+    right already is not copied: donate one of the two, and the other is gone.
 
     **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before anything moves.
     """

@@ -1,0 +1,50 @@
+"""The names that are promised, and how they are called: a change here is a change for every user."""
+
+import inspect
+from pathlib import Path
+
+import zoo
+
+NAMES = {
+    *("init", "make_mesh", "place", "place_batch", "Layout"),
+    *("value_and_grad", "value", "spmd", "cross_entropy", "generate"),
+    *("trainable", "cast", "count"),
+    *("layers", "models", "ops", "parallel", "__version__"),
+}
+SIGNATURES = {
+    zoo.make_mesh: "data fsdp expert context tensor pipe devices layout",
+    zoo.init: "make key mesh",
+    zoo.place: "tree mesh",
+    zoo.trainable: "model",
+    zoo.cast: "model dtype",
+    zoo.count: "model",
+    zoo.value: "loss_fn mesh has_aux microbatches",
+    zoo.value_and_grad: "loss_fn mesh has_aux microbatches",
+    zoo.spmd: "fn mesh out",
+    zoo.cross_entropy: "model batch key z_loss chunk",
+    zoo.generate: "model tokens max_new_tokens mask temperature key",
+}
+
+
+def test_the_public_names():
+    assert set(zoo.__all__) == NAMES
+    assert all(hasattr(zoo, name) for name in NAMES)
+
+
+def test_how_they_are_called():
+    for function, names in SIGNATURES.items():
+        assert list(inspect.signature(function).parameters) == names.split(), function.__name__
+
+
+def test_a_transformer_takes_these_and_a_model_those():
+    assert {"vocab", "embed", "layers", "heads", "mlp", "key"} <= set(
+        inspect.signature(zoo.models.Transformer).parameters
+    )
+    call = inspect.signature(zoo.models.Decoder.__call__).parameters
+    assert list(call) == ["self", "tokens", "mask", "segment_ids", "positions", "key"]
+
+
+def test_the_promises_stand_in_the_change_log():
+    text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+    for function in SIGNATURES:
+        assert f"`zoo.{function.__name__}`" in text
