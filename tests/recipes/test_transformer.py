@@ -81,7 +81,9 @@ def test_a_run_learns_and_leaves_what_it_promised(unbroken):
     assert lines[-1]["bits_per_byte"] < 0.8 * lines[0]["bits_per_byte"]
     assert [line["step"] for line in lines if "validation" in line] == [10, 20, 30, 40, 50, 60]
     assert str(out / "report.html") in printed
-    assert "60/60" in printed and "tokens/s" in printed and "TFLOP/s" in printed
+    assert (
+        "60/60" in printed and "tokens/s" in printed and "FLOP/s" in printed and "parameters on one device" in printed
+    )
     config = json.loads((out / "config.json").read_text())
     assert config["embed"] == 16 and set(config) >= set(inspect.signature(transformer.main).parameters) - {"resume"}
     report = (out / "report.html").read_text()

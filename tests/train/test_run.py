@@ -114,7 +114,7 @@ def test_plain_lines(tmp_path, capsys):
     toy(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(" 4/30  loss 2.") and lines[-1].startswith("30/30  loss 1.")
-    assert "tokens/s" in lines[-1] and "TFLOP/s" in lines[-1] and "left" in lines[2]
+    assert "tokens/s" in lines[-1] and "FLOP/s" in lines[-1] and "left" in lines[2]
 
 
 def test_every_kind_of_progress(capsys):
@@ -128,10 +128,10 @@ def test_every_kind_of_progress(capsys):
 
 def test_words_for_numbers():
     pace = dict(seconds=9.0, tokens_per_second=51234.0, flops_per_second=3.1e11, seconds_left=65.2)
-    wanted = "loss 1.234  bits per byte 1e-05  51.2k tokens/s  0.31 TFLOP/s  1:05 left"
+    wanted = "loss 1.234  bits per byte 1e-05  1:05 left  51.2k tokens/s  310G FLOP/s"
     assert describe({"loss": 1.2341, "bits_per_byte": 1e-5}, pace) == wanted
     assert [clock(59.6), clock(3723)] == ["1:00", "1:02:03"]
-    assert [scaled(x) for x in (0.0, 0.5, 999.0, 1e3, 2.5e15)] == ["0", "0.5", "999", "1k", "2.5e+03T"]
+    assert [scaled(x) for x in (0.0, 0.5, 999.0, 1e3, 2.5e15)] == ["0", "0.5", "999", "1k", "2.5P"]
 
 
 if __name__ == "__main__":

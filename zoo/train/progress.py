@@ -76,11 +76,13 @@ class Bar:
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
         from rich.text import Text
 
         self._values: dict[str, Any] = {}
         self._text = Text()
-        self._bar = RichProgress(MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"))
+        one_line = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+        self._bar = RichProgress(MofNCompleteColumn(), BarColumn(bar_width=24), one_line)
         self._task = self._bar.add_task("compiling", total=total, completed=start)
         self._live = Live(Group(self._bar, self._text), refresh_per_second=4)
         self._live.start()
@@ -116,23 +118,25 @@ def progress(total: int, *, start: int = 0) -> Progress:
 
 
 def describe(values: Mapping[str, Any], pace: Mapping[str, float | int]) -> str:
-    """Metrics, speed and time left in one line: `loss 1.234  51.2k tokens/s  0.31 TFLOP/s  1:05 left`."""
+    """Metrics, time left and speed in one line: `loss 1.234  1:05 left  51.2k tokens/s  310G FLOP/s`.
+
+    What a narrow terminal cuts off stands last.
+    """
     parts = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in values.items()]
-    parts += [write(pace[name]) for name, write in SPEEDS.items() if name in pace]
     if pace.get("seconds_left"):
         parts.append(f"{clock(pace['seconds_left'])} left")
-    return "  ".join(parts)
+    return "  ".join(parts + [write(pace[name]) for name, write in SPEEDS.items() if name in pace])
 
 
 def scaled(value: float | int) -> str:
     """Three digits and a decimal prefix: `51.2k`, `1.3M`."""
-    power = min(int(math.log10(abs(value)) // 3), 4) if abs(value) >= 1 else 0
-    return f"{value / 1000**power:.3g}{('', 'k', 'M', 'G', 'T')[power]}"
+    power = min(int(math.log10(abs(value)) // 3), 5) if abs(value) >= 1 else 0
+    return f"{value / 1000**power:.3g}{('', 'k', 'M', 'G', 'T', 'P')[power]}"
 
 
 SPEEDS = {
     "tokens_per_second": lambda value: f"{scaled(value)} tokens/s",
-    "flops_per_second": lambda value: f"{value / 1e12:.3g} TFLOP/s",
+    "flops_per_second": lambda value: f"{scaled(value)} FLOP/s",
 }
 
 

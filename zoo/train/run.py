@@ -27,7 +27,7 @@ from .environment import environment
 from .files import write_json
 from .interrupt import Interrupt, anywhere
 from .metrics import Line, Metrics, Value, append, cut_back
-from .progress import Pace, Progress, Silent, progress
+from .progress import Lines, Pace, Progress, Silent, progress
 from .trackers import Tracker
 
 log = logging.getLogger("zoo")
@@ -63,7 +63,7 @@ class Run:
         self._every = every
         self._interrupt = Interrupt()
         self._pace = Pace(0)
-        self._progress: Progress = Silent()
+        self._progress: Progress = Lines(0) if jax.process_index() == 0 else Silent()
         self._exit = contextlib.ExitStack()
         self._newest = self.checkpoints.latest()
         if self._newest is not None and not resume:
