@@ -92,6 +92,7 @@ def main(
     corpus = train.text(data, vocab=vocab)
     batches = corpus.train.batches(seq, batch, seed=seed)
     held_out = corpus.validation.ordered(seq, batch, limit=16)
+    placed = [zoo.place_batch(rows, mesh) for rows in held_out]
 
     model_key, dropout_key, sample_key = jax.random.split(jax.random.key(seed), 3)
     sizes = {"embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
@@ -118,8 +119,8 @@ def main(
         return model, average, opt_state, train.bits_per_byte(loss, corpus.train)
 
     def validate(model):
-        losses = [zoo.value(loss_fn, mesh)(model, zoo.place_batch(batch, mesh)) for batch in held_out]
-        mean = np.average(jax.device_get(losses), weights=[batch["weights"].sum() for batch in held_out])
+        losses = jax.device_get([zoo.value(loss_fn, mesh)(model, rows) for rows in placed])
+        mean = np.average(losses, weights=[rows["weights"].sum() for rows in held_out])
         return float(train.bits_per_byte(float(mean), held_out))
 
     tokens = batch * seq

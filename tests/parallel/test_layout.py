@@ -41,7 +41,7 @@ def test_few_kv_heads_lie_whole_and_so_does_an_odd_vocabulary():
         ((("heads", 4), "embed"), (24, 32), "6 heads do not share out over tensor=4.*multiple of 4.*1, 2, 3 or 6"),
         ((("kv_heads", 4), "embed"), (12, 32), "3 kv_heads do not share out.*or a multiple of 3"),
         (("mlp", "embed"), (64, 33), "33 embed do not share out over fsdp=2"),
-        (("batch", "seq"), (3, 4), "3 batch do not share out over fsdp=2"),
+        (("batch", "seq"), (3, 4), "3 rows do not share out over fsdp=2"),
         (("depth", "embed"), (4, 4), r"the layout has no dim 'depth'.*with_dims\(depth=\(\)\)"),
     ],
 )
@@ -124,5 +124,5 @@ def test_place_batch_deals_rows():
     mesh = zoo.make_mesh(data=2, fsdp=4)
     batch = zoo.place_batch({"tokens": jnp.zeros((16, 5), int), "scale": jnp.ones(())}, mesh)
     assert batch["tokens"].sharding.shard_shape((16, 5)) == (2, 5)
-    with pytest.raises(ValueError, match="tokens: 6 batch do not share out over data=2 x fsdp=4"):
+    with pytest.raises(ValueError, match="tokens: 6 rows do not share out over data=2 x fsdp=4"):
         zoo.place_batch({"tokens": jnp.zeros((6, 5), int)}, mesh)

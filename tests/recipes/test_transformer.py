@@ -199,6 +199,12 @@ def test_bad_input_is_one_clear_line(text, tmp_path, more, message):
     assert "Traceback" not in errors and "10/60" not in printed
 
 
+def test_a_batch_that_the_mesh_does_not_divide_raises_before_anything_compiles(text, tmp_path):
+    with pytest.raises(ValueError, match="12 rows do not share out over data=8. Use a multiple of 8 rows"):
+        transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"batch": 12})
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_path_without_text_and_a_checkpoint_of_another_model(text, killed, tmp_path):
     (tmp_path / "binary").write_bytes(b"\0\1\2")
     with pytest.raises(ValueError, match="binary: no text there"):

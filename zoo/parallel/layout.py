@@ -146,8 +146,9 @@ class Mesh:
         sizes = " x ".join(f"{axis}={self.devices.shape[axis]}" for axis in axes)
         fitting = [str(n) for n in range(1, min(count, 4096) + 1) if count % n == 0]
         fitting += [f"a multiple of {count}"] if dim.name in SHARED else []
+        what = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
-            f"{name}: {count} {dim.name} do not share out over {sizes}. Use a multiple of {shares} {dim.name}, "
+            f"{name}: {count} {what} do not share out over {sizes}. Use a multiple of {shares} {what}, "
             f"or let {' x '.join(axes)} be {', '.join(fitting[:-1])}{' or ' if fitting[:-1] else ''}{fitting[-1]}."
         )
 
