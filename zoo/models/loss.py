@@ -61,33 +61,34 @@ def chunked(head: Any, x: Array, targets: Array, weights: Array, z_loss: float, 
     size = min(chunk, len(x))
     short = -len(x) % size
     padded = (jnp.pad(x, ((0, short), (0, 0))), jnp.pad(targets, (0, short)), jnp.pad(weights, (0, short)))
-    parameters, static = eqx.partition(head, eqx.is_inexact_array)
+    parameters, rest = eqx.partition(head, eqx.is_inexact_array)
+    fixed, static = eqx.partition(rest, eqx.is_array)
 
-    def one(parameters, x, targets, weights):
-        logits = eqx.combine(parameters, static)(x)
+    def one(parameters, fixed, x, targets, weights):
+        logits = eqx.combine(parameters, fixed, static)(x)
         return (token_losses(logits, targets, z_loss=z_loss) * weights).sum()
 
     # a custom gradient must vary as its operands do: made alike here, the cast's own gradient does the sum
     axes = frozenset().union(*map(varying, padded))
     chunks = [y.reshape(-1, size, *y.shape[1:]) for y in vary(padded, axes)]
-    return summed(one, vary(parameters, axes), *chunks)
+    return summed(one, vary(parameters, axes), vary(fixed, axes), *chunks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def summed(one: Callable, parameters: Any, x: Array, targets: Array, weights: Array) -> Float[Array, ""]:
+def summed(one: Callable, parameters: Any, fixed: Any, x: Array, targets: Array, weights: Array) -> Float[Array, ""]:
     def step(total, now):
-        return total + one(parameters, *now), None
+        return total + one(parameters, fixed, *now), None
 
     return scan(step, jnp.zeros(()), (x, targets, weights))[0]
 
 
-def summed_forward(one: Callable, parameters: Any, x: Array, targets: Array, weights: Array):
+def summed_forward(one: Callable, parameters: Any, fixed: Any, x: Array, targets: Array, weights: Array):
     """A sum is linear: its gradient, up to one factor, is known as soon as a chunk is. So nothing is kept of a chunk
     but the gradient of its rows, and the head's is added up."""
 
     def step(carry, now):
         total, gradients = carry
-        loss, (more, d_x, d_weights) = jax.value_and_grad(one, (0, 1, 3))(parameters, *now)
+        loss, (more, d_x, d_weights) = jax.value_and_grad(one, (0, 2, 4))(parameters, fixed, *now)
         gradients = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, more)
         return (total + loss, gradients), (d_x, d_weights)
 
@@ -98,7 +99,7 @@ def summed_forward(one: Callable, parameters: Any, x: Array, targets: Array, wei
 
 def summed_backward(one: Callable, kept: Any, factor: Float[Array, ""]):
     parameters, d_x, d_weights = jax.tree.map(lambda g: (g * factor).astype(g.dtype), kept)
-    return parameters, d_x, None, d_weights
+    return parameters, None, d_x, None, d_weights
 
 
 summed.defvjp(summed_forward, summed_backward)
