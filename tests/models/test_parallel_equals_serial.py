@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import zoo
+from zoo.ops.rotary import Dynamic, Rotary
 from zoo.parallel import ZERO1
 from zoo.train.masks import decay_mask
 
@@ -109,6 +110,25 @@ def test_a_vocabulary_that_does_not_divide_and_bfloat16():
     (loss_alone, grads_alone), (loss, grads) = results
     assert abs(loss - loss_alone) < 2e-3
     assert furthest(grads, grads_alone) < 0.03  # eight bits of mantissa, summed in another order
+
+
+def test_an_angle_that_depends_on_the_longest_row_is_that_of_the_whole_batch():
+    """Only one device holds the long row; all turn by its length."""
+
+    def sized(key):
+        rotary = Rotary(8, scaling=Dynamic(4.0, original_length=4))
+        return zoo.models.Transformer(vocab=16, embed=32, layers=1, heads=4, mlp=32, rotary=rotary, key=key)
+
+    tokens = jax.random.randint(DATA_KEY, (8, SEQ), 0, 16)
+    lengths = jnp.full((8, 1), 3).at[5].set(SEQ)
+    segment_ids = (jnp.arange(SEQ) < lengths).astype(int) * (1 + jnp.arange(SEQ) // lengths)
+    batch = {"tokens": tokens, "targets": tokens, "segment_ids": segment_ids}
+    batch |= {"positions": jnp.where(segment_ids > 0, jnp.arange(SEQ), 0), "weights": (segment_ids > 0).astype(float)}
+    losses = []
+    for devices in (1, 8):
+        mesh = zoo.make_mesh(devices=jax.devices()[:devices])
+        losses.append(float(zoo.value(loss_fn, mesh)(zoo.init(sized, MODEL_KEY, mesh), batch)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def recipe_step(mesh, traces):

@@ -19,6 +19,9 @@ from .info import Info
 from .linear import Linear
 from .norm import RMSNorm
 
+GROWING = (Dynamic, LongRope)
+"""Scalings of rotary embeddings that depend on how long the text is so far."""
+
 
 class Attention(AbstractMixer):
     """Attention in which `heads` queries share `kv_heads` keys and values (Ainslie et al., arXiv:2305.13245).
@@ -94,7 +97,7 @@ class Attention(AbstractMixer):
         **Raises** `NotImplementedError` where keys would have to be turned again as the text grows.
         """
         scaling = None if self.rotary is None else self.rotary.scaling
-        if isinstance(scaling, Dynamic | LongRope) and length > scaling.original_length:
+        if isinstance(scaling, GROWING) and length > scaling.original_length:
             raise NotImplementedError(
                 f"{type(scaling).__name__} turns all keys by other angles once a text is longer than "
                 f"{scaling.original_length} tokens, and a cache holds them as they were turned: {length} are too many."
@@ -105,13 +108,18 @@ class Attention(AbstractMixer):
     def __call__(
         self, x: Float[Array, "batch seq embed"], info: Info, state: KeyValueCache | None = None
     ) -> tuple[Float[Array, "batch seq embed"], KeyValueCache | None]:
-        """With a `state`, the tokens follow those that it holds, and `info.positions` says which is which."""
+        """With a `state`, the tokens follow those that it holds, and `info.positions` says which is which.
+
+        **Raises** `ValueError` for a state without positions.
+        """
+        if state is not None and info.positions is None:
+            raise ValueError("with a cache the place of each token is not known: give positions, -1 for padding")
         query, key, value = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
         query = query if self.query_norm is None else self.query_norm(query)
         key = key if self.key_norm is None else self.key_norm(key)
         if self.rotary is not None:
-            positions, length = places(x, info)
-            cos, sin = self.rotary(positions, length=length)
+            length = length_of(x, info) if isinstance(self.rotary.scaling, GROWING) else None
+            cos, sin = self.rotary(positions_of(x, info), length=length)
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
         mixed, state = self.attend(query, key, value, info, state)
@@ -138,13 +146,16 @@ class Attention(AbstractMixer):
         return self.form(query, own(key, query), own(value, query), **order, **options), state
 
 
-def places(x: Float[Array, "batch seq embed"], info: Info) -> tuple[Int[Array, "*batch seq"], int | Int[Array, ""]]:
-    """The position of each token, and the length that the longest row has reached so far, wherever it lives."""
+def positions_of(x: Float[Array, "batch seq embed"], info: Info) -> Int[Array, "*batch seq"]:
+    return jnp.arange(x.shape[1]) + offset(x, "seq", x.shape[1]) if info.positions is None else info.positions
+
+
+def length_of(x: Float[Array, "batch seq embed"], info: Info) -> int | Int[Array, ""]:
+    """How long the longest row is so far, wherever it lives."""
     if info.positions is None:
-        seq = x.shape[1]
-        return jnp.arange(seq) + offset(x, "seq", seq), seq * shares(x, "seq")
+        return x.shape[1] * shares(x, "seq")
     longest = reduce(info.positions.max() + 1, over="batch", by=lax.pmax)
-    return info.positions, reduce(longest, over="seq", by=lax.pmax)
+    return reduce(longest, over="seq", by=lax.pmax)
 
 
 def own(
