@@ -125,6 +125,7 @@ def main(
 
     tokens = batch * seq
     flops = 6 * tokens * (zoo.count(model) + layers * embed * seq)  # a multiply-add forwards, two backwards; causal
+    validation = None
     with train.Run(out, config=config, resume=resume) as run:
         run.say(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, average, opt_state = run.restore((model, average, opt_state), batches)
@@ -142,7 +143,7 @@ def main(
     if run.stopped:
         return
     best = model if average is None else average
-    validation = validate(best)
+    validation = validate(best) if validation is None else validation  # None: it was complete when it was resumed
     samples = sample(best, corpus, sample_key)
     report = train.write_report(
         out,

@@ -142,10 +142,19 @@ def test_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path):
     assert (out / "checkpoints" / str(last)).is_dir()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"fsdp": 4, "tensor": 2, "dtype": "bfloat16", "microbatches": 2, "zero": 1, "ema": 0.9}]
-)
-def test_two_steps_on_eight_devices(text, tmp_path, options):
+def test_two_steps_with_all_defaults_on_eight_devices(tmp_path):
+    transformer.main(steps=2, out=tmp_path / "run")
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_two_steps_with_all_defaults_on_one_device(tmp_path):
+    status, printed, errors = finish(start([sys.executable, str(RECIPE), "--steps", "2", "--out", str(tmp_path)]))
+    assert status == 0, errors
+    assert "886,400 parameters on one device" in printed and (tmp_path / "report.html").exists()
+
+
+def test_the_other_options_work_together(text, tmp_path):
+    options = {"fsdp": 4, "tensor": 2, "dtype": "bfloat16", "microbatches": 2, "zero": 1, "ema": 0.9, "vocab": 300}
     transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"steps": 2, "batch": 16} | options)
     assert (tmp_path / "run" / "report.html").exists()
 

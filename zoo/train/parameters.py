@@ -19,7 +19,8 @@ def parameter_rows(model: PyTree, mesh: Mesh) -> list[ParameterRow]:
     for leaf, x in zip(leaves(arrays), jax.tree.leaves(arrays), strict=True):
         dims = leaf.dims or ()
         spec = mesh.spec(dims, x.shape, leaf.name) if dims else ()
-        split = [" x ".join(axes) for axes in spec if axes]
+        axes = [(entry,) if isinstance(entry, str) else entry for entry in spec]  # what stands alone JAX unpacks
+        split = [f"{dim.name} over {' x '.join(over)}" for dim, over in zip(dims, axes, strict=False) if over]
         rows.append(
             ParameterRow(
                 name=leaf.name,

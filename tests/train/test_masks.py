@@ -1,0 +1,43 @@
+"""What optimisers treat as matrices follows from names, not from ranks: layers are stacked."""
+
+import equinox as eqx
+import jax
+
+import zoo
+from zoo import train
+
+
+def named(tree):
+    return {
+        leaf.name.split(".")[-2]: x for leaf, x in zip(zoo.parallel.leaves(tree), jax.tree.leaves(tree), strict=True)
+    }
+
+
+def model(key):
+    return zoo.models.Transformer(vocab=16, embed=8, layers=3, heads=2, mlp=8, tied=False, key=key)
+
+
+def test_weight_decay_is_for_matrices_in_a_stack_too():
+    parameters = zoo.trainable(model(jax.random.key(0)))
+    for mask in (train.decay_mask(parameters), train.matrices(parameters)):
+        decayed = {name for name, yes in named(mask).items() if yes}
+        assert decayed == {"embedding", "query", "key", "value", "out", "gate", "up", "down", "head"}
+        assert set(named(mask)) - decayed == {"mixer_norm", "ffn_norm", "norm"}
+
+
+def test_a_bias_in_a_stack_has_two_dims_and_is_no_matrix():
+    linears = eqx.filter_vmap(lambda key: zoo.layers.Linear(4, 4, bias=True, key=key))
+    segment = zoo.models.Segment.__new__(zoo.models.Segment)
+    object.__setattr__(segment, "blocks", (linears(jax.random.split(jax.random.key(0), 3)),))
+    mask = train.decay_mask(segment)
+    assert mask.blocks[0].weight and not mask.blocks[0].bias
+
+
+def test_the_table_of_parameters_says_where_each_lies():
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    rows = {row.name: row for row in train.parameter_rows(eqx.filter_eval_shape(model, jax.random.key(0)), mesh)}
+    row = rows["stack.segments.0.blocks.0.mixer.query.weight"]
+    assert row[1:4] == ("3 x 8 x 8", "layers heads embed", "heads over tensor, embed over fsdp")
+    assert row[4:] == ("float32", 192, 768)
+    assert rows["head.weight"].layout == "vocab over tensor, embed over fsdp"
+    assert sum(row.count for row in rows.values()) == zoo.count(model(jax.random.key(0)))
