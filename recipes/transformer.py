@@ -134,15 +134,15 @@ def main(
             inputs = zoo.place_batch(inputs, mesh), key
             model, average, opt_state, bits = step(inputs, model, average, opt_state)
             run.log(bits_per_byte=bits)
-            if run.every(validate_every):
-                validation = validate(model if average is None else average)
+            validation = validate(eqx.combine(average, model)) if run.every(validate_every) else None
+            if validation is not None:
                 run.log(validation=validation)
             if run.due(validate_every):
                 run.save((model, average, opt_state), batches, metric=validation)
 
     if run.stopped:
         return
-    best = model if average is None else average
+    best = eqx.combine(average, model)  # the average where there is one
     validation = validate(best) if validation is None else validation  # None: it was complete when it was resumed
     samples = sample(best, corpus, sample_key)
     report = train.write_report(

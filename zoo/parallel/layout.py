@@ -46,8 +46,8 @@ class Layout:
     `Layout()` is the table of the documentation; `Layout().with_dims(sensors=("tensor",))` adds a dim of your own.
     """
 
-    split: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: dict(SPLIT))
-    at_rest: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: dict(AT_REST))
+    split: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=SPLIT.copy)
+    at_rest: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=AT_REST.copy)
     updates: Mapping[str, tuple[str, ...]] | None = None
 
     def __post_init__(self):
