@@ -13,7 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from zoo.ops import attention
 
-FORMS = {"plain": attention.plain, "grouped": attention.grouped, "fused": attention.fused}
+
+def told(form):
+    """The form, told by keywords who sees whom."""
+
+    def attend(query, key, value, *, scale=None, soft_cap=None, **who):
+        return form(query, key, value, attention.Sight(**who), scale=scale, soft_cap=soft_cap)
+
+    return attend
+
+
+FORMS = {name: told(getattr(attention, name)) for name in ("plain", "grouped", "fused")}
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
 
 
@@ -72,7 +82,7 @@ def test_plain_is_the_definition(causal, window, soft_cap, scale, segments, plac
     if window:
         rules.append(lambda b, q, k: age(b, q, k) < window and (causal or age(b, q, k) > -window))
 
-    output = attention.plain(query, key, value, causal=causal, window=window, soft_cap=soft_cap, scale=scale, **who)
+    output = FORMS["plain"](query, key, value, causal=causal, window=window, soft_cap=soft_cap, scale=scale, **who)
     arrays = [np.asarray(x, np.float64) for x in (query, key, value)]
     sees = lambda b, q, k: all(rule(b, q, k) for rule in rules)
     expected = by_loops(*arrays, sees, DIM**-0.5 if scale is None else scale, soft_cap)
@@ -120,7 +130,7 @@ def run(form, options, arrays, cotangent):
 def test_forms_agree_in_values_and_gradients(case, dtype):
     options, shapes = CASES[case]
     arrays, cotangent = inputs(**shapes, dtype=dtype)
-    expected = run(attention.plain, options, arrays, cotangent)
+    expected = run(FORMS["plain"], options, arrays, cotangent)
     # bfloat16 keeps 8 bits. A form rounds weights and results, and in the backward pass scores too: a handful of
     # errors of 2^-9 each, of sums that stay below 8. In float32 only the order of sums differs.
     tolerance = 2e-6 if dtype == jnp.float32 else 8 * 4 * 2**-9
@@ -182,7 +192,7 @@ def test_slots_of_a_cache_may_lie_in_any_order(form):
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("form", [attention.grouped, attention.fused])
+@pytest.mark.parametrize("form", [FORMS["grouped"], FORMS["fused"]], ids=["grouped", "fused"])
 def test_a_mesh_changes_nothing(form):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     arrays, cotangent = inputs()
@@ -200,11 +210,10 @@ def test_a_mesh_changes_nothing(form):
 
 
 def test_where_everything_is_seen_there_is_no_mask():
-    assert attention.visible(3, 5, causal=False) is None
-    assert attention.visible(3, 3, causal=True).shape == (1, 3, 3)
-    slots = jnp.array([[0, -1]])
-    mask = attention.visible(3, 2, causal=False, query_positions=jnp.array([[0, 1, 2]]), key_positions=slots)
-    np.testing.assert_array_equal(mask, [[[True, False]] * 3])
+    assert attention.Sight(causal=False).mask(3, 5) is None
+    assert attention.Sight(causal=True).mask(3, 3).shape == (1, 3, 3)
+    slots = attention.Sight(False, query_positions=jnp.array([[0, 1, 2]]), key_positions=jnp.array([[0, -1]]))
+    np.testing.assert_array_equal(slots.mask(3, 2), [[[True, False]] * 3])
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -225,6 +234,6 @@ def test_what_makes_no_sense_raises(form, options, shapes, says):
 
 def test_fused_names_what_it_cannot_do():
     with pytest.raises(ValueError, match="soft_cap"):
-        attention.fused(*inputs()[0], causal=True, soft_cap=50.0)
+        FORMS["fused"](*inputs()[0], causal=True, soft_cap=50.0)
     with pytest.raises(ValueError, match="5 and 8 wide"):
-        attention.fused(*inputs(value_dim=5)[0], causal=True)
+        FORMS["fused"](*inputs(value_dim=5)[0], causal=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.ops.attention import grouped
+from zoo.ops.attention import Sight, grouped
 from zoo.ops.rotary import Dynamic, LongRope, Rotary, apply_rotary
 from zoo.parallel import Dim, offset, reduce, shares, split
 
@@ -130,20 +130,17 @@ class Attention(AbstractMixer):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
 
     def attend(self, query, key, value, info, state):
-        options = {"causal": True, "window": self.window, "soft_cap": self.soft_cap, "scale": self.scale}
-        if state is None:
-            segments = {"query_segments": info.segment_ids, "key_segments": info.segment_ids}
-            return self.form(query, own(key, query), own(value, query), **segments, **options), None
-        seen = key, value, info.positions
-        before, state = state, state.write(*seen)
-        if self.window and query.shape[1] > 1:  # the ring may have dropped what the first of these queries still see
-            held = before.key, before.value, before.positions
-            seen = jax.tree.map(lambda old, new: jnp.concatenate([old.astype(new.dtype), new], 1), held, seen)
-        else:
-            seen = state.key, state.value, state.positions
-        key, value, positions = seen
-        order = {"query_positions": info.positions, "key_positions": positions}
-        return self.form(query, own(key, query), own(value, query), **order, **options), state
+        sight, seen = Sight(True, self.window, info.segment_ids, info.segment_ids), (key, value)
+        if state is not None:
+            new = key, value, info.positions
+            before, state = state, state.write(*new)
+            *seen, positions = (state.key, state.value, state.positions)
+            if self.window and query.shape[1] > 1:  # the ring may have dropped what the first of these still see
+                held = before.key, before.value, before.positions
+                *seen, positions = jax.tree.map(lambda a, b: jnp.concatenate([a.astype(b.dtype), b], 1), held, new)
+            sight = Sight(True, self.window, query_positions=info.positions, key_positions=positions)
+        key, value = (own(x, query) for x in seen)
+        return self.form(query, key, value, sight, scale=self.scale, soft_cap=self.soft_cap), state
 
 
 def positions_of(x: Float[Array, "batch seq embed"], info: Info) -> Int[Array, "*batch seq"]:

@@ -8,16 +8,16 @@ All take the same arguments (Vaswani et al., arXiv 1706.03762, section 3.2; grou
 2305.13245; windows: Beltagy et al., arXiv 2004.05150, section 3.1; the cap: Gemma 2, arXiv 2408.00118, section 2):
 
 - `query` head i attends to key and value head i // (heads // kv_heads).
-- `causal`, `window`, segments and positions say who sees whom, see `visible`. A query that sees nothing gives zeros,
-  and sends no gradient back.
+- `sight` says who sees whom. A query that sees nothing gives zeros, and sends no gradient back.
 - `scale` is head_dim ** -0.5 unless given.
 - The softmax is taken in float32. The result has the dtype of `value`.
 
-**Raises** `ValueError` where kv_heads does not divide heads, for what `visible` refuses, and where a form cannot do
-what it is asked. In einsums b is batch, q query_seq, k key_seq, h heads, n kv_heads, g the query heads of one of them,
-d the width of a head.
+**Raises** `ValueError` where kv_heads does not divide heads, where `sight` does not fit the arrays, and where a form
+cannot do what it is asked. In einsums b is batch, q query_seq, k key_seq, h heads, n kv_heads, g the query heads of one
+of them, d the width of a head.
 """
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -30,18 +30,9 @@ from jaxtyping import Array, Bool, Float, Int
 MASKED = -1e30  # finite, so that a row without anything else has a softmax
 
 
-def visible(
-    query_seq: int,
-    key_seq: int,
-    *,
-    causal: bool,
-    window: int | None = None,
-    query_segments: Int[Array, "batch query_seq"] | None = None,
-    key_segments: Int[Array, "batch key_seq"] | None = None,
-    query_positions: Int[Array, "batch query_seq"] | None = None,
-    key_positions: Int[Array, "batch key_seq"] | None = None,
-) -> Bool[Array, "rows query_seq key_seq"] | None:
-    """Which keys each query sees; `rows` is batch, or 1 where all rows are alike. None where everything is seen.
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """Which keys each query sees: those that every rule allows.
 
     - Positions are the places in time. Without them the order in the arrays is the order in time. A key at a negative
       position is not seen: an empty slot of a cache, or padding.
@@ -50,65 +41,71 @@ def visible(
       is not causal, as many on the other side too: |query_position - key_position| < window.
     - Segments: equal ids see each other.
 
-    **Raises** `ValueError` where positions or segments are given for one side only, for a window below 1, and where
-    order matters but sides of unlike length have no positions.
+    **Raises** `ValueError` where positions or segments are given for one side only, and for a window below 1.
     """
-    if (query_positions is None) != (key_positions is None):
-        raise ValueError("attention: give positions for queries and keys, or for neither.")
-    if (query_segments is None) != (key_segments is None):
-        raise ValueError("attention: give segments for queries and keys, or for neither.")
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window is {window}; a query sees at least its own position, which is 1.")
-    if (causal or window is not None) and query_positions is None and query_seq != key_seq:
-        raise ValueError(
-            f"attention: {query_seq} queries and {key_seq} keys have no common order in time. Give positions."
-        )
-    rules = []
-    if query_positions is None or key_positions is None:
-        query_positions, key_positions = jnp.arange(query_seq)[None], jnp.arange(key_seq)[None]
-    else:
-        rules.append(key_positions[:, None, :] >= 0)
-    age = query_positions[:, :, None] - key_positions[:, None, :]
-    if causal:
-        rules.append(age >= 0)
-    if window is not None:
-        rules.append((age if causal else jnp.abs(age)) < window)
-    if query_segments is not None and key_segments is not None:
-        rules.append(query_segments[:, :, None] == key_segments[:, None, :])
-    if not rules:
-        return None
-    mask = functools.reduce(jnp.logical_and, rules)
-    return jnp.broadcast_to(mask, (mask.shape[0], query_seq, key_seq))
+
+    causal: bool
+    window: int | None = None
+    query_segments: Int[Array, "batch query_seq"] | None = None
+    key_segments: Int[Array, "batch key_seq"] | None = None
+    query_positions: Int[Array, "batch query_seq"] | None = None
+    key_positions: Int[Array, "batch key_seq"] | None = None
+
+    def __post_init__(self):
+        if (self.query_positions is None) != (self.key_positions is None):
+            raise ValueError("attention: give positions for queries and keys, or for neither.")
+        if (self.query_segments is None) != (self.key_segments is None):
+            raise ValueError("attention: give segments for queries and keys, or for neither.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"attention: window is {self.window}; a query sees at least its own position, which is 1.")
+
+    @property
+    def in_order(self) -> bool:
+        """Whether causality and the window are all there is, in the order of the arrays: rows are alike."""
+        return self.query_positions is None and self.query_segments is None
+
+    def mask(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
+        """True where seen; `rows` is batch, or 1 where all rows are alike. None where everything is seen.
+
+        **Raises** `ValueError` where order matters but sides of unlike length have no positions.
+        """
+        rules = []
+        if self.query_positions is not None and self.key_positions is not None:
+            query_positions, key_positions = self.query_positions, self.key_positions
+            rules.append(key_positions[:, None, :] >= 0)
+        elif query_seq == key_seq or (not self.causal and self.window is None):
+            query_positions, key_positions = jnp.arange(query_seq)[None], jnp.arange(key_seq)[None]
+        else:
+            raise ValueError(
+                f"attention: {query_seq} queries and {key_seq} keys have no common order in time. Give positions."
+            )
+        age = query_positions[:, :, None] - key_positions[:, None, :]
+        if self.causal:
+            rules.append(age >= 0)
+        if self.window is not None:
+            rules.append((age if self.causal else jnp.abs(age)) < self.window)
+        if self.query_segments is not None and self.key_segments is not None:
+            rules.append(self.query_segments[:, :, None] == self.key_segments[:, None, :])
+        if not rules:
+            return None
+        mask = functools.reduce(jnp.logical_and, rules)
+        return jnp.broadcast_to(mask, (mask.shape[0], query_seq, key_seq))
 
 
 def plain(
     query: Float[Array, "batch query_seq heads head_dim"],
     key: Float[Array, "batch key_seq kv_heads head_dim"],
     value: Float[Array, "batch key_seq kv_heads value_dim"],
+    sight: Sight,
     *,
-    causal: bool,
-    window: int | None = None,
-    soft_cap: float | None = None,
     scale: float | None = None,
-    query_segments: Int[Array, "batch query_seq"] | None = None,
-    key_segments: Int[Array, "batch key_seq"] | None = None,
-    query_positions: Int[Array, "batch query_seq"] | None = None,
-    key_positions: Int[Array, "batch key_seq"] | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """The definition, in float32 and with every head written out: slow, and obviously right."""
     group = group_size(query, key)
     query, key, wide_value = (x.astype(jnp.float32) for x in (query, key, value))
     key, wide_value = (jnp.repeat(x, group, axis=2) for x in (key, wide_value))
-    mask = visible(
-        query.shape[1],
-        key.shape[1],
-        causal=causal,
-        window=window,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        query_positions=query_positions,
-        key_positions=key_positions,
-    )
+    mask = sight.mask(query.shape[1], key.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
     scores = scaled(scores, query.shape[-1], scale, soft_cap)
     mask = jnp.ones_like(scores, bool) if mask is None else jnp.broadcast_to(mask[:, None], scores.shape)
@@ -123,15 +120,10 @@ def grouped(
     query: Float[Array, "batch query_seq heads head_dim"],
     key: Float[Array, "batch key_seq kv_heads head_dim"],
     value: Float[Array, "batch key_seq kv_heads value_dim"],
+    sight: Sight,
     *,
-    causal: bool,
-    window: int | None = None,
-    soft_cap: float | None = None,
     scale: float | None = None,
-    query_segments: Int[Array, "batch query_seq"] | None = None,
-    key_segments: Int[Array, "batch key_seq"] | None = None,
-    query_positions: Int[Array, "batch query_seq"] | None = None,
-    key_positions: Int[Array, "batch key_seq"] | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """The default: matrix products over [batch, kv_heads, group, seq], keys and values never repeated.
 
@@ -139,16 +131,7 @@ def grouped(
     weights of all pairs exist at once: batch * heads * query_seq * key_seq of them.
     """
     group = group_size(query, key)
-    mask = visible(
-        query.shape[1],
-        key.shape[1],
-        causal=causal,
-        window=window,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        query_positions=query_positions,
-        key_positions=key_positions,
-    )
+    mask = sight.mask(query.shape[1], key.shape[1])
     # Time next to last on both sides: XLA's CPU products are up to twice as slow on the layout that comes in.
     query = rearrange(query, "batch seq (kv_heads group) dim -> batch kv_heads group seq dim", group=group)
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
@@ -165,15 +148,10 @@ def fused(
     query: Float[Array, "batch query_seq heads head_dim"],
     key: Float[Array, "batch key_seq kv_heads head_dim"],
     value: Float[Array, "batch key_seq kv_heads value_dim"],
+    sight: Sight,
     *,
-    causal: bool,
-    window: int | None = None,
-    soft_cap: float | None = None,
     scale: float | None = None,
-    query_segments: Int[Array, "batch query_seq"] | None = None,
-    key_segments: Int[Array, "batch key_seq"] | None = None,
-    query_positions: Int[Array, "batch query_seq"] | None = None,
-    key_positions: Int[Array, "batch key_seq"] | None = None,
+    soft_cap: float | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """`jax.nn.dot_product_attention`, which on NVIDIA GPUs can be one kernel that never holds the weights.
@@ -192,20 +170,12 @@ def fused(
             f"{value.shape[-1]} and {key.shape[-1]} wide. Take attention.grouped."
         )
     group_size(query, key)
-    mask = visible(
-        query.shape[1],
-        key.shape[1],
-        causal=causal,
-        window=window,
-        query_segments=query_segments,
-        key_segments=key_segments,
-        query_positions=query_positions,
-        key_positions=key_positions,
-    )
+    mask = sight.mask(query.shape[1], key.shape[1])
     attend = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=implementation)
-    if mask is None or (query_positions is None and query_segments is None):
-        bounds = None if window is None else (window - 1, 0 if causal else window - 1)
-        return attend(query, key, value, is_causal=causal, local_window_size=bounds)
+    if mask is None or sight.in_order:
+        behind = None if sight.window is None else sight.window - 1
+        bounds = None if behind is None else (behind, 0 if sight.causal else behind)
+        return attend(query, key, value, is_causal=sight.causal, local_window_size=bounds)
     return zero_unseeing(attend(query, key, value, mask=mask[:, None]), mask)
 
 
