@@ -61,7 +61,8 @@ class Sight:
 
     @property
     def in_order(self) -> bool:
-        """Whether causality and the window are all there is, in the order of the arrays: rows are alike."""
+        """Whether causality and the window are all there is, in the order of the arrays: rows are alike, and every
+        query sees itself."""
         return self.query_positions is None and self.query_segments is None
 
     def mask(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
@@ -141,7 +142,8 @@ def grouped(
         scores = jnp.where(mask[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     output = jnp.einsum("bngqk,bnkd->bngqd", weights, value)
-    return zero_unseeing(rearrange(output, "batch kv_heads group seq dim -> batch seq (kv_heads group) dim"), mask)
+    output = rearrange(output, "batch kv_heads group seq dim -> batch seq (kv_heads group) dim")
+    return output if sight.in_order else zero_unseeing(output, mask)
 
 
 def fused(
