@@ -1,6 +1,7 @@
 """Put trees onto a mesh, or make them there."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
 from .layout import Mesh, lies_whole
+from .module import Module
 
 log = logging.getLogger("zoo")
+
+ROWS = ("batch", "seq")
+"""What the first dims of an array are that stands in no module."""
 
 
 def place(tree: PyTree, mesh: Mesh) -> PyTree:
@@ -26,7 +31,8 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
     """
     arrays, rest = eqx.partition(tree, eqx.is_array)
     shardings = mesh.shardings(arrays)
-    tell(arrays, mesh)
+    if isinstance(tree, Module) and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
+        tell(arrays, mesh)
 
     def put(x, sharding):
         if isinstance(x, Tracer):
@@ -54,12 +60,24 @@ def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
 
     With several processes each passes the rows that are its own (`train.data` makes them so); the result is global.
 
-    **Raises** `ValueError` for a number of rows that the mesh does not divide.
+    **Raises** `ValueError` for a number of rows that the mesh does not divide, or an axis that rows are not split over
+    but processes are.
     """
-    shardings = mesh.shardings(batch, ("batch", "seq"))
-    if jax.process_count() == 1:
-        return jax.device_put(batch, shardings)
-    return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x)), batch, shardings)
+    processes = jax.process_count()
+    if processes == 1:
+        return jax.device_put(batch, mesh.shardings(batch, ROWS))
+    if math.prod(mesh.shape[axis] for axis in mesh.axes("batch")) % processes:
+        raise ValueError(
+            f"{processes} processes bring rows of their own, so the axes that split the batch have to multiply to a "
+            f"multiple of {processes}, and {mesh} does not: let fsdp or data span the processes, and tensor stay in one"
+        )
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct((processes * x.shape[0], *x.shape[1:]), x.dtype), batch)
+    shardings = mesh.shardings(whole, ROWS)
+
+    def put(x, sharding, whole):
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x), whole.shape)
+
+    return jax.tree.map(put, batch, shardings, whole)
 
 
 def tell(tree: Any, mesh: Mesh) -> None:

@@ -21,8 +21,7 @@ from .captured import refuse_captured
 from .collectives import mesh_in_force, varying
 from .layout import Mesh
 from .module import Module, leaves
-
-ROWS = ("batch", "seq")
+from .place import ROWS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,68 @@
+"""Two processes of four devices each are one of eight: the same loss and gradient, each bringing its own rows."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def work(process, processes, port):
+    import jax
+    import numpy as np
+
+    if processes > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=process)
+    import zoo
+
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    make = lambda key: zoo.models.Transformer(vocab=16, embed=8, layers=1, heads=2, mlp=8, key=key)
+    model = zoo.init(make, jax.random.key(0), mesh)
+    rows = np.random.default_rng(0).integers(0, 16, (4, 7))[process * 4 // processes : (process + 1) * 4 // processes]
+    batch = zoo.place_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, mesh)
+    assert batch["tokens"].shape == (4, 6)
+    loss, grads = zoo.value_and_grad(lambda model, batch: zoo.cross_entropy(model, batch), mesh)(model, batch)
+    norm = jax.jit(lambda grads: sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5)(grads)
+    refused = ""
+    if processes > 1:
+        try:
+            zoo.place_batch({"tokens": rows}, zoo.make_mesh(data=1, tensor=8))
+        except ValueError as error:
+            refused = str(error)
+    print(json.dumps({"loss": float(loss), "norm": float(norm), "refused": refused}))
+
+
+def run(processes):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes} --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    words = [[sys.executable, __file__, str(i), str(processes), str(port)] for i in range(processes)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, env=environment, **pipes) for command in words]
+    ended = [process.communicate(timeout=240) for process in started]
+    for process, (_, errors) in zip(started, ended, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(printed.splitlines()[-1]) for printed, _ in ended]
+
+
+def test_two_processes_are_one():
+    (alone,) = run(1)
+    first, second = run(2)
+    assert first == second
+    assert first["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert first["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+    assert "2 processes bring rows of their own" in first["refused"]
+
+
+if __name__ == "__main__":
+    work(*map(int, sys.argv[1:]))
