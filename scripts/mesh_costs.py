@@ -58,13 +58,12 @@ def main(
     batch = {"tokens": tokens, "targets": tokens}
     print(f"{'mesh':28} {'parameters':>12} {'temporaries':>12} {'compile':>9}  collectives in the program")
     for mesh in meshes(jax.device_count()):
-        arrays, static = eqx.partition(zoo.init(make, jax.random.key(0), mesh), eqx.is_array)
-        differentiate = zoo.value_and_grad(loss_fn, mesh)
+        model = zoo.init(make, jax.random.key(0), mesh)
         start = time.perf_counter()
-        step = jax.jit(lambda arrays, batch: differentiate(eqx.combine(arrays, static), batch))  # noqa: B023
-        compiled = step.lower(arrays, batch).compile()
+        step = eqx.filter_jit(zoo.value_and_grad(loss_fn, mesh))
+        compiled = step.lower(model, batch).compile().compiled
         seconds = time.perf_counter() - start
-        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(arrays))
+        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
         memory, program = compiled.memory_analysis(), compiled.as_text() or ""  # not every backend tells
         spare = memory.temp_size_in_bytes if memory else float("nan")
         moved = collections.Counter(COLLECTIVE.findall(program))

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import Info
@@ -37,7 +38,7 @@ def generate(
         )
     if temperature < 0 or (temperature > 0 and key is None):
         raise ValueError(f"temperature={temperature} needs to be 0, or above 0 with a key to draw with")
-    if mask is not None and not bool(mask[:, -1].all()):
+    if mask is not None and not isinstance(mask, Tracer) and not bool(mask[:, -1].all()):
         raise ValueError("prompts are padded on the left: the last token of every row has to be real")
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     return decode(model, tokens, mask, max_new_tokens, jnp.float32(temperature), key if temperature else None)

@@ -49,6 +49,14 @@ def test_a_norm_over_a_split_dim_raises_by_name():
         zoo.spmd(lambda norm, x: norm(x), mesh, out="batch seq embed")(RMSNorm(8), jnp.ones((4, 2, 4)))
 
 
+def test_an_id_outside_a_split_vocabulary_gives_nan_too():
+    mesh = zoo.make_mesh(data=4, tensor=2)
+    tokens = jnp.array([[0, 7], [8, -1], [3, 4], [5, 6]])
+    table = zoo.place(Embedding(8, 4, key=KEY), mesh)
+    x = zoo.spmd(lambda table, tokens: table(tokens), mesh, out="batch seq embed")(table, tokens)
+    assert (jnp.isnan(x).all(-1) == jnp.array([[0, 0], [1, 1], [0, 0], [0, 0]], bool)).all()
+
+
 def test_dropout_is_the_identity_without_keys_and_differs_by_site():
     drop, x = Dropout(0.5), jnp.ones((2, 8, 16))
     info = Info(keys=jax.random.split(KEY, 2))

@@ -214,7 +214,7 @@ def test_zero3_holds_no_model_and_gathers_what_it_must():
 
 
 def test_zero1_splits_the_optimiser_state_and_its_gradients():
-    """No parameter is gathered for the passes; each gradient is scattered once, a new parameter gathered once."""
+    """No parameter is gathered for the passes, and each gradient is scattered once."""
     model, step = compiled(zoo.make_mesh(fsdp=8, layout=ZERO1))
     moved = collectives(step)
     assert set(moved) == {"reduce-scatter", "all-reduce"}
@@ -235,8 +235,10 @@ def test_a_donated_step_works_in_place(sizes):
 
 def test_data_parallel_sums_gradients_once_and_outside_the_layers():
     _, step = compiled(zoo.make_mesh(data=8))
-    assert set(collectives(step)) == {"all-reduce"}
-    assert not re.search(r"while_body.*all-reduce|body.*all-reduce\(", body_of_loops(step))
+    moved = collectives(step)
+    assert set(moved) == {"all-reduce"}
+    assert moved["all-reduce"] <= 2, "all gradients together, and the loss with its count"
+    assert not sums_inside_loops(step)
 
 
 def test_tensor_parallel_sums_twice_a_layer_forward_and_backward():
@@ -246,7 +248,25 @@ def test_tensor_parallel_sums_twice_a_layer_forward_and_backward():
     moved = collectives(step)
     assert set(moved) == {"all-reduce"}
     assert moved["all-reduce"] <= 4 + 5
+    assert sums_inside_loops(step), "the layers' own, which data parallelism must not have"
 
 
-def body_of_loops(step):
-    return "\n".join(line for line in step.as_text().splitlines() if "while/body" in line and "all-reduce" in line)
+def sums_inside_loops(step):
+    """The sums that a scan makes at every step, by the names that JAX gave the operations."""
+    return [line for line in step.as_text().splitlines() if " all-reduce(" in line and "while/body" in line]
+
+
+def test_gradients_of_a_bfloat16_model_are_summed_in_float32():
+    """What is gathered travels in bfloat16, what is scattered or summed over tokens in float32, as the program says."""
+
+    def rounded(model, batch):
+        return loss_fn(zoo.cast(model, jnp.bfloat16), batch)
+
+    mesh = zoo.make_mesh(data=2, fsdp=4)
+    model = zoo.place(born(dropout=0.0), mesh)
+    program = str(jax.make_jaxpr(lambda m, b: zoo.value_and_grad(rounded, mesh)(m, b))(model, make_batch()))
+    results = re.findall(r":(\w+)\[[^\]]*\]\S* = (all_gather|reduce_scatter|psum\w*)\[", program)
+    kinds = collections.Counter((kind, dtype) for dtype, kind in results)
+    assert kinds["all_gather", "bf16"] >= 16, kinds
+    assert {dtype for kind, dtype in kinds if kind == "reduce_scatter"} == {"f32"}, kinds
+    assert {dtype for kind, dtype in kinds if kind.startswith("psum")} == {"f32"}, kinds

@@ -35,7 +35,7 @@ def cast(model: PyTree, dtype: Any) -> PyTree:
     """The model with its learnt parameters in a compute dtype; those declared `full_precision` keep theirs.
 
     Call it inside the loss: what the optimiser holds stays as it is. Shards are cast before they are gathered, so that
-    what travels is small, and gradients come back, and are summed over devices, in the dtype of the parameters.
+    what travels is small; gradients are summed over devices in float32 and come back in the dtype of the parameters.
     """
     mesh = current_mesh()
 

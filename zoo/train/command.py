@@ -33,7 +33,7 @@ def command(
         return tyro.cli(
             chosen, args=words, prog=program, description=about.strip(), config=(tyro.conf.FlagCreatePairsOff,)
         )
-    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
         if not on_purpose(error, main):
             raise
         print(f"{program}: error: {error}", file=sys.stderr)
