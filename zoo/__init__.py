@@ -1,29 +1,38 @@
 """A model zoo for JAX: typed pytrees, one layout, any mesh."""
 
-from . import layers, models, ops, parallel
+from . import layers, models, ops, parallel, weights
 from .generate import generate
-from .models import cross_entropy
+from .models import cross_entropy, hidden_states, score
+from .models.families import families
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
+from .weights import CheckpointError, load, save
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Layout",
     "__version__",
     "cast",
     "count",
     "cross_entropy",
+    "families",
     "generate",
+    "hidden_states",
     "init",
     "layers",
+    "load",
     "make_mesh",
     "models",
     "ops",
     "parallel",
     "place",
     "place_batch",
+    "save",
+    "score",
     "spmd",
     "trainable",
     "value",
     "value_and_grad",
+    "weights",
 ]

@@ -4,8 +4,8 @@ from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, Abstra
 from .attention import Attention
 from .cache import KeyValueCache
 from .dropout import Dropout
-from .embedding import Embedding
-from .info import Info
+from .embedding import Embedding, PositionEmbedding
+from .info import Info, positions_of
 from .linear import Linear
 from .mlp import MLP, GatedMLP
 from .norm import LayerNorm, RMSNorm
@@ -24,5 +24,7 @@ __all__ = [
     "KeyValueCache",
     "LayerNorm",
     "Linear",
+    "PositionEmbedding",
     "RMSNorm",
+    "positions_of",
 ]

@@ -11,13 +11,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.attention import Sight, grouped
 from zoo.ops.rotary import Dynamic, LongRope, Rotary, apply_rotary
-from zoo.parallel import Dim, offset, reduce, shares, split
+from zoo.parallel import Dim, manner, offset, reduce, shares, split
 
-from .abstract import AbstractLinear, AbstractMixer
+from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .cache import KeyValueCache
-from .info import Info
+from .info import Info, positions_of
 from .linear import Linear
-from .norm import RMSNorm
 
 GROWING = (Dynamic, LongRope)
 """Scalings of rotary embeddings that depend on how long the text is so far."""
@@ -38,15 +37,15 @@ class Attention(AbstractMixer):
     key: AbstractLinear
     value: AbstractLinear
     out: AbstractLinear
-    query_norm: RMSNorm | None
-    key_norm: RMSNorm | None
+    query_norm: AbstractNorm | None
+    key_norm: AbstractNorm | None
 
     head_dim: int = eqx.field(static=True)
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
     soft_cap: float | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
-    form: Callable = eqx.field(static=True)
+    form: Callable = manner()
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class Attention(AbstractMixer):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         rotary: Rotary | None = None,
-        qk_norm: bool = False,
+        qk_norm: Callable[[], AbstractNorm] | None = None,
         bias: bool = False,
         out_bias: bool = False,
         window: int | None = None,
@@ -67,6 +66,7 @@ class Attention(AbstractMixer):
         key: Key[Array, ""],
     ):
         """- `kv_heads`: as many as `heads` unless given. `head_dim`: `embed / heads` unless given.
+        - `qk_norm`: makes a norm over head_dim, one for queries and one for keys.
         - `scale`: of the scores, head_dim ** -0.5 unless given.
         - `form`: a function of `zoo.ops.attention`: `grouped`, `fused` (JAX's own, and cuDNN's) or `plain`.
 
@@ -86,8 +86,8 @@ class Attention(AbstractMixer):
         self.key = Linear(embed, kv_heads * head_dim, in_=stream, out=keys, bias=bias, key=key_key)
         self.value = Linear(embed, kv_heads * head_dim, in_=stream, out=keys, bias=bias, key=value_key)
         self.out = Linear(heads * head_dim, embed, in_=queries, out=stream, bias=out_bias, scale=out_scale, key=out_key)
-        self.query_norm = RMSNorm(head_dim, features=Dim("head_dim")) if qk_norm else None
-        self.key_norm = RMSNorm(head_dim, features=Dim("head_dim")) if qk_norm else None
+        self.query_norm = None if qk_norm is None else qk_norm()
+        self.key_norm = None if qk_norm is None else qk_norm()
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
         self.soft_cap, self.scale, self.form = soft_cap, scale, form
 
@@ -141,10 +141,6 @@ class Attention(AbstractMixer):
             sight = Sight(True, self.window, query_positions=info.positions, key_positions=positions)
         key, value = (own(x, query) for x in seen)
         return self.form(query, key, value, sight, scale=self.scale, soft_cap=self.soft_cap), state
-
-
-def positions_of(x: Float[Array, "batch seq embed"], info: Info) -> Int[Array, "*batch seq"]:
-    return jnp.arange(x.shape[1]) + offset(x, "seq", x.shape[1]) if info.positions is None else info.positions
 
 
 def length_of(x: Float[Array, "batch seq embed"], info: Info) -> int | Int[Array, ""]:

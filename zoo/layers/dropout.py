@@ -1,10 +1,9 @@
 """Dropout that does not know how a batch is dealt out."""
 
-import equinox as eqx
 from jaxtyping import Array, Float
 
 from zoo.ops.dropout import dropout
-from zoo.parallel import Module, offset
+from zoo.parallel import Module, manner, offset
 
 from .info import Info
 
@@ -16,7 +15,7 @@ class Dropout(Module):
     Without keys, which is how a model runs at inference, the identity.
     """
 
-    rate: float = eqx.field(static=True)
+    rate: float = manner()
 
     def __check_init__(self):
         if not 0 <= self.rate < 1:

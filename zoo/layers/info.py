@@ -1,9 +1,10 @@
 """What every mixer may ask about the tokens of a batch."""
 
 import jax
-from jaxtyping import Array, Int, Key
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
 
-from zoo.parallel import Module
+from zoo.parallel import Module, offset
 
 
 class Info(Module):
@@ -24,3 +25,8 @@ class Info(Module):
             return self
         keys = jax.vmap(jax.random.fold_in, (0, None))(self.keys, number)
         return type(self)(self.positions, self.segment_ids, keys)
+
+
+def positions_of(x: Float[Array, "batch seq embed"], info: Info) -> Int[Array, "*batch seq"]:
+    """The place of each token: as `info` has it, or counted from the first of the row."""
+    return jnp.arange(x.shape[1]) + offset(x, "seq", x.shape[1]) if info.positions is None else info.positions

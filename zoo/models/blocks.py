@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, Info
-from zoo.parallel import Module
+from zoo.parallel import Module, either
 
 
 class Stream(Module):
@@ -44,9 +44,9 @@ class Block(AbstractBlock):
     """
 
     mixer_norm: AbstractNorm
-    mixer: AbstractMixer
+    mixer: AbstractMixer = either()
     ffn_norm: AbstractNorm
-    ffn: AbstractFeedForward
+    ffn: AbstractFeedForward = either()
     dropout: Dropout
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
@@ -57,3 +57,24 @@ class Block(AbstractBlock):
         stream = stream.plus(self.dropout(mixed, info, site=0))
         fed = self.ffn(self.ffn_norm(stream.x))
         return stream.plus(self.dropout(fed, info, site=1)), state
+
+
+class ParallelBlock(AbstractBlock):
+    """x + mixer(norm(x)) + ffn(norm'(x)): both halves read the same stream (GPT-J; GPT-NeoX, arXiv:2204.06745,
+    section 2.1). Without an `ffn_norm` of its own the second half reads what the first does (PaLM, arXiv:2204.02311,
+    section 2)."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = either()
+    ffn_norm: AbstractNorm | None
+    ffn: AbstractFeedForward = either()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
+        read = self.mixer_norm(stream.x)
+        mixed, state = self.mixer(read, info, state)
+        fed = self.ffn(read if self.ffn_norm is None else self.ffn_norm(stream.x))
+        return stream.plus(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1)), state

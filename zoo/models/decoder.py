@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.layers import AbstractLinear, AbstractNorm, Dropout, Embedding, Info
-from zoo.parallel import Module, current_mesh, gather
+from zoo.layers import AbstractLinear, AbstractNorm, Dropout, Embedding, Info, PositionEmbedding, positions_of
+from zoo.parallel import Module, current_mesh, gather, manner, shares
 
 from .blocks import Stream
+from .facts import Origin
 from .stack import AbstractStack, States
 
 EMBEDDING = 2**32 - 1
@@ -18,7 +19,8 @@ EMBEDDING = 2**32 - 1
 
 
 class Decoder(Module):
-    """logits = head(norm(stack(embedding(tokens)))). Without a head the embedding's own table is one: tied.
+    """logits = head(norm(stack(embedding(tokens)))). Without a head the embedding's own table is one: tied. Learned
+    positions are added to what the embedding gives.
 
     A batch is explicit: `model(tokens)` takes "batch seq" and gives "batch seq vocab".
     """
@@ -28,9 +30,12 @@ class Decoder(Module):
     norm: AbstractNorm
     head: AbstractLinear | None
     dropout: Dropout
+    position_embedding: PositionEmbedding | None = None
 
     soft_cap: float | None = eqx.field(static=True, default=None)
     """Logits are bounded to c tanh(logits / c)."""
+    origin: Origin | None = manner(default=None)
+    """The checkpoint that the model was read from, which says how it is written again."""
 
     def __call__(
         self,
@@ -49,18 +54,27 @@ class Decoder(Module):
         - `positions`: the place of each token in its document.
         - `key`: for dropout; without it nothing is dropped. One key, or one a row.
 
-        **Raises** `ValueError` where `mask` comes with `segment_ids` or `positions`, which say the same.
+        **Raises** `ValueError` where `mask` comes with `segment_ids` or `positions`, which say the same, and for more
+        tokens than there are learned positions.
         """
         info = describe(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
         stream, _ = self.hidden(tokens, info)
         return self.logits(stream.x)
 
+    def embedded(self, tokens: Int[Array, "batch seq"], info: Info) -> Stream:
+        """What the first layer reads."""
+        x = gather(self.embedding)(tokens)
+        if self.position_embedding is not None:
+            if info.positions is None:
+                self.refuse_longer(tokens.shape[1] * shares(x, "seq"))
+            x = x + gather(self.position_embedding)(positions_of(x, info))
+        return Stream.of(self.dropout(x, info, site=EMBEDDING))
+
     def hidden(
         self, tokens: Int[Array, "batch seq"], info: Info, states: States | None = None
     ) -> tuple[Stream, States | None]:
         """What the head reads: the stream after the final norm; and the states after these tokens, where some came."""
-        x = self.dropout(gather(self.embedding)(tokens), info, site=EMBEDDING)
-        stream, states = self.stack(Stream.of(x), info, states)
+        stream, states = self.stack(self.embedded(tokens, info), info, states)
         return Stream(gather(self.norm)(stream.x), stream.auxiliary), states
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
@@ -72,9 +86,19 @@ class Decoder(Module):
         return Unembedding(gather(self.embedding if self.head is None else self.head), self.soft_cap)
 
     def init_state(self, batch: int, length: int) -> States:
-        """Empty states, one a layer, for `batch` rows of up to `length` tokens, in the dtype of the activations."""
+        """Empty states, one a layer, for `batch` rows of up to `length` tokens, in the dtype of the activations.
+
+        **Raises** `ValueError` for more tokens than there are learned positions.
+        """
+        self.refuse_longer(length)
         dtype = jax.eval_shape(self.embedding, jnp.zeros((1, 1), int)).dtype
         return self.stack.init_state(batch, length, dtype)
+
+    def refuse_longer(self, length: int) -> None:
+        if self.position_embedding is not None and length > self.position_embedding.length:
+            raise ValueError(
+                f"{length} tokens are too many: the model learned {self.position_embedding.length} positions"
+            )
 
 
 class Unembedding(Module):

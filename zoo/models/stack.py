@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from zoo.layers import Info
-from zoo.parallel import Module, Remat, gather, offset, rematerialised, scan, stacked
+from zoo.parallel import Module, Remat, gather, manner, offset, rematerialised, scan, stacked
 
 from .blocks import AbstractBlock, Stream
 
@@ -74,7 +74,7 @@ class Stack(AbstractStack):
 
     segments: tuple[Segment, ...]
 
-    remat: Remat = eqx.field(static=True)
+    remat: Remat = manner()
 
     def __init__(self, kinds: Sequence[Kind], *, remat: Remat = "none", key: Key[Array, ""]):
         """One maker a layer. Every layer has its own key, so that the cut does not change the numbers."""

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import jax
 from jaxtyping import Array, Key
 
-from zoo.layers import Attention, Dropout, Embedding, GatedMLP, Linear, RMSNorm
+from zoo.layers import Attention, GatedMLP, RMSNorm
 from zoo.ops.attention import grouped
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Remat
 
+from .assemble import assemble, kinds_of, layer
 from .blocks import Block
 from .decoder import Decoder
-from .stack import Stack
+from .stack import Kind
 
 
 def Transformer(
@@ -58,7 +58,9 @@ def Transformer(
     rotary = Rotary(head_dim) if rotary is None else rotary
     out_scale = (2 * layers) ** -0.5
 
-    def kind(window: int | None) -> Callable:
+    norm = partial(RMSNorm, embed)
+
+    def kind(window: int | None) -> Kind:
         mixer = partial(
             Attention,
             embed,
@@ -66,26 +68,23 @@ def Transformer(
             kv_heads=kv_heads,
             head_dim=head_dim,
             rotary=rotary,
-            qk_norm=qk_norm,
+            qk_norm=partial(RMSNorm, head_dim, features=Dim("head_dim")) if qk_norm else None,
             window=window,
             soft_cap=soft_cap,
             form=form,
             out_scale=out_scale,
         )
 
-        def block(key: Key[Array, ""]) -> Block:
-            mixer_key, ffn_key = jax.random.split(key)
-            ffn = GatedMLP(embed, mlp, out_scale=out_scale, key=ffn_key)
-            return Block(RMSNorm(embed), mixer(key=mixer_key), RMSNorm(embed), ffn, Dropout(dropout))
+        ffn = partial(GatedMLP, embed, mlp, out_scale=out_scale)
+        return layer(Block, norm=norm, mixer=mixer, ffn=ffn, dropout=dropout)
 
-        return block
-
-    kinds = {window: kind(window) for window in windows}
-    embedding_key, stack_key, head_key = jax.random.split(key, 3)
-    return Decoder(
-        embedding=Embedding(vocab, embed, scale=embed**-0.5, key=embedding_key),
-        stack=Stack([kinds[windows[i % len(windows)]] for i in range(layers)], remat=remat, key=stack_key),
-        norm=RMSNorm(embed),
-        head=None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), key=head_key),
-        dropout=Dropout(dropout),
+    return assemble(
+        vocab=vocab,
+        embed=embed,
+        kinds=kinds_of((windows[i % len(windows)] for i in range(layers)), kind),
+        norm=norm,
+        tied=tied,
+        dropout=dropout,
+        remat=remat,
+        key=key,
     )

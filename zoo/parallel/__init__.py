@@ -4,12 +4,32 @@ from .collectives import current_mesh, offset, reduce, scan, shares, split, vary
 from .gather import Remat, cast, gather, rematerialised
 from .gradient import value, value_and_grad
 from .layout import AXES, ZERO1, Layout, Mesh, make_mesh
-from .module import Dim, Leaf, Module, buffer, count, full_precision, leaves, map_leaves, stacked, trainable
+from .module import (
+    EITHER,
+    MANNER,
+    STACKED,
+    Dim,
+    Leaf,
+    Module,
+    array_fields,
+    buffer,
+    count,
+    either,
+    full_precision,
+    leaves,
+    manner,
+    map_leaves,
+    stacked,
+    trainable,
+)
 from .place import init, place, place_batch
 from .spmd import spmd
 
 __all__ = [
     "AXES",
+    "EITHER",
+    "MANNER",
+    "STACKED",
     "ZERO1",
     "Dim",
     "Layout",
@@ -17,15 +37,18 @@ __all__ = [
     "Mesh",
     "Module",
     "Remat",
+    "array_fields",
     "buffer",
     "cast",
     "count",
     "current_mesh",
+    "either",
     "full_precision",
     "gather",
     "init",
     "leaves",
     "make_mesh",
+    "manner",
     "map_leaves",
     "offset",
     "place",

@@ -15,6 +15,7 @@ import jax
 from jaxtyping import AbstractArray, PyTree, jaxtyped
 
 STACKED, LEARNT, FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
+EITHER, MANNER = "zoo.either", "zoo.manner"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,18 @@ def full_precision(**options: Any) -> Any:
     return eqx.field(metadata={FULL_PRECISION: True}, **options)
 
 
-@dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, stacked, buffer, full_precision))
+def either() -> Any:
+    """A field that holds one of several classes. Parameters below it are named by the class, `attention.query.weight`,
+    and not by the field, so that two classes in one place can be told apart."""
+    return eqx.field(metadata={EITHER: True})
+
+
+def manner(**options: Any) -> Any:
+    """A static field that says how a result is computed, not which: two modules that differ in it are one model."""
+    return eqx.field(static=True, metadata={MANNER: True}, **options)
+
+
+@dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, stacked, buffer, full_precision, either, manner))
 class Module(eqx.Module):
     """The base of every class with parameters. Arrays are held against their annotations when an instance is made.
 

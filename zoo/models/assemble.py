@@ -1,0 +1,78 @@
+"""Decoders put together from makers of their parts. Presets from scratch and families of checkpoints both end here."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from zoo.layers import AbstractNorm, Dropout, Embedding, Linear, PositionEmbedding
+from zoo.parallel import Dim, Remat
+
+from .blocks import AbstractBlock
+from .decoder import Decoder
+from .stack import Kind, Stack
+
+
+def layer(
+    block: Callable[..., AbstractBlock],
+    *,
+    norm: Callable[[], AbstractNorm],
+    mixer: Callable[..., Any],
+    ffn: Callable[..., Any],
+    dropout: float = 0.0,
+) -> Kind:
+    """A maker of blocks with a mixer and a feed-forward part, each with a norm of its own.
+
+    `mixer` and `ffn` are called with `key=`; `norm()` is called once for each norm.
+    """
+
+    def make(key: Key[Array, ""]) -> AbstractBlock:
+        mixer_key, ffn_key = jax.random.split(key)
+        parts = {"mixer": mixer(key=mixer_key), "ffn": ffn(key=ffn_key), "dropout": Dropout(dropout)}
+        return block(mixer_norm=norm(), ffn_norm=norm(), **parts)
+
+    return make
+
+
+def kinds_of(values: Iterable[Hashable], make: Callable[[Any], Kind]) -> list[Kind]:
+    """`make(value)` for each layer's value, where equal values share one maker: they are layers of one kind."""
+    values = list(values)
+    made = {value: make(value) for value in dict.fromkeys(values)}
+    return [made[value] for value in values]
+
+
+def assemble(
+    *,
+    vocab: int,
+    embed: int,
+    kinds: Sequence[Kind],
+    norm: Callable[[], AbstractNorm],
+    tied: bool,
+    positions: int | None = None,
+    multiplier: float | int = 1.0,
+    dropout: float = 0.0,
+    remat: Remat = "none",
+    key: Key[Array, ""],
+) -> Decoder:
+    """A decoder of these layers.
+
+    - `tied`: the head is the embedding's table; otherwise a matrix of its own.
+    - `positions`: how many learned position vectors there are, if any.
+    - `multiplier`: of what the embedding gives.
+    """
+    embedding_key, stack_key, head_key = jax.random.split(key, 3)
+    deviation = embed**-0.5
+    head = partial(Linear, embed, vocab, in_=Dim("embed"), out=Dim("vocab"))
+    position_key = jax.random.fold_in(embedding_key, 1)
+    return Decoder(
+        embedding=Embedding(vocab, embed, scale=deviation, multiplier=multiplier, key=embedding_key),
+        position_embedding=PositionEmbedding(positions, embed, scale=deviation, key=position_key)
+        if positions
+        else None,
+        stack=Stack(kinds, remat=remat, key=stack_key),
+        norm=norm(),
+        head=None if tied else head(key=head_key),
+        dropout=Dropout(dropout),
+    )

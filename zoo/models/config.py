@@ -1,0 +1,171 @@
+"""From a config.json, in either spelling, to the values that a family's model is built from: every key accounted for.
+
+transformers 5 writes `rope_parameters` and `dtype`; most files on hubs have `rope_theta`, `rope_scaling` (its kind
+under `type` or `rope_type`), `torch_dtype`, and omit what is equal to the class's default. A key that is neither used
+nor known to change nothing is an error: it might change the result.
+"""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from .facts import Config, Family
+
+INERT = frozenset(
+    """
+    architectures auto_map model_type transformers_version name_or_path _name_or_path _commit_hash dtype torch_dtype
+    initializer_range initializer_factor use_cache pretraining_tp gradient_checkpointing torchscript return_dict
+    output_attentions output_hidden_states attn_implementation _attn_implementation _attn_implementation_internal
+    _attn_implementation_autoset attention_dropout
+    attn_pdrop resid_pdrop embd_pdrop hidden_dropout classifier_dropout attention_probs_dropout_prob hidden_dropout_prob
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id
+    tokenizer_class prefix task_specific_params finetuning_task problem_type id2label label2id num_labels
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    use_bfloat16 tf_legacy_loss is_decoder unsloth_version unsloth_fixed
+    """.split()
+)
+"""Keys that change no result at inference in any family: names, ids of special tokens, training, generation."""
+
+ONLY: Mapping[str, tuple] = {
+    "quantization_config": (None,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": ({}, None),
+    "use_bidirectional_attention": (None, False),
+}
+"""Keys that may change a result in any family, with the values that are computed here."""
+
+ROPE_SPELLINGS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+
+
+class ConfigError(ValueError):
+    """A config.json that we do not understand, or do not honour: says which key."""
+
+
+def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[str] = ()) -> Config:
+    """The config of a family from what a config.json holds; keys in `ignore` are left out of account.
+
+    **Raises** `ConfigError` for a key that is unknown, whose value is of another type than it should be, or that asks
+    for what we do not compute: all of them at once, by name.
+    """
+    config, wrong = Config(family.defaults), []
+    only = {**ONLY, **family.only}
+    known = {*family.defaults, *family.aliases, *only, *family.inert, *INERT}
+    known |= set(ROPE_SPELLINGS) if "rope_parameters" in family.defaults else set()
+    for key, value in given.items():
+        usual = family.aliases.get(key, key)
+        if key in ignore or (usual in ROPE_SPELLINGS and usual in known):
+            continue
+        if usual in only:
+            if value not in only[usual]:
+                allowed = " or ".join(map(repr, only[usual]))
+                wrong.append(f"{key} = {shortened(value)} would change the result, and only {allowed} is computed here")
+        elif usual in family.defaults:
+            if complaint := misfit(value, family.defaults[usual], usual):
+                wrong.append(f"{key} = {shortened(value)} {complaint}")
+            else:
+                config[usual] = value
+        elif key not in known and value is not None:
+            wrong.append(f"{key} = {shortened(value)} is not a key of {family.name} that we know{nearest(key, known)}")
+    if "rope_parameters" in family.defaults:
+        try:
+            config["rope_parameters"] = rope_parameters(family, given)
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError(
+            "; ".join(wrong) + '. A key that changes no result of yours can be left out of account: ignore=("key",)'
+        )
+    return config
+
+
+COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
+
+
+def misfit(value: Any, default: Any, key: str) -> str:
+    """What is wrong with a value, seen from the default's type; "" where nothing is."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key in COUNTS or key.startswith("num_"):
+        if value is None and default is None:
+            return ""
+        nothing = value is None and key in ("sliding_window", "num_key_value_heads", "head_dim", "intermediate_size")
+        return (
+            "" if nothing or (number and isinstance(value, int) and value > 0) else "should be a whole number above 0"
+        )
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "should be true or false"
+    if isinstance(default, int | float):
+        return "" if number and abs(value) < float("inf") else "should be a number"
+    if isinstance(default, str):
+        return "" if isinstance(value, str) else "should be a word"
+    return ""
+
+
+ROPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ("original_max_position_embeddings",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim", "truncate"),
+        ),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor"),
+        ("factor", "original_max_position_embeddings", "attention_factor"),
+    ),
+}
+"""Kinds of rotary embedding: the keys that each needs, and those that it may have."""
+
+
+def rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The one spelling of rotary embeddings that we use, from whichever the file has.
+
+    **Raises** `ConfigError` for an unknown kind, and for a key that is missing, unknown or no number.
+    """
+    usual = {family.aliases.get(key, key): value for key, value in given.items()}
+    found = dict(family.defaults["rope_parameters"])
+    for key in ("rope_theta", "partial_rotary_factor"):
+        found |= {key: usual[key]} if usual.get(key) is not None else {}
+    scaling = usual.get("rope_scaling") or usual.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"rope_parameters = {shortened(scaling)} should be a table of names and numbers")
+    found |= {key: value for key, value in scaling.items() if key != "type"}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_KEYS:
+        raise ConfigError(f"rope_type = {kind!r} is no kind that we know{nearest(str(kind), ROPE_KEYS)}")
+    needed, possible = ROPE_KEYS[kind]
+    known = {*needed, *possible, "rope_theta", "rope_type", "partial_rotary_factor"}
+    if missing := [key for key in needed if found.get(key) is None]:
+        raise ConfigError(f"rope_type {kind!r} needs {' and '.join(missing)}")
+    if unknown := [key for key, value in found.items() if key not in known and value is not None]:
+        raise ConfigError(f"rope_type {kind!r} has no key {unknown[0]!r}{nearest(unknown[0], known)}")
+    for key, value in found.items():
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if key not in ("rope_type", "truncate") and not all(plain(number) for number in numbers):
+            raise ConfigError(f"{key} = {shortened(value)} of rope_type {kind!r} should be a number above 0")
+    return {**found, "rope_type": kind}
+
+
+def plain(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?`, or nothing where no known word is like it."""
+    alike = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {alike[0]!r}?" if alike else ""
+
+
+def shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,142 @@
+"""Makers of layers from the values of a config: what the families share. Keys are in their usual words (`config`)."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from zoo.layers import MLP, Attention, GatedMLP, LayerNorm, RMSNorm
+from zoo.ops import activations
+from zoo.ops.rotary import Dynamic, Linear, Llama3, LongRope, Rotary, Scaling, Yarn
+from zoo.parallel import Dim
+
+from .assemble import assemble
+from .config import ConfigError, nearest
+from .decoder import Decoder
+from .facts import Config
+from .stack import Kind
+
+ACTIVATIONS: dict[str, Callable] = {
+    **dict.fromkeys(("silu", "swish"), jax.nn.silu),
+    **dict.fromkeys(("gelu", "gelu_python"), activations.gelu),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), activations.gelu_tanh),
+    "relu": jax.nn.relu,
+    "relu2": activations.relu_squared,
+}
+"""What configs call activations. Several words for the tanh form of gelu differ in rounding only."""
+
+
+def activation(config: Config) -> Callable:
+    """**Raises** `ConfigError` for a word that is not in `ACTIVATIONS`."""
+    word = config["hidden_act"]
+    if word not in ACTIVATIONS:
+        raise ConfigError(f"activation {word!r} is none that we know{nearest(word, ACTIVATIONS)}")
+    return ACTIVATIONS[word]
+
+
+def word_of(function: Callable) -> str:
+    """What a config calls an activation. **Raises** `ConfigError` for one that it has no word for."""
+    words = [word for word, known in ACTIVATIONS.items() if known is function]
+    if not words:
+        raise ConfigError(f"no config has a word for the activation {function}")
+    return words[0]
+
+
+def heads(config: Config) -> tuple[int, int, int]:
+    """How many heads, how many keys and values they share, and how wide they are."""
+    count = config["num_attention_heads"]
+    wide = config.get("head_dim")
+    if wide is None and config["hidden_size"] % count:
+        raise ConfigError(f"hidden_size = {config['hidden_size']} does not share out over {count} heads")
+    return count, config.get("num_key_value_heads") or count, wide or config["hidden_size"] // count
+
+
+def rotary(config: Config, *, interleaved: bool = False) -> Rotary:
+    """The rotary embedding that `rope_parameters` describes."""
+    facts = config["rope_parameters"]
+    dim = int(heads(config)[2] * (facts.get("partial_rotary_factor") or 1))
+    if dim < 2 or dim % 2:
+        raise ConfigError(f"rotary embeddings turn pairs of values, and of each head {dim} values are to be turned")
+    return Rotary(dim, facts["rope_theta"], interleaved, scaling(config, facts))
+
+
+def scaling(config: Config, facts: dict[str, Any]) -> Scaling | None:
+    outside = config.get("original_max_position_embeddings")
+    original = outside or facts.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    given = {key: value for key, value in facts.items() if value is not None}
+    match facts["rope_type"]:
+        case "linear":
+            return Linear(facts["factor"])
+        case "dynamic":
+            return Dynamic(facts["factor"], config["max_position_embeddings"])
+        case "llama3":
+            return Llama3(facts["factor"], facts["low_freq_factor"], facts["high_freq_factor"], original)
+        case "yarn":
+            named = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+            return Yarn(facts["factor"], original, **{key: given[key] for key in named if key in given})
+        case "longrope":
+            longer = given.get("factor", config["max_position_embeddings"] / original)
+            sets = tuple(facts["short_factor"]), tuple(facts["long_factor"])
+            return LongRope(*sets, original, longer, given.get("attention_factor"))
+    return None
+
+
+def attention(config: Config, **options: Any) -> Callable[..., Attention]:
+    """Options as `Attention` takes them; sizes come from the config, and the rotation unless given."""
+    count, kv_heads, head_dim = heads(config)
+    options = {"rotary": rotary(config), **options} if "rotary" not in options else options
+    return partial(Attention, config["hidden_size"], count, kv_heads=kv_heads, head_dim=head_dim, **options)
+
+
+def gated_mlp(config: Config, *, bias: bool = False) -> Callable[..., GatedMLP]:
+    sizes = config["hidden_size"], config["intermediate_size"]
+    return partial(GatedMLP, *sizes, activation=activation(config), bias=bias)
+
+
+def mlp(config: Config, *, bias: bool = True) -> Callable[..., MLP]:
+    """`intermediate_size` is four times `hidden_size` where it is not given."""
+    embed = config["hidden_size"]
+    return partial(MLP, embed, config["intermediate_size"] or 4 * embed, activation=activation(config), bias=bias)
+
+
+def rms_norm(config: Config, **options: Any) -> Callable[[], RMSNorm]:
+    return partial(RMSNorm, config["hidden_size"], epsilon=config["rms_norm_eps"], **options)
+
+
+def head_norm(config: Config) -> Callable[[], RMSNorm]:
+    """A norm over the width of one head."""
+    return partial(RMSNorm, heads(config)[2], features=Dim("head_dim"), epsilon=config["rms_norm_eps"])
+
+
+def layer_norm(config: Config, **options: Any) -> Callable[[], LayerNorm]:
+    return partial(LayerNorm, config["hidden_size"], epsilon=config["layer_norm_eps"], **options)
+
+
+def layer_types(config: Config, usual: Sequence[str]) -> list[str]:
+    """The kind of each layer: as `layer_types` has them, or the `usual`. **Raises** `ConfigError` for another number of
+    them than layers."""
+    found = usual if config["layer_types"] is None else config["layer_types"]
+    if not isinstance(found, list | tuple) or len(found) != config["num_hidden_layers"]:
+        raise ConfigError(f"layer_types should name the kind of each of the {config['num_hidden_layers']} layers")
+    return list(found)
+
+
+def windows(types: Sequence[str], window: int | None) -> list[int | None]:
+    """The window of each layer of these types. **Raises** `ConfigError` for an unknown type."""
+    known = {"full_attention": None, "sliding_attention": window}
+    for kind in types:
+        if kind not in known:
+            raise ConfigError(f"layer_types has {kind!r}, and layers here are {' or '.join(known)}")
+        if kind == "sliding_attention" and window is None:
+            raise ConfigError("layer_types has sliding_attention, and no sliding_window says how wide")
+    return [known[kind] for kind in types]
+
+
+def decoder(
+    config: Config, kinds: Sequence[Kind], norm: Callable[[], Any], *, key: Key[Array, ""], **options: Any
+) -> Decoder:
+    """`assemble` with the sizes of the config."""
+    sizes = {"vocab": config["vocab_size"], "embed": config["hidden_size"], "tied": config["tie_word_embeddings"]}
+    return assemble(kinds=kinds, norm=norm, key=key, **sizes, **options)

@@ -1,0 +1,97 @@
+"""What a model makes of tokens that are given: its hidden states, and how likely it finds each token."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from zoo.layers import Info
+from zoo.parallel import gather, scan, shares
+
+from .decoder import Decoder, describe
+from .loss import token_losses
+from .stack import Stack, Unstacked
+
+
+def hidden_states(
+    model: Decoder,
+    tokens: Int[Array, "batch seq"],
+    *,
+    mask: Bool[Array, "batch seq"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    positions: Int[Array, "batch seq"] | None = None,
+) -> tuple[Float[Array, "batch seq embed"], ...]:
+    """What flows between layers: the input of the first, then the output of each, the last after the final norm.
+
+    One more than there are layers, counted as transformers counts its `hidden_states`. Arguments as the model's own.
+    """
+    return states_of(model, tokens, describe(tokens, mask=mask, segment_ids=segment_ids, positions=positions))
+
+
+@eqx.filter_jit
+def states_of(
+    model: Decoder, tokens: Int[Array, "batch seq"], info: Info
+) -> tuple[Float[Array, "batch seq embed"], ...]:
+    layers = model.stack
+    if isinstance(layers, Stack):
+        layers = layers.unstacked()
+    if not isinstance(layers, Unstacked):
+        raise TypeError(f"hidden_states runs layers one by one, and a {type(layers).__name__} cannot be taken apart")
+    stream = model.embedded(tokens, info)
+    found = [stream.x]
+    for number, block in enumerate(layers.blocks):
+        stream, _ = gather(block)(stream, info.fold(number))
+        found.append(stream.x)
+    return (*found[:-1], gather(model.norm)(found[-1]))
+
+
+def score(
+    model: Decoder,
+    tokens: Int[Array, "batch seq"],
+    *,
+    mask: Bool[Array, "batch seq"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    positions: Int[Array, "batch seq"] | None = None,
+    chunk: int = 1024,
+) -> Float[Array, "batch seq-1"]:
+    """log p(token | those before it), of each token after the first, in float32.
+
+    - `mask`, `segment_ids`, `positions`: as the model's own. What follows padding or another document, or is padding,
+      scores 0: a row's sum is the log-probability of its documents, each given its first token.
+    - `chunk`: how many tokens have logits at a time; in a gradient they are computed again.
+
+    **Raises** `ValueError` for fewer than 2 tokens, and where a mesh splits the sequence.
+    """
+    if tokens.shape[1] < 2:
+        raise ValueError(f"the first token has no score, so that a row needs 2 or more: {tokens.shape=}")
+    if shares(tokens, "seq") > 1:
+        raise ValueError("score reads the next token of each, which another device holds where the sequence is split")
+    info = describe(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
+    stream, _ = model.hidden(tokens, info)
+    x = stream.x[:, :-1]
+    scores = -losses(model.unembedding(), x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1), chunk)
+    scores = scores.reshape(x.shape[:2])
+    if info.segment_ids is None:
+        return scores
+    counted = info.segment_ids[:, 1:] == info.segment_ids[:, :-1]
+    if mask is not None:
+        counted &= mask[:, 1:]
+    return jnp.where(counted, scores, 0)
+
+
+def losses(
+    head: eqx.Module, x: Float[Array, "tokens embed"], targets: Int[Array, "tokens"], chunk: int
+) -> Float[Array, "tokens"]:
+    size = min(chunk, len(x))
+    short = -len(x) % size
+    rows = jnp.pad(x, ((0, short), (0, 0))).reshape(-1, size, x.shape[-1])
+    parameters, static = eqx.partition(head, eqx.is_array)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def one(x: Array, targets: Array) -> Array:
+        return token_losses(eqx.combine(parameters, static)(x), targets)
+
+    _, found = scan(lambda none, now: (none, one(*now)), (), (rows, jnp.pad(targets, (0, short)).reshape(-1, size)))
+    return found.reshape(-1)[: len(x)]

@@ -1,0 +1,7 @@
+"""Checkpoint directories in and out, by the families' tables of names."""
+
+from .load import load
+from .save import save
+from .tensors import CheckpointError
+
+__all__ = ["CheckpointError", "load", "save"]

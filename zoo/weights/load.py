@@ -1,0 +1,213 @@
+"""From a directory to a model: shapes from the config, then every array, shard by shard, from the bytes it needs."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo.models import Decoder
+from zoo.models.config import ConfigError, nearest, read_config
+from zoo.models.facts import Config, Family, Origin, Table
+from zoo.models.names import each
+from zoo.parallel import Mesh
+
+from .directory import CONFIG, family_of, find, read_json, tensors_of
+from .plan import Planned, bare, plan
+from .tensors import CheckpointError, Tensor, empty
+
+
+def load(
+    directory: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    family: Family | None = None,
+    ignore: Collection[str] = (),
+) -> Decoder:
+    """The model in a Hugging Face directory: `config.json`, and safetensors in one file or in shards.
+
+    - `mesh`: where it is to lie; every device reads its own share and no more. One device unless given.
+    - `dtype`: of all parameters; the file's own unless given.
+    - `family`: a family of your own; the one that the config's `model_type` names unless given.
+    - `ignore`: keys of the config to leave out of account.
+
+    Tensors are read one by one, straight into place: beside the model there is never more than about one of them in
+    memory. The model remembers its family and config, for `save`. Nothing is dropped in training unless a recipe says
+    so: the config's dropout is not carried over.
+
+    **Raises** `CheckpointError`, before anything is allocated, for a directory that is none, weights that are pickled
+    or damaged, an unknown family, a key that would change the result and is not honoured, tensors that are missing, too
+    many, or of another shape or kind; and, while reading, for numbers that are not finite.
+    """
+    path = find(directory)
+    text, family, config, source = opened(path, family, ignore)
+    abstract, table, is_bare = prepared(path, family, config, source)
+    abstract = dataclasses.replace(abstract, origin=Origin(family, text, is_bare))
+    return fill(abstract, table, source, str(path), family=family, config=config, mesh=mesh, dtype=dtype)
+
+
+def opened(path: Path, family: Family | None, ignore: Collection[str]) -> tuple[str, Family, Config, dict[str, Tensor]]:
+    """The config as text and as read, the family, and the tensors, none of them read."""
+    given = read_json(path / CONFIG)
+    family = family_of(given, path / CONFIG) if family is None else family
+    source = tensors_of(path)
+    try:
+        config = read_config(family, given, ignore=ignore)
+        if config["num_hidden_layers"] > len(source):
+            layers, held = config["num_hidden_layers"], len(source)
+            raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {held} tensors in all")
+    except ConfigError as error:
+        raise CheckpointError(f"{path / CONFIG}: {error}") from None
+    return json.dumps(given), family, config, source
+
+
+def prepared(path: Path, family: Family, config: Config, names: Collection[str]) -> tuple[Decoder, Table, bool]:
+    """The model in shapes only, the table that fits these names, and whether they lack the first word."""
+    try:
+        abstract = eqx.filter_eval_shape(partial(family.build, config), key=jax.random.key(0))
+        table = family.names(config)
+    except ValueError as error:  # sizes that do not go together
+        raise CheckpointError(f"{path / CONFIG}: {error}") from None
+    short = bare(table, set(names))
+    return abstract, table if short is None else short, short is not None
+
+
+def fill(
+    abstract: PyTree,
+    table: Table,
+    source: Mapping[str, Tensor],
+    place: str,
+    *,
+    family: Family,
+    config: Config,
+    mesh: Mesh | None,
+    dtype: Any,
+) -> PyTree:
+    """A model that has shapes only, filled from the tensors of `source`."""
+    planned = plan(abstract, table)
+    hold_against(planned, source, place, family, config)
+    leaves, treedef = jax.tree.flatten(abstract)
+    homes: list[dict[tuple[int, ...], tuple[str, int]]] = [{} for _ in leaves]
+    for name, tensor in planned.items():
+        for part, piece in enumerate(tensor.pieces):
+            homes[piece.leaf][piece.index] = name, part
+    dtypes = [dtype_of(home, source, place, leaf, dtype) for home, leaf in zip(homes, leaves, strict=True)]
+    abstract = jax.tree.unflatten(
+        treedef, [jax.ShapeDtypeStruct(x.shape, d) for x, d in zip(leaves, dtypes, strict=True)]
+    )
+    alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    arrays = eqx.filter(abstract, is_shape)
+    shardings = jax.tree.map(lambda _: alone, arrays) if mesh is None else mesh.shardings(arrays)
+    filled = []
+    for home, leaf, sharding in zip(homes, jax.tree.leaves(abstract), jax.tree.leaves(shardings), strict=True):
+        shard = sharer(home, leaf, planned, source, place)
+        filled.append(jax.make_array_from_callback(leaf.shape, sharding, shard))
+        for name, _ in home.values():
+            source[name].forget()
+    return jax.tree.unflatten(treedef, filled)
+
+
+def is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def hold_against(
+    planned: Mapping[str, Planned], source: Mapping[str, Tensor], place: str, family: Family, config: Config
+) -> None:
+    """**Raises** `CheckpointError` that tells of every tensor that is missing, too many, or of another shape."""
+    head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
+    wrong = []
+    for name in planned.keys() - source.keys():
+        wrong.append(f"{name} {list(planned[name].shape)} is missing{nearest(name, source.keys() - planned.keys())}")
+    for name in source.keys() - planned.keys():
+        if any(re.search(pattern, name) for pattern in family.ignored):
+            continue
+        if config.get("tie_word_embeddings") and name == head and embedding in source:
+            if same(source[head], source[embedding]):
+                continue
+            wrong.append(f"{name} is not {embedding}, and the config says that they are tied")
+        else:
+            wrong.append(f"{name} {list(source[name].shape)} has no place in the model")
+    for name in planned.keys() & source.keys():
+        if source[name].shape != planned[name].shape:
+            theirs, ours = list(source[name].shape), list(planned[name].shape)
+            wrong.append(f"{name} is {theirs} in the file, and the config asks for {ours}")
+    if wrong:
+        listed = "\n  ".join(sorted(wrong)[:20])
+        more = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+        raise CheckpointError(f"{place} does not hold the {family.name} that its config describes:\n  {listed}{more}")
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and np.array_equal(one.read(), other.read())
+
+
+def dtype_of(
+    home: Mapping[tuple[int, ...], tuple[str, int]], source: Mapping[str, Tensor], place: str, leaf: Any, dtype: Any
+) -> np.dtype:
+    """What an array is to be. **Raises** `CheckpointError` for tensors of another kind than floating point, and where
+    layers that are stacked in one array have several dtypes and none was asked for."""
+    held = {source[name].dtype: name for name, _ in home.values()}
+    for found, name in held.items():
+        if np.dtype(found).itemsize == 1 or not jax.numpy.issubdtype(found, jax.numpy.floating):
+            raise CheckpointError(
+                f"{place}: {name} is stored as {found}, where float64, float32, bfloat16 or float16 was expected; "
+                "quantised checkpoints are not read"
+            )
+    if dtype is None and len(held) > 1:
+        (one, first), (other, second) = list(held.items())[:2]
+        raise CheckpointError(
+            f"{place}: {first} is {one} and {second} is {other}: pass dtype= to read all layers in one"
+        )
+    wanted = np.dtype(next(iter(held)) if dtype is None else dtype)
+    return np.dtype(jax.dtypes.canonicalize_dtype(wanted))
+
+
+def sharer(
+    home: Mapping[tuple[int, ...], tuple[str, int]],
+    leaf: jax.ShapeDtypeStruct,
+    planned: Mapping[str, Planned],
+    source: Mapping[str, Tensor],
+    place: str,
+) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
+    """A function from a shard's slices to its numbers. Devices that hold the same share the same buffer."""
+    stars = len(next(iter(home)))
+    made: dict[str, np.ndarray] = {}
+
+    def piece(index: tuple[int, ...]) -> tuple[str, np.ndarray]:
+        name, part = home[index]
+        tensor = planned[name]
+        view = tensor.row.views(source[name].read(), tensor.parts, tensor.lead)[part]
+        return name, view.reshape(tensor.pieces[part].shape)
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        slices = tuple(slice(*s.indices(size)) for s, size in zip(index or (), leaf.shape, strict=True))
+        if str(slices) not in made:
+            chosen = tuple(range(size)[s] for size, s in zip(leaf.shape, slices, strict=True))
+            buffer = empty(map(len, chosen), leaf.dtype)
+            for here, numbers in each(chosen[:stars]):
+                name, numbers_of_piece = piece(numbers)
+                put(buffer, here, numbers_of_piece[slices[stars:]], f"{place}: {name}")
+            made[str(slices)] = buffer
+        return made[str(slices)]
+
+    return shard
+
+
+def put(buffer: np.ndarray, index: tuple[int, ...], numbers: np.ndarray, name: str) -> None:
+    """**Raises** `CheckpointError` for numbers that are not finite, or that the dtype does not hold."""
+    with np.errstate(over="ignore"):
+        buffer[index] = numbers
+    if not np.isfinite(buffer[index]).all():
+        if np.isfinite(numbers).all():
+            raise CheckpointError(f"{name} has numbers up to {np.abs(numbers).max():.3g}: too large for {buffer.dtype}")
+        where = np.argwhere(~np.isfinite(numbers))[0].tolist()
+        raise CheckpointError(f"{name} has a number that is not finite (of the part read, at {where})")

@@ -1,0 +1,177 @@
+"""From a model to a directory that transformers and `load` read: the family's table, backwards."""
+
+import json
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo.models.config import ConfigError, nearest, read_config
+from zoo.models.facts import Family, Origin, Table
+from zoo.models.families import FAMILIES
+from zoo.models.names import differences
+
+from .directory import CONFIG, INDEX, WHOLE
+from .plan import Planned, plan, without_prefix
+from .tensors import CheckpointError, write_file
+
+
+def save(
+    model: PyTree,
+    directory: str | Path,
+    family: str | Family | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model as a Hugging Face directory: `config.json`, and its parameters under the names of its family.
+
+    - `model`: a model, or a tree of its shape: gradients are written under the names of their parameters.
+    - `family`: what to write it as. A loaded model is written as what it was read from; one made from scratch as the
+      first family that computes the same.
+    - `config`: keys to add or change in config.json that say nothing of the computation: `{"eos_token_id": 2}`.
+    - `shard_bytes`: a larger checkpoint is written in shards with an index.
+
+    What the config describes is built once more, in shapes only, and compared with the model: it is written only if it
+    will be read as what it is. Tensors are written one by one; what the directory held before is replaced only when
+    all of them are there.
+
+    **Raises** `CheckpointError` where no family computes what the model does, with the first thing in which it differs.
+    """
+    origin, table = described(model, family, dict(config or {}))
+    write(model, Path(directory), origin, table, shard_bytes)
+
+
+def described(model: Any, asked: str | Family | None, more: dict[str, Any]) -> tuple[Origin, Table]:
+    """The config that a model is written with, and the names of its tensors."""
+    family = by_name(asked) if isinstance(asked, str) else asked
+    origin, reasons = getattr(model, "origin", None), []
+    if origin is not None and family in (None, origin.family):
+        config = {**json.loads(origin.config), **more}
+        reason = unlike(model, origin.family, config)
+        if reason is None:
+            return Origin(origin.family, text_of(config, model), origin.bare), named(origin.family, config, origin.bare)
+        family = origin.family  # it was changed since: what it is now may still be of the family
+        reasons.append(f"it was read as {family.name}, and {reason}")
+    for candidate in FAMILIES.values() if family is None else [family]:
+        if candidate.describe is None:
+            reasons.append(f"{candidate.name}: only models that were read from such a checkpoint can be written as one")
+            continue
+        try:
+            config = {**config_of(model, candidate), **more}
+            reason = unlike(model, candidate, config)
+        except ConfigError as error:
+            reason = str(error)
+        if reason is None:
+            return Origin(candidate, text_of(config, model)), named(candidate, config, False)
+        reasons.append(f"{candidate.name}: {reason}")
+    raise CheckpointError("no checkpoint could be read as this model:\n  " + "\n  ".join(reasons))
+
+
+def by_name(name: str) -> Family:
+    if name not in FAMILIES:
+        raise CheckpointError(f"there is no family {name!r}{nearest(name, FAMILIES)}")
+    return FAMILIES[name]
+
+
+def config_of(model: Any, family: Family) -> dict[str, Any]:
+    """What a family's config.json says of a model made from scratch."""
+    assert family.describe is not None
+    theirs = {usual: word for word, usual in family.aliases.items()}
+    found = {key: value for key, value in family.describe(model).items() if key in family.defaults}
+    facts = {"architectures": [family.architecture], "model_type": family.name}
+    return {**facts, **{theirs.get(key, key): value for key, value in found.items()}}
+
+
+def unlike(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
+    """The first thing in which a model differs from the one that a config describes; None where nothing does."""
+    try:
+        read = read_config(family, config, ignore=config.keys() - {*family.defaults, *family.aliases})
+        built = eqx.filter_eval_shape(partial(family.build, read), key=jax.random.key(0))
+    except ValueError as error:
+        return str(error)
+    return next(differences(model, built), None)
+
+
+def named(family: Family, config: Mapping[str, Any], is_bare: bool) -> Table:
+    table = family.names(read_config(family, config, ignore=config.keys() - {*family.defaults, *family.aliases}))
+    return without_prefix(table) if is_bare else table
+
+
+def text_of(config: Mapping[str, Any], model: Any) -> str:
+    """config.json with the dtype that the parameters have, in the spelling that it had."""
+    dtypes = {np.dtype(x.dtype) for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))}
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    found = dict(config)
+    if len(dtypes) == 1:
+        found[key] = next(iter(dtypes)).name
+    return json.dumps(found, indent=2, sort_keys=True) + "\n"
+
+
+def write(model: Any, directory: Path, origin: Origin, table: Table, shard_bytes: int) -> None:
+    leaves, planned = jax.tree.leaves(model), plan(model, table)
+    shapes = {}
+    for name in sorted(planned):
+        shapes[name] = planned[name].shape, np.dtype(leaves[planned[name].pieces[0].leaf].dtype)
+    shards = in_shards(shapes, shard_bytes)
+    files = (
+        [WHOLE]
+        if len(shards) == 1
+        else [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    tensor = partial(theirs, leaves=leaves, planned=planned)
+    for file, names in zip(files, shards, strict=True):
+        write_file(directory / f"{file}.partial", {name: shapes[name] for name in names}, tensor)
+    texts = {CONFIG: origin.config}
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        size = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        texts[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    for file, text in texts.items():
+        (directory / f"{file}.partial").write_text(text, encoding="utf-8")
+    for old in (*directory.glob("model*.safetensors"), *directory.glob(INDEX)):
+        if old.name not in (*files, *texts):
+            old.unlink()
+    for file in (*files, *texts):
+        os.replace(directory / f"{file}.partial", directory / file)
+
+
+def in_shards(shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], most: int) -> list[list[str]]:
+    """Names in order, as many in each shard as fit; one that fits in none is alone."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, (shape, dtype) in shapes.items():
+        size = int(np.prod(shape)) * dtype.itemsize
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def theirs(name: str, *, leaves: list[Any], planned: Mapping[str, Planned]) -> np.ndarray:
+    """One of their tensors, put together from our parts."""
+    tensor = planned[name]
+    parts = [on_host(leaves[piece.leaf], piece.index) for piece in tensor.pieces]
+    whole = np.empty(tensor.shape, parts[0].dtype)
+    for view, part in zip(tensor.row.views(whole, tensor.parts, tensor.lead), parts, strict=True):
+        view[...] = part.reshape(view.shape)
+    return whole
+
+
+def on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
+    """`array[index]`, put together from wherever its shards are."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(array[index], tiled=True))
+    return np.asarray(array[index])
