@@ -5,7 +5,7 @@ from .generate import generate
 from .models import cross_entropy, hidden_states, score
 from .models.families import families
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
-from .weights import CheckpointError, load, save
+from .weights import CheckpointError, from_torch, load, save
 
 __version__ = "0.1.0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "count",
     "cross_entropy",
     "families",
+    "from_torch",
     "generate",
     "hidden_states",
     "init",

@@ -90,6 +90,7 @@ class Family:
     - `only`: keys that would change the result, with the values that we compute; any other value is refused by name.
     - `inert`: keys that change nothing at inference, beyond those that never do (`config.INERT`).
     - `ignored`: regular expressions for tensors in files that no model reads: buffers that follow from the config.
+    - `live`: modules that transformers calls by another word in memory than in its files: in memory -> in the file.
     - `head`, `embedding`: the modules whose weights are one where the config ties them.
     - `describe(model)`: the config of a model that was made from scratch, None where the family has no such form. What
       it gives is not trusted: the model that `build` makes of it is compared with the one that it describes.
@@ -104,6 +105,7 @@ class Family:
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
+    live: Mapping[str, str] = dataclasses.field(default_factory=dict)
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
     describe: Callable[[Any], Mapping[str, Any]] | None = None

@@ -49,8 +49,7 @@ def load(
     """
     path = find(directory)
     text, family, config, source = opened(path, family, ignore)
-    abstract, table, is_bare = prepared(path, family, config, source)
-    abstract = dataclasses.replace(abstract, origin=Origin(family, text, is_bare))
+    abstract, table = prepared(path / CONFIG, family, config, source, text)
     return fill(abstract, table, source, str(path), family=family, config=config, mesh=mesh, dtype=dtype)
 
 
@@ -69,15 +68,16 @@ def opened(path: Path, family: Family | None, ignore: Collection[str]) -> tuple[
     return json.dumps(given), family, config, source
 
 
-def prepared(path: Path, family: Family, config: Config, names: Collection[str]) -> tuple[Decoder, Table, bool]:
-    """The model in shapes only, the table that fits these names, and whether they lack the first word."""
+def prepared(place: Path, family: Family, config: Config, names: Collection[str], text: str) -> tuple[Decoder, Table]:
+    """The model that a config describes, in shapes only, and the table that fits the names of these tensors."""
     try:
         abstract = eqx.filter_eval_shape(partial(family.build, config), key=jax.random.key(0))
         table = family.names(config)
     except ValueError as error:  # sizes that do not go together
-        raise CheckpointError(f"{path / CONFIG}: {error}") from None
+        raise CheckpointError(f"{place}: {error}") from None
     short = bare(table, set(names))
-    return abstract, table if short is None else short, short is not None
+    origin = Origin(family, text, short is not None)
+    return dataclasses.replace(abstract, origin=origin), table if short is None else short
 
 
 def fill(
@@ -188,24 +188,31 @@ def sharer(
         view = tensor.row.views(source[name].read(), tensor.parts, tensor.lead)[part]
         return name, view.reshape(tensor.pieces[part].shape)
 
+    def as_it_is() -> np.ndarray | None:
+        """The tensor itself, where it may be kept and is what the array should be."""
+        name, numbers = piece(next(iter(home)))
+        return numbers if not stars and source[name].shared and numbers.dtype == leaf.dtype else None
+
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         slices = tuple(slice(*s.indices(size)) for s, size in zip(index or (), leaf.shape, strict=True))
         if str(slices) not in made:
             chosen = tuple(range(size)[s] for size, s in zip(leaf.shape, slices, strict=True))
-            buffer = empty(map(len, chosen), leaf.dtype)
+            kept = as_it_is() if tuple(map(len, chosen)) == leaf.shape else None
+            buffer = empty(map(len, chosen), leaf.dtype) if kept is None else kept
             for here, numbers in each(chosen[:stars]):
                 name, numbers_of_piece = piece(numbers)
-                put(buffer, here, numbers_of_piece[slices[stars:]], f"{place}: {name}")
+                put(buffer, here, numbers_of_piece[slices[stars:]], f"{place}: {name}", copy=kept is None)
             made[str(slices)] = buffer
         return made[str(slices)]
 
     return shard
 
 
-def put(buffer: np.ndarray, index: tuple[int, ...], numbers: np.ndarray, name: str) -> None:
+def put(buffer: np.ndarray, index: tuple[int, ...], numbers: np.ndarray, name: str, *, copy: bool) -> None:
     """**Raises** `CheckpointError` for numbers that are not finite, or that the dtype does not hold."""
-    with np.errstate(over="ignore"):
-        buffer[index] = numbers
+    if copy:
+        with np.errstate(over="ignore"):
+            buffer[index] = numbers
     if not np.isfinite(buffer[index]).all():
         if np.isfinite(numbers).all():
             raise CheckpointError(f"{name} has numbers up to {np.abs(numbers).max():.3g}: too large for {buffer.dtype}")

@@ -1,8 +1,9 @@
 """From a model to a directory that transformers and `load` read: the family's table, backwards."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from zoo.models.families import FAMILIES
 from zoo.models.names import differences
 
 from .directory import CONFIG, INDEX, WHOLE
-from .plan import Planned, plan, without_prefix
+from .plan import plan, without_prefix
 from .tensors import CheckpointError, write_file
 
 
@@ -115,57 +116,71 @@ def text_of(config: Mapping[str, Any], model: Any) -> str:
 
 
 def write(model: Any, directory: Path, origin: Origin, table: Table, shard_bytes: int) -> None:
-    leaves, planned = jax.tree.leaves(model), plan(model, table)
-    shapes = {}
-    for name in sorted(planned):
-        shapes[name] = planned[name].shape, np.dtype(leaves[planned[name].pieces[0].leaf].dtype)
+    shapes, tensor = exported(model, table)
     shards = in_shards(shapes, shard_bytes)
-    files = (
-        [WHOLE]
-        if len(shards) == 1
-        else [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    tensor = partial(theirs, leaves=leaves, planned=planned)
-    for file, names in zip(files, shards, strict=True):
-        write_file(directory / f"{file}.partial", {name: shapes[name] for name in names}, tensor)
+    numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    files = [WHOLE] if len(shards) == 1 else numbered
     texts = {CONFIG: origin.config}
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        size = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(map(size_of, shapes.values()))}, "weight_map": weight_map}
         texts[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    for file, text in texts.items():
-        (directory / f"{file}.partial").write_text(text, encoding="utf-8")
-    for old in (*directory.glob("model*.safetensors"), *directory.glob(INDEX)):
-        if old.name not in (*files, *texts):
-            old.unlink()
-    for file in (*files, *texts):
-        os.replace(directory / f"{file}.partial", directory / file)
+    directory.mkdir(parents=True, exist_ok=True)
+    alone = jax.process_index() == 0
+    for file, names in zip(files, shards, strict=True):
+        if alone:
+            write_file(directory / f"{file}.partial", {name: shapes[name] for name in names}, tensor)
+        else:
+            for name in names:  # its shards are needed by the process that writes
+                tensor(name)
+    if alone:
+        for file, text in texts.items():
+            (directory / f"{file}.partial").write_text(text, encoding="utf-8")
+        for old in (*directory.glob("model*.safetensors"), *directory.glob(INDEX)):
+            if old.name not in (*files, *texts):
+                old.unlink()
+        for file in (*files, *texts):
+            os.replace(directory / f"{file}.partial", directory / file)
 
 
-def in_shards(shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], most: int) -> list[list[str]]:
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
+
+
+def exported(model: PyTree, table: Table) -> tuple[Shapes, Callable[[str], np.ndarray]]:
+    """What a model's tensors are called and shaped in a checkpoint, in order of their names; and a function that puts
+    together the one of a name."""
+    leaves, planned = jax.tree.leaves(model), plan(model, table)
+    first = {name: leaves[tensor.pieces[0].leaf] for name, tensor in sorted(planned.items())}
+    shapes = {name: (planned[name].shape, np.dtype(leaf.dtype)) for name, leaf in first.items()}
+
+    def tensor(name: str) -> np.ndarray:
+        of = planned[name]
+        parts = [on_host(leaves[piece.leaf], piece.index) for piece in of.pieces]
+        whole = np.empty(of.shape, parts[0].dtype)
+        for view, part in zip(of.row.views(whole, of.parts, of.lead), parts, strict=True):
+            view[...] = part.reshape(view.shape)
+        return whole
+
+    return shapes, tensor
+
+
+def size_of(kind: tuple[tuple[int, ...], np.dtype]) -> int:
+    shape, dtype = kind
+    return math.prod(shape) * dtype.itemsize
+
+
+def in_shards(shapes: Shapes, most: int) -> list[list[str]]:
     """Names in order, as many in each shard as fit; one that fits in none is alone."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, (shape, dtype) in shapes.items():
-        size = int(np.prod(shape)) * dtype.itemsize
+    for name, kind in shapes.items():
+        size = size_of(kind)
         if shards[-1] and filled + size > most:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += size
     return shards
-
-
-def theirs(name: str, *, leaves: list[Any], planned: Mapping[str, Planned]) -> np.ndarray:
-    """One of their tensors, put together from our parts."""
-    tensor = planned[name]
-    parts = [on_host(leaves[piece.leaf], piece.index) for piece in tensor.pieces]
-    whole = np.empty(tensor.shape, parts[0].dtype)
-    for view, part in zip(tensor.row.views(whole, tensor.parts, tensor.lead), parts, strict=True):
-        view[...] = part.reshape(view.shape)
-    return whole
 
 
 def on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:

@@ -43,6 +43,8 @@ class Tensor:
     """Its numbers, as a view of where they are: not to be written to."""
     forget: Callable[[], None] = lambda: None
     """Let go of what was read of the file so far; it can be read again."""
+    shared: bool = False
+    """Whether a model may keep these very numbers in place of a copy."""
 
 
 def read_file(path: Path) -> dict[str, Tensor]:

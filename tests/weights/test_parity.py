@@ -1,0 +1,126 @@
+"""PyTorch's numbers, for every folder of reference cases whose family is here.
+
+A case is a small checkpoint and what transformers computed of it. The project's own lie in `tests/fixtures/models`; the
+environment variable ZOO_PARITY names a folder with more. A new family needs cases, and nothing here.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo.models.families import FAMILIES
+from zoo.models.names import differences
+from zoo.weights.directory import tensors_of
+from zoo.weights.parity import compare, expectations
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
+PARITY = os.environ.get("ZOO_PARITY")
+PROMISED = {
+    *("llama2_gqa_tied", "llama2_mha", "llama3_rope", "llama_bf16", "llama_dynamic", "llama_fp16_sharded"),
+    *("llama_gqa4_bias_tied", "llama_gqa8_headdim", "llama_linear", "llama_mqa_bias", "llama_sharded", "llama_yarn"),
+    *("mistral_nowindow", "mistral_swa", "qwen2_tied", "qwen2_untied_gqa8", "qwen3_base", "qwen3_untied_bias"),
+    *("gemma_base", "gemma_gqa2", "gpt2_base", "gpt2_hubnames", "gpt2_untied"),
+    *("neox_full_rotary_tied", "neox_parallel"),
+}
+
+
+def cases() -> list:
+    roots = [FIXTURES, *([Path(PARITY) / "models"] if PARITY else [])]
+    found = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
+    ours = [folder for folder in found if read(folder / "config.json")["model_type"] in zoo.families()]
+    return [pytest.param(folder, id=folder.name) for folder in ours]
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_every_family_has_a_fixture_and_the_promised_cases_are_run():
+    names = {case.id for case in cases()}
+    assert {read(folder / "config.json")["model_type"] for folder in FIXTURES.iterdir()} >= set(FAMILIES)
+    assert not PARITY or names >= PROMISED
+
+
+@pytest.mark.parametrize("folder", cases())
+def test_a_case(folder: Path, tmp_path: Path):
+    expected, meta = expectations(folder / "expected.safetensors"), read(folder / "meta.json")
+    model = zoo.load(folder, dtype=jnp.float32)
+
+    report = compare(folder, expected, norms=meta["grad_norm"])
+    assert report.passed, report.first
+    assert len(report.lines) >= len(model.stack.init_state(1, 1)) + 3 + len(meta["grad_norm"])
+
+    both_spellings_are_read(folder, tmp_path / "hub")
+    padding_is_not_seen(model, expected)
+    greedy_tokens_are_equal(model, expected)
+    what_is_written_is_what_was_read(folder, tmp_path / "again")
+    gradients_are_written_under_their_names(model, expected, tmp_path / "gradients")
+
+
+def both_spellings_are_read(folder: Path, copy: Path) -> None:
+    shutil.copytree(folder, copy)
+    shutil.copyfile(folder / "config_hub.json", copy / "config.json")
+    new, old = zoo.load(folder), zoo.load(copy)
+    assert not list(differences(new, old))
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+
+
+def padding_is_not_seen(model: zoo.models.Decoder, expected: dict) -> None:
+    """Left and right, in one batch with the rows as they are, which also keeps the longest row's length the same."""
+    rows = [expected["input_ids"], expected["padleft.input_ids"], expected["padright.input_ids"]]
+    masks = [np.ones_like(rows[0]), expected["padleft.attention_mask"], expected["padright.attention_mask"]]
+    mask = np.concatenate(masks) > 0
+    logits = np.asarray(eqx.filter_jit(model)(np.concatenate(rows), mask=mask))
+    for ours, real, wanted in zip(logits, mask, np.concatenate(3 * [expected["logits"]]), strict=True):
+        assert np.abs(ours[real] - wanted[: real.sum()]).max() <= 1e-4 * np.abs(expected["logits"]).max()
+
+
+def greedy_tokens_are_equal(model: zoo.models.Decoder, expected: dict) -> None:
+    prompts = np.concatenate([expected["generate.prompt"], expected["generate_padleft.prompt"]])
+    whole = np.ones_like(expected["generate.prompt"])
+    mask = np.concatenate([whole, expected["generate_padleft.attention_mask"]]) > 0
+    wanted = np.concatenate([expected["generate.tokens"], expected["generate_padleft.tokens"]])
+    length = prompts.shape[1] + wanted.shape[1]
+    new = zoo.generate(
+        model, jnp.asarray(prompts), max_new_tokens=wanted.shape[1], mask=jnp.asarray(mask), length=length
+    )
+    np.testing.assert_array_equal(new, wanted)
+
+
+def what_is_written_is_what_was_read(folder: Path, copy: Path) -> None:
+    model = zoo.load(folder)
+    zoo.save(model, copy)
+    given, written = tensors_of(folder), tensors_of(copy)
+    assert read(copy / "config.json") == read(folder / "config.json")
+    assert model.origin is not None
+    for name in given.keys() - written.keys():  # only what no model reads
+        assert any(re.search(pattern, name) for pattern in model.origin.family.ignored), name
+    for name, tensor in written.items():
+        assert tensor.dtype == given[name].dtype
+        assert tensor.read().tobytes() == given[name].read().tobytes(), name
+    if given.keys() == written.keys() and (folder / "model.safetensors").exists():
+        assert (copy / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def gradients_are_written_under_their_names(model: zoo.models.Decoder, expected: dict, there: Path) -> None:
+    tokens = jnp.asarray(expected["input_ids"])
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+    _, grads = zoo.value_and_grad(zoo.cross_entropy, mesh)(zoo.place(model, mesh), batch)
+    zoo.save(grads, there)
+    written = tensors_of(there)
+    bare = model.origin is not None and model.origin.bare
+    for name, wanted in expected.items():
+        if name.startswith("grad."):
+            name = name.removeprefix("grad.")
+            name = name.removeprefix(name.partition(".")[0] + ".") if bare else name
+            assert np.linalg.norm(written[name].read() - wanted) <= 2e-4 * np.linalg.norm(wanted), name

@@ -1,0 +1,122 @@
+"""Live PyTorch weights. The one file that imports torch and transformers, inside the functions that need them."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.models import Decoder
+from zoo.models.config import ConfigError, read_config
+from zoo.models.facts import Family
+from zoo.models.families import FAMILIES
+from zoo.parallel import Mesh
+
+from .directory import CONFIG, family_of, read_json
+from .load import fill, prepared
+from .tensors import DTYPES, CheckpointError, Tensor
+
+
+def from_torch(
+    weights: Any,
+    config: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    family: Family | None = None,
+    ignore: Collection[str] = (),
+) -> Decoder:
+    """The model whose weights a PyTorch module or state dict holds.
+
+    - `weights`: a `torch.nn.Module` as transformers makes it, or its state dict.
+    - `config`: a mapping, a transformers config, or the path of a config.json; the module's own unless given.
+    - `mesh`, `dtype`, `family`, `ignore`: as `load` takes them.
+
+    Tensors on the CPU are read where they are, through DLPack. A number of a stacked layer is moved once, to its place
+    in the stack. What is not stacked, transposed or cast (embedding, head, final norm) is not copied at all: the model
+    then holds PyTorch's own memory, so clone what PyTorch goes on to train.
+
+    **Raises** `CheckpointError` as `load` does.
+    """
+    state = weights.state_dict() if hasattr(weights, "state_dict") else weights
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"a module or a state dict was expected, not {type(weights).__name__}")
+    given = config_of(weights if config is None else config)
+    family = family_of(given, Path(CONFIG)) if family is None else family
+    source = {in_files(name, family): tensor_of(name, x) for name, x in state.items()}
+    try:
+        read = read_config(family, given, ignore=ignore)
+    except ConfigError as error:
+        raise CheckpointError(f"the config: {error}") from None
+    abstract, table = prepared(Path("the weights"), family, read, source, json.dumps(given))
+    return fill(abstract, table, source, "the weights", family=family, config=read, mesh=mesh, dtype=dtype)
+
+
+def config_of(source: Any) -> dict[str, Any]:
+    """A config as the mapping that config.json would hold."""
+    source = getattr(source, "config", source)
+    if isinstance(source, str | Path):
+        path = Path(source)
+        return read_json(path / CONFIG if path.is_dir() else path)
+    found = source.to_dict() if hasattr(source, "to_dict") else source
+    if not isinstance(found, Mapping):
+        raise CheckpointError(
+            "weights alone do not say how they are used: pass config=, a mapping, a transformers config, or the path "
+            "of a config.json"
+        )
+    return json.loads(json.dumps(dict(found), default=str))
+
+
+def in_files(name: str, family: Family) -> str:
+    """What the files call a tensor of the module."""
+    for live, stored in family.live.items():
+        if name.startswith(f"{live}."):
+            return stored + name.removeprefix(live)
+    return name
+
+
+def tensor_of(name: str, x: Any) -> Tensor:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if not isinstance(x, torch.Tensor):
+        raise CheckpointError(f"{name} is a {type(x).__name__}, where a torch.Tensor was expected")
+    x = x.detach().cpu()
+    if x.dtype is torch.bfloat16:  # NumPy's DLPack does not know it
+        numbers = np.from_dlpack(x.view(torch.int16)).view(DTYPES["BF16"])
+    else:
+        numbers = np.from_dlpack(x)
+    return Tensor(numbers.dtype, numbers.shape, lambda: numbers, shared=True)
+
+
+def expected_of(directory: str | Path, *, batch: int = 2, length: int = 33, seed: int = 0) -> dict[str, np.ndarray]:
+    """What transformers computes of a directory, on the CPU, in the form that `parity.compare` takes: hidden states,
+    logits, loss and the gradient of every parameter in float32; hidden states and logits in bfloat16.
+
+    **Raises** `CheckpointError` where torch or transformers are not installed.
+    """
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise CheckpointError(
+            f"{error.name} is not installed: `pip install torch transformers`, or pass a file of stored expectations"
+        ) from None
+    found: dict[str, Any] = {}
+    family = None
+    for prefix, dtype in (("", torch.float32), ("bfloat16.", torch.bfloat16)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype=dtype, attn_implementation="eager", local_files_only=True
+        ).eval()
+        family = family or FAMILIES.get(model.config.model_type)
+        shape = (batch, min(length, getattr(model.config, "max_position_embeddings", length)))
+        tokens = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+        out = model(tokens, labels=tokens, output_hidden_states=True, use_cache=False)
+        found |= {f"{prefix}hidden_states.{i}": x for i, x in enumerate(out.hidden_states)}
+        found |= {f"{prefix}logits": out.logits}
+        if not prefix:
+            out.loss.backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            found |= {f"grad.{in_files(name, family) if family else name}": x for name, x in gradients.items()}
+            found |= {"input_ids": tokens, "loss": out.loss}
+    return {name: (x if name == "input_ids" else x.detach().float()).numpy() for name, x in found.items()}

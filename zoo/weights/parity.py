@@ -1,0 +1,197 @@
+"""How far a model is from PyTorch's, layer by layer: what to look at while a family is being ported.
+
+Every layer is measured twice: from the tokens on, as errors add up, and by itself, fed with PyTorch's own input to it.
+The second names the layer that is wrong, and not those after it.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zoo.layers import Info
+from zoo.models import Decoder, Stream
+from zoo.models.facts import Family
+from zoo.models.names import in_snake_case
+from zoo.models.probe import hidden_states, score
+from zoo.parallel import trainable
+
+from .load import load
+from .save import exported, named
+from .tensors import CheckpointError, read_file
+
+TOLERANCE = 1e-4
+"""Of activations and logits, of the largest number in the array. Gradients have twice that, by norm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One thing compared."""
+
+    name: str
+    error: float
+    """The largest difference, of the largest number that was expected; of gradients, the norm of the difference."""
+    tolerance: float
+    own: float | None = None
+    """The same of one layer alone, fed with what PyTorch's was fed with."""
+    bfloat16: float | None = None
+    """The same in bfloat16, against PyTorch in float32."""
+    theirs: float | None = None
+    """PyTorch's own error in bfloat16."""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance and (self.own is None or self.own <= self.tolerance)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was compared, in the order in which it is computed."""
+
+    lines: tuple[Line, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(line.passed for line in self.lines)
+
+    @property
+    def first(self) -> Line | None:
+        """Where to look: the first layer that is wrong by itself, or else the first thing out of tolerance."""
+        alone = [line for line in self.lines if line.own is not None and not line.own <= line.tolerance]
+        return next(iter([*alone, *(line for line in self.lines if not line.passed)]), None)
+
+
+def compare(
+    directory: str | Path,
+    expected: Mapping[str, np.ndarray],
+    *,
+    norms: Mapping[str, float] | None = None,
+    tolerance: float = TOLERANCE,
+    family: Family | None = None,
+) -> Report:
+    """Our model of a directory against what PyTorch computed.
+
+    - `expected`: `input_ids`; and of `logits`, `loss`, `hidden_states.N`, `grad.NAME` whatever there is. Of PyTorch in
+      bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`.
+    - `norms`: of the gradient of the loss, by the checkpoint's names.
+
+    **Raises** `CheckpointError` as `load` does, and for expectations without `input_ids`.
+    """
+    if "input_ids" not in expected:
+        raise CheckpointError("expectations need input_ids: the tokens that the rest was computed from")
+    tokens = jnp.asarray(expected["input_ids"])
+    model = load(directory, dtype=jnp.float32, family=family)
+    narrow = load(directory, dtype=jnp.bfloat16, family=family) if "bfloat16.logits" in expected else None
+    with jax.default_matmul_precision("highest"):
+        lines = [*activations(model, narrow, tokens, expected, tolerance)]
+        lines += gradients(model, tokens, expected, norms or {}, 2 * tolerance)
+    return Report(tuple(lines))
+
+
+def activations(
+    model: Decoder, narrow: Decoder | None, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
+) -> Iterator[Line]:
+    ours = hidden_states(model, tokens)
+    halves = None if narrow is None else hidden_states(narrow, tokens)
+    alone = one_by_one(model, expected)
+    for number, state in enumerate(ours):
+        name = f"hidden_states.{number}"
+        if name in expected:
+            wanted = expected[name]
+            half, theirs = bfloat16(name, None if halves is None else halves[number], expected)
+            own = None if number - 1 not in alone else distance(alone[number - 1], wanted)
+            yield Line(called(model, number), distance(state, wanted), tolerance, own, half, theirs)
+    logits = eqx.filter_jit(Decoder.logits)
+    if "logits" in expected:
+        half, theirs = bfloat16("logits", None if narrow is None else logits(narrow, halves[-1]), expected)
+        yield Line("logits", distance(logits(model, ours[-1]), expected["logits"]), tolerance, None, half, theirs)
+
+
+def called(model: Decoder, number: int) -> str:
+    """What stands between one hidden state and the one before."""
+    blocks = list(model.stack.one_by_one())
+    if number == 0:
+        return "embedding"
+    parts = [in_snake_case(type(part).__name__) for part in (blocks[number - 1].mixer, blocks[number - 1].ffn)]
+    return f"layer {number - 1} ({', '.join(parts)})" + (" and the final norm" if number == len(blocks) else "")
+
+
+def one_by_one(model: Decoder, expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
+    """What each layer makes of PyTorch's input to it, where that is known."""
+
+    @eqx.filter_jit
+    def run(block: Any, x: Any) -> Any:
+        return block(Stream.of(x), Info())[0].x
+
+    found = {}
+    blocks = list(model.stack.one_by_one())
+    for number, block in enumerate(blocks):
+        if f"hidden_states.{number}" in expected:
+            out = run(block, jnp.asarray(expected[f"hidden_states.{number}"]))
+            found[number] = out if number < len(blocks) - 1 else eqx.filter_jit(model.norm)(out)
+    return found
+
+
+def bfloat16(name: str, ours: Any, expected: Mapping[str, np.ndarray]) -> tuple[float | None, float | None]:
+    """Our error in bfloat16, and PyTorch's."""
+    narrow = expected.get(f"bfloat16.{name}")
+    if ours is None or narrow is None:
+        return None, None
+    return distance(ours, expected[name]), distance(narrow, expected[name])
+
+
+def distance(ours: Any, wanted: np.ndarray) -> float:
+    """max |ours - wanted| / max |wanted|; infinite where shapes differ or ours is not finite."""
+    ours = np.asarray(ours, np.float32)
+    if ours.shape != wanted.shape or not np.isfinite(ours).all():
+        return float("inf")
+    return float(np.abs(ours - wanted).max() / np.abs(wanted).max())
+
+
+def gradients(
+    model: Decoder, tokens: Any, expected: Mapping[str, np.ndarray], norms: Mapping[str, float], tolerance: float
+) -> Iterator[Line]:
+    """The loss is the mean over tokens of -log p(token), the first of each row left out."""
+    stored = {name.removeprefix("grad."): wanted for name, wanted in expected.items() if name.startswith("grad.")}
+    if not stored and not norms and "loss" not in expected:
+        return
+    loss, found = loss_and_gradients(model, tokens)
+    if "loss" in expected:
+        wanted = float(expected["loss"])
+        yield Line("loss", abs(float(loss) - wanted) / abs(wanted), tolerance / 2)
+    missing = float("inf")
+    for name, wanted in stored.items():
+        ours = found(name)
+        far = missing if ours is None else float(np.linalg.norm(ours - wanted) / np.linalg.norm(wanted))
+        yield Line(f"gradient of {name}", far, tolerance)
+    for name in sorted(norms.keys() - stored.keys()):
+        ours = found(name)
+        far = missing if ours is None else abs(float(np.linalg.norm(ours)) / norms[name] - 1)
+        yield Line(f"norm of the gradient of {name}", far, tolerance)
+
+
+def loss_and_gradients(model: Decoder, tokens: Any) -> tuple[Any, Callable[[str], np.ndarray | None]]:
+    """The loss, and a function from the checkpoint's name of a parameter to its gradient."""
+
+    @eqx.filter_jit
+    def run(parameters: Any, rest: Any) -> Any:
+        return jax.value_and_grad(lambda p: -score(eqx.combine(p, rest), tokens).mean())(parameters)
+
+    parameters = trainable(model)
+    rest = jax.tree.map(lambda x, p: None if p is not None else x, model, parameters, is_leaf=lambda x: x is None)
+    loss, grads = run(parameters, rest)
+    origin = model.origin
+    assert origin is not None  # it was loaded
+    shapes, tensor = exported(grads, named(origin.family, json.loads(origin.config), False))
+    return loss, lambda name: tensor(name) if name in shapes else None
+
+
+def expectations(file: str | Path) -> dict[str, np.ndarray]:
+    """What a safetensors file holds, by name."""
+    return {name: tensor.read() for name, tensor in read_file(Path(file)).items()}
