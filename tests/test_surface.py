@@ -9,6 +9,7 @@ NAMES = {
     *("init", "make_mesh", "place", "place_batch", "Layout"),
     *("value_and_grad", "value", "spmd", "cross_entropy", "generate"),
     *("trainable", "cast", "count"),
+    *("load", "save", "from_torch", "families", "hidden_states", "score", "CheckpointError", "weights"),
     *("layers", "models", "ops", "parallel", "__version__"),
 }
 SIGNATURES = {
@@ -22,7 +23,16 @@ SIGNATURES = {
     zoo.value_and_grad: "loss_fn mesh has_aux microbatches",
     zoo.spmd: "fn mesh out",
     zoo.cross_entropy: "model batch key z_loss chunk",
-    zoo.generate: "model tokens max_new_tokens mask temperature key",
+    zoo.generate: (
+        "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty stop_tokens length mesh "
+        "callback key"
+    ),
+    zoo.load: "directory mesh dtype family ignore",
+    zoo.save: "model directory family config shard_bytes",
+    zoo.from_torch: "weights config mesh dtype family ignore",
+    zoo.families: "",
+    zoo.hidden_states: "model tokens mask segment_ids positions",
+    zoo.score: "model tokens mask segment_ids positions chunk",
 }
 
 

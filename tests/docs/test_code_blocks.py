@@ -34,6 +34,7 @@ def blocks(text: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")  # a reader stands in the repository
     names = {"__name__": "__main__"}
     for line, source in blocks(page.read_text(encoding="utf-8")):
         # Empty lines in front give the traceback, and a failing assertion, the page's own line numbers.

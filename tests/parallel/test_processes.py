@@ -1,4 +1,5 @@
-"""Two processes of four devices each are one of eight: the same loss and gradient, each bringing its own rows."""
+"""Two processes of four devices each are one of eight: the same loss and gradient, each bringing its own rows, and the
+same checkpoint."""
 
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def work(process, processes, port):
+def work(process, processes, port, folder):
     import jax
     import numpy as np
 
@@ -34,10 +35,13 @@ def work(process, processes, port):
             zoo.place_batch({"tokens": rows}, zoo.make_mesh(data=1, tensor=8))
         except ValueError as error:
             refused = str(error)
-    print(json.dumps({"loss": float(loss), "norm": float(norm), "refused": refused}))
+    zoo.save(model, folder)
+    again = zoo.load(folder, mesh=mesh)
+    saved = zoo.value(lambda model, batch: zoo.cross_entropy(model, batch), mesh)(again, batch)
+    print(json.dumps({"loss": float(loss), "norm": float(norm), "refused": refused, "saved": float(saved)}))
 
 
-def run(processes):
+def run(processes, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,7 +50,7 @@ def run(processes):
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
     }
-    words = [[sys.executable, __file__, str(i), str(processes), str(port)] for i in range(processes)]
+    words = [[sys.executable, __file__, str(i), str(processes), str(port), str(folder)] for i in range(processes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen(command, env=environment, **pipes) for command in words]
     ended = [process.communicate(timeout=240) for process in started]
@@ -55,14 +59,17 @@ def run(processes):
     return [json.loads(printed.splitlines()[-1]) for printed, _ in ended]
 
 
-def test_two_processes_are_one():
-    (alone,) = run(1)
-    first, second = run(2)
+def test_two_processes_are_one(tmp_path):
+    (alone,) = run(1, tmp_path / "one")
+    first, second = run(2, tmp_path / "two")
     assert first == second
     assert first["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert first["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+    assert first["saved"] == pytest.approx(alone["loss"], rel=1e-6)
+    saved = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert saved[0] == saved[1]
     assert "2 processes bring rows of their own" in first["refused"]
 
 
 if __name__ == "__main__":
-    work(*map(int, sys.argv[1:]))
+    work(*map(int, sys.argv[1:4]), sys.argv[4])

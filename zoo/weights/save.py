@@ -11,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo.models.config import ConfigError, nearest, read_config
@@ -41,7 +42,7 @@ def save(
 
     What the config describes is built once more, in shapes only, and compared with the model: it is written only if it
     will be read as what it is. Tensors are written one by one; what the directory held before is replaced only when
-    all of them are there.
+    all of them are there. Of several processes, which all call this, the first writes.
 
     **Raises** `CheckpointError` where no family computes what the model does, with the first thing in which it differs.
     """
@@ -141,6 +142,8 @@ def write(model: Any, directory: Path, origin: Origin, table: Table, shard_bytes
                 old.unlink()
         for file in (*files, *texts):
             os.replace(directory / f"{file}.partial", directory / file)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("zoo.save")  # nobody reads before it is all there
 
 
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -186,7 +189,5 @@ def in_shards(shapes: Shapes, most: int) -> list[list[str]]:
 def on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
     """`array[index]`, put together from wherever its shards are."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
         return np.asarray(multihost_utils.process_allgather(array[index], tiled=True))
     return np.asarray(array[index])
