@@ -1,0 +1,293 @@
+"""Make the small reference cases of the tests: tiny random models, and what PyTorch computes with them.
+
+    python scripts/make_fixtures.py                                       # all of tests/fixtures/models
+    python scripts/make_fixtures.py --only gemma gpt2 --out /tmp/cases    # some, elsewhere
+    python scripts/make_fixtures.py --only phi3 --out docs/fixtures       # the case of the page on porting
+
+It needs `pip install torch==2.13.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6 tyro` and Python 3.11, which
+made the committed files on one CPU. The same versions on the same CPU give the same bytes.
+
+A case has config.json as transformers writes it now; config_hub.json as most repositories spell it, without keys that
+say what the class assumes anyway; the weights; meta.json, with the norm of every gradient and with what transformers
+was found to do against itself; and expected.safetensors, in float32 unless a name says otherwise:
+
+    input_ids, logits, loss                      one pass, and the loss of predicting each next token
+    hidden_states.N                              the input of layer N; the last one comes after the final norm
+    grad.NAME                                    gradients of that loss, a few; named as transformers saves weights
+    padleft.*, padright.*                        the same rows, shortened and padded: real tokens keep their logits
+    generate.prompt, .tokens, .logits            greedy, by a whole pass for each token
+    generate_padleft.*                           the same, shortened and padded; tokens are those of each row alone
+    bfloat16.logits, bfloat16.hidden_states.N    one pass with weights and activations in bfloat16, widened
+"""
+
+import contextlib
+import importlib
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+
+try:
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
+    safetensors: Any = importlib.import_module("safetensors.torch")
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+except ImportError:
+    torch = transformers = safetensors = loading = None
+
+PAD, FIRST = 0, 3  # padding never stands among the real tokens, nor do the marks of beginning and end
+LENGTH, PADDING = 10, (4, 2)
+PROMPT, PROMPT_PADDING, NEW = 9, (4, 0), 8
+MARGIN, NOISE = 0.02, 1e-4  # greedy tokens lead by more than any rounding
+# The first layer's queries with their bias and norm, and the norm before the head.
+FEW = re.compile(r"\.0\..*(q_proj|qkv_proj|query_key_value|c_attn|q_norm)|^\w+\.(norm|ln_f|final_layer_?norm)\.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model: its family, what is particular, how it is stored, and what its file on a hub would say besides."""
+
+    family: str
+    note: str
+    config: dict[str, Any]
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    shards: str = "1GB"
+    hub: dict[str, Any] = field(default_factory=dict)
+    rename: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+
+
+def as_published(tensors: dict[str, Any]) -> dict[str, Any]:
+    """GPT-2's weights as they first came: without a prefix, and with the causal mask."""
+    mask = torch.ones(1, 1, GPT2["n_positions"], GPT2["n_positions"], dtype=torch.bfloat16).tril()
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | {"h.0.attn.bias": mask}
+
+
+def rope(kind: str = "default", theta: float = 1e4, **more: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 17}
+NEOX = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = NEOX | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+TIED = {"tie_word_embeddings": True}
+CASES = {
+    "llama": Case(
+        "llama", "grouped queries, the three bands of llama3 rope, tied",
+        SIZES | rope("llama3", 500.0, **LLAMA3) | {"head_dim": 6} | TIED, dtype="float32", hub={"pretraining_tp": 1},
+    ),
+    "llama_sharded": Case(
+        "llama", "shards, linear rope, biases everywhere but in the head, untied",
+        SIZES | rope("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True}, shards="5KB",
+    ),
+    "mistral": Case("mistral", "a window of 5 in every layer, untied", SIZES | {"sliding_window": 5}),
+    "qwen2": Case("qwen2", "a window of 5 in the second layer, tied", SIZES | rope(theta=1e6) | WINDOW | TIED),
+    "qwen3": Case("qwen3", "norms of q and k, heads wider than hidden_size says, untied", SIZES | {"head_dim": 6}),
+    "gemma": Case(
+        "gemma", "norms of 1 + w, scaled embeddings, one kv head, tied",
+        SIZES | {"head_dim": 6, "num_key_value_heads": 1}, hub={"hidden_act": "gelu", "hidden_activation": None},
+    ),
+    "gpt2": Case("gpt2", "learned positions, weights stored (in, out), tied", GPT2 | {"n_inner": 20}),
+    "gpt2_hub": Case(
+        "gpt2", "one layer; names without a prefix, a mask among the weights, tied", GPT2 | {"n_layer": 1},
+        hub={"n_ctx": 17, "task_specific_params": {"text-generation": {"max_length": 50}}}, rename=as_published,
+    ),
+    "gpt_neox": Case(
+        "gpt_neox", "q, k and v fused by head, half of each head rotated, attention and MLP in parallel, untied",
+        NEOX | rope(theta=100.0, partial_rotary_factor=0.5),
+    ),
+    "phi3": Case("phi3", "q, k and v fused, gate and up fused, no window, untied", SIZES),
+}  # fmt: skip
+PAGES = ("phi3",)  # of the documentation, made only when named
+
+
+def main(*, out: Path = Path(__file__).parents[1] / "tests/fixtures/models", only: tuple[str, ...] = ()) -> None:
+    """Make the cases, and say how large each is and how far transformers is from itself.
+
+    Args:
+        out: The folder that gets a folder for each case.
+        only: Names of cases; all but those of the documentation where none is given.
+    """
+    if transformers is None:
+        raise SystemExit("This needs PyTorch and transformers: pip install torch==2.13.0 transformers==5.23.0")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # sums in one order
+    for name in only or [name for name in CASES if name not in PAGES]:
+        checks = make(name, out / name)
+        size = sum(path.stat().st_size for path in (out / name).iterdir())
+        print(f"{name:14}{size / 1000:5.1f} kB  {checks}", flush=True)
+
+
+def make(name: str, folder: Path) -> dict[str, Any]:
+    """Write one case, with the first seed whose greedy tokens lead clearly; what transformers does against itself."""
+    case = CASES[name]
+    for seed in range(first := zlib.crc32(name.encode()) % 100_000, first + 50):
+        parameters = save(case, seed, folder)
+        expected, norms, checks = compute(folder, seed)
+        if min(value for check, value in checks.items() if check.endswith("margin")) >= MARGIN:
+            break
+    else:
+        raise RuntimeError(f"{name}: no seed makes greedy tokens lead")
+    config = json.loads((folder / "config.json").read_text())
+    hub = older(config, case)
+    with torch.no_grad():
+        logits = load(folder, config=parse(hub))(input_ids=expected["input_ids"], use_cache=False).logits
+    checks |= {"hub_config": "ok", "hub_config_logits": distance(logits, expected["logits"])}
+    apart = any(value > NOISE for check, value in checks.items() if "_vs_" in check)
+    if apart or checks["hub_config_logits"] or any(value is False for value in checks.values()):
+        raise RuntimeError(f"{name}: transformers disagrees with itself: {checks}")
+
+    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
+    meta = {"name": name, "family": case.family, "model_type": case.family, "kind": "causal", "note": case.note}
+    meta |= {"architecture": config["architectures"][0], "seed": seed, "parameters": parameters}
+    meta |= {"tied": config["tie_word_embeddings"], "hidden_states": sum(key.startswith("hidden") for key in expected)}
+    meta |= {"versions": versions | {"cpu": torch.backends.cpu.get_cpu_capability()}}
+    meta |= {"grad_norm": {key: float(f"{norm:.8g}") for key, norm in sorted(norms.items())}, "checks": checks}
+    safetensors.save_file(expected, folder / "expected.safetensors", metadata={"format": "pt"})
+    (folder / "config_hub.json").write_text(json.dumps(hub, indent=1) + "\n")
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    return checks
+
+
+def save(case: Case, seed: int, folder: Path) -> int:
+    """A random checkpoint as transformers saves one; the number of its parameters."""
+    shutil.rmtree(folder, ignore_errors=True)
+    marks = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
+    config = transformers.AutoConfig.for_model(case.family, **case.config, **marks)
+    for epsilon in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
+        if hasattr(config, epsilon):
+            setattr(config, epsilon, 2e-3)  # large enough that another one is noticed
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    embeddings = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    random = np.random.default_rng(seed)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            draw = torch.from_numpy(random.standard_normal(tuple(weight.shape), dtype=np.float32))
+            if weight.ndim == 1:
+                weight.add_(0.2 * draw)  # to the first value, so that no norm is 1 and no bias 0
+            else:
+                weight.copy_((0.3 if id(weight) in embeddings else 1.2 * config.hidden_size**-0.5) * draw)
+    model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shards)
+    (folder / "generation_config.json").unlink()
+    if case.rename:
+        path = folder / "model.safetensors"
+        safetensors.save_file(case.rename(safetensors.load_file(path)), path, metadata={"format": "pt"})
+    return model.num_parameters()
+
+
+def load(folder: Path, dtype: str = "float32", config: Any = None) -> Any:
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", "config": config}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
+    """What the files of a folder give: results, norms of gradients, and checks of transformers against itself."""
+    model = load(folder)
+    random = np.random.default_rng(seed)
+    ids = torch.from_numpy(random.integers(FIRST, model.config.vocab_size, (2, LENGTH)))
+    result = model(input_ids=ids, labels=ids, use_cache=False, output_hidden_states=True)
+    result.loss.backward()
+    logits = result.logits.detach()
+    expected = {"input_ids": ids, "logits": logits, "loss": result.loss}
+    expected |= {f"hidden_states.{n}": hidden for n, hidden in enumerate(result.hidden_states)}
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = loading.revert_weight_conversion(model, gradients)  # as files name them
+    expected |= {f"grad.{name}": gradient for name, gradient in gradients.items() if FEW.search(name)}
+
+    checks: dict[str, Any] = {}
+    with torch.no_grad():
+        unpadded = logits[padded(ids, PADDING, "right")["attention_mask"].bool()]
+        for side in ("left", "right"):
+            inputs = padded(ids, PADDING, side)
+            rows = model(**inputs, use_cache=False).logits[inputs["attention_mask"].bool()]
+            checks[f"pad{side}_vs_unpadded"] = distance(rows, unpadded)
+            expected |= {f"pad{side}.{name}": value for name, value in inputs.items()}
+
+        for kind, padding in {"generate": (0, 0), "generate_padleft": PROMPT_PADDING}.items():
+            inputs, steps, found = continued(model, ids[:, :PROMPT], padding)
+            checks |= {f"{kind}_{check}": value for check, value in found.items()}
+            more = {"attention_mask": inputs["attention_mask"]} if any(padding) else {"logits": steps}
+            more |= {"prompt": inputs["input_ids"], "tokens": steps.argmax(-1)}
+            expected |= {f"{kind}.{name}": value for name, value in more.items()}
+
+        # Loaded in bfloat16 rather than cast to it: a cast would round the frequencies of rope as well.
+        narrow = load(folder, "bfloat16")(input_ids=ids, use_cache=False, output_hidden_states=True)
+        expected |= {f"bfloat16.hidden_states.{n}": hidden.float() for n, hidden in enumerate(narrow.hidden_states)}
+        expected["bfloat16.logits"] = narrow.logits.float()
+        wide = load(folder, "float64")(input_ids=ids, use_cache=False)
+    checks |= {"float64_vs_float32": distance(wide.logits, logits), "logits_std": round(float(logits.std()), 3)}
+    checks["bfloat16_from_float32"] = distance(narrow.logits, logits)
+    norms = {name: float(gradient.double().norm()) for name, gradient in gradients.items()}
+    return {name: value.detach().clone().contiguous() for name, value in expected.items()}, norms, checks
+
+
+def padded(ids: Any, padding: tuple[int, ...], side: str) -> dict[str, Any]:
+    """Each row without its last tokens, and with padding for them on one side; positions count real tokens."""
+    tokens, mask = torch.full_like(ids, PAD), torch.zeros_like(ids)
+    for row, pad in enumerate(padding):
+        length = ids.shape[1] - pad
+        place = slice(pad, None) if side == "left" else slice(length)
+        tokens[row, place], mask[row, place] = ids[row, :length], 1
+    positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if side == "left" else {}
+    return {"input_ids": tokens, "attention_mask": mask, **positions}
+
+
+def continued(model: Any, prompts: Any, padding: tuple[int, ...]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Padded prompts, the logits of their greedy continuations (each alone, by a whole pass for each token), checks."""
+    inputs = padded(prompts, padding, "left")
+    steps = []
+    for prompt, pad in zip(prompts, padding, strict=True):
+        ids = prompt[None, : PROMPT - pad]
+        for _ in range(NEW):
+            steps.append(model(input_ids=ids, use_cache=False).logits[0, -1])
+            ids = torch.cat([ids, steps[-1].argmax()[None, None]], 1)
+    logits = torch.stack(steps).unflatten(0, (-1, NEW))
+    model.generation_config = transformers.GenerationConfig(pad_token_id=PAD)  # no token ends a row
+    options = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+    cached = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
+    best, second = logits.topk(2, -1).values.unbind(-1)
+    checks = {"top2_margin": round(float((best - second).min()), 4)}
+    checks["cache_vs_nocache"] = distance(logits, torch.stack(cached.logits, 1))
+    checks["cache_same_tokens"] = bool((cached.sequences[:, -NEW:] == logits.argmax(-1)).all())
+    return inputs, logits, checks
+
+
+def distance(a: Any, b: Any) -> float:
+    return float(f"{float((a.double() - b.double()).abs().max()):.2g}")
+
+
+def older(config: dict[str, Any], case: Case) -> dict[str, Any]:
+    """A configuration as most files on a hub spell it, without what the class assumes anyway."""
+    hub = {name: value for name, value in config.items() if name not in ("rope_parameters", "transformers_version")}
+    hub["torch_dtype"] = hub.pop("dtype")
+    scaling = dict(config.get("rope_parameters", {}))
+    for name, in_neox in {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}.items():
+        if name in scaling:
+            hub[in_neox if case.family == "gpt_neox" else name] = scaling.pop(name)
+    if (kind := scaling.pop("rope_type", "default")) != "default":
+        hub["rope_scaling"] = {"rope_type" if kind == "llama3" else "type": kind, **scaling}
+    hub |= case.hub
+    whole = parse(hub).to_dict()
+    for name in sorted(set(hub) - {"model_type", "architectures", "torch_dtype", *case.hub}):
+        shorter = {other: value for other, value in hub.items() if other != name}
+        with contextlib.suppress(Exception):  # where the class refuses what is left
+            hub = shorter if parse(shorter).to_dict() == whole else hub
+    return hub
+
+
+def parse(config: dict[str, Any]) -> Any:
+    values = json.loads(json.dumps(config))  # a copy: the class writes into what it is given
+    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,42 @@
+"""The committed reference cases are those of the script, and it makes them again where transformers is installed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import make_fixtures
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "tests/fixtures/models"
+FILES = {"config.json", "config_hub.json", "expected.safetensors", "meta.json"}
+
+
+def test_every_case_is_there_and_all_are_small():
+    folders = {path.name: path for path in [*MODELS.iterdir(), *(ROOT / "docs/fixtures").iterdir()]}
+    assert set(folders) == set(make_fixtures.CASES)
+    for name, folder in folders.items():
+        files = {path.name for path in folder.iterdir()}
+        assert files > FILES and any(file.startswith("model") for file in files), name
+        assert json.loads((folder / "meta.json").read_text())["note"] == make_fixtures.CASES[name].note
+    assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) < 350_000
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(make_fixtures, "transformers", None)
+    with pytest.raises(SystemExit, match="pip install torch"):
+        make_fixtures.main(out=tmp_path)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_case_is_made_again_bit_by_bit(tmp_path):
+    if make_fixtures.transformers is None:
+        pytest.skip("transformers is not installed")
+    make_fixtures.main(out=tmp_path, only=("gpt2_hub",))
+    made, committed = tmp_path / "gpt2_hub", MODELS / "gpt2_hub"
+    versions = [json.loads((folder / "meta.json").read_text())["versions"] for folder in (made, committed)]
+    if versions[0] != versions[1]:
+        pytest.skip(f"made with {versions[1]}, here is {versions[0]}")
+    assert {path.name: path.read_bytes() for path in made.iterdir()} == {
+        path.name: path.read_bytes() for path in committed.iterdir()
+    }
