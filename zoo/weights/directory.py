@@ -1,6 +1,7 @@
 """A directory as model hubs have them: config.json, and tensors in one safetensors file or in shards with an index."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ def find(directory: str | Path) -> Path:
     """The directory itself. **Raises** `CheckpointError` where there is none; of a name on a hub it says how it is
     downloaded."""
     path = Path(directory)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path's own, False too where a name is too long for the file system
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"{path} is a file: pass the directory that holds it and {CONFIG}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
         raise CheckpointError(
@@ -37,6 +38,8 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise CheckpointError(f"there is no {path}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(found, dict):
@@ -61,9 +64,9 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
     **Raises** `CheckpointError` where there is no safetensors file, where one is damaged, and where an index leaves the
     directory or does not agree with its shards.
     """
-    if (directory / WHOLE).exists():
+    if os.path.isfile(directory / WHOLE):
         return read_file(directory / WHOLE)
-    if (directory / INDEX).exists():
+    if os.path.isfile(directory / INDEX):
         return read_shards(directory)
     there = sorted(path.name for path in directory.iterdir())
     pickled = [name for name in there if name.endswith(PICKLED)]
@@ -87,7 +90,7 @@ def read_shards(directory: Path) -> dict[str, Tensor]:
     for shard in sorted(set(listed.values())):
         if shard != Path(shard).name or "\\" in shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {shard!r}: shards are safetensors files in the directory itself")
-        if not (directory / shard).is_file():
+        if not os.path.isfile(directory / shard):
             raise CheckpointError(f"{index} names {shard!r}, and there is no such file in {directory}")
         held = read_file(directory / shard)
         promised = {name for name, file in listed.items() if file == shard}

@@ -29,8 +29,19 @@ LARGEST_HEADER = 100_000_000
 ALIGNED = 64  # JAX takes a buffer on the CPU as it is, without a copy, where it begins at a multiple of this
 
 
+LONGEST_ERROR = 1600
+
+
 class CheckpointError(ValueError):
-    """A directory that is no checkpoint that we can read: says what is wrong, where, and what would do."""
+    """A directory that is no checkpoint that we can read: says what is wrong, where, and what would do.
+
+    A damaged file may hold names and values of any length and of any characters: the message stays short, printable.
+    """
+
+    def __init__(self, message: str):
+        if len(message) > LONGEST_ERROR:
+            message = f"{message[: LONGEST_ERROR - 400]} [...] {message[-400:]}"
+        super().__init__(message.encode(errors="backslashreplace").decode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +124,11 @@ def entry(path: Path, name: str, facts: Any) -> tuple[np.dtype, tuple[int, ...],
     if not (counts(shape) and counts(offsets) and len(offsets) == 2):
         raise CheckpointError(f"{path}: its header is damaged at {name!r}: {shape=}, data_offsets={offsets}")
     start, stop = offsets
-    if stop - start != math.prod(shape) * DTYPES[code].itemsize:
+    size = math.prod(shape) * DTYPES[code].itemsize
+    if stop - start != size:
+        takes = f"{size} bytes" if size < 2**62 else "more bytes than any file has"
         raise CheckpointError(
-            f"{path}: {name} is {code}{shape}, which takes {math.prod(shape) * DTYPES[code].itemsize} bytes, and its "
-            f"header gives it {stop - start}"
+            f"{path}: {name} is {code}{shape}, which takes {takes}, and its header gives it {stop - start}"
         )
     return DTYPES[code], tuple(shape), start, stop
 

@@ -1,0 +1,86 @@
+"""`zoo parity`: a checkpoint against PyTorch, layer by layer."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zoo.weights import CheckpointError, family_in
+from zoo.weights.directory import find, read_json
+from zoo.weights.live import expected_of
+from zoo.weights.parity import TOLERANCE, Line, Report, compare, expectations
+
+from .terminal import aligned
+
+STORED = "expected.safetensors"
+
+
+def parity(
+    directory: Annotated[Path, tyro.conf.Positional],
+    *,
+    expected: Path | None = None,
+    family: Path | None = None,
+    tolerance: float = TOLERANCE,
+    every: Annotated[bool, tyro.conf.arg(name="all")] = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Hold a checkpoint against PyTorch, layer by layer, and name the first that is wrong.
+
+    Beside transformers where torch and transformers are installed and nothing is stored; else against a file of stored
+    results. Each error is relative to the largest number expected; of gradients, the norm of the difference to the
+    norm. `alone` is a layer fed with PyTorch's own input. Ends with status 1 where something is out of tolerance.
+
+    Args:
+        directory: The checkpoint.
+        expected: Stored results, a safetensors file; DIRECTORY/expected.safetensors unless given, where it is there.
+        family: A Python file with a family of your own; the one that the config names unless given.
+        tolerance: Of hidden states and logits in float32; gradients have twice that.
+        every: Show every gradient, and not only the five that are farthest off.
+        as_json: Print one JSON object instead.
+    """
+    directory = find(directory)
+    stored = directory / STORED if expected is None and (directory / STORED).exists() else expected
+    if stored is not None and not stored.is_file():
+        raise CheckpointError(f"there is no file {stored}")
+    if stored is None:
+        print("computing with transformers", file=sys.stderr)
+    results = expected_of(directory) if stored is None else expectations(stored)
+    meta = directory / "meta.json"
+    norms = read_json(meta).get("grad_norm") if stored == directory / STORED and meta.exists() else None
+    report = compare(
+        directory, results, norms=norms, tolerance=tolerance, family=None if family is None else family_in(family)
+    )
+    print(as_object(report) if as_json else "\n".join(as_table(report, every)))
+    if not report.passed:
+        sys.exit(1)
+
+
+def as_object(report: Report) -> str:
+    lines = [{**vars(line), "passed": line.passed} for line in report.lines]
+    return json.dumps({"passed": report.passed, "first": report.first and report.first.name, "lines": lines})
+
+
+def as_table(report: Report, every_gradient: bool) -> list[str]:
+    computed = [line for line in report.lines if "gradient" not in line.name]
+    gradients = sorted((line for line in report.lines if "gradient" in line.name), key=lambda line: -line.error)
+    shown = gradients if every_gradient else gradients[:5]
+    head = ["", "float32", "alone", "bfloat16", "PyTorch's", ""]
+    table = aligned([head, *map(row, [*computed, *shown])], right=(1, 2, 3, 4))
+    if len(shown) < len(gradients):
+        table.append(f"and {len(gradients) - len(shown)} gradients no farther off (--all shows them)")
+    first = report.first
+    if first is None:
+        return [*table, "", f"{len(report.lines)} comparisons, all within tolerance"]
+    wrong = sum(not line.passed for line in report.lines)
+    return [*table, "", f"{wrong} of {len(report.lines)} comparisons are out of tolerance. Look first at {first.name}"]
+
+
+def row(line: Line) -> list[str]:
+    figures = [line.error, line.own, line.bfloat16, line.theirs]
+    return [
+        line.name,
+        *("" if x is None else f"{x:.1e}" for x in figures),
+        "" if line.passed else "<- out of tolerance",
+    ]
