@@ -53,9 +53,8 @@ def family_of(config: dict[str, Any], path: Path) -> Family:
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
     told = f"has the model_type {name!r}" if name is not None else "has no model_type"
-    raise CheckpointError(
-        f"{path} {told}{nearest(str(name), FAMILIES)} Families that can be read: {', '.join(families())}"
-    )
+    hint = nearest(str(name), FAMILIES) or "."
+    raise CheckpointError(f"{path} {told}{hint} Families that can be read: {', '.join(families())}")
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
