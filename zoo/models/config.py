@@ -24,7 +24,8 @@ INERT = frozenset(
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    use_bfloat16 tf_legacy_loss is_decoder unsloth_version unsloth_fixed
+    epsilon_cutoff eta_cutoff encoder_repetition_penalty min_new_tokens max_new_tokens cache_implementation
+    vocab_file model_max_length seq_length use_bfloat16 tf_legacy_loss is_decoder unsloth_version unsloth_fixed
     """.split()
 )
 """Keys that change no result at inference in any family: names, ids of special tokens, training, generation."""
@@ -38,10 +39,16 @@ ONLY: Mapping[str, tuple] = {
     "chunk_size_feed_forward": (0,),
     "pruned_heads": ({}, None),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+    "per_layer_config": (None,),
+    "transformers_weights": (None,),
 }
 """Keys that may change a result in any family, with the values that are computed here."""
 
-ROPE_SPELLINGS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+ROPE_SPELLINGS = (
+    *("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
+    "original_max_position_embeddings",
+)
 
 
 class ConfigError(ValueError):
@@ -60,17 +67,17 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     known |= set(ROPE_SPELLINGS) if "rope_parameters" in family.defaults else set()
     for key, value in given.items():
         usual = family.aliases.get(key, key)
-        if key in ignore or (usual in ROPE_SPELLINGS and usual in known):
-            continue
-        if usual in only:
-            if value not in only[usual]:
-                allowed = " or ".join(map(repr, only[usual]))
+        if key in only:  # the family's own word: another family's word for the same may be read by nobody
+            if key not in ignore and value not in only[key]:
+                allowed = " or ".join(map(repr, only[key]))
                 wrong.append(f"{key} = {shortened(value)} would change the result, and only {allowed} is computed here")
+        elif key in ignore or (usual in ROPE_SPELLINGS and usual in known):
+            continue
         elif usual in family.defaults:
             if complaint := misfit(value, family.defaults[usual], usual):
                 wrong.append(f"{key} = {shortened(value)} {complaint}")
             else:
-                config[usual] = value
+                config[usual] = float(value) if isinstance(family.defaults[usual], float) else value
         elif key not in known and value is not None:
             wrong.append(f"{key} = {shortened(value)} is not a key of {family.name} that we know{nearest(key, known)}")
     if "rope_parameters" in family.defaults:
@@ -85,6 +92,8 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     return config
 
 
+LARGEST = 1e30  # a number of a config that is larger is a mistake, and float32 does not go much further
+LARGEST_COUNT = 2**31
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
 
 
@@ -92,16 +101,20 @@ def misfit(value: Any, default: Any, key: str) -> str:
     """What is wrong with a value, seen from the default's type; "" where nothing is."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if key in COUNTS or key.startswith("num_"):
-        if value is None and default is None:
+        if value is None and (default is None or key in ("sliding_window", "num_key_value_heads", "head_dim")):
             return ""
-        nothing = value is None and key in ("sliding_window", "num_key_value_heads", "head_dim", "intermediate_size")
-        return (
-            "" if nothing or (number and isinstance(value, int) and value > 0) else "should be a whole number above 0"
-        )
+        fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_COUNT
+        return "" if fits else "should be a whole number above 0, and not beyond 2 ** 31"
+    if key == "layer_types" and value is not None:
+        return "" if isinstance(value, list) and all(isinstance(x, str) for x in value) else "should be a list of words"
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "should be true or false"
-    if isinstance(default, int | float):
-        return "" if number and abs(value) < float("inf") else "should be a number"
+    if isinstance(default, int):
+        return "" if number and isinstance(value, int) else "should be a whole number"
+    if isinstance(default, float) and key.endswith("_eps"):
+        return "" if number and 0 <= value < LARGEST else "should be a number, and not below 0"
+    if isinstance(default, float):
+        return "" if number and abs(value) < LARGEST else "should be a number"
     if isinstance(default, str):
         return "" if isinstance(value, str) else "should be a word"
     return ""
@@ -139,25 +152,46 @@ def rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     scaling = usual.get("rope_scaling") or usual.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         raise ConfigError(f"rope_parameters = {shortened(scaling)} should be a table of names and numbers")
-    found |= {key: value for key, value in scaling.items() if key != "type"}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ROPE_KEYS:
+    found |= {key: value for key, value in scaling.items() if key != "type" and value is not None}
+    outside = usual.get("original_max_position_embeddings")
+    if outside is not None and kind_of(scaling) in ("llama3", "yarn", "longrope"):
+        found["original_max_position_embeddings"] = outside  # phi3 has it there, and there it counts for more
+    kind = kind_of(scaling)
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ConfigError(f"rope_type = {kind!r} is no kind that we know{nearest(str(kind), ROPE_KEYS)}")
     needed, possible = ROPE_KEYS[kind]
     known = {*needed, *possible, "rope_theta", "rope_type", "partial_rotary_factor"}
+    partial = family.defaults["rope_parameters"].get("partial_rotary_factor")
+    if partial is None and found.get("partial_rotary_factor") not in (None, 1):
+        raise ConfigError(
+            f"partial_rotary_factor = {found['partial_rotary_factor']}, and {family.name} turns all of each head"
+        )
     if missing := [key for key in needed if found.get(key) is None]:
         raise ConfigError(f"rope_type {kind!r} needs {' and '.join(missing)}")
     if unknown := [key for key, value in found.items() if key not in known and value is not None]:
         raise ConfigError(f"rope_type {kind!r} has no key {unknown[0]!r}{nearest(unknown[0], known)}")
     for key, value in found.items():
-        numbers = value if isinstance(value, list | tuple) else [value]
-        if key not in ("rope_type", "truncate") and not all(plain(number) for number in numbers):
-            raise ConfigError(f"{key} = {shortened(value)} of rope_type {kind!r} should be a number above 0")
+        if complaint := unfit(value, key):
+            raise ConfigError(f"{key} = {shortened(value)} of rope_type {kind!r} should be {complaint}")
     return {**found, "rope_type": kind}
 
 
+def kind_of(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def unfit(value: Any, key: str) -> str:
+    """What a value of a rotary embedding should be; "" where it is that."""
+    if key in ("rope_type", "truncate"):
+        return "" if isinstance(value, str if key == "rope_type" else bool) else "true or false"
+    if key in ("short_factor", "long_factor"):
+        listed = isinstance(value, list | tuple) and len(value) > 0 and all(map(plain, value))
+        return "" if listed else "a list of numbers above 0"
+    return "" if plain(value) else "a number above 0"
+
+
 def plain(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30)
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -63,8 +63,7 @@ def rotary(config: Config, *, interleaved: bool = False) -> Rotary:
 
 
 def scaling(config: Config, facts: dict[str, Any]) -> Scaling | None:
-    outside = config.get("original_max_position_embeddings")
-    original = outside or facts.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    original = facts.get("original_max_position_embeddings") or config["max_position_embeddings"]
     given = {key: value for key, value in facts.items() if value is not None}
     match facts["rope_type"]:
         case "linear":

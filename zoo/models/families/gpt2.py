@@ -56,7 +56,10 @@ GPT2 = Family(
         "activation_function": "hidden_act",
         "layer_norm_epsilon": "layer_norm_eps",
     },
-    only={"scale_attn_by_inverse_layer_idx": (False,)},
+    only={
+        "scale_attn_by_inverse_layer_idx": (False,),
+        **dict.fromkeys(("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)),  # nobody reads these words
+    },
     inert=frozenset(
         {
             *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_activation", "summary_first_dropout"),

@@ -50,6 +50,7 @@ GPT_NEOX = Family(
     },
     aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     ignored=(r"\.attention\.bias$", r"\.attention\.masked_bias$", r"\.rotary_emb\.inv_freq$"),
+    only={"rope_theta": (None,), "partial_rotary_factor": (None,)},  # nobody reads them outside of rope_parameters
     live={"lm_head": "embed_out"},
     head="embed_out",
     embedding="gpt_neox.embed_in",

@@ -33,7 +33,7 @@ def windowed(config: Config, *, key: Key[Array, ""], **options: Any) -> Decoder:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias", "head_dim")},
+    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
