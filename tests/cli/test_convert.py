@@ -1,0 +1,59 @@
+"""A checkpoint written anew holds the same numbers, and nothing that could run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import zoo
+
+
+def test_another_dtype_in_shards(run, text_model, tmp_path):
+    out, _ = run("convert", text_model, tmp_path / "new", "--dtype", "bfloat16", "--shard-bytes", "4e3")
+    before, after = zoo.load(text_model), zoo.load(tmp_path / "new")
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert y.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(x.astype(jnp.bfloat16), y)
+    shards = sorted((tmp_path / "new").glob("*.safetensors"))
+    assert len(shards) > 1 and all(str(shard) in out for shard in shards)
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "new" / name).read_bytes() == (text_model / name).read_bytes() and name in out
+
+
+def test_what_is_taken_along_and_what_is_not(run, bytes_model, tmp_path):
+    source = tmp_path / "old"
+    run("convert", bytes_model, source)
+    copied = {"LICENSE.txt", "README.md", "chat_template.jinja", "merges.txt", "tokenizer.model", "vocab.txt"}
+    left = {"pytorch_model.bin", "tokenizer.pkl", "modeling.py", "other.safetensors"}
+    for name in copied | left | {".hidden"}:
+        (source / name).write_text(name)
+    (source / "onnx").mkdir()
+    out, _ = run("convert", source, tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").iterdir()} == copied | {"config.json", "model.safetensors"}
+    told = out.partition("left out")[2]
+    assert all(name in told for name in (*left, "onnx (a folder)", "pytorch_model.bin (pickled)"))
+    assert (
+        ".hidden" not in out
+        and (tmp_path / "new" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    )
+
+
+def test_places_that_are_refused(refused, run, bytes_model, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    again = bytes_model.parent / "." / bytes_model.name
+    assert "is the checkpoint itself" in refused("convert", bytes_model, again, "--overwrite")
+    assert "say --overwrite" in refused("convert", bytes_model, tmp_path)
+    assert "is a file" in refused("convert", bytes_model, tmp_path / "notes")
+    assert "--shard-bytes" in refused("convert", bytes_model, tmp_path / "new", "--shard-bytes", "0")
+    run("convert", bytes_model, tmp_path, "--overwrite")
+    assert (tmp_path / "notes").read_text() == "mine" and (tmp_path / "model.safetensors").exists()
+
+
+def test_what_fails_leaves_nothing_half_written(bytes_model, tmp_path, monkeypatch, refused):
+    def full(model, out, **_):
+        out.mkdir()
+        (out / "model.safetensors.partial").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(zoo, "save", full)
+    assert "No space left" in refused("convert", bytes_model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,106 @@
+"""What the command prints is what zoo.generate gives, and no letter is ever torn apart."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo.cli.generate import left_padded, stop_tokens
+from zoo.cli.text import Bytes, Stream, Tokenizer, text_of
+
+from .conftest import BOS, EOS
+
+
+def test_one_prompt_streams_what_zoo_generates(run, text_model, capsys):
+    text = Tokenizer(text_model / "tokenizer.json")
+    prompt = [BOS, *text.encode("Où?")[0].tolist()]
+    expected = zoo.generate(zoo.load(text_model), jnp.array([prompt]), max_new_tokens=8, stop_tokens=[EOS])
+    out, error = run("generate", text_model, "--prompt", "Où?", "--max-new-tokens", 8)
+    new = [token for token in np.asarray(expected)[0].tolist() if token >= 0]
+    assert out == text.decode(new) + "\n"
+    assert f"{len(new)} tokens; the first after" in error and "tokens/s" in error
+
+
+def test_several_prompts_are_continued_as_each_alone(run, bytes_model):
+    prompts = ("A", "longer text")
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    out, _ = run("generate", bytes_model, *words, "--max-new-tokens", 4)
+    alone = [run("generate", bytes_model, "--prompt", prompt, "--max-new-tokens", 4)[0] for prompt in prompts]
+    assert out == "".join(f"--- {i}\n{text}" for i, text in enumerate(alone, start=1))
+
+
+def test_tokens_as_numbers(run, gpt2):
+    expected = zoo.generate(zoo.load(gpt2), jnp.array([[3, 5, 7]]), max_new_tokens=4)[0].tolist()
+    numbers = ["--tokens", 3, 5, 7, "--max-new-tokens", 4]
+    assert run("generate", gpt2, *numbers)[0].split() == list(map(str, expected))
+    out, error = run("generate", gpt2, *numbers, "--stop-token", expected[0])
+    assert out.split() == [str(expected[0])] and error.startswith("1 token;")
+
+
+def test_drawn_text_depends_on_the_seed_alone(run, bytes_model):
+    words = ["generate", bytes_model, "--prompt", "a", "--max-new-tokens", 8, "--temperature", 1, "--seed"]
+    assert run(*words, 1)[0] == run(*words, 1)[0] != run(*words, 2)[0]
+
+
+def test_what_cannot_be_continued(refused, text_model, gpt2, monkeypatch):
+    assert "no tokenizer.json: give ids" in refused("generate", gpt2, "--prompt", "a")
+    assert "65 tokens are too many" in refused("generate", gpt2, "--tokens", 1)
+    assert "--prompt or as --tokens" in refused("generate", text_model)
+    assert "not both" in refused("generate", text_model, "--prompt", "a", "--tokens", 1)
+    assert "at least one token" in refused("generate", text_model, "--tokens")
+    assert "temperature" in refused("generate", text_model, "--tokens", 1, "--top-k", 3)
+    assert "16 devices" in refused("generate", text_model, "--tokens", 1, "--data", 16)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "pip install 'equizoo[text]'" in refused("generate", text_model, "--prompt", "a")
+
+
+def test_what_ends_a_text(text_model, bytes_model, tmp_path):
+    assert stop_tokens(text_model) == [EOS, 300]  # those of generation_config.json
+    assert stop_tokens(bytes_model) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    assert stop_tokens(tmp_path) == [3]
+
+
+def test_prompts_are_padded_on_the_left():
+    batch, mask = left_padded([(1, 2, 3), (4,)])
+    assert batch.tolist() == [[1, 2, 3], [0, 0, 4]]
+    assert mask.tolist() == [[True] * 3, [False, False, True]]
+
+
+TEXTS = ("plain", "naïve – 日本語 👩‍🚀!", "", "é" * 9, "two  spaces\n\nlines")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_never_shows_half_a_letter(text_model, text):
+    for tokenizer in (Tokenizer(text_model / "tokenizer.json"), Bytes()):
+        tokens = tokenizer.encode(text)[0].tolist()
+        for begun in range(0, len(tokens), 3):
+            before = tokenizer.decode(tokens[:begun])
+            if before.endswith("\ufffd"):
+                continue
+            stream = Stream(tokenizer.decode, tokens[:begun])
+            pieces = [stream.push(token) for token in tokens[begun:]]
+            assert before + "".join(pieces) == text and stream.rest() == ""
+
+
+def test_a_stream_gives_at_the_end_what_never_became_a_letter():
+    stream = Stream(Bytes().decode)
+    assert [stream.push(token) for token in (65, 0xE2, 0x82)] == ["A", "", ""]
+    assert stream.rest() == "\ufffd"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_byte_belongs_to_one_token(text_model, text):
+    for tokenizer in (Tokenizer(text_model / "tokenizer.json"), Bytes()):
+        tokens, lengths = tokenizer.encode(text)
+        assert len(tokens) == len(lengths) and lengths.sum() == len(text.encode()) and (lengths >= 0).all()
+
+
+def test_the_tokenizer_of_a_directory(text_model, tmp_path, refused, bytes_model):
+    assert text_of(text_model, 256).prefix == (BOS,)
+    assert isinstance(text_of(tmp_path, 256), Bytes) and text_of(tmp_path, 257) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="no tokenizer that can be read"):
+        text_of(tmp_path, 256)

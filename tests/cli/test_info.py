@@ -1,0 +1,111 @@
+"""What is told of a checkpoint is what zoo.load would make of it."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+import zoo
+from zoo.cli.terminal import aligned, runs, size
+from zoo.weights import directory
+
+from .conftest import SIZES
+
+
+def told(run, *words) -> dict:
+    return json.loads(run("info", *words, "--json")[0])
+
+
+@pytest.fixture(scope="module")
+def windowed(checkpoint):
+    """Two layers that see all, then three that see 8 tokens."""
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "max_position_embeddings": 64}
+    return checkpoint("qwen2", vocab_size=32, num_hidden_layers=5, **SIZES, **window)
+
+
+def test_counts(run, bytes_model):
+    found, model = told(run, bytes_model), zoo.load(bytes_model)
+    assert found["parameters"] == zoo.count(model) == sum(row["parameters"] for row in found["rows"])
+    assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
+    assert found["bytes"] == (bytes_model / "model.safetensors").stat().st_size
+    assert (found["family"], found["tied"], found["files"]) == ("llama", True, 1)
+    assert found["dtypes"] == {"float32": found["parameters"]} and "mesh" not in found
+
+
+def test_layers_of_all_segments_are_one_row(run, windowed):
+    found = told(run, windowed)
+    assert found["segments"] == [[1, 2], [1, 3]]
+    rows = {row["name"]: row for row in found["rows"]}
+    query = rows["layers.*.attention.query.weight"]
+    assert (query["part"], query["layers"], query["shape"]) == ("attention", [0, 1, 2, 3, 4], [5, 16, 16])
+    assert query["dims"] == ["layers", "heads", "embed"]
+    assert rows["layers.*.ffn_norm.weight"]["part"] == rows["norm.weight"]["part"] == "norms"
+    assert {row["part"] for row in found["rows"]} == {"embedding", "attention", "gated_mlp", "norms", "head"}
+    assert "5, scanned as 1 x 2 + 1 x 3" in run("info", windowed)[0]
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(1, 2, 2), (2, 1, 4)])
+def test_the_layout_is_that_of_a_real_mesh(run, bytes_model, data, fsdp, tensor):
+    found = told(run, bytes_model, "--data", data, "--fsdp", fsdp, "--tensor", tensor)
+    mesh = zoo.make_mesh(data, fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor])
+    model = zoo.load(bytes_model, mesh=mesh)
+    lying = {
+        place.name: ([list(e) if isinstance(e, tuple) else e for e in x.sharding.spec], x.addressable_shards[0].data)
+        for place, x in zip(zoo.models.places(model), jax.tree.leaves(model), strict=True)
+    }
+    assert {row["name"] for row in found["rows"]} == lying.keys()
+    for row in found["rows"]:
+        spec, shard = lying[row["name"]]
+        assert (row["spec"], row["bytes_per_device"]) == (spec, shard.nbytes)
+    assert found["mesh"]["bytes_per_device"] == sum(shard.nbytes for _, shard in lying.values())
+
+
+def test_a_mesh_that_does_not_divide_is_told(refused, bytes_model):
+    assert "4 heads do not share out over tensor=3" in refused("info", bytes_model, "--tensor", 3)
+    assert "at least 1, not fsdp=0" in refused("info", bytes_model, "--fsdp", 0)
+
+
+def test_the_cache(run, windowed):
+    model, found = zoo.load(windowed), told(run, windowed)["cache"]
+
+    def taken(length):
+        return sum(x.nbytes for x in jax.tree.leaves(model.init_state(1, length)))
+
+    assert found["bytes_per_token"] == taken(5) - taken(4)
+    assert (found["length"], found["bytes"], found["dtype"]) == (64, taken(64), "float32")
+
+
+def test_their_names(run, gpt2):
+    found = told(run, gpt2)
+    assert found["dtypes"] == {"bfloat16": found["parameters"]} and found["cache"]["dtype"] == "bfloat16"
+    rows = {row["name"]: row["tensors"] for row in found["rows"]}
+    assert rows["layers.*.attention.key.weight"] == ["transformer.h.*.attn.c_attn.weight (part 2 of 3, transposed)"]
+    assert rows["layers.*.attention.key.bias"] == ["transformer.h.*.attn.c_attn.bias (part 2 of 3)"]
+    assert rows["embedding.weight"] == ["transformer.wte.weight"]
+    text = run("info", gpt2, "--names")[0]
+    assert "transformer.h.*.mlp.c_fc.weight (transposed)" in text
+    assert "transformer.wte" not in run("info", gpt2)[0]
+
+
+def test_no_tensor_is_read(run, bytes_model, monkeypatch):
+    def headers(path, read=directory.read_file):
+        return {name: dataclasses.replace(tensor, read=unreadable) for name, tensor in read(path).items()}
+
+    def unreadable():
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(directory, "read_file", headers)
+    run("info", bytes_model)
+    with pytest.raises(AssertionError, match="was read"):
+        zoo.load(bytes_model)
+
+
+def test_numbers_are_short():
+    assert [size(n) for n in (0, 384, 999.6, 2.4712e9, 5e15)] == ["0 B", "384 B", "1 kB", "2.47 GB", "5e+03 TB"]
+    assert [runs(n) for n in ([4], range(32), range(0, 8, 2), [0, 1, 2, 5, 6], [0, 2, 3, 5, 9, 10])] == [
+        *("4", "0-31", "0-6 by 2", "0-2, 5-6", "6 of 0-10"),
+    ]
+    assert aligned([["a", "1"], ["long", "10"], ["a last cell alone"]], right=(1,)) == [
+        *("a      1", "long  10", "a last cell alone"),
+    ]

@@ -1,0 +1,107 @@
+"""The command as a whole: help, bad input in one line, and nothing swallowed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import zoo
+from zoo import cli
+
+
+def test_help_has_one_line_a_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert name in text and (command.__doc__ or "").split()[0] in text
+    assert "Args" not in text and "whatever the size" not in text  # of info's own help
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_explains_itself_and_every_option(capsys, name):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    text = capsys.readouterr().out
+    assert "Args:" not in text and "{None}" not in text
+    described = (cli.COMMANDS[name].__doc__ or "").partition("Args:")[2]
+    for option in cli.COMMANDS[name].__annotations__.keys() - {"return"}:
+        assert f"{option}:" in described
+
+
+def test_the_version(run):
+    assert run("--version")[0].strip() == zoo.__version__
+
+
+@pytest.mark.parametrize("words", [[], ["info"], ["informs"], ["info", "x", "--nope"]])
+def test_words_that_are_no_command(capsys, words):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_is_no_checkpoint(refused, tmp_path):
+    assert "there is no directory" in refused("info", tmp_path / "nowhere")
+    assert "hf download some/name" in refused("generate", "some/name", "--tokens", "1")
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    assert "did you mean 'llama'" in refused("convert", tmp_path, tmp_path / "out")
+
+
+def planted(error):
+    def info():
+        """Fail."""
+        if error is KeyError:
+            return {}["nothing"]
+        raise error
+
+    return {"info": info, "other": info}
+
+
+def test_what_was_not_foreseen_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "COMMANDS", planted(KeyError))
+    with pytest.raises(KeyError):
+        cli.main(["info"])
+    monkeypatch.setattr(cli, "COMMANDS", planted(ValueError("raised elsewhere")))
+    with pytest.raises(ValueError, match="elsewhere"):
+        cli.main(["info"])
+
+
+def test_what_the_system_says_of_files_is_one_line(monkeypatch, refused):
+    monkeypatch.setattr(cli, "COMMANDS", planted(OSError(28, "No space left on device")))
+    assert "No space left" in refused("info")
+
+
+def test_an_interrupt_ends_cleanly(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "COMMANDS", planted(KeyboardInterrupt()))
+    with pytest.raises(SystemExit, match="130"):
+        cli.main(["info"])
+    assert capsys.readouterr().err == "\n"
+
+
+def process(*words):
+    command = [sys.executable, "-m", "zoo.cli", *map(str, words)]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_as_a_process():
+    done = process("families")
+    assert (done.returncode, done.stderr) == (0, "")
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == list(zoo.families())
+    assert "LlamaForCausalLM" in done.stdout and "arXiv:2302.13971" in done.stdout
+
+
+def test_a_mesh_needs_no_devices(bytes_model):
+    done = process("info", bytes_model, "--fsdp", 2, "--tensor", 2)
+    assert done.returncode == 0, done.stderr
+    assert "P('tensor', 'fsdp')" in done.stdout
+
+
+def test_who_stops_reading_is_not_told():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "zoo.cli", "families"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")

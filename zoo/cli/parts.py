@@ -1,0 +1,210 @@
+"""What a checkpoint holds, from headers and shapes alone."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from zoo.models import Decoder, Stack, swap_stack
+from zoo.models.facts import Table
+from zoo.models.names import Place, places
+from zoo.models.stack import is_stack
+from zoo.parallel import Mesh
+from zoo.weights.directory import CONFIG, INDEX, WHOLE, find, read_json
+from zoo.weights.load import hold_against, opened, prepared
+from zoo.weights.plan import parts_of, plan, row_of
+from zoo.weights.tensors import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One of our parameters, in all the layers where it has this shape."""
+
+    name: str
+    """With stars for numbers: `layers.*.attention.query.weight`."""
+    part: str
+    """What it belongs to: `attention`, `norms`, `head`."""
+    layers: tuple[int, ...]
+    dims: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    """As stored."""
+    tensors: tuple[str, ...]
+    """What the checkpoint calls it."""
+    spec: PartitionSpec | None
+    bytes_per_device: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A checkpoint, told."""
+
+    family: str
+    architecture: str
+    tied: bool
+    files: int
+    bytes: int
+    tensors: int
+    dtypes: dict[str, int]
+    """How many numbers are stored in each."""
+    segments: list[list[int]]
+    """The cut of the layers: how many in a pattern, how often it repeats."""
+    cache: dict[str, Any] | None
+    """Bytes per token, and in all for the longest text that the config speaks of. None without a cache."""
+    mesh: Mesh | None
+    rows: tuple[Parameter, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(row.bytes_per_device for row in self.rows)
+
+
+def summarise(directory: Path, mesh: Mesh | None = None) -> Summary:
+    """What the checkpoint holds, and how it would lie on `mesh`. Nothing but headers is read.
+
+    **Raises** `CheckpointError` for what `zoo.load` would refuse before it reads a tensor; `ValueError` for a mesh that
+    does not divide the model.
+    """
+    path = find(directory)
+    text, family, config, source = opened(path, None, ())
+    model, table = prepared(path / CONFIG, family, config, source, text)
+    planned = plan(model, table)
+    # a head that is stored beside the table that it is tied to is compared with it: by its shape only
+    unread = {name: dataclasses.replace(tensor, read=lambda: np.empty(0)) for name, tensor in source.items()}
+    hold_against(planned, unread, str(path), family, config)
+    dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(model)]
+    for name, tensor in planned.items():
+        for piece in tensor.pieces:
+            dtypes[piece.leaf][source[name].dtype] = None
+    files = weight_files(path)
+    return Summary(
+        family=family.name,
+        architecture=family.architecture,
+        tied=getattr(model, "head", model) is None,
+        files=len(files),
+        bytes=sum(file.stat().st_size for file in files),
+        tensors=len(source),
+        dtypes=numbers_of(source),
+        segments=[[len(segment.blocks), segment.repeats] for stack in stacks(model) for segment in stack.segments],
+        cache=cache_of(model, [next(iter(held)) for held in dtypes], config.get("max_position_embeddings")),
+        mesh=mesh,
+        rows=tuple(rows_of(model, table, [tuple(map(str, held)) for held in dtypes], mesh)),
+    )
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors."""
+    if (directory / WHOLE).exists():
+        return [directory / WHOLE]
+    return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
+
+
+def numbers_of(source: Mapping[str, Tensor]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for tensor in source.values():
+        found[str(tensor.dtype)] = found.get(str(tensor.dtype), 0) + math.prod(tensor.shape)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def stacks(model: Any) -> list[Stack]:
+    return [x for x in jax.tree.leaves(model, is_leaf=is_stack) if isinstance(x, Stack)]
+
+
+def rows_of(model: Any, table: Table, dtypes: Sequence[tuple[str, ...]], mesh: Mesh | None) -> list[Parameter]:
+    """A row for each of our names and shapes: arrays that differ only in the layers they hold are one."""
+    ours, groups = parts_of(table), {}
+    for place, x, held in zip(places(model), jax.tree.leaves(model), dtypes, strict=True):
+        layered = place.name.startswith("layers.*.")
+        key = place.name, tuple(x.shape[layered:])
+        groups.setdefault(key, []).append((place, x.shape, held))
+    rows = []
+    for (name, shape), arrays in groups.items():
+        place, _, _ = arrays[0]
+        layers = [n for place, _, _ in arrays for n in place.numbers[0]] if name.startswith("layers.*.") else []
+        held = tuple(dict.fromkeys(dtype for _, _, own in arrays for dtype in own))
+        width = np.dtype(held[0]).itemsize
+        specs = [None if mesh is None else mesh.spec(place.dims, own, place.name) for place, own, _ in arrays]
+        lying = [math.prod(own) // shares(spec, mesh) for (_, own, _), spec in zip(arrays, specs, strict=True)]
+        rows.append(
+            Parameter(
+                name=name,
+                part=part_of(name),
+                layers=tuple(sorted(layers)),
+                dims=" ".join(dim.name for dim in place.dims),
+                shape=(len(layers), *shape) if layers else shape,
+                dtypes=held,
+                tensors=(theirs(place, ours),),
+                spec=specs[0],
+                bytes_per_device=sum(lying) * width,
+            )
+        )
+    parts = list(dict.fromkeys(row.part for row in rows))
+    last = {"norms": len(parts), "head": len(parts) + 1}
+    return sorted(rows, key=lambda row: -1 if "embedding" in row.part else last.get(row.part, parts.index(row.part)))
+
+
+def shares(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
+    """Into how many shares an array is cut."""
+    if spec is None or mesh is None:
+        return 1
+    axes = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to: the first word of its name below the layers."""
+    word = name.removeprefix("layers.*.").partition(".")[0]
+    return "norms" if word == "norm" or word.endswith("_norm") else word
+
+
+def theirs(place: Place, ours: Mapping[str, Any]) -> str:
+    """The name of their tensor, and which part of it where there are several."""
+    name, row, number = row_of(place, ours)
+    told = [f"part {number + 1} of {len(row.parts)}"] if len(row.parts) > 1 else []
+    matrix = len(place.dims) - place.name.count("*") == 2  # the row speaks of vectors too, and they are as they are
+    told += ["transposed"] if row.transposed and matrix else []
+    return name + (f" ({', '.join(told)})" if told else "")
+
+
+def cache_of(model: Any, dtypes: Sequence[np.dtype], longest: int | None) -> dict[str, Any] | None:
+    """What a model remembers of a row, in bytes: per token, and of `longest` tokens."""
+    if not isinstance(model, Decoder) or not isinstance(model.stack, Stack):
+        return None
+    leaves, treedef = jax.tree.flatten(model)
+    retyped = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+    model = jax.tree.unflatten(treedef, retyped)
+    repeats = [segment.repeats for segment in model.stack.segments for _ in segment.blocks]
+    # layers of a kind have states of one shape: one repeat of each pattern tells of all
+    first = swap_stack(
+        model, lambda stack: jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), stack)
+    )
+
+    def taken(length: int) -> tuple[int, str]:
+        states = eqx.filter_eval_shape(first.init_state, 1, length)
+        sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) for state in states]
+        return sum(map(math.prod, zip(sizes, repeats, strict=True))), str(jax.tree.leaves(states)[0].dtype)
+
+    try:
+        (one, dtype), (two, _) = taken(1), taken(2)
+    except NotImplementedError:
+        return None
+    return {
+        "bytes_per_token": two - one,
+        "dtype": dtype,
+        "length": longest,
+        "bytes": None if longest is None else taken(longest)[0],
+    }
