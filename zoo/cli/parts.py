@@ -16,9 +16,9 @@ from zoo.models.facts import Table
 from zoo.models.names import Place, places
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
-from zoo.weights.directory import CONFIG, INDEX, WHOLE, find, read_json
-from zoo.weights.load import hold_against, opened, prepared
-from zoo.weights.plan import parts_of, plan, row_of
+from zoo.weights.checkpoint import opened
+from zoo.weights.directory import INDEX, WHOLE, find, read_json
+from zoo.weights.plan import parts_of, row_of
 from zoo.weights.tensors import Tensor
 
 
@@ -80,14 +80,10 @@ def summarise(directory: Path, mesh: Mesh | None = None) -> Summary:
     does not divide the model.
     """
     path = find(directory)
-    text, family, config, source = opened(path, None, ())
-    model, table = prepared(path / CONFIG, family, config, source, text)
-    planned = plan(model, table)
-    # a head that is stored beside the table that it is tied to is compared with it: by its shape only
-    unread = {name: dataclasses.replace(tensor, read=lambda: np.empty(0)) for name, tensor in source.items()}
-    hold_against(planned, unread, str(path), family, config)
+    checkpoint = opened(path)
+    family, model, source = checkpoint.family, checkpoint.model, checkpoint.tensors
     dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(model)]
-    for name, tensor in planned.items():
+    for name, tensor in checkpoint.planned.items():
         for piece in tensor.pieces:
             dtypes[piece.leaf][source[name].dtype] = None
     files = weight_files(path)
@@ -100,9 +96,9 @@ def summarise(directory: Path, mesh: Mesh | None = None) -> Summary:
         tensors=len(source),
         dtypes=numbers_of(source),
         segments=[[len(segment.blocks), segment.repeats] for stack in stacks(model) for segment in stack.segments],
-        cache=cache_of(model, [next(iter(held)) for held in dtypes], config.get("max_position_embeddings")),
+        cache=cache_of(model, [next(iter(held)) for held in dtypes], checkpoint.config.get("max_position_embeddings")),
         mesh=mesh,
-        rows=tuple(rows_of(model, table, [tuple(map(str, held)) for held in dtypes], mesh)),
+        rows=tuple(rows_of(model, checkpoint.table, [tuple(map(str, held)) for held in dtypes], mesh)),
     )
 
 

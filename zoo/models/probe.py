@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from zoo.layers import Info
 from zoo.parallel import gather, scan, shares
 
+from .blocks import AbstractBlock
 from .decoder import Decoder, describe
 from .loss import token_losses
 from .stack import Stack, Unstacked
@@ -34,17 +35,20 @@ def hidden_states(
 def states_of(
     model: Decoder, tokens: Int[Array, "batch seq"], info: Info
 ) -> tuple[Float[Array, "batch seq embed"], ...]:
-    layers = model.stack
-    if isinstance(layers, Stack):
-        layers = layers.unstacked()
-    if not isinstance(layers, Unstacked):
-        raise TypeError(f"hidden_states runs layers one by one, and a {type(layers).__name__} cannot be taken apart")
     stream = model.embedded(tokens, info)
     found = [stream.x]
-    for number, block in enumerate(layers.blocks):
+    for number, block in enumerate(layers_of(model)):
         stream, _ = gather(block)(stream, info.fold(number))
         found.append(stream.x)
     return (*found[:-1], gather(model.norm)(found[-1]))
+
+
+def layers_of(model: Decoder) -> tuple[AbstractBlock, ...]:
+    """The block of each layer. **Raises** `TypeError` for a stack that cannot be taken apart."""
+    layers = model.stack.unstacked() if isinstance(model.stack, Stack) else model.stack
+    if not isinstance(layers, Unstacked):
+        raise TypeError(f"layers are looked at one by one, and a {type(layers).__name__} cannot be taken apart")
+    return layers.blocks
 
 
 def score(

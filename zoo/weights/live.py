@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from zoo.models import Decoder
-from zoo.models.config import ConfigError, read_config
 from zoo.models.facts import Family
 from zoo.models.families import FAMILIES
 from zoo.parallel import Mesh
 
+from .checkpoint import understood
 from .directory import CONFIG, family_of, read_json
-from .load import fill, prepared
+from .load import filled
 from .tensors import DTYPES, CheckpointError, Tensor
 
 
@@ -45,12 +45,7 @@ def from_torch(
     given = config_of(weights if config is None else config)
     family = family_of(given, Path(CONFIG)) if family is None else family
     source = {in_files(name, family): tensor_of(name, x) for name, x in state.items()}
-    try:
-        read = read_config(family, given, ignore=ignore)
-    except ConfigError as error:
-        raise CheckpointError(f"the config: {error}") from None
-    abstract, table = prepared(Path("the weights"), family, read, source, json.dumps(given))
-    return fill(abstract, table, source, "the weights", family=family, config=read, mesh=mesh, dtype=dtype)
+    return filled(understood(given, source, family, ignore, "the config: ", "what was passed"), mesh, dtype)
 
 
 def config_of(source: Any) -> dict[str, Any]:

@@ -1,26 +1,19 @@
 """From a directory to a model: shapes from the config, then every array, shard by shard, from the bytes it needs."""
 
-import dataclasses
-import json
-import re
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from zoo.models import Decoder
-from zoo.models.config import ConfigError, nearest, read_config
-from zoo.models.facts import Config, Family, Origin, Table
+from zoo.models.facts import Family
 from zoo.models.names import each
 from zoo.parallel import Mesh
 
-from .directory import CONFIG, family_of, find, read_json, tensors_of
-from .plan import Planned, bare, plan
+from .checkpoint import Checkpoint, opened
+from .plan import Planned
 from .tensors import CheckpointError, Tensor, empty
 
 
@@ -47,103 +40,32 @@ def load(
     or damaged, an unknown family, a key that would change the result and is not honoured, tensors that are missing, too
     many, or of another shape or kind; and, while reading, for numbers that are not finite.
     """
-    path = find(directory)
-    text, family, config, source = opened(path, family, ignore)
-    abstract, table = prepared(path / CONFIG, family, config, source, text)
-    return fill(abstract, table, source, str(path), family=family, config=config, mesh=mesh, dtype=dtype)
+    return filled(opened(directory, family, ignore), mesh, dtype)
 
 
-def opened(path: Path, family: Family | None, ignore: Collection[str]) -> tuple[str, Family, Config, dict[str, Tensor]]:
-    """The config as text and as read, the family, and the tensors, none of them read."""
-    given = read_json(path / CONFIG)
-    family = family_of(given, path / CONFIG) if family is None else family
-    source = tensors_of(path)
-    try:
-        config = read_config(family, given, ignore=ignore)
-        if config["num_hidden_layers"] > len(source):
-            layers, held = config["num_hidden_layers"], len(source)
-            raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {held} tensors in all")
-    except ConfigError as error:
-        raise CheckpointError(f"{path / CONFIG}: {error}") from None
-    return json.dumps(given), family, config, source
-
-
-def prepared(place: Path, family: Family, config: Config, names: Collection[str], text: str) -> tuple[Decoder, Table]:
-    """The model that a config describes, in shapes only, and the table that fits the names of these tensors."""
-    try:
-        abstract = eqx.filter_eval_shape(partial(family.build, config), key=jax.random.key(0))
-        table = family.names(config)
-    except ValueError as error:  # sizes that do not go together
-        raise CheckpointError(f"{place}: {error}") from None
-    short = bare(table, set(names))
-    origin = Origin(family, text, short is not None)
-    return dataclasses.replace(abstract, origin=origin), table if short is None else short
-
-
-def fill(
-    abstract: PyTree,
-    table: Table,
-    source: Mapping[str, Tensor],
-    place: str,
-    *,
-    family: Family,
-    config: Config,
-    mesh: Mesh | None,
-    dtype: Any,
-) -> PyTree:
-    """A model that has shapes only, filled from the tensors of `source`."""
-    planned = plan(abstract, table)
-    hold_against(planned, source, place, family, config)
-    leaves, treedef = jax.tree.flatten(abstract)
+def filled(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Decoder:
+    """The model of a checkpoint, its numbers read."""
+    planned, source, place = checkpoint.planned, checkpoint.tensors, checkpoint.place
+    if checkpoint.tied is not None:
+        head, embedding = checkpoint.tied
+        if not same(source[head], source[embedding]):
+            raise CheckpointError(f"{place}: {head} is not {embedding}, and the config says that they are tied")
+    leaves, treedef = jax.tree.flatten(checkpoint.model)
     homes: list[dict[tuple[int, ...], tuple[str, int]]] = [{} for _ in leaves]
     for name, tensor in planned.items():
         for part, piece in enumerate(tensor.pieces):
             homes[piece.leaf][piece.index] = name, part
     dtypes = [dtype_of(home, source, place, leaf, dtype) for home, leaf in zip(homes, leaves, strict=True)]
-    abstract = jax.tree.unflatten(
-        treedef, [jax.ShapeDtypeStruct(x.shape, d) for x, d in zip(leaves, dtypes, strict=True)]
-    )
+    shapes = [jax.ShapeDtypeStruct(x.shape, of) for x, of in zip(leaves, dtypes, strict=True)]
     alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    arrays = eqx.filter(abstract, is_shape)
-    shardings = jax.tree.map(lambda _: alone, arrays) if mesh is None else mesh.shardings(arrays)
-    filled = []
-    for home, leaf, sharding in zip(homes, jax.tree.leaves(abstract), jax.tree.leaves(shardings), strict=True):
+    on_mesh = None if mesh is None else jax.tree.leaves(mesh.shardings(jax.tree.unflatten(treedef, shapes)))
+    arrays = []
+    for home, leaf, sharding in zip(homes, shapes, on_mesh or [alone] * len(shapes), strict=True):
         shard = sharer(home, leaf, planned, source, place)
-        filled.append(jax.make_array_from_callback(leaf.shape, sharding, shard))
+        arrays.append(jax.make_array_from_callback(leaf.shape, sharding, shard))
         for name, _ in home.values():
             source[name].forget()
-    return jax.tree.unflatten(treedef, filled)
-
-
-def is_shape(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
-
-
-def hold_against(
-    planned: Mapping[str, Planned], source: Mapping[str, Tensor], place: str, family: Family, config: Config
-) -> None:
-    """**Raises** `CheckpointError` that tells of every tensor that is missing, too many, or of another shape."""
-    head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
-    wrong = []
-    for name in planned.keys() - source.keys():
-        wrong.append(f"{name} {list(planned[name].shape)} is missing{nearest(name, source.keys() - planned.keys())}")
-    for name in source.keys() - planned.keys():
-        if any(re.search(pattern, name) for pattern in family.ignored):
-            continue
-        if config.get("tie_word_embeddings") and name == head and embedding in source:
-            if same(source[head], source[embedding]):
-                continue
-            wrong.append(f"{name} is not {embedding}, and the config says that they are tied")
-        else:
-            wrong.append(f"{name} {list(source[name].shape)} has no place in the model")
-    for name in planned.keys() & source.keys():
-        if source[name].shape != planned[name].shape:
-            theirs, ours = list(source[name].shape), list(planned[name].shape)
-            wrong.append(f"{name} is {theirs} in the file, and the config asks for {ours}")
-    if wrong:
-        listed = "\n  ".join(sorted(wrong)[:20])
-        more = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise CheckpointError(f"{place} does not hold the {family.name} that its config describes:\n  {listed}{more}")
+    return jax.tree.unflatten(treedef, arrays)
 
 
 def same(one: Tensor, other: Tensor) -> bool:

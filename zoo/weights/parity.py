@@ -19,7 +19,7 @@ from zoo.layers import Info
 from zoo.models import Decoder, Stream
 from zoo.models.facts import Family
 from zoo.models.names import in_snake_case
-from zoo.models.probe import hidden_states, score
+from zoo.models.probe import hidden_states, layers_of, score
 from zoo.parallel import trainable
 
 from .load import load
@@ -109,17 +109,19 @@ def activations(
             yield Line(called(model, number), distance(state, wanted), tolerance, own, half, theirs)
     logits = eqx.filter_jit(Decoder.logits)
     if "logits" in expected:
-        half, theirs = bfloat16("logits", None if narrow is None else logits(narrow, halves[-1]), expected)
+        narrowed = None if narrow is None or halves is None else logits(narrow, halves[-1])
+        half, theirs = bfloat16("logits", narrowed, expected)
         yield Line("logits", distance(logits(model, ours[-1]), expected["logits"]), tolerance, None, half, theirs)
 
 
 def called(model: Decoder, number: int) -> str:
     """What stands between one hidden state and the one before."""
-    blocks = list(model.stack.one_by_one())
     if number == 0:
         return "embedding"
-    parts = [in_snake_case(type(part).__name__) for part in (blocks[number - 1].mixer, blocks[number - 1].ffn)]
-    return f"layer {number - 1} ({', '.join(parts)})" + (" and the final norm" if number == len(blocks) else "")
+    blocks = layers_of(model)
+    parts = [getattr(blocks[number - 1], part) for part in ("mixer", "ffn") if hasattr(blocks[number - 1], part)]
+    words = ", ".join(in_snake_case(type(part).__name__) for part in parts)
+    return f"layer {number - 1} ({words})" + (" and the final norm" if number == len(blocks) else "")
 
 
 def one_by_one(model: Decoder, expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
@@ -130,7 +132,7 @@ def one_by_one(model: Decoder, expected: Mapping[str, np.ndarray]) -> dict[int, 
         return block(Stream.of(x), Info())[0].x
 
     found = {}
-    blocks = list(model.stack.one_by_one())
+    blocks = layers_of(model)
     for number, block in enumerate(blocks):
         if f"hidden_states.{number}" in expected:
             out = run(block, jnp.asarray(expected[f"hidden_states.{number}"]))

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def unlike(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
     """The first thing in which a model differs from the one that a config describes; None where nothing does."""
     try:
         read = read_config(family, config, ignore=config.keys() - {*family.defaults, *family.aliases})
-        built = eqx.filter_eval_shape(partial(family.build, read), key=jax.random.key(0))
+        built = eqx.filter_eval_shape(lambda: family.build(read, key=jax.random.key(0)))
     except ValueError as error:
         return str(error)
     return next(differences(model, built), None)
