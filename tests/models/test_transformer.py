@@ -11,7 +11,6 @@ import zoo
 from zoo.layers import Info
 from zoo.models import Stream, cut, pack_positions, swap_stack
 from zoo.ops.attention import fused, plain
-from zoo.ops.rotary import Dynamic, Rotary
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -108,10 +107,6 @@ def test_caches_hold_no_more_than_their_window(model):
 
 
 def test_what_a_cache_cannot_do_raises(model):
-    grown = zoo.models.Transformer(**SIZES, rotary=Rotary(4, scaling=Dynamic(2.0, original_length=8)), key=KEY)
-    grown.init_state(2, 8)
-    with pytest.raises(NotImplementedError, match=r"Dynamic turns all keys .* longer than 8 tokens.*9 are too many"):
-        zoo.generate(grown, text((1, 6)), max_new_tokens=3)
     with pytest.raises(ValueError, match="with a cache the place of each token is not known"):
         model.hidden(text((1, 3)), Info(), model.init_state(1, 5))
 

@@ -91,19 +91,21 @@ class Attention(AbstractMixer):
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
         self.soft_cap, self.scale, self.form = soft_cap, scale, form
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
-        """An empty cache for `length` tokens; with a window, for no more than that.
-
-        **Raises** `NotImplementedError` where keys would have to be turned again as the text grows.
-        """
+    @property
+    def settled_length(self) -> int | None:
+        """Up to how many tokens the rotation does not depend on the length of the text; None where it never does."""
         scaling = None if self.rotary is None else self.rotary.scaling
-        if isinstance(scaling, GROWING) and length > scaling.original_length:
-            raise NotImplementedError(
-                f"{type(scaling).__name__} turns all keys by other angles once a text is longer than "
-                f"{scaling.original_length} tokens, and a cache holds them as they were turned: {length} are too many."
-            )
+        return scaling.original_length if isinstance(scaling, GROWING) else None
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
+        """An empty cache for `length` tokens; with a window, with no more slots than that.
+
+        Where the rotation depends on the length of the text, it is that of `length` tokens from the first on: keys that
+        a cache holds stay right while the text grows.
+        """
         slots = min(length, self.window or length)
-        return KeyValueCache.empty(batch, slots, self.key.out_size // self.head_dim, self.head_dim, dtype)
+        kv_heads = self.key.out_size // self.head_dim
+        return KeyValueCache.empty(batch, slots, kv_heads, self.head_dim, dtype, length)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], info: Info, state: KeyValueCache | None = None
@@ -118,7 +120,8 @@ class Attention(AbstractMixer):
         query = query if self.query_norm is None else self.query_norm(query)
         key = key if self.key_norm is None else self.key_norm(key)
         if self.rotary is not None:
-            length = length_of(x, info) if isinstance(self.rotary.scaling, GROWING) else None
+            growing = isinstance(self.rotary.scaling, GROWING)
+            length = None if not growing else length_of(x, info) if state is None else state.length
             cos, sin = self.rotary(positions_of(x, info), length=length)
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
@@ -134,9 +137,9 @@ class Attention(AbstractMixer):
         if state is not None:
             new = key, value, info.positions
             before, state = state, state.write(*new)
-            *seen, positions = (state.key, state.value, state.positions)
+            *seen, positions = state.read()
             if self.window and query.shape[1] > 1:  # the ring may have dropped what the first of these still see
-                held = before.key, before.value, before.positions
+                held = before.read()
                 *seen, positions = jax.tree.map(lambda a, b: jnp.concatenate([a.astype(b.dtype), b], 1), held, new)
             sight = Sight(True, self.window, query_positions=info.positions, key_positions=positions)
         key, value = (own(x, query) for x in seen)
@@ -144,7 +147,7 @@ class Attention(AbstractMixer):
 
 
 def length_of(x: Float[Array, "batch seq embed"], info: Info) -> int | Int[Array, ""]:
-    """How long the longest row is so far, wherever it lives."""
+    """How long the longest row is, wherever it lives."""
     if info.positions is None:
         return x.shape[1] * shares(x, "seq")
     longest = reduce(info.positions.max() + 1, over="batch", by=lax.pmax)
