@@ -42,7 +42,7 @@ def from_torch(
     state = weights.state_dict() if hasattr(weights, "state_dict") else weights
     if not isinstance(state, Mapping):
         raise CheckpointError(f"a module or a state dict was expected, not {type(weights).__name__}")
-    given = config_of(weights if config is None else config)
+    given = config_of(getattr(weights, "config", None) if config is None else config)
     family = family_of(given, Path(CONFIG)) if family is None else family
     source = {in_files(name, family): tensor_of(name, x) for name, x in state.items()}
     return filled(understood(given, source, family, ignore, "the config: ", "what was passed"), mesh, dtype)
@@ -50,7 +50,6 @@ def from_torch(
 
 def config_of(source: Any) -> dict[str, Any]:
     """A config as the mapping that config.json would hold."""
-    source = getattr(source, "config", source)
     if isinstance(source, str | Path):
         path = Path(source)
         return read_json(path / CONFIG if path.is_dir() else path)

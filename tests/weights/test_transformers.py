@@ -1,0 +1,98 @@
+"""Beside PyTorch itself: what `zoo.save` writes is read by transformers, and live weights are read by us."""
+
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo.models.names import differences
+from zoo.weights.live import expected_of
+from zoo.weights.parity import compare
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+
+FIXTURES = sorted((Path(__file__).parents[1] / "fixtures" / "models").iterdir())
+SIZES = {"vocab": 40, "embed": 16, "layers": 2, "heads": 4, "mlp": 24}
+MADE = {
+    "llama": {"kv_heads": 2, "tied": False},
+    "mistral": {"windows": (5,)},
+    "qwen3": {"qk_norm": True, "head_dim": 8},
+    "qwen3_windows": {"qk_norm": True, "windows": (None, 5)},
+}
+
+
+def theirs(directory: Path, dtype=torch.float32):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+
+
+def agree(model: zoo.models.Decoder, module) -> None:
+    tokens = np.random.default_rng(0).integers(3, 40, (2, 9))
+    with torch.no_grad():
+        wanted = module(torch.tensor(tokens)).logits.numpy()
+    ours = np.asarray(eqx.filter_jit(model)(tokens))
+    assert np.abs(ours - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("folder", FIXTURES, ids=lambda folder: folder.name)
+def test_transformers_reads_what_was_read_and_written(folder, tmp_path):
+    model = zoo.load(folder, dtype=jnp.float32)
+    zoo.save(model, tmp_path)
+    agree(model, theirs(tmp_path))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_transformers_reads_what_was_made_here(name, tmp_path):
+    model = zoo.models.Transformer(**SIZES, **MADE[name], key=jax.random.key(0))
+    zoo.save(model, tmp_path)
+    module = theirs(tmp_path)
+    assert module.config.model_type == name.partition("_")[0]
+    agree(model, module)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("folder", FIXTURES, ids=lambda folder: folder.name)
+def test_live_weights_are_those_of_the_files(folder, dtype):
+    module = theirs(folder, getattr(torch, dtype))
+    loaded, live = zoo.load(folder, dtype=dtype), zoo.from_torch(module)
+    assert not list(differences(live, loaded))
+    for ours, wanted in zip(jax.tree.leaves(live), jax.tree.leaves(loaded), strict=True):
+        assert ours.dtype == wanted.dtype
+        np.testing.assert_array_equal(ours, wanted)
+
+
+def test_a_state_dict_with_a_config_is_enough_and_what_can_be_shared_is(tmp_path):
+    zoo.save(zoo.models.Transformer(**SIZES, tied=False, key=jax.random.key(0)), tmp_path)
+    module = theirs(tmp_path)
+    for parameter in module.parameters():  # as training leaves them: memory of PyTorch's own, not a mapped file
+        parameter.data = parameter.data.clone()
+    model = zoo.from_torch(module.state_dict(), tmp_path)
+    module.lm_head.weight.data.copy_(torch.zeros_like(module.lm_head.weight))
+    for ours, parameter in ((model.embedding, module.model.embed_tokens), (model.head, module.lm_head)):
+        assert ours.weight.unsafe_buffer_pointer() == parameter.weight.data_ptr()
+    assert model.stack.segments[0].blocks[0].mixer.query.weight.shape == (2, 16, 16)
+
+
+def test_what_is_no_checkpoint_is_told():
+    with pytest.raises(zoo.CheckpointError, match="weights alone do not say how they are used: pass config="):
+        zoo.from_torch({})
+    with pytest.raises(zoo.CheckpointError, match="a module or a state dict was expected, not int"):
+        zoo.from_torch(3, {})
+    with pytest.raises(zoo.CheckpointError, match=r"lm_head.weight \[3\] has no place"):
+        zoo.from_torch({"lm_head.weight": torch.zeros(3)}, {"model_type": "gemma", "num_hidden_layers": 1})
+    with pytest.raises(zoo.CheckpointError, match="x is a list, where a torch.Tensor was expected"):
+        zoo.from_torch({"x": [1.0]}, {"model_type": "llama"})
+
+
+def test_live_expectations_are_what_a_parity_report_needs():
+    folder = next(folder for folder in FIXTURES if folder.name == "gpt_neox")
+    expected = expected_of(folder)
+    report = compare(folder, expected)
+    assert report.passed, report.first
+    assert {"embed_out.weight"} <= {name.removeprefix("grad.") for name in expected}
+    assert all(line.theirs is not None for line in report.lines if line.name == "logits" or line.own is not None)
