@@ -5,7 +5,8 @@
     python recipes/transformer.py --data ~/books --vocab 4096 --out runs/books
     python recipes/transformer.py 1b --fsdp 8 --data /data/text
 
-A run's folder gets its configuration, metrics and checkpoints and, at the end, report.html.
+A run's folder gets its configuration, metrics and checkpoints and, at the end, report.html and export/: the model and
+its tokens as a Hugging Face directory.
 """
 
 from pathlib import Path
@@ -145,6 +146,7 @@ def main(
     best = eqx.combine(average, model)  # the average where there is one
     validation = validate(best) if validation is None else validation  # None: it was complete when it was resumed
     samples = sample(best, corpus, sample_key)
+    exported = train.export(best, corpus, out / "export", seq=seq)
     report = train.write_report(
         out,
         title="A Transformer from scratch",
@@ -157,6 +159,7 @@ def main(
         parameters=train.parameter_rows(model, mesh),
     )
     print(f"\n{''.join(samples[0])}\n\n{validation:.3f} bits per byte on held-out text; the report lies in {report}")
+    print(f"the model lies in {exported}, for zoo.load and transformers; recipes/finetune.py goes on from it")
 
 
 def sample(model, corpus, key):

@@ -90,6 +90,11 @@ def test_a_run_learns_and_leaves_what_it_promised(unbroken):
     for part in ("stack.segments.0.blocks.0.mixer.query.weight", "def main(", "xz -9e", "<svg"):
         assert part in report
     assert "http" not in report.replace("http://www.w3.org/2000/svg", "")
+    assert f"the model lies in {out / 'export'}" in printed
+    exported = zoo.load(out / "export")
+    assert exported.embedding.weight.shape == (256, 16) and train.read_tokenizer(out / "export").vocab == 256
+    facts = json.loads((out / "export" / "config.json").read_text())
+    assert (facts["model_type"], facts["max_position_embeddings"], facts["bos_token_id"]) == ("qwen3", 16, 0)
 
 
 def wait_for_checkpoint(process, out):
@@ -157,6 +162,8 @@ def test_the_other_options_work_together(text, tmp_path):
     options = {"fsdp": 4, "tensor": 2, "dtype": "bfloat16", "microbatches": 2, "zero": 1, "ema": 0.9, "vocab": 300}
     transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"steps": 2, "batch": 16} | options)
     assert (tmp_path / "run" / "report.html").exists()
+    assert train.read_tokenizer(tmp_path / "run" / "export").vocab == 300
+    assert zoo.load(tmp_path / "run" / "export").embedding.weight.shape == (300, 16)
 
 
 def test_help_explains_every_flag():

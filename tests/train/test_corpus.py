@@ -45,14 +45,14 @@ def test_every_text_file_is_in_one_split(folder, tmp_path, vocab):
     assert sorted(documents["train"] + documents["validation"]) == sorted(
         path.read_bytes() for path in folder.rglob("*") if path.stem.isdigit()
     )
-    assert (corpus.files, corpus.binary, corpus.vocab) == (60, 2, vocab)
+    assert (corpus.texts, corpus.binary, corpus.vocab) == (60, 2, vocab)
     assert 1 <= len(documents["validation"]) <= 10
     for name, split in dict(train=corpus.train, validation=corpus.validation).items():
         assert split.text_tokens == np.count_nonzero(split.tokens)
         assert split.text_bytes == sum(map(len, documents[name])) == int(corpus.tokenizer.lengths[split.tokens].sum())
     joined = b"".join(documents["validation"])
     assert corpus.xz == pytest.approx(8 * len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)) / len(joined))
-    assert "60 files, 2 skipped as binary" in str(corpus)
+    assert "60 texts, 2 skipped as binary" in str(corpus)
 
 
 def test_the_split_depends_on_each_file_alone(folder, tmp_path):
@@ -121,14 +121,14 @@ def test_one_large_file_is_cut_into_passages(tmp_path):
     file.write_text("".join(f"line {i} of a long book\n" for i in range(40_000)))
     corpus = text((file,), cache=tmp_path / "cache")
     documents = read(corpus)
-    assert corpus.files == 1 and len(documents["train"]) + len(documents["validation"]) > 20 and documents["validation"]
+    assert corpus.texts == 1 and len(documents["train"]) + len(documents["validation"]) > 20 and documents["validation"]
     assert all(document.endswith(b"\n") for document in documents["train"])
     assert sum(map(len, documents["train"] + documents["validation"])) == file.stat().st_size
 
 
 def test_the_standard_library_is_the_default(tmp_path):
     corpus = text(cache=tmp_path)
-    assert corpus.files > 300 and corpus.validation.text_bytes > 100_000
+    assert corpus.texts > 300 and corpus.validation.text_bytes > 100_000
     assert "import" in corpus.decode(corpus.train.tokens[:20_000])
 
 

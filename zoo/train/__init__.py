@@ -9,12 +9,15 @@ from .checkpoint import Checkpoints, Restored
 from .command import command
 from .corpus import Corpus, text
 from .data import Batches, Ordered, Source, Split, Stream, Windows, bits_per_byte
+from .export import export
 from .interrupt import Interrupt
 from .masks import decay_mask, matrices
 from .metrics import Metrics, read_lines
 from .parameters import parameter_rows
+from .remat import rematerialise
 from .report import ParameterRow, write_report
 from .run import Run
+from .tokens import Tokenizer, read_tokenizer
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "Split",
     "Stream",
     "TensorBoard",
+    "Tokenizer",
     "Tracker",
     "WeightsAndBiases",
     "Windows",
@@ -38,9 +42,12 @@ __all__ = [
     "command",
     "decay_mask",
     "ema",
+    "export",
     "matrices",
     "parameter_rows",
     "read_lines",
+    "read_tokenizer",
+    "rematerialise",
     "text",
     "write_report",
 ]

@@ -2,12 +2,14 @@
 
     corpus = text()                                    # Python's own standard library, as bytes
     corpus = text((Path("books"),), vocab=4096)        # any files and folders, byte pairs learnt from them
+    corpus = text({"a": "...", "b": "..."})            # any texts by name
+    corpus = text(tokenizer=read_tokenizer(folder))    # with the tokens of a checkpoint
     print(corpus)                                      # how much there is, what was skipped
     corpus.train, corpus.validation                    # see data.py
     corpus.decode(corpus.encode("def main():"))
 
-A document is a file of UTF-8 text. About one in twenty, chosen by a hash of its name and its bytes, is held out: the
-same ones on every machine, whatever else the corpus holds.
+A document is a file of UTF-8 text, or a text by name. About one in twenty, chosen by a hash of its name and its bytes,
+is held out: the same ones on every machine, whatever else the corpus holds.
 """
 
 import hashlib
@@ -16,7 +18,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from jaxtyping import Array, Int, Integer
 
 from .data import Split
 from .files import read_json, write_json
-from .tokens import SEPARATOR, BytePairs, Bytes, Tokenizer
+from .tokens import BytePairs, Bytes, Tokenizer
 
 FORMAT = 2  # raised whenever what is written changes
 HELD_OUT = 1 / 20
@@ -41,7 +43,7 @@ class Corpus:
     """A text in two parts, and its tokens.
 
     `xz` is what `xz -9e` needs for the validation text alone, in bits per byte: a floor to show beside a model's loss.
-    `files` counts what was read, `binary` the files that were not (they hold a NUL, or are not UTF-8). `directory`
+    `texts` counts what was read, `binary` the files that were not (they hold a NUL, or are not UTF-8). `directory`
     holds the cached tokens, and its name is a hash of all that made them.
     """
 
@@ -49,17 +51,17 @@ class Corpus:
     validation: Split
     tokenizer: Tokenizer
     xz: float
-    files: int
+    texts: int
     binary: int
     directory: Path
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are, the separator (0) included."""
+        """How many tokens there are, the separator included."""
         return self.tokenizer.vocab
 
     def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
-        """The tokens of `text`. A prompt that begins a document begins with a separator: put a 0 before."""
+        """The tokens of `text`. A prompt that begins a document begins with `tokenizer.separator`: put it before."""
         return next(iter(self.tokenizer.encode_all([text.encode()]))).astype(np.int32)
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
@@ -70,7 +72,7 @@ class Corpus:
         parts = (f"{split.name} {split.text_bytes:,} bytes" for split in (self.train, self.validation))
         skipped = f", {self.binary} skipped as binary" if self.binary else ""
         parts = [
-            f"{self.files:,} files{skipped}",
+            f"{self.texts:,} texts{skipped}",
             *parts,
             f"vocabulary {self.vocab:,}",
             f"xz {self.xz:.3f} bits per byte",
@@ -78,10 +80,18 @@ class Corpus:
         return ", ".join(parts)
 
 
-def text(paths: Sequence[Path] = (), *, vocab: int = 256, cache: Path | None = None) -> Corpus:
-    """The corpus of `paths`, files and folders of text; of this Python's standard library where there are none.
+def text(
+    source: Sequence[Path] | Mapping[str, str] = (),
+    *,
+    vocab: int = 256,
+    tokenizer: Tokenizer | None = None,
+    cache: Path | None = None,
+) -> Corpus:
+    """The corpus of `source`: files and folders of text, or texts by name; this Python's standard library where there
+    are none.
 
-    **Arguments:** `vocab` is 256 for bytes, more for byte pairs. Tokens are kept in a folder of `cache` (by default
+    **Arguments:** `vocab` is 256 for bytes, more for byte pairs; a `tokenizer` that is there already stands in for it.
+    Tokens are kept in a folder of `cache` (by default
     `equizoo` in the user's cache folder), named by a hash of all that made them: another call finds them there.
 
     **Raises** `FileNotFoundError` for a path that is not there; `ValueError` for a path without text, text that cannot
@@ -89,36 +99,40 @@ def text(paths: Sequence[Path] = (), *, vocab: int = 256, cache: Path | None = N
     """
     if vocab < 256:
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
-    documents, files, binary = _library() if not paths else _documents([Path(path) for path in paths])
+    documents, texts, binary = _documents(source) if source else _library()
     train, validation = _split(documents)
-    digest = hashlib.blake2b(f"{FORMAT} {vocab}".encode(), digest_size=12)
+    digest = hashlib.blake2b(f"{FORMAT} {vocab if tokenizer is None else tokenizer.key}".encode(), digest_size=12)
     for document in documents:
         digest.update(document.digest)
     directory = (cache or _cache()) / digest.hexdigest()
     if not directory.exists():
-        _make(directory, train, validation, vocab)
+        _make(directory, train, validation, vocab, tokenizer)
     about = read_json(directory / "about.json")
-    tokenizer = Bytes() if vocab == 256 else BytePairs(directory / "tokenizer.json", vocab)
+    if tokenizer is None:
+        tokenizer = Bytes() if vocab == 256 else BytePairs(directory / "tokenizer.json", vocab)
 
     def split(name: str) -> Split:
-        tokens = np.memmap(directory / f"{name}.bin", _width(vocab), "r")
-        return Split(name, tokens, tokenizer.lengths, about[name]["bytes"], about[name]["tokens"])
+        tokens = np.memmap(directory / f"{name}.bin", _width(tokenizer.vocab), "r")
+        size, count = about[name]["bytes"], about[name]["tokens"]
+        return Split(name, tokens, tokenizer.lengths, size, count, tokenizer.separator)
 
-    return Corpus(split("train"), split("validation"), tokenizer, about["xz"], files, binary, directory)
+    return Corpus(split("train"), split("validation"), tokenizer, about["xz"], texts, binary, directory)
 
 
 @dataclass(frozen=True)
 class _Document:
-    """The bytes `start` to `stop` of a file, and the hash of its name and of these bytes."""
+    """The bytes `start` to `stop` of a file, or of a text, and the hash of its name and of these bytes."""
 
     name: str
-    path: Path
+    source: Path | bytes
     start: int
     stop: int
     digest: bytes
 
     def read(self) -> bytes:
-        with self.path.open("rb") as file:
+        if isinstance(self.source, bytes):
+            return self.source[self.start : self.stop]
+        with self.source.open("rb") as file:
             file.seek(self.start)
             return file.read(self.stop - self.start)
 
@@ -129,19 +143,21 @@ def _library() -> tuple[list[_Document], int, int]:
     folders = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"}
     found = [(path.relative_to(root).as_posix(), path) for path in _walk(root, folders) if path.suffix == ".py"]
     out = ("pydoc_data/topics.py", "_sysconfigdata")
-    return _read([(name, path) for name, path in found if not name.startswith(out)], [root])
+    return _read([(name, path) for name, path in found if not name.startswith(out)], str(root))
 
 
-def _documents(paths: Sequence[Path]) -> tuple[list[_Document], int, int]:
+def _documents(source: Sequence[Path] | Mapping[str, str]) -> tuple[list[_Document], int, int]:
+    if isinstance(source, Mapping):
+        return _read([(name, written.encode()) for name, written in source.items()], "the texts given")
     found = []
-    for path in paths:
+    for path in map(Path, source):
         if path.is_dir():
             found += [(file.relative_to(path).as_posix(), file) for file in _walk(path)]
         elif path.exists():
             found.append((path.name, path))
         else:
             raise FileNotFoundError(f"{path}: there is no such file or folder to read text from")
-    return _read(found, paths)
+    return _read(found, ", ".join(map(str, source)))
 
 
 def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterable[Path]:
@@ -151,25 +167,28 @@ def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterable[Path]:
         yield from (Path(folder) / name for name in files if not name.startswith("."))
 
 
-def _read(found: Sequence[tuple[str, Path]], paths: Sequence[Path]) -> tuple[list[_Document], int, int]:
-    """The documents in named files, in the order of their names, and how many files were text and how many not."""
+def _read(found: Sequence[tuple[str, Path | bytes]], where: str) -> tuple[list[_Document], int, int]:
+    """The documents in named files or texts, in the order of their names; how many of them were text, how many not."""
     documents, texts, binary = [], [], 0
-    for name, path in sorted(found):
-        content = path.read_bytes()
+    for name, source in sorted(found):
+        content = _content(source)
         if content and _is_text(content):
-            texts.append((name, path))
-            documents.append(_document(name, path, content, 0, len(content)))
+            texts.append((name, source))
+            documents.append(_document(name, source, content, 0, len(content)))
         else:
             binary += bool(content)
     if not texts:
-        where = ", ".join(map(str, paths))
         raise ValueError(
             f"{where}: no text there: {binary} files hold NUL bytes or are not UTF-8, all others are empty"
         )
     if len(texts) < FEW_FILES:
         # One large file is one document, which no hash can divide.
-        documents = [passage for name, path in texts for passage in _passages(name, path)]
+        documents = [passage for name, source in texts for passage in _passages(name, source)]
     return documents, len(texts), binary
+
+
+def _content(source: Path | bytes) -> bytes:
+    return source if isinstance(source, bytes) else source.read_bytes()
 
 
 def _is_text(content: bytes) -> bool:
@@ -179,17 +198,17 @@ def _is_text(content: bytes) -> bool:
         return False
 
 
-def _document(name: str, path: Path, content: bytes, start: int, stop: int) -> _Document:
+def _document(name: str, source: Path | bytes, content: bytes, start: int, stop: int) -> _Document:
     digest = hashlib.blake2b(name.encode() + b"\0" + content[start:stop], digest_size=16).digest()
-    return _Document(name, path, start, stop, digest)
+    return _Document(name, source, start, stop, digest)
 
 
-def _passages(name: str, path: Path) -> Iterable[_Document]:
-    """A file cut at the ends of lines into passages of at least PASSAGE bytes."""
-    content, start = path.read_bytes(), 0
+def _passages(name: str, source: Path | bytes) -> Iterable[_Document]:
+    """A text cut at the ends of lines into passages of at least PASSAGE bytes."""
+    content, start = _content(source), 0
     while start < len(content):
         stop = content.find(b"\n", start + PASSAGE) + 1 or len(content)
-        yield _document(name, path, content, start, stop)
+        yield _document(name, source, content, start, stop)
         start = stop
 
 
@@ -197,7 +216,7 @@ def _split(documents: Sequence[_Document]) -> tuple[list[_Document], list[_Docum
     """Training and validation documents: a document's own hash decides, neither its place nor its neighbours."""
     if len(documents) < 2:
         raise ValueError(
-            f"{documents[0].path}: a single passage of {documents[0].stop} bytes, which cannot be split for training "
+            f"{documents[0].name}: a single passage of {documents[0].stop} bytes, which cannot be split for training "
             f"and validation: take more files, or more than {2 * PASSAGE:,} bytes"
         )
     share = {document: int.from_bytes(document.digest[:8], "big") / 2**64 for document in documents}
@@ -207,21 +226,28 @@ def _split(documents: Sequence[_Document]) -> tuple[list[_Document], list[_Docum
     return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
 
 
-def _make(directory: Path, train: Sequence[_Document], validation: Sequence[_Document], vocab: int) -> None:
-    """Write tokens, tokenizer and facts into `directory`: made elsewhere and renamed, so it is there whole or not."""
+def _make(
+    directory: Path,
+    train: Sequence[_Document],
+    validation: Sequence[_Document],
+    vocab: int,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Write tokens, facts, and byte pairs where they are learnt, into `directory`: made elsewhere and renamed, so it is
+    there whole or not."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
     try:
-        if vocab == 256:
+        if tokenizer is None and vocab == 256:
             tokenizer = Bytes()
-        else:
+        elif tokenizer is None:
             tokenizer = BytePairs.train(_sample(train), vocab, part / "tokenizer.json")
         about: dict[str, Any] = dict(xz=_xz(validation))
         for name, documents in (("train", train), ("validation", validation)):
             count = 0
             with (part / f"{name}.bin").open("wb") as file:
                 for tokens in tokenizer.encode_all(document.read() for document in documents):
-                    file.write(np.append(SEPARATOR, tokens).astype(_width(vocab)).tobytes())
+                    file.write(np.append(tokenizer.separator, tokens).astype(_width(tokenizer.vocab)).tobytes())
                     count += len(tokens)
             about[name] = dict(bytes=sum(document.stop - document.start for document in documents), tokens=count)
         write_json(part / "about.json", about)

@@ -51,10 +51,18 @@ class Windows:
     Past the end of the text lie separators, whose weight is 0: the last window may be short, later ones are empty.
     """
 
-    def __init__(self, tokens: Integer[np.ndarray, "tokens"], seq: int, *, documents: bool = False):
+    def __init__(
+        self,
+        tokens: Integer[np.ndarray, "tokens"],
+        seq: int,
+        *,
+        documents: bool = False,
+        separator: int = SEPARATOR,
+    ):
         self.tokens = tokens
         self.seq = seq
         self.documents = documents
+        self.separator = separator
 
     def __len__(self) -> int:
         return math.ceil(max(len(self.tokens) - 1, 0) / self.seq)
@@ -62,15 +70,15 @@ class Windows:
     def __getitem__(self, index: int) -> Row:
         start = index * self.seq
         window = np.asarray(self.tokens[start : start + self.seq + 1], np.int32)
-        window = np.pad(window, (0, self.seq + 1 - len(window)), constant_values=SEPARATOR)
+        window = np.pad(window, (0, self.seq + 1 - len(window)), constant_values=self.separator)
         tokens, targets = window[:-1], window[1:]
-        row = dict(tokens=tokens, targets=targets, weights=(targets != SEPARATOR).astype(np.float32))
-        return row | documents_of(tokens) if self.documents else row
+        row = dict(tokens=tokens, targets=targets, weights=(targets != self.separator).astype(np.float32))
+        return row | documents_of(tokens, self.separator) if self.documents else row
 
 
-def documents_of(tokens: Integer[np.ndarray, "seq"]) -> Row:
+def documents_of(tokens: Integer[np.ndarray, "seq"], separator: int = SEPARATOR) -> Row:
     """`segment_ids` and `positions` of a window: a separator is a document's first token."""
-    starts = tokens == SEPARATOR
+    starts = tokens == separator
     starts[0] = True
     place = np.arange(len(tokens), dtype=np.int32)
     first = np.maximum.accumulate(np.where(starts, place, 0))
@@ -90,6 +98,7 @@ class Split:
     lengths: Int[np.ndarray, "vocab"]
     text_bytes: int
     text_tokens: int
+    separator: int = SEPARATOR
 
     def batches(
         self, seq: int, batch: int, *, seed: int = 0, documents: bool = False, process: tuple[int, int] | None = None
@@ -107,7 +116,7 @@ class Split:
                 f"the {self.name} text has {len(self.tokens)} tokens, too few for one window of {seq} and its last "
                 "target: take a shorter seq, or more text"
             )
-        windows = Windows(self.tokens[: whole * seq + 1], seq, documents=documents)
+        windows = Windows(self.tokens[: whole * seq + 1], seq, documents=documents, separator=self.separator)
         # A pass is shuffled by itself, so a text of fewer windows than a batch repeats them within one.
         return Batches(windows, batch, seed=seed, process=process, bytes_per_token=self.bytes_per_token)
 
@@ -124,7 +133,7 @@ class Split:
 
         **Raises** `ValueError` for an empty text, or a batch that the processes cannot share evenly.
         """
-        windows = Windows(self.tokens, seq, documents=documents)
+        windows = Windows(self.tokens, seq, documents=documents, separator=self.separator)
         if not len(windows):
             raise ValueError(f"the {self.name} text is empty: take more text")
         whole = math.ceil(len(windows) / batch)
@@ -205,7 +214,7 @@ class Ordered:
         self._chosen = chosen
         self.batch = batch
         targets = np.concatenate([windows[int(index)]["targets"] for index in chosen])
-        self.bytes_per_token = float(lengths[targets].sum() / max(np.count_nonzero(targets != SEPARATOR), 1))
+        self.bytes_per_token = float(lengths[targets].sum() / max(np.count_nonzero(targets != windows.separator), 1))
 
     def __len__(self) -> int:
         return len(self._chosen) // self.batch

@@ -1,0 +1,138 @@
+"""Fine-tuning from a directory to a directory: on one mesh and another, stopped and resumed, and refused in words."""
+
+import inspect
+import json
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import zoo
+from recipes import finetune
+from zoo import train
+
+TINY = {"seq": 16, "batch": 8, "steps": 4, "warmup": 1, "validate_every": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "it", "was", "flat"]
+    pick = random.Random(0)
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(" ".join(pick.choice(words) for _ in range(100)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(text, tmp_path_factory):
+    """A model as transformer.py leaves it, untrained."""
+    sizes = {"vocab": 256, "embed": 16, "layers": 2, "heads": 4, "mlp": 32}
+    model = zoo.models.Transformer(**sizes, qk_norm=True, key=jax.random.key(0))
+    return train.export(model, train.text((text,)), tmp_path_factory.mktemp("start") / "export", seq=16)
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, start, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    finetune.main(start=start, data=(text,), old=(text,), out=out, fsdp=2, tensor=2, **TINY)
+    return out
+
+
+def test_it_learns_exports_and_reports(unbroken, start):
+    lines = train.read_lines(unbroken / "metrics.jsonl")
+    assert [line["step"] for line in lines if "new" in line and "old" in line] == [2, 4]
+    assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
+    before, after = (zoo.load(folder) for folder in (start, unbroken / "export"))
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert not np.array_equal(before.embedding.weight, after.embedding.weight)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (start / name).read_bytes() == (unbroken / "export" / name).read_bytes()
+    report = (unbroken / "report.html").read_text()
+    for part in (
+        "validation, old text",
+        "When a function is called",
+        "→",
+        "stack.segments.0.blocks.0.mixer.query.weight",
+    ):
+        assert part in report
+
+
+def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints" / "4")
+    shutil.rmtree(out / "export")
+    finetune.main(start=start, data=(text,), old=(text,), out=out, fsdp=2, tensor=2, resume=True, **TINY)
+    assert (out / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
+    for file in (unbroken / "export").iterdir():
+        assert (out / "export" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_from_where_the_other_recipe_leaves_its_model(start, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(start, finetune.START)
+    finetune.main(fsdp=2, tensor=2, **TINY)
+    printed = capsys.readouterr().out
+    assert "was read again bit for bit; the report lies in runs/finetune/report.html" in printed
+    assert "before: " in printed and "on the old text" in printed
+
+
+def test_the_other_options_work_together_on_byte_pairs(text, tmp_path):
+    corpus = train.text((text,), vocab=300)
+    sizes = {"vocab": 300, "embed": 16, "layers": 2, "heads": 4, "mlp": 32}
+    model = zoo.models.Transformer(**sizes, key=jax.random.key(0))
+    start = train.export(model, corpus, tmp_path / "start", seq=16)
+    options = {"dtype": "bfloat16", "microbatches": 2, "zero": 1, "fsdp": 4, "tensor": 2, "remat": "dots"}
+    changes = {"steps": 2, "batch": 16, "seq": 20}
+    finetune.main(start=start, data=(text,), old=(text,), out=tmp_path / "run", **TINY | changes | options)
+    config = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 20 and config["dtype"] == "float32"
+    again = train.read_tokenizer(tmp_path / "run" / "export")
+    tokens = next(iter(again.encode_all([b"the cat sat"])))
+    assert tokens.tolist() == corpus.encode("the cat sat").tolist() and len(tokens) < 11
+
+
+def complaint(capsys, *words):
+    """The line that a command ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        train.command(finetune.main, arguments=[str(word) for word in words])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input_is_one_clear_line(text, start, unbroken, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    wanted = (
+        "runs/transformer/export: no model there; `python recipes/transformer.py` makes one in runs/transformer/export"
+    )
+    assert wanted in complaint(capsys)
+    few = tmp_path / "few"
+    shutil.copytree(start, few)
+    facts = json.loads((few / "config.json").read_text())
+    (few / "config.json").write_text(json.dumps(facts | {"vocab_size": 200}))
+    assert "has 256 tokens, and the model that" in complaint(capsys, "--start", few, "--data", text)
+    (few / "tokenizer.json").unlink()
+    assert "tokenizer.json: there is no such file" in complaint(capsys, "--start", few, "--data", text)
+    given = ("--start", start, "--data", text, "--old", text)
+    assert "do not share out over data=8" in complaint(capsys, *given, "--batch", 12, "--seq", 16)
+    assert "resume it" in complaint(capsys, *given, "--out", unbroken, "--seq", 16)
+    assert not (tmp_path / "runs").exists()
+
+
+FLAGS = [
+    *("start", "data", "old", "seq", "batch", "microbatches", "steps", "learning_rate", "warmup", "weight_decay"),
+    *("dtype", "remat", "fsdp", "tensor", "zero", "validate_every", "seed", "out", "resume"),
+]
+
+
+def test_flags_are_a_surface():
+    assert list(inspect.signature(finetune.main).parameters) == FLAGS

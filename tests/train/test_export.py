@@ -1,0 +1,163 @@
+"""What a run leaves for other tools: a model that loads as it was, and tokens that everyone reads alike."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zoo
+from zoo.train import export, read_tokenizer, rematerialise, text
+from zoo.train.tokens import BytePairs, Bytes
+
+SIZES = {"embed": 16, "layers": 2, "heads": 2, "mlp": 32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (root / f"{i}.txt").write_text(f"the quick brown fox {i} jumps, naïve λ ✓\n" * 20)
+    return root
+
+
+def checkpoint(directory, tokenizer, **config):
+    """What `read_tokenizer` looks at."""
+    directory.mkdir(exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("vocab", [256, 300])
+def test_a_model_made_from_scratch_comes_back_as_it_was(folder, tmp_path, vocab):
+    corpus = text((folder,), vocab=vocab, cache=tmp_path / "cache")
+    model = zoo.models.Transformer(vocab=vocab, qk_norm=True, **SIZES, key=jax.random.key(0))
+    assert export(model, corpus, tmp_path / "model", seq=64) == tmp_path / "model"
+    again = zoo.load(tmp_path / "model")
+    tokens = jnp.asarray(corpus.encode("the quick brown fox"))[None]
+    assert np.array_equal(model(tokens), again(tokens))
+    facts = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert [facts[f"{name}_token_id"] for name in ("bos", "eos")] == [0, 0] and facts["max_position_embeddings"] == 64
+    assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["bos_token"] == "\0"
+    read = read_tokenizer(tmp_path / "model")
+    assert type(read) is (Bytes if vocab == 256 else BytePairs) and read.separator == 0
+    assert np.array_equal(read.lengths, corpus.tokenizer.lengths)
+    export(again, text((folder,), tokenizer=read, cache=tmp_path / "cache"), tmp_path / "twice", seq=32)
+    for file in (tmp_path / "model").iterdir():
+        assert file.read_bytes() == (tmp_path / "twice" / file.name).read_bytes(), file.name
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bytes")
+    Bytes().save(directory)
+    return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
+@settings(max_examples=200)
+def test_bytes_are_the_same_to_other_tools(of_bytes, written):
+    ids = of_bytes.encode(written).ids
+    assert ids == list(written.encode())
+    assert of_bytes.decode(ids, skip_special_tokens=False) == written
+    assert of_bytes.decode([0, *ids]) == written.replace("\0", "")
+
+
+def test_a_tokenizer_of_bytes_has_256_tokens_and_no_others(of_bytes):
+    assert of_bytes.get_vocab_size() == 256
+    assert sorted(of_bytes.get_vocab().values()) == list(range(256)) and of_bytes.id_to_token(0) == "\0"
+
+
+def test_bytes_are_read_and_written_without_the_package(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    Bytes().save(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    assert isinstance(read_tokenizer(tmp_path), Bytes)
+
+
+def test_the_tokens_of_a_checkpoint_whose_separator_is_its_last(folder, tmp_path):
+    """As GPT-2 has them: byte-level, one token for the beginning and the end, and one added that is text."""
+    learnt = text((folder,), vocab=300, cache=tmp_path / "cache")
+    made = tokenizers.Tokenizer.from_file(str(learnt.directory / "tokenizer.json"))
+    made.enable_truncation(4)
+    count = made.get_vocab_size()
+    made.add_tokens(["    "])
+    made.add_special_tokens(["<end>"])
+    tokenizer = read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=320, eos_token_id=[count + 1, 3]))
+    assert (tokenizer.separator, tokenizer.vocab) == (count + 1, 320)
+    assert tokenizer.lengths[count] == 4 and tokenizer.lengths[count + 1] == 0
+    written = "def f():\n    return '<end>'  # the quick brown fox"
+    (tokens,) = tokenizer.encode_all([written.encode()])
+    assert count in tokens and count + 1 not in tokens and tokenizer.decode(tokens).decode() == written
+
+    corpus = text((folder,), tokenizer=tokenizer, cache=tmp_path / "cache")
+    starts = np.flatnonzero(np.asarray(corpus.train.tokens) == tokenizer.separator)
+    assert starts[0] == 0 and len(starts) > 20 and corpus.directory != learnt.directory
+    assert corpus.train.text_bytes == int(tokenizer.lengths[corpus.train.tokens].sum())
+    batch = next(corpus.train.batches(seq=64, batch=8, documents=True))
+    assert np.array_equal(batch["weights"] == 0, batch["targets"] == tokenizer.separator)
+    assert (batch["positions"][batch["tokens"] == tokenizer.separator] == 0).all()
+    last = list(corpus.validation.ordered(seq=64, batch=8))[-1]
+    assert not last["weights"][last["targets"] == tokenizer.separator].any()
+    (tmp_path / "b").mkdir()
+    corpus.tokenizer.save(tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())["bos_token"] == "<end>"
+
+
+def test_the_tokens_of_a_checkpoint_that_falls_back_to_bytes(tmp_path):
+    """As LLaMA has them: `▁` for a space, `<0x0A>` for a byte that is in no piece."""
+    pieces = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "b"]
+    words = {piece: index for index, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("▁", "a")], byte_fallback=True))
+    made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    rest = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.Replace("▁", " "), *rest])
+    made.add_special_tokens(["<s>"])
+    tokenizer = read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=261, bos_token_id=0, eos_token_id=2))
+    (tokens,) = tokenizer.encode_all(["b a λ\n".encode()])
+    assert tokens.tolist() == [260, 259, 257, 0xCE + 1, 0xBB + 1, 0x0A + 1]
+    assert tokenizer.decode(tokens).decode() == "b a λ\n" and tokenizer.lengths[tokens].tolist() == [1, 2, 1, 1, 1, 1]
+
+
+def test_tokens_that_do_not_fit_are_refused_in_words(folder, tmp_path):
+    made = tokenizers.Tokenizer.from_file(
+        str(text((folder,), vocab=300, cache=tmp_path / "cache").directory / "tokenizer.json")
+    )
+    count = made.get_vocab_size()
+    with pytest.raises(ValueError, match=rf"tokenizer.json has {count} tokens, and the model that .* knows 280"):
+        read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=280, bos_token_id=0))
+    with pytest.raises(ValueError, match="names no token of the 300 as bos_token_id or eos_token_id"):
+        read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=300, bos_token_id=None))
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
+    with pytest.raises(ValueError, match="neither byte-level nor do they fall back to bytes"):
+        read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=2, bos_token_id=0))
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "a" / name).unlink()
+        with pytest.raises(FileNotFoundError, match=f"{name}: there is no such file"):
+            read_tokenizer(tmp_path / "a")
+
+
+def test_texts_by_name_are_a_corpus(tmp_path):
+    texts = {f"topic {i}": f"about {i}: naïve λ\n" * 9 for i in range(30)}
+    corpus = text(texts | {"binary": "a\0b"}, cache=tmp_path)
+    assert (corpus.texts, corpus.binary) == (30, 1)
+    assert corpus.train.text_bytes + corpus.validation.text_bytes == sum(len(t.encode()) for t in texts.values())
+    assert text(dict(reversed(texts.items())), cache=tmp_path).directory == corpus.directory
+    with pytest.raises(ValueError, match="the texts given: no text there"):
+        text({"binary": "a\0b"}, cache=tmp_path)
+
+
+def test_what_is_computed_again_changes_nothing_else():
+    model = zoo.models.Transformer(vocab=7, **SIZES, key=jax.random.key(0))
+    other = rematerialise(model, "full")
+    assert (model.stack.remat, other.stack.remat) == ("none", "full")
+    assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True))
+    unstacked = eqx.tree_at(lambda model: model.stack, model, model.stack.unstacked())
+    with pytest.raises(ValueError, match="Unstacked does not compute its layers again"):
+        rematerialise(unstacked, "full")
