@@ -67,12 +67,19 @@ class Bytes:
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         separator = {"id": SEPARATOR, "content": "\0", "special": True}
         separator |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        begun = [{"SpecialToken": {"id": "\0", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
         write_json(
             directory / FILE,
             {
                 "version": "1.0",
                 "added_tokens": [separator],
                 "pre_tokenizer": byte_level,
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": begun,
+                    "pair": [*begun, {"Sequence": {"id": "B", "type_id": 0}}],
+                    "special_tokens": {"\0": {"id": "\0", "ids": [SEPARATOR], "tokens": ["\0"]}},
+                },
                 "decoder": byte_level,
                 "model": {"type": "BPE", "vocab": _bytes(), "merges": []},
             },
@@ -124,6 +131,9 @@ class BytePairs:
             vocab_size=vocab, special_tokens=["\0"], initial_alphabet=sorted(level.alphabet()), show_progress=False
         )
         tokenizer.train_from_iterator((document.decode() for document in documents), trainer)
+        # whoever reads the file puts the separator in front of a text, as it stood in training
+        begun = tokenizers.processors.TemplateProcessing(single="\0 $A", special_tokens=[("\0", SEPARATOR)])
+        tokenizer.post_processor = begun
         tokenizer.save(str(path))
         return BytePairs(path, vocab)
 
