@@ -158,6 +158,8 @@ def exported(model: PyTree, table: Table) -> tuple[Shapes, Callable[[str], np.nd
     def tensor(name: str) -> np.ndarray:
         of = planned[name]
         parts = [on_host(leaves[piece.leaf], piece.index) for piece in of.pieces]
+        if len(parts) == 1 and not of.row.transposed:
+            return parts[0]
         whole = np.empty(of.shape, parts[0].dtype)
         for view, part in zip(of.row.views(whole, of.parts, of.lead), parts, strict=True):
             view[...] = part.reshape(view.shape)
@@ -189,4 +191,10 @@ def on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
     """`array[index]`, put together from wherever its shards are."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array[index], tiled=True))
-    return np.asarray(array[index])
+    if index or not isinstance(array, jax.Array):
+        return np.asarray(array[index])
+    whole = np.empty(array.shape, array.dtype)  # by shards: JAX would keep a copy of the whole on the host
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            whole[shard.index] = shard.data
+    return whole
