@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo.layers import Linear
-from zoo.parallel import Dim, Module, offset, reduce, scan
+from zoo.parallel import Dim, Module, offset, reduce, scan, varying
+from zoo.parallel.collectives import whole
 
 KEY = jax.random.key(0)
 GLOBAL = jnp.ones(3)
@@ -108,6 +109,48 @@ def test_spmd_names_what_it_returns():
     assert jnp.allclose(y, x @ jnp.asarray(up.weight).T, atol=1e-5)
     rows = zoo.spmd(lambda up, x: run(up, x)[1]["first"], mesh, out="batch")(up, x)
     assert rows.tolist() == list(range(8))
+
+
+class Rows(Module):
+    """What a program may hand on to the next: rows, a number that all devices share, a dim that is split."""
+
+    x: Float[Array, "batch embed"]
+    wide: Float[Array, "batch mlp"]
+    count: Float[Array, ""]
+
+
+def test_a_module_in_a_result_lies_as_its_annotations_say():
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    up = zoo.place(Linear(16, 32, in_=Dim("embed"), out=Dim("mlp"), key=KEY), mesh)
+    x = jax.random.normal(KEY, (8, 16))
+
+    def run(up, x):
+        return up, [Rows(x, zoo.parallel.gather(up)(x), jnp.ones(()))], x.sum(1)
+
+    same, (rows,), sums = zoo.spmd(run, mesh, out=("", "", "batch"))(up, x)
+    assert same.weight.sharding == up.weight.sharding and jnp.array_equal(same.weight, up.weight)
+    assert jnp.allclose(rows.wide, x @ jnp.asarray(up.weight).T, atol=1e-5) and rows.count == 1
+    for array, sharding in zip(jax.tree.leaves(rows), jax.tree.leaves(mesh.shardings(rows)), strict=True):
+        assert array.sharding == sharding
+    assert jnp.allclose(sums, x.sum(1), atol=1e-5)
+    partial = lambda up, x: Rows(x, zoo.parallel.gather(up)(x), x.sum())
+    with pytest.raises(ValueError, match=r"a result count differs between devices along \['data', 'fsdp'\]"):
+        zoo.spmd(partial, mesh, out="")(up, x)
+
+
+def test_the_whole_of_a_split_dim_is_on_every_device():
+    mesh = zoo.make_mesh(data=2, tensor=4)
+    up = zoo.place(Linear(16, 32, in_=Dim("embed"), out=Dim("vocab"), key=KEY), mesh)
+    x = jax.random.normal(KEY, (8, 16))
+
+    def logits(up, x):
+        y = whole(up(x), "vocab", axis=1)
+        assert y.shape == (4, 32) and varying(y) == varying(x) and whole(y, "vocab", axis=1) is y
+        return y
+
+    y = zoo.spmd(logits, mesh, out="batch vocab")(up, x)
+    assert jnp.allclose(y, x @ jnp.asarray(up.weight).T, atol=1e-5)
+    assert y.sharding.spec == jax.sharding.PartitionSpec(("data",))
 
 
 def test_scan_finds_what_its_carry_varies_over():

@@ -6,6 +6,8 @@ nor known to change nothing is an error: it might change the result.
 """
 
 import difflib
+import heapq
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -61,28 +63,32 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     **Raises** `ConfigError` for a key that is unknown, whose value is of another type than it should be, or that asks
     for what we do not compute: all of them at once, by name.
     """
-    config, wrong = Config(family.defaults), []
+    config, wrong, said = Config(family.defaults), [], {}
     only = {**ONLY, **family.only}
     known = {*family.defaults, *family.aliases, *only, *family.inert, *INERT}
     known |= set(ROPE_SPELLINGS) if "rope_parameters" in family.defaults else set()
+    given = {key: value for key, value in given.items() if key not in ignore}
     for key, value in given.items():
         usual = family.aliases.get(key, key)
         if key in only:  # the family's own word: another family's word for the same may be read by nobody
-            if key not in ignore and value not in only[key]:
+            if value not in only[key]:
                 allowed = " or ".join(map(repr, only[key]))
                 wrong.append(f"{key} = {shortened(value)} would change the result, and only {allowed} is computed here")
-        elif key in ignore or (usual in ROPE_SPELLINGS and usual in known):
+        elif usual in ROPE_SPELLINGS and usual in known:
             continue
         elif usual in family.defaults:
             if complaint := misfit(value, family.defaults[usual], usual):
                 wrong.append(f"{key} = {shortened(value)} {complaint}")
+            elif usual in said and given[said[usual]] != value:
+                wrong.append(f"{key} and {said[usual]} are two words for one thing and say different things")
             else:
                 config[usual] = float(value) if isinstance(family.defaults[usual], float) else value
+                said[usual] = key
         elif key not in known and value is not None:
             wrong.append(f"{key} = {shortened(value)} is not a key of {family.name} that we know{nearest(key, known)}")
     if "rope_parameters" in family.defaults:
         try:
-            config["rope_parameters"] = rope_parameters(family, given)
+            config["rope_parameters"] = rope_parameters(family, {key: given[key] for key in given.keys() - only.keys()})
         except ConfigError as error:
             wrong.append(str(error))
     if wrong:
@@ -145,7 +151,7 @@ def rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
 
     **Raises** `ConfigError` for an unknown kind, and for a key that is missing, unknown or no number.
     """
-    usual = {family.aliases.get(key, key): value for key, value in given.items()}
+    usual = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
     found = dict(family.defaults["rope_parameters"])
     for key in ("rope_theta", "partial_rotary_factor"):
         found |= {key: usual[key]} if usual.get(key) is not None else {}
@@ -196,8 +202,17 @@ def plain(value: Any) -> bool:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean ...?`, or nothing where no known word is like it."""
-    alike = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    known = sorted(known)
+    if len(known) > 300:  # the tensors of a checkpoint: difflib would take a second for each word
+        known = heapq.nlargest(30, known, key=lambda other: shared_ends(word, other))
+    alike = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean {alike[0]!r}?" if alike else ""
+
+
+def shared_ends(one: str, other: str) -> int:
+    """How many characters two words begin and end with alike."""
+    alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return alike(zip(one, other, strict=False)) + alike(zip(reversed(one), reversed(other), strict=False))
 
 
 def shortened(value: Any) -> str:

@@ -55,6 +55,13 @@ def reduce(x: Array, *, over: str, by: Callable = lax.psum) -> Array:
     return by(x, axes) if axes else x
 
 
+def whole(x: Array, dim: str, axis: int) -> Array:
+    """All of a dim that is split, along `axis` of `x`: the shares of all devices side by side, the same on each. The
+    identity where nothing splits it."""
+    axes = split(x, dim)
+    return lax.all_gather(x, axes, axis=axis, tiled=True, to="invarying") if axes else x
+
+
 def shares(x: Array, dim: str) -> int:
     """Into how many shares `dim` is cut in `x`."""
     axes = split(x, dim)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Key, PRNGKeyArray, PyTree
 from .captured import refuse_captured
 from .collectives import mesh_in_force, varying
 from .layout import Mesh
-from .module import Module, leaves
+from .module import Dim, Leaf, Module, leaves
 from .place import ROWS
 
 
@@ -46,6 +46,7 @@ def spmd(fn: Callable, mesh: Mesh, *, out: PyTree[str]) -> Callable:
 
     - `fn`: any function of modules, batch arrays and scalars.
     - `out`: the dims of what it returns, `"batch seq vocab"`; a tree of them for a tree of results, `""` for a scalar.
+      It names loose arrays: a module in the result lies as its annotations say, at rest, whatever its name here.
 
     The result takes `fn`'s arguments, and a `key` that reaches `fn` as one key a row. It compiles once a shape.
 
@@ -68,13 +69,17 @@ def on_shares(program: Program, args: tuple, key: PRNGKeyArray | None) -> Any:
                 "Derive it from zoo.parallel.Module."
             )
     rows = count_rows(args, program.mesh, program.microbatches)
-    return jitted(program, args, None if key is None else row_keys(key, rows))
+    return keeping((program, args), (), None if key is None else row_keys(key, rows))
 
 
-@eqx.filter_jit
-def jitted(program: Program, args: tuple, keys: Key[Array, "batch"] | None) -> Any:
-    """A `shard_map` outside `jit` is slow at every call, and compiled at every call: here it is compiled once."""
-    arrays, rest = eqx.partition((args, keys), eqx.is_array)
+def jitted(kept: tuple[Program, tuple], args: tuple, keys: Key[Array, "batch"] | None) -> Any:
+    """A `shard_map` outside `jit` is slow at every call, and compiled at every call: here it is compiled once.
+
+    `kept` has the program and its first arguments, `args` those after: `donating` gives the memory of these to the
+    result. Nothing is checked here: callers that bring their own program in a loop skip what `on_shares` costs.
+    """
+    program, first = kept
+    arrays, rest = eqx.partition(((*first, *args), keys), eqx.is_array)
     mesh = program.mesh
     specs = mesh.specs(arrays, ROWS)
 
@@ -85,6 +90,10 @@ def jitted(program: Program, args: tuple, keys: Key[Array, "batch"] | None) -> A
 
     share = partial(jax.shard_map, mesh=mesh.devices, in_specs=(specs,))
     return share(on_one_device, out_specs=program.out_specs(share, on_one_device, arrays))(arrays)
+
+
+keeping = eqx.filter_jit(jitted)
+donating = eqx.filter_jit(jitted, donate="all-except-first")
 
 
 def count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
@@ -146,20 +155,32 @@ class Spmd(Program):
         found: list = []
 
         def look(arrays):
-            found.append(jax.tree.map(varying, on_one_device(arrays)))
+            result = on_one_device(arrays)
+            found.append((jax.tree.map(varying, result), leaves(result)))
             return ()
 
         jax.eval_shape(share(look, out_specs=()), arrays)
-        results, treedef = jax.tree.flatten(found[0], is_leaf=lambda x: isinstance(x, frozenset))
+        axes, described = found[0]
         names = self.out.treedef.unflatten(self.out.names)
-        names = jax.tree.leaves(jax.tree.map(lambda name, part: jax.tree.map(lambda _: name, part), names, found[0]))
-        return jax.tree.unflatten(treedef, [self.spec(n, axes) for n, axes in zip(names, results, strict=True)])
+        names = jax.tree.leaves(jax.tree.map(lambda name, part: jax.tree.map(lambda _: name, part), names, axes))
+        results, treedef = jax.tree.flatten(axes)
+        return jax.tree.unflatten(treedef, list(map(self.spec, names, described, results)))
 
-    def spec(self, names: str, axes: frozenset[str]) -> PartitionSpec:
-        split = [tuple(a for a in self.mesh.axes(dim) if a in axes) or None for dim in names.split()]
-        if missing := axes.difference(*filter(None, split)):
+    def spec(self, names: str, leaf: Leaf, axes: frozenset[str]) -> PartitionSpec:
+        dims = [Dim(name) for name in names.split()] if leaf.dims is None else leaf.dims
+        at_rest = {} if leaf.dims is None else dict(self.mesh.gathered(dims))
+        split: list[tuple[str, ...] | None] = []
+        open_axes = set(axes)
+        for place, dim in enumerate(dims):
+            own = tuple(a for a in self.mesh.axes(dim.name) + at_rest.get(place, ()) if a in open_axes)
+            open_axes -= set(own)
+            split.append(own or None)
+        if open_axes:
+            what = f"named {names!r}" if leaf.dims is None else leaf.name
             raise ValueError(
-                f"a result named {names!r} differs between devices along {sorted(missing)}, which splits none of its "
-                "dims. Name the dim that it splits, or sum partial results with zoo.parallel.reduce(x, over=dim)."
+                f"a result {what} differs between devices along {sorted(open_axes)}, which splits none of its dims. "
+                "Name the dim that it splits, or sum partial results with zoo.parallel.reduce(x, over=dim)."
             )
+        while split and split[-1] is None:  # as JAX writes its own, and Mesh.spec: a result that comes in again is
+            split.pop()  # then no other layout
         return PartitionSpec(*split)

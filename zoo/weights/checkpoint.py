@@ -58,8 +58,9 @@ def understood(
     place: str,
 ) -> Checkpoint:
     """A config and tensors, held against each other."""
+    given = {key: value for key, value in given.items() if key not in ignore}
     try:
-        config = read_config(family, given, ignore=ignore)
+        config = read_config(family, given)
         layers = config["num_hidden_layers"]
         if layers > len(tensors):  # so many would take forever to describe
             raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
@@ -68,7 +69,7 @@ def understood(
     except ValueError as error:  # keys by themselves, or sizes that do not go together
         raise CheckpointError(f"{config_place}{error}") from None
     short = bare(table, set(tensors))
-    model = dataclasses.replace(model, origin=Origin(family, json.dumps(dict(given)), short is not None))
+    model = dataclasses.replace(model, origin=Origin(family, json.dumps(given), short is not None))
     table = table if short is None else short
     planned = plan(model, table)
     head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"

@@ -30,7 +30,7 @@ def load(
     - `mesh`: where it is to lie; every device reads its own share and no more. One device unless given.
     - `dtype`: of all parameters; the file's own unless given.
     - `family`: a family of your own; the one that the config's `model_type` names unless given.
-    - `ignore`: keys of the config to leave out of account.
+    - `ignore`: keys of the config to leave out of account; `save` leaves them out too.
 
     Tensors are read one by one, straight into place: beside the model there is never more than about one of them in
     memory. The model remembers its family and config, for `save`. Nothing is dropped in training unless a recipe says

@@ -93,7 +93,7 @@ def config_of(model: Any, family: Family) -> dict[str, Any]:
 def unlike(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
     """The first thing in which a model differs from the one that a config describes; None where nothing does."""
     try:
-        read = read_config(family, config, ignore=config.keys() - {*family.defaults, *family.aliases})
+        read = read_config(family, config)
         built = eqx.filter_eval_shape(lambda: family.build(read, key=jax.random.key(0)))
     except ValueError as error:
         return str(error)
@@ -101,7 +101,7 @@ def unlike(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
 
 
 def named(family: Family, config: Mapping[str, Any], is_bare: bool) -> Table:
-    table = family.names(read_config(family, config, ignore=config.keys() - {*family.defaults, *family.aliases}))
+    table = family.names(read_config(family, config))
     return without_prefix(table) if is_bare else table
 
 

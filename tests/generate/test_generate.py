@@ -1,0 +1,272 @@
+"""A cache changes nothing, a draw follows its distribution, and few programs serve many requests."""
+
+import dataclasses
+import functools
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+import zoo
+from zoo.generate.request import cache_length
+from zoo.layers import PositionEmbedding
+from zoo.models import Stack, swap_stack
+from zoo.ops.rotary import Dynamic, LongRope, Rotary
+from zoo.ops.sampling import truncate
+
+KEY = jax.random.key(0)
+SIZES = {"vocab": 32, "embed": 16, "layers": 2, "heads": 4, "mlp": 24}
+KINDS = {
+    "full": {},
+    "windows, shared keys, capped": {"windows": (4, None), "kv_heads": 2, "soft_cap": 5.0, "tied": False},
+}
+LENGTH = 48
+module = sys.modules["zoo.generate.run"]  # the package's name is that of its function
+
+
+@functools.cache
+def born(**options):
+    return zoo.models.Transformer(**SIZES | options, key=KEY)
+
+
+def text(shape, seed=1):
+    return jax.random.randint(jax.random.key(seed), shape, 0, SIZES["vocab"])
+
+
+def left_padded(shape, pads):
+    return jnp.arange(shape[1]) >= jnp.minimum(jnp.array(pads), shape[1] - 1)[:, None]
+
+
+@eqx.filter_jit
+def whole_pass(model, tokens, mask):
+    return model(tokens, mask=mask).argmax(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    seq=st.sampled_from([1, 5, 16, 20]),
+    new=st.sampled_from([1, 2, 17, 28]),
+    pads=st.tuples(st.integers(0, 19), st.integers(0, 3), st.just(0)),
+    seed=st.integers(0, 99),
+)
+def test_greedy_tokens_are_those_of_whole_passes(kind, seq, new, pads, seed):
+    """Prompts of unlike length, and more tokens than the windows hold. By induction one pass over the result shows that
+    each token was the likeliest after those before it."""
+    model, tokens, mask = born(**KINDS[kind]), text((3, seq), seed), left_padded((3, seq), pads)
+    got = zoo.generate(model, tokens, max_new_tokens=new, mask=mask, length=LENGTH)
+    assert got.shape == (3, new) and got.dtype == jnp.int32
+    padding = jnp.zeros((3, LENGTH - seq - new), int)
+    real = jnp.concatenate([padding, mask, jnp.ones((3, new), int)], 1).astype(bool)
+    likeliest = whole_pass(model, jnp.concatenate([padding, tokens, got], 1), real)
+    assert jnp.array_equal(likeliest[:, LENGTH - new - 1 : -1], got)
+
+
+def test_a_bfloat16_model_and_layers_that_stand_alone_already():
+    model = zoo.cast(born(), jnp.bfloat16)
+    alone = swap_stack(model, Stack.unstacked)
+    tokens = text((2, 6))
+    assert jnp.array_equal(*(zoo.generate(m, tokens, max_new_tokens=9) for m in (model, alone)))
+
+
+def test_inside_another_jit():
+    model, tokens = born(), text((2, 6))
+    draw = lambda model, tokens, mask, key: zoo.generate(
+        model, tokens, max_new_tokens=9, mask=mask, temperature=0.7, stop_tokens=[3], key=key
+    )
+    arguments = model, tokens, left_padded((2, 6), (2, 0)), KEY
+    assert jnp.array_equal(eqx.filter_jit(draw)(*arguments), draw(*arguments))
+    with pytest.raises(ValueError, match="under jit there are none yet"):
+        eqx.filter_jit(lambda *a: zoo.generate(*a, max_new_tokens=2, callback=print))(model, tokens)
+
+
+def test_a_seed_fixes_the_tokens_and_other_rows_do_not_matter():
+    model, tokens = born(), text((3, 6))
+    draw = lambda tokens, seed: zoo.generate(model, tokens, max_new_tokens=9, temperature=1.5, key=jax.random.key(seed))
+    one = draw(tokens, 1)
+    assert jnp.array_equal(one, draw(tokens, 1))
+    assert not jnp.array_equal(one, draw(tokens, 2))
+    assert jnp.array_equal(one[1], draw(tokens.at[::2].set(0), 1)[1])
+    same = draw(jnp.broadcast_to(tokens[:1], (3, 6)), 1)
+    assert not jnp.array_equal(same[0], same[1])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9, "min_p": 0.1}], ids=str
+)
+def test_pairs_of_drawn_tokens_follow_their_distribution(options):
+    """p(a, b) = p(a) p(b | a), by chi-square over 4,000 rows of one prompt."""
+    vocab, rows, temperature = 5, 4000, 2.0
+    model = zoo.models.Transformer(vocab=vocab, embed=16, layers=1, heads=2, mlp=16, key=KEY)
+    prompt = jnp.array([[1, 4, 2]])
+    pairs = jnp.concatenate([jnp.repeat(prompt, vocab, 0), jnp.arange(vocab)[:, None]], 1)
+    logits = model(pairs)[:, 2:]
+    cut = jax.vmap(lambda x: truncate(x / temperature, **options), 1, 1)(logits)
+    first, then = np.float64(jax.nn.softmax(cut[0, 0])), np.float64(jax.nn.softmax(cut[:, 1]))
+    expected = rows * (first[:, None] * then).ravel()
+    tokens = zoo.generate(
+        model, jnp.repeat(prompt, rows, 0), max_new_tokens=2, temperature=temperature, key=KEY, **options
+    )
+    counts = np.bincount(np.asarray(tokens @ jnp.array([vocab, 1])), minlength=vocab**2)
+    possible = expected > 0
+    assert not counts[~possible].any()
+    assert possible.sum() > 3
+    counts, expected = counts[possible], expected[possible]
+    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
+
+
+def test_a_penalty_spares_what_was_neither_in_the_prompt_nor_came_since():
+    """So strong a penalty that no token comes twice; padding was not in the prompt."""
+    model, tokens = born(), text((2, 6))
+    mask = left_padded((2, 6), (4, 0))
+    got = zoo.generate(model, tokens, max_new_tokens=20, mask=mask, repetition_penalty=1e6)
+    for row, prompt, real in zip(got.tolist(), tokens.tolist(), mask.tolist(), strict=True):
+        assert len(set(row)) == 20
+        assert not set(row) & {t for t, here in zip(prompt, real, strict=True) if here}
+    plain = zoo.generate(model, tokens, max_new_tokens=20, mask=mask)
+    assert jnp.array_equal(zoo.generate(model, tokens, max_new_tokens=20, mask=mask, repetition_penalty=1), plain)
+
+
+def test_a_row_ends_with_its_stop_token_and_a_callback_sees_the_same():
+    model, tokens = born(**KINDS["windows, shared keys, capped"]), text((3, 6))
+    free = np.asarray(zoo.generate(model, tokens, max_new_tokens=24))
+    stops = {int(free[0, 4]), int(free[1, 9])}
+    expected = free.copy()
+    for row in expected:
+        ends = [i for i, token in enumerate(row) if token in stops]
+        if ends:
+            row[ends[0] + 1 :] = -1
+    assert (expected == -1).any()
+    arguments = {"max_new_tokens": 24, "stop_tokens": sorted(stops)}
+    assert (np.asarray(zoo.generate(model, tokens, **arguments)) == expected).all()
+    heard = []
+    assert (np.asarray(zoo.generate(model, tokens, callback=heard.append, **arguments)) == expected).all()
+    assert all(isinstance(x, np.ndarray) and x.shape == (3,) for x in heard)
+    assert (np.stack(heard, 1) == expected[:, : len(heard)]).all()
+
+
+def test_it_ends_when_every_row_has():
+    model, tokens = born(), text((3, 6))
+    heard = []
+    every = range(SIZES["vocab"])
+    got = zoo.generate(model, tokens, max_new_tokens=24, stop_tokens=every, callback=heard.append)
+    assert len(heard) == 1 and (got[:, 1:] == -1).all() and (got[:, 0] >= 0).all()
+
+
+def counting(monkeypatch, name):
+    """How often one of the programs is traced from now on."""
+    traces, program = [], getattr(module, name)
+
+    def counted(*args):
+        traces.append(name)
+        return program(*args)
+
+    monkeypatch.setattr(module, name, counted)
+    return traces
+
+
+def test_prompts_share_a_program_a_bucket_and_decoding_one_a_length(monkeypatch):
+    prefills, steps = counting(monkeypatch, "prefill"), counting(monkeypatch, "advance")
+    model = born()
+    for i, seq in enumerate((3, 11, 17, 32)):
+        options = {"temperature": 0.5 + i, "top_k": 3 + i, "top_p": 0.3 + i / 10, "min_p": i / 10}
+        options |= {"repetition_penalty": 1.0 + i, "stop_tokens": range(1 + i), "key": jax.random.key(i)}
+        zoo.generate(model, text((1, seq)), max_new_tokens=2 + 5 * i, length=64, **options)
+    assert (len(prefills), len(steps)) == (2, 1)
+    zoo.generate(model, text((1, 30)), max_new_tokens=33, **options)
+    zoo.generate(model, text((1, 30)), max_new_tokens=3, callback=lambda _: None, **options)
+    assert (len(prefills), len(steps)) == (2, 1), "unless given, the length is that of the bucket, here 64 too"
+    zoo.generate(model, text((1, 30)), max_new_tokens=35, **options)
+    assert (len(prefills), len(steps)) == (3, 2)
+
+
+def test_a_step_writes_in_place():
+    """The caches go in and come out in the same memory, and nothing as large lives beside them."""
+    from zoo.generate.decode import advance, one_by_one, prefill, whole_donating, whole_keeping
+    from zoo.generate.request import Options
+
+    model, options = born(head_dim=32), Options.of(0, None, None, None, None, (), SIZES["vocab"])
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
+    state = whole_keeping((prefill, (model, options, None)), (tokens, positions, jnp.arange(2), 2048))
+    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    program = whole_donating.lower((advance, (one_by_one(model, None), options)), (state, jnp.int32(9))).compile()
+    memory = program.compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= held
+    assert memory.temp_size_in_bytes < held / 2
+    cache = dataclasses.replace(state.states[0])
+    whole_donating((advance, (one_by_one(model, None), options)), (state, jnp.int32(9)))
+    assert cache.key.is_deleted()
+
+
+@pytest.mark.parametrize("scaling", [Dynamic(2.0, 8), LongRope((1.0, 1.5), (2.0, 4.0), 8, 4.0)])
+def test_ropes_that_depend_on_the_length_are_those_of_the_cache(scaling):
+    """11 tokens would be rounded up to 16, at which the keys would turn by other angles. Uncached, a row of 11 whose
+    end is still unknown has them: attention is causal."""
+    model, prompt, new = born(rotary=Rotary(4, scaling=scaling)), text((1, 6)), 5
+    row = np.zeros((1, 6 + new), np.int32)
+    row[:, :6] = prompt
+    for i in range(6, 6 + new):
+        row[:, i] = whole_pass(model, row, row >= 0)[:, i - 1]
+    np.testing.assert_array_equal(zoo.generate(model, prompt, max_new_tokens=new), row[:, 6:])
+
+
+def test_a_model_that_holds_no_more_is_asked_for_no_more():
+    """20 tokens would be rounded up to 32, and the model learned 20 positions."""
+    learned = PositionEmbedding(20, SIZES["embed"], key=KEY)
+    model, tokens = dataclasses.replace(born(), position_embedding=learned), text((1, 6))
+    assert (zoo.generate(model, tokens, max_new_tokens=14) >= 0).all()
+    for options in ({"max_new_tokens": 15}, {"max_new_tokens": 3, "length": 32}):
+        with pytest.raises(ValueError, match=r"(21|32) tokens are too many: the model learned 20 positions"):
+            zoo.generate(model, tokens, **options)
+
+
+def test_a_cache_is_rounded_up_only_as_far_as_angles_do_not_depend_on_it():
+    model = born(rotary=Rotary(4, scaling=Dynamic(2.0, original_length=20)))
+    assert [cache_length(model, 6, new, None) for new in (3, 14, 15)] == [16, 20, 21]
+    assert cache_length(born(), 6, 14, None) == 32
+
+
+NOT_REAL = jnp.zeros((2, 6), bool)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tokens": jnp.zeros((2, 0), int)}, r"a prompt of at least 1 row and 1 token.*\(2, 0\)"),
+        ({"tokens": jnp.zeros((0, 2), int)}, r"at least 1 row"),
+        ({"mask": NOT_REAL.at[1].set(True)}, "row 0 of the prompt has no real token"),
+        ({"mask": ~NOT_REAL.at[1, 3].set(True)}, "padded on the left.*row 1 of mask"),
+        ({"tokens": jnp.full((2, 6), 32)}, "the prompt holds 32, which is outside the vocabulary of 32 tokens"),
+        ({"tokens": jnp.full((2, 6), -1)}, "the prompt holds -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens of at least 1, not 0"),
+        ({"temperature": -1.0, "key": KEY}, "temperature=-1.0 needs to be 0, or above 0"),
+        ({"temperature": float("nan"), "key": KEY}, "temperature=nan"),
+        ({"temperature": 1}, "temperature=1 needs to be 0, or above 0 with a key"),
+        ({"top_p": 0.5, "key": KEY}, "top_p says what may be drawn, and temperature=0 draws nothing"),
+        ({"temperature": 1, "key": KEY, "top_k": 0}, "top_k keeps at least 1 token, not 0"),
+        ({"temperature": 1, "key": KEY, "top_p": 0.0}, "top_p is above 0 and at most 1, not 0.0"),
+        ({"temperature": 1, "key": KEY, "min_p": 1.5}, "min_p is at least 0 and at most 1, not 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty is above 0.*not 0"),
+        ({"stop_tokens": (3, 32)}, "stop_tokens: 32 is outside the vocabulary of 32 tokens"),
+        ({"length": 8}, "length=8 does not hold 6 tokens of the prompt and 3 new ones: 9"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_raises_by_name(options, message):
+    tokens = options.pop("tokens", text((2, 6)))
+    with pytest.raises(ValueError, match=message):
+        zoo.generate(born(), tokens, **{"max_new_tokens": 3} | options)
+
+
+def test_padding_may_be_any_id():
+    model, tokens, mask = born(), text((2, 6)), left_padded((2, 6), (3, 0))
+    new = [
+        zoo.generate(model, jnp.where(mask, tokens, pad), max_new_tokens=5, mask=mask) for pad in (-100, 0, 31, 32000)
+    ]
+    assert all(jnp.array_equal(x, new[0]) for x in new)

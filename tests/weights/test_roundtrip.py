@@ -1,0 +1,391 @@
+"""What is written is what is read: every bit of every array, every static, the very same file, in every family."""
+
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import zoo
+from zoo.models.families import FAMILIES
+from zoo.models.names import differences
+from zoo.ops.rotary import Dynamic, Linear, Llama3, LongRope, Rotary, Yarn
+from zoo.weights.tensors import read_file
+
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+KEY = jax.random.key(0)
+EACH = pytest.mark.parametrize("family", FAMILIES)
+
+PAIRS = 4
+"""Values of a head that rotary embeddings turn, in pairs: where all of them are turned and a head is 8 wide."""
+VALUES = {
+    "vocab_size": st.sampled_from([11, 16]),
+    "hidden_size": st.sampled_from([16, 32]),
+    "intermediate_size": st.sampled_from([12, 20]),
+    "num_hidden_layers": st.sampled_from([1, 2, 3, 5]),
+    "num_attention_heads": st.sampled_from([2, 4]),
+    "num_key_value_heads": st.sampled_from([1, 2]),
+    "head_dim": st.sampled_from([None, 8]),
+    "max_position_embeddings": st.sampled_from([6, 32]),
+    "sliding_window": st.sampled_from([None, 2, 5]),
+    "max_window_layers": st.sampled_from([0, 1, 9]),
+    "layer_types": st.none()
+    | st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=5, max_size=5),
+    "hidden_act": st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu"]),
+    "rope_parameters": st.sampled_from(
+        [
+            {},
+            {"rope_type": "linear", "factor": 2},
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "truncate": False},
+        ]
+    ),
+}
+"""A handful of small values for the usual words; for others see `values`."""
+
+
+def values(default):
+    """Of a key that is not in VALUES: both flags, small counts, numbers near the default, and no other word."""
+    if isinstance(default, bool):
+        return st.booleans()
+    if isinstance(default, int):
+        return st.sampled_from([1, 2, 4])
+    if isinstance(default, float):
+        return st.sampled_from([default, default * 2 or 0.5])
+    return st.just(default)
+
+
+@st.composite
+def configs(draw, family):
+    defaults, aliases = FAMILIES[family].defaults, FAMILIES[family].aliases
+    theirs = {usual: word for word, usual in aliases.items()}
+    drawn = {key: draw(VALUES.get(key, values(default)), label=key) for key, default in defaults.items()}
+    if drawn.get("layer_types"):
+        drawn["layer_types"] = drawn["layer_types"][: drawn["num_hidden_layers"]]
+    if drawn.get("rope_parameters"):
+        drawn["rope_parameters"] = {"rope_theta": draw(st.sampled_from([100.0, 5e5])), **drawn["rope_parameters"]}
+    return {theirs.get(key, key): value for key, value in drawn.items()}
+
+
+def bits(model):
+    return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(model)]
+
+
+def same(one, other):
+    assert bits(one) == bits(other)
+    assert [*differences(one, other), *differences(other, one)] == []
+
+
+def on_host(model):
+    """With numpy's arrays, whose slices are not compiled for each shape."""
+    return jax.tree.map(np.asarray, model)
+
+
+def files(directory):
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def altered(module, **statics):
+    """A module with other static fields, whatever its constructor asks for."""
+    new = object.__new__(type(module))
+    for field in dataclasses.fields(module):
+        object.__setattr__(new, field.name, statics.get(field.name, getattr(module, field.name)))
+    return new
+
+
+def in_blocks(model, name, **statics):
+    """The model with `altered` parts in every block: `name` is a field of a block."""
+    where = lambda tree: [getattr(b, name) for segment in tree.stack.segments for b in segment.blocks]
+    return eqx.tree_at(where, model, [altered(part, **statics) for part in where(model)])
+
+
+@EACH
+@settings(max_examples=8)
+@given(data=st.data())
+def test_every_config_of_every_family(make, family, data):
+    config = data.draw(configs(family))
+    dtype = data.draw(st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
+    try:
+        model = make(family, config, seed=data.draw(st.integers(0, 9)), dtype=dtype)
+    except ValueError:
+        assume(False)
+    with tempfile.TemporaryDirectory() as directory:
+        once, twice, more = (Path(directory) / name for name in ("once", "twice", "more"))
+        zoo.save(model, once)
+        loaded = zoo.load(once)
+        same(loaded, model)
+        assert jax.tree.structure(dataclasses.replace(loaded, origin=model.origin)) == jax.tree.structure(model)
+        written = json.loads((once / CONFIG).read_text())
+        assert {key: value for key, value in written.items() if key != "dtype"} == config | {"model_type": family}
+        zoo.save(on_host(loaded), twice)
+        assert files(twice) == files(once), "written again, it is the very same"
+        match data.draw(st.sampled_from(["shards", "gradients", "dtype"])):
+            case "shards":
+                total = sum(x.nbytes for x in jax.tree.leaves(model))
+                zoo.save(on_host(loaded), more, shard_bytes=total // 3)
+                assert len(files(more)) > 4 and WHOLE not in files(more)
+                assert json.loads((more / INDEX).read_text())["metadata"] == {"total_size": total}
+                same(zoo.load(more), model)
+            case "gradients":
+                zoo.save(jax.tree.map(lambda x: -x, model), more)
+                tensors, grads = read_file(once / WHOLE), read_file(more / WHOLE)
+                assert tensors.keys() == grads.keys()
+                assert all(np.array_equal(-grads[name].read(), tensors[name].read()) for name in tensors)
+            case "dtype":
+                same(zoo.load(once, dtype=jnp.float32), jax.tree.map(lambda x: x.astype(np.float32), model))
+
+
+ROTARY = {
+    "none": lambda: None,
+    "base": lambda: Rotary(8, base=500.0),
+    "part": lambda: Rotary(4),
+    "interleaved": lambda: Rotary(8, interleaved=True),
+    "linear": lambda: Rotary(8, scaling=Linear(2.0)),
+    "dynamic": lambda: Rotary(8, scaling=Dynamic(2.0, 16)),
+    "llama3": lambda: Rotary(8, scaling=Llama3(8.0, 1.0, 4.0, 16)),
+    "yarn": lambda: Rotary(8, scaling=Yarn(4.0, 16, mscale=0.5, mscale_all_dim=0.7)),
+    "longrope": lambda: Rotary(8, base=7.0, scaling=LongRope((1.0,) * PAIRS, (2.0, 3.0, 4.0, 5.0), 16, 4.0)),
+}
+OPTIONS = st.fixed_dictionaries(
+    {
+        "layers": st.sampled_from([1, 4]),
+        "kv_heads": st.sampled_from([None, 1]),
+        "qk_norm": st.booleans(),
+        "windows": st.sampled_from([(None,), (4,), (4, None), (None, 4, 4), (3, 4)]),
+        "soft_cap": st.sampled_from([None, None, None, 5.0]),
+        "tied": st.booleans(),
+        "dropout": st.sampled_from([0.0, 0.1]),
+        "rotary": st.sampled_from(sorted(ROTARY)),
+    }
+)
+
+
+def from_scratch(**options):
+    sizes = {"vocab": 11, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 12, "layers": 2} | options
+    shapes = eqx.filter_eval_shape(partial(zoo.models.Transformer, **sizes), key=KEY)
+    draw = np.random.default_rng(0)
+    number = lambda x: draw.normal(size=x.shape).astype(x.dtype)
+    return jax.tree.map(lambda x: number(x) if isinstance(x, jax.ShapeDtypeStruct) else x, shapes)
+
+
+@settings(max_examples=40)
+@given(options=OPTIONS)
+def test_models_from_scratch_are_written_as_the_family_that_fits(options):
+    """Or are refused with what no family computes."""
+    model = from_scratch(**options | {"rotary": ROTARY[options["rotary"]]()})
+    with tempfile.TemporaryDirectory() as directory:
+        several = options["layers"] > 1 and len(set(options["windows"])) > 1
+        refused = {
+            "soft_cap": options["soft_cap"] is not None,
+            "rotary": options["rotary"] in ("interleaved", "part"),
+            "parts": several and (options["windows"] == (3, 4) or not options["qk_norm"]),
+        }
+        try:
+            zoo.save(model, Path(directory) / "new")
+        except zoo.CheckpointError as error:
+            assert any(refused.values()) and any(word in str(error) for word in refused)
+            assert not (Path(directory) / "new").exists()
+            return
+        assert not any(refused.values())
+        loaded = zoo.load(Path(directory) / "new")
+        same(loaded, model)
+        family = loaded.origin.family.name
+        windowed = options["windows"][0] is not None
+        assert family == ("qwen3" if options["qk_norm"] else "mistral" if windowed else "llama")
+        zoo.save(on_host(loaded), Path(directory) / "again")
+        assert files(Path(directory) / "again") == files(Path(directory) / "new")
+
+
+def test_a_family_that_does_not_fit_is_refused_with_the_first_difference(tmp_path):
+    model = from_scratch()
+    for family, reason in (
+        ("gemma", "is not|is .*, not"),
+        ("qwen3", "query_norm is None, not a RMSNorm"),
+        ("qwen2", "bias is None, not an array"),
+        ("gpt2", "only models that were read from such a checkpoint"),
+        ("lama", "there is no family 'lama'; did you mean 'llama'?"),
+    ):
+        with pytest.raises(zoo.CheckpointError, match=reason.replace("?", r"\?")):
+            zoo.save(model, tmp_path / "t", family)
+    assert not (tmp_path / "t").exists()
+
+
+def test_surgery_is_described_anew_or_refused(make, tmp_path):
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    zoo.save(make("mistral", sizes | {"sliding_window": 4}), tmp_path / "mistral")
+    model = on_host(zoo.load(tmp_path / "mistral"))
+    for statics, key, value in (
+        ({"window": None}, "sliding_window", None),
+        ({"window": 7}, "sliding_window", 7),
+        ({"rotary": Rotary(8, base=3.0)}, "rope_parameters", {"rope_type": "default", "rope_theta": 3.0}),
+    ):
+        changed = in_blocks(model, "mixer", **statics)
+        zoo.save(changed, tmp_path / "changed")
+        config = json.loads((tmp_path / "changed" / CONFIG).read_text())
+        assert config["model_type"] == "mistral" and config[key] == value
+        same(zoo.load(tmp_path / "changed"), changed)
+    for changed, told in (
+        (in_blocks(model, "mixer", soft_cap=3.0), "soft_cap is 3.0, not None"),
+        (in_blocks(model, "mixer", scale=1.0), "scale is 1.0, not None"),
+        (in_blocks(model, "mixer_norm", epsilon=0.5), "epsilon"),
+        (in_blocks(model, "ffn", activation=jnp.tanh), "activation"),
+        (altered(model, soft_cap=30.0), "soft_cap is 30.0, not None"),
+        (eqx.tree_at(lambda m: m.embedding, model, altered(model.embedding, multiplier=2.0)), "multiplier is 2.0"),
+    ):
+        with pytest.raises(zoo.CheckpointError, match=told):
+            zoo.save(changed, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    narrow = eqx.tree_at(lambda m: m.embedding.weight, model, model.embedding.weight[:7])
+    with pytest.raises(zoo.CheckpointError, match=r"head.weight has the shape \[11, 16\], not \[7, 16\]"):
+        zoo.save(narrow, tmp_path / "refused")
+    narrow = eqx.tree_at(lambda m: m.head.weight, narrow, model.head.weight[:7])
+    zoo.save(narrow, tmp_path / "narrow")
+    assert json.loads((tmp_path / "narrow" / CONFIG).read_text())["vocab_size"] == 7
+    same(zoo.load(tmp_path / "narrow"), narrow)
+    tied = eqx.tree_at(lambda m: m.head, model, None)
+    zoo.save(tied, tmp_path / "tied")
+    same(zoo.load(tmp_path / "tied"), tied)
+
+
+def test_surgery_on_a_family_that_is_not_described_is_refused(make, tmp_path):
+    zoo.save(make("gpt2", {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6}), tmp_path / "a")
+    model = zoo.load(tmp_path / "a")
+    with pytest.raises(zoo.CheckpointError, match=r"read as gpt2, and .*window is 4, not None"):
+        zoo.save(in_blocks(model, "mixer", window=4), tmp_path / "b")
+    for unlike in (model.stack, jax.tree.leaves(model), from_scratch().stack):
+        with pytest.raises(zoo.CheckpointError):
+            zoo.save(unlike, tmp_path / "b", "gpt2")
+    assert not (tmp_path / "b").exists()
+
+
+def test_keys_of_ones_own_are_written_and_those_that_change_the_model_are_refused(make, tmp_path):
+    model = make("llama", {"vocab_size": 11, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1})
+    zoo.save(model, tmp_path / "a", config={"eos_token_id": 2, "architectures": ["Mine"]})
+    config = json.loads((tmp_path / "a" / CONFIG).read_text())
+    assert config["eos_token_id"] == 2 and config["architectures"] == ["Mine"]
+    same(zoo.load(tmp_path / "a"), model)
+    for wrong in ({"rms_norm_eps": 0.5}, {"num_hidden_layers": 2}, {"vocab_size": "many"}):
+        with pytest.raises(zoo.CheckpointError):
+            zoo.save(model, tmp_path / "b", config=wrong)
+
+
+def test_both_spellings_and_names_without_their_first_word_are_kept(make, tmp_path):
+    """A file of the older spelling is written in it, one of a model without its head under those names."""
+    older = {
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "torch_dtype": "float32",
+    }
+    older |= {"num_attention_heads": 2, "rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    model = make("llama", older)
+    zoo.save(model, tmp_path / "a")
+    assert json.loads((tmp_path / "a" / CONFIG).read_text()) == older | {"model_type": "llama"}
+    same(zoo.load(tmp_path / "a"), model)
+    half = zoo.load(tmp_path / "a", dtype=jnp.bfloat16)
+    zoo.save(half, tmp_path / "half")
+    assert json.loads((tmp_path / "half" / CONFIG).read_text())["torch_dtype"] == "bfloat16"
+    same(zoo.load(tmp_path / "half"), half)
+    sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6}
+    model = make("gpt2", sizes)
+    bare = dataclasses.replace(model, origin=dataclasses.replace(model.origin, bare=True))
+    zoo.save(bare, tmp_path / "bare")
+    assert {"wte.weight", "h.1.attn.c_attn.bias"} <= read_file(tmp_path / "bare" / WHOLE).keys()
+    same(zoo.load(tmp_path / "bare"), bare)
+    assert zoo.load(tmp_path / "bare").origin.bare
+
+
+@pytest.fixture
+def two(make):
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}
+    return [make("llama", sizes | {"num_attention_heads": 2}, seed=seed) for seed in range(2)]
+
+
+def test_no_file_of_an_older_checkpoint_is_left(two, tmp_path):
+    kept = {
+        name: name.encode() for name in ("tokenizer.json", "notes.safetensors", "generation_config.json", "model.md")
+    }
+    kept |= {"model-of-mine.safetensors": b"not ours", "model_ema.safetensors": b"nor this"}
+    for name, content in kept.items():
+        (tmp_path / name).write_bytes(content)
+    ours = {CONFIG}
+    for model, size, count in (
+        (two[0], 2000, 5),
+        (two[1], 10**9, 1),
+        (two[0], 6000, 2),
+        (two[1], 2000, 5),
+        (two[0], 6000, 2),
+    ):
+        zoo.save(model, tmp_path, shard_bytes=size)
+        ours = {path.name for path in tmp_path.iterdir()} - kept.keys()
+        assert len(ours) >= count + (1 if count == 1 else 2)
+        shards = sorted(name for name in ours if name.endswith(".safetensors"))
+        assert ours == {CONFIG, WHOLE} if count == 1 else ours == {CONFIG, INDEX, *shards}
+        if count > 1:
+            assert sorted(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values())) == shards
+        same(zoo.load(tmp_path), model)
+        assert {name: (tmp_path / name).read_bytes() for name in kept} == kept, "what is not ours is left alone"
+
+
+@pytest.mark.parametrize("before, after", [(10**9, 10**9), (10**9, 2000), (2000, 10**9), (2000, 6000)])
+def test_a_save_that_fails_leaves_what_was_there(two, tmp_path, monkeypatch, before, after):
+    zoo.save(two[0], tmp_path, shard_bytes=before)
+    there, saving = files(tmp_path), sys.modules[zoo.save.__module__]
+    write = saving.write_file
+    for fails_at in (1, 4, 9):
+        calls = []
+
+        def fail_in_the_middle(path, shapes, tensor, *, calls=calls, fails_at=fails_at):
+            def failing(name):
+                calls.append(name)
+                if len(calls) == fails_at:
+                    raise OSError("no space left on device")
+                return tensor(name)
+
+            return write(path, shapes, failing)
+
+        monkeypatch.setattr(saving, "write_file", fail_in_the_middle)
+        with pytest.raises(OSError, match="no space left"):
+            zoo.save(two[1], tmp_path, shard_bytes=after)
+        assert files(tmp_path).items() >= there.items()
+        same(zoo.load(tmp_path), two[0])
+    monkeypatch.undo()
+    zoo.save(two[1], tmp_path, shard_bytes=before)
+    assert files(tmp_path).keys() == there.keys(), "nothing is left of what was begun"
+    same(zoo.load(tmp_path), two[1])
+
+
+def test_a_model_is_written_over_the_directory_it_was_read_from(two, tmp_path):
+    zoo.save(two[0], tmp_path)
+    model = zoo.load(tmp_path)
+    zoo.save(model, tmp_path, shard_bytes=2000)
+    same(zoo.load(tmp_path), model)
+    shutil.rmtree(tmp_path)
+    same(model, two[0])
+
+
+def test_parts_of_several_dtypes(make, tmp_path):
+    """Norms in float32 beside matrices in bfloat16 come back as they were; one tensor of both is refused."""
+    model = make("llama", {"vocab_size": 11, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2})
+    half = zoo.cast(model, jnp.bfloat16)
+    half = eqx.tree_at(lambda m: m.norm.weight, half, model.norm.weight)
+    zoo.save(half, tmp_path / "mixed")
+    same(zoo.load(tmp_path / "mixed"), half)
+    gpt2 = make("gpt2", {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6})
+    key = lambda m: m.stack.segments[0].blocks[0].mixer.query.weight
+    mixed = eqx.tree_at(key, gpt2, key(gpt2).astype(jnp.bfloat16))
+    with pytest.raises(zoo.CheckpointError, match="c_attn"):
+        zoo.save(mixed, tmp_path / "fused")
