@@ -24,6 +24,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
 LLAMA = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA |= {"num_key_value_heads": 1}
+ONE_LAYER = {"num_hidden_layers": 1, "intermediate_size": 12}
 GPT2 = {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6}
 
 
@@ -676,6 +677,24 @@ def test_rotary_embeddings_of_wrong_kinds(whole, tmp_path, attempt):
         changed = {k: v for k, v in config.items() if k != "rope_parameters"}
         for value in values:
             assert key in attempt(f"{key} {value}", altered(whole, tmp_path / "t", CONFIG, changed | {key: value}))
+
+
+def test_more_of_a_head_than_there_is_cannot_turn(make, tmp_path, attempt):
+    zoo.save(
+        make("gpt_neox", {"vocab_size": 11, "hidden_size": 32, "num_attention_heads": 2} | ONE_LAYER), tmp_path / "a"
+    )
+    config = json.loads((tmp_path / "a" / CONFIG).read_text())
+    for factor in (0.1, 1.5, 2.0, 1e20):
+        changed = config | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": factor}}
+        message = attempt(f"factor {factor}", altered(tmp_path / "a", tmp_path / "t", CONFIG, changed))
+        assert "rotary" in message or "partial_rotary_factor" in message
+
+
+def test_a_dtype_that_is_no_float_is_refused(whole):
+    """Numbers would be cut down to 0 and 1."""
+    for dtype in (jnp.int32, jnp.int8, bool, jnp.complex64):
+        with pytest.raises((ValueError, TypeError), match=jnp.dtype(dtype).name):
+            zoo.load(whole, dtype=dtype)
 
 
 class Bomb:

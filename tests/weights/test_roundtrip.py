@@ -111,7 +111,7 @@ def in_blocks(model, name, **statics):
 
 
 @EACH
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_every_config_of_every_family(make, family, data):
     config = data.draw(configs(family))
@@ -179,7 +179,7 @@ def from_scratch(**options):
     return jax.tree.map(lambda x: number(x) if isinstance(x, jax.ShapeDtypeStruct) else x, shapes)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(options=OPTIONS)
 def test_models_from_scratch_are_written_as_the_family_that_fits(options):
     """Or are refused with what no family computes."""

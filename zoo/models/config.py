@@ -9,7 +9,7 @@ import difflib
 import heapq
 import itertools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from .facts import Config, Family
 
@@ -105,7 +105,6 @@ COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_pos
 
 def misfit(value: Any, default: Any, key: str) -> str:
     """What is wrong with a value, seen from the default's type; "" where nothing is."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
     if key in COUNTS or key.startswith("num_"):
         if value is None and (default is None or key in ("sliding_window", "num_key_value_heads", "head_dim")):
             return ""
@@ -116,14 +115,18 @@ def misfit(value: Any, default: Any, key: str) -> str:
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "should be true or false"
     if isinstance(default, int):
-        return "" if number and isinstance(value, int) else "should be a whole number"
+        return "" if is_number(value) and isinstance(value, int) else "should be a whole number"
     if isinstance(default, float) and key.endswith("_eps"):
-        return "" if number and 0 <= value < LARGEST else "should be a number, and not below 0"
+        return "" if is_number(value) and 0 <= value < LARGEST else "should be a number, and not below 0"
     if isinstance(default, float):
-        return "" if number and abs(value) < LARGEST else "should be a number"
+        return "" if is_number(value) and abs(value) < LARGEST else "should be a number"
     if isinstance(default, str):
         return "" if isinstance(value, str) else "should be a word"
     return ""
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 ROPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

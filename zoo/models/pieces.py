@@ -57,12 +57,14 @@ def rotary(config: Config, *, interleaved: bool = False) -> Rotary:
     """The rotary embedding that `rope_parameters` describes."""
     facts = config["rope_parameters"]
     dim = int(heads(config)[2] * (facts.get("partial_rotary_factor") or 1))
-    if dim < 2 or dim % 2:
-        raise ConfigError(f"rotary embeddings turn pairs of values, and of each head {dim} values are to be turned")
-    return Rotary(dim, facts["rope_theta"], interleaved, scaling(config, facts))
+    if dim < 2 or dim % 2 or dim > heads(config)[2]:
+        raise ConfigError(
+            f"rotary embeddings turn pairs of values, and {dim} of the {heads(config)[2]} of each head are to be turned"
+        )
+    return Rotary(dim, facts["rope_theta"], interleaved, scaling(config, facts, dim // 2))
 
 
-def scaling(config: Config, facts: dict[str, Any]) -> Scaling | None:
+def scaling(config: Config, facts: dict[str, Any], pairs: int) -> Scaling | None:
     original = facts.get("original_max_position_embeddings") or config["max_position_embeddings"]
     given = {key: value for key, value in facts.items() if value is not None}
     match facts["rope_type"]:
@@ -78,6 +80,9 @@ def scaling(config: Config, facts: dict[str, Any]) -> Scaling | None:
         case "longrope":
             longer = given.get("factor", config["max_position_embeddings"] / original)
             sets = tuple(facts["short_factor"]), tuple(facts["long_factor"])
+            if {*map(len, sets)} != {pairs}:
+                given_sizes = " and ".join(str(len(factors)) for factors in sets)
+                raise ConfigError(f"longrope has {given_sizes} factors, short and long, and {pairs} pairs to turn")
             return LongRope(*sets, original, longer, given.get("attention_factor"))
     return None
 

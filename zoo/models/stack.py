@@ -27,6 +27,8 @@ def cut(kinds: Sequence[Any]) -> list[tuple[int, int]]:
     `cut("aaaa") == [(1, 4)]`; `cut("lllllgllllllg"[:13])`, five local layers to a global one, gives few segments too.
     The best cut of the first n layers is the best cut of fewer, and one pattern more: dynamic programming.
     """
+    if kinds and all(kind == kinds[0] for kind in kinds):
+        return [(1, len(kinds))]
     best: list[tuple[int, int, list[tuple[int, int]]]] = [(0, 0, [])]  # blocks to compile, segments, the cut
     for end in range(1, len(kinds) + 1):
         options = []

@@ -78,6 +78,9 @@ def understood(
     return Checkpoint(place, family, config, model, table, planned, tensors, (head, embedding) if tied else None)
 
 
+TOLD = 20
+
+
 def hold_against(
     planned: Mapping[str, Planned],
     tensors: Mapping[str, Tensor],
@@ -86,10 +89,11 @@ def hold_against(
     allowed: Collection[str],
 ) -> None:
     """**Raises** `CheckpointError` that tells of every tensor that is missing, too many, or of another shape."""
-    wrong = []
-    for name in planned.keys() - tensors.keys():
-        wrong.append(f"{name} {list(planned[name].shape)} is missing{nearest(name, tensors.keys() - planned.keys())}")
-    for name in tensors.keys() - planned.keys() - set(allowed):
+    wrong, surplus = [], tensors.keys() - planned.keys() - set(allowed)
+    for number, name in enumerate(sorted(planned.keys() - tensors.keys())):
+        hint = nearest(name, surplus) if number < TOLD else ""
+        wrong.append(f"{name} {list(planned[name].shape)} is missing{hint}")
+    for name in surplus:
         if not any(re.search(pattern, name) for pattern in family.ignored):
             wrong.append(f"{name} {list(tensors[name].shape)} has no place in the model")
     for name in planned.keys() & tensors.keys():
@@ -97,6 +101,6 @@ def hold_against(
             theirs, ours = list(tensors[name].shape), list(planned[name].shape)
             wrong.append(f"{name} is {theirs} in the file, and the config asks for {ours}")
     if wrong:
-        listed = "\n  ".join(sorted(wrong)[:20])
-        more = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+        listed = "\n  ".join(sorted(wrong)[:TOLD])
+        more = f"\n  and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
         raise CheckpointError(f"{place} does not hold the {family.name} that its config describes:\n  {listed}{more}")

@@ -90,6 +90,8 @@ def dtype_of(
             f"{place}: {first} is {one} and {second} is {other}: pass dtype= to read all layers in one"
         )
     wanted = np.dtype(next(iter(held)) if dtype is None else dtype)
+    if not jax.numpy.issubdtype(wanted, jax.numpy.floating):
+        raise CheckpointError(f"dtype={wanted}: parameters are floating point, say float32, bfloat16 or float16")
     return np.dtype(jax.dtypes.canonicalize_dtype(wanted))
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from zoo.models.names import differences
 from .directory import CONFIG, INDEX, WHOLE
 from .plan import plan, without_prefix
 from .tensors import CheckpointError, write_file
+
+OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def save(
@@ -41,9 +44,11 @@ def save(
 
     What the config describes is built once more, in shapes only, and compared with the model: it is written only if it
     will be read as what it is. Tensors are written one by one; what the directory held before is replaced only when
-    all of them are there. Of several processes, which all call this, the first writes.
+    all of them are there. Of several processes, which all call this, the first writes. Numbers that are not finite are
+    written as they are, and refused by `load`.
 
-    **Raises** `CheckpointError` where no family computes what the model does, with the first thing in which it differs.
+    **Raises** `CheckpointError` where no family computes what the model does, with the first thing in which it differs,
+    and where parts that are stored in one tensor have several dtypes.
     """
     origin, table = described(model, family, dict(config or {}))
     write(model, Path(directory), origin, table, shard_bytes)
@@ -107,7 +112,8 @@ def named(family: Family, config: Mapping[str, Any], is_bare: bool) -> Table:
 
 def text_of(config: Mapping[str, Any], model: Any) -> str:
     """config.json with the dtype that the parameters have, in the spelling that it had."""
-    dtypes = {np.dtype(x.dtype) for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))}
+    kinds = {np.dtype(x.dtype) for x in jax.tree.leaves(model) if hasattr(x, "dtype")}
+    dtypes = {kind for kind in kinds if jax.numpy.issubdtype(kind, jax.numpy.floating)}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     found = dict(config)
     if len(dtypes) == 1:
@@ -125,22 +131,25 @@ def write(model: Any, directory: Path, origin: Origin, table: Table, shard_bytes
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(map(size_of, shapes.values()))}, "weight_map": weight_map}
         texts[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    directory.mkdir(parents=True, exist_ok=True)
-    alone = jax.process_index() == 0
-    for file, names in zip(files, shards, strict=True):
-        if alone:
-            write_file(directory / f"{file}.partial", {name: shapes[name] for name in names}, tensor)
-        else:
-            for name in names:  # its shards are needed by the process that writes
-                tensor(name)
-    if alone:
-        for file, text in texts.items():
-            (directory / f"{file}.partial").write_text(text, encoding="utf-8")
-        for old in (*directory.glob("model*.safetensors"), *directory.glob(INDEX)):
-            if old.name not in (*files, *texts):
-                old.unlink()
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            for file, names in zip(files, shards, strict=True):
+                write_file(directory / f"{file}.partial", {name: shapes[name] for name in names}, tensor)
+            for file, text in texts.items():
+                (directory / f"{file}.partial").write_text(text, encoding="utf-8")
+        except BaseException:
+            for file in (*files, *texts):
+                (directory / f"{file}.partial").unlink(missing_ok=True)
+            raise
         for file in (*files, *texts):
             os.replace(directory / f"{file}.partial", directory / file)
+        for old in directory.iterdir():  # what would be read before, or beside, what was just written
+            if OURS.fullmatch(old.name) and old.name not in (*files, *texts):
+                old.unlink()
+    else:
+        for name in shapes:  # its shards are needed by the process that writes
+            tensor(name)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("zoo.save")  # nobody reads before it is all there
 
@@ -152,8 +161,13 @@ def exported(model: PyTree, table: Table) -> tuple[Shapes, Callable[[str], np.nd
     """What a model's tensors are called and shaped in a checkpoint, in order of their names; and a function that puts
     together the one of a name."""
     leaves, planned = jax.tree.leaves(model), plan(model, table)
-    first = {name: leaves[tensor.pieces[0].leaf] for name, tensor in sorted(planned.items())}
-    shapes = {name: (planned[name].shape, np.dtype(leaf.dtype)) for name, leaf in first.items()}
+    shapes: Shapes = {}
+    for name, of in sorted(planned.items()):
+        dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in of.pieces}
+        if len(dtypes) > 1:
+            told = " and ".join(sorted(map(str, dtypes)))
+            raise CheckpointError(f"{name} is made of {', '.join(of.row.parts)}, which are {told}: cast them alike")
+        shapes[name] = of.shape, dtypes.pop()
 
     def tensor(name: str) -> np.ndarray:
         of = planned[name]

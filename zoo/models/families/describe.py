@@ -12,7 +12,7 @@ from zoo.models.pieces import word_of
 from zoo.ops.rotary import Dynamic, Linear, Llama3, LongRope, Rotary, Scaling, Yarn
 
 
-def described(model: Decoder) -> dict[str, Any]:
+def described(model: Any) -> dict[str, Any]:
     """Every key that a family of this line may have, as the first layer shows it. That all layers, and all that no key
     speaks of, are as the family has them is for the caller to compare.
 
