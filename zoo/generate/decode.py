@@ -14,8 +14,7 @@ from zoo.layers import Info
 from zoo.models import Decoder, Stack, swap_stack
 from zoo.models.stack import AbstractStack, States
 from zoo.ops.sampling import cool, draw, penalise, truncate
-from zoo.parallel import Mesh, Module, offset, place, reduce
-from zoo.parallel.collectives import whole
+from zoo.parallel import Mesh, Module, offset, place, reduce, whole
 from zoo.parallel.spmd import Names, Spmd, donating, keeping
 
 from .request import Options

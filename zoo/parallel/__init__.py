@@ -1,6 +1,6 @@
 """The layout: annotations that name dims, a table that says which mesh axis splits them, and one `shard_map`."""
 
-from .collectives import current_mesh, offset, reduce, scan, shares, split, vary, varying
+from .collectives import current_mesh, offset, reduce, scan, shares, split, vary, varying, whole
 from .gather import Remat, cast, gather, rematerialised
 from .gradient import value, value_and_grad
 from .layout import AXES, ZERO1, Layout, Mesh, make_mesh
@@ -65,4 +65,5 @@ __all__ = [
     "value_and_grad",
     "vary",
     "varying",
+    "whole",
 ]
