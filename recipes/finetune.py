@@ -118,7 +118,7 @@ def main(
     sample_key = jax.random.key(seed)
     with train.Run(out, config=config, resume=resume) as run:
         run.say(f"{zoo.count(model):,} parameters from {start} on {mesh}; {corpus}")
-        before, samples_before = validate(model), sample(model, corpus, sample_key)
+        before, samples_before = validate(model), sample(model, corpus, mesh, sample_key)
         run.say(f"before: {before['new']:.3f} bits per byte on the new text, {before['old']:.3f} on the old")
         after = None
         model, opt_state = run.restore((model, opt_state), batches)
@@ -134,7 +134,7 @@ def main(
     if run.stopped:
         return
     after = after or validate(model)  # None: it was complete when it was resumed
-    samples_after = sample(model, corpus, sample_key)
+    samples_after = sample(model, corpus, mesh, sample_key)
     exported = train.export(model, corpus, out / "export", seq=seq)
     again = zoo.load(exported, mesh=mesh)
     same = all(map(jnp.array_equal, jax.tree.leaves(model), jax.tree.leaves(again)))
@@ -156,14 +156,14 @@ def main(
     print(f"the model lies in {exported}, and was read again bit for bit; the report lies in {report}")
 
 
-def sample(model, corpus, key):
+def sample(model, corpus, mesh, key):
     """Continue a few beginnings: (prompt, continuation) pairs."""
     prompts = ['The "with" statement\n', "An object is ", "When a function is called, "]
     begun = [np.append(corpus.tokenizer.separator, corpus.encode(prompt)) for prompt in prompts]
     width = max(map(len, begun))
     tokens = jnp.asarray([np.pad(row, (width - len(row), 0)) for row in begun])
     mask = jnp.asarray([np.arange(width) >= width - len(row) for row in begun])
-    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, key=key)
+    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, mesh=mesh, key=key)
     return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
 
 

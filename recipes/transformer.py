@@ -145,7 +145,7 @@ def main(
         return
     best = eqx.combine(average, model)  # the average where there is one
     validation = validate(best) if validation is None else validation  # None: it was complete when it was resumed
-    samples = sample(best, corpus, sample_key)
+    samples = sample(best, corpus, mesh, sample_key)
     exported = train.export(best, corpus, out / "export", seq=seq)
     report = train.write_report(
         out,
@@ -162,14 +162,14 @@ def main(
     print(f"the model lies in {exported}, for zoo.load and transformers; recipes/finetune.py goes on from it")
 
 
-def sample(model, corpus, key):
+def sample(model, corpus, mesh, key):
     """Continue a few beginnings: (prompt, continuation) pairs."""
     prompts = ["def main(", "class Node:\n    ", "import os\n"]
     begun = [np.append(0, corpus.encode(prompt)) for prompt in prompts]  # a document begins with a separator
     width = max(map(len, begun))
     tokens = jnp.asarray([np.pad(row, (width - len(row), 0)) for row in begun])
     mask = jnp.asarray([np.arange(width) >= width - len(row) for row in begun])
-    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, key=key)
+    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, mesh=mesh, key=key)
     return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
 
 
