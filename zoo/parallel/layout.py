@@ -225,7 +225,7 @@ def make_mesh(
 def lies_whole(tree: PyTree, mesh: Mesh) -> list[str]:
     """One line for every kind of dim that its axes do not divide and that therefore lies whole on each device."""
     found: dict[str, str] = {}
-    arrays = eqx.filter(tree, eqx.is_array)
+    arrays = eqx.filter(tree, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
     for leaf, x in zip(leaves(arrays), jax.tree.leaves(arrays), strict=True):
         for dim, size in zip(leaf.dims or (), x.shape, strict=False):
             axes = mesh.axes(dim.name)

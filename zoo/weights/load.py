@@ -11,6 +11,7 @@ from zoo.models import Decoder
 from zoo.models.facts import Family
 from zoo.models.names import each
 from zoo.parallel import Mesh
+from zoo.parallel.place import tell
 
 from .checkpoint import Checkpoint, opened
 from .plan import Planned
@@ -55,10 +56,13 @@ def filled(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Decoder:
     for name, tensor in planned.items():
         for part, piece in enumerate(tensor.pieces):
             homes[piece.leaf][piece.index] = name, part
-    dtypes = [dtype_of(home, source, place, leaf, dtype) for home, leaf in zip(homes, leaves, strict=True)]
+    dtypes = [dtype_of(home, source, place, dtype) for home in homes]
     shapes = [jax.ShapeDtypeStruct(x.shape, of) for x, of in zip(leaves, dtypes, strict=True)]
     alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    on_mesh = None if mesh is None else jax.tree.leaves(mesh.shardings(jax.tree.unflatten(treedef, shapes)))
+    abstract, on_mesh = jax.tree.unflatten(treedef, shapes), None
+    if mesh is not None:
+        on_mesh = jax.tree.leaves(mesh.shardings(abstract))
+        tell(abstract, mesh)
     arrays = []
     for home, leaf, sharding in zip(homes, shapes, on_mesh or [alone] * len(shapes), strict=True):
         shard = sharer(home, leaf, planned, source, place)
@@ -73,7 +77,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def dtype_of(
-    home: Mapping[tuple[int, ...], tuple[str, int]], source: Mapping[str, Tensor], place: str, leaf: Any, dtype: Any
+    home: Mapping[tuple[int, ...], tuple[str, int]], source: Mapping[str, Tensor], place: str, dtype: Any
 ) -> np.dtype:
     """What an array is to be. **Raises** `CheckpointError` for tensors of another kind than floating point, and where
     layers that are stacked in one array have several dtypes and none was asked for."""
