@@ -16,8 +16,8 @@ class KeyValueCache(Module):
     """A ring of slots. Each knows the position of the token it holds, -1 while it is empty or holds padding, so that
     what a query sees needs no other bookkeeping, whatever the padding and however often the ring has gone round.
 
-    Slots lie next to last, where the products of attention want them: kept as they come in, they would be turned round
-    whole at every token, which on a CPU took three times as long.
+    Slots lie next to last, where the products of attention want them: kept as they come in, the whole cache would
+    be turned round at every token.
     """
 
     key: Float[Array, "batch kv_heads slots head_dim"]

@@ -6,7 +6,7 @@ The second names the layer that is wrong, and not those after it.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,15 @@ def activations(
 ) -> Iterator[Line]:
     ours = hidden_states(model, tokens)
     halves = None if narrow is None else hidden_states(narrow, tokens)
-    alone = one_by_one(model, expected)
+    blocks = layers_of(model)
+    alone = one_by_one(model, blocks, expected)
     for number, state in enumerate(ours):
         name = f"hidden_states.{number}"
         if name in expected:
             wanted = expected[name]
             half, theirs = bfloat16(name, None if halves is None else halves[number], expected)
             own = None if number - 1 not in alone else distance(alone[number - 1], wanted)
-            yield Line(called(model, number), distance(state, wanted), tolerance, own, half, theirs)
+            yield Line(called(blocks, number), distance(state, wanted), tolerance, own, half, theirs)
     logits = eqx.filter_jit(Decoder.logits)
     if "logits" in expected:
         narrowed = None if narrow is None or halves is None else logits(narrow, halves[-1])
@@ -114,17 +115,16 @@ def activations(
         yield Line("logits", distance(logits(model, ours[-1]), expected["logits"]), tolerance, None, half, theirs)
 
 
-def called(model: Decoder, number: int) -> str:
+def called(blocks: Sequence[Any], number: int) -> str:
     """What stands between one hidden state and the one before."""
     if number == 0:
         return "embedding"
-    blocks = layers_of(model)
     parts = [getattr(blocks[number - 1], part) for part in ("mixer", "ffn") if hasattr(blocks[number - 1], part)]
     words = ", ".join(in_snake_case(type(part).__name__) for part in parts)
     return f"layer {number - 1} ({words})" + (" and the final norm" if number == len(blocks) else "")
 
 
-def one_by_one(model: Decoder, expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
+def one_by_one(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
     """What each layer makes of PyTorch's input to it, where that is known."""
 
     @eqx.filter_jit
@@ -132,7 +132,6 @@ def one_by_one(model: Decoder, expected: Mapping[str, np.ndarray]) -> dict[int, 
         return block(Stream.of(x), Info())[0].x
 
     found = {}
-    blocks = layers_of(model)
     for number, block in enumerate(blocks):
         if f"hidden_states.{number}" in expected:
             out = run(block, jnp.asarray(expected[f"hidden_states.{number}"]))
