@@ -1,5 +1,6 @@
 """What attention remembers of the tokens before."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -45,9 +46,9 @@ class KeyValueCache(Module):
 
         def put(ring, new, axis):
             new = lax.slice_in_dim(new, max(seq - slots, 0), seq, axis=axis).astype(ring.dtype)
-            if seq == 1:  # a slice that cannot wrap round, written in place
-                return lax.dynamic_update_slice_in_dim(ring, new, at[0], axis=axis)
-            return ring.at[(slice(None),) * axis + (at,)].set(new)
+            if seq == 1:
+                return lax.platform_dependent(ring, new, at, cpu=put_twice(axis), default=put_slice(axis))
+            return put_all(axis)(ring, new, at)
 
         return type(self)(
             put(self.key, key.swapaxes(1, 2), 2),
@@ -60,3 +61,19 @@ class KeyValueCache(Module):
     def read(self) -> tuple[Heads, Heads, Int[Array, "batch seq"]]:
         """Keys, values and positions as `write` takes them, slots along seq."""
         return self.key.swapaxes(1, 2), self.value.swapaxes(1, 2), self.positions
+
+
+def put_all(axis: int) -> Callable:
+    """Write slots `at` of a ring, wherever they are."""
+    return lambda ring, new, at: ring.at[(slice(None),) * axis + (at,)].set(new)
+
+
+def put_slice(axis: int) -> Callable:
+    """One slot, which cannot wrap round: a slice, written in place."""
+    return lambda ring, new, at: lax.dynamic_update_slice_in_dim(ring, new, at[0], axis=axis)
+
+
+def put_twice(axis: int) -> Callable:
+    """One slot, as if it were two. On a CPU XLA makes a slice of one, and writes it once for each that reads the ring,
+    which it therefore copies: where one row or one head lives, attention took twice as long (jax 0.10)."""
+    return lambda ring, new, at: put_all(axis)(ring, jnp.concatenate([new, new], axis), jnp.concatenate([at, at]))
