@@ -126,24 +126,44 @@ def grouped(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
-    """The default: matrix products over [batch, kv_heads, group, seq], keys and values never repeated.
+    """The default: matrix products over [batch, kv_heads, group * query_seq, dim], keys and values never repeated.
 
-    Scores and softmax are float32; the products take the inputs' dtype, so that bfloat16 runs on matrix units. The
-    weights of all pairs exist at once: batch * heads * query_seq * key_seq of them.
+    Scores and softmax are float32; the products take the inputs' dtype, so that bfloat16 runs on matrix units. Where
+    the order in the arrays is the order in time, up to four spans of queries are taken one after another, each with
+    the keys that any of it can see: of a causal square that is 10 of 16 parts of the products and of the softmax. The
+    weights of all these pairs are kept for the backward pass.
     """
     group = group_size(query, key)
     mask = sight.mask(query.shape[1], key.shape[1])
-    # Time next to last on both sides: XLA's CPU products are up to twice as slow on the layout that comes in.
-    query = rearrange(query, "batch seq (kv_heads group) dim -> batch kv_heads group seq dim", group=group)
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
-    scores = jnp.einsum("bngqd,bnkd->bngqk", query, key, preferred_element_type=jnp.float32)
-    scores = scaled(scores, query.shape[-1], scale, soft_cap)
-    if mask is not None:
-        scores = jnp.where(mask[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    output = jnp.einsum("bngqk,bnkd->bngqd", weights, value)
-    output = rearrange(output, "batch kv_heads group seq dim -> batch seq (kv_heads group) dim")
+
+    def span(queries: slice, keys: slice) -> Array:
+        # The group lies in the rows of one product: with a dim of its own XLA's CPU backend copies the weights about.
+        rows = rearrange(
+            query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
+        )
+        scores = jnp.einsum("bnrd,bnkd->bnrk", rows, key[:, :, keys], preferred_element_type=jnp.float32)
+        scores = scaled(scores, query.shape[-1], scale, soft_cap)
+        if mask is not None:
+            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+        output = jnp.einsum("bnrk,bnkd->bnrd", weights, value[:, :, keys])
+        return rearrange(output, "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim", group=group)
+
+    output = jnp.concatenate([span(*which) for which in spans(sight, query.shape[1], key.shape[2])], axis=1)
     return output if sight.in_order else zero_unseeing(output, mask)
+
+
+def spans(sight: Sight, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
+    """Queries cut into up to four spans of at least 64, each with the keys between the first and the last that any of
+    it sees; one span of everything where positions are values, or nothing is causal."""
+    if sight.query_positions is not None or not sight.causal:
+        return [(slice(0, query_seq), slice(0, key_seq))]
+    size = max(-(-query_seq // 4), min(query_seq, 64))
+    starts = range(0, query_seq, size)
+    behind = key_seq if sight.window is None else sight.window - 1
+    ends = [min(start + size, query_seq) for start in starts]
+    return [(slice(start, end), slice(max(0, start - behind), end)) for start, end in zip(starts, ends, strict=True)]
 
 
 def fused(
