@@ -52,6 +52,7 @@ def main(
     seed: int = 0,
     out: Path = Path("runs/finetune"),
     resume: bool = False,
+    profile: bool = False,
 ) -> None:
     """Load, train on new text, validate, sample, export, read again.
 
@@ -76,6 +77,7 @@ def main(
         seed: Of the order of the text and the samples.
         out: The run's folder.
         resume: Go on from the newest checkpoint in `out`; `start` is read all the same, to compare with.
+        profile: Trace a few steps into the folder `profile` of `out`, for Perfetto, XProf and TensorBoard.
     """
     config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if not (start / "config.json").exists():
@@ -116,7 +118,7 @@ def main(
     tokens = batch * seq
     flops = 6 * tokens * zoo.count(model)  # a multiply-add forwards, two backwards; attention's own left out
     sample_key = jax.random.key(seed)
-    with train.Run(out, config=config, resume=resume) as run:
+    with train.Run(out, config=config, resume=resume, profile=profile) as run:
         run.say(f"{zoo.count(model):,} parameters from {start} on {mesh}; {corpus}")
         before, samples_before = validate(model), sample(model, corpus, mesh, sample_key)
         run.say(f"before: {before['new']:.3f} bits per byte on the new text, {before['old']:.3f} on the old")

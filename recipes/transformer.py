@@ -58,6 +58,7 @@ def main(
     seed: int = 0,
     out: Path = Path("runs/transformer"),
     resume: bool = False,
+    profile: bool = False,
 ) -> None:
     """Train, validate, sample, report.
 
@@ -87,6 +88,7 @@ def main(
         seed: Of parameters, dropout, the order of the text and the samples.
         out: The run's folder.
         resume: Go on from the newest checkpoint in `out`.
+        profile: Trace a few steps into the folder `profile` of `out`, for Perfetto, XProf and TensorBoard.
     """
     config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero == 1 else None)
@@ -127,7 +129,7 @@ def main(
     tokens = batch * seq
     flops = 6 * tokens * (zoo.count(model) + layers * embed * seq)  # a multiply-add forwards, two backwards; causal
     validation = None
-    with train.Run(out, config=config, resume=resume) as run:
+    with train.Run(out, config=config, resume=resume, profile=profile) as run:
         run.say(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, average, opt_state = run.restore((model, average, opt_state), batches)
         for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):

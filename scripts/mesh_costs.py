@@ -1,4 +1,4 @@
-"""What a gradient costs on each mesh: collectives, memory and compile time of the compiled step, without running it.
+"""What a gradient costs on each mesh: compute, memory, collectives and compile time, without running it.
 
     python scripts/mesh_costs.py                                 # every data x fsdp x tensor mesh over the devices
     python scripts/mesh_costs.py --layers 24 --embed 1024 --remat full
@@ -7,9 +7,6 @@ On a machine without accelerators eight virtual devices stand in:
 XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu.
 """
 
-import collections
-import re
-import time
 from collections.abc import Iterator
 
 import equinox as eqx
@@ -18,8 +15,6 @@ import jax.numpy as jnp
 import tyro
 
 import zoo
-
-COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 
 
 def main(
@@ -56,19 +51,24 @@ def main(
 
     tokens = jnp.zeros((rows_per_device * jax.device_count(), seq), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    print(f"{'mesh':28} {'parameters':>12} {'temporaries':>12} {'compile':>9}  collectives in the program")
+    print(f"{'mesh':28} {'FLOP':>10} {'parameters':>12} {'temporaries':>12} {'compile':>9}  sent, a device")
     for mesh in meshes(jax.device_count()):
         model = zoo.init(make, jax.random.key(0), mesh)
-        start = time.perf_counter()
-        step = eqx.filter_jit(zoo.value_and_grad(loss_fn, mesh))
-        compiled = step.lower(model, batch).compile().compiled
-        seconds = time.perf_counter() - start
+        program = zoo.inspect.compiled(eqx.filter_jit(zoo.value_and_grad(loss_fn, mesh)), model, batch)
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
-        memory, program = compiled.memory_analysis(), compiled.as_text() or ""  # not every backend tells
-        spare = memory.temp_size_in_bytes if memory else float("nan")
-        moved = collections.Counter(COLLECTIVE.findall(program))
-        counts = ", ".join(f"{n} {kind}" for kind, n in sorted(moved.items())) or "none"
-        print(f"{mesh!s:28} {held / 1e6:>9.2f} MB {spare / 1e6:>9.2f} MB {seconds:>7.1f} s  {counts}", flush=True)
+        spare = program.memory.temporaries if program.memory else float("nan")  # not every backend tells
+        sent = ", ".join(map(sentence, program.collectives)) or "nothing"
+        print(
+            f"{mesh!s:28} {program.flops.total / program.devices / 1e6:>8.1f} M {held / 1e6:>9.2f} MB "
+            f"{spare / 1e6:>9.2f} MB {program.seconds.compile:>7.1f} s  {sent}",
+            flush=True,
+        )
+
+
+def sentence(found: zoo.inspect.Collective) -> str:
+    """`12 all-reduce over tensor, 0.52 MB`."""
+    axes = found.groups if found.axes is None else " and ".join(found.axes)
+    return f"{found.count} {found.kind} over {axes} {found.bytes / 1e6:.2f} MB"
 
 
 def meshes(devices: int) -> Iterator[zoo.parallel.Mesh]:

@@ -1,6 +1,7 @@
 """Rules for the files of the repository, and what the wheel must carry."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -69,7 +70,14 @@ def test_the_wheel_carries_recipes_and_types(tmp_path):
     recipes = {f"zoo/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("recipes/*.py")}
     assert recipes
     assert names >= recipes | {"zoo/__init__.py", "zoo/py.typed"}
-    assert not [name for name in names if name.startswith(("tests/", "docs/", "recipes/"))]
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"zoo"}
+
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-P", "-m", "zoo.cli", "fork", "transformer"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "zoo fork finetune" in (tmp_path / "transformer.py").read_text()
 
 
 def test_the_reference_shows_every_public_name():

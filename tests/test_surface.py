@@ -10,7 +10,7 @@ NAMES = {
     *("value_and_grad", "value", "spmd", "cross_entropy", "generate"),
     *("trainable", "cast", "count"),
     *("load", "save", "from_torch", "families", "hidden_states", "score", "CheckpointError", "weights"),
-    *("layers", "models", "ops", "parallel", "__version__"),
+    *("inspect", "layers", "models", "ops", "parallel", "__version__"),
 }
 SIGNATURES = {
     zoo.make_mesh: "data fsdp expert context tensor pipe devices layout",
@@ -50,6 +50,8 @@ def test_a_transformer_takes_these_and_a_model_those():
     assert {"vocab", "embed", "layers", "heads", "mlp", "key"} <= set(
         inspect.signature(zoo.models.Transformer).parameters
     )
+    assert list(inspect.signature(zoo.models.preset).parameters) == ["name", "key", "changes"]
+    assert not inspect.signature(zoo.models.presets).parameters
     call = inspect.signature(zoo.models.Decoder.__call__).parameters
     assert list(call) == ["self", "tokens", "mask", "segment_ids", "positions", "key"]
 
@@ -58,3 +60,5 @@ def test_the_promises_stand_in_the_change_log():
     text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
     for function in SIGNATURES:
         assert f"`zoo.{function.__name__}`" in text
+    for name in ("Transformer", "preset", "presets"):
+        assert f"`zoo.models.{name}`" in text

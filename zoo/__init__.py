@@ -1,6 +1,6 @@
 """A model zoo for JAX: typed pytrees, one layout, any mesh."""
 
-from . import layers, models, ops, parallel, weights
+from . import inspect, layers, models, ops, parallel, weights
 from .generate import generate
 from .models import cross_entropy, hidden_states, score
 from .models.families import families
@@ -21,6 +21,7 @@ __all__ = [
     "generate",
     "hidden_states",
     "init",
+    "inspect",
     "layers",
     "load",
     "make_mesh",

@@ -88,6 +88,42 @@ def test_their_names(run, gpt2):
     assert "transformer.wte" not in run("info", gpt2)[0]
 
 
+def test_a_preset_is_told_like_a_directory_of_its_family(run, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    found = told(run, "--preset", "qwen3-0.6b", "--fsdp", 4, "--tensor", 2)
+    assert (found["preset"], found["source"], found["family"]) == ("qwen3-0.6b", "Qwen/Qwen3-0.6B", "qwen3")
+    assert found["parameters"] == 596_049_920 == sum(row["parameters"] for row in found["rows"])
+    assert found["dtypes"] == {"float32": 596_049_920} and not {"files", "bytes", "tensors"} & found.keys()
+    assert found["segments"] == [[1, 28]] and found["tied"]
+    assert found["cache"]["bytes_per_token"] == 28 * (2 * 8 * 128 * 4 + 4) and found["cache"]["length"] == 40960
+
+    zoo.save(zoo.models.preset("qwen3-0.6b", key=jax.random.key(0), **sizes), tmp_path)
+    other = told(run, tmp_path, "--fsdp", 4, "--tensor", 2)
+    facts = ("name", "part", "dims", "dtypes", "tensors", "spec")
+    assert [[row[x] for x in facts] for row in found["rows"]] == [[row[x] for x in facts] for row in other["rows"]]
+
+
+def test_a_preset_as_text(run):
+    text = run("info", "--preset", "gpt2", "--names")[0]
+    assert "gpt2, of the sizes of openai-community/gpt2" in text and "124,439,808, the head being" in text
+    assert "498 MB of float32" in text and "on disk" not in text
+    assert "transformer.h.*.mlp.c_fc.weight (transposed)" in text
+    assert "fsdp 2: 249 MB of parameters on each of 2 devices" in run("info", "--preset", "gpt2", "--fsdp", 2)[0]
+
+
+def test_one_model_is_named(refused, bytes_model):
+    assert "name a directory to look into, or --preset and a model; `zoo presets` lists" in refused("info")
+    assert "--preset gpt2 are two models: name one" in refused("info", bytes_model, "--preset", "gpt2")
+    assert "no preset 'llama-3-8b'; nearest are llama3-8b, " in refused("info", "--preset", "llama-3-8b")
+    assert "25 heads do not share out over tensor=2" in refused("info", "--preset", "gpt2-xl", "--tensor", 2)
+
+
+def test_presets_are_listed(run):
+    rows = [line.split() for line in run("presets")[0].splitlines()]
+    assert [row[0] for row in rows] == list(zoo.models.presets())
+    assert ["llama3-8b", "8,030,261,248", "llama", "meta-llama/Meta-Llama-3-8B"] in rows
+
+
 def test_no_tensor_is_read(run, bytes_model, monkeypatch):
     def headers(path, read=directory.read_file):
         return {name: dataclasses.replace(tensor, read=unreadable) for name, tensor in read(path).items()}

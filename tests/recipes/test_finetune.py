@@ -44,7 +44,7 @@ def start(text, tmp_path_factory):
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    finetune.main(start=start, data=(text,), old=(text,), out=out, fsdp=2, tensor=2, **TINY)
+    finetune.main(start=start, data=(text,), old=(text,), out=out, fsdp=2, tensor=2, profile=True, **TINY)
     return out
 
 
@@ -57,6 +57,7 @@ def test_it_learns_exports_and_reports(unbroken, start):
     assert not np.array_equal(before.embedding.weight, after.embedding.weight)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (start / name).read_bytes() == (unbroken / "export" / name).read_bytes()
+    assert list(unbroken.glob("profile/plugins/profile/*/perfetto_trace.json.gz"))
     report = (unbroken / "report.html").read_text()
     for part in (
         "validation, old text",
@@ -130,7 +131,7 @@ def test_bad_input_is_one_clear_line(text, start, unbroken, tmp_path, monkeypatc
 
 FLAGS = [
     *("start", "data", "old", "seq", "batch", "microbatches", "steps", "learning_rate", "warmup", "weight_decay"),
-    *("dtype", "remat", "fsdp", "tensor", "zero", "validate_every", "seed", "out", "resume"),
+    *("dtype", "remat", "fsdp", "tensor", "zero", "validate_every", "seed", "out", "resume", "profile"),
 ]
 
 

@@ -1,5 +1,6 @@
 """The recipe as its users run it: from the command line, interrupted, resumed, on one device and on eight."""
 
+import gzip
 import importlib.util
 import inspect
 import json
@@ -70,7 +71,7 @@ def finish(process):
 @pytest.fixture(scope="module")
 def unbroken(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    status, printed, errors = finish(start(command(text, out)))
+    status, printed, errors = finish(start(command(text, out, "--profile")))
     assert status == 0, errors
     return out, printed
 
@@ -85,7 +86,8 @@ def test_a_run_learns_and_leaves_what_it_promised(unbroken):
         "60/60" in printed and "tokens/s" in printed and "FLOP/s" in printed and "parameters on one device" in printed
     )
     config = json.loads((out / "config.json").read_text())
-    assert config["embed"] == 16 and set(config) >= set(inspect.signature(transformer.main).parameters) - {"resume"}
+    flags = set(inspect.signature(transformer.main).parameters)
+    assert config["embed"] == 16 and set(config) >= flags - {"resume", "profile"}
     report = (out / "report.html").read_text()
     for part in ("stack.segments.0.blocks.0.mixer.query.weight", "def main(", "xz -9e", "<svg"):
         assert part in report
@@ -95,6 +97,16 @@ def test_a_run_learns_and_leaves_what_it_promised(unbroken):
     assert exported.embedding.weight.shape == (256, 16) and train.read_tokenizer(out / "export").vocab == 256
     facts = json.loads((out / "export" / "config.json").read_text())
     assert (facts["model_type"], facts["max_position_embeddings"], facts["bos_token_id"]) == ("qwen3", 16, 0)
+
+
+def test_a_profile_holds_a_few_steps(unbroken):
+    out, printed = unbroken
+    assert f"a trace of steps 3 to 7 lies in {out / 'profile'}" in printed
+    (path,) = (out / "profile").glob("plugins/profile/*/perfetto_trace.json.gz")
+    with gzip.open(path, "rt") as file:
+        found = json.load(file)["traceEvents"]
+    assert [int(x["args"]["step_num"]) for x in found if x.get("name") == "train"] == [3, 4, 5, 6, 7]
+    assert any(x.get("args", {}).get("scope", "").startswith("jit(step)/") for x in found)
 
 
 def wait_for_checkpoint(process, out):
@@ -179,7 +191,7 @@ FLAGS = [
     *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp", "dropout"),
     *("seq", "batch", "microbatches", "steps", "learning_rate", "warmup", "weight_decay", "ema"),
     *("dtype", "remat", "fsdp", "tensor", "zero"),
-    *("validate_every", "seed", "out", "resume"),
+    *("validate_every", "seed", "out", "resume", "profile"),
 ]
 
 

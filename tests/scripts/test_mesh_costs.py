@@ -13,6 +13,6 @@ def test_a_line_for_each_mesh(capsys, monkeypatch):
     mesh_costs.main(vocab=16, embed=16, layers=1, heads=2, mlp=16, seq=4)
     head, line = capsys.readouterr().out.splitlines()
     assert head.startswith("mesh") and line.startswith("fsdp 4 x tensor 2")
-    for word in ("MB", "all-gather", "reduce-scatter", "all-reduce"):
+    for word in ("MB", "all-gather over fsdp", "reduce-scatter over fsdp", "all-reduce over tensor"):
         assert word in line
     assert jax.device_count() == 8

@@ -19,12 +19,14 @@ import zoo
 from .convert import convert
 from .evaluate import evaluate
 from .families import families
+from .fork import fork
 from .generate import generate
 from .info import info
 from .parity import parity
+from .presets import presets
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    command.__name__: command for command in (families, info, convert, generate, evaluate, parity)
+    command.__name__: command for command in (families, presets, info, convert, generate, evaluate, parity, fork)
 }
 ABOUT = "Checkpoints of language models, in JAX. `zoo COMMAND --help` explains a command and its options."
 OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)

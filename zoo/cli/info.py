@@ -6,14 +6,17 @@ from typing import Annotated, Any
 
 import tyro
 
+from zoo.models.published import find_preset
+
 from .devices import imagined, on_the_host
-from .parts import Parameter, Summary, summarise
+from .parts import Parameter, Summary, summarise, summarise_preset
 from .terminal import aligned, runs, size
 
 
 def info(
-    directory: Annotated[Path, tyro.conf.Positional],
+    directory: Annotated[Path | None, tyro.conf.Positional] = None,
     *,
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
@@ -25,20 +28,32 @@ def info(
     Only headers are read and no device is needed, whatever the size. Parameters are named as in our models, a star for
     the number of a layer; shapes hold all layers of a row. The mesh need not exist.
 
+    With --preset, in place of a directory, the same of a model of a published size, which need not exist either. `zoo
+    presets` lists them.
+
     Args:
         directory: Holds config.json and safetensors, in one file or in shards.
+        preset: A model of a published size, in float32, as zoo.models.preset makes it.
         data: Devices of the mesh that share the batch.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share heads, MLP and vocabulary.
         names: Show the names of the tensors, too, that each parameter is stored in.
         as_json: Print one JSON object instead; it holds the tensors' names in any case.
     """
+    if directory is not None and preset is not None:
+        raise ValueError(f"{directory} and --preset {preset} are two models: name one of them")
     on_the_host()
-    found = summarise(directory, imagined(data=data, fsdp=fsdp, tensor=tensor))
-    print(json.dumps(as_object(found), indent=2) if as_json else "\n".join(as_text(found, names)))
+    mesh = imagined(data=data, fsdp=fsdp, tensor=tensor)
+    if preset is not None:
+        found = summarise_preset(preset, mesh)
+    elif directory is not None:
+        found = summarise(directory, mesh)
+    else:
+        raise ValueError("name a directory to look into, or --preset and a model; `zoo presets` lists them")
+    print(json.dumps(as_object(found, preset), indent=2) if as_json else "\n".join(as_text(found, preset, names)))
 
 
-def as_object(found: Summary) -> dict[str, Any]:
+def as_object(found: Summary, preset: str | None) -> dict[str, Any]:
     parts = [
         {
             "name": row.name,
@@ -57,14 +72,17 @@ def as_object(found: Summary) -> dict[str, Any]:
     mesh = {}
     if found.mesh is not None:
         mesh["mesh"] = {**found.mesh.shape, "bytes_per_device": found.bytes_per_device}
+    whose = {} if preset is None else {"preset": preset, "source": find_preset(preset).source}
+    stored = {}
+    if found.stored is not None:
+        stored = {"files": found.stored.files, "bytes": found.stored.bytes, "tensors": found.stored.tensors}
     return {
+        **whose,
         "family": found.family,
         "architecture": found.architecture,
         "parameters": found.count,
         "tied": found.tied,
-        "files": found.files,
-        "bytes": found.bytes,
-        "tensors": found.tensors,
+        **stored,
         "dtypes": found.dtypes,
         "segments": found.segments,
         "cache": found.cache,
@@ -73,14 +91,18 @@ def as_object(found: Summary) -> dict[str, Any]:
     }
 
 
-def as_text(found: Summary, names: bool) -> list[str]:
-    dtypes = ", ".join(found.dtypes)
-    files = "1 file" if found.files == 1 else f"{found.files} files"
-    facts = [
+def as_text(found: Summary, preset: str | None, names: bool) -> list[str]:
+    facts = [] if preset is None else [("preset", f"{preset}, of the sizes of {find_preset(preset).source}")]
+    facts += [
         ("family", f"{found.family} ({found.architecture} in transformers)"),
         ("parameters", f"{found.count:,}" + (", the head being the embedding's table" if found.tied else "")),
-        ("on disk", f"{size(found.bytes)} in {files}, {found.tensors:,} tensors of {dtypes}"),
     ]
+    dtypes = ", ".join(found.dtypes)
+    if (stored := found.stored) is None:
+        facts.append(("in memory", f"{size(found.bytes)} of {dtypes}"))
+    else:
+        files = "1 file" if stored.files == 1 else f"{stored.files} files"
+        facts.append(("on disk", f"{size(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
     if found.segments:
         layers = sum(period * repeats for period, repeats in found.segments)
         cut = " + ".join(f"{period} x {repeats}" for period, repeats in found.segments)

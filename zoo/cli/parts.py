@@ -1,8 +1,9 @@
-"""What a checkpoint holds, from headers and shapes alone."""
+"""What a checkpoint holds, or a preset would, from headers and shapes alone."""
 
 import dataclasses
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zoo.models import Decoder, Stack, swap_stack
-from zoo.models.facts import Table
+from zoo.models import Decoder, Stack, preset, swap_stack
+from zoo.models.config import read_config
+from zoo.models.facts import Config, Family, Table
 from zoo.models.names import Place, places
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
@@ -34,7 +36,7 @@ class Parameter:
     dims: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
-    """As stored."""
+    """As stored, or as they are made."""
     tensors: tuple[str, ...]
     """What the checkpoint calls it."""
     spec: PartitionSpec | None
@@ -46,17 +48,25 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """What there is of a model on disk."""
+
+    files: int
+    bytes: int
+    tensors: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Summary:
-    """A checkpoint, told."""
+    """A checkpoint or a preset, told."""
 
     family: str
     architecture: str
     tied: bool
-    files: int
-    bytes: int
-    tensors: int
+    stored: Stored | None
+    """None for a preset."""
     dtypes: dict[str, int]
-    """How many numbers are stored in each."""
+    """How many numbers are stored, or made, in each."""
     segments: list[list[int]]
     """The cut of the layers: how many in a pattern, how often it repeats."""
     cache: dict[str, Any] | None
@@ -67,6 +77,11 @@ class Summary:
     @property
     def count(self) -> int:
         return sum(row.count for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Of all parameters, in memory."""
+        return sum(count * np.dtype(dtype).itemsize for dtype, count in self.dtypes.items())
 
     @property
     def bytes_per_device(self) -> int:
@@ -81,24 +96,47 @@ def summarise(directory: Path, mesh: Mesh | None = None) -> Summary:
     """
     path = find(directory)
     checkpoint = opened(path)
-    family, model, source = checkpoint.family, checkpoint.model, checkpoint.tensors
-    dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(model)]
+    dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(checkpoint.model)]
     for name, tensor in checkpoint.planned.items():
         for piece in tensor.pieces:
-            dtypes[piece.leaf][source[name].dtype] = None
-    files = weight_files(path)
+            dtypes[piece.leaf][checkpoint.tensors[name].dtype] = None
+    files, tensors = weight_files(path), checkpoint.tensors
+    stored = Stored(len(files), sum(file.stat().st_size for file in files), len(tensors))
+    found = told(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.table, [*map(list, dtypes)], mesh)
+    return dataclasses.replace(found, stored=stored, dtypes=numbers_of(tensors.values()))
+
+
+def summarise_preset(name: str, mesh: Mesh | None = None) -> Summary:
+    """What a preset would be, and how it would lie on `mesh`. Nothing is made but shapes.
+
+    **Raises** `ValueError` for a name that is no preset's, and for a mesh that does not divide the model.
+    """
+    model = eqx.filter_eval_shape(lambda: preset(name, key=jax.random.key(0)))
+    family = model.origin.family
+    config = read_config(family, json.loads(model.origin.config))
+    dtypes = [[np.dtype(x.dtype)] for x in jax.tree.leaves(model)]
+    return told(family, config, model, family.names(config), dtypes, mesh)
+
+
+def told(
+    family: Family,
+    config: Config,
+    model: Any,
+    table: Table,
+    dtypes: Sequence[Sequence[np.dtype]],
+    mesh: Mesh | None,
+) -> Summary:
+    """Of a model in shapes, where each array has, or is to have, these `dtypes`."""
     return Summary(
         family=family.name,
         architecture=family.architecture,
         tied=getattr(model, "head", model) is None,
-        files=len(files),
-        bytes=sum(file.stat().st_size for file in files),
-        tensors=len(source),
-        dtypes=numbers_of(source),
+        stored=None,
+        dtypes=numbers_of(jax.tree.leaves(model)),
         segments=[[len(segment.blocks), segment.repeats] for stack in stacks(model) for segment in stack.segments],
-        cache=cache_of(model, [next(iter(held)) for held in dtypes], checkpoint.config.get("max_position_embeddings")),
+        cache=cache_of(model, [held[0] for held in dtypes], config.get("max_position_embeddings")),
         mesh=mesh,
-        rows=tuple(rows_of(model, checkpoint.table, [tuple(map(str, held)) for held in dtypes], mesh)),
+        rows=tuple(rows_of(model, table, [tuple(map(str, held)) for held in dtypes], mesh)),
     )
 
 
@@ -109,9 +147,10 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
 
 
-def numbers_of(source: Mapping[str, Tensor]) -> dict[str, int]:
+def numbers_of(tensors: Iterable[Tensor | jax.ShapeDtypeStruct]) -> dict[str, int]:
+    """How many numbers there are of each dtype, most first."""
     found: dict[str, int] = {}
-    for tensor in source.values():
+    for tensor in tensors:
         found[str(tensor.dtype)] = found.get(str(tensor.dtype), 0) + math.prod(tensor.shape)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 

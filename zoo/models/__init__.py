@@ -7,6 +7,7 @@ from .facts import Family, Row, fused, under
 from .loss import cross_entropy, token_losses
 from .names import Place, places
 from .probe import hidden_states, score
+from .published import preset, presets
 from .stack import AbstractStack, Segment, Stack, Unstacked, cut, swap_stack
 from .transformer import Transformer
 
@@ -34,6 +35,8 @@ __all__ = [
     "layer",
     "pack_positions",
     "places",
+    "preset",
+    "presets",
     "score",
     "swap_stack",
     "token_losses",

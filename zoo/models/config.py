@@ -57,8 +57,9 @@ class ConfigError(ValueError):
     """A config.json that we do not understand, or do not honour: says which key."""
 
 
-def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[str] = ()) -> Config:
-    """The config of a family from what a config.json holds; keys in `ignore` are left out of account.
+def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[str] | None = ()) -> Config:
+    """The config of a family from what a config.json holds; keys in `ignore` are left out of account. With None errors
+    do not say that they can be.
 
     **Raises** `ConfigError` for a key that is unknown, whose value is of another type than it should be, or that asks
     for what we do not compute: all of them at once, by name.
@@ -67,7 +68,7 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     only = {**ONLY, **family.only}
     known = {*family.defaults, *family.aliases, *only, *family.inert, *INERT}
     known |= set(ROPE_SPELLINGS) if "rope_parameters" in family.defaults else set()
-    given = {key: value for key, value in given.items() if key not in ignore}
+    given = {key: value for key, value in given.items() if key not in (ignore or ())}
     for key, value in given.items():
         usual = family.aliases.get(key, key)
         if key in only:  # the family's own word: another family's word for the same may be read by nobody
@@ -92,9 +93,8 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
         except ConfigError as error:
             wrong.append(str(error))
     if wrong:
-        raise ConfigError(
-            "; ".join(wrong) + '. A key that changes no result of yours can be left out of account: ignore=("key",)'
-        )
+        hint = '. A key that changes no result of yours can be left out of account: ignore=("key",)'
+        raise ConfigError("; ".join(wrong) + ("" if ignore is None else hint))
     return config
 
 

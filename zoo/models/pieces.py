@@ -87,22 +87,29 @@ def scaling(config: Config, facts: dict[str, Any], pairs: int) -> Scaling | None
     return None
 
 
+def out_scale(config: Config) -> float:
+    """By how much new matrices that write to the residual stream are smaller, as in `Transformer`: a layer has two."""
+    return (2 * config["num_hidden_layers"]) ** -0.5
+
+
 def attention(config: Config, **options: Any) -> Callable[..., Attention]:
     """Options as `Attention` takes them; sizes come from the config, and the rotation unless given."""
     count, kv_heads, head_dim = heads(config)
     options = {"rotary": rotary(config), **options} if "rotary" not in options else options
-    return partial(Attention, config["hidden_size"], count, kv_heads=kv_heads, head_dim=head_dim, **options)
+    sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "out_scale": out_scale(config)}
+    return partial(Attention, config["hidden_size"], count, **{**sizes, **options})
 
 
 def gated_mlp(config: Config, *, bias: bool = False) -> Callable[..., GatedMLP]:
     sizes = config["hidden_size"], config["intermediate_size"]
-    return partial(GatedMLP, *sizes, activation=activation(config), bias=bias)
+    return partial(GatedMLP, *sizes, activation=activation(config), bias=bias, out_scale=out_scale(config))
 
 
 def mlp(config: Config, *, bias: bool = True) -> Callable[..., MLP]:
     """`intermediate_size` is four times `hidden_size` where it is not given."""
     embed = config["hidden_size"]
-    return partial(MLP, embed, config["intermediate_size"] or 4 * embed, activation=activation(config), bias=bias)
+    sizes = embed, config["intermediate_size"] or 4 * embed
+    return partial(MLP, *sizes, activation=activation(config), bias=bias, out_scale=out_scale(config))
 
 
 def rms_norm(config: Config, **options: Any) -> Callable[[], RMSNorm]:

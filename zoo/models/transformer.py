@@ -44,7 +44,8 @@ def Transformer(
     - `windows`: a pattern of attention windows that repeats over the layers; None sees everything. `(512, 512, None)`
       has two local layers to a global one.
     - `tied`: the head is the embedding's table.
-    - `remat`: what the backward pass computes again: "none", all but "dots", "full".
+    - `remat`: what the backward pass computes again, from least to most: "none", "elementwise" (all but matrix
+      products), "dots" (attention's products too), "full".
     - `form`: how attention is computed, a function of `zoo.ops.attention`.
 
     Matrices start with a standard deviation of 1 / sqrt(inputs); those that write to the residual stream are divided by

@@ -21,6 +21,7 @@ import abc
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -221,6 +222,7 @@ class Rotary:
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
+@jax.named_scope("rotary")
 def apply_rotary(
     x: Float[Array, "batch seq heads head_dim"],
     cos: Float[Array, "#batch seq pairs"] | Float[Array, "seq pairs"],

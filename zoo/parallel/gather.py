@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 from .collectives import current_mesh
 from .module import is_learnt, leaves, map_leaves
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "elementwise", "dots", "full"]
 Places = tuple[tuple[int, tuple[str, ...]], ...]
 
 
@@ -48,6 +48,7 @@ def cast(model: PyTree, dtype: Any) -> PyTree:
     return map_leaves(one, model)
 
 
+@jax.named_scope("gather")
 def gather(module: PyTree) -> PyTree:
     """Bring together all parameters of `module` that the layout stores in pieces; the identity outside `zoo.spmd`.
 
@@ -95,6 +96,7 @@ together.defvjp(together_forward, together_backward)
 
 KEPT = {
     "none": jax.checkpoint_policies.everything_saveable,
+    "elementwise": jax.checkpoint_policies.dots_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -102,8 +104,9 @@ CHEAPER_AGAIN = ("all_gather", "all_gather_invariant", "pvary", "pcast")
 
 
 def rematerialised(function: Callable, remat: Remat) -> Callable:
-    """`function`, whose backward pass computes again what `remat` says: "none" of it, all but the results of "dots"
-    (matrix products without batch dims), or the "full" function.
+    """`function`, whose backward pass computes again what `remat` says: "none" of it; all that is
+    "elementwise" and no matrix product; all but "dots", products without batch dims, so that attention's are computed
+    again too; or the "full" function.
 
     Whatever the choice, parameters that were gathered are not kept for the backward pass but gathered again: else a
     scan over layers would hold every layer whole.

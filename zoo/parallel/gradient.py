@@ -145,7 +145,7 @@ class Sums(Program):
         return PartitionSpec(), PartitionSpec(), self.mesh.updates.specs(trainable(model)) if self.gradient else None
 
 
-def refuse_varying(x: Array, allowed: tuple[str, ...], what: str) -> None:
+def refuse_varying(x: Array | float | int, allowed: tuple[str, ...], what: str) -> None:
     if axes := sorted(varying(x) - set(allowed)):
         raise ValueError(
             f"{what} still differs between devices along {' and '.join(map(repr, axes))}, which splits no tokens. "

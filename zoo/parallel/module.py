@@ -6,6 +6,7 @@ dim of its annotation another name: a field `out: Dim` holding `Dim("heads", 64)
 """
 
 import dataclasses
+import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, dataclass_transform
@@ -13,6 +14,8 @@ from typing import Any, dataclass_transform
 import equinox as eqx
 import jax
 from jaxtyping import AbstractArray, PyTree, jaxtyped
+
+from .scope import NAMED, scoped
 
 STACKED, LEARNT, FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
 EITHER, MANNER = "zoo.either", "zoo.manner"
@@ -58,10 +61,18 @@ def manner(**options: Any) -> Any:
 
 @dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, stacked, buffer, full_precision, either, manner))
 class Module(eqx.Module):
-    """The base of every class with parameters. Arrays are held against their annotations when an instance is made.
+    """The base of every class with parameters. Arrays are held against their annotations when an instance is made, and
+    what an instance computes stands in a trace under its name (`zoo.parallel.scope`).
 
     **Raises** `TypeError` where a field holds an array but its annotation names no dims, or does not fit the array.
     """
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        for name in NAMED:
+            method = vars(cls).get(name)
+            if isinstance(method, types.FunctionType) and not getattr(method, "__isabstractmethod__", False):
+                setattr(cls, name, scoped(method, EITHER))
 
     def __check_init__(self):
         arrays = [(field, x) for field in array_fields(self) for x in bare_arrays(getattr(self, field.name))]
@@ -209,9 +220,13 @@ def trainable(model: PyTree) -> PyTree:
 
 
 def is_learnt(leaf: Leaf, x: Any) -> bool:
-    return leaf.learnt and eqx.is_inexact_array(x)
+    """A shape is learnt where the array that it stands for is."""
+    inexact = eqx.is_inexact_array(x)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        inexact = jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+    return leaf.learnt and inexact
 
 
 def count(model: PyTree) -> int:
-    """How many numbers a model learns."""
+    """How many numbers a model learns: of a model in shapes only, too."""
     return sum(x.size for x in jax.tree.leaves(trainable(model)))

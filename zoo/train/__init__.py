@@ -14,6 +14,7 @@ from .interrupt import Interrupt
 from .masks import decay_mask, matrices
 from .metrics import Metrics, read_lines
 from .parameters import parameter_rows
+from .profile import Profile
 from .remat import rematerialise
 from .report import ParameterRow, write_report
 from .run import Run
@@ -28,6 +29,7 @@ __all__ = [
     "Metrics",
     "Ordered",
     "ParameterRow",
+    "Profile",
     "Restored",
     "Run",
     "Source",

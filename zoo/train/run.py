@@ -27,6 +27,7 @@ from .environment import environment
 from .files import write_json
 from .interrupt import Interrupt, anywhere
 from .metrics import Line, Metrics, Value, append, cut_back
+from .profile import Profile
 from .progress import Lines, Pace, Progress, Silent, progress
 from .trackers import Tracker
 
@@ -37,7 +38,8 @@ class Run:
     """One run in one folder: `config.json`, `env.json`, `metrics.jsonl`, `timing.jsonl`, `checkpoints/`.
 
     `step` counts the steps that are done, the one in the loop's body included. `every` steps metrics are fetched, and
-    with several processes signals are shared. **Raises** `FileExistsError` where the folder holds checkpoints and
+    with several processes signals are shared. With `profile` a trace of a few steps goes to `profile/`
+    (`zoo.train.Profile`). **Raises** `FileExistsError` where the folder holds checkpoints and
     `resume` is not set.
     """
 
@@ -47,20 +49,22 @@ class Run:
         *,
         config: Mapping[str, Any],
         resume: bool = False,
+        profile: bool = False,
         every: int = 10,
         keep_last: int = 2,
         keep_best: int = 1,
         trackers: Sequence[Tracker] = (),
     ):
         self.directory = Path(directory)
-        # Whether a run was resumed is no property of it: the configurations of both halves are the same.
-        self.config = {name: value for name, value in config.items() if name != "resume"}
+        # Whether a run was resumed or traced is no property of it: the configurations of both halves are the same.
+        self.config = {name: value for name, value in config.items() if name not in ("resume", "profile")}
         self.step = 0
         self.total = 0
         self.stopped = False
         self.metrics = Metrics(self.directory / "metrics.jsonl", every=every, trackers=trackers)
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best)
         self._every = every
+        self._profile = Profile(self.directory / "profile", self.say) if profile else None
         self._interrupt = Interrupt()
         self._pace = Pace(0)
         self._progress: Progress = Lines(0) if jax.process_index() == 0 else Silent()
@@ -77,6 +81,7 @@ class Run:
         self._exit.callback(self.checkpoints.close)
         self._exit.callback(lambda: self._progress.close())
         self._exit.callback(self._close_metrics)
+        self._exit.enter_context(self._profile or contextlib.nullcontext())
         self._exit.enter_context(self._interrupt)
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -123,12 +128,15 @@ class Run:
         if jax.process_index() == 0:
             self._progress = progress(total, start=self.step)
         while self.step < total and not self.stopped:
-            batch = next(batches)
-            self.step += 1
-            # Read once a step, before its body: whoever asks within the step gets the same answer.
-            if jax.process_count() == 1 or self.step % self._every == 0:
-                self.stopped = anywhere(self._interrupt.requested)
-            yield batch
+            with contextlib.nullcontext() if self._profile is None else self._profile.step(self.step + 1):
+                batch = next(batches)
+                self.step += 1
+                # Read once a step, before its body: whoever asks within the step gets the same answer.
+                if jax.process_count() == 1 or self.step % self._every == 0:
+                    self.stopped = anywhere(self._interrupt.requested)
+                yield batch
+        if self._profile is not None:
+            self._profile.close()
         if self.stopped:
             self.say(
                 f"stopped by a signal after step {self.step} of {total}: --resume goes on from the last checkpoint"

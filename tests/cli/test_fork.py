@@ -1,0 +1,137 @@
+"""A recipe that was copied is a program of its own: it says its new name, and it runs elsewhere."""
+
+import ast
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from ..recipes.test_transformer import TINY
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.py"))}
+module = importlib.import_module("zoo.cli.fork")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("path", RECIPES.values(), ids=RECIPES)
+def test_a_recipe_needs_nothing_beside_it(path):
+    """Only the library, the standard library and packages."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno} imports a neighbour"
+            names.add(str(node.module).partition(".")[0])
+    places = {name: importlib.util.find_spec(name) for name in names - sys.stdlib_module_names - {"zoo"}}
+    assert all(places.values())
+    ours = {
+        name for name, found in places.items() if found and Path(found.origin or ROOT).is_relative_to(ROOT / "recipes")
+    }
+    assert not ours and not names & {"recipes", "scripts", "tests"}
+
+
+def test_the_list_has_the_first_line_of_each(run):
+    rows = dict(line.split(maxsplit=1) for line in run("fork", "--list")[0].splitlines())
+    assert rows.keys() == RECIPES.keys()
+    for name, line in rows.items():
+        assert RECIPES[name].read_text().startswith(f'"""{line}\n')
+
+
+def test_a_copy_says_its_own_name(run):
+    printed, _ = run("fork", "transformer", "my_experiment.py")
+    assert printed.splitlines()[0] == "wrote my_experiment.py, a copy of the recipe transformer"
+    assert printed.splitlines()[-1] == "next: python my_experiment.py --steps 20"
+    text, recipe = Path("my_experiment.py").read_text(), RECIPES["transformer"].read_text()
+    assert "recipes/" not in text and "python my_experiment.py --resume  " in text
+    assert 'Path("runs/my_experiment")' in text and "finetune.py (zoo fork finetune) goes on from it" in text
+    lines = list(zip(text.splitlines(), recipe.splitlines(), strict=True))
+    assert all(line == other for line, other in lines if "recipes/" not in other and "runs/transformer" not in other)
+    assert all(line.find("  # ") == other.find("  # ") for line, other in lines), "comments stand where they stood"
+    ast.parse(text)
+
+
+def test_a_copy_says_how_to_get_what_it_starts_from(run):
+    printed, _ = run("fork", "finetune")
+    assert printed.splitlines()[1:] == [
+        "next: zoo fork transformer && python transformer.py",
+        "next: python finetune.py --steps 20",
+    ]
+    text = Path("finetune.py").read_text()
+    assert "recipes/" not in text and "`zoo fork transformer && python transformer.py` makes one in {START}" in text
+    assert 'START = Path("runs/transformer/export")' in text and 'Path("runs/finetune")' in text
+
+
+def test_where_it_goes(run, refused):
+    Path("folder").mkdir()
+    assert "wrote folder/transformer.py" in run("fork", "transformer", "folder")[0]
+    assert "next: python 'folder/a b.py' --steps 20" in run("fork", "recipes/transformer.py", "folder/a b.py")[0]
+    assert "python 'a b.py' --resume" in Path("folder/a b.py").read_text()
+    Path("mine.py").write_text("precious")
+    assert "mine.py exists already: name another file, or say --force" in refused("fork", "transformer", "mine.py")
+    assert Path("mine.py").read_text() == "precious"
+    run("fork", "transformer", "mine.py", "--force")
+    assert "Train, validate, sample" in Path("mine.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "name a recipe: finetune, transformer; `zoo fork --list` says"),
+        (("transfomer",), "there is no recipe 'transfomer', but finetune, transformer"),
+        (("transformer", "no/such/x.py"), "no/such: there is no such folder to write x.py to"),
+        (("transformer", "x"), "'x' is no name for a recipe"),
+        (("transformer", 'x"y.py'), "is no name for a recipe"),
+        (("transformer", "random.py"), "random.py would hide the module 'random'"),
+        (("transformer", "optax.py"), "optax.py would hide the module 'optax'"),
+    ],
+)
+def test_what_cannot_be_is_told(refused, words, message, tmp_path):
+    assert message in refused("fork", *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_missing_is_told(run, monkeypatch):
+    assert "pip install" not in run("fork", "transformer")[0]
+    monkeypatch.setattr(module, "TRAIN", ("optax", "no_such_package", "nor.this"))
+    printed, _ = run("fork", "transformer", "x.py")
+    assert 'it needs no_such_package, nor.this: pip install "equizoo[train]"\n' in printed
+
+
+def test_what_is_looked_for_is_what_training_needs():
+    calls = [
+        node for node in ast.walk(ast.parse((ROOT / "zoo/train/__init__.py").read_text())) if isinstance(node, ast.Call)
+    ]
+    (call,) = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "require_installed")
+    assert tuple(ast.literal_eval(argument) for argument in call.args) == module.TRAIN
+
+
+def test_a_copy_runs_where_it_lies(run, tmp_path):
+    """With the sizes of tests/recipes, whose compiled programs it shares."""
+    run("fork", "transformer", "my_experiment.py")
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text("the cat sat on the mat and saw that it was flat " * 20)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "my_experiment.py", "--data=text", *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "the report lies in runs/my_experiment/report.html" in done.stdout
+    assert (tmp_path / "runs" / "my_experiment" / "export" / "config.json").exists()

@@ -1,0 +1,198 @@
+"""The reader of compiled programs, on texts with what backends write: nested loops, asynchronous and combined
+collectives, branches, kernels, groups of devices in every notation."""
+
+import jax
+import numpy as np
+import pytest
+
+from zoo.inspect import hlo
+from zoo.inspect.collectives import Collective, along, collectives, groups_of
+
+MODULE = """\
+HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {1, 0}: (3, {}, must-alias) }, \
+entry_computation_layout={(f32[8]{0:T(256)})->f32[]}, replica_count=1, num_partitions=8
+
+FileNames
+1 "/some/file.py"
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%take_one (p.0: f32[6,4,8], p.1: s32[]) -> f32[4,8] {
+  %p.0 = f32[6,4,8]{2,1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %flat = f32[6,32]{1,0} bitcast(%p.0)
+  %slice = f32[1,32]{1,0} dynamic-slice(%flat, %p.1, %zero), dynamic_slice_sizes={1,32}
+  ROOT %out = f32[4,8]{1,0} bitcast(%slice)
+}
+
+%put_one (q.0: f32[6,4,8], q.1: f32[1,4,8], q.2: s32[]) -> f32[6,4,8] {
+  %q.0 = f32[6,4,8]{2,1,0} parameter(0)
+  %q.1 = f32[1,4,8]{2,1,0} parameter(1)
+  %q.2 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  ROOT %put = f32[6,4,8]{2,1,0} dynamic-update-slice(%q.0, %q.1, %q.2, %zero.1, %zero.1)
+}
+
+%scattered (s: f32[8,8]) -> f32[4,8] {
+  %s = f32[8,8]{1,0} parameter(0)
+  ROOT %part = f32[4,8]{1,0} reduce-scatter(%s), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
+}, execution_thread="parallel"
+
+%inner (i: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %i = (s32[], f32[4,8]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%i), index=0
+  %v = f32[4,8]{1,0} get-tuple-element(%i), index=1
+  %start = f32[4,8]{1,0} all-reduce-start(%v), channel_id=1, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %done = f32[4,8]{1,0} all-reduce-done(%start)
+  ROOT %both = (s32[], f32[4,8]{1,0}) tuple(%n, %done)
+}
+
+%outer (o: (s32[], f32[4,8], /*index=2*/f32[6,4,8])) -> (s32[], f32[4,8], f32[6,4,8]) {
+  %o = (s32[], f32[4,8]{1,0}, /*index=2*/f32[6,4,8]{2,1,0}) parameter(0)
+  %k = s32[] get-tuple-element(%o), index=0
+  %w = f32[6,4,8]{2,1,0} get-tuple-element(%o), index=2
+  %one = f32[4,8]{1,0} fusion(%w, %k), kind=kLoop, calls=%take_one, metadata={op_name="jit(f)/while (a) {b}, c="}
+  %one.1 = f32[1,4,8]{2,1,0} bitcast(%one)
+  %new = f32[6,4,8]{2,1,0} fusion(%w, %one.1, %k), kind=kLoop, calls=%put_one
+  %pair = (s32[], f32[4,8]{1,0}) tuple(%k, %one)
+  %loop = (s32[], f32[4,8]{1,0}) while(%pair), condition=%inner_more, body=%inner, \
+backend_config={"known_trip_count":{"n":"5"},"other":{"n":"9"}}
+  %v.1 = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  ROOT %all = (s32[], f32[4,8]{1,0}, f32[6,4,8]{2,1,0}) tuple(%k, %v.1, %new)
+}
+
+%small (a: f32[4,8]) -> f32[4,8] {
+  ROOT %a = f32[4,8]{1,0} parameter(0)
+}
+
+%large (b: f32[4,8]) -> f32[4,8] {
+  %b = f32[4,8]{1,0} parameter(0)
+  ROOT %turned = f32[4,8]{1,0} collective-permute(%b), channel_id=3, \
+source_target_pairs={{0,4},{1,5},{2,6},{3,7},{4,0},{5,1},{6,2},{7,3}}
+}
+
+ENTRY %main (arg.0: f32[4,8], arg.1: s32[], arg.2: f32[6,4,8], arg.3: f32[8,8]) -> f32[4,8] {
+  %arg.0 = f32[4,8]{1,0} parameter(0), sharding={devices=[2,1,4]<=[8] last_tile_dim_replicate}
+  %arg.1 = s32[] parameter(1)
+  %arg.2 = f32[6,4,8]{2,1,0} parameter(2)
+  %arg.3 = f32[8,8]{1,0} parameter(3)
+  %c = f32[2]{0} constant({1, 2})
+  %kernel = (f32[4,8]{1,0}, s8[64]{0}) custom-call(f32[4,8]{1,0} %arg.0), custom_call_target="__cublas$gemm", \
+called_computations={}, backend_config={"gemm_backend_config":{"alpha":"1"}}
+  %product = f32[4,8]{1,0} get-tuple-element(%kernel), index=0
+  %gathered = (f32[4,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%product), channel_id=2, \
+replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, use_global_device_ids=true
+  %whole = f32[16,8]{1,0} all-gather-done(%gathered)
+  %sent = ((f32[8,8]{1,0}), f32[4,8]{1,0}) async-start(%arg.3), async_execution_thread="parallel", calls=%scattered
+  %came = f32[4,8]{1,0} async-done(%sent)
+  %packed = (s32[], f32[4,8]{1,0}, f32[6,4,8]{2,1,0}) tuple(%arg.1, %came, %arg.2)
+  %layers = (s32[], f32[4,8]{1,0}, f32[6,4,8]{2,1,0}) while(%packed), condition=%outer_more, body=%outer, \
+backend_config={"known_trip_count":{"n":"6"}}
+  %x.1 = f32[4,8]{1,0} get-tuple-element(%layers), index=1
+  %either = f32[4,8]{1,0} conditional(%arg.1, %x.1, %x.1), branch_computations={%small, %large}
+  %free = (s32[], f32[4,8]{1,0}) while(%pair.1), condition=%until, body=%inner
+  %sums = (f32[4,8]{1,0}, bf16[3]{0}) all-reduce(%either, %c), channel_id=4, replica_groups={}, to_apply=%add
+  ROOT %result = f32[4,8]{1,0} copy(%x.1)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def module():
+    return hlo.read(MODULE)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2), ("data", "fsdp", "context", "tensor"))
+
+
+def test_header_and_arguments(module):
+    assert hlo.devices(module) == 8 and hlo.parameters(module) == 4 and hlo.aliased(module) == {1, 3}
+    with pytest.raises(ValueError, match=r"no computation is marked ENTRY"):
+        hlo.read("HloModule nothing\n")
+
+
+def test_loops_multiply_and_one_without_a_length_counts_once(module):
+    found, endless = hlo.executions(module)
+    times = {}
+    for one in found:
+        times.setdefault(one.instruction.name, []).append(one.times)
+    assert times["start"] == [30, 1] and times["one"] == [6] and times["kernel"] == [1]
+    assert endless == ["free"]
+    assert "done" not in times and "slice" not in times and "loop" not in times
+    assert times["turned"] == [1] and "a" not in times  # of two branches the one that moves more
+
+
+def test_bytes_are_those_of_slices_and_updates_in_place(module):
+    found, _ = hlo.executions(module)
+    moved = {one.instruction.name: hlo.traffic(module, one.instruction, one.computation) for one in found}
+    row = 4 * 8 * 4
+    assert moved["one"] == row + 4 + row  # of six layers one is read, by its number; and one is written
+    assert moved["new"] == row + 4 + row  # the update is read and written, the other layers stay where they are
+    assert moved["kernel"] == row + row + 64
+    assert moved["result"] == 2 * row and moved["pair"] == 0
+    assert moved["start"] == 2 * row and moved["gathered"] == row + 4 * row
+    assert hlo.moved(module, found) == sum(one.times * moved[one.instruction.name] for one in found)
+    assert [
+        hlo.nbytes(shape) for shape in ("pred[3]", "s4[3]", "bf16[2,3]{1,0:T(8,128)S(1)}", "f8e4m3fn[5]", "token[]")
+    ] == [*(3, 2, 12, 5, 0)]
+
+
+def test_collectives_by_axis(module, mesh):
+    found, _ = hlo.executions(module)
+    row = 4 * 8 * 4
+    assert set(collectives(found, mesh, 8)) == {
+        Collective("all-reduce", ("tensor",), "", 31, 31, 31 * row),
+        Collective("all-gather", ("data", "fsdp"), "", 1, 1, 4 * row),
+        Collective("reduce-scatter", ("tensor",), "", 1, 1, 2 * row),
+        Collective("collective-permute", ("data",), "", 1, 1, row),
+        Collective("all-reduce", ("data", "fsdp", "tensor"), "", 1, 2, row + 8),
+    }
+    assert {one.axes for one in collectives(found, None, 8)} == {None}
+
+
+TENSOR, DATA = {(0, 1), (2, 3), (4, 5), (6, 7)}, {(0, 4), (1, 5), (2, 6), (3, 7)}
+NOTATIONS = {
+    "as they are": ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", TENSOR, ("tensor",)),
+    "in another order": ("replica_groups={{3,2},{1,0},{4,5},{7,6}}", TENSOR, ("tensor",)),
+    "counted up": ("replica_groups=[4,2]<=[8]", TENSOR, ("tensor",)),
+    "transposed": ("replica_groups=[4,2]<=[2,4]T(1,0)", DATA, ("data",)),
+    "transposed, three dims": ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", {(0, 2), (1, 3), (4, 6), (5, 7)}, ("fsdp",)),
+    "one group": ("replica_groups=[1,8]<=[8]", {tuple(range(8))}, ("data", "fsdp", "tensor")),
+    "none written": ("replica_groups={}", {tuple(range(8))}, ("data", "fsdp", "tensor")),
+    "alone": ("replica_groups=[8,1]<=[8]", {(i,) for i in range(8)}, ()),
+    "a mesh": ("replica_groups=mesh['a'=4,'b'=2] {'b'}", TENSOR, ("tensor",)),
+    "a mesh, two axes": ("replica_groups=mesh[a=2,b=2,c=2] {a,c}", {(0, 1, 4, 5), (2, 3, 6, 7)}, ("data", "tensor")),
+    "a mesh, its order": ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", TENSOR, ("tensor",)),
+    "a mesh, its list": ("replica_groups=mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'b'}", DATA, ("data",)),
+    "the first half of an axis": ("replica_groups=mesh['a'=8] {'a':(1)2}", DATA, ("data",)),
+    "the last half of an axis": ("replica_groups=mesh['a'=8] {'a':(4)2}", TENSOR, ("tensor",)),
+    "no axis": ("replica_groups={{0,3},{1,2},{4,7},{5,6}}", {(0, 3), (1, 2), (4, 7), (5, 6)}, None),
+    "uneven": ("replica_groups={{0,1,2},{3,4,5,6,7}}", {(0, 1, 2), (3, 4, 5, 6, 7)}, None),
+}
+
+
+@pytest.mark.parametrize(("text", "groups", "axes"), NOTATIONS.values(), ids=NOTATIONS)
+def test_groups_in_every_notation(text, groups, axes, mesh):
+    instruction = hlo.parse("x", f"f32[4] all-reduce(%p), channel_id=1, {text}, use_global_device_ids=true")
+    found = groups_of(instruction, 8)
+    assert found == {frozenset(group) for group in groups}
+    assert along(found, mesh) == axes
+
+
+def test_what_no_axis_explains_is_told_as_it_is_written(mesh):
+    text = MODULE.replace("{{0,1},{2,3},{4,5},{6,7}}", "{{0,3},{1,2},{4,7},{5,6}}").replace("[4,2]<=[8]", "new(8)")
+    found, _ = hlo.executions(hlo.read(text))
+    strange = {one.kind: one.groups for one in collectives(found, mesh, 8) if one.axes is None}
+    assert strange == {"all-reduce": "{{0,3},{1,2},{4,7},{5,6}}", "reduce-scatter": "unknown"}
+
+
+def test_a_permutation_along_two_axes(mesh):
+    text = "f32[4] collective-permute(%p), source_target_pairs={{0,3},{3,0},{4,4}}"
+    assert along(groups_of(hlo.parse("x", text), 8), mesh, permute=True) == ("fsdp", "tensor")

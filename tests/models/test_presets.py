@@ -1,0 +1,158 @@
+"""Presets have the sizes that were published, small ones of a kind work, and wrong names and changes are told."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zoo
+from zoo.models.config import ConfigError, read_config
+from zoo.models.published import PRESETS, preset
+
+KEY = jax.random.key(0)
+SMALL = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4}
+ONE_A_FAMILY = {found.family: name for name, found in PRESETS.items()}
+
+
+def small(name, **changes):
+    """A model of a preset's kind: narrow, with two kv_heads where the family has such, heads 16 wide."""
+    family = zoo.models.families.FAMILIES[PRESETS[name].family]
+    possible = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    sizes = {key: value for key, value in possible.items() if key in family.defaults}
+    mlp = {} if family.name == "gpt2" else {"intermediate_size": 128}
+    return preset(name, key=KEY, **{**SMALL, **sizes, **mlp, **changes})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_it_has_as_many_parameters_as_were_published(name):
+    model = eqx.filter_eval_shape(lambda: preset(name, key=KEY))
+    assert zoo.count(model) == PRESETS[name].parameters
+    assert {x.dtype for x in jax.tree.leaves(model)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_its_keys_are_those_of_the_family_and_say_something(name):
+    found = PRESETS[name]
+    family = zoo.models.families.FAMILIES[found.family]
+    whole = read_config(family, found.config)
+    for key in found.config.keys() - {"rope_scaling"}:
+        without = {other: value for other, value in found.config.items() if other != key}
+        same = read_config(family, without) == whole
+        sizes = ("hidden", "intermediate", "num_", "n_")  # a row of sizes is written whole
+        assert not same or key.startswith(sizes), f"{key} is the family's default"
+
+
+def test_all_families_have_one():
+    assert set(ONE_A_FAMILY) == set(zoo.families())
+    assert zoo.models.presets() == tuple(PRESETS) and len(PRESETS) == len({found.source for found in PRESETS.values()})
+
+
+@pytest.mark.parametrize("name", ONE_A_FAMILY.values())
+def test_new_weights(name):
+    model = small(name)
+    block = next(iter(model.stack.one_by_one()))
+    residual = (2 * 2) ** -0.5
+
+    def deviation(x):
+        return float(jnp.std(x))
+
+    assert deviation(block.mixer.query.weight) == pytest.approx(64**-0.5, rel=0.05)
+    assert deviation(block.ffn.up.weight) == pytest.approx(64**-0.5, rel=0.05)
+    assert deviation(block.mixer.out.weight) == pytest.approx(64**-0.5 * residual, rel=0.05)
+    assert deviation(block.ffn.down.weight) == pytest.approx(
+        block.ffn.down.weight.shape[1] ** -0.5 * residual, rel=0.05
+    )
+    assert deviation(model.embedding.weight) == pytest.approx(64**-0.5, rel=0.05)
+    for linear in (block.mixer.query, block.mixer.out, block.ffn.up, block.ffn.down):
+        assert getattr(linear, "bias", None) is None or not linear.bias.any()
+    norm = block.mixer_norm
+    assert (norm.weight + getattr(norm, "offset", 0.0) == 1).all()
+
+
+@pytest.mark.parametrize("name", ONE_A_FAMILY.values())
+def test_it_is_written_as_its_family_and_read_again(name, tmp_path):
+    model = small(name)
+    zoo.save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == PRESETS[name].family and config["num_hidden_layers"] == 2
+    again, model = (dataclasses.replace(x, origin=None) for x in (zoo.load(tmp_path), model))
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    assert all(map(jnp.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
+def test_born_on_a_mesh_it_is_the_same():
+    sizes = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    make = lambda key: zoo.models.preset("qwen3-0.6b", key=key, **sizes)
+    model = zoo.init(make, KEY, zoo.make_mesh(fsdp=2, tensor=2, data=2))
+    alone = make(KEY)
+    assert model.origin == alone.origin
+    assert all(map(jnp.allclose, jax.tree.leaves(model), jax.tree.leaves(alone)))
+    assert model.embedding.weight.sharding.spec == jax.sharding.PartitionSpec("tensor", "fsdp")
+
+
+def shapes(name, **changes):
+    return eqx.filter_eval_shape(lambda: preset(name, key=KEY, **changes))
+
+
+def config_of(name, **changes):
+    return json.loads(shapes(name, **changes).origin.config)
+
+
+def test_changes_replace_a_key_whatever_it_is_called():
+    assert config_of("gpt2", n_layer=2) == config_of("gpt2") | {"n_layer": 2}
+    usual = config_of("gpt2", num_hidden_layers=2)
+    assert usual["num_hidden_layers"] == 2 and "n_layer" not in usual
+    assert zoo.count(shapes("gpt2", n_layer=2)) == zoo.count(shapes("gpt2", num_hidden_layers=2)) < 60e6
+    assert zoo.count(shapes("llama3-8b", num_hidden_layers=2)) < PRESETS["llama3-8b"].parameters / 5
+    assert shapes("llama3-8b", tie_word_embeddings=True).head is None
+    assert config_of("llama3-8b", eos_token_id=7)["eos_token_id"] == 7, "what changes no result is written all the same"
+
+
+def test_changes_of_the_rotation():
+    def rotary(**changes):
+        return next(iter(shapes("llama3.1-8b", **changes).stack.one_by_one())).mixer.rotary
+
+    assert rotary().base == 500000 and rotary().scaling.factor == 8
+    assert rotary(rope_theta=1e4).base == 1e4 and rotary(rope_theta=1e4).scaling.factor == 8
+    assert rotary(rope_scaling=None).scaling is None and rotary(rope_scaling=None).base == 500000
+    plain = rotary(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    assert (plain.scaling, plain.base) == (None, 7.0)
+
+
+def test_an_unknown_name_is_told_with_the_nearest():
+    with pytest.raises(ValueError, match="no preset 'llama-3-8b'; nearest are llama3-8b, "):
+        preset("llama-3-8b", key=KEY)
+    with pytest.raises(ValueError, match="nearest are llama3-8b"):
+        preset("meta-llama/Meta-Llama-3-8B", key=KEY)
+    with pytest.raises(ValueError, match="there are gemma-2b, gemma-7b, .*, tinyllama-1.1b"):
+        preset("something-else", key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"hidden_sizes": 2},
+            "llama3-8b with another hidden_sizes: hidden_sizes = 2 is not a key .* mean 'hidden_size'",
+        ),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 should be a whole number above 0"),
+        ({"num_attention_heads": 12}, "12 heads do not share out over 8 kv_heads|does not share out over 12 heads"),
+        ({"hidden_act": "gloo"}, "activation 'gloo' is none that we know"),
+        ({"rope_scaling": {"rope_type": "lama3"}}, "rope_type = 'lama3' is no kind"),
+        ({"model_type": "qwen3"}, "model_type is no key to change: the preset is a llama"),
+    ],
+)
+def test_changes_that_cannot_be_are_told_before_anything_is_made(changes, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        preset("llama3-8b", key=KEY, **changes)
+    assert "ignore=" not in str(raised.value), "preset has no such argument"
+
+
+def test_it_computes():
+    model = small("qwen2.5-0.5b")
+    logits = eqx.filter_jit(lambda model, tokens: model(tokens))(model, jnp.arange(12).reshape(2, 6))
+    assert logits.shape == (2, 6, 64) and jnp.isfinite(logits).all()
+    assert float(jnp.std(logits)) == pytest.approx(1, rel=0.3), "as wide as a softmax likes them"

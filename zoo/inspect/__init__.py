@@ -1,0 +1,10 @@
+"""What a compiled step costs: FLOPs, bytes, collectives by mesh axis, memory, donation, times.
+
+Functions of a step and its arguments; models know nothing of them.
+"""
+
+from .collectives import Collective
+from .operations import Flops, flops
+from .program import Donation, DonationError, Memory, Program, Seconds, compiled
+
+__all__ = ["Collective", "Donation", "DonationError", "Flops", "Memory", "Program", "Seconds", "compiled", "flops"]

@@ -1,0 +1,154 @@
+"""What devices send one another in a compiled program, by the mesh axes along which they do."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from .hlo import Execution, Instruction, nbytes
+
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+Groups = frozenset[frozenset[int]]
+"""Which devices, by their places in the program's list of them, take part together."""
+
+EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+NAMED = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
+PAIRS = re.compile(r"source_target_pairs=\{((?:\{[\d,]*\},?)*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of collective along one set of axes."""
+
+    kind: str
+    """As HLO calls it: all-reduce, all-gather, reduce-scatter, collective-permute, all-to-all."""
+    axes: tuple[str, ...] | None
+    """The mesh axes along which devices take part; () where each does so alone, None where no axes explain it."""
+    groups: str
+    """The groups as the program writes them, where no axes explain them; empty otherwise."""
+    count: int
+    """How often one runs, loops included."""
+    arrays: int
+    """How many arrays they carry: XLA combines several into one collective."""
+    bytes: int
+    """On one device, what goes in or what comes out, whichever is more."""
+
+
+def collectives(found: Iterable[Execution], mesh: jax.sharding.Mesh | None, devices: int) -> tuple[Collective, ...]:
+    """Those among what runs, summed by kind and axes, by bytes, the largest first."""
+    sums: dict[tuple, list[int]] = {}
+    for one in found:
+        kind = one.instruction.opcode.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        groups = groups_of(one.instruction, devices)
+        axes = None if groups is None else along(groups, mesh, permute=kind == "collective-permute")
+        sizes = [nbytes(one.computation[name].shape) for name in one.instruction.operands if name in one.computation]
+        wide = max(map(len, groups or ()), default=1) if kind == "all-gather" else 1
+        key = kind, axes, "" if axes is not None else written(one.instruction)
+        total = sums.setdefault(key, [0, 0, 0])
+        for place, more in enumerate((1, len(sizes), sum(sizes) * wide)):
+            total[place] += one.times * more
+    rows = [Collective(*key, *total) for key, total in sums.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, str(row.axes))))
+
+
+def groups_of(instruction: Instruction, devices: int) -> Groups | None:
+    """Who takes part together. XLA writes it in four ways; None where this one is none of them.
+
+    - `replica_groups={{0,1},{2,3}}`: as they are; empty braces are all devices in one group.
+    - `replica_groups=[2,4]<=[8]`, or `[4,2]<=[2,4]T(1,0)`: count up, reshape, transpose, reshape; a row is a group.
+    - `replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}`: a mesh of its own, and the axes of a group;
+      `'b':(2)2` is the part of size 2 of an axis that comes after a part of size 2.
+    - `source_target_pairs={{0,1},{1,0}}`, of a permutation: a pair is a group.
+    """
+    text = instruction.attributes
+    if found := PAIRS.search(text) or EXPLICIT.search(text):
+        sets = frozenset(frozenset(numbers(inner)) for inner in re.findall(r"\{([\d,]*)\}", found[1]))
+        return sets or frozenset([frozenset(range(devices))])
+    if found := IOTA.search(text):
+        return rows(iota(numbers(found[2]), numbers(found[3] or "")).reshape(numbers(found[1])))
+    if found := NAMED.search(text):
+        sizes = {name.strip("'\" "): int(size) for name, size in (part.split("=") for part in found[1].split(","))}
+        ids = device_ids(found[2] or "", math.prod(sizes.values()))
+        return rows(grouped(ids, sizes, [part.strip() for part in found[3].split(",") if part.strip()]))
+    return None
+
+
+def numbers(text: str) -> list[int]:
+    return list(map(int, re.findall(r"\d+", text)))
+
+
+def iota(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose(order) if order else ids
+
+
+def device_ids(text: str, devices: int) -> np.ndarray:
+    """`[4,2]T(1,0)`, or a list of them, or nothing: in order."""
+    shape, _, order = text.partition("T")
+    if order:
+        return iota(numbers(shape), numbers(order))
+    return np.array(numbers(text)) if text and not text.startswith("[") else np.arange(devices)
+
+
+def grouped(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.ndarray:
+    """A row for each group: the named axes, or parts of them, last."""
+    chosen = [cut(axis, sizes) for axis in axes]
+    shape, last = [], []
+    for name, size in sizes.items():
+        own = [(start, stop) for of, start, stop in chosen if of == name]
+        for start, stop in itertools.pairwise(sorted({1, size, *itertools.chain(*own)})):
+            if any(first <= start < end for first, end in own):
+                last.append(len(shape))
+            shape.append(stop // start)
+    others = [place for place in range(len(shape)) if place not in last]
+    return ids.reshape(shape).transpose(others + last).reshape(-1, math.prod(shape[place] for place in last))
+
+
+def cut(axis: str, sizes: dict[str, int]) -> tuple[str, int, int]:
+    """`'b':(2)3` is the part of axis b between the parts of size 2 and 2 x 3, outermost first; `'b'` is all of it."""
+    name, _, part = axis.partition(":")
+    name = name.strip("'\"")
+    before, own = numbers(part) if part else (1, sizes[name])
+    return name, before, before * own
+
+
+def rows(ids: np.ndarray) -> Groups:
+    return frozenset(frozenset(row.tolist()) for row in ids)
+
+
+def along(groups: Groups, mesh: jax.sharding.Mesh | None, *, permute: bool = False) -> tuple[str, ...] | None:
+    """The mesh axes whose groups these are; of a permutation, those along which its pairs differ. None where there are
+    no such axes: a group may be part of an axis, or cut across several."""
+    if all(len(group) == 1 for group in groups):
+        return ()
+    if mesh is None or max(itertools.chain(*groups)) >= mesh.size:
+        return None
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    ids = np.arange(mesh.size).reshape(tuple(sizes.values()))
+    if permute:
+        pairs = [np.array(np.unravel_index(sorted(group), ids.shape)) for group in groups]
+        return tuple(name for place, name in enumerate(sizes) if any(len({*pair[place]}) > 1 for pair in pairs))
+    for count in range(1, len(sizes) + 1):
+        for axes in itertools.combinations(range(len(sizes)), count):
+            others = [axis for axis in range(len(sizes)) if axis not in axes]
+            wide = math.prod(ids.shape[axis] for axis in axes)
+            if rows(ids.transpose(*others, *axes).reshape(-1, wide)) == groups:
+                return tuple(list(sizes)[axis] for axis in axes)
+    return None
+
+
+def written(instruction: Instruction) -> str:
+    for pattern in (EXPLICIT, IOTA, NAMED, PAIRS):
+        if found := pattern.search(instruction.attributes):
+            return found[0].partition("=")[2]
+    return "unknown"

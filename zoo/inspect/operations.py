@@ -1,0 +1,116 @@
+"""Floating-point operations of a program, counted before it is compiled.
+
+What counts is what matrix units do: products (`dot_general`, `ragged_dot`) and convolutions, a multiply-add as two
+operations, four times as many for complex numbers. Elementwise work, reductions, sorts, FFTs and decompositions do not
+count. XLA's own `cost_analysis()` would not do: it counts the body of a loop once, however often that runs, and a scan
+over layers is a loop.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+CLOSED = ("pallas_call", "ffi_call", "pure_callback", "io_callback", "tpu_custom_call", "triton_kernel_call")
+"""Primitives that hide what they compute; attention as cuDNN has it is one more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """A count, and what it leaves out."""
+
+    total: int
+    """Of all devices together."""
+    uncounted: tuple[str, ...] = ()
+    """Loops of unknown length, counted once, and kernels that hide what they do: the total is then a lower bound."""
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.total + other.total, tuple(dict.fromkeys(self.uncounted + other.uncounted)))
+
+    def __mul__(self, times: int) -> "Flops":
+        return Flops(self.total * times, self.uncounted)
+
+
+def flops(jaxpr: Any) -> Flops:
+    """Those of a jaxpr and of all jaxprs in it: the body of a scan as often as it runs, of a conditional the branch
+    with the most, of a `shard_map` what one device does times the devices."""
+    total = Flops(0)
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        total += of_equation(equation)
+    return total
+
+
+def of_equation(equation: Any) -> Flops:
+    name, options = equation.primitive.name, equation.params
+    match name:
+        case "dot_general":
+            return Flops(product(equation))
+        case "ragged_dot_general" | "ragged_dot":
+            return Flops(ragged_product(equation))
+        case "conv_general_dilated":
+            return Flops(convolution(equation))
+        case "scan":
+            return flops(options["jaxpr"]) * options["length"]
+        case "cond":
+            return max(map(flops, options["branches"]), key=lambda branch: branch.total)
+        case "while":
+            body = flops(options["body_jaxpr"]) + flops(options["cond_jaxpr"])
+            return body + Flops(0, (f"while loop {place(equation)}",)) if body.total else body
+        case "shard_map":
+            sizes = options["mesh"].shape
+            axes = options.get("newly_manual_axes", options.get("manual_axes", sizes))  # the name has moved
+            return flops(options["jaxpr"]) * math.prod(sizes[axis] for axis in axes)
+        case _ if name in CLOSED or name.startswith("dot_product_attention"):
+            estimate = getattr(options.get("cost_estimate"), "flops", None)
+            return Flops(0, (f"{name} {place(equation)}",)) if estimate is None else Flops(int(estimate))
+    total = Flops(0)
+    for inner in jaxprs(options):
+        total += flops(inner)
+    return total
+
+
+def jaxprs(options: Any) -> Iterator[Any]:
+    """Those that an equation carries: what jit, remat and custom gradients call."""
+    for value in options.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(one, "jaxpr", one), "eqns"):
+                yield one
+
+
+def product(equation: Any) -> int:
+    left, right = (x.aval for x in equation.invars[:2])
+    (_, contracted), (_, batch) = equation.params["dimension_numbers"]
+    return 2 * complexity(equation) * left.size * rest(right.shape, (*contracted, *batch))
+
+
+def ragged_product(equation: Any) -> int:
+    """Every row with the one group that is its own; what a backend multiplies beyond that does not count."""
+    left, right = (x.aval for x in equation.invars[:2])
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    return (
+        2 * complexity(equation) * left.size * rest(right.shape, (*contracted, *batch, *numbers.rhs_group_dimensions))
+    )
+
+
+def convolution(equation: Any) -> int:
+    """For each result a sum over the window and the input features of its group; padding counts as data does."""
+    kernel = equation.invars[1].aval.shape
+    features = equation.params["dimension_numbers"].rhs_spec[0]
+    return 2 * complexity(equation) * equation.outvars[0].aval.size * rest(kernel, (features,))
+
+
+def rest(shape: tuple[int, ...], without: tuple[int, ...]) -> int:
+    return math.prod(size for place, size in enumerate(shape) if place not in without)
+
+
+def complexity(equation: Any) -> int:
+    return 4 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1
+
+
+def place(equation: Any) -> str:
+    """The scopes that an equation was traced in."""
+    stack = str(equation.source_info.name_stack)
+    return f"in {stack}" if stack else "outside any module"

@@ -1,0 +1,196 @@
+"""Models of published sizes, from scratch. A preset is data: the family that reads a config.json builds it."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from .config import ROPE_SPELLINGS, ConfigError, read_config
+from .decoder import Decoder
+from .facts import Origin
+from .families import FAMILIES
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A model that somebody published."""
+
+    family: str
+    """The `model_type` of its config."""
+    source: str
+    """Whose config.json it is: a repository on the Hugging Face hub."""
+    parameters: int
+    """How many it was published with."""
+    config: Mapping[str, Any]
+    """The keys of its config.json that bear on the result, as far as they are not the family's defaults anyway."""
+
+
+def shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int | None = None) -> dict[str, Any]:
+    """A row of a table of sizes, in the words of a config."""
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return sizes if kv_heads is None else sizes | {"num_key_value_heads": kv_heads}
+
+
+def gpt2_shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"n_embd": hidden, "n_layer": layers, "n_head": heads}
+
+
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+LONG: dict[str, Any] = {"max_position_embeddings": 131072}
+EPSILON: dict[str, Any] = {"rms_norm_eps": 1e-5}
+
+LLAMA2 = EPSILON | {"max_position_embeddings": 4096}
+LLAMA3 = EPSILON | {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0}
+WAVES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA31 = LLAMA3 | LONG | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **WAVES}}
+LLAMA32 = LLAMA3 | LONG | TIED | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **WAVES}}
+SMOLLM2 = EPSILON | TIED | {"vocab_size": 49152, "max_position_embeddings": 8192}
+MISTRAL = EPSILON | shape(4096, 14336, 32, 32, 8) | {"max_position_embeddings": 32768}
+MISTRAL3 = MISTRAL | {"vocab_size": 32768, "sliding_window": None, "rope_theta": 1000000.0}
+QWEN = {"rope_theta": 1000000.0}
+QWEN3 = QWEN | {"max_position_embeddings": 40960}
+WIDE = {"vocab_size": 152064}
+PYTHIA = {"vocab_size": 50304}
+
+PRESETS: dict[str, Preset] = {
+    "gemma-2b": Preset("gemma", "google/gemma-2b", 2_506_172_416, shape(2048, 16384, 18, 8, 1)),
+    "gemma-7b": Preset("gemma", "google/gemma-7b", 8_537_680_896, shape(3072, 24576, 28, 16, 16)),
+    "gpt-neox-20b": Preset(
+        "gpt_neox", "EleutherAI/gpt-neox-20b", 20_554_567_680, shape(6144, 24576, 44, 64) | {"hidden_act": "gelu_fast"}
+    ),
+    "gpt2": Preset("gpt2", "openai-community/gpt2", 124_439_808, gpt2_shape(768, 12, 12)),
+    "gpt2-medium": Preset("gpt2", "openai-community/gpt2-medium", 354_823_168, gpt2_shape(1024, 24, 16)),
+    "gpt2-large": Preset("gpt2", "openai-community/gpt2-large", 774_030_080, gpt2_shape(1280, 36, 20)),
+    "gpt2-xl": Preset("gpt2", "openai-community/gpt2-xl", 1_557_611_200, gpt2_shape(1600, 48, 25)),
+    "llama2-7b": Preset("llama", "meta-llama/Llama-2-7b-hf", 6_738_415_616, LLAMA2 | shape(4096, 11008, 32, 32)),
+    "llama2-13b": Preset("llama", "meta-llama/Llama-2-13b-hf", 13_015_864_320, LLAMA2 | shape(5120, 13824, 40, 40)),
+    "llama2-70b": Preset("llama", "meta-llama/Llama-2-70b-hf", 68_976_648_192, LLAMA2 | shape(8192, 28672, 80, 64, 8)),
+    "llama3-8b": Preset("llama", "meta-llama/Meta-Llama-3-8B", 8_030_261_248, LLAMA3 | shape(4096, 14336, 32, 32, 8)),
+    "llama3-70b": Preset(
+        "llama", "meta-llama/Meta-Llama-3-70B", 70_553_706_496, LLAMA3 | shape(8192, 28672, 80, 64, 8)
+    ),
+    "llama3.1-8b": Preset("llama", "meta-llama/Llama-3.1-8B", 8_030_261_248, LLAMA31 | shape(4096, 14336, 32, 32, 8)),
+    "llama3.1-70b": Preset(
+        "llama", "meta-llama/Llama-3.1-70B", 70_553_706_496, LLAMA31 | shape(8192, 28672, 80, 64, 8)
+    ),
+    "llama3.1-405b": Preset(
+        "llama", "meta-llama/Llama-3.1-405B", 405_853_388_800, LLAMA31 | shape(16384, 53248, 126, 128, 8)
+    ),
+    "llama3.2-1b": Preset(
+        "llama", "meta-llama/Llama-3.2-1B", 1_235_814_400, LLAMA32 | shape(2048, 8192, 16, 32, 8) | {"head_dim": 64}
+    ),
+    "llama3.2-3b": Preset(
+        "llama", "meta-llama/Llama-3.2-3B", 3_212_749_824, LLAMA32 | shape(3072, 8192, 28, 24, 8) | {"head_dim": 128}
+    ),
+    "mistral-7b-v0.1": Preset("mistral", "mistralai/Mistral-7B-v0.1", 7_241_732_096, MISTRAL),
+    "mistral-7b-v0.3": Preset("mistral", "mistralai/Mistral-7B-v0.3", 7_248_023_552, MISTRAL3),
+    "pythia-70m": Preset("gpt_neox", "EleutherAI/pythia-70m", 70_426_624, PYTHIA | shape(512, 2048, 6, 8)),
+    "pythia-160m": Preset("gpt_neox", "EleutherAI/pythia-160m", 162_322_944, PYTHIA | shape(768, 3072, 12, 12)),
+    "pythia-410m": Preset("gpt_neox", "EleutherAI/pythia-410m", 405_334_016, PYTHIA | shape(1024, 4096, 24, 16)),
+    "pythia-1b": Preset("gpt_neox", "EleutherAI/pythia-1b", 1_011_781_632, PYTHIA | shape(2048, 8192, 16, 8)),
+    "pythia-1.4b": Preset("gpt_neox", "EleutherAI/pythia-1.4b", 1_414_647_808, PYTHIA | shape(2048, 8192, 24, 16)),
+    "pythia-2.8b": Preset("gpt_neox", "EleutherAI/pythia-2.8b", 2_775_208_960, PYTHIA | shape(2560, 10240, 32, 32)),
+    "pythia-6.9b": Preset("gpt_neox", "EleutherAI/pythia-6.9b", 6_857_302_016, shape(4096, 16384, 32, 32)),
+    "pythia-12b": Preset(
+        "gpt_neox", "EleutherAI/pythia-12b", 11_846_072_320, shape(5120, 20480, 36, 40) | {"vocab_size": 50688}
+    ),
+    "qwen2-0.5b": Preset("qwen2", "Qwen/Qwen2-0.5B", 494_032_768, QWEN | TIED | LONG | shape(896, 4864, 24, 14, 2)),
+    "qwen2-1.5b": Preset("qwen2", "Qwen/Qwen2-1.5B", 1_543_714_304, QWEN | TIED | LONG | shape(1536, 8960, 28, 12, 2)),
+    "qwen2-7b": Preset("qwen2", "Qwen/Qwen2-7B", 7_615_616_512, QWEN | WIDE | LONG | shape(3584, 18944, 28, 28, 4)),
+    "qwen2.5-0.5b": Preset("qwen2", "Qwen/Qwen2.5-0.5B", 494_032_768, QWEN | TIED | shape(896, 4864, 24, 14, 2)),
+    "qwen2.5-1.5b": Preset(
+        "qwen2", "Qwen/Qwen2.5-1.5B", 1_543_714_304, QWEN | TIED | LONG | shape(1536, 8960, 28, 12, 2)
+    ),
+    "qwen2.5-3b": Preset("qwen2", "Qwen/Qwen2.5-3B", 3_085_938_688, QWEN | TIED | shape(2048, 11008, 36, 16, 2)),
+    "qwen2.5-7b": Preset("qwen2", "Qwen/Qwen2.5-7B", 7_615_616_512, QWEN | WIDE | LONG | shape(3584, 18944, 28, 28, 4)),
+    "qwen2.5-14b": Preset(
+        "qwen2", "Qwen/Qwen2.5-14B", 14_770_033_664, QWEN | WIDE | LONG | EPSILON | shape(5120, 13824, 48, 40, 8)
+    ),
+    "qwen2.5-32b": Preset(
+        "qwen2", "Qwen/Qwen2.5-32B", 32_763_876_352, QWEN | WIDE | LONG | EPSILON | shape(5120, 27648, 64, 40, 8)
+    ),
+    "qwen2.5-72b": Preset(
+        "qwen2", "Qwen/Qwen2.5-72B", 72_706_203_648, QWEN | WIDE | LONG | EPSILON | shape(8192, 29568, 80, 64, 8)
+    ),
+    "qwen3-0.6b": Preset("qwen3", "Qwen/Qwen3-0.6B", 596_049_920, QWEN3 | TIED | shape(1024, 3072, 28, 16, 8)),
+    "qwen3-1.7b": Preset("qwen3", "Qwen/Qwen3-1.7B", 1_720_574_976, QWEN3 | TIED | shape(2048, 6144, 28, 16, 8)),
+    "qwen3-4b": Preset("qwen3", "Qwen/Qwen3-4B", 4_022_468_096, QWEN3 | TIED | shape(2560, 9728, 36, 32, 8)),
+    "qwen3-8b": Preset("qwen3", "Qwen/Qwen3-8B", 8_190_735_360, QWEN3 | shape(4096, 12288, 36, 32, 8)),
+    "qwen3-14b": Preset("qwen3", "Qwen/Qwen3-14B", 14_768_307_200, QWEN3 | shape(5120, 17408, 40, 40, 8)),
+    "qwen3-32b": Preset("qwen3", "Qwen/Qwen3-32B", 32_762_123_264, QWEN3 | shape(5120, 25600, 64, 64, 8)),
+    "smollm2-135m": Preset(
+        "llama", "HuggingFaceTB/SmolLM2-135M", 134_515_008, SMOLLM2 | shape(576, 1536, 30, 9, 3) | {"rope_theta": 1e5}
+    ),
+    "smollm2-360m": Preset(
+        "llama", "HuggingFaceTB/SmolLM2-360M", 361_821_120, SMOLLM2 | shape(960, 2560, 32, 15, 5) | {"rope_theta": 1e5}
+    ),
+    "smollm2-1.7b": Preset(
+        "llama",
+        "HuggingFaceTB/SmolLM2-1.7B",
+        1_711_376_384,
+        SMOLLM2 | shape(2048, 8192, 24, 32, 32) | {"rope_theta": 1.3e5},
+    ),
+    "tinyllama-1.1b": Preset(
+        "llama", "TinyLlama/TinyLlama_v1.1", 1_100_048_384, EPSILON | shape(2048, 5632, 22, 32, 4)
+    ),
+}
+"""Every preset by name. Sizes are those of the source's config.json. Where the counts stand: those of GPT-NeoX-20B and
+Pythia on their model cards, the others on the hub, which counts what is in the safetensors. There GPT-2 (masks) and
+Llama 2 (rotary frequencies) have numbers that nobody learns, and the two smallest Qwen3 have their tied matrix twice:
+here a number counts once, where it is learnt."""
+
+
+def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:
+    """A model of a published size, with new weights: `preset("llama3-8b", key=key)`. `presets()` lists the names.
+
+    - `changes`: keys of its config.json to replace, in the family's words or the usual ones. `num_hidden_layers=2`
+      makes a small one of the same kind.
+
+    The model remembers its family and config: `zoo.save` writes what `zoo.load` and transformers read. One that fits no
+    single device is born in place: `zoo.init(lambda key: zoo.models.preset("llama3-8b", key=key), key, mesh)`.
+
+    What is taken over are the sizes and the kinds of layers. The weights start as those of `Transformer` do, and not as
+    the authors' did: matrices with a standard deviation of 1 / sqrt(inputs), those that write to the residual stream
+    divided by sqrt(2 layers) more (GPT-2, section 2.3); embeddings with 1 / sqrt(hidden_size); biases at zero, norms at
+    one. Nothing is dropped in training. Parameters are float32.
+
+    **Raises** `ValueError` for an unknown name, with the nearest; `ConfigError`, which is one too, for changes that the
+    family's config does not have or that do not go together.
+    """
+    found = find_preset(name)
+    family, config = FAMILIES[found.family], changed(found, changes)
+    try:
+        model = family.build(read_config(family, config, ignore=None), key=key)
+    except ValueError as error:  # keys by themselves, or sizes that do not go together
+        raise ConfigError(f"{name} with another {' and '.join(changes)}: {error}") from None
+    return dataclasses.replace(model, origin=Origin(family, json.dumps(config)))
+
+
+def presets() -> tuple[str, ...]:
+    """The names that `preset` knows."""
+    return tuple(PRESETS)
+
+
+def find_preset(name: str) -> Preset:
+    """**Raises** `ValueError` for a name that is none, with those that are like it."""
+    if name in PRESETS:
+        return PRESETS[name]
+    wanted = name.lower().rpartition("/")[2].removeprefix("meta-")  # names on the hub are longer
+    near = difflib.get_close_matches(wanted, PRESETS, n=4, cutoff=0.6)
+    told = f"nearest are {', '.join(near)}" if near else f"there are {', '.join(PRESETS)}"
+    raise ValueError(f"there is no preset {name!r}; {told}")
+
+
+def changed(found: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of the preset, in which these keys have other values."""
+    family = FAMILIES[found.family]
+    if "model_type" in changes:
+        raise ConfigError(f"model_type is no key to change: the preset is a {family.name}")
+    replaced = {family.aliases.get(key, key) for key in changes}
+    if "rope_parameters" in replaced:  # one key says then what several said
+        replaced |= set(ROPE_SPELLINGS)
+    kept = {key: value for key, value in found.config.items() if family.aliases.get(key, key) not in replaced}
+    return {"architectures": [family.architecture], "model_type": family.name, **kept, **changes}

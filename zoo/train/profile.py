@@ -1,0 +1,86 @@
+"""A trace of a few steps, for Perfetto, XProf and TensorBoard."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from .trace import write_perfetto
+
+SKIPPED = 2
+"""Steps before the trace: the first compiles."""
+TRACED = 5
+
+
+class Profile:
+    """Traces steps 3 to 7 of those that this process runs, into `directory`; with several processes each into a folder
+    of its own there.
+
+        with Profile(directory, print) as profile:
+            for step in range(steps):
+                with profile.step(step):
+                    ...
+            profile.close()
+
+    A run with fewer steps has a shorter trace. `say` is told where the trace lies, or why there is none.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None]):
+        several = jax.process_count() > 1
+        self.directory = Path(directory) / f"process_{jax.process_index()}" if several else Path(directory)
+        self._say = say
+        self._begun = 0
+        self._steps: list[int] = []
+        self._active = False
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._active:
+            self._stop()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around all that belongs to step `number`."""
+        self._begun += 1
+        if self._begun == SKIPPED + 1:
+            settle()  # what earlier steps still compute is not in the trace
+            jax.profiler.start_trace(self.directory)
+            self._active = True
+        if not self._active:
+            yield
+            return
+        self._steps.append(number)
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            yield
+        if len(self._steps) == TRACED:
+            self._stop()
+
+    def close(self) -> None:
+        """After the last step: end a trace that has not ended yet, and say so where none was begun."""
+        if self._active:
+            self._stop()
+        elif not self._steps:
+            self._say(f"no trace: {self._begun} steps were run, and a trace begins after {SKIPPED}, which may compile")
+
+    def _stop(self) -> None:
+        self._active = False
+        settle()
+        jax.profiler.stop_trace()
+        trace = write_perfetto(self.directory)
+        self._say(
+            f"a trace of steps {self._steps[0]} to {self._steps[-1]} lies in {self.directory}: open {trace} at "
+            f"ui.perfetto.dev, or the folder with `xprof {self.directory}` or `tensorboard --logdir {self.directory}`"
+        )
+
+
+def settle() -> None:
+    """Wait until the devices have done all that was asked of them."""
+    for x in jax.live_arrays():
+        try:
+            x.block_until_ready()
+        except RuntimeError as error:  # of two arrays that share a buffer, the other may have been donated with it
+            if "deleted" not in str(error):
+                raise

@@ -1,0 +1,115 @@
+"""Names that read like the source, for the slices of a trace.
+
+JAX's profiler writes two files: `*.xplane.pb`, which XProf and TensorBoard read, and `*.trace.json.gz`, events as
+Perfetto shows them. There an operation goes by what XLA calls it, `fusion.12`. The first file has the programs too, and
+in them the scopes of each operation (`zoo.parallel.scope`), which are put into the second here.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TRANSFORM = re.compile(r"(\w+)\((.*)\)")
+ADDED = {"jit", "pjit", "shard_map", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"}
+"""Scopes that JAX adds to those of the source."""
+
+
+def write_perfetto(directory: Path) -> Path:
+    """Write `perfetto_trace.json.gz` beside the newest trace in `directory`, and say where it lies.
+
+    Perfetto cannot read the metadata that JAX's own file ends with; they are left out.
+    """
+    folder = max((Path(directory) / "plugins" / "profile").iterdir(), key=lambda path: path.stat().st_mtime)
+    scopes: dict[tuple[str, str], set[str]] = {}
+    for file in folder.glob("*.xplane.pb"):
+        for module, name, scope in operations(file.read_bytes()):
+            scopes.setdefault((module, name), set()).add(scope)
+    (file,) = folder.glob("*.trace.json.gz")
+    with gzip.open(file, "rt", encoding="utf-8") as source:
+        events = json.load(source)["traceEvents"]
+    for event in events:
+        inside = event.get("args") or {}
+        module = inside.get("hlo_module", "").partition("(")[0]
+        known = scopes.get((module, inside.get("hlo_op", "")), ())
+        if len(known) == 1:  # two programs of one name may have operations of one name
+            (scope,) = known
+            event["args"] = inside | {"scope": scope, "operation": event["name"]}
+            event["name"] = readable(scope)
+    path = folder / "perfetto_trace.json.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as target:
+        json.dump({"displayTimeUnit": "ns", "traceEvents": events}, target)
+    return path
+
+
+def readable(scope: str) -> str:
+    """What the source says of an operation: `backward Decoder/stack/Block/mixer.Attention/query/dot_general`.
+
+    "backward" and "recomputed" (by rematerialisation, in the backward pass) stand before what is no forward pass.
+    """
+    words, when = [], ""
+    for word in re.split(r"/(?![^(]*\))", scope):
+        when = "recomputed " if word == "rematted_computation" else when
+        while found := TRANSFORM.fullmatch(word):
+            when = when or ("backward " if found[1] == "transpose" else "")
+            word = found[2] if found[1] not in ADDED else ""
+        if word and word not in ADDED:
+            words.append(word)
+    return when + "/".join(words)
+
+
+def operations(profile: bytes) -> Iterator[tuple[str, str, str]]:
+    """Program, name and scope of every operation in an XSpace, a protocol buffer.
+
+    Field numbers are those of `xplane.proto` and `hlo.proto`: plane 1, event_metadata 4 with value 2, stats 5 with
+    bytes_value 6; hlo_module 1 with name 1, computations 3, instructions 2 with name 1 and metadata 7 with op_name 2.
+    """
+    for plane in fields(profile, 1):
+        if next(fields(plane, 2), b"") != b"/host:metadata":
+            continue
+        for program in nested(plane, 4, 2, 5, 6, 1):
+            module = next(fields(program, 1), b"").decode()
+            for instruction in nested(program, 3, 2):
+                name, scope = next(fields(instruction, 1), b""), next(nested(instruction, 7, 2), b"")
+                if scope:
+                    yield module, name.decode(), scope.decode()
+
+
+def nested(message: bytes, first: int, *path: int) -> Iterator[bytes]:
+    for value in fields(message, first):
+        if path:
+            yield from nested(value, *path)
+        else:
+            yield value
+
+
+def fields(message: bytes, number: int) -> Iterator[bytes]:
+    """The values of one length-delimited field of a protocol buffer."""
+    place = 0
+    while place < len(message):
+        key, place = varint(message, place)
+        match key & 7:
+            case 0:
+                _, place = varint(message, place)
+            case 1:
+                place += 8
+            case 5:
+                place += 4
+            case 2:
+                size, place = varint(message, place)
+                if key >> 3 == number:
+                    yield message[place : place + size]
+                place += size
+            case kind:
+                raise ValueError(f"no protocol buffer: a field of kind {kind} at byte {place}")
+
+
+def varint(message: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[place]
+        value |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return value, place
