@@ -1,0 +1,116 @@
+"""The picture of a layer shows what the library does: shares as JAX deals them, sums and gathers as they are traced."""
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zoo
+from scripts import draw_layer
+from scripts.picture import FFN, MIXER, Picture
+from zoo.layers import Info
+from zoo.models import Stream
+from zoo.parallel import gather
+
+SIZES = {"embed": 64, "heads": 8, "kv_heads": 4, "mlp": 128}
+MESHES = {
+    "fsdp 2, tensor 4": {"fsdp": 2, "tensor": 4},
+    "all three": {"data": 2, "fsdp": 2, "tensor": 2},
+    "kv_heads whole": {"data": 1, "tensor": 8},
+    "data alone": {"data": 8},
+}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(params=MESHES.values(), ids=MESHES)
+def mesh(request):
+    return zoo.make_mesh(**request.param)
+
+
+def test_shares_are_those_that_jax_deals_out(mesh):
+    numbers = {device: number for number, device in enumerate(mesh.devices.devices.flat)}
+    arrays = draw_layer.lain(mesh, **SIZES)
+    assert len(arrays) == 9
+    for array in arrays.values():
+        sharding = NamedSharding(mesh.devices, PartitionSpec(*(axes or None for axes in array.stored)))
+        for device, index in sharding.devices_indices_map(array.shape).items():
+            sizes = [size // array.shares(place) for place, size in enumerate(array.shape)]
+            starts = [(cut.start or 0) // size for cut, size in zip(index, sizes, strict=True)]
+            assert array.share(numbers[device]) == tuple(starts)
+        assert array.numbers_stored == math.prod(sharding.shard_shape(array.shape))
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def test_sums_and_gathers_are_those_of_the_layer(mesh):
+    def block(key):
+        return next(zoo.models.Transformer(vocab=1, layers=1, **SIZES, key=key).stack.one_by_one())
+
+    def run(block, x):
+        return gather(block)(Stream.of(x), Info())[0].x
+
+    arrays, static = eqx.partition(eqx.filter_eval_shape(block, jax.random.key(0)), is_shape)
+    x = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32)
+    traced = jax.make_jaxpr(
+        lambda arrays, x: zoo.spmd(run, mesh, out="batch seq embed")(eqx.combine(arrays, static), x)
+    )(arrays, x)
+    names = [str(equation.primitive) for equation in equations(traced.jaxpr)]
+    lain = draw_layer.lain(mesh, **SIZES)
+    picture = Picture(str(mesh), lain, 0, False)
+    assert sum(name.startswith("psum") for name in names) == sum(bool(picture.summed(half)) for half in (MIXER, FFN))
+    assert sum(name.startswith("all_gather") for name in names) == sum(any(a.fetched) for a in lain.values())
+
+
+def is_shape(x):
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_picture_is_whole(mesh, narrow):
+    last = mesh.devices.size - 1
+    svg = draw_layer.draw(mesh, **SIZES, device=last, narrow=narrow)
+    assert svg == draw_layer.draw(mesh, **SIZES, device=last, narrow=narrow)
+    root = ElementTree.fromstring(svg)
+    assert root.get("role") == "img"
+    ids = {element.get("id"): "".join(element.itertext()) for element in root if element.get("id")}
+    title, text = (ids[name] for name in root.get("aria-labelledby", "").split())
+    assert str(mesh) in title and f"Device {last} stores" in text
+    words = {element.text for element in root.iter(f"{SVG}text")}
+    assert words >= {"query", "key", "value", "out", "gate", "up", "down", "heads", "kv_heads", "mlp", "embed"}
+    assert ("sum over" in words) == (mesh.shape["tensor"] > 1)
+    # One share of every array is the device's own, one square of the mesh, and one of the legend.
+    own = [element for element in root.iter(f"{SVG}rect") if element.get("class") == "own"]
+    assert len(own) == 9 + 2
+    width, height = map(float, root.get("viewBox", "").split()[2:])
+    for element in root.iter(f"{SVG}rect"):
+        assert 0 <= float(element.get("x", "")) <= width and 0 <= float(element.get("y", "")) <= height
+    assert not any(word in svg for word in ("<script", "href", "url(", "@import", "@font-face"))
+
+
+def test_what_cannot_be_drawn_is_refused():
+    mesh = zoo.make_mesh(fsdp=2, tensor=4)
+    with pytest.raises(ValueError, match="has devices 0 to 7"):
+        draw_layer.draw(mesh, **SIZES, device=8)
+    with pytest.raises(ValueError, match="6 heads do not share out over tensor=4"):
+        draw_layer.draw(mesh, **{**SIZES, "embed": 96, "heads": 6, "kv_heads": 6}, device=0)
+    many = draw_layer.imagined(data=1, fsdp=32, tensor=4)
+    with pytest.raises(ValueError, match="a picture shows up to 64"):
+        draw_layer.draw(many, **SIZES, device=0)
+
+
+def test_the_command_prints_a_picture(capsys):
+    draw_layer.main(data=2, fsdp=2, tensor=4, device=13)
+    assert "One layer on data 2 x fsdp 2 x tensor 4" in capsys.readouterr().out
+    for wrong, why in ({"tensor": 3}, "do not share out over tensor=3"), ({}, "One device holds everything"):
+        with pytest.raises(SystemExit, match=why):
+            draw_layer.main(**wrong)
