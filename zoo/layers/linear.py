@@ -3,9 +3,9 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Key
 
+from zoo.ops.product import product
 from zoo.parallel import Dim, reduce
 
 from .abstract import AbstractLinear
@@ -61,7 +61,7 @@ def contract(x: Float[Array, "*rows k"], weight: Float[Array, "_ _"], dim: int) 
     gradient's operands one number after another, with all the arithmetic that leads to them done again: a feed-forward
     layer's gradient took a quarter more time.
     """
-    flat = lax.dot_general(x.reshape(-1, x.shape[-1]), weight, (((1,), (dim,)), ((), ())))
+    flat = product("ri,oi->ro" if dim == 1 else "ri,io->ro", x.reshape(-1, x.shape[-1]), weight)
     return flat.reshape(*x.shape[:-1], flat.shape[-1])
 
 

@@ -27,6 +27,8 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from zoo.ops.product import product
+
 MASKED = -1e30  # finite, so that a row without anything else has a softmax
 
 
@@ -142,12 +144,12 @@ def grouped(
         rows = rearrange(
             query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
         )
-        scores = jnp.einsum("bnrd,bnkd->bnrk", rows, key[:, :, keys], preferred_element_type=jnp.float32)
+        scores = product("bnrd,bnkd->bnrk", rows, key[:, :, keys], dtype=jnp.float32)
         scores = scaled(scores, query.shape[-1], scale, soft_cap)
         if mask is not None:
             scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-        output = jnp.einsum("bnrk,bnkd->bnrd", weights, value[:, :, keys])
+        output = product("bnrk,bnkd->bnrd", weights, value[:, :, keys])
         return rearrange(output, "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim", group=group)
 
     output = jnp.concatenate([span(*which) for which in spans(sight, query.shape[1], key.shape[2])], axis=1)

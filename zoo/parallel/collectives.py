@@ -6,14 +6,15 @@ how large the mesh is, and on one device every function is the identity.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from .layout import AXES, Mesh
+from zoo.ops.varying import vary, varying
+
+from .layout import Mesh
 
 mesh_in_force = jax.make_user_context(None)
 """`with mesh_in_force(mesh):` the functions below follow its layout. JAX keys its caches of traced functions by it."""
@@ -22,22 +23,6 @@ mesh_in_force = jax.make_user_context(None)
 def current_mesh() -> Mesh | None:
     """The mesh that `zoo.spmd` is computing a share on; None outside it, where arrays are whole."""
     return mesh_in_force.value
-
-
-def varying(x: Any) -> frozenset[str]:
-    """The mesh axes along which `x` may differ between devices. The one place that asks JAX."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return frozenset(jax.typeof(x).mat.varying) if manual else frozenset()
-
-
-def vary(tree: PyTree, axes: frozenset[str] | tuple[str, ...]) -> PyTree:
-    """Cast every array to vary over `axes` too. The gradient of the cast is a sum: cast where it should happen once."""
-
-    def cast(x):
-        missing = tuple(axis for axis in AXES if axis in axes and axis not in varying(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
 
 
 def split(x: Array, dim: str) -> tuple[str, ...]:

@@ -119,8 +119,10 @@ def rematerialised(function: Callable, remat: Remat) -> Callable:
         return function
 
     def policy(primitive, *arguments, **parameters):
-        inside = getattr(parameters.get("call_jaxpr"), "eqns", ())  # `together` comes as one call of a custom gradient
-        gathers = any(name in CHEAPER_AGAIN for name in (primitive.name, *(eqn.primitive.name for eqn in inside)))
-        return not gathers and KEPT[remat](primitive, *arguments, **parameters)
+        calls = [(primitive, arguments, parameters)]  # what has a gradient of its own comes as one call
+        inside = getattr(parameters.get("call_jaxpr"), "eqns", ())
+        calls += [(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in inside]
+        gathers = any(primitive.name in CHEAPER_AGAIN for primitive, _, _ in calls)
+        return not gathers and any(KEPT[remat](one, *given, **options) for one, given, options in calls)
 
     return jax.checkpoint(function, policy=policy, prevent_cse=False)

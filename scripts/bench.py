@@ -1,0 +1,206 @@
+"""How fast the library is, beside what the machine can do and beside PyTorch.
+
+    python scripts/bench.py                              # a training step, the first step, decoding: some ten minutes
+    python scripts/bench.py --vs torch                   # and torch with transformers, where they are installed
+    python scripts/bench.py --parts step --rounds 30 --remat full elementwise
+    python scripts/bench.py --parts large                # on an accelerator: a model of a billion parameters
+    python scripts/bench.py --vs torch --page docs/performance.md    # the table of the documentation
+
+Rivals run in turn in one process, and so do a matrix product and a copy, whose rates are the ceilings that shares are
+of. Figures are medians over the rounds with their quartiles; shares go by the shortest round on both sides, which
+others on the machine disturb least. What compiles is measured in processes of its own, without a cache.
+"""
+
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import tyro
+
+import zoo
+from scripts.benchmarks import large, measure, ours, table
+from scripts.benchmarks.measure import Timing
+
+Part = Literal["step", "first", "decode", "large"]
+Row = dict[str, Any]
+
+NEW_TOKENS = 128
+"""That decoding makes after a prompt."""
+
+
+def main(
+    *,
+    parts: tuple[Part, ...] = (),
+    vs: Literal["none", "torch"] = "none",
+    rounds: int = 15,
+    remat: tuple[zoo.parallel.Remat, ...] = ("elementwise",),
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16"),
+    depths: tuple[int, ...] = (12, 48),
+    out: Path = Path("runs/bench.json"),
+    page: Path | None = None,
+) -> None:
+    """Measure, print a line for each entrant, and write all of it down.
+
+    Args:
+        parts: What to measure: `step`, a training step; `first`, the time to the first; `decode`; `large`, a model of
+            a billion parameters and its decoding. Unless given, the first three, and on an accelerator `large` too.
+        vs: The rival: torch with transformers, eager and compiled.
+        rounds: How often everybody runs. A tenth of it, at least three, where processes start anew.
+        remat: What the backward pass of our step computes again; each is an entrant.
+        dtypes: What models compute in.
+        depths: Layers of the models whose first step is timed.
+        out: Where the JSON goes.
+        page: A page whose table, between its two markers, is written anew.
+    """
+    if vs == "torch":
+        require_torch()
+    if page is not None:
+        table.check(page)
+    here = parts or ("step", "first", "decode", *(("large",) if jax.default_backend() != "cpu" else ()))
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": measure.machine(), "rows": []}
+    found["versions"] = versions(vs)
+    for name, value in {**found["machine"], **found["versions"]}.items():
+        print(f"{name:>12}  {value}")
+    if "step" in here:
+        entrants, facts = steps(vs, remat, dtypes)
+        compete("training step", entrants, facts, rounds, found)
+    if "first" in here:
+        first_steps(vs, depths, max(3, rounds // 10), found)
+    if "decode" in here:
+        entrants, facts = decoding(vs)
+        compete("decoding", entrants, facts, rounds, found)
+    if "large" in here:
+        large.run(found, report)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"\nall figures lie in {out}")
+    if page is not None:
+        table.write(page, found, sys.argv[1:])
+        print(f"the table of {page} is written")
+
+
+def require_torch() -> None:
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        sys.exit(f"bench.py: --vs torch needs {' and '.join(missing)}, which this environment lacks")
+
+
+def versions(vs: str) -> dict[str, str]:
+    names = ("jaxlib", "equinox", *(("torch", "transformers") if vs == "torch" else ()))
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def steps(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[str, Callable], dict[str, Row]]:
+    """Entrants of the training step; and what each has to do."""
+    sizes, entrants, facts = ours.Sizes(), {}, {}
+    for dtype in dtypes:
+        for policy in remat:
+            name = f"zoo, {dtype}, remat={policy}"
+            entrants[name] = run = ours.Training(sizes, dtype, policy)
+            program = run.program()
+            memory = program.memory.temporaries if program.memory else None
+            facts[name] = {"dtype": dtype, "flops": sizes.model_flops, "executed_flops": program.flops.total}
+            facts[name] |= {"bytes_moved": program.bytes_moved, "temporaries": memory}
+        if vs == "torch":
+            from scripts.benchmarks import pytorch
+
+            for compiled in (False, True):
+                name = f"torch, {dtype}, {'compiled' if compiled else 'eager'}"
+                entrants[name] = pytorch.Training(sizes, dtype, compiled=compiled)
+                facts[name] = {"dtype": dtype, "flops": sizes.model_flops}
+    return entrants, {name: {**row, "tokens": sizes.batch * sizes.seq} for name, row in facts.items()}
+
+
+def decoding(vs: str) -> tuple[dict[str, Callable], dict[str, Row]]:
+    sizes, new, entrants, facts = ours.Sizes(), NEW_TOKENS, {}, {}
+    for batch in (1, 8):
+        name = f"zoo, batch {batch}"
+        entrants[name] = run = ours.Decoding(sizes, batch, new=new)
+        facts[name] = {"bytes_needed": run.bytes_a_token() * new, "tokens": batch * new}
+        if vs == "torch":
+            from scripts.benchmarks import pytorch
+
+            entrants[f"transformers, batch {batch}"] = pytorch.Decoding(sizes, batch, new=new)
+            facts[f"transformers, batch {batch}"] = dict(facts[name])
+    return entrants, facts
+
+
+def compete(part: str, entrants: dict[str, Callable], facts: dict[str, Row], rounds: int, found: dict) -> None:
+    """Warm everybody up, let them run in turn, and keep a row for each with its share of the ceilings."""
+    print(f"\n{part}: {rounds} rounds of {len(entrants)} entrants", flush=True)
+    for run in entrants.values():
+        run()
+    ceilings = measure.ceilings()
+    timings = measure.contest({**entrants, **ceilings}, rounds)
+    rates = measure.rates(timings)
+    found.setdefault("ceilings", {})[part] = rates
+    print(
+        "  "
+        + "; ".join(f"{name} {rate / 1e9:,.0f} G{'B' if name == 'copy' else 'FLOP'}/s" for name, rate in rates.items())
+    )
+    for name in entrants:
+        report(found, part, name, timings[name], facts[name], rates)
+
+
+def report(found: dict, part: str, name: str, timing: Timing, facts: Row, rates: dict[str, float]) -> None:
+    """One row, kept and printed."""
+    row: Row = {"part": part, "name": name, **vars(timing), **facts}
+    told = (
+        f"  {name:38} {timing.median:8.3f} s  ({timing.low:.3f} to {timing.high:.3f}, shortest {timing.shortest:.3f})"
+    )
+    if "tokens" in facts:
+        row["tokens_per_second"] = facts["tokens"] / timing.median
+        told += f"  {row['tokens_per_second']:10,.0f} tokens/s"
+    if "flops" in facts:
+        row["share"] = facts["flops"] / timing.shortest / rates[f"matmul {facts['dtype']}"]
+        told += f"  {row['share']:4.0%} of the matmul rate"
+    if "bytes_needed" in facts:
+        row["share"] = facts["bytes_needed"] / timing.shortest / rates["copy"]
+        told += f"  {row['share']:4.0%} of the copy rate"
+    found["rows"].append(row)
+    print(told, flush=True)
+
+
+def first_steps(vs: str, depths: Sequence[int], rounds: int, found: dict) -> None:
+    """The time to the first step, each in a new process with nothing cached."""
+    sides = {"zoo": "from scripts.benchmarks import ours; found = ours.first_step({})"}
+    if vs == "torch":
+        sides["torch, eager"] = "from scripts.benchmarks import pytorch; found = pytorch.first_step({}, compiled=False)"
+        sides["torch, compiled"] = (
+            "from scripts.benchmarks import pytorch; found = pytorch.first_step({}, compiled=True)"
+        )
+    print(f"\nfirst step: {rounds} rounds of new processes", flush=True)
+    told: dict[str, list[dict[str, float]]] = {f"{name}, {depth} layers": [] for depth in depths for name in sides}
+    for _ in range(rounds):
+        for depth in depths:
+            for name, source in sides.items():
+                told[f"{name}, {depth} layers"].append(in_new_process(source.format(depth)))
+    for name, each in told.items():
+        born, later = (statistics.median(row[key] for row in each) for key in ("born", "later"))
+        timing = Timing.of([row["first"] for row in each])
+        facts = {"born": born, "later": later, "compiling": timing.median - later}
+        report(found, "first step", name, timing, facts, {})
+        print(f"    {facts['compiling']:.2f} s more than a later step; model and optimiser were made in {born:.2f} s")
+
+
+def in_new_process(source: str) -> dict[str, float]:
+    """What `source` leaves in `found`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    clean["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    words = [sys.executable, "-c", f"import json; {source}; print(json.dumps(found))"]
+    done = subprocess.run(words, cwd=Path(__file__).parents[1], env=clean, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"bench.py: a process for the first step failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

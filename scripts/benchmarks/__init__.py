@@ -1,0 +1,1 @@
+"""What `bench.py` runs: how time is taken, our side, PyTorch's side, and the page that shows what came out."""

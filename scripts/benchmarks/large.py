@@ -1,0 +1,75 @@
+"""A model of about a billion parameters on an accelerator: tokens/s, model FLOP utilisation, and decoding against the
+rate at which the device's memory copies."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from . import measure, ours
+from .measure import Timing
+
+ROUNDS = 10
+POLICIES = ("none", "elementwise", "dots", "full")
+
+
+def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BILLION) -> None:
+    """Every policy of rematerialisation in turn, as many rows as the device's memory holds; then decoding.
+
+    A model is let go of before the next is made: together they would not fit. Utilisation is of the data sheet's rate
+    where the device is listed, and of the measured product where it is not.
+    """
+    kind = jax.devices()[0].device_kind
+    print(
+        f"\nlarge: {ours.count(sizes) / 1e9:.2f} billion parameters, bfloat16, rows of {sizes.seq} tokens", flush=True
+    )
+    ceilings = measure.contest(measure.ceilings(), ROUNDS)
+    rates = measure.rates(ceilings)
+    found.setdefault("ceilings", {})["large"] = rates
+    peak = measure.peak_of(kind) or rates["matmul bfloat16"]
+    found["large_peak"] = {"device": kind, "flops_per_second": peak, "listed": measure.peak_of(kind) is not None}
+    for policy in POLICIES:
+        for batch in (8, 4, 2, 1):
+            now = dataclasses.replace(sizes, batch=batch)
+            timing = attempt(
+                lambda now=now, policy=policy: ours.Training(now, "bfloat16", policy, ours.fused_attention())
+            )
+            if timing is None:
+                continue
+            facts: dict[str, Any] = {"tokens": now.batch * now.seq, "model_flops": now.model_flops}
+            facts["utilisation"] = now.model_flops / timing.median / peak
+            name = f"zoo, {batch} x {sizes.seq}, remat={policy}"
+            report(found, "large step", name, timing, facts, rates)
+            print(f"    {facts['utilisation']:.1%} of {peak / 1e12:,.0f} TFLOP/s")
+            break
+        else:
+            print(f"  remat={policy}: not one row fits into the device's memory")
+    for batch in (1, 8):
+        timing = None
+        try:
+            run = ours.Decoding(sizes, batch, new=256, dtype="bfloat16")
+            run()
+            timing = measure.contest({"run": run}, ROUNDS)["run"]
+            facts = {"tokens": batch * 256, "bytes_needed": run.bytes_a_token() * 256}
+        except jax.errors.JaxRuntimeError as error:
+            refuse_others(error)
+        if timing is not None:
+            report(found, "large decoding", f"zoo, batch {batch}", timing, facts, rates)
+
+
+def attempt(make: Callable[[], Callable]) -> Timing | None:
+    """The time of what `make` makes; None where the device's memory is too small for it."""
+    try:
+        run = make()
+        run()
+        return measure.contest({"run": run}, ROUNDS)["run"]
+    except jax.errors.JaxRuntimeError as error:
+        refuse_others(error)
+        return None
+
+
+def refuse_others(error: Exception) -> None:
+    """Raise `error` again, unless it is that memory ran out."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error

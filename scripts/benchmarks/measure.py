@@ -1,0 +1,119 @@
+"""Time, taken so that rivals can be compared on a machine that is never quite quiet; and what the machine can do."""
+
+import dataclasses
+import functools
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""FLOP/s of dense bfloat16 products with float32 sums, from NVIDIA's data sheets; H100 and H200 as SXM modules."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one entrant over all rounds. The spread is that of the quartiles; the shortest says what the machine
+    can do where nobody else wants it."""
+
+    median: float
+    low: float
+    high: float
+    shortest: float
+    rounds: int
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> "Timing":
+        low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
+        return cls(median, low, high, min(seconds), len(seconds))
+
+
+def contest(entrants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
+    """Run all entrants in turn, `rounds` times, forwards and backwards by turns: whatever slows the machine slows them
+    alike. An entrant returns when its work is done, and has run once before, so that nothing is compiled here."""
+    seconds: dict[str, list[float]] = {name: [] for name in entrants}
+    for turn in range(rounds):
+        names = list(entrants) if turn % 2 == 0 else list(entrants)[::-1]
+        for name in names:
+            start = time.perf_counter()
+            entrants[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing.of(found) for name, found in seconds.items()}
+
+
+def amounts() -> tuple[int, int]:
+    """The side of the matrices, and the bytes, that the ceilings are taken with: more than fits into any cache."""
+    return (1024, 2**27) if jax.default_backend() == "cpu" else (8192, 2**31)
+
+
+def ceilings() -> dict[str, Callable[[], object]]:
+    """Entrants that do nothing but multiply or copy: what a model is measured against, in the same rounds. Halves are
+    multiplied into float32, and the copy is in place, which is how each is fastest."""
+    size, copied = amounts()
+    square = jax.random.normal(jax.random.key(0), (size, size))
+    halves = square.astype(jnp.bfloat16)
+    multiply = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    held = [jnp.zeros(copied // 4)]
+
+    def copy():
+        held[0] = jax.block_until_ready(add(held[0]))
+
+    found = {
+        "matmul float32": lambda: jax.block_until_ready(multiply(square, square)),
+        "matmul bfloat16": lambda: jax.block_until_ready(multiply(halves, halves)),
+        "copy": copy,
+    }
+    for run in found.values():
+        run()
+    return found
+
+
+def rates(timings: Mapping[str, Timing]) -> dict[str, float]:
+    """FLOP/s of both products, and bytes/s of the copy (read and written), by the shortest time of each."""
+    size, copied = amounts()
+    work = {"matmul float32": 2 * size**3, "matmul bfloat16": 2 * size**3, "copy": 2 * copied}
+    return {name: amount / timings[name].shortest for name, amount in work.items()}
+
+
+def peak_of(device: str) -> float | None:
+    """The data sheet's FLOP/s of an accelerator, in bfloat16; None for one that is not listed."""
+    return next((rate for name, rate in PEAKS.items() if name in device), None)
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on, in words."""
+    device = jax.devices()[0]
+    told = {"processor": processor(), "cores": str(len(os.sched_getaffinity(0)))}
+    if device.platform != "cpu":
+        told["device"] = f"{jax.device_count()} x {device.device_kind}"
+    if "GLIBC_TUNABLES" in os.environ:
+        told["GLIBC_TUNABLES"] = os.environ["GLIBC_TUNABLES"]
+    return {**told, "python": platform.python_version(), "jax": jax.__version__, "commit": commit()}
+
+
+def processor() -> str:
+    """The model of the processor, with the vector units that matter to matrix products."""
+    try:
+        rows = [row.partition(":") for row in Path("/proc/cpuinfo").read_text().splitlines()]
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {name.strip(): value.strip() for name, _, value in reversed(rows)}
+    units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if unit in facts.get("flags", "").split()]
+    return f"{facts.get('model name', platform.machine())} ({', '.join(units) or 'no AVX'})"
+
+
+def commit() -> str:
+    """The commit that was measured, and whether anything was changed since."""
+    git = lambda *words: subprocess.run(("git", *words), cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        found, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() + (" with changes" if changed.stdout.strip() else "") or "unknown"

@@ -1,0 +1,97 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zoo
+from zoo.ops.product import product, turned
+
+SPECS = {
+    "ri,oi->ro": ((6, 4), (8, 4)),
+    "ri,io->ro": ((5, 3), (3, 7)),
+    "bnrd,bnkd->bnrk": ((2, 3, 4, 5), (2, 3, 6, 5)),
+    "bnrk,bnkd->bnrd": ((2, 3, 4, 6), (2, 3, 6, 5)),
+}
+
+
+def operands(spec, dtype, seed):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, SPECS[spec], strict=True)]
+
+
+@settings(max_examples=12)
+@given(
+    spec=st.sampled_from(sorted(SPECS)),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]),
+    wide=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_it_is_the_einsum_and_so_is_its_gradient(spec, dtype, wide, seed):
+    x, y = operands(spec, dtype, seed)
+    out = jnp.float32 if wide else dtype
+    weight = jax.random.normal(jax.random.key(9), jnp.einsum(spec, x, y).shape).astype(dtype).astype(jnp.float32)
+
+    def total(multiply, x, y):
+        return (multiply(x, y).astype(jnp.float32) * weight).sum()
+
+    plain = lambda x, y: jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision="highest")
+    ours = lambda x, y: product(spec, x, y, dtype=out)
+    assert ours(x, y).dtype == out
+    found = (ours(x, y), *jax.grad(lambda x, y: total(ours, x, y), (0, 1))(x, y))
+    expected = (plain(x, y), *jax.grad(lambda x, y: total(plain, x, y), (0, 1))(x, y))
+    for one, other, rounded in zip(found, expected, (out, dtype, dtype), strict=True):
+        assert one.dtype == rounded
+        error = jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max()
+        assert error <= 2 * jnp.finfo(rounded).eps * jnp.abs(other.astype(jnp.float32)).max()
+
+
+def test_operands_that_vary_unlike_on_a_mesh():
+    """A weight that is split meets rows that are not, and the other way round: sums come out right both ways."""
+    make = lambda key: zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=16, key=key)
+    tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    loss_fn = lambda model, batch: zoo.cross_entropy(zoo.cast(model, jnp.bfloat16), batch)
+    found = []
+    for sizes in (dict(data=1, devices=jax.devices()[:1]), dict(data=2, fsdp=2, tensor=2)):
+        mesh = zoo.make_mesh(**sizes)
+        model = zoo.init(make, jax.random.key(0), mesh)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, zoo.place_batch(batch, mesh))
+        found.append((loss, *jax.tree.leaves(grads)))
+    for one, other in zip(*map(jax.device_get, found), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max())
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """A product of half precision stands behind a gradient of its own, and is kept as any other."""
+    function = lambda x, y: jnp.sin(product("ri,oi->ro", jnp.sin(x), y).astype(jnp.float32)).sum()
+
+    def products(remat, dtype):
+        x, y = operands("ri,oi->ro", dtype, 0)
+        text = str(jax.make_jaxpr(jax.grad(zoo.parallel.rematerialised(function, remat), (0, 1)))(x, y))
+        return text.count("dot_general")
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert [products(remat, dtype) for remat in ("none", "elementwise", "dots", "full")] == [3, 3, 3, 4]
+
+
+def test_forward_mode():
+    x, y = operands("ri,oi->ro", jnp.float32, 0)
+    tangent = jax.jvp(lambda x: product("ri,oi->ro", x, y), (x,), (x,))[1]
+    np.testing.assert_allclose(tangent, x @ y.T, rtol=1e-5)
+    x, y = operands("ri,oi->ro", jnp.bfloat16, 0)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: product("ri,oi->ro", x, y), (x,), (x,))
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (7, 5), (1, 8), (40, 24)])
+def test_turned(shape):
+    x = jnp.arange(np.prod(shape)).reshape(shape)
+    np.testing.assert_array_equal(turned(x.astype(jnp.float32)), x.T)
+
+
+@pytest.mark.parametrize("spec", ["ri,oi->r", "ri,oi", "rix,oi->ro"])
+def test_what_is_no_product(spec):
+    with pytest.raises(ValueError, match="is no product of two arrays"):
+        product(spec, jnp.ones((2, 3)), jnp.ones((4, 3)))

@@ -1,0 +1,63 @@
+import json
+
+import pytest
+
+from scripts import bench
+from scripts.benchmarks import large, measure, ours, table
+from scripts.benchmarks.measure import Timing
+
+TINY = ours.Sizes(vocab=32, embed=16, layers=2, heads=2, mlp=16, batch=2, seq=8)
+
+
+def test_rivals_run_in_turn():
+    order = []
+    timings = measure.contest({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3)
+    assert "".join(order) == "abbaab"
+    assert timings["a"].rounds == 3 and timings["a"].shortest <= timings["a"].low <= timings["a"].median
+
+
+def test_timing():
+    found = Timing.of([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert (found.low, found.median, found.high, found.shortest, found.rounds) == (2.0, 3.0, 4.0, 1.0, 5)
+
+
+def test_what_a_step_has_to_multiply():
+    """By hand, for one token: 6 FLOPs a parameter of the matrices, and attention's two products of a causal half."""
+    parameters = 2 * (4 * 16 * 16 + 3 * 16 * 16) + 32 * 16
+    attended = 2 * 2 * (8 / 2) * 16 * 2 * 3  # layers, products, keys on average, width, multiply-add, thrice
+    assert pytest.approx(16 * (6 * parameters + attended)) == TINY.model_flops
+
+
+def test_a_whole_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ours, "Sizes", lambda: TINY)
+    monkeypatch.setattr(bench, "NEW_TOKENS", 4)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{table.START}\nold\n{table.END}\nafter\n")
+    bench.main(parts=("step", "decode"), rounds=2, dtypes=("float32",), out=tmp_path / "b.json", page=page)
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["zoo, float32, remat=elementwise", "zoo, batch 1", "zoo, batch 8"]
+    step, decode, _ = rows
+    assert step["flops"] == TINY.model_flops and step["executed_flops"] > 0 and step["tokens"] == 16
+    assert 0 < step["share"] < 1 and decode["tokens_per_second"] == pytest.approx(4 / decode["median"])
+    text = page.read_text()
+    assert text.startswith(f"before\n{table.START}") and text.endswith(f"{table.END}\nafter\n") and "old" not in text
+    assert "| zoo, batch 8 |" in text and "GFLOP/s in float32" in capsys.readouterr().out + text
+
+
+def test_a_page_without_a_place_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "page.md").write_text("nothing")
+    with pytest.raises(SystemExit, match="has no place for the table"):
+        bench.main(parts=("step",), page=tmp_path / "page.md")
+
+
+def test_the_large_model():
+    assert 1.0e9 < ours.count(ours.ONE_BILLION) < 1.2e9
+    found = {"rows": []}
+    large.run(found, bench.report, TINY)
+    names = [row["name"] for row in found["rows"]]
+    assert names == [f"zoo, 8 x 8, remat={policy}" for policy in large.POLICIES] + ["zoo, batch 1", "zoo, batch 8"]
+    assert all(0 < row["utilisation"] < 1 for row in found["rows"][:4]) and not found["large_peak"]["listed"]
+
+
+def test_peaks():
+    assert measure.peak_of("NVIDIA H200") == 989e12 and measure.peak_of("cpu") is None
