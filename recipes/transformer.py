@@ -50,7 +50,7 @@ def main(
     weight_decay: float = 0.1,
     ema: float | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
-    remat: zoo.parallel.Remat = "full",
+    remat: zoo.parallel.Remat = "elementwise",
     fsdp: int = 1,
     tensor: int = 1,
     zero: Literal[1, 3] = 3,
