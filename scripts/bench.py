@@ -54,7 +54,7 @@ def main(
         parts: What to measure: `step`, a training step; `first`, the time to the first; `decode`; `large`, a model of
             a billion parameters and its decoding. Unless given, the first three, and on an accelerator `large` too.
         vs: The rival: torch with transformers, eager and compiled.
-        rounds: How often everybody runs. A tenth of it, at least three, where processes start anew.
+        rounds: How often everybody runs. A tenth of it, at least two, where processes start anew.
         remat: What the backward pass of our step computes again; each is an entrant.
         dtypes: What models compute in.
         depths: Layers of the models whose first step is timed.
@@ -74,7 +74,7 @@ def main(
         entrants, facts = steps(vs, remat, dtypes)
         compete("training step", entrants, facts, rounds, found)
     if "first" in here:
-        first_steps(vs, depths, max(3, rounds // 10), found)
+        first_steps(vs, depths, max(2, rounds // 10), found)
     if "decode" in here:
         entrants, facts = decoding(vs)
         compete("decoding", entrants, facts, rounds, found)
