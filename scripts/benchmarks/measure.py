@@ -17,10 +17,6 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 40
 """FLOP/s of dense bfloat16 products with float32 sums, from NVIDIA's data sheets; H100 and H200 as SXM modules."""
 
 
-REST = 0.2
-"""Seconds."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Seconds of one entrant over all rounds. The spread is that of the quartiles; the shortest says what the machine
@@ -40,13 +36,16 @@ class Timing:
 
 def contest(entrants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
     """Run all entrants in turn, `rounds` times, forwards and backwards by turns: whatever slows the machine slows them
-    alike. An entrant returns when its work is done, and has run once before, so that nothing is compiled here. Between
-    two there is a rest, for the one before may have threads that spin for a while in case there is more to do."""
+    alike. An entrant returns when its work is done, and has run once before, so that nothing is compiled here.
+
+    A turn is two calls, and the second counts: the first finds memory and caches as the rival left them, the second as
+    a loop finds them. Where XLA has to ask for its memory anew after PyTorch gave back its own, that is 0.2 to 0.5 s.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in entrants}
     for turn in range(rounds):
         names = list(entrants) if turn % 2 == 0 else list(entrants)[::-1]
         for name in names:
-            time.sleep(REST)
+            entrants[name]()
             start = time.perf_counter()
             entrants[name]()
             seconds[name].append(time.perf_counter() - start)
