@@ -40,7 +40,8 @@ def table(found: dict[str, Any], words: Sequence[str]) -> str:
         rows = [row for row in found["rows"] if row["part"] == part]
         rates = found.get("ceilings", {}).get(part)
         lines += [f"**{part.capitalize()}.** {ceiling(rates)}" if rates else f"**{part.capitalize()}.**", ""]
-        lines += ["| | median | quartiles | shortest | tokens/s | share |", "|---|--:|--:|--:|--:|--:|"]
+        last = "more than a later step | to make the model" if "compiling" in rows[0] else "tokens/s | share"
+        lines += [f"| | median | quartiles | shortest | {last} |", "|---|--:|--:|--:|--:|--:|"]
         lines += [cells(row) for row in rows] + [""]
     return "\n".join(lines) + "\n"
 
@@ -55,7 +56,8 @@ def ceiling(rates: dict[str, float]) -> str:
 
 
 def cells(row: dict[str, Any]) -> str:
-    tokens = f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else ""
-    share = f"{row.get('utilisation', row.get('share')):.0%}" if "share" in row or "utilisation" in row else ""
+    last = f"{row.get('tokens_per_second', 0):,.0f} | {row.get('utilisation', row.get('share', 0)):.0%}"
+    if "compiling" in row:
+        last = f"{row['compiling']:.3g} s | {row['born']:.3g} s"
     times = f"{row['median']:.3g} s | {row['low']:.3g} to {row['high']:.3g} | {row['shortest']:.3g} s"
-    return f"| {row['name']} | {times} | {tokens} | {share} |"
+    return f"| {row['name']} | {times} | {last} |"
