@@ -52,15 +52,18 @@ def terms(spec: str) -> tuple[str, str, str]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def halves(how: tuple[str, str, str, Any], x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The product of two arrays in half precision, `how` being its three terms and the result's dtype."""
     left, right, out, dtype = how
     return rounded(left, right, out, x, y, dtype)
 
 
 def halves_forward(how: tuple[str, str, str, Any], x: Float[Array, "..."], y: Float[Array, "..."]) -> tuple:
+    """The product, and what its gradient needs."""
     return halves(how, x, y), (x, y)
 
 
 def halves_backward(how: tuple[str, str, str, Any], kept: tuple, gradient: Float[Array, "..."]) -> tuple:
+    """An einsum for each operand, with the terms exchanged."""
     left, right, out, _ = how
     x, y = kept
     gradient = gradient.astype(x.dtype)
