@@ -58,6 +58,6 @@ def ceiling(rates: dict[str, float]) -> str:
 def cells(row: dict[str, Any]) -> str:
     last = f"{row.get('tokens_per_second', 0):,.0f} | {row.get('utilisation', row.get('share', 0)):.0%}"
     if "compiling" in row:
-        last = f"{row['compiling']:.3g} s | {row['born']:.3g} s"
-    times = f"{row['median']:.3g} s | {row['low']:.3g} to {row['high']:.3g} | {row['shortest']:.3g} s"
+        last = f"{row['compiling']:#.3g} s | {row['born']:#.3g} s"
+    times = f"{row['median']:#.3g} s | {row['low']:#.3g} to {row['high']:#.3g} | {row['shortest']:#.3g} s"
     return f"| {row['name']} | {times} | {last} |"
