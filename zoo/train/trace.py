@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TRANSFORM = re.compile(r"(\w+)\((.*)\)")
-ADDED = {"jit", "pjit", "shard_map", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"}
+ADDED = {
+    *("jit", "pjit", "shard_map", "while", "body", "cond"),
+    *("closed_call", "eval_jaxpr", "checkpoint", "rematted_computation"),
+}
 """Scopes that JAX adds to those of the source."""
 
 
