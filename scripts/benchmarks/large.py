@@ -11,6 +11,7 @@ from . import measure, ours
 from .measure import Timing
 
 ROUNDS = 10
+NEW_TOKENS = 256
 POLICIES = ("none", "elementwise", "dots", "full")
 
 
@@ -32,11 +33,11 @@ def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BI
     for policy in POLICIES:
         for batch in (8, 4, 2, 1):
             now = dataclasses.replace(sizes, batch=batch)
-            timing = attempt(
-                lambda now=now, policy=policy: ours.Training(now, "bfloat16", policy, ours.fused_attention())
-            )
-            if timing is None:
+            form = ours.fused_attention()
+            timed = attempt(lambda now=now, policy=policy, form=form: ours.Training(now, "bfloat16", policy, form))
+            if timed is None:
                 continue
+            _, timing = timed
             facts: dict[str, Any] = {"tokens": now.batch * now.seq, "model_flops": now.model_flops}
             facts["utilisation"] = now.model_flops / timing.median / peak
             name = f"zoo, {batch} x {sizes.seq}, remat={policy}"
@@ -46,24 +47,23 @@ def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BI
         else:
             print(f"  remat={policy}: not one row fits into the device's memory")
     for batch in (1, 8):
-        timing = None
-        try:
-            run = ours.Decoding(sizes, batch, new=256, dtype="bfloat16")
-            run()
-            timing = measure.contest({"run": run}, ROUNDS)["run"]
-            facts = {"tokens": batch * 256, "bytes_needed": run.bytes_a_token() * 256}
-        except jax.errors.JaxRuntimeError as error:
-            refuse_others(error)
-        if timing is not None:
-            report(found, "large decoding", f"zoo, batch {batch}", timing, facts, rates)
+        timed = attempt(lambda batch=batch: ours.Decoding(sizes, batch, new=NEW_TOKENS, dtype="bfloat16"))
+        if timed is None:
+            print(f"  decoding at batch {batch}: does not fit into the device's memory")
+            continue
+        needed, timing = timed
+        facts = {"tokens": batch * NEW_TOKENS, "bytes_needed": needed * NEW_TOKENS}
+        report(found, "large decoding", f"zoo, batch {batch}", timing, facts, rates)
 
 
-def attempt(make: Callable[[], Callable]) -> Timing | None:
-    """The time of what `make` makes; None where the device's memory is too small for it."""
+def attempt(make: Callable[[], Any]) -> tuple[float, Timing] | None:
+    """The bytes that a token needs, where it is decoding, and the time of what `make` makes; None where the device's
+    memory is too small for it. What was made is let go of."""
     try:
         run = make()
         run()
-        return measure.contest({"run": run}, ROUNDS)["run"]
+        needed = run.bytes_a_token() if isinstance(run, ours.Decoding) else 0.0
+        return needed, measure.contest({"run": run}, ROUNDS)["run"]
     except jax.errors.JaxRuntimeError as error:
         refuse_others(error)
         return None

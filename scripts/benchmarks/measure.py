@@ -53,7 +53,7 @@ def contest(entrants: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
 
 
 def amounts() -> tuple[int, int]:
-    """The side of the matrices, and the bytes, that the ceilings are taken with: more than fits into any cache."""
+    """The side of the matrices, and the bytes of the copy, that the ceilings are taken with."""
     return (1024, 2**27) if jax.default_backend() == "cpu" else (8192, 2**31)
 
 

@@ -11,6 +11,8 @@ from zoo.ops.product import product, turned
 SPECS = {
     "ri,oi->ro": ((6, 4), (8, 4)),
     "ri,io->ro": ((5, 3), (3, 7)),
+    "ab,ac->cb": ((6, 4), (6, 8)),
+    "abc,abd->cd": ((2, 3, 4), (2, 3, 5)),
     "bnrd,bnkd->bnrk": ((2, 3, 4, 5), (2, 3, 6, 5)),
     "bnrk,bnkd->bnrd": ((2, 3, 4, 6), (2, 3, 6, 5)),
 }

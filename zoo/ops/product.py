@@ -82,7 +82,9 @@ def rounded(
     """The sums in float32, rounded to `dtype`: by the product itself, except where that is slow."""
     if jax.default_backend() != "cpu":
         return multiply(left, right, out, x, y, dtype)
-    if len(out) == 2 and left[0] == right[0]:  # over the rows of both, which the fast kernels do not take
+    if (
+        len(left) == len(right) == len(out) == 2 and left[0] == right[0]
+    ):  # over the rows of both, which the fast kernels do not take
         if left[1] != out[0]:
             x, y, left, right = y, x, right, left
         x, left = turned(x), left[::-1]
