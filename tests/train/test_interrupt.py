@@ -9,6 +9,14 @@ import pytest
 from zoo.train import Interrupt
 
 
+@pytest.fixture(autouse=True)
+def in_the_foreground():
+    """A shell starts what it runs in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_sets_the_flag(number):
     before = signal.getsignal(number)
