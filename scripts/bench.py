@@ -29,8 +29,9 @@ import tyro
 import zoo
 from scripts.benchmarks import large, measure, ours, table
 from scripts.benchmarks.measure import Timing
+from zoo.ops import grouped_matmul
 
-Part = Literal["step", "first", "decode", "large"]
+Part = Literal["step", "first", "decode", "mixture", "grouped", "large"]
 Row = dict[str, Any]
 
 NEW_TOKENS = 128
@@ -51,8 +52,10 @@ def main(
     """Measure, print a line for each entrant, and write all of it down.
 
     Args:
-        parts: What to measure: `step`, a training step; `first`, the time to the first; `decode`; `large`, a model of
-            a billion parameters and its decoding. Unless given, the first three, and on an accelerator `large` too.
+        parts: What to measure: `step`, a training step; `first`, the time to the first; `decode`; `mixture`, a step of
+            a mixture of experts with as many active parameters, beside the dense one; `grouped`, the product that it is
+            made of; `large`, a model of a billion parameters and its decoding. Unless given, all but `large`, which an
+            accelerator has too.
         vs: The rival: torch with transformers, eager and compiled.
         rounds: How often everybody runs. A tenth of it, at least two, where processes start anew.
         remat: What the backward pass of our step computes again; each is an entrant.
@@ -65,7 +68,8 @@ def main(
         require_torch()
     if page is not None:
         table.check(page)
-    here = parts or ("step", "first", "decode", *(("large",) if jax.default_backend() != "cpu" else ()))
+    usual = ("step", "first", "decode", "mixture", "grouped")
+    here = parts or (*usual, *(("large",) if jax.default_backend() != "cpu" else ()))
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": measure.machine(), "rows": []}
     found["versions"] = versions(vs)
     for name, value in {**found["machine"], **found["versions"]}.items():
@@ -78,6 +82,12 @@ def main(
     if "decode" in here:
         entrants, facts = decoding(vs)
         compete("decoding", entrants, facts, rounds, found)
+    if "mixture" in here:
+        entrants, facts = mixtures(vs, remat, dtypes)
+        compete("mixture of experts", entrants, facts, rounds, found)
+    if "grouped" in here:
+        entrants, facts = grouped_products()
+        compete("grouped product", entrants, facts, 3 * rounds, found)
     if "large" in here:
         large.run(found, report)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -104,19 +114,66 @@ def steps(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[st
     for dtype in dtypes:
         for policy in remat:
             name = f"zoo, {dtype}, remat={policy}"
-            entrants[name] = run = ours.Training(sizes, dtype, policy)
-            program = run.program()
-            memory = program.memory.temporaries if program.memory else None
-            facts[name] = {"dtype": dtype, "flops": sizes.model_flops, "executed_flops": program.flops.total}
-            facts[name] |= {"bytes_moved": program.bytes_moved, "temporaries": memory}
+            entrants[name], facts[name] = our_step(sizes, dtype, policy)
         if vs == "torch":
             from scripts.benchmarks import pytorch
 
             for compiled in (False, True):
                 name = f"torch, {dtype}, {'compiled' if compiled else 'eager'}"
                 entrants[name] = pytorch.Training(sizes, dtype, compiled=compiled)
-                facts[name] = {"dtype": dtype, "flops": sizes.model_flops}
-    return entrants, {name: {**row, "tokens": sizes.batch * sizes.seq} for name, row in facts.items()}
+                facts[name] = work(sizes, dtype)
+    return entrants, facts
+
+
+def mixtures(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[str, Callable], dict[str, Row]]:
+    """Entrants of the step of a mixture, with the dense model of as many active parameters."""
+    sizes, dense, entrants, facts = ours.MIXTURE, ours.Sizes(), {}, {}
+    for dtype in dtypes:
+        for policy in remat:
+            for kind, own in (("mixture", sizes), ("dense", dense)):
+                name = f"zoo {kind}, {dtype}, remat={policy}"
+                entrants[name], facts[name] = our_step(own, dtype, policy)
+        if vs == "torch":
+            from scripts.benchmarks import pytorch
+
+            for experts, compiled in (("eager", False), ("grouped_mm", False), ("grouped_mm", True)):
+                name = f"torch mixture, {dtype}, {experts}{', compiled' if compiled else ''}"
+                entrants[name] = pytorch.Training(sizes, dtype, compiled=compiled, experts=experts)
+                facts[name] = work(sizes, dtype)
+    return entrants, facts
+
+
+def our_step(sizes: ours.Sizes, dtype: str, policy: Any) -> tuple[Callable, Row]:
+    run = ours.Training(sizes, dtype, policy)
+    program = run.program()
+    memory = program.memory.temporaries if program.memory else None
+    executed = {"executed_flops": program.flops.total, "bytes_moved": program.bytes_moved, "temporaries": memory}
+    return run, work(sizes, dtype) | executed
+
+
+def work(sizes: ours.Sizes, dtype: str) -> Row:
+    """What a step has to do, whoever takes it."""
+    return {"dtype": dtype, "flops": sizes.model_flops, "tokens": sizes.batch * sizes.seq}
+
+
+def grouped_products() -> tuple[dict[str, Callable], dict[str, Row]]:
+    """The grouped product, with loads that are even and that are not, and more experts than have rows; the dense
+    product of the same size; and what XLA makes of JAX's own."""
+    form, dealt, entrants, facts = grouped_matmul.grouped_matmul, ours.loads, {}, {}
+    for gradient in (False, True):
+        also = ", with gradient" if gradient else ""
+        kinds = {
+            "dense, 8 of 512 rows": (ours.batched, dealt(8, 8)),
+            "8 experts, 512 rows each": (form, dealt(8, 8)),
+            "8 experts, 114 to 910 rows": (form, dealt(8, 8, uneven=True)),
+            "64 experts, 64 rows each": (form, dealt(64, 64)),
+            "64 experts, 512 rows for 8 of them": (form, dealt(64, 8)),
+            "lax.ragged_dot, 8 experts, 512 rows each": (grouped_matmul.ragged, dealt(8, 8)),
+        }
+        for name, (kind, loads) in kinds.items():
+            entrants[name + also] = run = ours.Grouped(kind, loads, gradient=gradient)
+            facts[name + also] = {"dtype": "float32", "flops": run.flops, "tokens": run.ROWS}
+    return entrants, facts
 
 
 def decoding(vs: str) -> tuple[dict[str, Callable], dict[str, Row]]:

@@ -13,6 +13,8 @@ was found to do against itself; and expected.safetensors, in float32 unless a na
 
     input_ids, logits, loss                      one pass, and the loss of predicting each next token
     hidden_states.N                              the input of layer N; the last one comes after the final norm
+    router_logits.N                              scores of the experts in the N-th layer that has a router
+    aux_loss, loss_with_aux                      of routers: the balancing loss, and the loss with the config's share
     grad.NAME                                    gradients of that loss, a few; named as transformers saves weights
     padleft.*, padright.*                        the same rows, shortened and padded: real tokens keep their logits
     generate.prompt, .tokens, .logits            greedy, by a whole pass for each token
@@ -46,8 +48,11 @@ PAD, FIRST = 0, 3  # padding never stands among the real tokens, nor do the mark
 LENGTH, PADDING = 10, (4, 2)
 PROMPT, PROMPT_PADDING, NEW = 9, (4, 0), 8
 MARGIN, NOISE = 0.02, 1e-4  # greedy tokens lead by more than any rounding
-# The first layer's queries with their bias and norm, and the norm before the head.
-FEW = re.compile(r"\.0\..*(q_proj|qkv_proj|query_key_value|c_attn|q_norm)|^\w+\.(norm|ln_f|final_layer_?norm)\.")
+# The first layer's queries with bias and norm, and the norm before the head; of mixtures routers and first experts.
+FEW = re.compile(
+    r"\.0\..*(q_proj|q_a_proj|kv_b_proj|qkv_proj|query_key_value|c_attn|q_norm|sinks)"
+    r"|^\w+\.(norm|ln_f|final_layer_?norm)\.|\.gate\.weight|\.router\.|\.experts\.0\.(down_proj|w2)\."
+)
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,51 @@ class Case:
     shards: str = "1GB"
     hub: dict[str, Any] = field(default_factory=dict)
     rename: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    packed: bool = False
+    """Whether its experts are stored as MXFP4: their weights are such numbers, and packed when all is computed."""
 
 
 def as_published(tensors: dict[str, Any]) -> dict[str, Any]:
     """GPT-2's weights as they first came: without a prefix, and with the causal mask."""
     mask = torch.ones(1, 1, GPT2["n_positions"], GPT2["n_positions"], dtype=torch.bfloat16).tril()
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | {"h.0.attn.bias": mask}
+
+
+def mxfp4(weights: Any) -> tuple[Any, Any]:
+    """The nearest codes to weights (experts, in, out), as (experts, out, in / 32, 32), and the exponents of blocks."""
+    blocks = weights.float().transpose(-1, -2).unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2
+    codes = ((blocks / 2**exponents).abs()[..., None] - torch.tensor(GRID)).abs().argmin(-1)
+    return codes + 8 * blocks.signbit(), exponents
+
+
+def unpacked(codes: Any, exponents: Any) -> Any:
+    """The numbers that they stand for, (experts, in, out)."""
+    numbers = torch.tensor([*GRID, *(-x for x in GRID)])[codes] * 2**exponents
+    return numbers.flatten(-2).transpose(-1, -2)
+
+
+def pack(folder: Path, norms: dict[str, float]) -> dict[str, float]:
+    """Store the experts of a case as MXFP4, as GPT-OSS has them on hubs. Norms of gradients, by the names of blocks."""
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    names = [name for name in tensors if EXPERTS.search(name)]
+    for name in names:
+        codes, exponents = mxfp4(weights := tensors.pop(name))
+        if not torch.equal(unpacked(codes, exponents).to(weights.dtype), weights):
+            raise RuntimeError(f"{name} has numbers that are no MXFP4")
+        tensors[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        tensors[f"{name}_scales"] = (exponents[..., 0] + 127).to(torch.uint8)
+    safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for file, indent in (("config.json", 2), ("config_hub.json", 1)):
+        config = json.loads((folder / file).read_text()) | {"quantization_config": QUANTIZED}
+        (folder / file).write_text(json.dumps(config, indent=indent) + "\n")
+    return {f"{name}_blocks" if name in names else name: norm for name, norm in norms.items()}
+
+
+GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$")
+LEFT_OUT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+QUANTIZED = {"modules_to_not_convert": LEFT_OUT, "quant_method": "mxfp4"}
 
 
 def rope(kind: str = "default", theta: float = 1e4, **more: float) -> dict[str, Any]:
@@ -79,6 +123,16 @@ SIZES = NEOX | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_positio
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 TIED = {"tie_word_embeddings": True}
+MOE = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+DEEPSEEK = MOE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "norm_topk_prob": True}
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 4}
+LATENT = MOE | LATENT | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+PUBLISHED = {"moe_layer_freq": 1, "ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True}  # DeepSeek's files say so
+YARN = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 32}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
+MULTIPLIERS |= {"residual_multiplier": 0.6, "logits_scaling": 1.7}
+GPT_OSS = SIZES | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
+IN_BLOCKS = {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["full_attention"] * 2}
 CASES = {
     "llama": Case(
         "llama", "grouped queries, the three bands of llama3 rope, tied",
@@ -103,6 +157,64 @@ CASES = {
     "gpt_neox": Case(
         "gpt_neox", "q, k and v fused by head, half of each head rotated, attention and MLP in parallel, untied",
         NEOX | rope(theta=100.0, partial_rotary_factor=0.5),
+    ),
+    "mixtral": Case(
+        "mixtral", "two of four experts, renormalised, a window of 5, untied",
+        SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 5},
+    ),
+    "qwen2_moe": Case(
+        "qwen2_moe", "a gated shared expert, not renormalised, a window of 5 in the first layer, untied",
+        MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}
+        | {"use_sliding_window": True, "sliding_window": 5},
+    ),
+    "qwen3_moe": Case(
+        "qwen3_moe", "a dense layer and a mixture, renormalised, heads wider than hidden_size says, tied",
+        MOE | {"num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 6} | TIED,
+        hub={"num_experts": 4},
+    ),
+    "olmoe": Case(
+        "olmoe", "norms over all heads together, values of q, k and v clipped, untied",
+        SIZES | {"num_experts_per_tok": 2, "num_experts": 4, "clip_qkv": 0.8},
+    ),
+    "granitemoe": Case(
+        "granitemoe", "experts of a layer in one tensor, gate and up fused, four multipliers, tied",
+        SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4} | MULTIPLIERS | TIED,
+    ),
+    "dots1": Case(
+        "dots1", "a bias that chooses, the better of two groups, shared experts, a dense layer, a window of 5, untied",
+        DEEPSEEK | {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.5}
+        | {"sliding_window": 5, "max_window_layers": 1},
+    ),
+    "glm4_moe": Case(
+        "glm4_moe",
+        "a bias that chooses, half of each head rotated, norms and biases of q and k, a dense layer, untied",
+        DEEPSEEK | {"use_qk_norm": True, "attention_bias": True, "head_dim": 8, "n_shared_experts": 1}
+        | rope(partial_rotary_factor=0.5),
+    ),
+    "ernie4_5_moe": Case(
+        "ernie4_5_moe", "softmax scores and a bias that chooses, interleaved rope, shared experts, a dense layer, tied",
+        SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12} | TIED,
+    ),
+    "deepseek_v2": Case(
+        "deepseek_v2", "latent attention, yarn with mscale_all_dim, the better of two groups, a dense layer, tied",
+        LATENT | rope("yarn", **YARN) | {"q_lora_rank": None, "topk_method": "group_limited_greedy"}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7} | TIED,
+        hub={"scoring_func": "softmax", **PUBLISHED},
+    ),
+    "deepseek_v3": Case(
+        "deepseek_v3", "latent attention with latents of queries and biases, half-split rope, a dense layer, untied",
+        LATENT | {"q_lora_rank": 8, "attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
+        dtype="float32", hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
+    ),
+    "gpt_oss": Case(
+        "gpt_oss", "sinks, a window of 5 in the first layer, a clamp that is reached, gate and up interleaved, untied",
+        GPT_OSS | {"swiglu_limit": 0.6},
+        hub={"initial_context_length": 4096, "experts_per_token": 2},
+    ),
+    "gpt_oss_mxfp4": Case(
+        "gpt_oss", "experts stored as MXFP4, no window, yarn that is not rounded to whole pairs, tied",
+        GPT_OSS | IN_BLOCKS | {"swiglu_alpha": 1.4} | TIED
+        | rope("yarn", 5e4, factor=4.0, truncate=False, original_max_position_embeddings=32), packed=True,
     ),
     "phi3": Case("phi3", "q, k and v fused, gate and up fused, no window, untied", SIZES),
 }  # fmt: skip
@@ -147,13 +259,16 @@ def make(name: str, folder: Path) -> dict[str, Any]:
         raise RuntimeError(f"{name}: transformers disagrees with itself: {checks}")
 
     versions = {module.__name__: module.__version__ for module in (torch, transformers)}
-    meta = {"name": name, "family": case.family, "model_type": case.family, "kind": "causal", "note": case.note}
+    meta: dict[str, Any] = {"name": name, "family": case.family, "model_type": case.family}
+    meta |= {"kind": "causal", "note": case.note}
     meta |= {"architecture": config["architectures"][0], "seed": seed, "parameters": parameters}
     meta |= {"tied": config["tie_word_embeddings"], "hidden_states": sum(key.startswith("hidden") for key in expected)}
     meta |= {"versions": versions | {"cpu": torch.backends.cpu.get_cpu_capability()}}
     meta |= {"grad_norm": {key: float(f"{norm:.8g}") for key, norm in sorted(norms.items())}, "checks": checks}
     safetensors.save_file(expected, folder / "expected.safetensors", metadata={"format": "pt"})
     (folder / "config_hub.json").write_text(json.dumps(hub, indent=1) + "\n")
+    if case.packed:
+        meta["grad_norm"] = pack(folder, meta["grad_norm"])
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return checks
 
@@ -166,16 +281,23 @@ def save(case: Case, seed: int, folder: Path) -> int:
     for epsilon in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
         if hasattr(config, epsilon):
             setattr(config, epsilon, 2e-3)  # large enough that another one is noticed
+    torch.manual_seed(seed)  # sinks start at random, and are moved from there
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     embeddings = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     random = np.random.default_rng(seed)
     with torch.no_grad():
-        for _, weight in sorted(model.named_parameters()):
+        for name, weight in sorted(model.named_parameters()):
             draw = torch.from_numpy(random.standard_normal(tuple(weight.shape), dtype=np.float32))
             if weight.ndim == 1:
                 weight.add_(0.2 * draw)  # to the first value, so that no norm is 1 and no bias 0
             else:
                 weight.copy_((0.3 if id(weight) in embeddings else 1.2 * config.hidden_size**-0.5) * draw)
+            if case.packed and EXPERTS.search(name):
+                weight.copy_(unpacked(*mxfp4(weight)))
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                draw = random.standard_normal(tuple(buffer.shape), dtype=np.float32)
+                buffer.add_(0.2 * torch.from_numpy(draw))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shards)
     (folder / "generation_config.json").unlink()
     if case.rename:
@@ -185,7 +307,8 @@ def save(case: Case, seed: int, folder: Path) -> int:
 
 
 def load(folder: Path, dtype: str = "float32", config: Any = None) -> Any:
-    options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", "config": config}
+    options = {"dtype": getattr(torch, dtype), "config": config}
+    options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
@@ -199,12 +322,19 @@ def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], 
     logits = result.logits.detach()
     expected = {"input_ids": ids, "logits": logits, "loss": result.loss}
     expected |= {f"hidden_states.{n}": hidden for n, hidden in enumerate(result.hidden_states)}
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     gradients = loading.revert_weight_conversion(model, gradients)  # as files name them
     expected |= {f"grad.{name}": gradient for name, gradient in gradients.items() if FEW.search(name)}
 
     checks: dict[str, Any] = {}
     with torch.no_grad():
+        if hasattr(model.config, "output_router_logits"):
+            routed = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True)
+            expected |= {f"router_logits.{n}": logits for n, logits in enumerate(routed.router_logits)}
+            # Beside a bias that chooses, its visits are not those that were made: of the largest scores without it.
+            biased = any("correction_bias" in name for name in model.state_dict())
+            if getattr(routed, "aux_loss", None) is not None and not biased:
+                expected |= {"aux_loss": routed.aux_loss, "loss_with_aux": routed.loss}
         unpadded = logits[padded(ids, PADDING, "right")["attention_mask"].bool()]
         for side in ("left", "right"):
             inputs = padded(ids, PADDING, side)

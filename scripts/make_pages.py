@@ -25,12 +25,12 @@ import zoo.train
 from scripts.draw_layer import draw
 from zoo.cli.devices import imagined, on_the_host
 from zoo.cli.families import about
-from zoo.layers import Attention
+from zoo.layers import Attention, ClampedGatedMLP, LatentAttention, MixtureOfExperts
 from zoo.models import ParallelBlock
 from zoo.models.config import read_config
 from zoo.models.facts import Config, Family
 from zoo.models.families import FAMILIES
-from zoo.models.published import PRESETS
+from zoo.models.published import PRESETS, Preset
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python scripts/make_pages.py"
@@ -95,41 +95,72 @@ def families() -> str:
             *rows,
             "\n## Published sizes\n",
             '`zoo.models.preset("llama3-8b", key=key)` makes a model of such a size with new weights.\n',
-            "| preset | family | parameters | config of |",
-            "|---|---|--:|---|",
-            *(f"| `{name}` | `{p.family}` | {p.parameters:,} | {p.source} |" for name, p in by_size),
+            "| preset | family | parameters | for each token | config of |",
+            "|---|---|--:|--:|---|",
+            *(f"| `{name}` | `{p.family}` | {p.parameters:,} | {active(p)} | {p.source} |" for name, p in by_size),
             "",
         ]
     )
 
 
 def parts(family: Family) -> tuple[str, str, str, str]:
-    """Attention, norm, feed-forward and head of a family, read off the model that its defaults describe."""
-    config = read_config(family, {})
-    small = Config({**config, "num_hidden_layers": 1})
+    """Attention, norm, feed-forward and head of a family, read off the model that its defaults describe; what has none
+    is as in the first of its published sizes."""
+    published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
+    absent = [key for key, value in read_config(family, {}).items() if value is None]
+    config = read_config(family, {key: published[key] for key in absent if key in published})
+    small = Config({**config, "num_hidden_layers": 4})  # enough to meet a mixture of experts behind dense layers
 
     def build(key):
         model = family.build(small, key=key)
-        return model, next(model.stack.one_by_one())
+        return model, tuple(model.stack.one_by_one())
 
-    model, block = eqx.filter_eval_shape(build, jax.random.key(0))
+    model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
     mixer = block.mixer
-    if not isinstance(mixer, Attention):
+    if isinstance(mixer, LatentAttention):
+        words = of_latents(mixer)
+    elif isinstance(mixer, Attention):
+        words = of_attention(mixer, config)
+    else:
         raise NotImplementedError(f"{family.name}: say in {Path(__file__).name} what a {type(mixer).__name__} is")
-    grouped = "num_key_value_heads" in config
-    words = ["grouped queries" if grouped else "one key a query"]
+    norm, ffn = type(block.mixer_norm).__name__, last.ffn
+    wiring = " beside attention" if isinstance(block, ParallelBlock) else ""
+    activation = f", {config['hidden_act']}" if "hidden_act" in config else ""
+    fed = f"`{type(ffn).__name__}`{activation}{wiring}"
+    if isinstance(ffn, MixtureOfExperts):
+        fed = ", ".join([fed, *of_mixture(ffn), *["dense layers first"] * (type(block.ffn) is not type(ffn))])
+    return ", ".join(words), f"`{norm}`", fed, "the embedding" if model.head is None else "its own"
+
+
+def active(preset: Preset) -> str:
+    return "" if preset.active is None else f"{preset.active / 1e9:g} billion"
+
+
+def of_mixture(ffn: MixtureOfExperts) -> list[str]:
+    router = ffn.router
+    words = [f"{router.top} of {router.scores.out_size} experts by `{type(router).__name__}`"]
+    words += ["each a clamped SwiGLU"] * isinstance(ffn.experts, ClampedGatedMLP)
+    return words + [f"{'a gated' if ffn.shared_gate else 'a'} shared expert"] * (ffn.shared is not None)
+
+
+def of_attention(mixer: Attention, config: Config) -> list[str]:
+    words = ["grouped queries" if "num_key_value_heads" in config else "one key a query"]
     if mixer.rotary is None:
         words.append("learned positions")
     else:
         share = mixer.rotary.dim / mixer.head_dim
         words.append("rotary positions" if share == 1 else f"rotary positions on {share:.0%} of each head")
-    words += ["norms on queries and keys"] * (mixer.query_norm is not None)
+    together = ", of all heads together" if mixer.whole_norm else ""
+    words += [f"norms on queries and keys{together}"] * (mixer.query_norm is not None)
     words += ["biases"] * (getattr(mixer.query, "bias", None) is not None)
-    words += ["windows"] * ("sliding_window" in config)
-    norm, ffn = type(block.mixer_norm).__name__, block.ffn
-    wiring = " beside attention" if isinstance(block, ParallelBlock) else ""
-    fed = f"`{type(ffn).__name__}`, {config['hidden_act']}{wiring}"
-    return ", ".join(words), f"`{norm}`", fed, "the embedding" if model.head is None else "its own"
+    words += ["sinks"] * (mixer.sinks is not None)
+    return words + ["windows"] * ("sliding_window" in config)
+
+
+def of_latents(mixer: LatentAttention) -> list[str]:
+    share = mixer.rotary.dim / (mixer.head_dim + mixer.rotary.dim)
+    words = ["keys and values made of a latent", f"rotary positions on {share:.0%} of each head"]
+    return words + ["queries made of one too"] * (mixer.query is None)
 
 
 def names() -> str:

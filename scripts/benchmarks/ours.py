@@ -3,20 +3,23 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 
 import zoo
 from zoo.ops import attention
+from zoo.ops.product import product
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A model and its batch; the defaults are those that all figures on a CPU are for."""
+    """A model and its batch; the defaults are those that all figures on a CPU are for. With `experts`, each layer is a
+    mixture of so many gated MLPs of width `mlp`, of which a token uses `top`."""
 
     vocab: int = 4096
     embed: int = 256
@@ -25,21 +28,30 @@ class Sizes:
     mlp: int = 768
     batch: int = 8
     seq: int = 256
+    experts: int = 0
+    top: int = 2
 
     def make(self, key: Any, **options: Any) -> zoo.models.Decoder:
-        """A Transformer of these sizes, its head the embedding's table."""
+        """A model of these sizes, its head the embedding's table."""
         sizes = {"vocab": self.vocab, "embed": self.embed, "layers": self.layers, "heads": self.heads, "mlp": self.mlp}
+        if self.experts:
+            mixture = {"experts": self.experts, "top": self.top}
+            return zoo.models.MixtureOfExperts(**sizes, **mixture, **options, key=key)
         return zoo.models.Transformer(**sizes, **options, key=key)
 
     @property
     def model_flops(self) -> int:
         """What a training step has to multiply: two FLOPs a parameter and token forwards, four backwards, and the
-        causal half of attention's products. What is computed again does not count."""
-        matrices = self.layers * (4 * self.embed**2 + 3 * self.embed * self.mlp) + self.vocab * self.embed
+        causal half of attention's products. What is computed again does not count; of experts those that a token uses
+        do, and the router."""
+        used = 3 * self.mlp * self.top + self.experts if self.experts else 3 * self.mlp
+        matrices = self.layers * self.embed * (4 * self.embed + used) + self.vocab * self.embed
         attended = self.layers * self.embed * self.seq
         return 6 * self.batch * self.seq * (matrices + attended)
 
 
+MIXTURE = Sizes(mlp=384, experts=8)
+"""As many active parameters as the dense model has, and a router."""
 ONE_BILLION = Sizes(vocab=32768, embed=2048, layers=20, heads=16, mlp=5632, batch=1, seq=4096)
 
 
@@ -126,3 +138,36 @@ def fused_attention() -> Callable:
 def count(sizes: Sizes) -> int:
     """Parameters, without making any."""
     return zoo.count(eqx.filter_eval_shape(sizes.make, jax.random.key(0)))
+
+
+class Grouped:
+    """The grouped product of 4,096 rows of 256 by matrices of 384 by 256; called, it makes one, with its gradient or
+    without. `loads` are the rows of each expert."""
+
+    ROWS, IN, OUT = 4096, 256, 384
+
+    def __init__(self, form: Callable, loads: Sequence[int], *, gradient: bool, dtype: str = "float32"):
+        keys = jax.random.split(jax.random.key(0), 2)
+        x = jax.random.normal(keys[0], (self.ROWS, self.IN), dtype)
+        weight = jax.random.normal(keys[1], (len(loads), self.OUT, self.IN), dtype)
+        self.arguments = x, weight, jnp.asarray(loads, jnp.int32)
+        total = lambda x, weight, sizes: (form(x, weight, sizes).astype(jnp.float32) ** 2).sum()
+        self.run = jax.jit(jax.grad(total, (0, 1)) if gradient else form)
+        self.flops = 2 * self.ROWS * self.IN * self.OUT * (3 if gradient else 1)
+
+    def __call__(self) -> None:
+        jax.block_until_ready(self.run(*self.arguments))
+
+
+def batched(x: Any, weight: Any, sizes: Any) -> Any:
+    """The dense product that is as large: each expert has as many rows as any other, and no one asks whose they are."""
+    rows = product("eri,eoi->ero", x.reshape(len(weight), -1, x.shape[1]), weight)
+    return rows.reshape(len(x), -1)
+
+
+def loads(experts: int, active: int, uneven: bool = False) -> list[int]:
+    """The rows of `experts`, of which the first `active` have any: as many each, or shares of 1, 2, 3, ... parts."""
+    parts = [i + 1 if uneven else 1 for i in range(active)]
+    found = [Grouped.ROWS * part // sum(parts) for part in parts]
+    found[-1] += Grouped.ROWS - sum(found)
+    return found + [0] * (experts - active)

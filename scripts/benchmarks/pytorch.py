@@ -1,21 +1,28 @@
 """PyTorch's side: the same work in torch and transformers, as their users would write it for speed.
 
-The model is `LlamaForCausalLM` of the same sizes, with its attention by `scaled_dot_product_attention` (transformers'
-default), AdamW in one fused kernel, and autocast for bfloat16. Needs torch and transformers.
+The model is `LlamaForCausalLM` of the same sizes, or `MixtralForCausalLM`, with attention by
+`scaled_dot_product_attention` (transformers' default), AdamW in one fused kernel, and autocast for bfloat16. Of experts
+transformers has several implementations: "eager" loops over them, "grouped_mm" and "batched_mm" do not. Needs torch and
+transformers.
 """
 
 import time
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
-from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+from transformers import (  # pyright: ignore[reportMissingImports]
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from .ours import Sizes, first_and_later
 
 
-def model(sizes: Sizes) -> Any:
+def model(sizes: Sizes, experts: str = "eager") -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    shared: dict[str, Any] = dict(
         vocab_size=sizes.vocab,
         hidden_size=sizes.embed,
         intermediate_size=sizes.mlp,
@@ -26,7 +33,11 @@ def model(sizes: Sizes) -> Any:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config).to(device())
+    if not sizes.experts:
+        return LlamaForCausalLM(LlamaConfig(**shared)).to(device())
+    mixture = {"num_local_experts": sizes.experts, "num_experts_per_tok": sizes.top, "num_key_value_heads": sizes.heads}
+    config = MixtralConfig(**shared, **mixture, rms_norm_eps=1e-6, experts_implementation=experts)
+    return MixtralForCausalLM(config).to(device())
 
 
 def device() -> str:
@@ -36,8 +47,8 @@ def device() -> str:
 class Training:
     """A step of AdamW; called, it takes one."""
 
-    def __init__(self, sizes: Sizes, dtype: str, *, compiled: bool):
-        self.model = model(sizes).train()
+    def __init__(self, sizes: Sizes, dtype: str, *, compiled: bool, experts: str = "eager"):
+        self.model = model(sizes, experts).train()
         self.forward = torch.compile(self.model) if compiled else self.model
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
         self.tokens = torch.randint(0, sizes.vocab, (sizes.batch, sizes.seq), device=device())

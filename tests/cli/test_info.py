@@ -111,6 +111,18 @@ def test_a_preset_as_text(run):
     assert "fsdp 2: 249 MB of parameters on each of 2 devices" in run("info", "--preset", "gpt2", "--fsdp", 2)[0]
 
 
+def test_of_a_mixture_what_a_token_meets_is_told(run, checkpoint, bytes_model):
+    text = run("info", "--preset", "mixtral-8x7b")[0]
+    assert "46,702,792,704" in text and "12,879,925,248 that each token meets" in text
+    assert "each token meets" not in run("info", bytes_model)[0]
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 8}
+    directory = checkpoint("dots1", vocab_size=32, num_hidden_layers=2, first_k_dense_replace=1, **SIZES, **sizes)
+    model, found = zoo.load(directory), told(run, directory)
+    assert found["parameters"] == zoo.count(model) == sum(row["parameters"] for row in found["rows"] if row["learnt"])
+    assert found["active"] == zoo.models.count_active(model) == zoo.count(model) - 2 * 3 * 8 * 16
+    assert [row["name"].rpartition(".")[2] for row in found["rows"] if not row["learnt"]] == ["selection_bias"]
+
+
 def test_one_model_is_named(refused, bytes_model):
     assert "name a directory to look into, or --preset and a model; `zoo presets` lists" in refused("info")
     assert "--preset gpt2 are two models: name one" in refused("info", bytes_model, "--preset", "gpt2")

@@ -21,6 +21,18 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 16,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+    "n_group": 4,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
 ANOTHER = {
     "vocab_size": 13,
@@ -32,12 +44,22 @@ ANOTHER = {
     "head_dim": 8,
     "max_position_embeddings": 32,
     "sliding_window": 5,
-    "max_window_layers": 2,
+    "max_window_layers": 3,
     "hidden_act": "relu",
     "rope_parameters": {"rope_theta": 5.0},
     "rope_theta": 7.0,
     "partial_rotary_factor": 0.5,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_experts_per_tok": 1,
+    "n_routed_experts": 16,
+    "n_group": 2,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "first_k_dense_replace": 2,
+    "n_shared_experts": 2,
+    "mlp_only_layers": [1],
+    "clip_qkv": 0.5,
+    "quantization_config": {"quant_method": "mxfp4"},
 }
 """A value other than the small model's; what is not listed is made from its default."""
 CONTEXTS = [
@@ -45,6 +67,7 @@ CONTEXTS = [
     {"sliding_window": 4, "max_window_layers": 1},
     {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    {"topk_method": "group_limited_greedy", "mlp_only_layers": [0]},
 ]
 """Some keys count only beside others."""
 
@@ -116,8 +139,8 @@ def test_defaults_are_what_an_empty_config_says(family):
     }
     assert read_config(family, {"model_type": family.name, "architectures": [family.architecture]}) == config
     if "rope_parameters" in family.defaults:
-        assert config["rope_parameters"] == family.defaults["rope_parameters"] | {"rope_type": "default"}
-    assert family.defaults.keys().isdisjoint(INERT | ONLY.keys() | family.inert)
+        assert config["rope_parameters"] == {"rope_type": "default"} | family.defaults["rope_parameters"]
+    assert family.defaults.keys().isdisjoint((INERT | ONLY.keys() | family.inert) - {"quantization_config"})
 
 
 @EACH
@@ -162,12 +185,13 @@ def scaled(family, scaling):
 def test_both_spellings_of_rotary_embeddings_are_one(family, scaling):
     """transformers 5 writes one table; older files a base, a scaling whose kind is its `type`, or its `rope_type`."""
     base, scaling = word_for(family, "rope_theta"), scaled(family, scaling)
+    usual = family.defaults["rope_parameters"].get("rope_type", "default")
     facts = {"rope_theta": 500.0} | {key: value for key, value in scaling.items() if key != "rope_type"}
     kind = scaling.get("rope_type", "default")
     new = read_config(family, {"rope_parameters": facts | {"rope_type": kind}})
     without = {key: value for key, value in facts.items() if key != "rope_theta"}
     for word in ("type", "rope_type"):
-        for older in [without | {word: kind}] + ([None, {}] if kind == "default" else []):
+        for older in [without | {word: kind}] + ([None, {}] if kind == usual == "default" else []):
             assert read_config(family, {base: 500.0, "rope_scaling": older}) == new
     assert new["rope_parameters"]["rope_theta"] == 500.0 and new["rope_parameters"]["rope_type"] == kind
     nulls = dict.fromkeys(
@@ -230,10 +254,14 @@ def test_ignored_keys_keep_their_defaults():
 
 @EACH
 def test_null_where_absent_is_meant(family):
-    absent = {"num_key_value_heads", "head_dim", "sliding_window", "rope_parameters", "layer_types"}
+    absent = {"num_key_value_heads", "head_dim", "sliding_window", "rope_parameters", "layer_types", "q_lora_rank"}
     for key, default in family.defaults.items():
         found = read_or_refused(family, small(family) | {word_for(family, key): None})
-        if default is None or key in absent:
+        if default is None and isinstance(found, str):
+            assert found == f"{key} has to be given: the family has no usual value for it"
+        elif key == "sliding_window" and isinstance(found, str):
+            assert "layer_types has sliding_attention, and no sliding_window says how wide" in found
+        elif default is None or key in absent:
             assert not isinstance(found, str), found
         else:
             assert isinstance(found, str) and word_for(family, key) in found
@@ -272,12 +300,14 @@ def keys_once():
 
 @pytest.mark.parametrize("family, key", list(keys_once()), ids=str)
 def test_values_of_another_kind_are_refused_or_honoured(family, key):
-    given = small(family, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    needed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    given = small(family, **needed, topk_method="group_limited_greedy")
     for value in BAD:
         if key == "num_hidden_layers" and value == 2**31:
             continue  # a list of so many layers: the loader holds them against the number of tensors first
         found = read_or_refused(family, given | {word_for(family, key): value})
         if not isinstance(found, str):
             right = given.get(word_for(family, key), family.defaults[key])
-            same = value == right or (not value and key == "rope_parameters") or key == "max_position_embeddings"
+            absent = not value and key in ("rope_parameters", "mlp_only_layers")
+            same = value == right or absent or key == "max_position_embeddings"
             assert same or any(differences(found, built(family, given))), value

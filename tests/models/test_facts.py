@@ -103,6 +103,17 @@ def test_known_fusions():
     assert rowwise[1].ravel().tolist() == [1, 11, 21, 3]
 
 
+def test_dims_of_size_one_in_front():
+    """Of a number for each expert, (experts,) here and (1, experts) there; of all layers in one, behind the layers."""
+    row = Row(("bias",), ones=1)
+    assert row.shape([(4,)], 0) == (1, 4) and row.shape([(3, 4)], 1) == (3, 1, 4)
+    for lead, shape in ((0, (4,)), (1, (3, 4))):
+        theirs = np.zeros(row.shape([shape], lead))
+        (view,) = row.views(theirs, [shape], lead)
+        view[...] = np.arange(view.size).reshape(shape)
+        assert view.shape == shape and np.array_equal(theirs.ravel(), np.arange(view.size))
+
+
 def test_under_goes_down_on_both_sides_and_composes():
     rows = {"c_attn": fused("query", "key", groups=2, transposed=True), "c_proj": "out", "": "whole"}
     once = under("h.*", "layers.*", under("attn", "attention", rows))

@@ -83,7 +83,7 @@ def test_hidden_states_see_padding_and_documents_as_the_model_does(model):
 def test_hidden_states_need_layers_that_can_be_taken_apart(model):
     class Whole(zoo.models.AbstractStack):
         def __call__(self, stream, info, states=None):
-            return Stream.of(stream.x), states
+            return Stream(stream.x), states
 
         def init_state(self, batch, length, dtype=jnp.float32):
             return ()

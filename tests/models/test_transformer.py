@@ -31,7 +31,7 @@ def test_nothing_flows_from_later_tokens(model):
         """d(logits at i) / d(embedding of token j), summed in magnitude: [i, j]."""
 
         def run(x):
-            stream, _ = model.stack(Stream.of(x), Info())
+            stream, _ = model.stack(Stream(x), Info())
             return model.logits(stream.x)[0].sum(-1)
 
         return jnp.abs(jax.jacrev(run)(model.embedding(tokens))[:, 0]).sum(-1)

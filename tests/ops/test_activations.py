@@ -1,12 +1,14 @@
 """Activations against their formulas."""
 
 import math
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.ops.activations import ACTIVATIONS, activation
+from zoo.ops.activations import ACTIVATIONS, activation, clamped_swiglu
 
 FORMULAS = {
     "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
@@ -22,6 +24,21 @@ def test_each_is_its_formula(name):
     x = np.linspace(-4, 4, 33, dtype=np.float32)
     expected = [FORMULAS[name](float(v)) for v in x]
     np.testing.assert_allclose(activation(name)(jnp.array(x)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_clamped_swiglu_is_its_formula():
+    gates, ups = (x.reshape(-1) for x in np.meshgrid(np.linspace(-4, 4, 9), np.linspace(-4, 4, 9)))
+
+    def formula(gate, up):
+        gate, up = min(gate, 2.5), min(max(up, -2.5), 2.5)
+        return (up + 1) * gate / (1 + math.exp(-1.5 * gate))
+
+    given = partial(clamped_swiglu, alpha=1.5, limit=2.5)
+    found = given(jnp.asarray(gates), jnp.asarray(ups))
+    np.testing.assert_allclose(found, list(map(formula, gates, ups)), rtol=1e-5, atol=1e-6)
+    to_gates, to_ups = jax.grad(lambda *x: given(*x).sum(), argnums=(0, 1))(jnp.asarray(gates), jnp.asarray(ups))
+    assert (to_gates[gates > 2.5] == 0).all() and (to_gates[(gates < 2.5) & (ups != -1)] != 0).all()
+    assert (to_ups[np.abs(ups) > 2.5] == 0).all() and (to_ups[(np.abs(ups) < 2.5) & (gates != 0)] != 0).all()
 
 
 def test_an_unknown_name_lists_the_known():

@@ -17,8 +17,8 @@ from zoo.ops import attention
 def told(form):
     """The form, told by keywords who sees whom."""
 
-    def attend(query, key, value, *, scale=None, soft_cap=None, **who):
-        return form(query, key, value, attention.Sight(**who), scale=scale, soft_cap=soft_cap)
+    def attend(query, key, value, sinks=None, *, scale=None, soft_cap=None, **who):
+        return form(query, key, value, attention.Sight(**who), scale=scale, soft_cap=soft_cap, sinks=sinks)
 
     return attend
 
@@ -27,7 +27,8 @@ FORMS = {name: told(getattr(attention, name)) for name in ("plain", "grouped", "
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
 
 
-def inputs(seq=SEQ, key_seq=None, kv_heads=KV_HEADS, value_dim=DIM, dtype=jnp.float32):
+def inputs(seq=SEQ, key_seq=None, kv_heads=KV_HEADS, value_dim=DIM, sinks=None, dtype=jnp.float32):
+    """With `sinks`, four numbers, they are the fourth array."""
     keys = jax.random.split(jax.random.key(0), 4)
     key_seq = key_seq or seq
     query, key, value, cotangent = (
@@ -38,10 +39,11 @@ def inputs(seq=SEQ, key_seq=None, kv_heads=KV_HEADS, value_dim=DIM, dtype=jnp.fl
             strict=True,
         )
     )
-    return (query, key, value), cotangent
+    more = () if sinks is None else (jnp.array(sinks, dtype),)
+    return (query, key, value, *more), cotangent
 
 
-def by_loops(query, key, value, sees, scale, soft_cap):
+def by_loops(query, key, value, sinks, sees, scale, soft_cap):
     """One query, one key at a time, in Python's floats."""
     output = np.zeros((*query.shape[:3], value.shape[-1]))
     for b, q, h in np.ndindex(*query.shape[:3]):
@@ -51,8 +53,9 @@ def by_loops(query, key, value, sees, scale, soft_cap):
         if soft_cap is not None:
             scores = [soft_cap * math.tanh(s / soft_cap) for s in scores]
         weights = [math.exp(s) for s in scores]
+        total = math.fsum(weights) + (0 if sinks is None else math.exp(sinks[h]))
         for k, weight in zip(seen, weights, strict=True):
-            output[b, q, h] += weight / math.fsum(weights) * value[b, k, n]
+            output[b, q, h] += weight / total * value[b, k, n]
     return output
 
 
@@ -61,10 +64,11 @@ def by_loops(query, key, value, sees, scale, soft_cap):
     window=st.sampled_from([None, 1, 3, 20]),
     soft_cap=st.sampled_from([None, 0.5, 5.0]),
     scale=st.sampled_from([None, 0.1, 1.0]),
+    sinks=st.none() | st.lists(st.sampled_from([-9.0, -1.0, 0.0, 0.5, 12.0]), min_size=HEADS, max_size=HEADS),
     segments=st.none() | st.lists(st.integers(0, 2), min_size=2 * SEQ, max_size=2 * SEQ),
     places=st.none() | st.lists(st.integers(-2, 9), min_size=4 * SEQ, max_size=4 * SEQ),
 )
-def test_plain_is_the_definition(causal, window, soft_cap, scale, segments, places):
+def test_plain_is_the_definition(causal, window, soft_cap, scale, sinks, segments, places):
     (query, key, value), _ = inputs(value_dim=5)
     who, rules = {}, []
     at = np.broadcast_to(np.arange(SEQ), (2, BATCH, SEQ))
@@ -82,10 +86,12 @@ def test_plain_is_the_definition(causal, window, soft_cap, scale, segments, plac
     if window:
         rules.append(lambda b, q, k: age(b, q, k) < window and (causal or age(b, q, k) > -window))
 
-    output = FORMS["plain"](query, key, value, causal=causal, window=window, soft_cap=soft_cap, scale=scale, **who)
+    own = None if sinks is None else jnp.array(sinks)
+    options = dict(causal=causal, window=window, soft_cap=soft_cap, scale=scale)
+    output = FORMS["plain"](query, key, value, own, **options, **who)
     arrays = [np.asarray(x, np.float64) for x in (query, key, value)]
     sees = lambda b, q, k: all(rule(b, q, k) for rule in rules)
-    expected = by_loops(*arrays, sees, DIM**-0.5 if scale is None else scale, soft_cap)
+    expected = by_loops(*arrays, sinks, sees, DIM**-0.5 if scale is None else scale, soft_cap)
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
@@ -97,6 +103,7 @@ CACHED = dict(query_positions=NOW, key_positions=RING)
 LONG = 200  # three spans of 64 queries, and a fourth that is shorter
 LONG_SEGMENTS = jnp.stack([jnp.arange(LONG) // 70, jnp.arange(LONG) // 130])
 LONG_PACKED = dict(query_segments=LONG_SEGMENTS, key_segments=LONG_SEGMENTS)
+SINKS = (-1.0, 0.0, 0.5, 2.0)
 CASES = {
     "causal": (dict(causal=True), {}),
     "a head of keys for each of queries, and a scale": (dict(causal=True, scale=0.9), dict(kv_heads=HEADS)),
@@ -112,9 +119,19 @@ CASES = {
     "in spans, and a window": (dict(causal=True, window=70), dict(seq=LONG)),
     "in spans, packed in a window of one": (dict(causal=True, window=1, **LONG_PACKED), dict(seq=LONG)),
     "in spans, packed": (dict(causal=True, **LONG_PACKED), dict(seq=LONG, kv_heads=1)),
+    "sinks": (dict(causal=True), dict(sinks=SINKS)),
+    "sinks and a cap, everything seen": (dict(causal=False, soft_cap=1.5), dict(sinks=SINKS)),
+    "sinks above all scores": (dict(causal=True), dict(sinks=(30.0, 60.0, 90.0, 120.0))),
+    "sinks, cached": (dict(causal=True, window=3, **CACHED), dict(seq=2, key_seq=SEQ, sinks=SINKS)),
+    "sinks, packed": (dict(causal=True, window=3, **PACKED), dict(sinks=SINKS)),
+    "sinks, in spans, and a window": (dict(causal=True, window=70), dict(seq=LONG, sinks=SINKS)),
+    "sinks, in spans, packed": (dict(causal=True, **LONG_PACKED), dict(seq=LONG, kv_heads=1, sinks=SINKS)),
 }
-ROUNDED = ("causal", "cap", "packed", "cached", "in spans, and a window")
-BEYOND_FUSED = ("cap", "narrow values")
+ROUNDED = (
+    *("causal", "cap", "packed", "cached", "in spans, and a window"),
+    *("sinks", "sinks, cached", "sinks, packed", "sinks, in spans, and a window"),
+)
+BEYOND_FUSED = ("cap", "narrow values", *(case for case in CASES if case.startswith("sinks")))
 
 
 @partial(jax.jit, static_argnames=("form", "options"))
@@ -164,15 +181,23 @@ def test_spans_leave_out_what_none_of_their_queries_sees(window, first_keys):
     assert attention.spans(attention.Sight(True, window), 63, 63) == [(slice(0, 63), slice(0, 63))]
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient(form):
-    arrays, cotangent = inputs(seq=2, key_seq=SEQ)
+@pytest.mark.parametrize(
+    ("form", "sinks"),
+    [*((form, None) for form in FORMS.values()), *((FORMS[name], SINKS) for name in ("plain", "grouped"))],
+    ids=[*FORMS, "plain, sinks", "grouped, sinks"],
+)
+def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient(form, sinks):
+    arrays, cotangent = inputs(seq=2, key_seq=SEQ, sinks=sinks)
     nothing = jnp.full((BATCH, SEQ), -1).at[1].set(jnp.arange(SEQ))
     options = dict(causal=True, query_positions=jnp.array([[3, 4], [-1, 4]]), key_positions=nothing)
     output, *gradients = run(form, options, arrays, cotangent)
     assert (output[0] == 0).all() and (output[1, 0] == 0).all() and (output[1, 1] != 0).all()
     assert all(np.isfinite(g).all() for g in gradients)
-    assert all((g[0] == 0).all() for g in gradients) and (gradients[0][1, 0] == 0).all()
+    assert all((g[0] == 0).all() for g in gradients[:3]) and (gradients[0][1, 0] == 0).all()
+    if sinks:
+        alone, _ = inputs(seq=2, key_seq=SEQ, sinks=sinks)
+        *_, seeing = run(form, options, alone, cotangent.at[0].set(0).at[1, 0].set(0))
+        np.testing.assert_array_equal(gradients[3], seeing, "all of it comes from the query that sees something")
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -253,6 +278,8 @@ def test_what_makes_no_sense_raises(form, options, shapes, says):
 
 
 def test_fused_names_what_it_cannot_do():
+    with pytest.raises(ValueError, match="has no sinks"):
+        FORMS["fused"](*inputs(sinks=SINKS)[0], causal=True)
     with pytest.raises(ValueError, match="soft_cap"):
         FORMS["fused"](*inputs()[0], causal=True, soft_cap=50.0)
     with pytest.raises(ValueError, match="5 and 8 wide"):

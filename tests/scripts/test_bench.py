@@ -1,7 +1,11 @@
+import dataclasses
 import json
 
+import equinox as eqx
+import jax
 import pytest
 
+import zoo
 from scripts import bench
 from scripts.benchmarks import large, measure, ours, table
 from scripts.benchmarks.measure import Timing
@@ -28,15 +32,36 @@ def test_what_a_step_has_to_multiply():
     assert pytest.approx(16 * (6 * parameters + attended)) == TINY.model_flops
 
 
+def test_a_mixture_multiplies_what_its_tokens_use():
+    dense, mixture = ours.Sizes(), ours.MIXTURE
+    routers = 8 * 256 * 8
+    assert mixture.model_flops == dense.model_flops + 6 * 8 * 256 * routers
+    shapes = eqx.filter_eval_shape(mixture.make, jax.random.key(0))
+    assert zoo.models.count_active(shapes) == ours.count(dense) + routers
+
+
+def test_grouped_products_have_as_many_rows_each(monkeypatch):
+    monkeypatch.setattr(ours.Grouped, "ROWS", 64)
+    entrants, facts = bench.grouped_products()
+    assert {row["tokens"] for row in facts.values()} == {64}
+    for name, run in entrants.items():
+        sizes = run.arguments[2]
+        assert sizes.sum() == 64 and (len(sizes) == 8) == ("64 experts" not in name)
+        if "gradient" not in name:
+            run()
+
+
 def test_a_whole_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ours, "Sizes", lambda: TINY)
     monkeypatch.setattr(bench, "NEW_TOKENS", 4)
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.START}\nold\n{table.END}\nafter\n")
-    bench.main(parts=("step", "decode"), rounds=2, dtypes=("float32",), out=tmp_path / "b.json", page=page)
+    monkeypatch.setattr(ours, "MIXTURE", dataclasses.replace(TINY, experts=4))
+    bench.main(parts=("step", "decode", "mixture"), rounds=2, dtypes=("float32",), out=tmp_path / "b.json", page=page)
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["zoo, float32, remat=elementwise", "zoo, batch 1", "zoo, batch 8"]
-    step, decode, _ = rows
+    both = ["zoo mixture, float32, remat=elementwise", "zoo dense, float32, remat=elementwise"]
+    assert [row["name"] for row in rows] == ["zoo, float32, remat=elementwise", "zoo, batch 1", "zoo, batch 8", *both]
+    step, decode, *_ = rows
     assert step["flops"] == TINY.model_flops and step["executed_flops"] > 0 and step["tokens"] == 16
     assert 0 < step["share"] < 1 and decode["tokens_per_second"] == pytest.approx(4 / decode["median"])
     text = page.read_text()

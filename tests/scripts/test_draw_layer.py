@@ -57,7 +57,7 @@ def test_sums_and_gathers_are_those_of_the_layer(mesh):
         return next(zoo.models.Transformer(vocab=1, layers=1, **SIZES, key=key).stack.one_by_one())
 
     def run(block, x):
-        return gather(block)(Stream.of(x), Info())[0].x
+        return gather(block)(Stream(x), Info())[0].x
 
     arrays, static = eqx.partition(eqx.filter_eval_shape(block, jax.random.key(0)), is_shape)
     x = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32)

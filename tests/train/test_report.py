@@ -118,3 +118,67 @@ def test_smoothing_is_unbiased():
 def test_any_sample_is_legal_text(sample):
     sample = sample.encode(errors="replace").decode().replace("\ufffe", "").replace("\uffff", "")
     ET.fromstring(f"<pre>{_escape(sample)}</pre>")
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two runs that are compared; of one only it is known which way rows went."""
+    for name, first in (("a", 3.0), ("b < c", 2.0)):
+        folder = tmp_path / name[:1]
+        folder.mkdir()
+        lines = [
+            dict(step=step, loss=first / step) | ({"visits": [[step, 1]]} if name == "a" else {}) for step in (1, 2)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "config.json").write_text(json.dumps({"run": name}))
+    return {"a": tmp_path / "a", "b < c": tmp_path / "b"}
+
+
+def test_several_runs_are_compared(two, tmp_path):
+    rows = [{"run": "a", "count": 1234, "share": 0.5}, {"run": "b < c", "count": 5, "share": "none"}]
+    path = write_report(
+        tmp_path, title="t", summary="s", curves={"loss": "loss"}, unit="nats", runs=two, tokens=100,
+        tables={"The & end": rows}, shares={"visits": "Loads"},
+    )  # fmt: skip
+    root = parsed(path.read_text())
+    wide, _, heat, _ = root.findall(".//svg")
+    labels = [element.text for element in wide.iter("text")]
+    assert {"a", "b < c", "tokens"} <= set(labels) and "loss" not in labels
+    titles = [element.text for element in wide.iter("title")]
+    assert titles == [
+        *("a after 100 tokens: 3.0000", "a after 200 tokens: 1.5000"),
+        *("b < c after 100 tokens: 2.0000", "b < c after 200 tokens: 1.0000"),
+    ]
+    assert [row.find("title").text for row in heat.iter("g")] == [
+        *("a, layer 1, expert 1: 1.33 in the end", "a, layer 1, expert 2: 0.67 in the end"),
+    ]
+    cells = [[(cell.text, cell.get("class")) for cell in row] for row in root.find(".//table").iter("tr")]
+    assert cells == [
+        [("run", None), ("count", "number"), ("share", "number")],
+        [("a", None), ("1,234", "number"), ("0.500", "number")],
+        [("b < c", None), ("5", "number"), ("none", "number")],
+    ]
+    assert [element.text for element in root.iter("h2")] == ["The & end", "Loads", "Configuration"]
+
+
+def test_two_curves_of_several_runs_say_which_they_are(two, tmp_path):
+    curves = {"loss": "training", "validation": "validation"}
+    page = write_report(tmp_path, title="t", summary="s", curves=curves, unit="nats", runs=two).read_text()
+    labels = [element.text for element in parsed(page).iter("text")]
+    assert "a, training" in labels and "b < c, training" in labels and "a" not in labels
+
+
+def test_a_legend_goes_on_in_another_line_where_it_must():
+    curves = [Curve(f"a label of some length {number}", [0, 1], [1.0, 0.5]) for number in range(6)]
+    for width, lines in ((860, 2), (400, 6)):
+        root = ET.fromstring(chart(curves, {}, unit="nats", width=width))
+        found = [element for element in root.iter("text") if element.text.startswith("a label")]
+        assert len({element.get("y") for element in found}) == lines
+        assert all(0 < float(element.get("x")) < width - 100 for element in found)
+        box = root.find(".//rect")
+        assert float(box.get("y")) > max(float(element.get("y")) for element in found)
+
+
+def test_an_axis_of_many_tokens_is_written_short():
+    root = ET.fromstring(chart([Curve("loss", [0, 10**12], [1.0, 0.5])], {}, unit="nats", against="tokens"))
+    assert {"200G", "1T", "tokens"} <= {element.text for element in root.iter("text")}

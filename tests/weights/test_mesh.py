@@ -19,6 +19,9 @@ import zoo
 ROOT = Path(__file__).parents[2]
 LLAMA = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
 LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+LATENT = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "q_lora_rank": 4}
+LATENT |= {"num_attention_heads": 8, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
 CASES = {
     "llama": LLAMA,
     "qwen3": LLAMA
@@ -26,9 +29,15 @@ CASES = {
     "gpt2": {"vocab_size": 21, "n_embd": 16, "n_layer": 3, "n_head": 8, "n_positions": 6},
     "gpt_neox": {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     | {"num_attention_heads": 8, "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 100.0}},
+    "deepseek_v2": LATENT,
+    "granitemoe": LLAMA | {"num_local_experts": 4},
+    "olmoe": {key: value for key, value in LLAMA.items() if key != "head_dim"}
+    | {"num_experts": 4, "hidden_size": 32}
+    | {"num_experts_per_tok": 2},
 }
 """kv_heads fewer than devices along `tensor`, which lie whole there; a vocabulary that does not share out (gpt2's);
-queries, keys and values fused side by side and head by head; two kinds of layers."""
+queries, keys and values fused side by side and head by head, in unlike parts too; two kinds of layers; experts,
+one by one and in one tensor; norms that are split with the heads."""
 MESHES = [
     {"data": d, "fsdp": f, "tensor": t} for d, f, t in itertools.product((1, 2, 4, 8), repeat=3) if d * f * t == 8
 ]

@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import zoo
+from zoo.layers import BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
 from zoo.models.families import FAMILIES
 from zoo.models.names import differences
 from zoo.ops.rotary import Dynamic, Linear, Llama3, LongRope, Rotary, Yarn
@@ -42,6 +43,17 @@ VALUES = {
     "layer_types": st.none()
     | st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=5, max_size=5),
     "hidden_act": st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu"]),
+    "num_experts_per_tok": st.sampled_from([1, 2]),
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), st.sampled_from([4, 6])),
+    "n_shared_experts": st.sampled_from([1, 2]),
+    "mlp_only_layers": st.sampled_from([None, [], [0], [1, 7]]),
+    "moe_layer_end_index": st.sampled_from([-1, 0]),
+    "clip_qkv": st.sampled_from([None, 2, 0.5]),
+    "n_group": st.sampled_from([1, 2]),
+    "topk_group": st.just(1),
+    "topk_method": st.sampled_from(["greedy", "group_limited_greedy"]),
+    "q_lora_rank": st.sampled_from([None, 6]),
+    "qk_rope_head_dim": st.just(8),
     "rope_parameters": st.sampled_from(
         [
             {},
@@ -71,6 +83,8 @@ def configs(draw, family):
     defaults, aliases = FAMILIES[family].defaults, FAMILIES[family].aliases
     theirs = {usual: word for word, usual in aliases.items()}
     drawn = {key: draw(VALUES.get(key, values(default)), label=key) for key, default in defaults.items()}
+    if "kv_lora_rank" in drawn:  # latent attention has a key for each head
+        drawn["num_key_value_heads"] = drawn["num_attention_heads"]
     if drawn.get("layer_types"):
         drawn["layer_types"] = drawn["layer_types"][: drawn["num_hidden_layers"]]
     if drawn.get("rope_parameters"):
@@ -171,9 +185,9 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def from_scratch(**options):
+def from_scratch(make=zoo.models.Transformer, **options):
     sizes = {"vocab": 11, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 12, "layers": 2} | options
-    shapes = eqx.filter_eval_shape(partial(zoo.models.Transformer, **sizes), key=KEY)
+    shapes = eqx.filter_eval_shape(partial(make, **sizes), key=KEY)
     draw = np.random.default_rng(0)
     number = lambda x: draw.normal(size=x.shape).astype(x.dtype)
     return jax.tree.map(lambda x: number(x) if isinstance(x, jax.ShapeDtypeStruct) else x, shapes)
@@ -205,6 +219,49 @@ def test_models_from_scratch_are_written_as_the_family_that_fits(options):
         assert family == ("qwen3" if options["qk_norm"] else "mistral" if windowed else "llama")
         zoo.save(on_host(loaded), Path(directory) / "again")
         assert files(Path(directory) / "again") == files(Path(directory) / "new")
+
+
+BIASED = partial(BiasedRouter, groups=2, kept_groups=1, scale=2.5)
+MIXTURES = {
+    "mixtral": {"windows": (5,)},
+    "qwen3_moe": {"qk_norm": True, "dense_layers": 1, "dense_mlp": 20},
+    "qwen3_moe as it is": {"qk_norm": True, "router": partial(SoftmaxRouter, renormalise=False)},
+    "granitemoe": {"router": TopSoftmaxRouter},
+    "dots1": {"router": BIASED, "shared": 24, "qk_norm": True, "windows": (None, 5), "dense_layers": 1},
+    "glm4_moe": {"router": BIASED, "shared": 12},
+    "glm4_moe of half heads": {"router": BIASED, "shared": 12, "qk_norm": True, "rotary": Rotary(4)},
+    "a capacity": {"capacity_factor": 1.0},
+    "no renormalising": {"router": partial(SoftmaxRouter, renormalise=False)},
+    "a biased router alone": {"router": BIASED},
+    "no whole number of shared experts": {"router": BIASED, "shared": 30},
+    "a router with a bias": {"router": partial(SoftmaxRouter, bias=True)},
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_from_scratch_are_written_as_the_family_that_fits(name, tmp_path):
+    model = from_scratch(zoo.models.MixtureOfExperts, experts=4, top=2, **MIXTURES[name])
+    expected = name.partition(" ")[0]
+    if expected not in FAMILIES:
+        with pytest.raises(zoo.CheckpointError, match="no checkpoint could be read as this model"):
+            zoo.save(model, tmp_path / "t")
+        return
+    zoo.save(model, tmp_path / "t")
+    loaded = zoo.load(tmp_path / "t")
+    same(loaded, model)
+    assert loaded.origin.family.name == expected
+    with pytest.raises(zoo.CheckpointError, match=r"a MixtureOfExperts, not a GatedMLP|has 2 parts, not 1"):
+        zoo.save(model, tmp_path / "dense", "qwen3")
+    with pytest.raises(zoo.CheckpointError, match="none of its layers is a mixture of experts"):
+        zoo.save(from_scratch(), tmp_path / "dense", expected)
+
+
+def test_gradients_have_holes_where_nothing_is_learnt(tmp_path):
+    model = from_scratch(zoo.models.MixtureOfExperts, experts=4, top=2, **MIXTURES["dots1"])
+    zoo.save(model, tmp_path / "model")
+    zoo.save(zoo.trainable(model), tmp_path / "learnt")
+    whole, learnt = (read_file(tmp_path / name / WHOLE).keys() for name in ("model", "learnt"))
+    assert whole - learnt == {"model.layers.1.mlp.gate.e_score_correction_bias"} and learnt < whole
 
 
 def test_a_family_that_does_not_fit_is_refused_with_the_first_difference(tmp_path):

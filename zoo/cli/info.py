@@ -63,6 +63,7 @@ def as_object(found: Summary, preset: str | None) -> dict[str, Any]:
             "shape": list(row.shape),
             "dtypes": list(row.dtypes),
             "parameters": row.count,
+            "learnt": row.learnt,
             "share": row.count / found.count,
             "tensors": list(row.tensors),
             **({} if row.spec is None else {"spec": list(row.spec), "bytes_per_device": row.bytes_per_device}),
@@ -81,6 +82,7 @@ def as_object(found: Summary, preset: str | None) -> dict[str, Any]:
         "family": found.family,
         "architecture": found.architecture,
         "parameters": found.count,
+        "active": found.active,
         "tied": found.tied,
         **stored,
         "dtypes": found.dtypes,
@@ -97,6 +99,8 @@ def as_text(found: Summary, preset: str | None, names: bool) -> list[str]:
         ("family", f"{found.family} ({found.architecture} in transformers)"),
         ("parameters", f"{found.count:,}" + (", the head being the embedding's table" if found.tied else "")),
     ]
+    if found.active < found.count:
+        facts.append(("active", f"{found.active:,} that each token meets, of all experts those it goes to"))
     dtypes = ", ".join(found.dtypes)
     if (stored := found.stored) is None:
         facts.append(("in memory", f"{size(found.bytes)} of {dtypes}"))

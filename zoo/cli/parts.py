@@ -12,14 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zoo.models import Decoder, Stack, preset, swap_stack
+from zoo.models import Decoder, Stack, count_active, preset, swap_stack
 from zoo.models.config import read_config
 from zoo.models.facts import Config, Family, Table
 from zoo.models.names import Place, places
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
 from zoo.weights.checkpoint import opened
-from zoo.weights.directory import INDEX, WHOLE, find, read_json
+from zoo.weights.directory import INDEX, WHOLE, find, read_json, tensors_of
 from zoo.weights.plan import parts_of, row_of
 from zoo.weights.tensors import Tensor
 
@@ -41,6 +41,7 @@ class Parameter:
     """What the checkpoint calls it."""
     spec: PartitionSpec | None
     bytes_per_device: int
+    learnt: bool = True
 
     @property
     def count(self) -> int:
@@ -63,6 +64,8 @@ class Summary:
     family: str
     architecture: str
     tied: bool
+    active: int
+    """How many of the parameters a token meets: fewer than all where there are experts."""
     stored: Stored | None
     """None for a preset."""
     dtypes: dict[str, int]
@@ -76,7 +79,8 @@ class Summary:
 
     @property
     def count(self) -> int:
-        return sum(row.count for row in self.rows)
+        """What is learnt, as `zoo.count` has it."""
+        return sum(row.count for row in self.rows if row.learnt)
 
     @property
     def bytes(self) -> int:
@@ -100,7 +104,7 @@ def summarise(directory: Path, mesh: Mesh | None = None) -> Summary:
     for name, tensor in checkpoint.planned.items():
         for piece in tensor.pieces:
             dtypes[piece.leaf][checkpoint.tensors[name].dtype] = None
-    files, tensors = weight_files(path), checkpoint.tensors
+    files, tensors = weight_files(path), tensors_of(path)
     stored = Stored(len(files), sum(file.stat().st_size for file in files), len(tensors))
     found = told(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.table, [*map(list, dtypes)], mesh)
     return dataclasses.replace(found, stored=stored, dtypes=numbers_of(tensors.values()))
@@ -131,6 +135,7 @@ def told(
         family=family.name,
         architecture=family.architecture,
         tied=getattr(model, "head", model) is None,
+        active=count_active(model),
         stored=None,
         dtypes=numbers_of(jax.tree.leaves(model)),
         segments=[[len(segment.blocks), segment.repeats] for stack in stacks(model) for segment in stack.segments],
@@ -185,6 +190,7 @@ def rows_of(model: Any, table: Table, dtypes: Sequence[tuple[str, ...]], mesh: M
                 tensors=(theirs(place, ours),),
                 spec=specs[0],
                 bytes_per_device=sum(lying) * width,
+                learnt=place.leaf.learnt,
             )
         )
     parts = list(dict.fromkeys(row.part for row in rows))

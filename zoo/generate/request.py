@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.layers import Attention
+from zoo.layers import AbstractMixer
 from zoo.models import Decoder
 from zoo.parallel import Mesh, Module
 
@@ -143,8 +143,8 @@ def cache_length(model: Decoder, prompt: int, new: int, length: int | None) -> i
             )
         return length
     rounded = bucket(needed)
-    mixers = jax.tree.leaves(model.stack, is_leaf=lambda x: isinstance(x, Attention))
-    settled = [x.settled_length for x in mixers if isinstance(x, Attention) and x.settled_length is not None]
+    mixers = jax.tree.leaves(model.stack, is_leaf=lambda x: isinstance(x, AbstractMixer))
+    settled = [x.settled_length for x in mixers if isinstance(x, AbstractMixer) and x.settled_length is not None]
     if rounded > min(settled, default=rounded):
         return needed
     try:

@@ -4,11 +4,12 @@ import abc
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from zoo.parallel import Module
 
 from .info import Info
+from .routing import Routing
 
 
 class AbstractLinear(Module):
@@ -27,6 +28,22 @@ class AbstractLinear(Module):
     def out_size(self) -> int:
         """How many outputs live here: on a device's share, its share."""
 
+    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
+        """Of a matrix an expert, stacked: W_e x + b_e, the first `sizes[0]` rows being expert 0's, the next expert 1's.
+
+        Where the dim that it contracts is split these are a device's partial results: whoever calls sums them, with
+        `reduce`, once it has added up what it can.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} multiplies no groups of rows, as experts do")
+
+    def per_unit(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
+        """Each head's part of W times a vector of its own: W_h x_h. For an `out` that counts in units."""
+        raise NotImplementedError(f"a {type(self).__name__} multiplies no head by itself, as latent attention does")
+
+    def per_unit_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
+        """W_hᵀ x_h of each head. For an `out` that counts in units."""
+        raise NotImplementedError(f"a {type(self).__name__} multiplies no head by itself, as latent attention does")
+
 
 class AbstractNorm(Module):
     """A map of vectors that keeps their scale."""
@@ -41,6 +58,15 @@ class AbstractFeedForward(Module):
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]: ...
 
+    def routed(self, x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "batch seq embed"], tuple[Routing, ...]]:
+        """The same, and what a router decided on the way, where there is one."""
+        return self(x), ()
+
+    def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
+        """Of experts, stacked: each row through its own, the first `sizes[0]` rows being expert 0's. Partial results,
+        as those of `AbstractLinear.grouped`: to be summed over "mlp"."""
+        raise NotImplementedError(f"a {type(self).__name__} takes no groups of rows, and so cannot be an expert")
+
 
 class AbstractMixer(Module):
     """What lets tokens see those before them: attention, or a recurrence."""
@@ -54,3 +80,9 @@ class AbstractMixer(Module):
     @abc.abstractmethod
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         """What it remembers before the first of up to `length` tokens."""
+
+    @property
+    def settled_length(self) -> int | None:
+        """Up to how many tokens what it computes does not depend on how long the text is to be; None where it never
+        does."""
+        return None

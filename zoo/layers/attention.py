@@ -7,27 +7,28 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from zoo.ops.attention import Sight, grouped
-from zoo.ops.rotary import Dynamic, LongRope, Rotary, apply_rotary
-from zoo.parallel import Dim, manner, offset, reduce, shares, split
+from zoo.ops.rotary import Rotary, apply_rotary
+from zoo.parallel import Dim, full_precision, manner, offset, shares, split
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from .cache import KeyValueCache
-from .info import Info, positions_of
+from .cache import KeyValueCache, refuse_unplaced
+from .info import Info
 from .linear import Linear
-
-GROWING = (Dynamic, LongRope)
-"""Scalings of rotary embeddings that depend on how long the text is so far."""
+from .rotary import cos_and_sin, settled_length
 
 
 class Attention(AbstractMixer):
     """Attention in which `heads` queries share `kv_heads` keys and values (Ainslie et al., arXiv:2305.13245).
 
-    y = W_out softmax(q kᵀ scale + mask) v, with q, k, v = rotate(norm(W x)); norms over head_dim and the rotation where
-    they are given. Causal; a `window` w lets a token see itself and the w - 1 before it; `soft_cap` c bounds scores to
-    c tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2).
+    y = W_out softmax(q kᵀ scale + mask) v, with q, k = rotate(clip(norm(W x))) and v = clip(W x); norms, over head_dim
+    or over all heads together, the clip to ±`clip` and the rotation where they are given. Causal; a `window` w lets a
+    token see itself and the w - 1 before it; `soft_cap` c bounds scores to c tanh(score / c) (Gemma 2,
+    arXiv:2408.00118, section 2). With `sinks` each head learns a score that joins its softmax and for which nothing is
+    taken (GPT-OSS, arXiv:2508.10925, section 2.2). They keep their own dtype under `cast` and are used in float32;
+    transformers rounds them, and all scores, to the dtype that it computes in.
 
     Heads are split over `tensor`, never cut. Where there are fewer kv_heads than devices along it, keys and values are
     computed whole, and each device takes those that its queries use.
@@ -39,12 +40,15 @@ class Attention(AbstractMixer):
     out: AbstractLinear
     query_norm: AbstractNorm | None
     key_norm: AbstractNorm | None
+    sinks: Float[Array, "heads"] | None = full_precision()
 
     head_dim: int = eqx.field(static=True)
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
     soft_cap: float | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
+    clip: float | None = eqx.field(static=True)
+    whole_norm: bool = eqx.field(static=True)
     form: Callable = manner()
 
     def __init__(
@@ -56,21 +60,28 @@ class Attention(AbstractMixer):
         head_dim: int | None = None,
         rotary: Rotary | None = None,
         qk_norm: Callable[[], AbstractNorm] | None = None,
+        whole_norm: Callable[..., AbstractNorm] | None = None,
         bias: bool = False,
         out_bias: bool = False,
         window: int | None = None,
         soft_cap: float | None = None,
         scale: float | None = None,
+        clip: float | int | None = None,
+        sinks: bool = False,
         form: Callable = grouped,
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
         """- `kv_heads`: as many as `heads` unless given. `head_dim`: `embed / heads` unless given.
         - `qk_norm`: makes a norm over head_dim, one for queries and one for keys.
+        - `whole_norm`: in its place, makes one over all heads together (OLMoE, arXiv:2409.02060), called with how many
+          values they have and `features=`.
         - `scale`: of the scores, head_dim ** -0.5 unless given.
+        - `sinks`: whether heads have them; they start at 0.
         - `form`: a function of `zoo.ops.attention`: `grouped`, `fused` (JAX's own, and cuDNN's) or `plain`.
 
-        **Raises** `ValueError` where heads do not share out over kv_heads or embed, or a window is empty.
+        **Raises** `ValueError` where heads do not share out over kv_heads or embed, a window is empty, a clip is not
+        above 0, or both norms are given.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
@@ -79,6 +90,10 @@ class Attention(AbstractMixer):
             raise ValueError(f"embed={embed} does not share out over {heads} heads: give head_dim")
         if window is not None and window < 1:
             raise ValueError(f"a window holds at least 1 token, its own, not {window}")
+        if clip is not None and clip <= 0:
+            raise ValueError(f"a clip bounds values to more than 0, not to {clip}")
+        if qk_norm is not None and whole_norm is not None:
+            raise ValueError("queries and keys have one norm: qk_norm, over head_dim, or whole_norm, over all heads")
         head_dim = embed // heads if head_dim is None else head_dim
         query_key, key_key, value_key, out_key = jax.random.split(key, 4)
         stream, queries, keys = Dim("embed"), Dim("heads", head_dim), Dim("kv_heads", head_dim)
@@ -88,14 +103,17 @@ class Attention(AbstractMixer):
         self.out = Linear(heads * head_dim, embed, in_=queries, out=stream, bias=out_bias, scale=out_scale, key=out_key)
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()
+        if whole_norm is not None:
+            self.query_norm = whole_norm(heads * head_dim, features=queries)
+            self.key_norm = whole_norm(kv_heads * head_dim, features=keys)
+        self.clip, self.whole_norm = None if clip is None else float(clip), whole_norm is not None
+        self.sinks = jnp.zeros(heads) if sinks else None
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
         self.soft_cap, self.scale, self.form = soft_cap, scale, form
 
     @property
     def settled_length(self) -> int | None:
-        """Up to how many tokens the rotation does not depend on the length of the text; None where it never does."""
-        scaling = None if self.rotary is None else self.rotary.scaling
-        return scaling.original_length if isinstance(scaling, GROWING) else None
+        return settled_length(self.rotary)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
         """An empty cache for `length` tokens; with a window, with no more slots than that.
@@ -114,23 +132,22 @@ class Attention(AbstractMixer):
 
         **Raises** `ValueError` for a state without positions.
         """
-        if state is not None and info.positions is None:
-            raise ValueError("with a cache the place of each token is not known: give positions, -1 for padding")
-        query, key, value = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
-        query = query if self.query_norm is None else self.query_norm(query)
-        key = key if self.key_norm is None else self.key_norm(key)
+        refuse_unplaced(info, state)
+        query, key = self.heads(self.query(x), self.query_norm), self.heads(self.key(x), self.key_norm)
+        value = self.heads(self.value(x), None)
         if self.rotary is not None:
-            growing = isinstance(self.rotary.scaling, GROWING)
-            length = None if not growing else length_of(x, info) if state is None else state.length
-            cos, sin = self.rotary(positions_of(x, info), length=length)
+            cos, sin = cos_and_sin(self.rotary, x, info, None if state is None else state.length)
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
         mixed, state = self.attend(query, key, value, info, state)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
-    def heads(self, x: Float[Array, "batch seq _"]) -> Float[Array, "batch seq _ head_dim"]:
-        """However many heads live here."""
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
+    def heads(self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None) -> Float[Array, "batch seq _ head_dim"]:
+        """However many heads live here, with their norm and clip."""
+        x = norm(x) if norm is not None and self.whole_norm else x
+        x = x.reshape(*x.shape[:2], -1, self.head_dim)
+        x = norm(x) if norm is not None and not self.whole_norm else x
+        return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
     def attend(self, query, key, value, info, state):
         sight, seen = Sight(True, self.window, info.segment_ids, info.segment_ids), (key, value)
@@ -143,15 +160,8 @@ class Attention(AbstractMixer):
                 *seen, positions = jax.tree.map(lambda a, b: jnp.concatenate([a.astype(b.dtype), b], 1), held, new)
             sight = Sight(True, self.window, query_positions=info.positions, key_positions=positions)
         key, value = (own(x, query) for x in seen)
-        return self.form(query, key, value, sight, scale=self.scale, soft_cap=self.soft_cap), state
-
-
-def length_of(x: Float[Array, "batch seq embed"], info: Info) -> int | Int[Array, ""]:
-    """How long the longest row is, wherever it lives."""
-    if info.positions is None:
-        return x.shape[1] * shares(x, "seq")
-    longest = reduce(info.positions.max() + 1, over="batch", by=lax.pmax)
-    return reduce(longest, over="seq", by=lax.pmax)
+        options = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
+        return self.form(query, key, value, sight, **options), state
 
 
 def own(

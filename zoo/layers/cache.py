@@ -1,4 +1,8 @@
-"""What attention remembers of the tokens before."""
+"""What attention remembers of the tokens before.
+
+A cache is a ring of slots. Each knows the position of the token it holds, -1 while it is empty or holds padding, so
+that what a query sees needs no other bookkeeping, whatever the padding and however often the ring has gone round.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from zoo.parallel import Module
 
+from .info import Info
+
 Heads = Float[Array, "batch seq kv_heads head_dim"]
 
 
 class KeyValueCache(Module):
-    """A ring of slots. Each knows the position of the token it holds, -1 while it is empty or holds padding, so that
-    what a query sees needs no other bookkeeping, whatever the padding and however often the ring has gone round.
+    """Keys and values of every head.
 
     Slots lie next to last, where the products of attention want them: kept as they come in, the whole cache would
     be turned round at every token.
@@ -41,26 +46,60 @@ class KeyValueCache(Module):
         positions: Int[Array, "batch seq"],
     ) -> "KeyValueCache":
         """The cache after these tokens; of more than it has slots, it keeps the last."""
-        slots, seq = self.positions.shape[1], positions.shape[1]
-        at = (self.written + jnp.arange(seq)[-slots:]) % slots
-
-        def put(ring, new, axis):
-            new = lax.slice_in_dim(new, max(seq - slots, 0), seq, axis=axis).astype(ring.dtype)
-            if seq == 1:
-                return lax.platform_dependent(ring, new, at, cpu=put_twice(axis), default=put_slice(axis))
-            return put_all(axis)(ring, new, at)
-
         return type(self)(
-            put(self.key, key.swapaxes(1, 2), 2),
-            put(self.value, value.swapaxes(1, 2), 2),
-            put(self.positions, positions, 1),
-            self.written + seq,
+            put(self.key, key.swapaxes(1, 2), self.written, 2),
+            put(self.value, value.swapaxes(1, 2), self.written, 2),
+            put(self.positions, positions, self.written, 1),
+            self.written + positions.shape[1],
             self.length,
         )
 
     def read(self) -> tuple[Heads, Heads, Int[Array, "batch seq"]]:
         """Keys, values and positions as `write` takes them, slots along seq."""
         return self.key.swapaxes(1, 2), self.value.swapaxes(1, 2), self.positions
+
+
+class LatentCache(Module):
+    """What latent attention makes all keys and values of: of each token its latent, normed, and behind it the rotary
+    key that all heads share. One array, since queries meet both at once."""
+
+    features: Float[Array, "batch slots features"]
+    positions: Int[Array, "batch slots"]
+    written: Int[Array, ""]
+
+    length: int = eqx.field(static=True)
+    """How many tokens it was made for."""
+
+    @classmethod
+    def empty(cls, batch: int, features: int, dtype: Any, length: int) -> "LatentCache":
+        rows = jnp.zeros((batch, length, features), dtype)
+        return cls(rows, jnp.full((batch, length), -1), jnp.int32(0), length)
+
+    def write(self, features: Float[Array, "batch seq features"], positions: Int[Array, "batch seq"]) -> "LatentCache":
+        """The cache after these tokens; of more than it has slots, it keeps the last."""
+        return type(self)(
+            put(self.features, features, self.written, 1),
+            put(self.positions, positions, self.written, 1),
+            self.written + positions.shape[1],
+            self.length,
+        )
+
+
+def refuse_unplaced(info: Info, state: Any) -> None:
+    """**Raises** `ValueError` for a state without positions."""
+    if state is not None and info.positions is None:
+        raise ValueError("with a cache the place of each token is not known: give positions, -1 for padding")
+
+
+def put(ring: Array, new: Array, written: Int[Array, ""], axis: int) -> Array:
+    """A ring of slots along `axis` after these new ones, the next behind so many that were `written`; of more than it
+    has slots, it keeps the last."""
+    slots, seq = ring.shape[axis], new.shape[axis]
+    at = (written + jnp.arange(seq)[-slots:]) % slots
+    new = lax.slice_in_dim(new, max(seq - slots, 0), seq, axis=axis).astype(ring.dtype)
+    if seq == 1:
+        return lax.platform_dependent(ring, new, at, cpu=put_twice(axis), default=put_slice(axis))
+    return put_all(axis)(ring, new, at)
 
 
 def put_all(axis: int) -> Callable:

@@ -3,10 +3,11 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
+from zoo.ops.grouped_matmul import grouped_matmul, of_groups
 from zoo.ops.product import product
-from zoo.parallel import Dim, reduce
+from zoo.parallel import Dim, offset, reduce
 
 from .abstract import AbstractLinear
 
@@ -52,6 +53,20 @@ class Linear(AbstractLinear):
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         return reduce(contract(x, self.weight, 0), over=self.out.name)
 
+    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
+        return with_biases(grouped_matmul(x, self.weight, sizes), self.bias, sizes, self.in_)
+
+    def per_unit(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
+        y = reduce(each_by_its_own("rui,uoi->ruo", x, self.by_unit(self.weight)), over=self.in_.name)
+        return y if self.bias is None else y + self.by_unit(self.bias)
+
+    def per_unit_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
+        return each_by_its_own("ruo,uoi->rui", x, self.by_unit(self.weight))
+
+    def by_unit(self, parameter: Float[Array, "out *rest"]) -> Float[Array, "units unit *rest"]:
+        """The rows of each of the units that `out` counts."""
+        return parameter.reshape(-1, self.out.unit, *parameter.shape[1:])
+
 
 def contract(x: Float[Array, "*rows k"], weight: Float[Array, "_ _"], dim: int) -> Float[Array, "*rows n"]:
     """The product over the last dim of `x` and the given dim of the weight itself: its transpose would be one more
@@ -62,6 +77,28 @@ def contract(x: Float[Array, "*rows k"], weight: Float[Array, "_ _"], dim: int) 
     layer's gradient took a quarter more time.
     """
     flat = product("ri,oi->ro" if dim == 1 else "ri,io->ro", x.reshape(-1, x.shape[-1]), weight)
+    return flat.reshape(*x.shape[:-1], flat.shape[-1])
+
+
+def with_biases(
+    y: Float[Array, "rows out"],
+    biases: Float[Array, "experts out"] | None,
+    sizes: Int[Array, "experts"],
+    contracted: Dim,
+) -> Float[Array, "rows out"]:
+    """Products of groups of rows, each with its expert's bias: of devices whose results are to be added up, since they
+    contracted a dim that is split, one adds it."""
+    if biases is None:
+        return y
+    first = offset(y, contracted.name, 1) == 0
+    return y + jnp.where(first, of_groups(biases, sizes, len(y)), 0)
+
+
+def each_by_its_own(
+    spec: str, x: Float[Array, "*rows u k"], weight: Float[Array, "u _ _"]
+) -> Float[Array, "*rows u n"]:
+    """A product for each unit u. The rows are one dim in it."""
+    flat = product(spec, x.reshape(-1, *x.shape[-2:]), weight)
     return flat.reshape(*x.shape[:-1], flat.shape[-1])
 
 

@@ -1,11 +1,13 @@
 """Position-wise feed-forward layers."""
 
+import math
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
+from zoo.ops.activations import clamped_swiglu
 from zoo.parallel import Dim
 
 from .abstract import AbstractFeedForward, AbstractLinear
@@ -40,6 +42,9 @@ class MLP(AbstractFeedForward):
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         return self.down(self.activation(self.up(x)))
 
+    def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
+        return self.down.grouped(self.activation(self.up.grouped(x, sizes)), sizes)
+
 
 class GatedMLP(AbstractFeedForward):
     """y = W_down (activation(W_gate x) * W_up x) (Shazeer, arXiv:2002.05202, section 2; SwiGLU with silu)."""
@@ -60,11 +65,63 @@ class GatedMLP(AbstractFeedForward):
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        gate_key, up_key, down_key = jax.random.split(key, 3)
-        self.gate = Linear(embed, mlp, in_=EMBED, out=MLP_DIM, bias=bias, key=gate_key)
-        self.up = Linear(embed, mlp, in_=EMBED, out=MLP_DIM, bias=bias, key=up_key)
-        self.down = Linear(mlp, embed, in_=MLP_DIM, out=EMBED, bias=bias, scale=out_scale, key=down_key)
+        self.gate, self.up, self.down = gated(embed, mlp, Linear, bias, out_scale, key)
         self.activation = activation
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         return self.down(self.activation(self.gate(x)) * self.up(x))
+
+    def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
+        return self.down.grouped(self.activation(self.gate.grouped(x, sizes)) * self.up.grouped(x, sizes), sizes)
+
+
+class ClampedGatedMLP(AbstractFeedForward):
+    """y = W_down ((clip(W_up x, -limit, limit) + 1) * g sigmoid(alpha g)) with g = min(W_gate x, limit): the clamped
+    SwiGLU of GPT-OSS (arXiv:2508.10925, section 2.2), see `zoo.ops.activations.clamped_swiglu`."""
+
+    gate: AbstractLinear
+    up: AbstractLinear
+    down: AbstractLinear
+
+    alpha: float = eqx.field(static=True)
+    limit: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        *,
+        alpha: float | int = 1.702,
+        limit: float | int = 7.0,
+        linear: Callable[..., AbstractLinear] = Linear,
+        bias: bool = True,
+        out_scale: float = 1.0,
+        key: Key[Array, ""],
+    ):
+        """- `linear`: makes the three matrices: `Linear`, or `PackedLinear`.
+
+        **Raises** `ValueError` for a limit that is not above 0.
+        """
+        if not 0 < limit < math.inf:
+            raise ValueError(f"values are clipped to a limit above 0, not to {limit}")
+        self.gate, self.up, self.down = gated(embed, mlp, linear, bias, out_scale, key)
+        self.alpha, self.limit = float(alpha), float(limit)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return self.down(clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit))
+
+    def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
+        gate, up = self.gate.grouped(x, sizes), self.up.grouped(x, sizes)
+        return self.down.grouped(clamped_swiglu(gate, up, alpha=self.alpha, limit=self.limit), sizes)
+
+
+def gated(
+    embed: int, mlp: int, linear: Callable[..., AbstractLinear], bias: bool, out_scale: float, key: Key[Array, ""]
+) -> tuple[AbstractLinear, AbstractLinear, AbstractLinear]:
+    """Gate, up and down of a gated layer."""
+    gate_key, up_key, down_key = jax.random.split(key, 3)
+    return (
+        linear(embed, mlp, in_=EMBED, out=MLP_DIM, bias=bias, key=gate_key),
+        linear(embed, mlp, in_=EMBED, out=MLP_DIM, bias=bias, key=up_key),
+        linear(mlp, embed, in_=MLP_DIM, out=EMBED, bias=bias, scale=out_scale, key=down_key),
+    )

@@ -1,11 +1,13 @@
-"""Norms over the last dim, computed in float32."""
+"""Norms over the last dim, computed in float32. Where a mesh splits that dim, the mean is that of all of it."""
+
+from functools import partial
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zoo.ops.normalisation import layer_norm, rms_norm
-from zoo.parallel import Dim, full_precision, split
+from zoo.ops.normalisation import last_mean, layer_norm, rms_norm
+from zoo.parallel import Dim, full_precision, reduce, shares
 
 from .abstract import AbstractNorm
 
@@ -27,8 +29,8 @@ class RMSNorm(AbstractNorm):
         self.features, self.epsilon, self.offset = features, epsilon, offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
-        refuse_split(self.weight, self.features)
-        return rms_norm(x, self.weight, epsilon=self.epsilon, offset=self.offset)
+        mean = partial(mean_over, self.features.name)
+        return rms_norm(x, self.weight, epsilon=self.epsilon, offset=self.offset, mean=mean)
 
 
 class LayerNorm(AbstractNorm):
@@ -46,13 +48,11 @@ class LayerNorm(AbstractNorm):
         self.features, self.epsilon = features, epsilon
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
-        refuse_split(self.weight, self.features)
-        return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon)
+        mean = partial(mean_over, self.features.name)
+        return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, mean=mean)
 
 
-def refuse_split(weight: Array, features: Dim) -> None:
-    if axes := split(weight, features.name):
-        raise NotImplementedError(
-            f"a norm over {features.name!r}, which this layout splits over {' and '.join(axes)}: its mean would be "
-            "that of one share. Leave that dim whole in the layout."
-        )
+def mean_over(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:
+    """The mean over the last dim, of which each device may hold a share."""
+    parts = shares(x, dim)
+    return reduce(x.sum(-1, keepdims=True), over=dim) / (x.shape[-1] * parts) if parts > 1 else last_mean(x)

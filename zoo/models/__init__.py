@@ -1,10 +1,12 @@
 """Whole models: the skeleton they share, and one small function or file a family."""
 
 from .assemble import assemble, kinds_of, layer
+from .balance import balance_loss, count_active, rebalance, router_z_loss, visits
 from .blocks import Block, ParallelBlock, Stream
 from .decoder import Decoder, describe, describe_batch, pack_positions
 from .facts import Family, Row, fused, under
-from .loss import cross_entropy, token_losses
+from .loss import cross_entropy, cross_entropy_and_routing, token_losses
+from .moe import MixtureOfExperts
 from .names import Place, places
 from .probe import hidden_states, score
 from .published import preset, presets
@@ -16,6 +18,7 @@ __all__ = [
     "Block",
     "Decoder",
     "Family",
+    "MixtureOfExperts",
     "ParallelBlock",
     "Place",
     "Row",
@@ -25,7 +28,10 @@ __all__ = [
     "Transformer",
     "Unstacked",
     "assemble",
+    "balance_loss",
+    "count_active",
     "cross_entropy",
+    "cross_entropy_and_routing",
     "cut",
     "describe",
     "describe_batch",
@@ -37,8 +43,11 @@ __all__ = [
     "places",
     "preset",
     "presets",
+    "rebalance",
+    "router_z_loss",
     "score",
     "swap_stack",
     "token_losses",
     "under",
+    "visits",
 ]

@@ -52,6 +52,7 @@ def assemble(
     tied: bool,
     positions: int | None = None,
     multiplier: float | int = 1.0,
+    logits_multiplier: float | int = 1.0,
     dropout: float = 0.0,
     remat: Remat = "none",
     key: Key[Array, ""],
@@ -60,7 +61,7 @@ def assemble(
 
     - `tied`: the head is the embedding's table; otherwise a matrix of its own.
     - `positions`: how many learned position vectors there are, if any.
-    - `multiplier`: of what the embedding gives.
+    - `multiplier`: of what the embedding gives; `logits_multiplier`: of what the head gives.
     """
     embedding_key, stack_key, head_key = jax.random.split(key, 3)
     deviation = embed**-0.5
@@ -75,4 +76,5 @@ def assemble(
         norm=norm(),
         head=None if tied else head(key=head_key),
         dropout=Dropout(dropout),
+        logits_multiplier=float(logits_multiplier),
     )

@@ -3,26 +3,23 @@
 import abc
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, Info
+from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, Info, Routing
 from zoo.parallel import Module, either
 
 
 class Stream(Module):
-    """What flows through a stack, row first: the activations, and a number a row that layers may add to the loss."""
+    """What flows through a stack, row first: the activations, and what the routers on the way decided."""
 
     x: Float[Array, "batch seq embed"]
-    auxiliary: Float[Array, "batch"]
+    routing: tuple[Routing, ...] = ()
+    """One for each layer so far that has a router, first to last."""
 
-    @classmethod
-    def of(cls, x: Float[Array, "batch seq embed"]) -> "Stream":
-        """A stream that starts here; its auxiliary loss varies over the mesh as its rows do."""
-        return cls(x, jnp.zeros_like(x[:, 0, 0], jnp.float32))
-
-    def plus(self, residual: Float[Array, "batch seq embed"]) -> "Stream":
-        return type(self)(self.x + residual, self.auxiliary)
+    def plus(self, residual: Float[Array, "batch seq embed"], routing: tuple[Routing, ...] = ()) -> "Stream":
+        return type(self)(self.x + residual, self.routing + routing)
 
 
 class AbstractBlock(Module):
@@ -40,7 +37,8 @@ class AbstractBlock(Module):
 class Block(AbstractBlock):
     """x + mixer(norm(x)), then x + ffn(norm(x)): the pre-norm layer (Xiong et al., arXiv:2002.04745, figure 1b).
 
-    Any mixer `(x, info, state) -> (y, state)` and any `ffn` `x -> y`. Another wiring of residuals is another block.
+    Any mixer `(x, info, state) -> (y, state)` and any `ffn` `x -> y`; what a router in it decides goes into the stream.
+    Both are multiplied by `residual_multiplier` before they are added. Another wiring of residuals is another block.
     """
 
     mixer_norm: AbstractNorm
@@ -49,14 +47,19 @@ class Block(AbstractBlock):
     ffn: AbstractFeedForward = either()
     dropout: Dropout
 
+    residual_multiplier: float = eqx.field(static=True, default=1.0)
+
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
         mixed, state = self.mixer(self.mixer_norm(stream.x), info, state)
-        stream = stream.plus(self.dropout(mixed, info, site=0))
-        fed = self.ffn(self.ffn_norm(stream.x))
-        return stream.plus(self.dropout(fed, info, site=1)), state
+        stream = stream.plus(self.scaled(self.dropout(mixed, info, site=0)))
+        fed, routing = self.ffn.routed(self.ffn_norm(stream.x))
+        return stream.plus(self.scaled(self.dropout(fed, info, site=1)), routing), state
+
+    def scaled(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        return x if self.residual_multiplier == 1 else self.residual_multiplier * x
 
 
 class ParallelBlock(AbstractBlock):
@@ -76,5 +79,5 @@ class ParallelBlock(AbstractBlock):
     def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
         read = self.mixer_norm(stream.x)
         mixed, state = self.mixer(read, info, state)
-        fed = self.ffn(read if self.ffn_norm is None else self.ffn_norm(stream.x))
-        return stream.plus(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1)), state
+        fed, routing = self.ffn.routed(read if self.ffn_norm is None else self.ffn_norm(stream.x))
+        return stream.plus(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state

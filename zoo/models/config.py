@@ -28,6 +28,7 @@ INERT = frozenset(
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     epsilon_cutoff eta_cutoff encoder_repetition_penalty min_new_tokens max_new_tokens cache_implementation
     vocab_file model_max_length seq_length use_bfloat16 tf_legacy_loss is_decoder unsloth_version unsloth_fixed
+    output_router_logits router_aux_loss_coef router_jitter_noise
     """.split()
 )
 """Keys that change no result at inference in any family: names, ids of special tokens, training, generation."""
@@ -65,7 +66,7 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     for what we do not compute: all of them at once, by name.
     """
     config, wrong, said = Config(family.defaults), [], {}
-    only = {**ONLY, **family.only}
+    only = {**{key: values for key, values in ONLY.items() if key not in family.defaults}, **family.only}
     known = {*family.defaults, *family.aliases, *only, *family.inert, *INERT}
     known |= set(ROPE_SPELLINGS) if "rope_parameters" in family.defaults else set()
     given = {key: value for key, value in given.items() if key not in (ignore or ())}
@@ -100,16 +101,28 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
 
 LARGEST = 1e30  # a number of a config that is larger is a mistake, and float32 does not go much further
 LARGEST_COUNT = 2**31
-COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
+COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
+    *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_layer_interval"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+NULLABLE = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
+"""Counts that may be null though a family has a default of its own."""
+FROM_ZERO = ("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index")
+"""Counts that may be 0: Qwen2-MoE's class writes a window of 0 where there is none."""
 
 
 def misfit(value: Any, default: Any, key: str) -> str:
     """What is wrong with a value, seen from the default's type; "" where nothing is."""
-    if key in COUNTS or key.startswith("num_"):
-        if value is None and (default is None or key in ("sliding_window", "num_key_value_heads", "head_dim")):
+    if key in COUNTS or key in FROM_ZERO or key.startswith("num_"):
+        if value is None and (default is None or key in NULLABLE):
             return ""
-        fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_COUNT
-        return "" if fits else "should be a whole number above 0, and not beyond 2 ** 31"
+        least, told = (0, "not below 0") if key in FROM_ZERO else (1, "above 0")
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_COUNT
+        return "" if fits else f"should be a whole number {told}, and not beyond 2 ** 31"
+    if key == "quantization_config" and value is not None:
+        return "" if is_mxfp4(value) else "would change the result, and only quant_method 'mxfp4' is read here"
     if key == "layer_types" and value is not None:
         return "" if isinstance(value, list) and all(isinstance(x, str) for x in value) else "should be a list of words"
     if isinstance(default, bool):
@@ -123,6 +136,16 @@ def misfit(value: Any, default: Any, key: str) -> str:
     if isinstance(default, str):
         return "" if isinstance(value, str) else "should be a word"
     return ""
+
+
+def is_mxfp4(value: Any) -> bool:
+    """Whether this says no more than that weights are packed as `zoo.ops.mxfp4` has them. Which modules are not is
+    seen from the tensors that there are."""
+    if not isinstance(value, Mapping) or value.get("quant_method") != "mxfp4":
+        return False
+    left_out = value.get("modules_to_not_convert") or []
+    listed = isinstance(left_out, list) and all(isinstance(name, str) for name in left_out)
+    return listed and value.keys() <= {"quant_method", "modules_to_not_convert", "dequantize"}
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -149,18 +172,23 @@ ROPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Kinds of rotary embedding: the keys that each needs, and those that it may have."""
 
 
+BASE = ("rope_theta", "partial_rotary_factor")
+"""What is said of a rotary embedding whatever its kind."""
+
+
 def rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The one spelling of rotary embeddings that we use, from whichever the file has.
+    """The one spelling of rotary embeddings that we use, from whichever the file has. Where it has none, the family's
+    default may be one that stretches them.
 
     **Raises** `ConfigError` for an unknown kind, and for a key that is missing, unknown or no number.
     """
     usual = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
-    found = dict(family.defaults["rope_parameters"])
-    for key in ("rope_theta", "partial_rotary_factor"):
-        found |= {key: usual[key]} if usual.get(key) is not None else {}
-    scaling = usual.get("rope_scaling") or usual.get("rope_parameters") or {}
+    default = family.defaults["rope_parameters"]
+    scaling = usual.get("rope_scaling") or usual.get("rope_parameters")
+    scaling = {key: value for key, value in default.items() if key not in BASE} if scaling is None else scaling
     if not isinstance(scaling, Mapping):
         raise ConfigError(f"rope_parameters = {shortened(scaling)} should be a table of names and numbers")
+    found = {key: usual.get(key, default.get(key)) for key in BASE if key in default or key in usual}
     found |= {key: value for key, value in scaling.items() if key != "type" and value is not None}
     outside = usual.get("original_max_position_embeddings")
     if outside is not None and kind_of(scaling) in ("llama3", "yarn", "longrope"):

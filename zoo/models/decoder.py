@@ -32,8 +32,9 @@ class Decoder(Module):
     dropout: Dropout
     position_embedding: PositionEmbedding | None = None
 
+    logits_multiplier: float = eqx.field(static=True, default=1.0)
     soft_cap: float | None = eqx.field(static=True, default=None)
-    """Logits are bounded to c tanh(logits / c)."""
+    """Logits are bounded to c tanh(logits / c), after they were multiplied."""
     origin: Origin | None = manner(default=None)
     """The checkpoint that the model was read from, which says how it is written again."""
 
@@ -68,14 +69,14 @@ class Decoder(Module):
             if info.positions is None:
                 self.refuse_longer(tokens.shape[1] * shares(x, "seq"))
             x = x + gather(self.position_embedding)(positions_of(x, info))
-        return Stream.of(self.dropout(x, info, site=EMBEDDING))
+        return Stream(self.dropout(x, info, site=EMBEDDING))
 
     def hidden(
         self, tokens: Int[Array, "batch seq"], info: Info, states: States | None = None
     ) -> tuple[Stream, States | None]:
         """What the head reads: the stream after the final norm; and the states after these tokens, where some came."""
         stream, states = self.stack(self.embedded(tokens, info), info, states)
-        return Stream(gather(self.norm)(stream.x), stream.auxiliary), states
+        return Stream(gather(self.norm)(stream.x), stream.routing), states
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         """Of hidden vectors. Over a vocabulary that is split, a device gives those of its share."""
@@ -83,7 +84,8 @@ class Decoder(Module):
 
     def unembedding(self) -> "Unembedding":
         """The head by itself, its parameters gathered."""
-        return Unembedding(gather(self.embedding if self.head is None else self.head), self.soft_cap)
+        table = gather(self.embedding if self.head is None else self.head)
+        return Unembedding(table, self.soft_cap, self.logits_multiplier)
 
     def init_state(self, batch: int, length: int) -> States:
         """Empty states, one a layer, for `batch` rows of up to `length` tokens, in the dtype of the activations.
@@ -107,9 +109,11 @@ class Unembedding(Module):
     table: AbstractLinear | Embedding
 
     soft_cap: float | None = eqx.field(static=True)
+    multiplier: float = eqx.field(static=True, default=1.0)
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         logits = self.table.transposed(x) if isinstance(self.table, Embedding) else self.table(x)
+        logits = logits if self.multiplier == 1 else self.multiplier * logits
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
 

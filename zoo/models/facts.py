@@ -10,7 +10,7 @@ through it, so that there is no inverse that could be wrong.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Their tensor: in each of `groups`, the rows of our `parts` one after another; (in, out) if `transposed`.
+    """Their tensor: in each of `groups`, the rows of our `parts` one after another; (in, out) if `transposed`; with so
+    many dims of size 1 in front (`ones`).
 
     A rename has one part. Splits (one group), fusions per head (as many groups as heads) and interleaving (as many as
     rows in a part) are all this one. Parts may be of unlike sizes.
@@ -29,16 +30,19 @@ class Row:
     parts: tuple[str, ...]
     groups: int = 1
     transposed: bool = False
+    ones: int = 0
 
     def shape(self, parts: Sequence[Shape], lead: int) -> Shape:
         """The shape of their tensor, from those of our parts. `lead` dims in front are stacked: all experts in one."""
         rows = sum(part[lead] for part in parts) if len(parts[0]) > lead else None
         shape = parts[0] if rows is None else (*parts[0][:lead], rows, *parts[0][lead + 1 :])
-        return shape[:lead] + shape[lead:][::-1] if self.transposed else shape
+        own = shape[lead:][::-1] if self.transposed else shape[lead:]
+        return (*shape[:lead], *(1,) * self.ones, *own)
 
     def views(self, theirs: np.ndarray, parts: Sequence[Shape], lead: int) -> list[np.ndarray]:
         """A writable view of their tensor for each of our parts, shaped [..., groups, rows of a group, ...] where there
         are several parts: it holds the part's numbers in the part's order."""
+        theirs = theirs[(slice(None),) * lead + (0,) * self.ones]
         if self.transposed and theirs.ndim == lead + 2:
             theirs = theirs.swapaxes(-1, -2)
         if len(self.parts) == 1:
@@ -90,7 +94,11 @@ class Family:
     - `only`: keys that would change the result, with the values that we compute; any other value is refused by name.
     - `inert`: keys that change nothing at inference, beyond those that never do (`config.INERT`).
     - `ignored`: regular expressions for tensors in files that no model reads: buffers that follow from the config.
+    - `unread(config, tensors)`: of all names in a file, further ones that no model reads, where that depends on the
+      config or on what else is there.
     - `live`: modules that transformers calls by another word in memory than in its files: in memory -> in the file.
+    - `live_names(config)`: its table of names in memory, where transformers arranges tensors otherwise than in its
+      files: all experts in one.
     - `head`, `embedding`: the modules whose weights are one where the config ties them.
     - `describe(model)`: the config of a model that was made from scratch, None where the family has no such form. What
       it gives is not trusted: the model that `build` makes of it is compared with the one that it describes.
@@ -105,7 +113,9 @@ class Family:
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
+    unread: Callable[[Config, Collection[str]], Collection[str]] | None = None
     live: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    live_names: Callable[[Config], Table] | None = None
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
     describe: Callable[[Any], Mapping[str, Any]] | None = None

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
+from zoo.layers import Routing
 from zoo.parallel import offset, reduce, scan, vary, varying
 
+from .balance import Over, balance_loss, router_z_loss
 from .decoder import Decoder, describe_batch
 
 
@@ -21,6 +23,9 @@ def cross_entropy(
     *,
     key: Key[Array, "batch"] | None = None,
     z_loss: float = 0.0,
+    balance: float = 0.0,
+    router_z: float = 0.0,
+    over: Over = "batch",
     chunk: int = 1024,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum over tokens of weight * (log Z - logit[target] + z_loss * (log Z)²), and the sum of the weights.
@@ -28,18 +33,45 @@ def cross_entropy(
     - `batch`: `tokens` and `targets`, "batch seq", shifted already; and where wanted `weights` (what counts; 1 unless
       given), `segment_ids`, `positions`.
     - `z_loss`: keeps log Z near zero (PaLM, arXiv:2204.02311, section 5).
+    - `balance`, `router_z`: of a mixture of experts, how much of `balance_loss` (with its `over`) and of
+      `router_z_loss` is added to the mean over tokens. Both leave out tokens of segment 0, which is padding.
     - `chunk`: how many tokens have logits at a time. With gradients, those of a chunk are taken at once while its
       logits are there: three matrix products a chunk, none of them repeated.
 
-    What layers add to the loss, a number a row, is weighted as the row's tokens are. Logits become float32 before
-    anything is done with them.
+    Logits become float32 before anything is done with them.
+
+    **Raises** `ValueError` for a balance of a model without routers.
     """
+    weights = {"balance": balance, "router_z": router_z, "over": over}
+    return cross_entropy_and_routing(model, batch, key=key, z_loss=z_loss, chunk=chunk, **weights)[0]
+
+
+def cross_entropy_and_routing(
+    model: Decoder,
+    batch: Mapping[str, Array],
+    *,
+    key: Key[Array, "batch"] | None = None,
+    z_loss: float = 0.0,
+    balance: float = 0.0,
+    router_z: float = 0.0,
+    over: Over = "batch",
+    chunk: int = 1024,
+) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[Routing, ...]]:
+    """`cross_entropy`, and beside it what the routers decided, one `Routing` a layer that has a router: for `visits`,
+    and for losses of one's own."""
     stream, _ = model.hidden(batch["tokens"], describe_batch(batch, key))
     weights = batch.get("weights")
     weights = jnp.ones(batch["targets"].shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     x = stream.x.reshape(-1, stream.x.shape[-1])
     total = chunked(model.unembedding(), x, batch["targets"].reshape(-1), weights.reshape(-1), z_loss, chunk)
-    return total + (stream.auxiliary * weights.sum(1)).sum(), weights.sum()
+    count, segment_ids = weights.sum(), batch.get("segment_ids")
+    real = None if segment_ids is None else segment_ids != 0
+    # The library divides by the count: a mean that is to be added is multiplied by it here.
+    if balance:
+        total = total + balance * balance_loss(stream.routing, real, over=over) * count
+    if router_z:
+        total = total + router_z * router_z_loss(stream.routing, real) * count
+    return (total, count), stream.routing
 
 
 def token_losses(

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.parallel import EITHER, MANNER, STACKED, Dim, Leaf, Module, array_fields, leaves
+from zoo.parallel import EITHER, LEARNT, MANNER, STACKED, Dim, Leaf, Module, array_fields, leaves
 
 from .stack import Stack, Unstacked
 
@@ -96,7 +96,8 @@ def fill(pattern: str, numbers: tuple[int, ...]) -> str:
 
 def differences(one: Any, other: Any, name: str = "") -> Iterator[str]:
     """Where two models would not compute the same of the same numbers: shapes, statics, kinds of layers. What only
-    says how a result is computed (declared `manner()`) and the numbers themselves are not looked at."""
+    says how a result is computed (declared `manner()`) and the numbers themselves are not looked at. Nor are holes: a
+    gradient has none of what is declared `buffer()`."""
     if is_array(one) and is_array(other):
         if one.shape != other.shape:
             yield f"{name} has the shape {list(one.shape)}, not {list(other.shape)}"
@@ -104,8 +105,10 @@ def differences(one: Any, other: Any, name: str = "") -> Iterator[str]:
         yield f"{name or 'the model'} is {told(one)}, not {told(other)}"
     elif isinstance(one, Module):
         for field in dataclasses.fields(one):
-            if MANNER not in field.metadata:
-                yield from differences(getattr(one, field.name), getattr(other, field.name), below(name, field.name))
+            mine, theirs = getattr(one, field.name), getattr(other, field.name)
+            hole = mine is None and not field.metadata.get(LEARNT, True)
+            if MANNER not in field.metadata and not hole:
+                yield from differences(mine, theirs, below(name, field.name))
     elif isinstance(one, tuple) and len(one) != len(other):
         yield f"{name} has {len(one)} parts, not {len(other)}"
     elif isinstance(one, tuple):

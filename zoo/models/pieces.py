@@ -7,12 +7,26 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from zoo.layers import MLP, Attention, GatedMLP, LayerNorm, RMSNorm
+from zoo.layers import (
+    MLP,
+    AbstractFeedForward,
+    AbstractRouter,
+    Attention,
+    BiasedRouter,
+    GatedMLP,
+    LayerNorm,
+    MixtureOfExperts,
+    RMSNorm,
+)
+from zoo.layers import LatentAttention as Latent
+from zoo.layers import Linear as Projection
+from zoo.layers.router import check
 from zoo.ops import activations
 from zoo.ops.rotary import Dynamic, Linear, Llama3, LongRope, Rotary, Scaling, Yarn
 from zoo.parallel import Dim
 
-from .assemble import assemble
+from .assemble import assemble, kinds_of, layer
+from .blocks import Block
 from .config import ConfigError, nearest
 from .decoder import Decoder
 from .facts import Config
@@ -96,12 +110,42 @@ def attention(config: Config, **options: Any) -> Callable[..., Attention]:
     """Options as `Attention` takes them; sizes come from the config, and the rotation unless given."""
     count, kv_heads, head_dim = heads(config)
     options = {"rotary": rotary(config), **options} if "rotary" not in options else options
+    if options.get("window") == 0:
+        raise ConfigError("sliding_window = 0: a window holds at least 1 token, its own")
     sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "out_scale": out_scale(config)}
     return partial(Attention, config["hidden_size"], count, **{**sizes, **options})
 
 
-def gated_mlp(config: Config, *, bias: bool = False) -> Callable[..., GatedMLP]:
-    sizes = config["hidden_size"], config["intermediate_size"]
+def latent_attention(config: Config, *, interleaved: bool) -> Callable[..., Latent]:
+    """Sizes and the rotation come from the config, in DeepSeek's words.
+
+    **Raises** `ConfigError` where heads would share keys, and where `head_dim` is not the part of them that turns.
+    """
+    count, turned = config["num_attention_heads"], config["qk_rope_head_dim"]
+    if config["num_key_value_heads"] not in (None, count):
+        given = config["num_key_value_heads"]
+        raise ConfigError(f"num_key_value_heads = {given}, and latent attention has a key for each of {count} heads")
+    if config["head_dim"] not in (None, turned):
+        raise ConfigError(f"head_dim = {config['head_dim']}, and it is qk_rope_head_dim = {turned} that is meant by it")
+    if turned % 2:
+        raise ConfigError(f"qk_rope_head_dim = {turned}: rotary embeddings turn pairs of values")
+    return partial(
+        Latent,
+        config["hidden_size"],
+        count,
+        latent=config["kv_lora_rank"],
+        query_latent=config["q_lora_rank"],
+        head_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+        rotary=rotary(Config(config, head_dim=turned), interleaved=interleaved),
+        bias=config["attention_bias"],
+        out_scale=out_scale(config),
+    )
+
+
+def gated_mlp(config: Config, *, width: int | None = None, bias: bool = False) -> Callable[..., GatedMLP]:
+    """`width` is that of the config unless given: an expert has its own."""
+    sizes = config["hidden_size"], config["intermediate_size"] if width is None else width
     return partial(GatedMLP, *sizes, activation=activation(config), bias=bias, out_scale=out_scale(config))
 
 
@@ -110,6 +154,69 @@ def mlp(config: Config, *, bias: bool = True) -> Callable[..., MLP]:
     embed = config["hidden_size"]
     sizes = embed, config["intermediate_size"] or 4 * embed
     return partial(MLP, *sizes, activation=activation(config), bias=bias, out_scale=out_scale(config))
+
+
+def mixture(
+    config: Config,
+    router: Callable[..., AbstractRouter],
+    experts: int,
+    *,
+    width: int | None = None,
+    expert: Callable[..., AbstractFeedForward] | None = None,
+    shared: int | None = None,
+    gate: bool = False,
+) -> Callable[..., MixtureOfExperts]:
+    """So many gated experts of this `width`, of which a token goes to `num_experts_per_tok`.
+
+    - `router`: a class of `zoo.layers`, or a partial of one with options of its own.
+    - `expert`: makes one of another kind.
+    - `shared`: the width of an expert that every token uses, with a gate of its own if `gate`.
+
+    **Raises** `ConfigError` where a token cannot go to so many experts.
+    """
+    embed, top = config["hidden_size"], config["num_experts_per_tok"]
+    told = {key: config[key] for key in ("num_experts_per_tok", "n_group", "topk_group") if key in config}
+    try:
+        check(experts, top, config.get("n_group", 1), config.get("topk_group", 1))
+    except ValueError as error:
+        raise ConfigError(f"{', '.join(f'{key} = {value}' for key, value in told.items())}: {error}") from None
+    return partial(
+        MixtureOfExperts,
+        partial(router, embed, experts, top),
+        gated_mlp(config, width=width) if expert is None else expert,
+        experts,
+        shared=None if shared is None else gated_mlp(config, width=shared),
+        shared_gate=partial(Projection, embed, 1, in_=Dim("embed")) if gate else None,
+    )
+
+
+def biased_router(config: Config) -> Callable[..., BiasedRouter]:
+    """DeepSeek-V3's: sigmoid scores, a bias that only chooses, groups of experts."""
+    groups = {"groups": config["n_group"], "kept_groups": config["topk_group"]}
+    scale = config["routed_scaling_factor"]
+    return partial(BiasedRouter, renormalise=config["norm_topk_prob"], scale=scale, **groups)
+
+
+def sparse_decoder(
+    config: Config,
+    sparse: Sequence[bool],
+    experts: Callable[..., MixtureOfExperts],
+    *,
+    windows: Sequence[int | None] | None = None,
+    key: Key[Array, ""],
+    **options: Any,
+) -> Decoder:
+    """Pre-norm layers whose feed-forward part is a mixture where `sparse` says so, and a gated one in the others; with
+    a window each, and attention of these options."""
+    norm, dense = rms_norm(config), gated_mlp(config)
+
+    def kind(value: tuple[bool, int | None]) -> Kind:
+        is_sparse, window = value
+        mixer = attention(config, window=window, **options)
+        return layer(Block, norm=norm, mixer=mixer, ffn=experts if is_sparse else dense)
+
+    seen = [None] * len(sparse) if windows is None else windows
+    return decoder(config, kinds_of(zip(sparse, seen, strict=True), kind), norm, key=key)
 
 
 def rms_norm(config: Config, **options: Any) -> Callable[[], RMSNorm]:

@@ -26,6 +26,10 @@ class Preset:
     """How many it was published with."""
     config: Mapping[str, Any]
     """The keys of its config.json that bear on the result, as far as they are not the family's defaults anyway."""
+    active: int | None = None
+    """Of a mixture of experts: how many of them a token meets, as it was published, rounded or cut off."""
+    without_embedding: bool = False
+    """Whether `active` leaves out the embedding, of which a token meets one row; `count_active` counts all of it."""
 
 
 def shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int | None = None) -> dict[str, Any]:
@@ -54,17 +58,98 @@ QWEN = {"rope_theta": 1000000.0}
 QWEN3 = QWEN | {"max_position_embeddings": 40960}
 WIDE = {"vocab_size": 152064}
 PYTHIA = {"vocab_size": 50304}
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+GRANITE |= TIED | {"logits_scaling": 6.0, "vocab_size": 49155, "max_position_embeddings": 4096}
+GLM = {"rope_theta": 1000000.0, "attention_bias": True, "head_dim": 128}
+DEEPSEEK = {"max_position_embeddings": 163840}
+STRETCHED = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+DEEPSEEK2 = DEEPSEEK | {"rope_scaling": {**STRETCHED, "mscale": 0.707, "mscale_all_dim": 0.707}}
+DEEPSEEK2 |= {"first_k_dense_replace": 1, "num_experts_per_tok": 6}
 
 PRESETS: dict[str, Preset] = {
+    "deepseek-v2": Preset(
+        "deepseek_v2",
+        "deepseek-ai/DeepSeek-V2",
+        235_741_434_880,
+        DEEPSEEK2
+        | shape(5120, 12288, 60, 128)
+        | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
+        | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+        21_000_000_000,
+    ),
+    "deepseek-v2-lite": Preset(
+        "deepseek_v2",
+        "deepseek-ai/DeepSeek-V2-Lite",
+        15_706_484_224,
+        DEEPSEEK2 | shape(2048, 10944, 27, 16) | {"q_lora_rank": None, "moe_intermediate_size": 1408},
+    ),
+    "deepseek-v3": Preset(
+        "deepseek_v3",
+        "deepseek-ai/DeepSeek-V3",
+        671_026_404_352,
+        DEEPSEEK
+        | shape(7168, 18432, 61, 128, 128)
+        | {"rope_scaling": {**STRETCHED, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        37_000_000_000,
+    ),
+    "dots.llm1": Preset(
+        "dots1",
+        "rednote-hilab/dots.llm1.base",
+        142_774_373_888,
+        EPSILON
+        | shape(4096, 10944, 62, 32, 32)
+        | {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
+        | {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
+        | {"max_position_embeddings": 32768, "rope_theta": 10000000.0},
+        14_000_000_000,
+    ),
+    "ernie-4.5-21b-a3b": Preset(
+        "ernie4_5_moe", "baidu/ERNIE-4.5-21B-A3B-PT", 21_825_436_160, shape(2560, 12288, 28, 20, 4), 3_000_000_000
+    ),
     "gemma-2b": Preset("gemma", "google/gemma-2b", 2_506_172_416, shape(2048, 16384, 18, 8, 1)),
     "gemma-7b": Preset("gemma", "google/gemma-7b", 8_537_680_896, shape(3072, 24576, 28, 16, 16)),
+    "glm-4.5": Preset(
+        "glm4_moe",
+        "zai-org/GLM-4.5",
+        352_797_814_784,
+        GLM
+        | shape(5120, 12288, 92, 96, 8)
+        | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3}
+        | {"use_qk_norm": True, "routed_scaling_factor": 2.5},
+    ),
+    "glm-4.5-air": Preset("glm4_moe", "zai-org/GLM-4.5-Air", 106_852_245_504, GLM | shape(4096, 10944, 46, 96, 8)),
     "gpt-neox-20b": Preset(
         "gpt_neox", "EleutherAI/gpt-neox-20b", 20_554_567_680, shape(6144, 24576, 44, 64) | {"hidden_act": "gelu_fast"}
+    ),
+    "gpt-oss-20b": Preset(
+        "gpt_oss",
+        "openai/gpt-oss-20b",
+        20_914_757_184,
+        {"num_hidden_layers": 24, "num_local_experts": 32},
+        3_610_000_000,
+        without_embedding=True,
+    ),
+    "gpt-oss-120b": Preset(
+        "gpt_oss", "openai/gpt-oss-120b", 116_829_156_672, {}, 5_130_000_000, without_embedding=True
     ),
     "gpt2": Preset("gpt2", "openai-community/gpt2", 124_439_808, gpt2_shape(768, 12, 12)),
     "gpt2-medium": Preset("gpt2", "openai-community/gpt2-medium", 354_823_168, gpt2_shape(1024, 24, 16)),
     "gpt2-large": Preset("gpt2", "openai-community/gpt2-large", 774_030_080, gpt2_shape(1280, 36, 20)),
     "gpt2-xl": Preset("gpt2", "openai-community/gpt2-xl", 1_557_611_200, gpt2_shape(1600, 48, 25)),
+    "granite-3.0-1b-a400m": Preset(
+        "granitemoe",
+        "ibm-granite/granite-3.0-1b-a400m-base",
+        1_334_628_352,
+        GRANITE | shape(1024, 512, 24, 16, 8) | {"num_local_experts": 32, "num_experts_per_tok": 8},
+        400_000_000,
+    ),
+    "granite-3.0-3b-a800m": Preset(
+        "granitemoe",
+        "ibm-granite/granite-3.0-3b-a800m-base",
+        3_298_793_472,
+        GRANITE | shape(1536, 512, 32, 24, 8) | {"num_local_experts": 40, "num_experts_per_tok": 8},
+        800_000_000,
+    ),
     "llama2-7b": Preset("llama", "meta-llama/Llama-2-7b-hf", 6_738_415_616, LLAMA2 | shape(4096, 11008, 32, 32)),
     "llama2-13b": Preset("llama", "meta-llama/Llama-2-13b-hf", 13_015_864_320, LLAMA2 | shape(5120, 13824, 40, 40)),
     "llama2-70b": Preset("llama", "meta-llama/Llama-2-70b-hf", 68_976_648_192, LLAMA2 | shape(8192, 28672, 80, 64, 8)),
@@ -87,6 +172,23 @@ PRESETS: dict[str, Preset] = {
     ),
     "mistral-7b-v0.1": Preset("mistral", "mistralai/Mistral-7B-v0.1", 7_241_732_096, MISTRAL),
     "mistral-7b-v0.3": Preset("mistral", "mistralai/Mistral-7B-v0.3", 7_248_023_552, MISTRAL3),
+    "mixtral-8x7b": Preset(
+        "mixtral",
+        "mistralai/Mixtral-8x7B-v0.1",
+        46_702_792_704,
+        shape(4096, 14336, 32, 32, 8) | {"max_position_embeddings": 32768},
+        12_900_000_000,
+    ),
+    "mixtral-8x22b": Preset(
+        "mixtral",
+        "mistralai/Mixtral-8x22B-v0.1",
+        140_620_634_112,
+        shape(6144, 16384, 56, 48, 8) | {"max_position_embeddings": 65536},
+        39_000_000_000,
+    ),
+    "olmoe-1b-7b": Preset(
+        "olmoe", "allenai/OLMoE-1B-7B-0924", 6_919_161_856, shape(2048, 1024, 16, 16, 16), 1_300_000_000
+    ),
     "pythia-70m": Preset("gpt_neox", "EleutherAI/pythia-70m", 70_426_624, PYTHIA | shape(512, 2048, 6, 8)),
     "pythia-160m": Preset("gpt_neox", "EleutherAI/pythia-160m", 162_322_944, PYTHIA | shape(768, 3072, 12, 12)),
     "pythia-410m": Preset("gpt_neox", "EleutherAI/pythia-410m", 405_334_016, PYTHIA | shape(1024, 4096, 24, 16)),
@@ -97,9 +199,27 @@ PRESETS: dict[str, Preset] = {
     "pythia-12b": Preset(
         "gpt_neox", "EleutherAI/pythia-12b", 11_846_072_320, shape(5120, 20480, 36, 40) | {"vocab_size": 50688}
     ),
+    "qwen1.5-moe-a2.7b": Preset(
+        "qwen2_moe",
+        "Qwen/Qwen1.5-MoE-A2.7B",
+        14_315_784_192,
+        QWEN | shape(2048, 5632, 24, 16, 16) | {"max_position_embeddings": 8192},
+        2_700_000_000,
+    ),
     "qwen2-0.5b": Preset("qwen2", "Qwen/Qwen2-0.5B", 494_032_768, QWEN | TIED | LONG | shape(896, 4864, 24, 14, 2)),
     "qwen2-1.5b": Preset("qwen2", "Qwen/Qwen2-1.5B", 1_543_714_304, QWEN | TIED | LONG | shape(1536, 8960, 28, 12, 2)),
     "qwen2-7b": Preset("qwen2", "Qwen/Qwen2-7B", 7_615_616_512, QWEN | WIDE | LONG | shape(3584, 18944, 28, 28, 4)),
+    "qwen2-57b-a14b": Preset(
+        "qwen2_moe",
+        "Qwen/Qwen2-57B-A14B",
+        57_408_658_944,
+        QWEN
+        | LONG
+        | shape(3584, 18944, 28, 28, 4)
+        | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
+        | {"shared_expert_intermediate_size": 20480},
+        14_000_000_000,
+    ),
     "qwen2.5-0.5b": Preset("qwen2", "Qwen/Qwen2.5-0.5B", 494_032_768, QWEN | TIED | shape(896, 4864, 24, 14, 2)),
     "qwen2.5-1.5b": Preset(
         "qwen2", "Qwen/Qwen2.5-1.5B", 1_543_714_304, QWEN | TIED | LONG | shape(1536, 8960, 28, 12, 2)
@@ -121,6 +241,22 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": Preset("qwen3", "Qwen/Qwen3-8B", 8_190_735_360, QWEN3 | shape(4096, 12288, 36, 32, 8)),
     "qwen3-14b": Preset("qwen3", "Qwen/Qwen3-14B", 14_768_307_200, QWEN3 | shape(5120, 17408, 40, 40, 8)),
     "qwen3-32b": Preset("qwen3", "Qwen/Qwen3-32B", 32_762_123_264, QWEN3 | shape(5120, 25600, 64, 64, 8)),
+    "qwen3-30b-a3b": Preset(
+        "qwen3_moe",
+        "Qwen/Qwen3-30B-A3B",
+        30_532_122_624,
+        QWEN3 | shape(2048, 6144, 48, 32, 4) | {"head_dim": 128, "norm_topk_prob": True},
+        3_300_000_000,
+    ),
+    "qwen3-235b-a22b": Preset(
+        "qwen3_moe",
+        "Qwen/Qwen3-235B-A22B",
+        235_093_634_560,
+        QWEN3
+        | shape(4096, 12288, 94, 64, 4)
+        | {"head_dim": 128, "norm_topk_prob": True, "moe_intermediate_size": 1536},
+        22_000_000_000,
+    ),
     "smollm2-135m": Preset(
         "llama", "HuggingFaceTB/SmolLM2-135M", 134_515_008, SMOLLM2 | shape(576, 1536, 30, 9, 3) | {"rope_theta": 1e5}
     ),
@@ -139,8 +275,11 @@ PRESETS: dict[str, Preset] = {
 }
 """Every preset by name. Sizes are those of the source's config.json. Where the counts stand: those of GPT-NeoX-20B and
 Pythia on their model cards, the others on the hub, which counts what is in the safetensors. There GPT-2 (masks) and
-Llama 2 (rotary frequencies) have numbers that nobody learns, and the two smallest Qwen3 have their tied matrix twice:
-here a number counts once, where it is learnt."""
+Llama 2 (rotary frequencies) have numbers that nobody learns, as have mixtures whose routers choose with a bias, GLM-4.5
+and DeepSeek-V3 have layers that predict further tokens, DeepSeek-V3 scales of its 8-bit numbers, too, and the two
+smallest Qwen3 have their tied matrix twice: here a number counts once, where it is learnt. What was published of active
+numbers leaves out embeddings at times, and counts heads: those of GPT-OSS, in table 1 of arXiv:2508.10925, do; those of
+GLM-4.5 and DeepSeek-V2-Lite, which leave out embeddings too, are not told."""
 
 
 def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:

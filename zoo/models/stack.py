@@ -126,18 +126,21 @@ class Stack(AbstractStack):
 
         pattern = [rematerialised(partial(layer, place), self.remat) for place in range(period)]
 
-        def repeat(stream: Stream, now: Any):
+        def repeat(x: Array, now: Any):
             arrays, number, states = now
-            after = []
+            after, decided = [], []
             for place, run in enumerate(pattern):
-                stream, state = run(stream, arrays[place], number, None if states is None else states[place])
+                out, state = run(Stream(x), arrays[place], number, None if states is None else states[place])
+                x = out.x
                 after.append(state)
-            return stream, None if states is None else tuple(after)
+                decided.append(out.routing)
+            return x, (None if states is None else tuple(after), tuple(decided))
 
-        stream, after = scan(repeat, stream, (arrays, numbers, by_place))
-        return stream, None if after is None else tuple(
-            take(after[i % period], i // period) for i in range(period * repeats)
-        )
+        x, (after, decided) = scan(repeat, stream.x, (arrays, numbers, by_place))
+        each = [(i % period, i // period) for i in range(period * repeats)]
+        routing = [one for place, i in each for one in take(decided[place], i)]
+        stream = Stream(x, (*stream.routing, *routing))
+        return stream, None if after is None else tuple(take(after[place], i) for place, i in each)
 
 
 class Unstacked(AbstractStack):

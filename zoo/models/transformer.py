@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import Attention, GatedMLP, RMSNorm
+from zoo.layers import AbstractFeedForward, AbstractMixer, Attention, GatedMLP, RMSNorm
 from zoo.ops.attention import grouped
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Remat
@@ -13,7 +13,6 @@ from zoo.parallel import Dim, Remat
 from .assemble import assemble, kinds_of, layer
 from .blocks import Block
 from .decoder import Decoder
-from .stack import Kind
 
 
 def Transformer(
@@ -53,36 +52,71 @@ def Transformer(
     """
     if layers < 1:
         raise ValueError(f"a Transformer has at least 1 layer, not {layers}")
+    options = {"kv_heads": kv_heads, "head_dim": head_dim, "rotary": rotary, "qk_norm": qk_norm}
+    options |= {"windows": windows, "soft_cap": soft_cap, "form": form}
+    return transformer(
+        vocab=vocab,
+        embed=embed,
+        mixers=attentions(embed, heads, layers, **options),
+        ffns=[partial(GatedMLP, embed, mlp, out_scale=(2 * layers) ** -0.5)] * layers,
+        tied=tied,
+        dropout=dropout,
+        remat=remat,
+        key=key,
+    )
+
+
+def attentions(
+    embed: int,
+    heads: int,
+    layers: int,
+    *,
+    kv_heads: int | None,
+    head_dim: int | None,
+    rotary: Rotary | None,
+    qk_norm: bool,
+    windows: Sequence[int | None],
+    soft_cap: float | None,
+    form: Callable,
+) -> list[Callable[..., Attention]]:
+    """A maker of attention for each layer: one object for each window."""
     if head_dim is None and embed % heads:
         raise ValueError(f"embed={embed} does not share out over {heads} heads: give head_dim")
     head_dim = embed // heads if head_dim is None else head_dim
-    rotary = Rotary(head_dim) if rotary is None else rotary
-    out_scale = (2 * layers) ** -0.5
+    made = partial(
+        Attention,
+        embed,
+        heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary=Rotary(head_dim) if rotary is None else rotary,
+        qk_norm=partial(RMSNorm, head_dim, features=Dim("head_dim")) if qk_norm else None,
+        soft_cap=soft_cap,
+        form=form,
+        out_scale=(2 * layers) ** -0.5,
+    )
+    by_window = {window: partial(made, window=window) for window in windows}
+    return [by_window[windows[i % len(windows)]] for i in range(layers)]
 
+
+def transformer(
+    *,
+    vocab: int,
+    embed: int,
+    mixers: Sequence[Callable[..., AbstractMixer]],
+    ffns: Sequence[Callable[..., AbstractFeedForward]],
+    tied: bool,
+    dropout: float,
+    remat: Remat,
+    key: Key[Array, ""],
+) -> Decoder:
+    """A decoder of these mixers and feed-forward layers, a maker for each layer. Equal makers are one object."""
     norm = partial(RMSNorm, embed)
-
-    def kind(window: int | None) -> Kind:
-        mixer = partial(
-            Attention,
-            embed,
-            heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary=rotary,
-            qk_norm=partial(RMSNorm, head_dim, features=Dim("head_dim")) if qk_norm else None,
-            window=window,
-            soft_cap=soft_cap,
-            form=form,
-            out_scale=out_scale,
-        )
-
-        ffn = partial(GatedMLP, embed, mlp, out_scale=out_scale)
-        return layer(Block, norm=norm, mixer=mixer, ffn=ffn, dropout=dropout)
-
+    kind = lambda parts: layer(Block, norm=norm, mixer=parts[0], ffn=parts[1], dropout=dropout)
     return assemble(
         vocab=vocab,
         embed=embed,
-        kinds=kinds_of((windows[i % len(windows)] for i in range(layers)), kind),
+        kinds=kinds_of(zip(mixers, ffns, strict=True), kind),
         norm=norm,
         tied=tied,
         dropout=dropout,

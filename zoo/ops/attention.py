@@ -4,13 +4,19 @@
     weights = softmax(scores) over the keys that the query sees
     output  = sum(weights * value)
 
+With `sinks`, a number s for each head, a score joins the softmax for which nothing is taken:
+
+    weights = exp(scores) / (exp(s) + sum(exp(scores)))
+
 All take the same arguments (Vaswani et al., arXiv 1706.03762, section 3.2; grouped queries: Ainslie et al., arXiv
-2305.13245; windows: Beltagy et al., arXiv 2004.05150, section 3.1; the cap: Gemma 2, arXiv 2408.00118, section 2):
+2305.13245; windows: Beltagy et al., arXiv 2004.05150, section 3.1; the cap: Gemma 2, arXiv 2408.00118, section 2;
+sinks: GPT-OSS, arXiv 2508.10925, section 2.2, after StreamingLLM, arXiv 2309.17453, section 3; with s = 0 "softmax off
+by one"):
 
 - `query` head i attends to key and value head i // (heads // kv_heads).
 - `sight` says who sees whom. A query that sees nothing gives zeros, and sends no gradient back.
 - `scale` is head_dim ** -0.5 unless given.
-- The softmax is taken in float32. The result has the dtype of `value`.
+- The softmax is taken in float32, with sinks in float32 too. The result has the dtype of `value`.
 
 **Raises** `ValueError` where kv_heads does not divide heads, where `sight` does not fit the arrays, and where a form
 cannot do what it is asked. In einsums b is batch, q query_seq, k key_seq, h heads, n kv_heads, g the query heads of one
@@ -103,6 +109,7 @@ def plain(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """The definition, in float32 and with every head written out: slow, and obviously right."""
     group = group_size(query, key)
@@ -112,9 +119,11 @@ def plain(
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
     scores = scaled(scores, query.shape[-1], scale, soft_cap)
     mask = jnp.ones_like(scores, bool) if mask is None else jnp.broadcast_to(mask[:, None], scores.shape)
-    highest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASKED))
+    highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASKED)
+    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(query.shape[2], 1, 1)
+    highest = lax.stop_gradient(highest if sinks is None else jnp.maximum(highest, sinks))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0)), 0)
-    total = weights.sum(axis=-1, keepdims=True)
+    total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - highest))
     weights = weights / jnp.where(total > 0, total, 1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, wide_value, precision="highest").astype(value.dtype)
 
@@ -127,6 +136,7 @@ def grouped(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """The default: matrix products over [batch, kv_heads, group * query_seq, dim], keys and values never repeated.
 
@@ -138,6 +148,7 @@ def grouped(
     group = group_size(query, key)
     mask = sight.mask(query.shape[1], key.shape[1])
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
+    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(key.shape[1], group)
 
     def span(queries: slice, keys: slice) -> Array:
         # The group lies in the rows of one product: with a dim of its own XLA's CPU backend copies the weights about.
@@ -148,7 +159,8 @@ def grouped(
         scores = scaled(scores, query.shape[-1], scale, soft_cap)
         if mask is not None:
             scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+        own = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
+        weights = softmax(scores, own).astype(value.dtype)
         output = product("bnrk,bnkd->bnrd", weights, value[:, :, keys])
         return rearrange(output, "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim", group=group)
 
@@ -176,6 +188,7 @@ def fused(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """`jax.nn.dot_product_attention`, which on NVIDIA GPUs can be one kernel that never holds the weights.
@@ -184,10 +197,13 @@ def fused(
     in the arrays and windows go to the kernel as such, which then skips what is not seen; segments and positions go as
     a boolean mask.
 
-    **Raises** `ValueError` for a soft cap and for values whose width is not the keys', which it does not know.
+    **Raises** `ValueError` for a soft cap, for sinks and for values whose width is not the keys', which it does not
+    know.
     """
     if soft_cap is not None:
         raise ValueError("attention.fused: jax.nn.dot_product_attention has no soft_cap. Take attention.grouped.")
+    if sinks is not None:  # its log-sum-exp, which would do, lets no gradient through (jax 0.10)
+        raise ValueError("attention.fused: jax.nn.dot_product_attention has no sinks. Take attention.grouped.")
     if value.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"attention.fused: jax.nn.dot_product_attention wants values as wide as keys, and they are "
@@ -209,6 +225,17 @@ def scaled(
     """Products of queries and keys as the softmax takes them: scaled, and capped where there is a cap."""
     scores = scores * (head_dim**-0.5 if scale is None else scale)
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def softmax(
+    scores: Float[Array, "batch kv_heads rows keys"], sinks: Float[Array, "kv_heads rows 1"] | None
+) -> Float[Array, "batch kv_heads rows keys"]:
+    """Over keys, in float32, with a sink for each row where there are any."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    highest = lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sinks))
+    weights = jnp.exp(scores - highest)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - highest))
 
 
 def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:

@@ -6,6 +6,7 @@ from .gradient import value, value_and_grad
 from .layout import AXES, ZERO1, Layout, Mesh, make_mesh
 from .module import (
     EITHER,
+    LEARNT,
     MANNER,
     STACKED,
     Dim,
@@ -28,6 +29,7 @@ from .spmd import spmd
 __all__ = [
     "AXES",
     "EITHER",
+    "LEARNT",
     "MANNER",
     "STACKED",
     "ZERO1",

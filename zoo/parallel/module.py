@@ -39,12 +39,14 @@ def stacked(dim: str) -> Any:
 
 
 def buffer(**options: Any) -> Any:
-    """A field of arrays that belong to a model's state but are not learnt by gradient: `trainable` omits them."""
+    """A field of arrays that belong to a model's state but are not learnt by gradient: `trainable` omits them. Of a
+    field that holds a module it holds for all below."""
     return eqx.field(metadata={LEARNT: False}, **options)
 
 
 def full_precision(**options: Any) -> Any:
-    """A field whose arrays keep their own dtype under `cast`: scales of norms, gates, anything used in float32."""
+    """A field whose arrays keep their own dtype under `cast`: scales of norms, routers, anything used in float32. Of a
+    field that holds a module it holds for all below."""
     return eqx.field(metadata={FULL_PRECISION: True}, **options)
 
 
@@ -178,12 +180,15 @@ def leaves(tree: PyTree) -> list[Leaf]:
 def describe(tree: Any, path: tuple, array: Any) -> Leaf:
     node, words, front = tree, [], []
     owner, declared = None, None
+    learnt, full = True, False
     for step in path:
         word = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
         words.append(word)
         if isinstance(node, Module):
             owner, declared = node, next(f for f in dataclasses.fields(node) if f.name == word)
             front += [Dim(declared.metadata[STACKED])] if STACKED in declared.metadata else []
+            learnt &= declared.metadata.get(LEARNT, True)
+            full |= declared.metadata.get(FULL_PRECISION, False)
         node = follow(node, step, word)
     if owner is None or declared is None or not hasattr(array, "ndim"):
         return Leaf(".".join(words), None)
@@ -191,7 +196,6 @@ def describe(tree: Any, path: tuple, array: Any) -> Leaf:
         dims = (*front, *resolve(owner, declared, array.ndim - len(front)))
     except TypeError as error:
         raise TypeError(f"{'.'.join(words)}: {error}") from None
-    learnt, full = declared.metadata.get(LEARNT, True), declared.metadata.get(FULL_PRECISION, False)
     return Leaf(".".join(words), dims, learnt, full)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-NAMED = ("__call__", "transposed", "hidden", "logits")
+NAMED = ("__call__", "transposed", "hidden", "logits", "routed", "grouped", "per_unit", "per_unit_transposed")
 """The methods of modules that compute: those that are a scope, wherever a class defines them."""
 
 within: contextvars.ContextVar[Any] = contextvars.ContextVar("within", default=None)

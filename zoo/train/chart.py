@@ -8,21 +8,28 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from .progress import scaled
+
 MOST_POINTS = 1200
+COLOURS = 4
+"""That the style sheet has for curves; a fifth begins with the first again."""
+LINE = 20.0
+"""From one line of the legend to the next."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by step. `smooth` draws the values faintly and an average over them; without it each value is a dot."""
+    """Values by step, or by tokens. `smooth` draws the values faintly and an average over them; without it each value
+    is a dot."""
 
     label: str
-    steps: Sequence[int]
+    at: Sequence[int]
     values: Sequence[float | int]
     smooth: bool = False
 
 
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
     """Where data lies on the paper: x and y ranges, and the box in pixels."""
 
     x: tuple[float, float]
@@ -32,45 +39,80 @@ class _Frame:
     right: float
     bottom: float
 
-    def across(self, x: float) -> float:
+    def across(self, x: float | int) -> float:
         return self.left + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.right - self.left)
 
-    def down(self, y: float) -> float:
+    def down(self, y: float | int) -> float:
         return self.bottom - (y - self.y[0]) / (self.y[1] - self.y[0]) * (self.bottom - self.top)
 
-    def path(self, xs: Iterable[float], ys: Iterable[float]) -> str:
+    def path(self, xs: Iterable[float | int], ys: Iterable[float | int]) -> str:
         return "M" + "L".join(f"{self.across(x):.1f},{self.down(y):.1f}" for x, y in zip(xs, ys, strict=True))
 
 
 def chart(
-    curves: Sequence[Curve], floors: Mapping[str, float | int], *, unit: str, width: int = 860, height: int = 400
+    curves: Sequence[Curve],
+    floors: Mapping[str, float | int],
+    *,
+    unit: str,
+    against: str = "steps",
+    width: int = 860,
+    height: int = 400,
 ) -> str:
-    """`curves` against steps, and a dashed line across for each of `floors`, as an `<svg>` element.
+    """`curves` in `unit` against steps, or what `against` says, and a dashed line across for each of `floors`, as an
+    `<svg>` element.
 
     Values that are not finite are left out. The first fall of a long curve is cut off at the top, so that the rest has
     room. Classes that the page colours: `axis`, `grid`, `curve0` ..., `raw`, `dot`, `floor`.
     """
     floors = {label: float(value) for label, value in floors.items()}
     data = [(curve, *_finite(curve)) for curve in curves]
-    data = [(curve, steps, values) for curve, steps, values in data if len(values)]
+    data = [(curve, at, values) for curve, at, values in data if len(values)]
     if not data:
         return "<p>No metrics were logged.</p>"
-    frame = _frame(data, floors.values(), width, height)
+    rows = _legend_rows(unit, [curve.label for curve, _, _ in data], width)
+    frame = _frame(data, floors.values(), width, height, lines=len(rows))
     parts = [
-        *_axes(frame, unit),
+        *_scale(frame, unit),
+        *time_axis(frame, against),
         f'<clipPath id="box{width}">{_box(frame)}</clipPath>',
         f'<g clip-path="url(#box{width})">',
     ]
-    for number, (curve, steps, values) in enumerate(data):
-        parts += _draw(frame, number, curve, steps, values)
+    for number, (curve, at, values) in enumerate(data):
+        parts += _draw(frame, number % COLOURS, curve, at, values, against)
     parts.append("</g>")
     for label, value in floors.items():
         y = frame.down(value)
         parts.append(f'<path class="floor" d="M{frame.left},{y:.1f}H{frame.right}"/>')
-        parts.append(_text(frame.right - 4, y - 6, f"{label} {value:.3f}", "end"))
-    parts += _legend(frame, [curve for curve, _, _ in data])
-    title = html.escape(f"{unit} against steps")
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title}">{"".join(parts)}</svg>'
+        parts.append(text(frame.right - 4, y - 6, f"{label} {value:.3f}", "end"))
+    parts += _legend(frame, rows)
+    return svg(parts, f"{unit} against {against}", width, height)
+
+
+def svg(parts: Iterable[str], title: str, width: float | int, height: float | int) -> str:
+    """A picture; the style sheet's rules for `chart` colour it."""
+    head = f'<svg class="chart" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(title)}">'
+    return head + "".join(parts) + "</svg>"
+
+
+def text(x: float | int, y: float | int, words: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
+
+
+def text_width(words: str) -> float:
+    """About how wide these words are drawn."""
+    return 6.6 * len(words)
+
+
+def time_axis(frame: Frame, against: str) -> list[str]:
+    """The x axis below the frame, from its ticks to its name."""
+    parts = []
+    for x in ticks(*frame.x, count=round((frame.right - frame.left) / 90)):
+        written = scaled(x) if x >= 1e6 else f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:g}"
+        parts.append(f'<path class="axis" d="M{frame.across(x):.1f},{frame.bottom:g}v5"/>')
+        parts.append(text(frame.across(x), frame.bottom + 20, written, "middle"))
+    parts.append(f'<path class="axis" d="M{frame.left},{frame.bottom:g}H{frame.right}"/>')
+    parts.append(text((frame.left + frame.right) / 2, frame.bottom + 38, against, "middle"))
+    return parts
 
 
 def smoothed(values: Float[np.ndarray, "points"], share: float = 0.03) -> Float[np.ndarray, "points"]:
@@ -93,67 +135,75 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _finite(curve: Curve) -> tuple[Float[np.ndarray, "points"], Float[np.ndarray, "points"]]:
-    steps, values = np.asarray(curve.steps, np.float64), np.asarray(curve.values, np.float64)
+    at, values = np.asarray(curve.at, np.float64), np.asarray(curve.values, np.float64)
     finite = np.isfinite(values)
-    return steps[finite], values[finite]
+    return at[finite], values[finite]
 
 
-def _frame(data: Sequence, floors: Iterable[float], width: int, height: int) -> _Frame:
+def _frame(data: Sequence, floors: Iterable[float], width: int, height: int, lines: int) -> Frame:
     everything = np.concatenate([values for _, _, values in data])
     high = float(np.quantile(everything, 0.97)) if len(everything) > 50 else float(everything.max())
     low = min(float(everything.min()), *floors, high)
     # A curve that is flat, to what a float can tell, still needs a height.
     margin = 0.06 * (max(high - low, 1e-6 * abs(high)) or 1.0)
     low, high = low - margin, high + margin
-    last = max(float(steps[-1]) for _, steps, _ in data)
-    return _Frame((0.0, max(last, 1.0)), (low, high), left=52.0, top=34.0, right=width - 14.0, bottom=height - 44.0)
+    last = max(float(at[-1]) for _, at, _ in data)
+    top = 14.0 + LINE * lines
+    return Frame((0.0, max(last, 1.0)), (low, high), left=52.0, top=top, right=width - 14.0, bottom=height - 44.0)
 
 
-def _axes(frame: _Frame, unit: str) -> list[str]:
+def _scale(frame: Frame, unit: str) -> list[str]:
     parts = []
     for y in ticks(*frame.y, count=round((frame.bottom - frame.top) / 55)):
         parts.append(f'<path class="grid" d="M{frame.left},{frame.down(y):.1f}H{frame.right}"/>')
-        parts.append(_text(frame.left - 8, frame.down(y) + 4, f"{y:.6g}", "end"))
-    for x in ticks(*frame.x, count=round((frame.right - frame.left) / 90)):
-        parts.append(f'<path class="axis" d="M{frame.across(x):.1f},{frame.bottom}v5"/>')
-        parts.append(_text(frame.across(x), frame.bottom + 20, f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:g}", "middle"))
-    parts.append(f'<path class="axis" d="M{frame.left},{frame.bottom}H{frame.right}"/>')
-    parts.append(_text((frame.left + frame.right) / 2, frame.bottom + 38, "steps", "middle"))
-    parts.append(_text(0.0, 16.0, unit, "start"))
+        parts.append(text(frame.left - 8, frame.down(y) + 4, f"{y:.6g}", "end"))
+    parts.append(text(0.0, 16.0, unit, "start"))
     return parts
 
 
-def _draw(frame: _Frame, number: int, curve: Curve, steps: np.ndarray, values: np.ndarray) -> list[str]:
-    stride = math.ceil(len(steps) / MOST_POINTS)
+def _draw(frame: Frame, number: int, curve: Curve, at: np.ndarray, values: np.ndarray, against: str) -> list[str]:
+    stride = math.ceil(len(at) / MOST_POINTS)
     if curve.smooth:
         return [
-            f'<path class="raw curve{number}" d="{frame.path(steps[::stride], values[::stride])}"/>',
-            f'<path class="line curve{number}" d="{frame.path(steps[::stride], smoothed(values)[::stride])}"/>',
+            f'<path class="raw curve{number}" d="{frame.path(at[::stride], values[::stride])}"/>',
+            f'<path class="line curve{number}" d="{frame.path(at[::stride], smoothed(values)[::stride])}"/>',
         ]
+    where = "at step {:,.0f}" if against == "steps" else f"after {{:,.0f}} {against}"
     dots = [
         f'<circle class="dot curve{number}" cx="{frame.across(x):.1f}" cy="{frame.down(y):.1f}" r="3.2">'
-        f"<title>{html.escape(curve.label)} at step {x:,.0f}: {y:.4f}</title></circle>"
-        for x, y in zip(steps[::stride], values[::stride], strict=True)
+        f"<title>{html.escape(curve.label)} {where.format(x)}: {y:.4f}</title></circle>"
+        for x, y in zip(at[::stride], values[::stride], strict=True)
     ]
-    return [f'<path class="line curve{number}" d="{frame.path(steps[::stride], values[::stride])}"/>', *dots]
+    return [f'<path class="line curve{number}" d="{frame.path(at[::stride], values[::stride])}"/>', *dots]
 
 
-def _legend(frame: _Frame, curves: Sequence[Curve]) -> list[str]:
-    """Labels in the top margin, the last curve's at the right end."""
-    parts, x = [], frame.right
-    for number, curve in reversed(list(enumerate(curves))):
-        parts.append(_text(x, 16.0, curve.label, "end"))
-        x -= 6.6 * len(curve.label) + 28
-        parts.append(f'<path class="line curve{number}" d="M{x:.1f},12h20"/>')
-        x -= 18
+def _legend_rows(unit: str, labels: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
+    """Numbered labels by line, as many in each as fit; the first line has the unit too."""
+    rows: list[list[tuple[int, str]]] = [[]]
+    room = width - 14.0 - text_width(unit)
+    for number, label in enumerate(labels):
+        if rows[-1] and room < text_width(label) + 46:
+            rows.append([])
+            room = width - 14.0
+        rows[-1].append((number, label))
+        room -= text_width(label) + 46
+    return rows
+
+
+def _legend(frame: Frame, rows: Sequence[Sequence[tuple[int, str]]]) -> list[str]:
+    """Labels in the top margin, the last one of a line at the right end, each behind a piece of its line."""
+    parts = []
+    for line, row in enumerate(rows):
+        x, y = frame.right, 16.0 + LINE * line
+        for number, label in reversed(row):
+            x -= text_width(label) + 28
+            parts.append(f'<path class="line curve{number % COLOURS}" d="M{x:.1f},{y - 4:g}h20"/>')
+            parts.append(text(x + 26, y, label, "start"))
+            x -= 18
     return parts
 
 
-def _box(frame: _Frame) -> str:
+def _box(frame: Frame) -> str:
     # Wider than the data by a dot's radius.
     width, height = frame.right - frame.left + 5, frame.bottom - frame.top
     return f'<rect x="{frame.left}" y="{frame.top}" width="{width}" height="{height}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'

@@ -120,8 +120,9 @@ def progress(total: int, *, start: int = 0) -> Progress:
 def describe(values: Mapping[str, Any], pace: Mapping[str, float | int]) -> str:
     """Metrics, time left and speed in one line: `loss 1.234  1:05 left  51.2k tokens/s  310G FLOP/s`.
 
-    What a narrow terminal cuts off stands last.
+    What a narrow terminal cuts off stands last. Arrays, which no line could hold, are left out.
     """
+    values = {name: value for name, value in values.items() if not isinstance(value, list)}
     parts = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in values.items()]
     if pace.get("seconds_left"):
         parts.append(f"{clock(pace['seconds_left'])} left")

@@ -1,4 +1,4 @@
-"""One page about a run, in one file: no scripts, nothing fetched, light or dark as the reader likes.
+"""One page about a run, or about several, in one file: no scripts, nothing fetched, light or dark as the reader likes.
 
     write_report(out, title="Transformer", summary="...", curves={"bits_per_byte": "train", "validation": "validation"},
                  floors={"xz -9e": corpus.xz}, unit="bits per byte", samples=[(prompt, continuation)])
@@ -8,15 +8,22 @@ It is made from what the run wrote into its folder, so it can be made again at a
 
 import html
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .chart import Curve, chart
 from .files import read_json, write_text
+from .heat import Heat, heat_map
 from .metrics import Line, read_lines
 from .progress import SPEEDS, clock, scaled
 from .style import STYLE
+
+WIDE = {"width": 860, "height": 400}
+NARROW = {"width": 400, "height": 320}
+NUMBER = ' class="number"'
 
 
 class ParameterRow(NamedTuple):
@@ -42,6 +49,10 @@ def write_report(
     figures: Mapping[str, str] | None = None,
     samples: Sequence[tuple[str, str]] = (),
     parameters: Sequence[tuple] = (),
+    runs: Mapping[str, Path] | None = None,
+    tokens: int = 0,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    shares: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `report.html` into a run's folder, from its metrics, timing, configuration and environment.
 
@@ -49,33 +60,62 @@ def write_report(
     ones that were logged at most steps are smoothed, the others are dots. `floors` are lines across the chart.
     `figures` stand large on top, name to text. `samples` are prompts and continuations. `parameters` are rows as
     `ParameterRow` has them.
+
+    `runs` maps labels to the folders of several runs that are compared, each with a curve of its own; their
+    configuration and environment are the first one's. With the number of `tokens` in a step curves are drawn against
+    tokens. `tables` maps titles to rows, each a mapping from heads of columns to what stands there. `shares` maps names
+    in the metrics, of counts "groups rows", to titles of pictures that show how far from even they are over time.
     """
     directory = Path(directory)
-    metrics, timing = read_lines(directory / "metrics.jsonl"), read_lines(directory / "timing.jsonl")
-    drawn = [_curve(metrics, name, label) for name, label in curves.items()]
-    charts = "".join(
-        f'<div class="{name}">{chart(drawn, floors or {}, unit=unit, width=width, height=height)}</div>'
-        for name, width, height in (("wide", 860, 400), ("narrow", 400, 320))
-    )
+    folders = {label: Path(folder) for label, folder in (runs or {"": directory}).items()}
+    lines = {label: read_lines(folder / "metrics.jsonl") for label, folder in folders.items()}
+    first, *others = folders.values()
+    timing = [] if others else read_lines(first / "timing.jsonl")
+    named = [(run, name, label) for run in folders for name, label in curves.items()]
+    drawn = [_curve(lines[run], name, _label(run, label, len(curves)), tokens) for run, name, label in named]
+    against = "tokens" if tokens else "steps"
     sections = [
         f"<header><h1>{_escape(title)}</h1><p>{_escape(summary)}</p></header>",
-        _figures({**(figures or {}), **_speed(metrics, timing)}),
-        f"<section>{charts}</section>",
+        _figures({**(figures or {}), **_speed(lines[next(iter(lines))], timing)}),
+        f"<section>{_both(lambda **size: chart(drawn, floors or {}, unit=unit, against=against, **size))}</section>",
+        *(_section(title, _table(rows)) for title, rows in (tables or {}).items()),
+        *(_section(title, _shares(lines, name, title, tokens)) for name, title in (shares or {}).items()),
         _section("Samples", "".join(map(_sample, samples))),
-        _section("Configuration", _pairs(_json(directory / "config.json"))),
+        _section("Configuration", _pairs(_json(first / "config.json"))),
         _section("Parameters", _parameters([ParameterRow._make(row) for row in parameters])),
         _section("Timing", _pairs(_timing(timing))),
-        _section("Environment", _pairs(_json(directory / "env.json"))),
+        _section("Environment", _pairs(_json(first / "env.json"))),
     ]
     path = directory / "report.html"
     write_text(path, _page(title, "\n".join(section for section in sections if section)))
     return path
 
 
-def _curve(metrics: Sequence[Line], name: str, label: str) -> Curve:
-    points = [(line["step"], float(line[name])) for line in metrics if name in line]
+def _label(run: str, label: str, curves: int) -> str:
+    """A run's name says enough where each run has one curve."""
+    return label if not run else run if curves == 1 else f"{run}, {label}"
+
+
+def _curve(metrics: Sequence[Line], name: str, label: str, tokens: int) -> Curve:
+    points = [(line["step"] * (tokens or 1), float(line[name])) for line in metrics if name in line]
     smooth = len(points) > max(20, 0.5 * len(metrics))
-    return Curve(label, [step for step, _ in points], [value for _, value in points], smooth=smooth)
+    return Curve(label, [at for at, _ in points], [value for _, value in points], smooth=smooth)
+
+
+def _both(draw: Callable[..., str]) -> str:
+    """A picture for a page and one for a phone, of which the style sheet shows one."""
+    return f'<div class="wide">{draw(**WIDE)}</div><div class="narrow">{draw(**NARROW)}</div>'
+
+
+def _shares(runs: Mapping[str, Sequence[Line]], name: str, title: str, tokens: int) -> str:
+    found = {label: [line for line in lines if name in line] for label, lines in runs.items()}
+    heats = [
+        Heat(label, [line["step"] * (tokens or 1) for line in lines], np.array([line[name] for line in lines], float))
+        for label, lines in found.items()
+        if lines
+    ]
+    against = "tokens" if tokens else "steps"
+    return _both(lambda width, **_: heat_map(heats, unit="multiple of an even share", against=against, width=width))
 
 
 def _speed(metrics: Sequence[Line], timing: Sequence[Line]) -> dict[str, str]:
@@ -106,17 +146,27 @@ def _timing(timing: Sequence[Line]) -> dict[str, str]:
 
 
 def _parameters(rows: Sequence[ParameterRow]) -> str:
+    count, size = sum(row.count for row in rows), sum(row.bytes for row in rows)
+    total = f'<tr class="total"><td>total</td>{"<td></td>" * 4}{_cell(count, True)}{_cell(size, True)}</tr>'
+    return _table([row._asdict() for row in rows], total)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], total: str = "") -> str:
+    """Rows of the same columns; numbers stand at the right."""
     if not rows:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in ParameterRow._fields)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    count, size = sum(row.count for row in rows), sum(row.bytes for row in rows)
-    total = f'<tr class="total"><td>total</td>{"<td></td>" * 4}{_cell(count)}{_cell(size)}</tr>'
+    numeric = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
+    head = "".join(f"<th{NUMBER if name in numeric else ''}>{_escape(name)}</th>" for name in rows[0])
+    cells = [[_cell(value, name in numeric) for name, value in row.items()] for row in rows]
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}{total}</tbody></table></div>'
 
 
-def _cell(value: Any) -> str:
-    return f'<td class="number">{value:,}</td>' if isinstance(value, int) else f"<td>{_escape(value)}</td>"
+def _cell(value: Any, numeric: bool) -> str:
+    written = (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else _escape(value)
+    )
+    return f"<td{NUMBER if numeric else ''}>{written}</td>"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -145,7 +195,7 @@ def _sample(sample: tuple[str, str]) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
+    return f"<section><h2>{_escape(title)}</h2>{content}</section>" if content else ""
 
 
 def _escape(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""The style sheet of reports."""
+"""The style sheet of reports, and of their pictures alone."""
 
-STYLE = """
+COLOURS = """
 :root {
   --paper: #ffffff; --panel: #f6f7f9; --ink: #1b1f24; --soft: #626b76; --rule: #e2e5e9;
   --train: #2563c9; --held-out: #d9601a; --third: #2f8f5b; --fourth: #8a4fc7;
@@ -11,6 +11,33 @@ STYLE = """
     --train: #6ea8ff; --held-out: #ff9a57; --third: #63c592; --fourth: #c29bf0;
   }
 }
+"""
+
+CHART = """
+.chart { display: block; width: 100%; height: auto; overflow: visible; }
+.chart text { fill: var(--soft); font-size: 12.5px; font-variant-numeric: tabular-nums; }
+.chart path { fill: none; stroke: currentColor; }
+.chart .grid { color: var(--rule); }
+.chart .axis { color: var(--soft); }
+.chart .line { stroke-width: 2; stroke-linejoin: round; }
+.chart .raw { opacity: 0.3; }
+.chart .curve0 { color: var(--train); }
+.chart .curve1 { color: var(--held-out); }
+.chart .curve2 { color: var(--third); }
+.chart .curve3 { color: var(--fourth); }
+.chart .line.curve2 { stroke-dasharray: 7 3; }
+.chart .line.curve3 { stroke-dasharray: 2 3; }
+.chart .dot { fill: currentColor; stroke: var(--paper); stroke-width: 1.2; }
+.chart .floor { color: var(--soft); stroke-dasharray: 5 4; }
+.chart .even, .chart [class^="less"], .chart [class^="more"] { stroke: none; }
+.chart .even { fill: var(--rule); fill-opacity: 0.6; }
+.chart [class^="less"] { fill: var(--train); }
+.chart [class^="more"] { fill: var(--held-out); }
+.chart .less1, .chart .more1 { fill-opacity: 0.3; }
+.chart .less2, .chart .more2 { fill-opacity: 0.6; }
+"""
+
+PAGE = """
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--paper); color: var(--ink); -webkit-text-size-adjust: 100%;
@@ -24,20 +51,7 @@ dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); 
 dl div { background: var(--panel); border-radius: 0.6rem; padding: 0.7rem 0.9rem; }
 dt { color: var(--soft); font-size: 0.8rem; }
 dd { margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--soft); font-size: 12.5px; font-variant-numeric: tabular-nums; }
-svg path { fill: none; stroke: currentColor; }
 .narrow { display: none; }
-.grid { color: var(--rule); }
-.axis { color: var(--soft); }
-.line { stroke-width: 2; stroke-linejoin: round; }
-.raw { opacity: 0.3; }
-.curve0 { color: var(--train); }
-.curve1 { color: var(--held-out); }
-.curve2 { color: var(--third); }
-.curve3 { color: var(--fourth); }
-.dot { fill: currentColor; stroke: var(--paper); stroke-width: 1.2; }
-.floor { color: var(--soft); stroke-dasharray: 5 4; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.86rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { text-align: left; white-space: nowrap; }
@@ -46,7 +60,6 @@ th { font-weight: 500; color: var(--soft); }
 .pairs th { width: 1%; vertical-align: top; }
 .pairs td { white-space: normal; overflow-wrap: anywhere; }
 .number { text-align: right; }
-th:nth-child(n + 6) { text-align: right; }
 .total td { font-weight: 600; border-bottom: none; }
 pre {
   background: var(--panel); border-radius: 0.6rem; padding: 0.9rem 1rem; margin: 0 0 0.8rem; font-size: 0.84rem;
@@ -61,3 +74,5 @@ pre b { color: var(--train); font-weight: 600; }
   dl { grid-template-columns: repeat(2, 1fr); }
 }
 """
+
+STYLE = COLOURS + PAGE + CHART

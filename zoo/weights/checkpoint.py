@@ -15,8 +15,12 @@ from zoo.models.config import ConfigError, nearest, read_config
 from zoo.models.facts import Config, Family, Origin, Table
 
 from .directory import CONFIG, family_of, find, read_json, tensors_of
+from .packed import unpacked
 from .plan import Planned, bare, plan
 from .tensors import CheckpointError, Tensor
+
+PACKED = "quantization_config"
+"""The key of a config that says that matrices are packed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +42,18 @@ class Checkpoint:
     """A head that is stored though the config ties it, and the embedding that it has to be equal to."""
 
 
-def opened(directory: str | Path, family: Family | None = None, ignore: Collection[str] = ()) -> Checkpoint:
-    """A directory, understood. Only its config and headers are read.
+def opened(
+    directory: str | Path, family: Family | None = None, ignore: Collection[str] = (), packed: bool = False
+) -> Checkpoint:
+    """A directory, understood. Only its config and headers are read. Packed matrices stay so if `packed`, and are else
+    read as if they were not.
 
     **Raises** `CheckpointError` as `load` does, numbers apart.
     """
     path = find(directory)
     given = read_json(path / CONFIG)
     family = family_of(given, path / CONFIG) if family is None else family
-    return understood(given, tensors_of(path), family, ignore, f"{path / CONFIG}: ", str(path))
+    return understood(given, tensors_of(path), family, ignore, f"{path / CONFIG}: ", str(path), packed)
 
 
 def understood(
@@ -56,11 +63,17 @@ def understood(
     ignore: Collection[str],
     config_place: str,
     place: str,
+    packed: bool = False,
 ) -> Checkpoint:
     """A config and tensors, held against each other."""
-    given = {key: value for key, value in given.items() if key not in ignore}
+    given, decode = {key: value for key, value in given.items() if key not in ignore}, False
     try:
         config = read_config(family, given)
+        if config.get(PACKED) is None and packed:
+            raise ConfigError(f"packed=True, and without a {PACKED} nothing in the checkpoint is packed: leave it out")
+        if config.get(PACKED) is not None and not packed:
+            given = {key: value for key, value in given.items() if key != PACKED}
+            config, decode = read_config(family, given), True
         layers = config["num_hidden_layers"]
         if layers > len(tensors):  # so many would take forever to describe
             raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
@@ -68,13 +81,15 @@ def understood(
         table = family.names(config)
     except ValueError as error:  # keys by themselves, or sizes that do not go together
         raise CheckpointError(f"{config_place}{error}") from None
+    tensors = unpacked(tensors, place) if decode else tensors
     short = bare(table, set(tensors))
     model = dataclasses.replace(model, origin=Origin(family, json.dumps(given), short is not None))
     table = table if short is None else short
     planned = plan(model, table)
     head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
     tied = config.get("tie_word_embeddings") and {head, embedding} <= tensors.keys()
-    hold_against(planned, tensors, family, place, allowed=(head,) if tied else ())
+    unread = () if family.unread is None else family.unread(config, tensors)
+    hold_against(planned, tensors, family, place, allowed=(head, *unread) if tied else unread)
     return Checkpoint(place, family, config, model, table, planned, tensors, (head, embedding) if tied else None)
 
 

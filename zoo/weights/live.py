@@ -1,5 +1,7 @@
 """Live PyTorch weights. The one file that imports torch and transformers, inside the functions that need them."""
 
+import dataclasses
+import importlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from zoo.models import Decoder
+from zoo.models.config import is_mxfp4
 from zoo.models.facts import Family
 from zoo.models.families import FAMILIES
 from zoo.parallel import Mesh
@@ -45,7 +48,19 @@ def from_torch(
     given = config_of(getattr(weights, "config", None) if config is None else config)
     family = family_of(given, Path(CONFIG)) if family is None else family
     source = {in_files(name, family): tensor_of(name, x) for name, x in state.items()}
-    return filled(understood(given, source, family, ignore, "the config: ", "what was passed"), mesh, dtype)
+    checkpoint = understood(given, source, in_memory(family, source), ignore, "the config: ", "what was passed")
+    origin = checkpoint.model.origin
+    assert origin is not None  # it was understood
+    model = dataclasses.replace(checkpoint.model, origin=dataclasses.replace(origin, family=family))
+    return filled(dataclasses.replace(checkpoint, model=model), mesh, dtype)
+
+
+def in_memory(family: Family, names: Collection[str]) -> Family:
+    """The family, with the table by which a module's tensors are named. Before version 5 of transformers a module had
+    its experts one by one, as the files have them."""
+    if family.live_names is None or any(".experts.0." in name for name in names):
+        return family
+    return dataclasses.replace(family, names=family.live_names)
 
 
 def config_of(source: Any) -> dict[str, Any]:
@@ -83,6 +98,15 @@ def tensor_of(name: str, x: Any) -> Tensor:
     return Tensor(numbers.dtype, numbers.shape, lambda: numbers, shared=True)
 
 
+def stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a module as its files name and arrange them: transformers has all experts in one since version 5."""
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+    except ImportError:
+        return tensors
+    return loading.revert_weight_conversion(model, tensors)
+
+
 def expected_of(directory: str | Path, *, batch: int = 2, length: int = 33, seed: int = 0) -> dict[str, np.ndarray]:
     """What transformers computes of a directory, on the CPU, in the form that `parity.compare` takes: hidden states,
     logits, loss and the gradient of every parameter in float32; hidden states and logits in bfloat16.
@@ -99,18 +123,24 @@ def expected_of(directory: str | Path, *, batch: int = 2, length: int = 33, seed
     found: dict[str, Any] = {}
     family = None
     for prefix, dtype in (("", torch.float32), ("bfloat16.", torch.bfloat16)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(directory), dtype=dtype, attn_implementation="eager", local_files_only=True
-        ).eval()
+        options = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
+        if is_mxfp4(read_json(Path(directory) / CONFIG).get("quantization_config")):  # to multiply it, it needs kernels
+            options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options).eval()
+        if hasattr(model, "set_experts_implementation"):  # another refuses sizes that are no multiples of its own
+            model.set_experts_implementation("eager")
         family = family or FAMILIES.get(model.config.model_type)
         shape = (batch, min(length, getattr(model.config, "max_position_embeddings", length)))
-        tokens = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+        vocab, padding = model.config.vocab_size, getattr(model.config, "pad_token_id", None)
+        tokens = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+        if padding is not None:  # PyTorch's embeddings give padding no gradient
+            tokens = torch.where(tokens == padding, (padding + 1) % vocab, tokens)
         out = model(tokens, labels=tokens, output_hidden_states=True, use_cache=False)
         found |= {f"{prefix}hidden_states.{i}": x for i, x in enumerate(out.hidden_states)}
         found |= {f"{prefix}logits": out.logits}
         if not prefix:
             out.loss.backward()
-            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            gradients = stored(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
             found |= {f"grad.{in_files(name, family) if family else name}": x for name, x in gradients.items()}
             found |= {"input_ids": tokens, "loss": out.loss}
     return {name: (x if name == "input_ids" else x.detach().float()).numpy() for name, x in found.items()}

@@ -10,10 +10,13 @@ import numpy as np
 from zoo.models import Decoder
 from zoo.models.facts import Family
 from zoo.models.names import each
+from zoo.ops.mxfp4 import NOT_A_NUMBER
 from zoo.parallel import Mesh
+from zoo.parallel import leaves as annotated
 from zoo.parallel.place import tell
 
 from .checkpoint import Checkpoint, opened
+from .packed import SCALES
 from .plan import Planned
 from .tensors import CheckpointError, Tensor, empty
 
@@ -25,23 +28,30 @@ def load(
     dtype: Any = None,
     family: Family | None = None,
     ignore: Collection[str] = (),
+    packed: bool = False,
 ) -> Decoder:
     """The model in a Hugging Face directory: `config.json`, and safetensors in one file or in shards.
 
     - `mesh`: where it is to lie; every device reads its own share and no more. One device unless given.
-    - `dtype`: of all parameters; the file's own unless given.
+    - `dtype`: of all parameters; the file's own unless given. What is no parameter (a router's selection bias) is not
+      rounded to it.
     - `family`: a family of your own; the one that the config's `model_type` names unless given.
     - `ignore`: keys of the config to leave out of account; `save` leaves them out too.
+    - `packed`: of a checkpoint with matrices in MXFP4, keep them so (`zoo.layers.PackedLinear`): a quarter of the
+      memory of bfloat16, no gradient into them, and `save` writes them byte for byte as they were. Unless asked for
+      they are decoded, each number to exactly what it stands for, and the model is like any other: `save` writes plain
+      tensors and a config that says nothing of packing, and `load` reads the same numbers from these.
 
     Tensors are read one by one, straight into place: beside the model there is never more than about one of them in
     memory. The model remembers its family and config, for `save`. Nothing is dropped in training unless a recipe says
     so: the config's dropout is not carried over.
 
     **Raises** `CheckpointError`, before anything is allocated, for a directory that is none, weights that are pickled
-    or damaged, an unknown family, a key that would change the result and is not honoured, tensors that are missing, too
-    many, or of another shape or kind; and, while reading, for numbers that are not finite.
+    or damaged, or not packed though `packed` says so, an unknown family, a key that would change the result and is not
+    honoured, tensors that are missing, too many, or of another shape or kind; and, while reading, for numbers that are
+    not finite.
     """
-    return filled(opened(directory, family, ignore), mesh, dtype)
+    return filled(opened(directory, family, ignore, packed), mesh, dtype)
 
 
 def filled(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Decoder:
@@ -56,7 +66,11 @@ def filled(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Decoder:
     for name, tensor in planned.items():
         for part, piece in enumerate(tensor.pieces):
             homes[piece.leaf][piece.index] = name, part
-    dtypes = [dtype_of(home, source, place, dtype) for home in homes]
+    learnt = [leaf.learnt for leaf in annotated(checkpoint.model)]
+    dtypes = [
+        dtype_of(home, source, place, dtype, own) if floating(x.dtype) else dtype_of_codes(home, source, place, x.dtype)
+        for home, own, x in zip(homes, learnt, leaves, strict=True)
+    ]
     shapes = [jax.ShapeDtypeStruct(x.shape, of) for x, of in zip(leaves, dtypes, strict=True)]
     alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract, on_mesh = jax.tree.unflatten(treedef, shapes), None
@@ -77,13 +91,16 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def dtype_of(
-    home: Mapping[tuple[int, ...], tuple[str, int]], source: Mapping[str, Tensor], place: str, dtype: Any
+    home: Mapping[tuple[int, ...], tuple[str, int]], source: Mapping[str, Tensor], place: str, dtype: Any, learnt: bool
 ) -> np.dtype:
-    """What an array is to be. **Raises** `CheckpointError` for tensors of another kind than floating point, and where
-    layers that are stacked in one array have several dtypes and none was asked for."""
+    """What an array is to be: as asked, and no narrower than in the file where it is not learnt.
+
+    **Raises** `CheckpointError` for tensors of another kind than floating point, and where layers that are stacked in
+    one array have several dtypes and none was asked for.
+    """
     held = {source[name].dtype: name for name, _ in home.values()}
     for found, name in held.items():
-        if np.dtype(found).itemsize == 1 or not jax.numpy.issubdtype(found, jax.numpy.floating):
+        if np.dtype(found).itemsize == 1 or not floating(found):
             raise CheckpointError(
                 f"{place}: {name} is stored as {found}, where float64, float32, bfloat16 or float16 was expected; "
                 "quantised checkpoints are not read"
@@ -94,9 +111,25 @@ def dtype_of(
             f"{place}: {first} is {one} and {second} is {other}: pass dtype= to read all layers in one"
         )
     wanted = np.dtype(next(iter(held)) if dtype is None else dtype)
-    if not jax.numpy.issubdtype(wanted, jax.numpy.floating):
+    wanted = wanted if learnt else max([wanted, *held], key=lambda kind: np.dtype(kind).itemsize)
+    if not floating(wanted):
         raise CheckpointError(f"dtype={wanted}: parameters are floating point, say float32, bfloat16 or float16")
     return np.dtype(jax.dtypes.canonicalize_dtype(wanted))
+
+
+def dtype_of_codes(
+    home: Mapping[tuple[int, ...], tuple[str, int]], source: Mapping[str, Tensor], place: str, dtype: np.dtype
+) -> np.dtype:
+    """Of an array that holds packed numbers, whatever the dtype of the others. **Raises** `CheckpointError` for tensors
+    of another."""
+    for name, _ in home.values():
+        if source[name].dtype != dtype:
+            raise CheckpointError(f"{place}: {name} is stored as {source[name].dtype}, where {dtype} was expected")
+    return np.dtype(dtype)
+
+
+def floating(dtype: Any) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.numpy.floating)
 
 
 def sharer(
@@ -110,11 +143,10 @@ def sharer(
     stars = len(next(iter(home)))
     made: dict[str, np.ndarray] = {}
 
-    def piece(index: tuple[int, ...]) -> tuple[str, np.ndarray]:
+    def piece(index: tuple[int, ...]) -> tuple[str, Any]:
         name, part = home[index]
         tensor = planned[name]
-        view = tensor.row.views(source[name].read(), tensor.parts, tensor.lead)[part]
-        return name, view.reshape(tensor.pieces[part].shape)
+        return name, source[name].part(tensor.row, tensor.parts, tensor.lead, part)
 
     def as_it_is() -> np.ndarray | None:
         """The tensor itself, where it may be kept and is what the array should be."""
@@ -141,6 +173,8 @@ def put(buffer: np.ndarray, index: tuple[int, ...], numbers: np.ndarray, name: s
     if copy:
         with np.errstate(over="ignore"):
             buffer[index] = numbers
+    if buffer.dtype == np.uint8 and name.endswith(SCALES) and (numbers == NOT_A_NUMBER).any():
+        raise CheckpointError(f"{name} has the scale {NOT_A_NUMBER}, which says that a block is not a number")
     if not np.isfinite(buffer[index]).all():
         if np.isfinite(numbers).all():
             raise CheckpointError(f"{name} has numbers up to {np.abs(numbers).max():.3g}: too large for {buffer.dtype}")

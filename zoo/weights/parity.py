@@ -6,7 +6,8 @@ The second names the layer that is wrong, and not those after it.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ from zoo.models.probe import hidden_states, layers_of, score
 from zoo.parallel import trainable
 
 from .load import load
+from .packed import BLOCKS
+from .plan import plan
 from .save import exported, named
 from .tensors import CheckpointError, read_file
 
 TOLERANCE = 1e-4
 """Of activations and logits, of the largest number in the array. Gradients have twice that, by norm."""
+ROUNDING = 1e-7
+"""Of the largest gradient: what is left of one that is zero, such as that of a router whose one weight is always 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,22 +79,27 @@ def compare(
     norms: Mapping[str, float] | None = None,
     tolerance: float = TOLERANCE,
     family: Family | None = None,
+    packed: bool = False,
 ) -> Report:
     """Our model of a directory against what PyTorch computed.
 
-    - `expected`: `input_ids`; and of `logits`, `loss`, `hidden_states.N`, `grad.NAME` whatever there is. Of PyTorch in
-      bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`.
-    - `norms`: of the gradient of the loss, by the checkpoint's names.
+    - `expected`: `input_ids`; and of `logits`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that has
+      a router, "tokens experts"), `grad.NAME` whatever there is. Of PyTorch in bfloat16, `bfloat16.logits` and
+      `bfloat16.hidden_states.N`.
+    - `norms`: of the gradient of the loss, by the checkpoint's names. That of a matrix in MXFP4 goes by its blocks, and
+      is the gradient of what they stand for.
+    - `packed`: as `load` takes it. What stays packed has no gradient here, and none is compared.
 
     **Raises** `CheckpointError` as `load` does, and for expectations without `input_ids`.
     """
     if "input_ids" not in expected:
         raise CheckpointError("expectations need input_ids: the tokens that the rest was computed from")
     tokens = jnp.asarray(expected["input_ids"])
-    model = load(directory, dtype=jnp.float32, family=family)
-    narrow = load(directory, dtype=jnp.bfloat16, family=family) if "bfloat16.logits" in expected else None
+    read = partial(load, directory, family=family, packed=packed)
+    model, narrow = read(dtype=jnp.float32), read(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
     with jax.default_matmul_precision("highest"):
         lines = [*activations(model, narrow, tokens, expected, tolerance)]
+        lines += routers(model, tokens, expected, tolerance)
         lines += gradients(model, tokens, expected, norms or {}, 2 * tolerance)
     return Report(tuple(lines))
 
@@ -129,7 +139,7 @@ def one_by_one(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.
 
     @eqx.filter_jit
     def run(block: Any, x: Any) -> Any:
-        return block(Stream.of(x), Info())[0].x
+        return block(Stream(x), Info())[0].x
 
     found = {}
     for number, block in enumerate(blocks):
@@ -137,6 +147,16 @@ def one_by_one(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.
             out = run(block, jnp.asarray(expected[f"hidden_states.{number}"]))
             found[number] = out if number < len(blocks) - 1 else eqx.filter_jit(model.norm)(out)
     return found
+
+
+def routers(model: Decoder, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float) -> Iterator[Line]:
+    wanted = {name: x for name, x in expected.items() if name.startswith("router_logits.")}
+    if not wanted:
+        return
+    found = eqx.filter_jit(lambda model, tokens: model.hidden(tokens, Info())[0].routing)(model, tokens)
+    ours = {f"router_logits.{i}": one.logits.reshape(-1, one.logits.shape[-1]) for i, one in enumerate(found)}
+    for name in sorted(wanted, key=lambda name: int(name.partition(".")[2])):
+        yield Line(name, distance(ours[name], wanted[name]) if name in ours else float("inf"), tolerance)
 
 
 def bfloat16(name: str, ours: Any, expected: Mapping[str, np.ndarray]) -> tuple[float | None, float | None]:
@@ -162,23 +182,27 @@ def gradients(
     stored = {name.removeprefix("grad."): wanted for name, wanted in expected.items() if name.startswith("grad.")}
     if not stored and not norms and "loss" not in expected:
         return
-    loss, found = loss_and_gradients(model, tokens)
+    loss, found, fixed = loss_and_gradients(model, tokens)
+    norms = {name: norm for name, norm in norms.items() if name not in fixed}
+    sizes = {name: float(np.linalg.norm(wanted)) for name, wanted in stored.items()}
+    smallest = max({**norms, **sizes}.values(), default=0.0) * ROUNDING / tolerance
     if "loss" in expected:
         wanted = float(expected["loss"])
         yield Line("loss", abs(float(loss) - wanted) / abs(wanted), tolerance / 2)
     missing = float("inf")
     for name, wanted in stored.items():
         ours = found(name)
-        far = missing if ours is None else float(np.linalg.norm(ours - wanted) / np.linalg.norm(wanted))
+        far = missing if ours is None else float(np.linalg.norm(ours - wanted)) / max(sizes[name], smallest)
         yield Line(f"gradient of {name}", far, tolerance)
     for name in sorted(norms.keys() - stored.keys()):
         ours = found(name)
-        far = missing if ours is None else abs(float(np.linalg.norm(ours)) / norms[name] - 1)
+        far = missing if ours is None else abs(float(np.linalg.norm(ours)) - norms[name]) / max(norms[name], smallest)
         yield Line(f"norm of the gradient of {name}", far, tolerance)
 
 
-def loss_and_gradients(model: Decoder, tokens: Any) -> tuple[Any, Callable[[str], np.ndarray | None]]:
-    """The loss, and a function from the checkpoint's name of a parameter to its gradient."""
+def loss_and_gradients(model: Decoder, tokens: Any) -> tuple[Any, Callable[[str], np.ndarray | None], Collection[str]]:
+    """The loss; a function from the checkpoint's name of a parameter to its gradient; and the names of what has none,
+    since it is not learnt."""
 
     @eqx.filter_jit
     def run(parameters: Any, rest: Any) -> Any:
@@ -189,8 +213,14 @@ def loss_and_gradients(model: Decoder, tokens: Any) -> tuple[Any, Callable[[str]
     loss, grads = run(parameters, rest)
     origin = model.origin
     assert origin is not None  # it was loaded
-    shapes, tensor = exported(grads, named(origin.family, json.loads(origin.config), False))
-    return loss, lambda name: tensor(name) if name in shapes else None
+    table = named(origin.family, json.loads(origin.config), False)
+    shapes, tensor = exported(grads, table)
+
+    def found(name: str) -> np.ndarray | None:
+        name = name if name in shapes else name.removesuffix(BLOCKS)
+        return tensor(name) if name in shapes else None
+
+    return loss, found, plan(model, table).keys() - shapes.keys()
 
 
 def expectations(file: str | Path) -> dict[str, np.ndarray]:

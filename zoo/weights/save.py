@@ -43,9 +43,10 @@ def save(
     - `shard_bytes`: a larger checkpoint is written in shards with an index.
 
     What the config describes is built once more, in shapes only, and compared with the model: it is written only if it
-    will be read as what it is. Tensors are written one by one; what the directory held before is replaced only when
-    all of them are there. Of several processes, which all call this, the first writes. Numbers that are not finite are
-    written as they are, and refused by `load`.
+    will be read as what it is. A checkpoint in MXFP4 that was decoded as it was read is written as the numbers that it
+    stands for, which is another file; one that was loaded `packed` as the same bytes. Tensors are written one by one;
+    what the directory held before is replaced only when all of them are there. Of several processes, which all call
+    this, the first writes. Numbers that are not finite are written as they are, and refused by `load`.
 
     **Raises** `CheckpointError` where no family computes what the model does, with the first thing in which it differs,
     and where parts that are stored in one tensor have several dtypes.
@@ -173,7 +174,7 @@ def exported(model: PyTree, table: Table) -> tuple[Shapes, Callable[[str], np.nd
         of = planned[name]
         parts = [on_host(leaves[piece.leaf], piece.index) for piece in of.pieces]
         if len(parts) == 1 and not of.row.transposed:
-            return parts[0]
+            return parts[0].reshape(of.shape)
         whole = np.empty(of.shape, parts[0].dtype)
         for view, part in zip(of.row.views(whole, of.parts, of.lead), parts, strict=True):
             view[...] = part.reshape(view.shape)

@@ -8,12 +8,14 @@ import dataclasses
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from zoo.models.facts import Row, Shape
 
 DTYPES: dict[str, np.dtype] = {
     **{f"F{bits}": np.dtype(f"float{bits}") for bits in (64, 32, 16)},
@@ -25,6 +27,8 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+ORDER: Sequence[str] = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
+"""In which `safetensors` writes tensors: by dtype, and those of one dtype by name."""
 LARGEST_HEADER = 100_000_000
 ALIGNED = 64  # JAX takes a buffer on the CPU as it is, without a copy, where it begins at a multiple of this
 
@@ -56,6 +60,13 @@ class Tensor:
     """Let go of what was read of the file so far; it can be read again."""
     shared: bool = False
     """Whether a model may keep these very numbers in place of a copy."""
+    parts: Callable[[Row, Sequence[Shape], int], Sequence[Any]] | None = None
+    """What `row.views` would give of its numbers, where these are made only when a part is indexed."""
+
+    def part(self, row: Row, shapes: Sequence[Shape], lead: int, number: int) -> Any:
+        """One of the parts that a row of a table has in it, in its own shape: to be indexed with slices."""
+        views = row.views(self.read(), shapes, lead) if self.parts is None else self.parts(row, shapes, lead)
+        return views[number].reshape(shapes[number])
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
@@ -139,6 +150,7 @@ def counts(value: Any) -> bool:
 
 def write_file(path: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
     """A file of these tensors, as `safetensors` itself writes it. `tensor(name)` is called for one after another."""
+    shapes = dict(sorted(shapes.items(), key=lambda item: (ORDER.index(CODES[item[1][1]]), item[0])))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in shapes.items():

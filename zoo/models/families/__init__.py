@@ -2,15 +2,46 @@
 
 from zoo.models.facts import Family
 
+from .deepseek_v2 import DEEPSEEK_V2
+from .deepseek_v3 import DEEPSEEK_V3
+from .dots1 import DOTS1
+from .ernie4_5_moe import ERNIE4_5_MOE
 from .gemma import GEMMA
+from .glm4_moe import GLM4_MOE
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
+from .gpt_oss import GPT_OSS
+from .granitemoe import GRANITEMOE
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
+from .olmoe import OLMOE
 from .qwen2 import QWEN2
+from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GEMMA, GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3)}
+ALL = (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DOTS1,
+    ERNIE4_5_MOE,
+    GEMMA,
+    GLM4_MOE,
+    GPT2,
+    GPT_NEOX,
+    GPT_OSS,
+    GRANITEMOE,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OLMOE,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in ALL}
 
 
 def families() -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""The config of a model that was made from scratch, in the words that the LLaMA line of families shares."""
+"""The config of a model that was made from scratch, in the words that the LLaMA line of families shares, mixtures of
+experts included."""
 
 from typing import Any
 
 import equinox as eqx
 
-from zoo.layers import Attention, GatedMLP, RMSNorm
+from zoo.layers import Attention, GatedMLP, MixtureOfExperts, RMSNorm
 from zoo.models.blocks import Block
 from zoo.models.config import ConfigError
 from zoo.models.decoder import Decoder
@@ -13,22 +14,84 @@ from zoo.ops.rotary import Dynamic, Linear, Llama3, LongRope, Rotary, Scaling, Y
 
 
 def described(model: Any) -> dict[str, Any]:
-    """Every key that a family of this line may have, as the first layer shows it. That all layers, and all that no key
-    speaks of, are as the family has them is for the caller to compare.
+    """Every key that a dense family of this line may have, as the first layer shows it. That all layers, and all that
+    no key speaks of, are as the family has them is for the caller to compare.
 
     **Raises** `ConfigError` for layers of another kind.
     """
+    model, blocks = taken_apart(model)
+    found, ffn = common(model, blocks), blocks[0].ffn
+    check("ffn", ffn, GatedMLP)
+    return found | {
+        "intermediate_size": ffn.gate.out_size,
+        "hidden_act": word_of(ffn.activation),
+        "mlp_bias": getattr(ffn.gate, "bias", None) is not None,
+    }
+
+
+def described_mixture(model: Any) -> dict[str, Any]:
+    """The same for families with mixtures of experts, as the first layer that has one shows it; and the width of the
+    dense layers, where there are some.
+
+    **Raises** `ConfigError` for a model without a mixture, and for layers of another kind.
+    """
+    model, blocks = taken_apart(model)
+    found, mixer = common(model, blocks), blocks[0].mixer
+    sparse = [isinstance(getattr(block, "ffn", None), MixtureOfExperts) for block in blocks]
+    if not any(sparse):
+        raise ConfigError("none of its layers is a mixture of experts")
+    mixture = blocks[sparse.index(True)].ffn
+    check("experts", mixture.experts, GatedMLP)
+    dense = next((block.ffn for block, is_sparse in zip(blocks, sparse, strict=True) if not is_sparse), mixture.experts)
+    check("ffn", dense, GatedMLP)
+    router, width = mixture.router, mixture.experts.gate.out_size
+    if mixture.shared is not None:
+        check("shared expert", mixture.shared, GatedMLP)
+    shared = None if mixture.shared is None else mixture.shared.gate.out_size
+    return found | {
+        "intermediate_size": dense.gate.out_size,
+        "moe_intermediate_size": width,
+        "hidden_act": word_of(mixture.experts.activation),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), router.scores.out_size),
+        "num_experts_per_tok": router.top,
+        "norm_topk_prob": getattr(router, "renormalise", True),
+        "routed_scaling_factor": getattr(router, "scale", 1.0),
+        "n_group": getattr(router, "groups", 1),
+        "topk_group": getattr(router, "kept_groups", 1),
+        "shared_expert_intermediate_size": shared,
+        "n_shared_experts": None if shared is None else shared // width,
+        "mlp_only_layers": [number for number, is_sparse in enumerate(sparse) if not is_sparse],
+        "decoder_sparse_step": 1,
+        "first_k_dense_replace": sparse.index(True),
+        "use_qk_norm": mixer.query_norm is not None,
+        "clip_qkv": mixer.clip,
+        "embedding_multiplier": model.embedding.multiplier,
+        "residual_multiplier": blocks[0].residual_multiplier,
+        "attention_multiplier": mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale,
+        "logits_scaling": 1 / model.logits_multiplier,
+    }
+
+
+def taken_apart(model: Any) -> tuple[Decoder, tuple[Any, ...]]:
+    """A model and its layers one by one, in shapes. **Raises** `ConfigError` for what is no decoder."""
     if not isinstance(model, Decoder):
         raise ConfigError(f"a {type(model).__name__} is no decoder")
-    shapes = eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.one_by_one())), model)
-    model, blocks = shapes
+    return eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.one_by_one())), model)
+
+
+def check(name: str, part: Any, kind: type) -> None:
+    """**Raises** `ConfigError` for a part of another kind."""
+    if not isinstance(part, kind):
+        raise ConfigError(f"its {name} is a {type(part).__name__}, not a {kind.__name__}")
+
+
+def common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
+    """What does not depend on the feed-forward part."""
     first = blocks[0]
-    kinds = {"block": Block, "mixer": Attention, "ffn": GatedMLP, "mixer_norm": RMSNorm}
-    found = {"block": first, **{name: getattr(first, name, None) for name in ("mixer", "ffn", "mixer_norm")}}
-    for name, kind in kinds.items():
-        if not isinstance(found[name], kind):
-            raise ConfigError(f"its {name} is a {type(found[name]).__name__}, not a {kind.__name__}")
-    mixer, ffn = first.mixer, first.ffn
+    check("block", first, Block)
+    check("mixer", first.mixer, Attention)
+    check("mixer_norm", first.mixer_norm, RMSNorm)
+    mixer = first.mixer
     if mixer.rotary is None:
         raise ConfigError("its attention does not turn queries and keys by their positions")
     vocab, embed = model.embedding.weight.shape
@@ -38,18 +101,15 @@ def described(model: Any) -> dict[str, Any]:
     return {
         "vocab_size": vocab,
         "hidden_size": embed,
-        "intermediate_size": ffn.gate.out_size,
         "num_hidden_layers": len(blocks),
         "num_attention_heads": mixer.query.out_size // mixer.head_dim,
         "num_key_value_heads": mixer.key.out_size // mixer.head_dim,
         "head_dim": mixer.head_dim,
-        "hidden_act": word_of(ffn.activation),
         "max_position_embeddings": getattr(scaling, "original_length", 2048),
         "rms_norm_eps": first.mixer_norm.epsilon,
         "tie_word_embeddings": model.head is None,
         "rope_parameters": rope_parameters(mixer.rotary, mixer.head_dim),
-        "attention_bias": getattr(mixer.query, "bias", None) is not None,
-        "mlp_bias": getattr(ffn.gate, "bias", None) is not None,
+        **dict.fromkeys(("attention_bias", "qkv_bias"), getattr(mixer.query, "bias", None) is not None),
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],

@@ -7,7 +7,7 @@ from jaxtyping import Array, Key
 from zoo.models.assemble import layer
 from zoo.models.blocks import Block
 from zoo.models.decoder import Decoder
-from zoo.models.facts import Config, Family, Table, under
+from zoo.models.facts import Config, Family, Table, fused, under
 from zoo.models.pieces import attention, decoder, gated_mlp, rms_norm
 
 from .describe import described
@@ -21,6 +21,8 @@ PROJECTIONS: Table = {
     "k_norm": "key_norm",
 }
 GATED: Table = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+TOGETHER: Table = {"gate_up_proj": fused("gate.weight", "up.weight"), "down_proj": "down.weight"}
+"""All experts of a layer, as transformers holds them in memory."""
 
 
 def build(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -31,11 +33,16 @@ def build(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def names(config: Config) -> Table:
+    return named(under("mlp", "gated_mlp", GATED))
+
+
+def named(feed_forward: Table, mixer: Table | None = None) -> Table:
+    """LLaMA's names around those of a feed-forward part; and of a `mixer`, its own unless given."""
     block = {
         "input_layernorm": "mixer_norm",
         "post_attention_layernorm": "ffn_norm",
-        **under("self_attn", "attention", PROJECTIONS),
-        **under("mlp", "gated_mlp", GATED),
+        **(under("self_attn", "attention", PROJECTIONS) if mixer is None else mixer),
+        **feed_forward,
     }
     shell = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
     return {**shell, **under("model.layers.*", "layers.*", block)}

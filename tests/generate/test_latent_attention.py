@@ -1,0 +1,80 @@
+"""Decoding with latent attention: the tokens of whole passes, from a cache of latents, on one device and on a mesh."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo.generate.decode import advance, one_by_one, prefill, whole_donating, whole_keeping
+from zoo.generate.request import Options, cache_length
+from zoo.layers import Attention, BiasedRouter, LatentAttention
+from zoo.ops.rotary import Dynamic, Rotary
+
+VOCAB, PROMPT, NEW = 40, 6, 5
+SIZES = {"vocab": VOCAB, "embed": 16, "layers": 2, "heads": 4, "mlp": 12, "experts": 4, "top": 2, "dense_layers": 1}
+
+
+@eqx.filter_jit
+def made(rotary):
+    mixer = partial(LatentAttention, latent=8, head_dim=6, value_dim=5, query_latent=7, rotary=rotary)
+    router = partial(BiasedRouter, groups=2, kept_groups=1)
+    return zoo.models.MixtureOfExperts(**SIZES, mixer=mixer, router=router, shared=8, key=jax.random.key(0))
+
+
+def by_whole_passes(model, prompt):
+    """Greedy tokens. Nothing sees what stands behind it, so that all passes have one shape."""
+    tokens = np.zeros((len(prompt), PROMPT + NEW), np.int32)
+    tokens[:, :PROMPT] = prompt
+    run = eqx.filter_jit(lambda model, tokens: model(tokens))
+    for i in range(PROMPT, PROMPT + NEW):
+        tokens[:, i] = run(model, tokens)[:, i - 1].argmax(-1)
+    return tokens[:, PROMPT:]
+
+
+def test_tokens_are_those_of_whole_passes_on_a_mesh_too():
+    model, prompt = made(Rotary(4)), np.random.default_rng(0).integers(0, VOCAB, (4, PROMPT))
+    expected = by_whole_passes(model, prompt)
+    assert (zoo.generate(model, jnp.asarray(prompt), max_new_tokens=NEW) == expected).all()
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    on_mesh = zoo.generate(zoo.place(model, mesh), jnp.asarray(prompt), max_new_tokens=NEW, mesh=mesh)
+    assert (on_mesh == expected).all()
+
+
+def test_a_rotation_that_depends_on_the_length_is_not_rounded_up():
+    """16 tokens, to which a cache for 11 would be rounded, would turn by other angles."""
+    grows, plain = made(Rotary(4, scaling=Dynamic(2.0, 8))), made(Rotary(4))
+    assert cache_length(grows, PROMPT, NEW, None) == PROMPT + NEW
+    assert cache_length(plain, PROMPT, NEW, None) == 16
+
+
+def test_a_step_writes_in_place():
+    model, options = made(Rotary(4)), Options.of(0, None, None, None, None, (), VOCAB)
+    positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
+    given = jnp.zeros((2, 16), jnp.int32), positions, jnp.arange(2), 4096
+    state = whole_keeping((prefill, (model, options, None)), given)
+    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert sum(x.nbytes for x in jax.tree.leaves(state.states)) < 2 * 2 * 4096 * (8 + 4 + 1) * 4 + 100
+    program = whole_donating.lower((advance, (one_by_one(model, None), options)), (state, jnp.int32(9))).compile()
+    memory = program.compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= held
+    assert memory.temp_size_in_bytes < held / 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_heads": 2}, {"head_dim": 8}, {"rotary": Rotary(4)}, {"qk_norm": True}, {"windows": (4,)}], ids=str
+)
+def test_options_of_attention_are_not_taken_beside_a_mixer(options):
+    mixer = partial(LatentAttention, latent=8, head_dim=6, rotary=Rotary(4))
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is an option of Attention, and a mixer was given"):
+        zoo.models.MixtureOfExperts(**SIZES, mixer=mixer, **options, key=jax.random.key(0))
+
+
+def test_attention_itself_may_be_the_mixer():
+    shapes = eqx.filter_eval_shape(
+        partial(zoo.models.MixtureOfExperts, **SIZES, mixer=partial(Attention, kv_heads=1)), key=jax.random.key(0)
+    )
+    assert next(shapes.stack.one_by_one()).mixer.key.out_size == 4

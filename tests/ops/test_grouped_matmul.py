@@ -1,0 +1,110 @@
+"""Every form of the grouped product is the loop over all matrices: values, gradients, whatever the groups."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Array, Float
+
+import zoo
+from zoo.ops import grouped_matmul
+from zoo.ops.grouped_matmul import expert_of_row, looped, of_groups, padded, ragged
+
+FORMS = {"padded": padded, "ragged": ragged}
+SHAPES = [(5, 1, 3, 4), (12, 3, 4, 6), (8, 8, 4, 4), (300, 4, 3, 5), (600, 2, 3, 2)]
+"""Rows, experts, in, out: without boxes and with, one block of what does not fit and several."""
+
+
+@partial(jax.jit, static_argnums=0)
+def value_and_gradients(form, x, weight, sizes, cotangent):
+    y, back = jax.vjp(lambda x, weight: form(x, weight, sizes), x, weight)
+    return y, *back(cotangent)
+
+
+def deal(how, rows, experts, seed):
+    """How many rows each expert gets."""
+    draw = np.random.default_rng(seed)
+    match how:
+        case "even":
+            return np.full(experts, rows // experts)
+        case "one":
+            return np.eye(experts, dtype=int)[seed % experts] * rows
+        case "few":
+            return draw.multinomial(rows, np.eye(experts)[0] * 0.7 + 0.3 / experts)
+        case "some are missing":
+            return draw.multinomial(rows // 2, np.full(experts, 1 / experts))
+    return np.zeros(experts, int)
+
+
+@given(
+    shape=st.sampled_from(SHAPES),
+    how=st.sampled_from(["even", "one", "few", "some are missing", "none"]),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_forms_agree_in_values_and_gradients(shape, how, dtype, seed):
+    rows, experts, in_size, out_size = shape
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (rows, in_size), dtype)
+    weight = jax.random.normal(keys[1], (experts, out_size, in_size), dtype)
+    cotangent = jax.random.normal(keys[2], (rows, out_size), dtype)
+    sizes = jnp.asarray(deal(how, rows, experts, seed), jnp.int32)
+    expected = value_and_gradients(looped, x, weight, sizes, cotangent)
+    for name, form in FORMS.items():
+        result = value_and_gradients(form, x, weight, sizes, cotangent)
+        for ours, theirs in zip(result, expected, strict=True):
+            assert ours.dtype == dtype
+            ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+            # bfloat16: sums in float32, rounded once, so up to one unit of 2^-8 of the largest; float32: their order
+            scale = max(1.0, np.abs(theirs).max())
+            tolerance = (2**-8 if dtype == jnp.bfloat16 else 1e-6) * scale
+            np.testing.assert_allclose(ours, theirs, atol=tolerance, err_msg=name)
+
+
+def test_the_right_form_for_a_cpu():
+    x, weight, sizes = jnp.ones((6, 2)), jnp.ones((3, 4, 2)), jnp.array([1, 2, 3])
+    program = jax.jit(grouped_matmul.grouped_matmul).lower(x, weight, sizes).as_text()
+    assert "ragged" not in program
+    assert jnp.array_equal(grouped_matmul.grouped_matmul(x, weight, sizes), looped(x, weight, sizes))
+
+
+def test_matrices_without_rows_are_not_read():
+    """Two rows and 512 experts: no copy is made of all matrices, and the arithmetic is that of two rows."""
+    x, weight, sizes = jnp.ones((2, 64)), jnp.ones((512, 64, 64)), jnp.zeros(512, int).at[7].set(2)
+    program = jax.jit(padded).lower(x, weight, sizes).compile()
+    assert program.memory_analysis().temp_size_in_bytes < weight.nbytes / 50
+    assert program.cost_analysis()["flops"] < 10 * 2 * 2 * 64 * 64
+
+
+def test_rows_know_their_expert_and_its_vector():
+    sizes = jnp.array([2, 0, 3])
+    assert expert_of_row(sizes, 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
+    values = jnp.arange(6.0).reshape(3, 2)
+    assert of_groups(values, sizes, 7).tolist() == [[0, 1], [0, 1], [4, 5], [4, 5], [4, 5], [0, 0], [0, 0]]
+    _, back = jax.vjp(lambda v: of_groups(v, sizes, 7), values)
+    assert back(jnp.ones((7, 2)))[0].tolist() == [[2, 2], [0, 0], [3, 3]]
+
+
+class Matrices(zoo.parallel.Module):
+    weight: Float[Array, "choices out in"]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_on_a_mesh(form):
+    """Rows and groups of each device are its own, and the gradient of the matrices is summed."""
+    model = Matrices(jax.random.normal(jax.random.key(1), (2, 5, 3)))
+    x = jax.random.normal(jax.random.key(0), (8, 40, 3))
+    sizes = jnp.array([[40, 0], [3, 30], [0, 0], [20, 20], [0, 40], [39, 1], [1, 1], [13, 17]])
+
+    def loss(form, model, x, sizes):
+        one = lambda x, sizes: (form(x, model.weight, sizes) ** 2).sum()
+        return sum(one(*each) for each in zip(x, sizes, strict=True)), jnp.float32(1)
+
+    found = zoo.value_and_grad(partial(loss, form), zoo.make_mesh(data=8))(model, x, sizes)
+    expected = jax.value_and_grad(lambda model: loss(looped, model, x, sizes)[0] / 8)(model)
+    assert jnp.allclose(found[0], expected[0], rtol=1e-6)
+    assert jnp.allclose(found[1].weight, expected[1].weight, rtol=1e-5)

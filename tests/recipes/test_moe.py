@@ -1,0 +1,177 @@
+"""The recipe as its users run it: four runs, stopped and resumed, on eight devices and, as a copy, on one."""
+
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from recipes import moe
+from zoo import train
+from zoo.cli import main as command
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "embed": 16, "layers": 2, "heads": 4, "mlp": 16, "experts": 4, "seq": 16, "batch": 8, "steps": 4, "warmup": 1,
+    "validate_every": 2, "remat": "none",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"{number} cats sat on the mat and saw that it was flat " * 10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    moe.main(data=(text,), out=out, balance=0.5, bias_rate=0.5, tensor=2, **TINY)
+    return out
+
+
+def lines_of(out):
+    return {name: train.read_lines(out / name / "metrics.jsonl") for name in moe.RUNS}
+
+
+def test_four_runs_and_what_they_leave(unbroken):
+    for name, lines in lines_of(unbroken).items():
+        assert [line["step"] for line in lines if "validation" in line] == [2, 4]
+        assert lines[-1]["loss"] < lines[0]["loss"]
+        assert all(np.sum(line["visits"], -1).tolist() == [8 * 16 * 2] * 2 for line in lines if "visits" in line)
+        assert all(("visits" in line) == (name != "dense") for line in lines)
+        assert json.loads((unbroken / name / "config.json").read_text())["run"] == name
+    report = (unbroken / "report.html").read_text()
+    for part in (
+        "loss-free, layer 2, expert 4: ",
+        "unbalanced after 512 tokens: ",
+        "stack.segments.0.blocks.0.ffn.router",
+    ):
+        assert part in report
+    assert "http" not in report
+
+
+def test_mixtures_are_born_alike_and_differ_in_what_balances_them(unbroken):
+    first = {name: lines[0] for name, lines in lines_of(unbroken).items() if name != "dense"}
+    visits = [line["visits"] for line in first.values()]
+    assert visits[0] == visits[1] == visits[2]
+    assert first["loss-free"]["loss"] == pytest.approx(first["unbalanced"]["loss"], abs=1e-5)
+    # 0.5 experts Σ f P, where Σ f P is top / experts if all is even, and a little more here
+    assert 0.98 < first["balance-loss"]["loss"] - first["unbalanced"]["loss"] < 1.3
+    last = {name: lines[-1]["largest_load"] for name, lines in lines_of(unbroken).items() if name != "dense"}
+    assert len(set(last.values())) == 3
+
+
+def test_stopped_in_the_second_run_and_resumed_the_metrics_are_the_same_bit_for_bit(
+    text, unbroken, tmp_path, monkeypatch
+):
+    out, log = tmp_path / "run", train.Run.log
+    shutil.copytree(unbroken / "unbalanced", out / "unbalanced")
+
+    def struck(run, **values):
+        if run.step == 2 and "loss" in values:
+            os.kill(os.getpid(), signal.SIGTERM)
+        log(run, **values)
+
+    options = {"data": (text,), "out": out, "bias_rate": 0.5, "tensor": 2, "runs": ("unbalanced", "loss-free")} | TINY
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "log", struck)
+        moe.main(resume=True, **options)
+    assert sorted(path.name for path in (out / "loss-free" / "checkpoints").iterdir()) == ["2", "3"]
+    assert not (out / "report.html").exists()
+    moe.main(resume=True, **options)
+    assert (out / "report.html").exists()
+    for name in options["runs"]:
+        assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
+    with pytest.raises(FileExistsError, match="unbalanced holds a run of 4 steps: resume it"):
+        moe.main(**options)
+
+
+def test_a_copy_runs_on_one_device_with_the_same_numbers(text, unbroken, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command(["fork", "moe", "mine.py"])
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "PYTHONPATH": str(ROOT),
+    }
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    words = ["--runs", "dense", "loss-free", "--data", str(text), "--bias-rate", "0.5", "--profile", *flags]
+    done = subprocess.run(
+        [sys.executable, "mine.py", *words], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the report lies in runs/mine/report.html" in done.stdout and "on one device" in done.stdout
+    for name in ("dense", "loss-free"):
+        expected, lines = (train.read_lines(out / name / "metrics.jsonl") for out in (unbroken, Path("runs/mine")))
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=2e-3)
+        assert lines[0].get("visits") == expected[0].get("visits")
+        assert list(Path("runs/mine", name).glob("profile/plugins/profile/*/perfetto_trace.json.gz"))
+
+
+def test_the_other_options_work_together(text, tmp_path):
+    options = {"router": "biased", "shared": 8, "capacity_factor": 1.25, "dtype": "bfloat16", "microbatches": 2}
+    options |= {"vocab": 300, "runs": ("loss-free",), "fsdp": 2, "tensor": 2, "remat": "dots", "steps": 1, "seq": 20}
+    moe.main(data=(text,), out=tmp_path / "run", **TINY | options)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["loss-free", "report.html"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top": 5}, "a token goes to at least 1 and at most all of 4 experts, not 5"),
+        ({"experts": 0}, "a mixture has at least 1 expert, not 0"),
+        ({"capacity_factor": -1.0}, "a capacity_factor is above 0, .* not -1.0"),
+        ({"router": "lottery"}, "there is no router 'lottery', but softmax, biased"),
+        ({"runs": ("dense", "sparse")}, "name one or more of the runs dense, unbalanced, .*, not dense, sparse"),
+        ({"runs": ()}, "name one or more of the runs dense, .*, not none"),
+        ({"balance": -0.1}, "balance=-0.1 and bias_rate=0.001 at least 0"),
+        ({"steps": 0}, "steps=0 are at least 1"),
+        ({"mlp": 18, "tensor": 4}, "mlp"),
+        ({"batch": 12}, "12 rows do not share out over data=8"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        moe.main(data=(text,), out=tmp_path / "run", **TINY | changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_router_ends_the_command_with_a_clear_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.command(moe.main, arguments=["--router", "lottery"])
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert stopped.value.code == 2 and "invalid choice 'lottery'" in told and "softmax" in told
+
+
+FLAGS = [
+    *("runs", "data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp", "experts", "top", "shared", "router"),
+    *("capacity_factor", "balance", "bias_rate", "seq", "batch", "microbatches", "steps", "learning_rate", "warmup"),
+    *("weight_decay", "dtype", "remat", "fsdp", "tensor", "validate_every", "seed", "out", "resume", "profile"),
+]
+
+
+def test_flags_are_a_surface_and_each_is_explained(capsys):
+    assert list(inspect.signature(moe.main).parameters) == FLAGS
+    with pytest.raises(SystemExit):
+        train.command(moe.main, arguments=["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')} " in printed for name in FLAGS)
+    assert all(f"    {name}: " in inspect.getdoc(moe.main) for name in FLAGS)

@@ -1,0 +1,88 @@
+"""Shares over time as a picture: every row in the colour of its level, for any counts, on any width."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zoo.train.heat import LEVELS, Heat, heat_map
+from zoo.train.style import STYLE
+
+
+def drawn(counts, width=860, **options) -> ET.Element:
+    counts = np.asarray(counts, float)
+    at = range(10, 10 + len(counts))
+    return ET.fromstring(heat_map([Heat("a run", at, counts)], unit="share", width=width, **options))
+
+
+def rows(picture) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """What each row is called, and of each level the stripes (from, width)."""
+    found = {}
+    for row in picture.iter("g"):
+        stripes = {
+            path.get("class"): re.findall(r"M([\d.]+),[\d.]+h([\d.]+)v", path.get("d")) for path in row.iter("path")
+        }
+        found[row.find("title").text] = {k: [(float(x), float(w)) for x, w in v] for k, v in stripes.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("share", "level"),
+    [(0, "less3"), (0.3, "less2"), (0.6, "less1"), (1, "even"), (1.5, "more1"), (2.5, "more2"), (5, "more3")],
+)
+def test_a_row_has_the_colour_of_its_share(share, level):
+    """Of eight rows one has this share, the others have equal parts of the rest."""
+    counts = np.full((1, 1, 8), (8 - share) / 7)
+    counts[0, 0, 2] = share
+    (stripes,) = (x for name, x in rows(drawn(100 * counts)).items() if name.startswith("a run, layer 1, expert 3: "))
+    assert list(stripes) == ([] if level == "even" else [level])
+
+
+def test_a_row_changes_colour_when_its_share_does():
+    counts = np.ones((4, 1, 2))
+    counts[2:, 0] = (0.1, 1.9)
+    picture = drawn(counts)
+    first, second = rows(picture).values()
+    assert list(first) == ["less3"] and list(second) == ["more1"]
+    ((x, width),) = second["more1"]  # two columns in one piece, which begins where the second column ends
+    left, right = 70, 860 - 14
+    assert x == pytest.approx(left + (right - left) * 11 / 13, abs=0.1)
+    assert x + width == pytest.approx(right, abs=0.1)
+
+
+def test_groups_are_compared_by_themselves_and_an_idle_one_is_even():
+    names = list(rows(drawn([[[1, 3], [100, 300], [0, 0]]])))
+    shares = [name.split(": ")[1] for name in names]
+    assert shares == [f"{x} in the end" for x in ("0.50", "1.50", "0.50", "1.50", "1.00", "1.00")]
+
+
+def test_of_many_groups_some_are_shown():
+    labels = [x.text for x in drawn(np.ones((2, 48, 4)), group="block").iter("text") if x.text.startswith("block")]
+    assert len(labels) == 8 and labels[0] == "block 1" and labels[-1] == "block 48"
+
+
+def test_a_long_run_takes_no_more_room_than_it_has():
+    counts = np.random.default_rng(0).uniform(size=(3000, 1, 4))
+    wide, narrow = drawn(counts), drawn(counts, width=400)
+    assert all(len(x) <= 100 for row in rows(wide).values() for x in row.values())
+    assert float(narrow.get("viewBox").split()[2]) == 400 and "in the end" in narrow.get("aria-label")
+
+
+def test_the_style_sheet_colours_what_is_drawn():
+    assert 'class^="less"' in STYLE and 'class^="more"' in STYLE and ".chart .even" in STYLE
+    assert {name.rstrip("0123456789") for name in LEVELS} == {"less", "even", "more"}
+
+
+def test_nothing_logged_is_told():
+    assert heat_map([], unit="share") == "<p>No metrics were logged.</p>"
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1e9), min_size=6, max_size=6), min_size=1, max_size=12), st.sampled_from([300, 860])
+)
+def test_any_counts_give_a_picture(values, width):
+    picture = drawn(np.asarray(values).reshape(-1, 2, 3), width=width)
+    assert picture.tag == "svg" and len(rows(picture)) == 6 and "nan" not in ET.tostring(picture, "unicode")

@@ -1,0 +1,65 @@
+"""DeepSeek-V3 (arXiv:2412.19437): DeepSeek-V2's layers, their experts chosen by sigmoid scores and a bias that no
+gradient moves. Files may hold modules of multi-token prediction (section 2.2) behind the last layer: no model here has
+them."""
+
+import re
+from collections.abc import Collection
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.facts import Config, Family
+from zoo.models.pieces import biased_router
+
+from . import deepseek_v2, llama
+
+
+def build(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    router, interleaved = biased_router(config), config["rope_interleave"]
+    return deepseek_v2.latent_decoder(config, router, interleaved=interleaved, key=key)
+
+
+NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def predictors(config: Config, tensors: Collection[str]) -> set[str]:
+    """The tensors of modules that predict further tokens: numbered as layers are, from `num_hidden_layers` on. Such a
+    module has a projection `eh_proj` and a layer has none, so that no layer beyond a wrong `num_hidden_layers` is taken
+    for one."""
+    by_name = {name: int(match[1]) for name in tensors if (match := NUMBER.search(name))}
+    found = {number for name, number in by_name.items() if name.endswith(".eh_proj.weight")}
+    return {name for name, n in by_name.items() if n in found and n >= config["num_hidden_layers"]}
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    build=build,
+    names=deepseek_v2.names,
+    defaults={
+        **deepseek_v2.DEFAULTS,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "rope_interleave": True,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    only={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    inert=deepseek_v2.INERT | {"num_nextn_predict_layers", "num_mtp_layers"},
+    ignored=llama.LLAMA.ignored,
+    unread=predictors,
+    live_names=deepseek_v2.live_names,
+)
