@@ -25,11 +25,10 @@ MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 20_000
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_mappings():
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
     """Let go of compiled programs while there is room for more. Each takes some mappings of memory; Linux allows a
     process 65,530 of them (vm.max_map_count), a whole run made more, and jaxlib then ended in a segmentation fault."""
-    yield
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
 

@@ -184,6 +184,7 @@ class Places:
 
 
 def taken(weight: Array, expert: Array) -> Array:
+    """One expert's part of an array that is stacked over experts."""
     return lax.dynamic_index_in_dim(weight, expert, keepdims=False)
 
 

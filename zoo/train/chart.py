@@ -107,7 +107,7 @@ def time_axis(frame: Frame, against: str) -> list[str]:
     """The x axis below the frame, from its ticks to its name."""
     parts = []
     for x in ticks(*frame.x, count=round((frame.right - frame.left) / 90)):
-        written = scaled(x) if x >= 1e6 else f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:g}"
+        written = scaled(x) if frame.x[1] >= 1e6 else f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:g}"
         parts.append(f'<path class="axis" d="M{frame.across(x):.1f},{frame.bottom:g}v5"/>')
         parts.append(text(frame.across(x), frame.bottom + 20, written, "middle"))
     parts.append(f'<path class="axis" d="M{frame.left},{frame.bottom:g}H{frame.right}"/>')

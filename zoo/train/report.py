@@ -71,12 +71,13 @@ def write_report(
     lines = {label: read_lines(folder / "metrics.jsonl") for label, folder in folders.items()}
     first, *others = folders.values()
     timing = [] if others else read_lines(first / "timing.jsonl")
+    speed = {} if others else _speed(next(iter(lines.values())), timing)
     named = [(run, name, label) for run in folders for name, label in curves.items()]
     drawn = [_curve(lines[run], name, _label(run, label, len(curves)), tokens) for run, name, label in named]
     against = "tokens" if tokens else "steps"
     sections = [
         f"<header><h1>{_escape(title)}</h1><p>{_escape(summary)}</p></header>",
-        _figures({**(figures or {}), **_speed(lines[next(iter(lines))], timing)}),
+        _figures({**(figures or {}), **speed}),
         f"<section>{_both(lambda **size: chart(drawn, floors or {}, unit=unit, against=against, **size))}</section>",
         *(_section(title, _table(rows)) for title, rows in (tables or {}).items()),
         *(_section(title, _shares(lines, name, title, tokens)) for name, title in (shares or {}).items()),
