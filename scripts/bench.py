@@ -5,6 +5,7 @@
     python scripts/bench.py --parts step --rounds 30 --remat full elementwise
     python scripts/bench.py --parts large                # on an accelerator: a model of a billion parameters
     python scripts/bench.py --vs torch --page docs/performance.md    # the table of the documentation
+    python scripts/bench.py --vs torch --parts mixture grouped --page docs/moe.md    # and that of mixtures of experts
 
 Rivals run in turn in one process, and so do a matrix product and a copy, whose rates are the ceilings that shares are
 of. Figures are medians over the rounds with their quartiles; shares go by the shortest round on both sides, which
@@ -54,8 +55,8 @@ def main(
     Args:
         parts: What to measure: `step`, a training step; `first`, the time to the first; `decode`; `mixture`, a step of
             a mixture of experts with as many active parameters, beside the dense one; `grouped`, the product that it is
-            made of; `large`, a model of a billion parameters and its decoding. Unless given, all but `large`, which an
-            accelerator has too.
+            made of; `large`, a model of a billion parameters and its decoding. Unless given, the first three, and on an
+            accelerator `large` too.
         vs: The rival: torch with transformers, eager and compiled.
         rounds: How often everybody runs. A tenth of it, at least two, where processes start anew.
         remat: What the backward pass of our step computes again; each is an entrant.
@@ -68,8 +69,7 @@ def main(
         require_torch()
     if page is not None:
         table.check(page)
-    usual = ("step", "first", "decode", "mixture", "grouped")
-    here = parts or (*usual, *(("large",) if jax.default_backend() != "cpu" else ()))
+    here = parts or ("step", "first", "decode", *(("large",) if jax.default_backend() != "cpu" else ()))
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": measure.machine(), "rows": []}
     found["versions"] = versions(vs)
     for name, value in {**found["machine"], **found["versions"]}.items():
