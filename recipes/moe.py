@@ -13,7 +13,7 @@ All runs see the same batches of Python's standard library in the same order:
 
 Each has a folder with metrics and checkpoints in the folder of all, which at the end gets report.html: loss against
 tokens, the load of every expert over time, and a table. docs/moe.md has the figures of three seeds, each of which took
-four minutes on two cores that did other work too: about 190 s of processor time. The figures above are their means,
+two and a quarter minutes on two cores. The figures above are their means,
 with the balance loss and dense.
 """
 
