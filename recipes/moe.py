@@ -12,9 +12,8 @@ All runs see the same batches of Python's standard library in the same order:
 - loss-free: with a bias that moves against the load, and no gradient (arXiv:2408.15664).
 
 Each has a folder with metrics and checkpoints in the folder of all, which at the end gets report.html: loss against
-tokens, the load of every expert over time, and a table. docs/moe.md has the figures of three seeds, each of which took
-two and a quarter minutes on two cores. The figures above are their means,
-with the balance loss and dense.
+tokens, the load of every expert over time, and a table. docs/moe.md has the figures of three seeds; one takes two and
+a quarter minutes on two cores. The figures above are the means, with the balance loss and dense.
 """
 
 from functools import partial

@@ -80,6 +80,12 @@ def test_matrices_without_rows_are_not_read():
     assert program.cost_analysis()["flops"] < 10 * 2 * 2 * 64 * 64
 
 
+def test_there_is_no_forward_mode():
+    x, weight, sizes = jnp.ones((6, 2)), jnp.ones((3, 4, 2)), jnp.array([1, 2, 3])
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: grouped_matmul.grouped_matmul(x, weight, sizes), (x,), (x,))
+
+
 def test_rows_know_their_expert_and_its_vector():
     sizes = jnp.array([2, 0, 3])
     assert expert_of_row(sizes, 7).tolist() == [0, 0, 2, 2, 2, 3, 3]

@@ -57,11 +57,11 @@ class Linear(AbstractLinear):
         return with_biases(grouped_matmul(x, self.weight, sizes), self.bias, sizes, self.in_)
 
     def per_unit(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
-        y = reduce(each_by_its_own("rui,uoi->ruo", x, self.by_unit(self.weight)), over=self.in_.name)
+        y = reduce(contract_per_unit("rui,uoi->ruo", x, self.by_unit(self.weight)), over=self.in_.name)
         return y if self.bias is None else y + self.by_unit(self.bias)
 
     def per_unit_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
-        return each_by_its_own("ruo,uoi->rui", x, self.by_unit(self.weight))
+        return contract_per_unit("ruo,uoi->rui", x, self.by_unit(self.weight))
 
     def by_unit(self, parameter: Float[Array, "out *rest"]) -> Float[Array, "units unit *rest"]:
         """The rows of each of the units that `out` counts."""
@@ -94,7 +94,7 @@ def with_biases(
     return y + jnp.where(first, of_groups(biases, sizes, len(y)), 0)
 
 
-def each_by_its_own(
+def contract_per_unit(
     spec: str, x: Float[Array, "*rows u k"], weight: Float[Array, "u _ _"]
 ) -> Float[Array, "*rows u n"]:
     """A product for each unit u. The rows are one dim in it."""

@@ -3,7 +3,8 @@
 Each token goes to `top` experts: of tokens * top visits every one becomes a row, and rows are sorted by expert, so that
 an expert's are side by side. Coming back, a token takes its own rows and adds them up in the order in which its experts
 were chosen. Both ways, and in both gradients, each number is fetched from one known place and sums have a fixed order:
-the same bits at every run. A scatter that adds, the usual way back, has no such order on a GPU.
+the same bits at every run. A scatter that adds, the usual way back, has no such order on a GPU. Both ways have
+gradients of their own, and so no forward-mode differentiation.
 """
 
 from typing import Any, NamedTuple

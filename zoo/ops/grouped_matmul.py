@@ -6,8 +6,9 @@ Three forms agree. `looped` is the definition and multiplies every row by every 
 `lax.ragged_dot_general`, a kernel on GPUs and TPUs. On a CPU that one is a loop over all experts (16 GFLOP/s where one
 product reaches 190: 4,096 rows of 256 by 384, 8 experts, two cores), so there is `padded`: rows in a box for each
 expert, large enough for an even share, in one batched product, and what does not fit in a loop over blocks, which
-reads just those matrices that have rows left. Nothing is dropped, however rows are dealt, and time grows with the rows
-that there are, not with the number of experts.
+reads just those matrices that have rows left. Nothing is dropped, however rows are dealt. Boxes together hold little
+more than the rows, however many experts there are; where most of these have none, their boxes are multiplied for
+nothing, and the product takes two or three times as long.
 
 FLOPs: 2 rows in out of each form's own, and twice that again for a gradient (`looped`: times experts). Bytes: every
 matrix that has rows once, and the rows; `padded` copies rows in and out of their boxes.
@@ -37,8 +38,8 @@ def grouped_matmul(
 ) -> Float[Array, "rows out"]:
     """W[e] x of each row, in the form that suits the backend. Rows beyond the sum of `sizes` give zeros.
 
-    Sums are float32; the result has the dtype of `x`. As with `product`, half precision has no forward-mode
-    differentiation on a CPU.
+    Sums are float32; the result has the dtype of `x`. `padded` has a gradient of its own, and so no forward-mode
+    differentiation, which JAX says with a `TypeError`.
     """
     return (padded if jax.default_backend() == "cpu" else ragged)(x, weight, sizes)
 
