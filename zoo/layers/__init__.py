@@ -3,20 +3,34 @@
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
 from .attention import Attention
 from .cache import KeyValueCache, LatentCache
+from .convolution import ShortConvolution, Window
+from .course import Course
+from .delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from .dropout import Dropout
 from .embedding import Embedding, PositionEmbedding
+from .heads import HeadNorm, LowRank, Memory
+from .hgrn2 import HGRN2
 from .info import Info, positions_of
 from .latent_attention import LatentAttention
 from .linear import Linear
+from .linear_attention import GatedLinearAttention, Lightning, LinearAttention, Retention
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
+from .mlstm import MLSTM
 from .moe import MixtureOfExperts
 from .norm import LayerNorm, RMSNorm
 from .packed import PackedLinear
+from .rg_lru import RGLRU
 from .router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
 from .routing import Routing
+from .rwkv import RWKV6, RWKV7
 
 __all__ = [
+    "HGRN2",
     "MLP",
+    "MLSTM",
+    "RGLRU",
+    "RWKV6",
+    "RWKV7",
     "AbstractFeedForward",
     "AbstractLinear",
     "AbstractMixer",
@@ -25,21 +39,35 @@ __all__ = [
     "Attention",
     "BiasedRouter",
     "ClampedGatedMLP",
+    "Course",
+    "DeltaNet",
     "Dropout",
     "Embedding",
+    "GatedDeltaNet",
+    "GatedDeltaProduct",
+    "GatedLinearAttention",
     "GatedMLP",
+    "HeadNorm",
     "Info",
     "KeyValueCache",
+    "KimiDeltaAttention",
     "LatentAttention",
     "LatentCache",
     "LayerNorm",
+    "Lightning",
     "Linear",
+    "LinearAttention",
+    "LowRank",
+    "Memory",
     "MixtureOfExperts",
     "PackedLinear",
     "PositionEmbedding",
     "RMSNorm",
+    "Retention",
     "Routing",
+    "ShortConvolution",
     "SoftmaxRouter",
     "TopSoftmaxRouter",
+    "Window",
     "positions_of",
 ]

@@ -20,18 +20,18 @@ def layer(
     *,
     norm: Callable[[], AbstractNorm],
     mixer: Callable[..., Any],
-    ffn: Callable[..., Any],
+    ffn: Callable[..., Any] | None,
     dropout: float = 0.0,
 ) -> Kind:
-    """A maker of blocks with a mixer and a feed-forward part, each with a norm of its own.
+    """A maker of blocks with a mixer and a feed-forward part, each with a norm of its own; or with a mixer alone.
 
     `mixer` and `ffn` are called with `key=`; `norm()` is called once for each norm.
     """
 
     def make(key: Key[Array, ""]) -> AbstractBlock:
         mixer_key, ffn_key = jax.random.split(key)
-        parts = {"mixer": mixer(key=mixer_key), "ffn": ffn(key=ffn_key), "dropout": Dropout(dropout)}
-        return block(mixer_norm=norm(), ffn_norm=norm(), **parts)
+        parts = {"mixer": mixer(key=mixer_key), "mixer_norm": norm(), "dropout": Dropout(dropout)}
+        return block(**parts) if ffn is None else block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **parts)
 
     return make
 

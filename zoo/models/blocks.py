@@ -62,6 +62,25 @@ class Block(AbstractBlock):
         return x if self.residual_multiplier == 1 else self.residual_multiplier * x
 
 
+class MixerBlock(AbstractBlock):
+    """x + mixer(norm(x)), and nothing else: Mamba's layer, whose mixer widens the stream itself (arXiv:2312.00752,
+    section 3.4)."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = either()
+    dropout: Dropout
+
+    residual_multiplier: float = eqx.field(static=True, default=1.0)
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
+        mixed, state = self.mixer(self.mixer_norm(stream.x), info, state)
+        mixed = self.dropout(mixed, info, site=0)
+        return stream.plus(mixed if self.residual_multiplier == 1 else self.residual_multiplier * mixed), state
+
+
 class ParallelBlock(AbstractBlock):
     """x + mixer(norm(x)) + ffn(norm'(x)): both halves read the same stream (GPT-J; GPT-NeoX, arXiv:2204.06745,
     section 2.1). Without an `ffn_norm` of its own the second half reads what the first does (PaLM, arXiv:2204.02311,

@@ -24,7 +24,7 @@ SPLIT: dict[str, tuple[str, ...]] = {
     "vocab": ("pipe", "tensor"),
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
-    **dict.fromkeys(("in", "out", "features", "new", "slots", "choices", "top"), ()),
+    **dict.fromkeys(("in", "out", "features", "new", "slots", "choices", "top", "key_dim", "value_dim"), ()),
 }
 AT_REST: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 

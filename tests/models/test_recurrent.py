@@ -1,0 +1,126 @@
+"""Models of recurrent mixers: the same on a mesh as on one device, and text from a state that does not grow."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo.layers import (
+    HGRN2,
+    MLSTM,
+    RGLRU,
+    RWKV6,
+    RWKV7,
+    Attention,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    GatedMLP,
+    KimiDeltaAttention,
+    Lightning,
+    LinearAttention,
+    Retention,
+)
+from zoo.models.recurrent import MODELS
+from zoo.ops.rotary import Rotary
+
+KEY = jax.random.key(0)
+ROWS, SEQ, VOCAB = 8, 11, 32
+PATTERNS = {
+    "added to": (LinearAttention, Retention, Lightning, GatedLinearAttention, HGRN2, MLSTM),
+    "corrected": (DeltaNet, GatedDeltaNet, KimiDeltaAttention, GatedDeltaProduct),
+    "shifted": (partial(RWKV6, rank=4, decay_rank=4), partial(RWKV7, rank=4), RGLRU),
+}
+ROUNDING = {"added to": 2e-5, "corrected": 1e-4, "shifted": 2e-5}
+"""How far gradients may be, in parts of the largest. Delta rules read out little at birth, which a norm then blows up,
+with its rounding: PyTorch's own float32 gradients of such models are as far from float64."""
+
+
+def make(name, key):
+    pattern = [partial(mixer, heads=2) for mixer in PATTERNS[name]]
+    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=len(pattern), pattern=pattern, key=key)
+
+
+def make_batch():
+    """Two documents and padding in each row, of unlike lengths."""
+    draw = np.random.default_rng(0)
+    text = jnp.asarray(draw.integers(0, VOCAB, (ROWS, SEQ + 1)))
+    lengths = jnp.asarray(draw.integers(3, SEQ + 1, (ROWS, 1)))
+    index = jnp.arange(SEQ)
+    segment_ids = jnp.where(index < lengths // 2, 1, 2) * (index < lengths)
+    return {
+        "tokens": text[:, :-1],
+        "targets": text[:, 1:],
+        "weights": (index < lengths).astype(jnp.float32),
+        "segment_ids": segment_ids,
+        "positions": zoo.models.pack_positions(segment_ids),
+    }
+
+
+def loss_fn(model, batch, key=None):
+    return zoo.cross_entropy(model, batch)
+
+
+def serial(model):
+    total, count = loss_fn(model, make_batch())
+    return total / count
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_mesh_gives_what_one_device_does(name):
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    model = eqx.filter_jit(make)(name, KEY)
+    loss, gradients = zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), make_batch(), key=KEY)
+    expected, alone = eqx.filter_jit(eqx.filter_value_and_grad(serial))(model)
+    assert abs(loss - expected) < 1e-5 * abs(expected)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(alone))
+    numbers = zip(jax.tree.leaves(jax.device_get(gradients)), jax.tree.leaves(alone), strict=True)
+    for leaf, (a, b) in zip(zoo.parallel.leaves(alone), numbers, strict=True):
+        assert np.isfinite(a).all()
+        assert np.abs(a - b).max() <= ROUNDING[name] * max(float(jnp.abs(b).max()), 1e-3 * largest), leaf.name
+
+
+@pytest.mark.parametrize("name", ["added to", "shifted"])
+def test_text_on_a_mesh_and_with_padding(name):
+    """One compiled prompt and one compiled step for rows of unlike lengths; the same tokens as row by row."""
+    model = eqx.filter_jit(make)(name, KEY)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (2, 9)))
+    mask = jnp.arange(9) >= jnp.array([[0], [4]])
+    text = zoo.generate(model, tokens, mask=mask, max_new_tokens=6)
+    rows = [zoo.generate(model, tokens[:1], max_new_tokens=6), zoo.generate(model, tokens[1:, 4:], max_new_tokens=6)]
+    assert text.tolist() == jnp.concatenate(rows).tolist()
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    assert zoo.generate(zoo.place(model, mesh), tokens, mask=mask, max_new_tokens=6).tolist() == text.tolist()
+
+
+def test_each_model_has_the_layers_of_its_name():
+    sizes = {"vocab": VOCAB, "embed": 16, "layers": 4, "heads": 2, "mlp": 24}
+    for name, model_of in MODELS.items():
+        model = eqx.filter_eval_shape(partial(model_of, **sizes), key=KEY)
+        logits = eqx.filter_eval_shape(model, jnp.zeros((2, 5), int))
+        assert logits.shape == (2, 5, VOCAB), name
+        assert getattr(zoo.models, name) is model_of and model_of.__doc__
+    with pytest.raises(TypeError, match="nonsense"):
+        zoo.models.RetNet(**sizes, nonsense=1, key=KEY)
+
+
+def test_patterns_of_mixers_and_what_follows_them():
+    attention = partial(Attention, heads=2, rotary=Rotary(8))
+    recurrent = partial(GatedDeltaNet, heads=2)
+    model = partial(zoo.models.Hybrid, vocab=VOCAB, embed=16, key=KEY)
+    hybrid = eqx.filter_eval_shape(model, layers=8, pattern=[recurrent] * 3 + [attention], mlp=24)
+    assert [(len(s.blocks), s.repeats) for s in hybrid.stack.segments] == [(4, 2)]
+    kinds = [type(block.mixer).__name__ for block in hybrid.stack.segments[0].blocks]
+    assert kinds == ["GatedDeltaNet"] * 3 + ["Attention"]
+    sparse = eqx.filter_eval_shape(model, layers=4, pattern=[recurrent], ffns=[None, partial(GatedMLP, mlp=8)])
+    assert [hasattr(block, "ffn") for block in sparse.stack.segments[0].blocks] == [False, True]
+    for wrong in ({"layers": 0, "pattern": [recurrent]}, {"layers": 2, "pattern": []}):
+        with pytest.raises(ValueError, match="at least 1 layer"):
+            model(**wrong)
+    with pytest.raises(ValueError, match="say one of the two"):
+        model(layers=2, pattern=[recurrent], mlp=8, ffns=[partial(GatedMLP, mlp=8)])

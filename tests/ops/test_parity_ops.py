@@ -1,0 +1,74 @@
+"""All recurrences, both forms, against float64: outputs, last states and gradients."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from scripts.make_op_fixtures import case
+from tests.parity_ops import FORMS, OPS, check_folder, evaluate, failures, files
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "ops"
+MORE = os.environ.get("ZOO_PARITY")
+
+
+def test_every_operation_has_a_reference():
+    assert {file.name.split(".")[0] for file in files(FIXTURES)} == set(OPS)
+
+
+def test_the_script_makes_the_files():
+    with jax.enable_x64(True):
+        made = case("hgrn", "strong")
+    held = load_file(FIXTURES / "hgrn.strong.safetensors")
+    assert made.keys() == held.keys()
+    for name, x in made.items():
+        np.testing.assert_allclose(x, held[name], rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("op", OPS)
+def test_values_and_gradients_are_those_of_float64(op, form):
+    assert [line for file in FIXTURES.glob(f"{op}.*.safetensors") for line in failures(file, form)] == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("op", ["hgrn", "rg_lru", "rwkv4", "mamba1"])
+def test_outside_jit_too(op, form):
+    arrays = load_file(FIXTURES / f"{op}.base.safetensors")
+    inputs = {key.removeprefix("in."): jnp.asarray(x) for key, x in arrays.items() if key.startswith("in.")}
+    for ours, theirs in zip(evaluate(op, form, inputs), ("f64.o", "f64.state"), strict=True):
+        np.testing.assert_allclose(ours, arrays[theirs], rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_result_is_told(tmp_path):
+    source = FIXTURES / "hgrn.base.safetensors"
+    arrays = load_file(source)
+    arrays["f64.grad.g"][0, 3, 2] += 0.01
+    save_file(arrays, tmp_path / source.name)
+    wrong = check_folder(tmp_path)
+    assert len(wrong) == 2
+    assert all("grad.g is off by" in line for line in wrong)
+
+
+def test_an_unknown_input_is_told():
+    with pytest.raises(ValueError, match="hgrn takes x g and s0, not q"):
+        evaluate("hgrn", "recurrent", {"q": jnp.ones(())})
+
+
+def test_a_folder_without_files_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no <op>"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.skipif(not MORE, reason="ZOO_PARITY names no folder")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("op", OPS)
+def test_reference_cases_of_elsewhere(op, form):
+    found = sorted(Path(str(MORE)).joinpath("ops").glob(f"{op}.*.safetensors"))
+    if not found:
+        pytest.skip(f"no case of {op}")
+    assert [line for file in found for line in failures(file, form)] == []

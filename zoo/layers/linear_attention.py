@@ -1,0 +1,260 @@
+"""Linear attention and its gated kin as layers: what a token takes from those before it is read from one matrix a head,
+as large after a million tokens as after one. The recurrences are those of `zoo.ops.linear_attention`."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.chunks import Form
+from zoo.ops.linear_attention import (
+    gla,
+    lightning_slopes,
+    linear_attention,
+    normalised_linear_attention,
+    retention_decays,
+    simple_gla,
+)
+from zoo.ops.rotary import Rotary, apply_rotary
+from zoo.parallel import Dim, manner
+
+from .abstract import AbstractLinear, AbstractMixer
+from .cache import refuse_unplaced
+from .course import Course
+from .heads import LowRank, Memory, Projections, Readout, going_on, head_norm, head_size, own_heads
+from .info import Info
+from .norm import RMSNorm
+from .rotary import cos_and_sin, settled_length
+
+Stream = Float[Array, "batch seq embed"]
+
+
+def positive(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """elu(x) + 1, above 0: the feature map of Katharopoulos et al. (arXiv:2006.16236, equation 7)."""
+    return jax.nn.elu(x) + 1
+
+
+class LinearAttention(AbstractMixer):
+    """y = W_out [phi(q)ᵀ S / phi(q)ᵀ z] with S = sum of phi(k) vᵀ and z = sum of phi(k), over the tokens so far
+    (Katharopoulos et al., arXiv:2006.16236, section 3). Without `normalised` nothing is divided, and the read-out is
+    scaled by head_dim ** -0.5. Heads are split over `tensor`."""
+
+    projections: Projections
+    readout: Readout
+
+    feature_map: Callable = eqx.field(static=True)
+    normalised: bool = eqx.field(static=True)
+    form: Form = manner()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        feature_map: Callable = positive,
+        normalised: bool = True,
+        out_scale: float = 1.0,
+        form: Form = "chunked",
+        key: Key[Array, ""],
+    ):
+        """`head_dim` is `embed / heads` unless given; `feature_map` is elementwise, and positive where `normalised`."""
+        size = head_size(embed, heads, head_dim)
+        input_key, out_key = jax.random.split(key)
+        self.projections = Projections(embed, heads, size, size, key=input_key)
+        self.readout = Readout(embed, heads, size, out_scale=out_scale, key=out_key)
+        self.feature_map, self.normalised, self.form = feature_map, normalised, form
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Memory:
+        return self.projections.init_state(batch, self.projections.value_dim + self.normalised, dtype)
+
+    def __call__(self, x: Stream, info: Info, state: Memory | None = None) -> tuple[Stream, Memory | None]:
+        course = Course.of(x, info, state, self.form)
+        query, key, value, _ = self.projections(x, course, None)
+        query, key = self.feature_map(query), course.still(self.feature_map(key))
+        mix = normalised_linear_attention if self.normalised else linear_attention
+        mixed, after = mix(query, key, value, **going_on(course, state))
+        return self.readout(mixed, x), None if state is None else Memory(after)
+
+
+class Retention(AbstractMixer):
+    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = gamma_h S_{t-1} + k_t v_tᵀ, queries and keys turned by
+    their positions (RetNet, Sun et al., arXiv:2307.08621, section 2). Heads forget at fixed rates,
+    gamma_h = 1 - 2 ** (-5 - h). Heads are split over `tensor`."""
+
+    projections: Projections
+    readout: Readout
+
+    rotary: Rotary | None = eqx.field(static=True)
+    form: Form = manner()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        rotary: Rotary | None = None,
+        out_scale: float = 1.0,
+        form: Form = "chunked",
+        key: Key[Array, ""],
+    ):
+        """- `key_dim` is `embed / heads` unless given, `value_dim` twice that, as in the paper.
+        - `rotary`: over all of key_dim with base 10,000 unless given.
+        """
+        key_dim = head_size(embed, heads, key_dim, "key_dim")
+        value_dim = 2 * key_dim if value_dim is None else value_dim
+        input_key, out_key = jax.random.split(key)
+        self.projections = Projections(embed, heads, key_dim, value_dim, key=input_key)
+        norm = head_norm(value_dim)
+        self.readout = Readout(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
+        self.rotary, self.form = Rotary(key_dim) if rotary is None else rotary, form
+
+    @property
+    def settled_length(self) -> int | None:
+        return settled_length(self.rotary)
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Memory:
+        return self.projections.init_state(batch)
+
+    def __call__(self, x: Stream, info: Info, state: Memory | None = None) -> tuple[Stream, Memory | None]:
+        """**Raises** `ValueError` for a state without positions."""
+        refuse_unplaced(info, state)
+        course = Course.of(x, info, state, self.form)
+        query, key, value, _ = self.projections(x, course, None)
+        if self.rotary is not None:
+            angles = cos_and_sin(self.rotary, x, info)
+            query, key = (apply_rotary(y, *angles, interleaved=self.rotary.interleaved) for y in (query, key))
+        mixed, after = simple_gla(
+            query,
+            course.still(key),
+            value,
+            fixed(retention_decays, value, course),
+            **going_on(course, state),
+        )
+        return self.readout(mixed, x), None if state is None else Memory(after)
+
+
+class Lightning(AbstractMixer):
+    """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with S_t = exp(-slope_h) S_{t-1} + k_t v_tᵀ and q, k, v each
+    silu(W x) (TransNormerLLM, Qin et al., arXiv:2307.14995, section 3; MiniMax-01, arXiv:2501.08313, section 2.2). The
+    norm is over all heads together. Heads are split over `tensor`, and the norm's mean is summed over them."""
+
+    projections: Projections
+    readout: Readout
+
+    depth: float = eqx.field(static=True)
+    """The layer's place, 0 for the first and 1 for the last: the slopes of its decays shrink towards the last."""
+    form: Form = manner()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        depth: float | int = 0.0,
+        out_scale: float = 1.0,
+        form: Form = "chunked",
+        key: Key[Array, ""],
+    ):
+        """`head_dim` is `embed / heads` unless given. **Raises** `ValueError` for a depth outside 0 to 1."""
+        size = head_size(embed, heads, head_dim)
+        lightning_slopes(heads, depth)
+        input_key, out_key = jax.random.split(key)
+        self.projections = Projections(embed, heads, size, size, activation=jax.nn.silu, key=input_key)
+        self.readout = Readout(
+            embed,
+            heads,
+            size,
+            norm=partial(RMSNorm, heads * size, features=Dim("heads", size)),
+            whole=True,
+            gate=True,
+            activation=jax.nn.sigmoid,
+            out_scale=out_scale,
+            key=out_key,
+        )
+        self.depth, self.form = float(depth), form
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Memory:
+        return self.projections.init_state(batch)
+
+    def __call__(self, x: Stream, info: Info, state: Memory | None = None) -> tuple[Stream, Memory | None]:
+        course = Course.of(x, info, state, self.form)
+        query, key, value, _ = self.projections(x, course, None)
+        mixed, after = simple_gla(
+            query,
+            course.still(key),
+            value,
+            fixed(lambda heads: -lightning_slopes(heads, self.depth), value, course),
+            scale=1.0,
+            **going_on(course, state),
+        )
+        return self.readout(mixed, x), None if state is None else Memory(after)
+
+
+class GatedLinearAttention(AbstractMixer):
+    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ and
+    g_t = logsigmoid(W_up W_down x + b) / 16: every key channel forgets as the token says (GLA, Yang et al.,
+    arXiv:2312.06635, section 4.4). Heads are split over `tensor`."""
+
+    projections: Projections
+    decay: AbstractLinear
+    readout: Readout
+
+    temperature: float = eqx.field(static=True)
+    form: Form = manner()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        rank: int = 16,
+        temperature: float | int = 16.0,
+        out_scale: float = 1.0,
+        form: Form = "chunked",
+        key: Key[Array, ""],
+    ):
+        """- `key_dim` is half of `embed / heads` unless given, `value_dim` is `embed / heads`, as in the paper.
+        - `rank`: of the matrix that makes the decays. `temperature`: what their logarithms are divided by.
+        """
+        value_dim = head_size(embed, heads, value_dim, "value_dim")
+        key_dim = max(value_dim // 2, 1) if key_dim is None else key_dim
+        input_key, decay_key, out_key = jax.random.split(key, 3)
+        self.projections = Projections(embed, heads, key_dim, value_dim, key=input_key)
+        decays = Dim("heads", key_dim)
+        self.decay = LowRank(embed, heads * key_dim, rank=rank, out=decays, bias=True, key=decay_key)
+        norm = head_norm(value_dim)
+        self.readout = Readout(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
+        self.temperature, self.form = float(temperature), form
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Memory:
+        return self.projections.init_state(batch)
+
+    def __call__(self, x: Stream, info: Info, state: Memory | None = None) -> tuple[Stream, Memory | None]:
+        course = Course.of(x, info, state, self.form)
+        query, key, value, _ = self.projections(x, course, None)
+        log_decay = jax.nn.log_sigmoid(self.decay(x).astype(jnp.float32)) / self.temperature
+        mixed, after = gla(
+            query,
+            course.still(key),
+            value,
+            course.still(log_decay.reshape(key.shape)),
+            **going_on(course, state),
+        )
+        return self.readout(mixed, x), None if state is None else Memory(after)
+
+
+def fixed(
+    numbers: Callable[[int], Float[Array, "heads"]], value: Float[Array, "batch seq heads value_dim"], course: Course
+) -> Float[Array, "batch seq heads"]:
+    """The log decays that `numbers` gives to so many heads, at every token: those of the heads that live here."""
+    return course.still(jnp.broadcast_to(own_heads(numbers, value), value.shape[:3]))

@@ -1,0 +1,111 @@
+"""Griffin's recurrent block: a convolution, a real-gated linear recurrent unit, and a gate beside them. The recurrence
+is `zoo.ops.rg_lru`."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.chunks import Form
+from zoo.ops.rg_lru import rg_lru
+from zoo.ops.stabiliser import NO_HISTORY
+from zoo.parallel import Dim, Module, full_precision, manner
+
+from .abstract import AbstractLinear, AbstractMixer
+from .cache import refuse_unplaced
+from .convolution import ShortConvolution, Window
+from .course import Course
+from .heads import inverse_softplus
+from .info import Info
+from .linear import Linear
+
+Stream = Float[Array, "batch seq embed"]
+
+
+class Hidden(Module):
+    """What it remembers: the unit's state, in float32, and the last inputs of its convolution."""
+
+    hidden: Float[Array, "batch features"]
+    window: Window
+
+    features: Dim = eqx.field(static=True)
+
+
+class RGLRU(AbstractMixer):
+    """y = W_out [gelu(W_gate x) * unit(conv(W_in x))], with the unit of `zoo.ops.rg_lru`, whose two gates are matrices
+    of each head's features (Griffin, De et al., arXiv:2402.19427, sections 2.3 and 2.4). Heads are split over
+    `tensor`."""
+
+    input: AbstractLinear
+    gate: AbstractLinear
+    convolution: ShortConvolution
+    recurrence_gate: AbstractLinear
+    input_gate: AbstractLinear
+    decay: Float[Array, "features"] = full_precision()
+    out: AbstractLinear
+
+    features: Dim = eqx.field(static=True)
+    form: Form = manner()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        inner: int | None = None,
+        width: int = 4,
+        out_scale: float = 1.0,
+        form: Form = "chunked",
+        key: Key[Array, ""],
+    ):
+        """- `inner`: how many features recur, `embed` unless given; heads share them out.
+        - `width`: of the convolution.
+
+        Decays start uniform in [0.9, 0.999] where the recurrence gate is open. **Raises** `ValueError` where heads do
+        not divide `inner`.
+        """
+        inner = embed if inner is None else inner
+        if inner % heads:
+            raise ValueError(f"inner={inner} features do not share out over {heads} heads")
+        size = inner // heads
+        keys = jax.random.split(key, 7)
+        stream, self.features = Dim("embed"), Dim("heads", size)
+        read = partial(Linear, embed, inner, in_=stream, out=self.features)
+        self.input, self.gate = read(key=keys[0]), read(key=keys[1])
+        self.convolution = ShortConvolution(inner, width, features=self.features, bias=True, key=keys[2])
+        block = partial(Linear, size, inner, in_=Dim("head_dim"), out=self.features, bias=True)
+        self.recurrence_gate, self.input_gate = block(key=keys[3]), block(key=keys[4])
+        decays = jax.random.uniform(keys[5], (inner,), minval=0.9, maxval=0.999)
+        self.decay = inverse_softplus(-jnp.log(decays) / 8)
+        self.out = Linear(inner, embed, in_=self.features, out=stream, scale=out_scale, key=keys[6])
+        self.form = form
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Hidden:
+        hidden = jnp.zeros((batch, self.decay.shape[0]), jnp.float32)
+        return Hidden(hidden, self.convolution.init_state(batch, dtype), self.features)
+
+    def __call__(self, x: Stream, info: Info, state: Hidden | None = None) -> tuple[Stream, Hidden | None]:
+        """**Raises** `ValueError` for a state without positions: the first token of a text comes in whole."""
+        refuse_unplaced(info, state)
+        course = Course.of(x, info, state, self.form)
+        inputs = course.still(self.input(x))
+        inputs, window = self.convolution(inputs, course, None if state is None else state.window)
+        heads = inputs.reshape(*inputs.shape[:2], -1, self.features.unit)
+        recurrence, entrance = (
+            gate.per_unit(heads).reshape(inputs.shape) for gate in (self.recurrence_gate, self.input_gate)
+        )
+        mixed, hidden = rg_lru(
+            course.still(inputs),
+            course.still(recurrence, NO_HISTORY),
+            entrance,
+            self.decay,
+            first=None if state is None else info.positions == 0,
+            state=None if state is None else state.hidden,
+            segment_ids=course.segment_ids,
+            form=course.form,
+        )
+        y = self.out(jax.nn.gelu(self.gate(x)) * mixed)
+        return y, None if window is None else Hidden(hidden, window, self.features)

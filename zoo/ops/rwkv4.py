@@ -1,0 +1,116 @@
+"""RWKV-4's attention: a mean of values with weights that decay, a number a channel.
+
+    o_t = (n_{t-1} + exp(u + k_t) v_t) / (d_{t-1} + exp(u + k_t))
+    n_t = exp(-exp(w)) n_{t-1} + exp(k_t) v_t
+    d_t = exp(-exp(w)) d_{t-1} + exp(k_t)
+
+(Peng et al., arXiv:2305.13048, section 3.1.3 and appendix D.) The present token enters with the bonus u, before it
+decays for the first time. Keys are exponents of any size, so n and d are kept times exp(-m_t), m being the running
+maximum of `zoo.ops.stabiliser`. What is made of them does not depend on m, and gradients take it for a constant.
+
+`recurrent` is the appendix, in `lax.scan`. `chunked` makes m, then n and d by two elementwise recurrences, then all
+outputs at once. FLOPs: 40 a token and channel, of them five exponentials; bytes: 100 (`recurrent` 12). Rounding:
+differences of keys and maxima are taken first, which of neighbours is exact, and only then are decay and bonus added;
+so large keys cost little more than small ones.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from zoo.ops import elementwise
+from zoo.ops.chunks import Form, starts
+from zoo.ops.elementwise import alike
+from zoo.ops.stabiliser import NO_HISTORY, stabilise
+
+
+class State(NamedTuple):
+    """What earlier tokens left, in float32: n = exp(maximum) numerator, d = exp(maximum) denominator."""
+
+    numerator: Float[Array, "batch channels"]
+    denominator: Float[Array, "batch channels"]
+    maximum: Float[Array, "batch channels"]
+    """`NO_HISTORY` where there were no tokens."""
+
+
+def rwkv4(
+    k: Float[Array, "batch seq channels"],
+    v: Float[Array, "batch seq channels"],
+    w: Float[Array, "channels"],
+    u: Float[Array, "channels"],
+    *,
+    state: State | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    form: Form = "chunked",
+) -> tuple[Float[Array, "batch seq channels"], State]:
+    """The weighted means, in the dtype of `v`, and what the tokens leave. A channel decays by exp(-exp(w)) a token.
+
+    `state` None says that there were no earlier tokens. What they left counts for nothing from where a token's segment
+    is not that of the one before. Gradients are those of n / d: of numerator and denominator with the maximum constant.
+    """
+    k, v, w, u, state, segment_ids = alike(k, v, w, u, state, segment_ids)
+    if state is None:
+        nothing = jnp.zeros_like(k[:, 0] * w, jnp.float32)
+        state = State(nothing, nothing, nothing + NO_HISTORY)
+    state = State(*(x.astype(jnp.float32) for x in state))
+    wide_k, wide_v, decay, bonus = (x.astype(jnp.float32) for x in (k, v, w, u))
+    run = recurrent if form == "recurrent" else chunked
+    output, state = run(wide_k, wide_v, -jnp.exp(decay), bonus, state, segment_ids)
+    return output.astype(v.dtype), state
+
+
+def recurrent(
+    k: Float[Array, "batch seq channels"],
+    v: Float[Array, "batch seq channels"],
+    log_decay: Float[Array, "channels"],
+    bonus: Float[Array, "channels"],
+    state: State,
+    segment_ids: Int[Array, "batch seq"] | None,
+) -> tuple[Float[Array, "batch seq channels"], State]:
+    """The definition, of float32 arrays: one token after another."""
+    started = None if segment_ids is None else starts(segment_ids).T[..., None]
+    fresh = State(*(jnp.full_like(x, fill) for x, fill in zip(state, (0, 0, NO_HISTORY), strict=True)))
+
+    def step(state: State, now: tuple[Array, Array, Array | None]) -> tuple[State, Array]:
+        k, v, started = now
+        if started is not None:
+            state = State(*(jnp.where(started, new, old) for new, old in zip(fresh, state, strict=True)))
+        maximum = lax.stop_gradient(jnp.maximum(log_decay + state.maximum, k))
+        before = jnp.exp(log_decay + (lax.stop_gradient(state.maximum) - maximum))
+        entering = jnp.exp(k - maximum)
+        output = mean(k, v, bonus, state)
+        numerator = before * state.numerator + entering * v
+        return State(numerator, before * state.denominator + entering, maximum), output
+
+    last, output = lax.scan(step, state, (jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0), started))
+    return jnp.moveaxis(output, 0, 1), last
+
+
+def chunked(
+    k: Float[Array, "batch seq channels"],
+    v: Float[Array, "batch seq channels"],
+    log_decay: Float[Array, "channels"],
+    bonus: Float[Array, "channels"],
+    state: State,
+    segment_ids: Int[Array, "batch seq"] | None,
+) -> tuple[Float[Array, "batch seq channels"], State]:
+    """The same, of whole stretches: the maxima, numerators and denominators of all tokens, then all outputs."""
+    wide = jnp.broadcast_to(log_decay, k.shape)
+    decay, log_input, maximum = stabilise(wide, k, state=state.maximum, segment_ids=segment_ids, constant=True)
+    entering = jnp.exp(log_input)
+    run = lambda x, first: elementwise.chunked(decay, x, state=first, segment_ids=segment_ids)[0]
+    every = State(run(entering * v, state.numerator), run(entering, state.denominator), maximum)
+    before = [jnp.concatenate([first[:, None], x[:, :-1]], axis=1) for first, x in zip(state, every, strict=True)]
+    if segment_ids is not None:
+        started = starts(segment_ids)[..., None]
+        before = [jnp.where(started, fill, x) for x, fill in zip(before, (0, 0, NO_HISTORY), strict=True)]
+    return mean(k, v, bonus, State(*before)), State(*(x[:, -1] for x in every))
+
+
+def mean(k: Array, v: Array, bonus: Array, before: State) -> Array:
+    """The output of a token with key `k` and value `v`, after those that left `before`."""
+    highest = lax.stop_gradient(jnp.maximum(before.maximum, bonus + k))
+    old, new = jnp.exp(lax.stop_gradient(before.maximum) - highest), jnp.exp(bonus + (k - highest))
+    return (old * before.numerator + new * v) / (old * before.denominator + new)
