@@ -6,6 +6,7 @@
     python scripts/bench.py --parts large                # on an accelerator: a model of a billion parameters
     python scripts/bench.py --vs torch --page docs/performance.md    # the table of the documentation
     python scripts/bench.py --vs torch --parts mixture grouped --page docs/moe.md    # and that of mixtures of experts
+    python scripts/bench.py --parts recurrences --operations gla kda --lengths 2048 32768    # what a token costs
 
 Rivals run in turn in one process, and so do a matrix product and a copy, whose rates are the ceilings that shares are
 of. Figures are medians over the rounds with their quartiles; shares go by the shortest round on both sides, which
@@ -28,11 +29,11 @@ import jax
 import tyro
 
 import zoo
-from scripts.benchmarks import large, measure, ours, table
+from scripts.benchmarks import large, measure, ours, recurrences, table
 from scripts.benchmarks.measure import Timing
 from zoo.ops import grouped_matmul
 
-Part = Literal["step", "first", "decode", "mixture", "grouped", "large"]
+Part = Literal["step", "first", "decode", "mixture", "grouped", "recurrences", "recurrent", "continued", "large"]
 Row = dict[str, Any]
 
 NEW_TOKENS = 128
@@ -47,28 +48,37 @@ def main(
     remat: tuple[zoo.parallel.Remat, ...] = ("elementwise",),
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16"),
     depths: tuple[int, ...] = (12, 48),
+    lengths: tuple[int, ...] = (2048, 8192),
+    operations: tuple[str, ...] = tuple(recurrences.OPERATIONS),
+    slow: bool = False,
     out: Path = Path("runs/bench.json"),
     page: Path | None = None,
+    place: str = "",
 ) -> None:
     """Measure, print a line for each entrant, and write all of it down.
 
     Args:
         parts: What to measure: `step`, a training step; `first`, the time to the first; `decode`; `mixture`, a step of
             a mixture of experts with as many active parameters, beside the dense one; `grouped`, the product that it is
-            made of; `large`, a model of a billion parameters and its decoding. Unless given, the first three, and on an
-            accelerator `large` too.
+            made of; `recurrences`, each operation alone; `recurrent`, steps of models that are made of them;
+            `continued`, tokens after few others and after many; `large`, a model of a billion parameters and its
+            decoding. Unless given, the first three, and on an accelerator `large` too.
         vs: The rival: torch with transformers, eager and compiled.
         rounds: How often everybody runs. A tenth of it, at least two, where processes start anew.
         remat: What the backward pass of our step computes again; each is an entrant.
         dtypes: What models compute in.
         depths: Layers of the models whose first step is timed.
+        lengths: Tokens that recurrences go over.
+        operations: Which of them.
+        slow: Let a rival take part whose step takes a minute: transformers' Mamba, token after token.
         out: Where the JSON goes.
         page: A page whose table, between its two markers, is written anew.
+        place: Which of the page's tables, where it has several: what its first marker says after a colon.
     """
     if vs == "torch":
         require_torch()
     if page is not None:
-        table.check(page)
+        table.check(page, place)
     here = parts or ("step", "first", "decode", *(("large",) if jax.default_backend() != "cpu" else ()))
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": measure.machine(), "rows": []}
     found["versions"] = versions(vs)
@@ -88,13 +98,22 @@ def main(
     if "grouped" in here:
         entrants, facts = grouped_products()
         compete("grouped product", entrants, facts, 3 * rounds, found)
+    if "recurrences" in here:
+        entrants, facts = recurrences.alone(operations, lengths)
+        compete("recurrences", entrants, facts, rounds, found)
+    if "recurrent" in here:
+        entrants, facts = recurrences.steps(vs, remat, slow=slow)
+        compete("recurrent models", entrants, facts, rounds, found)
+    if "continued" in here:
+        entrants, facts = recurrences.continued()
+        compete("tokens after a prompt", entrants, facts, rounds, found)
     if "large" in here:
         large.run(found, report)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=2) + "\n")
     print(f"\nall figures lie in {out}")
     if page is not None:
-        table.write(page, found, sys.argv[1:])
+        table.write(page, found, sys.argv[1:], place)
         print(f"the table of {page} is written")
 
 
@@ -145,10 +164,7 @@ def mixtures(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict
 
 def our_step(sizes: ours.Sizes, dtype: str, policy: Any) -> tuple[Callable, Row]:
     run = ours.Training(sizes, dtype, policy)
-    program = run.program()
-    memory = program.memory.temporaries if program.memory else None
-    executed = {"executed_flops": program.flops.total, "bytes_moved": program.bytes_moved, "temporaries": memory}
-    return run, work(sizes, dtype) | executed
+    return run, work(sizes, dtype) | run.executed()
 
 
 def work(sizes: ours.Sizes, dtype: str) -> Row:
@@ -222,6 +238,11 @@ def report(found: dict, part: str, name: str, timing: Timing, facts: Row, rates:
     if "bytes_needed" in facts:
         row["share"] = facts["bytes_needed"] / timing.shortest / rates["copy"]
         told += f"  {row['share']:4.0%} of the copy rate"
+    if "bytes_passed" in facts:
+        row["copy_share"] = facts["bytes_passed"] / timing.shortest / rates["copy"]
+        told += f"  {row['copy_share']:4.0%} of the copy rate"
+    if "bytes_remembered" in facts:
+        told += f"  {facts['bytes_remembered'] / 1e6:,.2f} MB remembered"
     found["rows"].append(row)
     print(told, flush=True)
 

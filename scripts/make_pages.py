@@ -25,7 +25,7 @@ import zoo.train
 from scripts.draw_layer import draw
 from zoo.cli.devices import imagined, on_the_host
 from zoo.cli.families import about
-from zoo.layers import Attention, ClampedGatedMLP, LatentAttention, MixtureOfExperts
+from zoo.layers import RWKV4, Attention, ClampedGatedMLP, LatentAttention, Mamba, Mamba2, MixtureOfExperts
 from zoo.models import ParallelBlock
 from zoo.models.config import read_config
 from zoo.models.facts import Config, Family
@@ -90,7 +90,7 @@ def families() -> str:
             *told,
             "\n## What their layers are made of\n",
             "As the defaults of each family say; a checkpoint's config may change the details.\n",
-            "| family | class in transformers | attention | norm | feed-forward | head |",
+            "| family | class in transformers | mixer | norm | feed-forward | head |",
             "|---|---|---|---|---|---|",
             *rows,
             "\n## Published sizes\n",
@@ -104,7 +104,7 @@ def families() -> str:
 
 
 def parts(family: Family) -> tuple[str, str, str, str]:
-    """Attention, norm, feed-forward and head of a family, read off the model that its defaults describe; what has none
+    """Mixer, norm, feed-forward and head of a family, read off the model that its defaults describe; what has none
     is as in the first of its published sizes."""
     published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
     absent = [key for key, value in read_config(family, {}).items() if value is None]
@@ -121,12 +121,14 @@ def parts(family: Family) -> tuple[str, str, str, str]:
         words = of_latents(mixer)
     elif isinstance(mixer, Attention):
         words = of_attention(mixer, config)
+    elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
+        words = of_recurrence(mixer)
     else:
         raise NotImplementedError(f"{family.name}: say in {Path(__file__).name} what a {type(mixer).__name__} is")
-    norm, ffn = type(block.mixer_norm).__name__, last.ffn
+    norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
     wiring = " beside attention" if isinstance(block, ParallelBlock) else ""
     activation = f", {config['hidden_act']}" if "hidden_act" in config else ""
-    fed = f"`{type(ffn).__name__}`{activation}{wiring}"
+    fed = "none" if ffn is None else f"`{type(ffn).__name__}`{activation}{wiring}"
     if isinstance(ffn, MixtureOfExperts):
         fed = ", ".join([fed, *of_mixture(ffn), *["dense layers first"] * (type(block.ffn) is not type(ffn))])
     return ", ".join(words), f"`{norm}`", fed, "the embedding" if model.head is None else "its own"
@@ -155,6 +157,16 @@ def of_attention(mixer: Attention, config: Config) -> list[str]:
     words += ["biases"] * (getattr(mixer.query, "bias", None) is not None)
     words += ["sinks"] * (mixer.sinks is not None)
     return words + ["windows"] * ("sliding_window" in config)
+
+
+def of_recurrence(mixer: Mamba | Mamba2 | RWKV4) -> list[str]:
+    if isinstance(mixer, RWKV4):
+        return [f"`{type(mixer).__name__}`", "a mean whose weights decay"]
+    if isinstance(mixer, Mamba2):
+        words = [f"{mixer.state} numbers a channel", f"heads in {mixer.B.out_size // mixer.state} groups"]
+        return [f"`{type(mixer).__name__}`", *words, f"convolutions of {mixer.x_convolution.width}"]
+    words = [f"{mixer.A_log.shape[1]} numbers a channel", f"a convolution of {mixer.convolution.width}"]
+    return [f"`{type(mixer).__name__}`", *words, *["norms on steps, B and C"] * (mixer.dt_norm is not None)]
 
 
 def of_latents(mixer: LatentAttention) -> list[str]:

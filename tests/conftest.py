@@ -5,7 +5,7 @@ from pathlib import Path
 
 DEVICES = "--xla_force_host_platform_device_count=8"
 # What is tested is what XLA makes of a program (its layout, its collectives), at sizes where the time goes into LLVM.
-COMPILE_FAST = "--xla_backend_optimization_level=0"
+COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -34,7 +34,7 @@ def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BI
         for batch in (8, 4, 2, 1):
             now = dataclasses.replace(sizes, batch=batch)
             form = ours.fused_attention()
-            timed = attempt(lambda now=now, policy=policy, form=form: ours.Training(now, "bfloat16", policy, form))
+            timed = attempt(lambda now=now, policy=policy, form=form: ours.Training(now, "bfloat16", policy, form=form))
             if timed is None:
                 continue
             _, timing = timed

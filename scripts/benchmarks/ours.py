@@ -58,10 +58,10 @@ ONE_BILLION = Sizes(vocab=32768, embed=2048, layers=20, heads=16, mlp=5632, batc
 class Training:
     """A step of AdamW on one device that keeps its model; called, it takes one, and returns when the step is done."""
 
-    def __init__(self, sizes: Sizes, dtype: str, remat: zoo.parallel.Remat, form: Callable = attention.grouped):
+    def __init__(self, sizes: Sizes, dtype: str, remat: zoo.parallel.Remat, **options: Any):
+        """`options` are the model's."""
         mesh = zoo.make_mesh(devices=jax.devices()[:1])
-        options = {"remat": remat, "form": form}
-        self.model = zoo.init(lambda key: sizes.make(key, **options), jax.random.key(0), mesh)
+        self.model = zoo.init(lambda key: sizes.make(key, remat=remat, **options), jax.random.key(0), mesh)
         optimiser = optax.adamw(1e-3, weight_decay=0.1)
         self.state = zoo.place(optimiser.init(zoo.trainable(self.model)), mesh)
         tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.seq + 1), 0, sizes.vocab)
@@ -85,6 +85,12 @@ class Training:
     def program(self) -> zoo.inspect.Program:
         """What the step costs, read off the compiled program."""
         return zoo.inspect.compiled(self.step, self.batch, self.model, self.state)
+
+    def executed(self) -> dict[str, Any]:
+        """What it does, which is not what it has to do."""
+        program = self.program()
+        memory = program.memory.temporaries if program.memory else None
+        return {"executed_flops": program.flops.total, "bytes_moved": program.bytes_moved, "temporaries": memory}
 
 
 def first_step(layers: int, remat: zoo.parallel.Remat = "elementwise") -> dict[str, float]:

@@ -2,26 +2,39 @@
 
 The model is `LlamaForCausalLM` of the same sizes, or `MixtralForCausalLM`, with attention by
 `scaled_dot_product_attention` (transformers' default), AdamW in one fused kernel, and autocast for bfloat16. Of experts
-transformers has several implementations: "eager" loops over them, "grouped_mm" and "batched_mm" do not. Needs torch and
-transformers.
+transformers has several implementations: "eager" loops over them, "grouped_mm" and "batched_mm" do not.
+
+Recurrent models are `MambaForCausalLM` and `Mamba2ForCausalLM`, and for Gated DeltaNet the layers of Qwen3-Next in a
+stack of our own, since a whole Qwen3-Next has a mixture of experts after each. All three compute in PyTorch's own
+operations, as transformers does where its kernels are not installed. Needs torch and transformers.
 """
 
 import time
+import types
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 from transformers import (  # pyright: ignore[reportMissingImports]
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3NextConfig,
 )
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next  # pyright: ignore[reportMissingImports]
 
 from .ours import Sizes, first_and_later
+from .recurrences import Recurrent
 
 
 def model(sizes: Sizes, experts: str = "eager") -> Any:
     torch.manual_seed(0)
+    if isinstance(sizes, Recurrent):
+        return RECURRENT[sizes.kind](sizes).to(device())
     shared: dict[str, Any] = dict(
         vocab_size=sizes.vocab,
         hidden_size=sizes.embed,
@@ -38,6 +51,59 @@ def model(sizes: Sizes, experts: str = "eager") -> Any:
     mixture = {"num_local_experts": sizes.experts, "num_experts_per_tok": sizes.top, "num_key_value_heads": sizes.heads}
     config = MixtralConfig(**shared, **mixture, rms_norm_eps=1e-6, experts_implementation=experts)
     return MixtralForCausalLM(config).to(device())
+
+
+def shell(sizes: Recurrent) -> dict[str, Any]:
+    """What configurations have in common."""
+    sized = {"vocab_size": sizes.vocab, "hidden_size": sizes.embed, "num_hidden_layers": sizes.layers}
+    return sized | {"tie_word_embeddings": True, **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))}
+
+
+def mamba(sizes: Recurrent) -> Any:
+    """Of the inner width and the state of ours, 512 and 16."""
+    return MambaForCausalLM(MambaConfig(**shell(sizes), state_size=16, expand=2))
+
+
+def mamba2(sizes: Recurrent) -> Any:
+    """As wide as ours, in each of its parts."""
+    heads = {"num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 1}
+    return Mamba2ForCausalLM(Mamba2Config(**shell(sizes), **heads, chunk_size=64))
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """Qwen3-Next's linear layers, each a residual of its own after a norm, and a tied head: our model in its parts."""
+
+    def __init__(self, sizes: Recurrent):
+        super().__init__()
+        config = Qwen3NextConfig(
+            hidden_size=sizes.embed,
+            num_hidden_layers=sizes.layers,
+            layer_types=["linear_attention"] * sizes.layers,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=128,
+        )
+        norm = lambda: torch.nn.RMSNorm(sizes.embed, eps=1e-6)
+        self.embedding = torch.nn.Embedding(sizes.vocab, sizes.embed)
+        torch.nn.init.normal_(self.embedding.weight, std=0.02)
+        self.norms = torch.nn.ModuleList(norm() for _ in range(sizes.layers))
+        self.mixers = torch.nn.ModuleList(qwen3_next.Qwen3NextGatedDeltaNet(config, i) for i in range(sizes.layers))
+        self.norm = norm()
+
+    def forward(self, input_ids: Any, labels: Any, use_cache: bool) -> Any:
+        """The loss, under the name that transformers gives it."""
+        x = self.embedding(input_ids)
+        for norm, mixer in zip(self.norms, self.mixers, strict=True):
+            x = x + mixer(norm(x))
+        logits = torch.nn.functional.linear(self.norm(x)[:, :-1], self.embedding.weight)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(loss=loss)
+
+
+RECURRENT = {"Mamba": mamba, "Mamba-2": mamba2, "Gated DeltaNet": GatedDeltaNet}
+SLOW = ("Mamba",)
+"""Those whose step takes a minute on a CPU."""
 
 
 def device() -> str:

@@ -6,20 +6,35 @@ from pathlib import Path
 from typing import Any
 
 START, END = "<!-- what scripts/bench.py measured -->", "<!-- until here -->"
+COLUMNS = {
+    "compiling": ("more than a later step", "to make the model"),
+    "copy_share": ("tokens/s", "GFLOP", "share of the product", "MB", "share of the copy"),
+    "bytes_remembered": ("tokens/s", "MB remembered"),
+    "share": ("tokens/s", "share"),
+    "utilisation": ("tokens/s", "share"),
+    "tokens_per_second": ("tokens/s",),
+}
+"""The last columns of a part, by what its rows have: the first of these."""
 
 
-def check(path: Path) -> None:
+def start(place: str) -> str:
+    """The first marker of a table, which says its `place` where a page has several."""
+    return START.replace(" -->", f": {place} -->") if place else START
+
+
+def check(path: Path, place: str = "") -> None:
     """**Raises** `SystemExit` where `path` is no page with a place for the table: before anything is measured."""
-    text = path.read_text() if path.is_file() else ""
-    if START not in text or END not in text.partition(START)[2]:
-        raise SystemExit(f"bench.py: {path} has no place for the table, between the lines {START} and {END}")
+    text, first = path.read_text() if path.is_file() else "", start(place)
+    if first not in text or END not in text.partition(first)[2]:
+        raise SystemExit(f"bench.py: {path} has no place for the table, between the lines {first} and {END}")
 
 
-def write(path: Path, found: dict[str, Any], words: Sequence[str]) -> None:
-    """Put the table between the page's two markers."""
-    before, _, rest = path.read_text().partition(START)
+def write(path: Path, found: dict[str, Any], words: Sequence[str], place: str = "") -> None:
+    """Put the table between the two markers of its place."""
+    first = start(place)
+    before, _, rest = path.read_text().partition(first)
     after = rest.partition(END)[2]
-    path.write_text(f"{before}{START}\n{table(found, words)}{END}{after}")
+    path.write_text(f"{before}{first}\n{table(found, words)}{END}{after}")
 
 
 def table(found: dict[str, Any], words: Sequence[str]) -> str:
@@ -40,8 +55,11 @@ def table(found: dict[str, Any], words: Sequence[str]) -> str:
         rows = [row for row in found["rows"] if row["part"] == part]
         rates = found.get("ceilings", {}).get(part)
         lines += [f"**{part.capitalize()}.** {ceiling(rates)}" if rates else f"**{part.capitalize()}.**", ""]
-        last = "more than a later step | to make the model" if "compiling" in rows[0] else "tokens/s | share"
-        lines += [f"| | median | quartiles | shortest | {last} |", "|---|--:|--:|--:|--:|--:|"]
+        columns = COLUMNS[shape(rows[0])]
+        lines += [
+            f"| | median | quartiles | shortest | {' | '.join(columns)} |",
+            "|---" + "|--:" * (3 + len(columns)) + "|",
+        ]
         lines += [cells(row) for row in rows] + [""]
     return "\n".join(lines) + "\n"
 
@@ -55,9 +73,22 @@ def ceiling(rates: dict[str, float]) -> str:
     )
 
 
+def shape(row: dict[str, Any]) -> str:
+    """Which columns a row has."""
+    return next((name for name in COLUMNS if name in row), "share")
+
+
 def cells(row: dict[str, Any]) -> str:
-    last = f"{row.get('tokens_per_second', 0):,.0f} | {row.get('utilisation', row.get('share', 0)):.0%}"
-    if "compiling" in row:
+    kind, rate = shape(row), f"{row.get('tokens_per_second', 0):,.0f}"
+    last = f"{rate} | {row.get('utilisation', row.get('share', 0)):.0%}"
+    if kind == "compiling":
         last = f"{row['compiling']:#.3g} s | {row['born']:#.3g} s"
+    elif kind == "copy_share":
+        product = f"{row['flops'] / 1e9:.2f} | {row['share']:.0%}" if "flops" in row else "– | –"
+        last = f"{rate} | {product} | {row['bytes_passed'] / 1e6:.1f} | {row['copy_share']:.0%}"
+    elif kind == "bytes_remembered":
+        last = f"{rate} | {row['bytes_remembered'] / 1e6:.2f}"
+    elif kind == "tokens_per_second":
+        last = rate
     times = f"{row['median']:#.3g} s | {row['low']:#.3g} to {row['high']:#.3g} | {row['shortest']:#.3g} s"
     return f"| {row['name']} | {times} | {last} |"

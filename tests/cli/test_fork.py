@@ -87,8 +87,8 @@ def test_where_it_goes(run, refused):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "name a recipe: finetune, moe, transformer; `zoo fork --list` says"),
-        (("transfomer",), "there is no recipe 'transfomer', but finetune, moe, transformer"),
+        ((), f"name a recipe: {', '.join(RECIPES)}; `zoo fork --list` says"),
+        (("transfomer",), f"there is no recipe 'transfomer', but {', '.join(RECIPES)}"),
         (("transformer", "no/such/x.py"), "no/such: there is no such folder to write x.py to"),
         (("transformer", "x"), "'x' is no name for a recipe"),
         (("transformer", 'x"y.py'), "is no name for a recipe"),

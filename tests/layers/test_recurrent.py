@@ -60,11 +60,13 @@ def activations(seed=1, seq=SEQ):
 
 
 def step_by_step(layer, x):
-    state, outputs = layer.init_state(2, 16), []
-    for t in range(x.shape[1]):
-        y, state = layer(x[:, t : t + 1], Info(jnp.full((2, 1), t)), state)
-        outputs.append(y)
-    return jnp.concatenate(outputs, axis=1), state
+    def step(state, now):
+        x, position = now
+        y, state = layer(x[:, None], Info(jnp.broadcast_to(position, (2, 1))), state)
+        return state, y[:, 0]
+
+    state, outputs = jax.lax.scan(step, layer.init_state(2, 16), (x.swapaxes(0, 1), jnp.arange(x.shape[1])))
+    return outputs.swapaxes(0, 1), state
 
 
 def in_pieces(layer, x, padding):

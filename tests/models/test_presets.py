@@ -13,21 +13,22 @@ from zoo.models.config import ConfigError, read_config
 from zoo.models.published import PRESETS, preset
 
 KEY = jax.random.key(0)
-SMALL = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4}
+SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
 ONE_A_FAMILY = {found.family: name for name, found in PRESETS.items()}
 
 
 def small(name, **changes):
     """A model of a preset's kind: narrow, with two kv_heads where the family has such, heads 16 wide."""
     family = zoo.models.families.FAMILIES[PRESETS[name].family]
-    possible = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    possible = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
+    possible |= {"num_heads": 8, "attention_hidden_size": 64}
     possible |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
     possible |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 128)
     if "kv_lora_rank" in family.defaults:  # a key for each head
         possible |= {"num_key_value_heads": 4, "qk_rope_head_dim": 16, "v_head_dim": 16}
         possible |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
     sizes = {key: value for key, value in possible.items() if key in family.defaults}
-    mlp = {} if family.name == "gpt2" else {"intermediate_size": 128}
+    mlp = {} if family.name in ("gpt2", "mamba2") else {"intermediate_size": 128}
     return preset(name, key=KEY, **{**SMALL, **sizes, **mlp, **changes})
 
 
@@ -66,23 +67,31 @@ def test_all_families_have_one():
     assert zoo.models.presets() == tuple(PRESETS) and len(PRESETS) == len({found.source for found in PRESETS.values()})
 
 
+def first_of(part, *names):
+    return next(found for name in names if (found := getattr(part, name, None)) is not None)
+
+
 @pytest.mark.parametrize("name", ONE_A_FAMILY.values())
 def test_new_weights(name):
     model = small(name)
     *_, block = model.stack.one_by_one()
-    ffn = getattr(block.ffn, "experts", block.ffn)
-    residual = (2 * 2) ** -0.5
+    ffn = getattr(block, "ffn", None)
+    ffn = getattr(ffn, "experts", ffn)
+    reads = [first_of(block.mixer, "query", "query_down", "gate", "receptance")]
+    writes = [block.mixer.out]
+    if ffn is not None:
+        reads, writes = [*reads, first_of(ffn, "up", "key")], [*writes, first_of(ffn, "down", "value")]
+    residual = (2 * len(writes)) ** -0.5
 
     def deviation(x):
         return float(jnp.std(x))
 
-    query = block.mixer.query or block.mixer.query_down
-    assert deviation(query.weight) == pytest.approx(64**-0.5, rel=0.05)
-    assert deviation(ffn.up.weight) == pytest.approx(64**-0.5, rel=0.05)
-    assert deviation(block.mixer.out.weight) == pytest.approx(64**-0.5 * residual, rel=0.05)
-    assert deviation(ffn.down.weight) == pytest.approx(ffn.down.weight.shape[-1] ** -0.5 * residual, rel=0.05)
+    for linear in reads:
+        assert deviation(linear.weight) == pytest.approx(64**-0.5, rel=0.05)
+    for linear in writes:
+        assert deviation(linear.weight) == pytest.approx(linear.weight.shape[-1] ** -0.5 * residual, rel=0.05)
     assert deviation(model.embedding.weight) == pytest.approx(64**-0.5, rel=0.05)
-    for linear in (query, block.mixer.out, ffn.up, ffn.down):
+    for linear in (*reads, *writes):
         assert getattr(linear, "bias", None) is None or not linear.bias.any()
     norm = block.mixer_norm
     assert (norm.weight + getattr(norm, "offset", 0.0) == 1).all()

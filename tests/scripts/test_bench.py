@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -7,8 +8,9 @@ import pytest
 
 import zoo
 from scripts import bench
-from scripts.benchmarks import large, measure, ours, table
+from scripts.benchmarks import large, measure, ours, recurrences, table
 from scripts.benchmarks.measure import Timing
+from zoo.layers import LinearAttention
 
 TINY = ours.Sizes(vocab=32, embed=16, layers=2, heads=2, mlp=16, batch=2, seq=8)
 
@@ -86,3 +88,45 @@ def test_the_large_model():
 
 def test_peaks():
     assert measure.peak_of("NVIDIA H200") == 989e12 and measure.peak_of("cpu") is None
+
+
+def test_every_recurrence_takes_what_is_drawn_for_it():
+    for form, inputs in recurrences.OPERATIONS.values():
+        output, _ = jax.eval_shape(lambda form=form, inputs=inputs: form(*inputs(recurrences.Draw(8))))
+        assert output.shape in ((1, 8, *recurrences.HEADS), (1, 8, recurrences.CHANNELS))
+
+
+def test_a_recurrence_alone(tmp_path, monkeypatch):
+    """By hand: queries, keys, values and outputs, and a state; and what its four products multiply, of one chunk."""
+    monkeypatch.setattr(recurrences, "HEADS", (2, 8))
+    monkeypatch.setattr(recurrences, "CHANNELS", 16)
+    page = tmp_path / "page.md"
+    page.write_text(f"{table.START}\nkept\n{table.END}\n{table.start('alone')}\nold\n{table.END}\nafter\n")
+    chosen = {"operations": ("linear_attention", "hgrn"), "lengths": (64,)}
+    bench.main(parts=("recurrences",), **chosen, rounds=2, out=tmp_path / "b.json", page=page, place="alone")
+    rows = {row["name"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    row = rows["linear_attention, 64 tokens"]
+    assert row["bytes_passed"] == 4 * (4 * 64 * 2 * 8 + 2 * 8 * 8) and row["tokens"] == 64
+    assert row["flops"] == 2 * 2 * (2 * 64 * 64 * 8 + 2 * 64 * 8 * 8)
+    assert 0 < row["share"] < 1 and 0 < row["copy_share"] < 1
+    assert "flops" not in rows["hgrn, 64 tokens"] and "hgrn, 64 tokens, with gradient" in rows
+    text = page.read_text()
+    assert "kept" in text and "old" not in text and text.endswith(f"{table.END}\nafter\n")
+    assert text.index("kept") < text.index("| hgrn, 64 tokens |")
+
+
+def test_an_unknown_recurrence_is_refused():
+    with pytest.raises(SystemExit, match="no operation 'attention'"):
+        recurrences.alone(("attention",), (8,))
+
+
+def test_recurrent_models(monkeypatch):
+    monkeypatch.setattr(recurrences, "KINDS", {"small": partial(LinearAttention, heads=2)})
+    sizes = recurrences.Recurrent(vocab=32, embed=16, layers=1, batch=2, seq=8, kind="small")
+    monkeypatch.setattr(recurrences, "Recurrent", lambda kind: dataclasses.replace(sizes, kind=kind))
+    entrants, facts = recurrences.steps("none", ("none",))
+    entrants["zoo small, remat=none"]()
+    assert facts["zoo small, remat=none"]["tokens"] == 16 and facts["zoo small, remat=none"]["executed_flops"] > 0
+    run = recurrences.Continuing(sizes, 3)
+    run()
+    assert run.bytes_remembered() == 4 * 2 * 8 * (8 + 1)  # a column more, of the sums of weights

@@ -30,6 +30,15 @@ CASES = {
     "gpt_neox": {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     | {"num_attention_heads": 8, "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 100.0}},
     "deepseek_v2": LATENT,
+    "mamba2": {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 4,
+        "n_groups": 2,
+    }
+    | {"state_size": 4},
     "granitemoe": LLAMA | {"num_local_experts": 4},
     "olmoe": {key: value for key, value in LLAMA.items() if key != "head_dim"}
     | {"num_experts": 4, "hidden_size": 32}
@@ -37,7 +46,8 @@ CASES = {
 }
 """kv_heads fewer than devices along `tensor`, which lie whole there; a vocabulary that does not share out (gpt2's);
 queries, keys and values fused side by side and head by head, in unlike parts too; two kinds of layers; experts,
-one by one and in one tensor; norms that are split with the heads."""
+one by one and in one tensor; norms that are split with the heads; a mixer's
+four projections in one tensor, of which two lie whole."""
 MESHES = [
     {"data": d, "fsdp": f, "tensor": t} for d, f, t in itertools.product((1, 2, 4, 8), repeat=3) if d * f * t == 8
 ]

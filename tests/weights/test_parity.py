@@ -33,6 +33,7 @@ PROMISED = {
     *("neox_full_rotary_tied", "neox_parallel"),
     *("mixtral_base", "mixtral_top1_tied", "qwen2_moe_shared", "qwen3_moe_base", "qwen3_moe_sparse"),
     *("olmoe_clip", "granitemoe_base", "gpt_oss_base", "gpt_oss_mxfp4"),
+    *("mamba_base", "mamba_untied_wide", "falcon_mamba_base", "mamba2_g1", "mamba2_g4_tied", "rwkv4_base"),
 }
 
 

@@ -54,6 +54,9 @@ VALUES = {
     "topk_method": st.sampled_from(["greedy", "group_limited_greedy"]),
     "q_lora_rank": st.sampled_from([None, 6]),
     "qk_rope_head_dim": st.just(8),
+    "time_step_limit": st.sampled_from([[0.0, float("inf")], [0.01, 0.1]]),
+    "time_step_rank": st.sampled_from(["auto", 3]),
+    "attention_hidden_size": st.sampled_from([None, 12]),
     "rope_parameters": st.sampled_from(
         [
             {},
@@ -85,6 +88,8 @@ def configs(draw, family):
     drawn = {key: draw(VALUES.get(key, values(default)), label=key) for key, default in defaults.items()}
     if "kv_lora_rank" in drawn:  # latent attention has a key for each head
         drawn["num_key_value_heads"] = drawn["num_attention_heads"]
+    if "num_heads" in drawn:  # as wide together as `expand` says
+        drawn |= {"head_dim": 8, "expand": 2, "num_heads": drawn["hidden_size"] // 4}
     if drawn.get("layer_types"):
         drawn["layer_types"] = drawn["layer_types"][: drawn["num_hidden_layers"]]
     if drawn.get("rope_parameters"):

@@ -8,12 +8,15 @@ from .course import Course
 from .delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from .dropout import Dropout
 from .embedding import Embedding, PositionEmbedding
+from .gated_norm import GatedGroupNorm
 from .heads import HeadNorm, LowRank, Memory
 from .hgrn2 import HGRN2
 from .info import Info, positions_of
 from .latent_attention import LatentAttention
 from .linear import Linear
 from .linear_attention import GatedLinearAttention, Lightning, LinearAttention, Retention
+from .mamba import Mamba, MambaState
+from .mamba2 import Mamba2
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
 from .mlstm import MLSTM
 from .moe import MixtureOfExperts
@@ -23,12 +26,14 @@ from .rg_lru import RGLRU
 from .router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
 from .routing import Routing
 from .rwkv import RWKV6, RWKV7
+from .rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
 
 __all__ = [
     "HGRN2",
     "MLP",
     "MLSTM",
     "RGLRU",
+    "RWKV4",
     "RWKV6",
     "RWKV7",
     "AbstractFeedForward",
@@ -45,6 +50,7 @@ __all__ = [
     "Embedding",
     "GatedDeltaNet",
     "GatedDeltaProduct",
+    "GatedGroupNorm",
     "GatedLinearAttention",
     "GatedMLP",
     "HeadNorm",
@@ -58,11 +64,16 @@ __all__ = [
     "Linear",
     "LinearAttention",
     "LowRank",
+    "Mamba",
+    "Mamba2",
+    "MambaState",
     "Memory",
     "MixtureOfExperts",
     "PackedLinear",
     "PositionEmbedding",
     "RMSNorm",
+    "RWKV4ChannelMixing",
+    "RWKV4State",
     "Retention",
     "Routing",
     "ShortConvolution",

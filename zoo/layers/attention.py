@@ -165,12 +165,15 @@ class Attention(AbstractMixer):
 
 
 def own(
-    key: Float[Array, "batch seq kv_heads head_dim"], query: Float[Array, "batch query_seq heads head_dim"]
-) -> Float[Array, "batch seq _ head_dim"]:
-    """The keys (or values) that the queries living here use: all of them, except where heads are split and kv_heads,
-    being too few, lie whole. Then a device's queries share one of them."""
-    parts = shares(query, "heads")
-    if parts == 1 or split(key, "kv_heads"):
-        return key
-    index = offset(query, "heads", 1) * key.shape[2] // parts
-    return lax.dynamic_slice_in_dim(key, index, 1, axis=2)
+    x: Float[Array, "batch seq units _"],
+    heads: Float[Array, "batch heads_seq heads _"],
+    *,
+    shared: str = "kv_heads",
+) -> Float[Array, "batch seq _ _"]:
+    """Of what `heads` share in groups, such as keys, that which the heads living here use: all of it, except where
+    heads are split and the dim called `shared`, having too few, lies whole. Then a device's heads share one."""
+    parts = shares(heads, "heads")
+    if parts == 1 or split(x, shared):
+        return x
+    index = offset(heads, "heads", 1) * x.shape[2] // parts
+    return lax.dynamic_slice_in_dim(x, index, 1, axis=2)

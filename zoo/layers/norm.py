@@ -15,17 +15,26 @@ from .abstract import AbstractNorm
 class RMSNorm(AbstractNorm):
     """y = x / sqrt(mean(x²) + epsilon) * (offset + weight) (Zhang & Sennrich, arXiv:1910.07467, equation 4).
 
-    `offset` is 1 for Gemma, whose weights are stored around zero.
+    `offset` is 1 for Gemma, whose weights are stored around zero. Without a weight nothing is scaled.
     """
 
-    weight: Float[Array, "features"] = full_precision()
+    weight: Float[Array, "features"] | None = full_precision()
 
     features: Dim = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     offset: float = eqx.field(static=True)
 
-    def __init__(self, size: int, *, features: Dim = Dim("embed"), epsilon: float = 1e-6, offset: float = 0.0):
-        self.weight = jnp.full(size, 1.0 - offset, jnp.float32)
+    def __init__(
+        self,
+        size: int,
+        *,
+        features: Dim = Dim("embed"),
+        epsilon: float = 1e-6,
+        offset: float = 0.0,
+        scaled: bool = True,
+    ):
+        """`scaled`: whether it has a weight."""
+        self.weight = jnp.full(size, 1.0 - offset, jnp.float32) if scaled else None
         self.features, self.epsilon, self.offset = features, epsilon, offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:

@@ -2,11 +2,12 @@
 
 from .assemble import assemble, kinds_of, layer
 from .balance import balance_loss, count_active, rebalance, router_z_loss, visits
-from .blocks import Block, MixerBlock, ParallelBlock, Stream
+from .blocks import Block, MixerBlock, ParallelBlock, Stream, TwoMixerBlock
 from .decoder import Decoder, describe, describe_batch, pack_positions
 from .facts import Family, Row, fused, under
 from .hybrid import Hybrid
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
+from .mamba import Mamba, Mamba2
 from .moe import MixtureOfExperts
 from .names import Place, places
 from .probe import hidden_states, score
@@ -47,6 +48,8 @@ __all__ = [
     "KimiLinear",
     "LightningTransformer",
     "LinearTransformer",
+    "Mamba",
+    "Mamba2",
     "MixerBlock",
     "MixtureOfExperts",
     "ParallelBlock",
@@ -57,6 +60,7 @@ __all__ = [
     "Stack",
     "Stream",
     "Transformer",
+    "TwoMixerBlock",
     "Unstacked",
     "assemble",
     "balance_loss",

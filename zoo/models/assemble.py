@@ -55,6 +55,8 @@ def assemble(
     logits_multiplier: float | int = 1.0,
     dropout: float = 0.0,
     remat: Remat = "none",
+    embedding_norm: Callable[[], AbstractNorm] | None = None,
+    lists_outputs: bool = False,
     key: Key[Array, ""],
 ) -> Decoder:
     """A decoder of these layers.
@@ -62,6 +64,8 @@ def assemble(
     - `tied`: the head is the embedding's table; otherwise a matrix of its own.
     - `positions`: how many learned position vectors there are, if any.
     - `multiplier`: of what the embedding gives; `logits_multiplier`: of what the head gives.
+    - `embedding_norm`: makes a norm of what the embedding gives.
+    - `lists_outputs`: how hidden states are counted. See `Decoder`.
     """
     embedding_key, stack_key, head_key = jax.random.split(key, 3)
     deviation = embed**-0.5
@@ -73,8 +77,10 @@ def assemble(
         if positions
         else None,
         stack=Stack(kinds, remat=remat, key=stack_key),
+        embedding_norm=None if embedding_norm is None else embedding_norm(),
         norm=norm(),
         head=None if tied else head(key=head_key),
         dropout=Dropout(dropout),
         logits_multiplier=float(logits_multiplier),
+        lists_outputs=lists_outputs,
     )

@@ -81,6 +81,27 @@ class MixerBlock(AbstractBlock):
         return stream.plus(mixed if self.residual_multiplier == 1 else self.residual_multiplier * mixed), state
 
 
+class TwoMixerBlock(AbstractBlock):
+    """x + mixer(norm(x)), then x + ffn(norm(x)) with an `ffn` that looks back too, and is a mixer: RWKV's layer
+    (arXiv:2305.13048, figure 2). The layer's state is that of both."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = either()
+    ffn_norm: AbstractNorm
+    ffn: AbstractMixer = either()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
+        return self.mixer.init_state(batch, length, dtype), self.ffn.init_state(batch, length, dtype)
+
+    def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
+        before, before_ffn = (None, None) if state is None else state
+        mixed, after = self.mixer(self.mixer_norm(stream.x), info, before)
+        stream = stream.plus(self.dropout(mixed, info, site=0))
+        fed, after_ffn = self.ffn(self.ffn_norm(stream.x), info, before_ffn)
+        return stream.plus(self.dropout(fed, info, site=1)), None if state is None else (after, after_ffn)
+
+
 class ParallelBlock(AbstractBlock):
     """x + mixer(norm(x)) + ffn(norm'(x)): both halves read the same stream (GPT-J; GPT-NeoX, arXiv:2204.06745,
     section 2.1). Without an `ffn_norm` of its own the second half reads what the first does (PaLM, arXiv:2204.02311,

@@ -106,6 +106,7 @@ COUNTS = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_layer_interval"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("state_size", "conv_kernel", "n_groups", "expand", "time_step_rank", "attention_hidden_size"),
 )
 NULLABLE = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
 """Counts that may be null though a family has a default of its own."""
@@ -115,6 +116,10 @@ FROM_ZERO = ("sliding_window", "first_k_dense_replace", "moe_num_shared_experts"
 
 def misfit(value: Any, default: Any, key: str) -> str:
     """What is wrong with a value, seen from the default's type; "" where nothing is."""
+    if key == "time_step_rank" and value == "auto":
+        return ""
+    if key == "time_step_limit":
+        return "" if is_interval(value) else "should be two numbers not below 0, the second the larger"
     if key in COUNTS or key in FROM_ZERO or key.startswith("num_"):
         if value is None and (default is None or key in NULLABLE):
             return ""
@@ -146,6 +151,14 @@ def is_mxfp4(value: Any) -> bool:
     left_out = value.get("modules_to_not_convert") or []
     listed = isinstance(left_out, list) and all(isinstance(name, str) for name in left_out)
     return listed and value.keys() <= {"quant_method", "modules_to_not_convert", "dequantize"}
+
+
+def is_interval(value: Any) -> bool:
+    """Two numbers, the second the larger. It may be infinite, which transformers writes as a table of one word."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    low, high = (float("inf") if x == {"__float__": "Infinity"} else x for x in value)
+    return is_number(low) and is_number(high) and 0 <= low < high
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -20,7 +20,7 @@ EMBEDDING = 2**32 - 1
 
 class Decoder(Module):
     """logits = head(norm(stack(embedding(tokens)))). Without a head the embedding's own table is one: tied. Learned
-    positions are added to what the embedding gives.
+    positions are added to what the embedding gives, which then may have a norm of its own.
 
     A batch is explicit: `model(tokens)` takes "batch seq" and gives "batch seq vocab".
     """
@@ -31,10 +31,14 @@ class Decoder(Module):
     head: AbstractLinear | None
     dropout: Dropout
     position_embedding: PositionEmbedding | None = None
+    embedding_norm: AbstractNorm | None = None
 
     logits_multiplier: float = eqx.field(static=True, default=1.0)
     soft_cap: float | None = eqx.field(static=True, default=None)
     """Logits are bounded to c tanh(logits / c), after they were multiplied."""
+    lists_outputs: bool = manner(default=False)
+    """Whether `hidden_states` are the outputs of layers, then the last one normed, as transformers has them of some
+    families, and not the input of the first layer, then the outputs."""
     origin: Origin | None = manner(default=None)
     """The checkpoint that the model was read from, which says how it is written again."""
 
@@ -69,6 +73,8 @@ class Decoder(Module):
             if info.positions is None:
                 self.refuse_longer(tokens.shape[1] * shares(x, "seq"))
             x = x + gather(self.position_embedding)(positions_of(x, info))
+        if self.embedding_norm is not None:
+            x = gather(self.embedding_norm)(x)
         return Stream(self.dropout(x, info, site=EMBEDDING))
 
     def hidden(

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Their tensor: in each of `groups`, the rows of our `parts` one after another; (in, out) if `transposed`; with so
-    many dims of size 1 in front (`ones`).
+    many dims of size 1 in front (`ones`); filters (features, 1, width) as PyTorch's `Conv1d` has them (`filters`).
 
     A rename has one part. Splits (one group), fusions per head (as many groups as heads) and interleaving (as many as
     rows in a part) are all this one. Parts may be of unlike sizes.
@@ -31,18 +31,22 @@ class Row:
     groups: int = 1
     transposed: bool = False
     ones: int = 0
+    filters: bool = False
 
     def shape(self, parts: Sequence[Shape], lead: int) -> Shape:
         """The shape of their tensor, from those of our parts. `lead` dims in front are stacked: all experts in one."""
         rows = sum(part[lead] for part in parts) if len(parts[0]) > lead else None
         shape = parts[0] if rows is None else (*parts[0][:lead], rows, *parts[0][lead + 1 :])
         own = shape[lead:][::-1] if self.transposed else shape[lead:]
+        own = (own[0], 1, own[1]) if self.filters and len(own) == 2 else own
         return (*shape[:lead], *(1,) * self.ones, *own)
 
     def views(self, theirs: np.ndarray, parts: Sequence[Shape], lead: int) -> list[np.ndarray]:
         """A writable view of their tensor for each of our parts, shaped [..., groups, rows of a group, ...] where there
         are several parts: it holds the part's numbers in the part's order."""
         theirs = theirs[(slice(None),) * lead + (0,) * self.ones]
+        if self.filters and theirs.ndim == lead + 3:
+            theirs = theirs[(slice(None),) * (lead + 1) + (0,)]
         if self.transposed and theirs.ndim == lead + 2:
             theirs = theirs.swapaxes(-1, -2)
         if len(self.parts) == 1:
@@ -60,9 +64,9 @@ class Row:
 Table = Mapping[str, str | Row]
 
 
-def fused(*parts: str, groups: int = 1, transposed: bool = False) -> Row:
+def fused(*parts: str, groups: int = 1, transposed: bool = False, filters: bool = False) -> Row:
     """Several of our modules in one of their tensors. See `Row`."""
-    return Row(parts, groups, transposed)
+    return Row(parts, groups, transposed, filters=filters)
 
 
 def under(theirs: str, ours: str, rows: Table) -> dict[str, Row]:

@@ -26,7 +26,9 @@ def hidden_states(
 ) -> tuple[Float[Array, "batch seq embed"], ...]:
     """What flows between layers: the input of the first, then the output of each, the last after the final norm.
 
-    One more than there are layers, counted as transformers counts its `hidden_states`. Arguments as the model's own.
+    One more than there are layers, counted as transformers counts its `hidden_states`. Of some families, Mamba and RWKV
+    among them, it counts otherwise (`model.lists_outputs`): the output of each layer, then the last after the final
+    norm. Arguments as the model's own.
     """
     return states_of(model, tokens, describe(tokens, mask=mask, segment_ids=segment_ids, positions=positions))
 
@@ -40,7 +42,7 @@ def states_of(
     for number, block in enumerate(layers_of(model)):
         stream, _ = gather(block)(stream, info.fold(number))
         found.append(stream.x)
-    return (*found[:-1], gather(model.norm)(found[-1]))
+    return (*(found[1:] if model.lists_outputs else found[:-1]), gather(model.norm)(found[-1]))
 
 
 def layers_of(model: Decoder) -> tuple[AbstractBlock, ...]:

@@ -42,6 +42,14 @@ def gpt2_shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {"n_embd": hidden, "n_layer": layers, "n_head": heads}
 
 
+def mixer_shape(hidden: int, layers: int) -> dict[str, Any]:
+    return {"hidden_size": hidden, "num_hidden_layers": layers}
+
+
+def mamba2_shape(hidden: int, layers: int) -> dict[str, Any]:
+    return TIED | {"hidden_size": hidden, "num_hidden_layers": layers, "num_heads": hidden // 32, **MAMBA2}
+
+
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 LONG: dict[str, Any] = {"max_position_embeddings": 131072}
 EPSILON: dict[str, Any] = {"rms_norm_eps": 1e-5}
@@ -65,6 +73,7 @@ DEEPSEEK = {"max_position_embeddings": 163840}
 STRETCHED = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 DEEPSEEK2 = DEEPSEEK | {"rope_scaling": {**STRETCHED, "mscale": 0.707, "mscale_all_dim": 0.707}}
 DEEPSEEK2 |= {"first_k_dense_replace": 1, "num_experts_per_tok": 6}
+MAMBA2 = {"n_groups": 1, "vocab_size": 50288}
 
 PRESETS: dict[str, Preset] = {
     "deepseek-v2": Preset(
@@ -105,6 +114,12 @@ PRESETS: dict[str, Preset] = {
     ),
     "ernie-4.5-21b-a3b": Preset(
         "ernie4_5_moe", "baidu/ERNIE-4.5-21B-A3B-PT", 21_825_436_160, shape(2560, 12288, 28, 20, 4), 3_000_000_000
+    ),
+    "falcon-mamba-7b": Preset(
+        "falcon_mamba",
+        "tiiuae/falcon-mamba-7b",
+        7_272_665_088,
+        mixer_shape(4096, 64) | {"vocab_size": 65024, "tie_word_embeddings": False},
     ),
     "gemma-2b": Preset("gemma", "google/gemma-2b", 2_506_172_416, shape(2048, 16384, 18, 8, 1)),
     "gemma-7b": Preset("gemma", "google/gemma-7b", 8_537_680_896, shape(3072, 24576, 28, 16, 16)),
@@ -170,6 +185,17 @@ PRESETS: dict[str, Preset] = {
     "llama3.2-3b": Preset(
         "llama", "meta-llama/Llama-3.2-3B", 3_212_749_824, LLAMA32 | shape(3072, 8192, 28, 24, 8) | {"head_dim": 128}
     ),
+    "mamba-codestral-7b": Preset("mamba2", "mistralai/Mamba-Codestral-7B-v0.1", 7_285_403_648, mixer_shape(4096, 64)),
+    "mamba-130m": Preset("mamba", "state-spaces/mamba-130m-hf", 129_135_360, mixer_shape(768, 24)),
+    "mamba-370m": Preset("mamba", "state-spaces/mamba-370m-hf", 371_516_416, mixer_shape(1024, 48)),
+    "mamba-790m": Preset("mamba", "state-spaces/mamba-790m-hf", 793_204_224, mixer_shape(1536, 48)),
+    "mamba-1.4b": Preset("mamba", "state-spaces/mamba-1.4b-hf", 1_372_178_432, mixer_shape(2048, 48)),
+    "mamba-2.8b": Preset("mamba", "state-spaces/mamba-2.8b-hf", 2_768_345_600, mixer_shape(2560, 64)),
+    "mamba2-130m": Preset("mamba2", "AntonV/mamba2-130m-hf", 128_989_632, mamba2_shape(768, 24)),
+    "mamba2-370m": Preset("mamba2", "AntonV/mamba2-370m-hf", 368_346_624, mamba2_shape(1024, 48)),
+    "mamba2-780m": Preset("mamba2", "AntonV/mamba2-780m-hf", 780_161_280, mamba2_shape(1536, 48)),
+    "mamba2-1.3b": Preset("mamba2", "AntonV/mamba2-1.3b-hf", 1_343_757_312, mamba2_shape(2048, 48)),
+    "mamba2-2.7b": Preset("mamba2", "AntonV/mamba2-2.7b-hf", 2_702_599_680, mamba2_shape(2560, 64)),
     "mistral-7b-v0.1": Preset("mistral", "mistralai/Mistral-7B-v0.1", 7_241_732_096, MISTRAL),
     "mistral-7b-v0.3": Preset("mistral", "mistralai/Mistral-7B-v0.3", 7_248_023_552, MISTRAL3),
     "mixtral-8x7b": Preset(
@@ -257,6 +283,12 @@ PRESETS: dict[str, Preset] = {
         | {"head_dim": 128, "norm_topk_prob": True, "moe_intermediate_size": 1536},
         22_000_000_000,
     ),
+    "rwkv-4-169m": Preset("rwkv", "RWKV/rwkv-4-169m-pile", 169_342_464, mixer_shape(768, 12)),
+    "rwkv-4-430m": Preset("rwkv", "RWKV/rwkv-4-430m-pile", 430_397_440, mixer_shape(1024, 24)),
+    "rwkv-4-1b5": Preset("rwkv", "RWKV/rwkv-4-1b5-pile", 1_515_106_304, mixer_shape(2048, 24)),
+    "rwkv-4-3b": Preset("rwkv", "RWKV/rwkv-4-3b-pile", 2_984_627_200, mixer_shape(2560, 32)),
+    "rwkv-4-7b": Preset("rwkv", "RWKV/rwkv-4-7b-pile", 7_392_649_216, mixer_shape(4096, 32)),
+    "rwkv-4-14b": Preset("rwkv", "RWKV/rwkv-4-14b-pile", 14_148_597_760, mixer_shape(5120, 40)),
     "smollm2-135m": Preset(
         "llama", "HuggingFaceTB/SmolLM2-135M", 134_515_008, SMOLLM2 | shape(576, 1536, 30, 9, 3) | {"rope_theta": 1e5}
     ),
@@ -294,7 +326,8 @@ def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:
     What is taken over are the sizes and the kinds of layers. The weights start as those of `Transformer` do, and not as
     the authors' did: matrices with a standard deviation of 1 / sqrt(inputs), those that write to the residual stream
     divided by sqrt(2 layers) more (GPT-2, section 2.3); embeddings with 1 / sqrt(hidden_size); biases at zero, norms at
-    one. Nothing is dropped in training. Parameters are float32.
+    one. Steps, decays and what mixes with the token before start as their papers say (`zoo.layers`), and a Mamba layer
+    has one matrix that writes: its divisor is sqrt(layers). Nothing is dropped in training. Parameters are float32.
 
     **Raises** `ValueError` for an unknown name, with the nearest; `ConfigError`, which is one too, for changes that the
     family's config does not have or that do not go together.

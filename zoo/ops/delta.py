@@ -28,10 +28,8 @@ V) for triangles, solutions and outputs, 5 C^2 for the inverse, 6 K V with the s
 inverse excepted. RWKV-7's own keys and values add C (4 K + 4 V) + 2 K V. Bytes: `recurrent` reads and writes the state,
 8 K V, at every token; `chunked` keeps 4 (4 K + 3 V) of rows, 16 C of triangles and 4 K V / C of states for a gradient.
 
-In ms, forward and forward with gradient, the gated delta rule in float32 on [8, 256, 4] tokens and heads of 64 keys and
-128 values, on two cores of an EPYC that had other work too (jax 0.10): 26 and 85, where transformers'
-torch_chunk_gated_delta_rule (torch 2.13) took 88 and 241. With one product a chunk in the scan, its matrix (b h)ᵀ W
-made before it for all chunks, it took 27 and 97.
+One product a chunk in the scan would do, with its matrix (b h)ᵀ W made before it for all chunks; that is more to
+multiply, and on a CPU it was no faster. `scripts/bench.py --parts recurrences` takes the time of every case.
 
 Rounding: that of a triangular system, 6e-8 of the largest terms times the growth in the inverse; for keys in random
 directions that is that of a sum, and for keys nearly parallel with beta near 2, where all rows cancel in turn, up to C

@@ -44,6 +44,7 @@ from .chunks import (
     pair_decays,
     since_start,
     starts,
+    triangle,
     until_end,
 )
 from .varying import vary, varying
@@ -123,7 +124,7 @@ def chunked(
     query, key, value, decays, bonus, initial = alike(query, key, value, log_decay, bonus, state)
     count = begun(segment_ids, seq, chunk)[:, :, None]
     query, key, value, decays = (into_chunks(x, chunk) for x in (query, key, value, decays))
-    scores = in_chunk(query, key, decays, bonus, count)  # [batch chunks heads size size]
+    scores = in_chunk(query, key, decays, bonus, count, constant=log_decay is None)  # [batch chunks heads size size]
     within = matrix_product(scores.astype(dtype), value)
     through, written = across(key, value, decays, count)
     after, before = lax.scan(follow, initial, (through.swapaxes(0, 1), written.swapaxes(0, 1)))
@@ -186,14 +187,17 @@ def in_chunk(
     log_decay: Float[Array, "batch chunks heads size *key_dim"],
     bonus: Float[Array, "heads key_dim"] | None,
     count: Int[Array, "_ chunks 1 size"],
+    *,
+    constant: bool,
 ) -> Float[Array, "batch chunks heads size size"]:
-    """What each token takes of each one of its chunk."""
+    """What each token takes of each one of its chunk. `constant`: nothing decays, and decays are all zero."""
     before = bonus is not None
     if log_decay.ndim == 5:
         scores = decayed_product(query, key, log_decay, before=before)
     else:
         scores = jnp.repeat(matrix_product(query, key.mT), log_decay.shape[2] // query.shape[2], axis=2)
-        scores = scores * pair_decays(log_decay, before=before)
+        seen = triangle(query.shape[-2], strict=before)
+        scores = jnp.where(seen, scores, 0) if constant else scores * pair_decays(log_decay, before=before)
     scores = jnp.where(count[..., :, None] == count[..., None, :], scores, 0)
     if bonus is None:
         return scores

@@ -14,18 +14,10 @@ first, computes a chunk's states again and then, with y_t the cotangent of o_t, 
     du_t = sum over state of l_t B_t,              dx_t = dt_t du_t
     q_t = l_t exp(dt_t A) h_{t-1},                 ddt_t = sum over state of q_t A + x_t du_t,    dA = sum of dt_t q_t
 
-Arrays lie with inner last, which vector units run along. In ms, forward and forward with gradient, float32, inner 512,
-state 16, on two cores of an EPYC (jax 0.10):
-
-    [batch, seq]                                          [8, 256]     [1, 2048]
-    this                                                   8     57     10     60
-    sums over state by multiply and add, not by product    8     59     85    223
-    lax.scan, inner last but one                          18    191     97      -
-    lax.scan, inner last                                   8      -     98      -
-    a chunk's exponentials at once, then its steps        12      -      -      -
-    every gradient summed in the step that has it          -    103      -      -
-
-and chunks of 4 or 16 no faster. Time is linear in seq.
+Arrays lie with inner last, which vector units run along. Sums over a state or over channels are products, and those of
+the gradient are made for a whole chunk: summed by multiply and add, or each in its own step, they took up to several
+times as long on a CPU, a single row above all. `lax.scan` over tokens was slower than these loops, since it copies time
+to the front. `scripts/bench.py --parts recurrences` takes the time, which is linear in seq.
 
 Steps follow one another, seq of them, whatever the chunk: all chunks at once, as in `zoo.ops.elementwise`, would take
 every exponential twice. Every factor is at most one, whatever dt A. Rounding is that of sums in float32, over the

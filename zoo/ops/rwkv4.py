@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from zoo.ops import elementwise
 from zoo.ops.chunks import Form, starts
@@ -43,28 +43,34 @@ def rwkv4(
     *,
     state: State | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
+    real: Bool[Array, "batch seq"] | None = None,
     form: Form = "chunked",
 ) -> tuple[Float[Array, "batch seq channels"], State]:
     """The weighted means, in the dtype of `v`, and what the tokens leave. A channel decays by exp(-exp(w)) a token.
 
     `state` None says that there were no earlier tokens. What they left counts for nothing from where a token's segment
-    is not that of the one before. Gradients are those of n / d: of numerator and denominator with the maximum constant.
+    is not that of the one before. A token that is not `real` is padding: it leaves the state as it was, and its output
+    means nothing. Gradients are those of n / d: of numerator and denominator with the maximum constant.
     """
-    k, v, w, u, state, segment_ids = alike(k, v, w, u, state, segment_ids)
+    k, v, w, u, state, segment_ids, real = alike(k, v, w, u, state, segment_ids, real)
     if state is None:
         nothing = jnp.zeros_like(k[:, 0] * w, jnp.float32)
         state = State(nothing, nothing, nothing + NO_HISTORY)
     state = State(*(x.astype(jnp.float32) for x in state))
     wide_k, wide_v, decay, bonus = (x.astype(jnp.float32) for x in (k, v, w, u))
+    log_decay = jnp.broadcast_to(-jnp.exp(decay), k.shape)
+    if real is not None:
+        wide_k = jnp.where(real[..., None], wide_k, NO_HISTORY)
+        log_decay = jnp.where(real[..., None], log_decay, 0)
     run = recurrent if form == "recurrent" else chunked
-    output, state = run(wide_k, wide_v, -jnp.exp(decay), bonus, state, segment_ids)
+    output, state = run(wide_k, wide_v, log_decay, bonus, state, segment_ids)
     return output.astype(v.dtype), state
 
 
 def recurrent(
     k: Float[Array, "batch seq channels"],
     v: Float[Array, "batch seq channels"],
-    log_decay: Float[Array, "channels"],
+    log_decay: Float[Array, "batch seq channels"],
     bonus: Float[Array, "channels"],
     state: State,
     segment_ids: Int[Array, "batch seq"] | None,
@@ -73,33 +79,33 @@ def recurrent(
     started = None if segment_ids is None else starts(segment_ids).T[..., None]
     fresh = State(*(jnp.full_like(x, fill) for x, fill in zip(state, (0, 0, NO_HISTORY), strict=True)))
 
-    def step(state: State, now: tuple[Array, Array, Array | None]) -> tuple[State, Array]:
-        k, v, started = now
+    def step(state: State, now: tuple[Array, Array, Array, Array | None]) -> tuple[State, Array]:
+        k, v, log_decay, started = now
         if started is not None:
             state = State(*(jnp.where(started, new, old) for new, old in zip(fresh, state, strict=True)))
         maximum = lax.stop_gradient(jnp.maximum(log_decay + state.maximum, k))
         before = jnp.exp(log_decay + (lax.stop_gradient(state.maximum) - maximum))
-        entering = jnp.exp(k - maximum)
+        entering = written(k, maximum)
         output = mean(k, v, bonus, state)
         numerator = before * state.numerator + entering * v
         return State(numerator, before * state.denominator + entering, maximum), output
 
-    last, output = lax.scan(step, state, (jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0), started))
+    in_time = lambda x: jnp.moveaxis(x, 1, 0)
+    last, output = lax.scan(step, state, (in_time(k), in_time(v), in_time(log_decay), started))
     return jnp.moveaxis(output, 0, 1), last
 
 
 def chunked(
     k: Float[Array, "batch seq channels"],
     v: Float[Array, "batch seq channels"],
-    log_decay: Float[Array, "channels"],
+    log_decay: Float[Array, "batch seq channels"],
     bonus: Float[Array, "channels"],
     state: State,
     segment_ids: Int[Array, "batch seq"] | None,
 ) -> tuple[Float[Array, "batch seq channels"], State]:
     """The same, of whole stretches: the maxima, numerators and denominators of all tokens, then all outputs."""
-    wide = jnp.broadcast_to(log_decay, k.shape)
-    decay, log_input, maximum = stabilise(wide, k, state=state.maximum, segment_ids=segment_ids, constant=True)
-    entering = jnp.exp(log_input)
+    decay, _, maximum = stabilise(log_decay, k, state=state.maximum, segment_ids=segment_ids, constant=True)
+    entering = written(k, maximum)
     run = lambda x, first: elementwise.chunked(decay, x, state=first, segment_ids=segment_ids)[0]
     every = State(run(entering * v, state.numerator), run(entering, state.denominator), maximum)
     before = [jnp.concatenate([first[:, None], x[:, :-1]], axis=1) for first, x in zip(state, every, strict=True)]
@@ -107,6 +113,11 @@ def chunked(
         started = starts(segment_ids)[..., None]
         before = [jnp.where(started, fill, x) for x, fill in zip(before, (0, 0, NO_HISTORY), strict=True)]
     return mean(k, v, bonus, State(*before)), State(*(x[:, -1] for x in every))
+
+
+def written(k: Array, maximum: Array) -> Array:
+    """exp(k - maximum), and nothing for padding, though there be no history whose maximum were above it."""
+    return jnp.where(k > NO_HISTORY, jnp.exp(k - maximum), 0)
 
 
 def mean(k: Array, v: Array, bonus: Array, before: State) -> Array:

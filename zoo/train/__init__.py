@@ -5,6 +5,7 @@ from .optional import require_installed
 require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
 
 from .average import ema
+from .chart import Curve, chart
 from .checkpoint import Checkpoints, Restored
 from .command import command
 from .corpus import Corpus, text
@@ -18,6 +19,8 @@ from .profile import Profile
 from .remat import rematerialise
 from .report import ParameterRow, write_report
 from .run import Run
+from .scatter import Points, scatter
+from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .tokens import Tokenizer, read_tokenizer
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
 
@@ -25,10 +28,12 @@ __all__ = [
     "Batches",
     "Checkpoints",
     "Corpus",
+    "Curve",
     "Interrupt",
     "Metrics",
     "Ordered",
     "ParameterRow",
+    "Points",
     "Profile",
     "Restored",
     "Run",
@@ -41,6 +46,7 @@ __all__ = [
     "WeightsAndBiases",
     "Windows",
     "bits_per_byte",
+    "chart",
     "command",
     "decay_mask",
     "ema",
@@ -50,6 +56,11 @@ __all__ = [
     "read_lines",
     "read_tokenizer",
     "rematerialise",
+    "scatter",
+    "sweep_grid",
+    "sweep_map",
+    "sweep_models",
+    "sweep_step",
     "text",
     "write_report",
 ]

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from .progress import scaled
 
 MOST_POINTS = 1200
-COLOURS = 4
-"""That the style sheet has for curves; a fifth begins with the first again."""
+COLOURS = 8
+"""That the style sheet has for curves; a ninth begins with the first again."""
 LINE = 20.0
 """From one line of the legend to the next."""
 
@@ -69,10 +69,10 @@ def chart(
     data = [(curve, at, values) for curve, at, values in data if len(values)]
     if not data:
         return "<p>No metrics were logged.</p>"
-    rows = _legend_rows(unit, [curve.label for curve, _, _ in data], width)
+    rows = legend_rows(unit, [curve.label for curve, _, _ in data], width)
     frame = _frame(data, floors.values(), width, height, lines=len(rows))
     parts = [
-        *_scale(frame, unit),
+        *scale(frame, unit),
         *time_axis(frame, against),
         f'<clipPath id="box{width}">{_box(frame)}</clipPath>',
         f'<g clip-path="url(#box{width})">',
@@ -152,7 +152,8 @@ def _frame(data: Sequence, floors: Iterable[float], width: int, height: int, lin
     return Frame((0.0, max(last, 1.0)), (low, high), left=52.0, top=top, right=width - 14.0, bottom=height - 44.0)
 
 
-def _scale(frame: Frame, unit: str) -> list[str]:
+def scale(frame: Frame, unit: str) -> list[str]:
+    """The grid with its numbers, and above them what they are."""
     parts = []
     for y in ticks(*frame.y, count=round((frame.bottom - frame.top) / 55)):
         parts.append(f'<path class="grid" d="M{frame.left},{frame.down(y):.1f}H{frame.right}"/>')
@@ -177,7 +178,7 @@ def _draw(frame: Frame, number: int, curve: Curve, at: np.ndarray, values: np.nd
     return [f'<path class="line curve{number}" d="{frame.path(at[::stride], values[::stride])}"/>', *dots]
 
 
-def _legend_rows(unit: str, labels: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
+def legend_rows(unit: str, labels: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
     """Numbered labels by line, as many in each as fit; the first line has the unit too."""
     rows: list[list[tuple[int, str]]] = [[]]
     room = width - 14.0 - text_width(unit)

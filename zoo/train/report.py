@@ -9,6 +9,7 @@ It is made from what the run wrote into its folder, so it can be made again at a
 import html
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ def write_report(
     tokens: int = 0,
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     shares: Mapping[str, str] | None = None,
+    pictures: Mapping[str, Callable[..., str]] | None = None,
 ) -> Path:
     """Write `report.html` into a run's folder, from its metrics, timing, configuration and environment.
 
@@ -62,9 +64,11 @@ def write_report(
     `ParameterRow` has them.
 
     `runs` maps labels to the folders of several runs that are compared, each with a curve of its own; their
-    configuration and environment are the first one's. With the number of `tokens` in a step curves are drawn against
-    tokens. `tables` maps titles to rows, each a mapping from heads of columns to what stands there. `shares` maps names
-    in the metrics, of counts "groups rows", to titles of pictures that show how far from even they are over time.
+    configuration and environment are the first one's. With the number of `tokens` in a step curves are drawn
+    against tokens. `tables` maps titles to rows, each a mapping from heads of columns to what stands there.
+    `shares` maps names in the metrics, of counts "groups rows", to titles of pictures that show how far from even
+    they are over time. `pictures` maps titles to what draws one, called with `width=` and `height=`, as
+    `functools.partial(scatter, ...)` is. Without `curves` there is no chart of them.
     """
     directory = Path(directory)
     folders = {label: Path(folder) for label, folder in (runs or {"": directory}).items()}
@@ -75,10 +79,12 @@ def write_report(
     named = [(run, name, label) for run in folders for name, label in curves.items()]
     drawn = [_curve(lines[run], name, _label(run, label, len(curves)), tokens) for run, name, label in named]
     against = "tokens" if tokens else "steps"
+    drawing = partial(chart, drawn, floors or {}, unit=unit, against=against)
     sections = [
         f"<header><h1>{_escape(title)}</h1><p>{_escape(summary)}</p></header>",
         _figures({**(figures or {}), **speed}),
-        f"<section>{_both(lambda **size: chart(drawn, floors or {}, unit=unit, against=against, **size))}</section>",
+        f"<section>{_both(drawing)}</section>" if curves else "",
+        *(_section(title, _both(draw)) for title, draw in (pictures or {}).items()),
         *(_section(title, _table(rows)) for title, rows in (tables or {}).items()),
         *(_section(title, _shares(lines, name, title, tokens)) for name, title in (shares or {}).items()),
         _section("Samples", "".join(map(_sample, samples))),

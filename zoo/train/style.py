@@ -4,11 +4,13 @@ COLOURS = """
 :root {
   --paper: #ffffff; --panel: #f6f7f9; --ink: #1b1f24; --soft: #626b76; --rule: #e2e5e9;
   --train: #2563c9; --held-out: #d9601a; --third: #2f8f5b; --fourth: #8a4fc7;
+  --fifth: #c23b4a; --sixth: #8f7100; --seventh: #0f8ba0; --eighth: #b5449a;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #14171b; --panel: #1c2026; --ink: #e6e8eb; --soft: #98a1ac; --rule: #2f353d;
     --train: #6ea8ff; --held-out: #ff9a57; --third: #63c592; --fourth: #c29bf0;
+    --fifth: #ff8080; --sixth: #d8b73f; --seventh: #58c7d8; --eighth: #f08fd2;
   }
 }
 """
@@ -25,8 +27,15 @@ CHART = """
 .chart .curve1 { color: var(--held-out); }
 .chart .curve2 { color: var(--third); }
 .chart .curve3 { color: var(--fourth); }
+.chart .curve4 { color: var(--fifth); }
+.chart .curve5 { color: var(--sixth); }
+.chart .curve6 { color: var(--seventh); }
+.chart .curve7 { color: var(--eighth); }
 .chart .line.curve2 { stroke-dasharray: 7 3; }
 .chart .line.curve3 { stroke-dasharray: 2 3; }
+.chart .line.curve5 { stroke-dasharray: 10 4; }
+.chart .line.curve6 { stroke-dasharray: 4 4; }
+.chart .line.curve7 { stroke-dasharray: 9 3 2 3; }
 .chart .dot { fill: currentColor; stroke: var(--paper); stroke-width: 1.2; }
 .chart .floor { color: var(--soft); stroke-dasharray: 5 4; }
 .chart .even, .chart [class^="less"], .chart [class^="more"] { stroke: none; }

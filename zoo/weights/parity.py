@@ -116,8 +116,8 @@ def activations(
         if name in expected:
             wanted = expected[name]
             half, theirs = bfloat16(name, None if halves is None else halves[number], expected)
-            own = None if number - 1 not in alone else distance(alone[number - 1], wanted)
-            yield Line(called(blocks, number), distance(state, wanted), tolerance, own, half, theirs)
+            own = None if number not in alone else distance(alone[number], wanted)
+            yield Line(called(model, blocks, number), distance(state, wanted), tolerance, own, half, theirs)
     logits = eqx.filter_jit(Decoder.logits)
     if "logits" in expected:
         narrowed = None if narrow is None or halves is None else logits(narrow, halves[-1])
@@ -125,27 +125,35 @@ def activations(
         yield Line("logits", distance(logits(model, ours[-1]), expected["logits"]), tolerance, None, half, theirs)
 
 
-def called(blocks: Sequence[Any], number: int) -> str:
-    """What stands between one hidden state and the one before."""
-    if number == 0:
+def called(model: Decoder, blocks: Sequence[Any], number: int) -> str:
+    """What made one of the hidden states of the one before."""
+    layer = number if model.lists_outputs else number - 1
+    if layer == len(blocks):
+        return "the final norm"
+    if layer < 0:
         return "embedding"
-    parts = [getattr(blocks[number - 1], part) for part in ("mixer", "ffn") if hasattr(blocks[number - 1], part)]
+    parts = [getattr(blocks[layer], part) for part in ("mixer", "ffn") if hasattr(blocks[layer], part)]
     words = ", ".join(in_snake_case(type(part).__name__) for part in parts)
-    return f"layer {number - 1} ({words})" + (" and the final norm" if number == len(blocks) else "")
+    return f"layer {layer} ({words})" + (" and the final norm" if number == len(blocks) else "")
 
 
 def one_by_one(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
-    """What each layer makes of PyTorch's input to it, where that is known."""
+    """What each layer makes of PyTorch's input to it, where that is known, by the number of the hidden state."""
 
     @eqx.filter_jit
     def run(block: Any, x: Any) -> Any:
         return block(Stream(x), Info())[0].x
 
+    norm = eqx.filter_jit(model.norm)
     found = {}
-    for number, block in enumerate(blocks):
-        if f"hidden_states.{number}" in expected:
-            out = run(block, jnp.asarray(expected[f"hidden_states.{number}"]))
-            found[number] = out if number < len(blocks) - 1 else eqx.filter_jit(model.norm)(out)
+    for number in range(1, len(blocks) + 1):
+        if f"hidden_states.{number - 1}" in expected:
+            x = jnp.asarray(expected[f"hidden_states.{number - 1}"])
+            if model.lists_outputs:
+                found[number] = run(blocks[number], x) if number < len(blocks) else norm(x)
+            else:
+                out = run(blocks[number - 1], x)
+                found[number] = out if number < len(blocks) else norm(out)
     return found
 
 

@@ -6,6 +6,7 @@ from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
 from .dots1 import DOTS1
 from .ernie4_5_moe import ERNIE4_5_MOE
+from .falcon_mamba import FALCON_MAMBA
 from .gemma import GEMMA
 from .glm4_moe import GLM4_MOE
 from .gpt2 import GPT2
@@ -13,6 +14,8 @@ from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
 from .granitemoe import GRANITEMOE
 from .llama import LLAMA
+from .mamba import MAMBA
+from .mamba2 import MAMBA2
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
@@ -20,12 +23,14 @@ from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
+from .rwkv import RWKV
 
 ALL = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DOTS1,
     ERNIE4_5_MOE,
+    FALCON_MAMBA,
     GEMMA,
     GLM4_MOE,
     GPT2,
@@ -33,6 +38,8 @@ ALL = (
     GPT_OSS,
     GRANITEMOE,
     LLAMA,
+    MAMBA,
+    MAMBA2,
     MISTRAL,
     MIXTRAL,
     OLMOE,
@@ -40,6 +47,7 @@ ALL = (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    RWKV,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL}
 

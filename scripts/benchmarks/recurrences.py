@@ -1,0 +1,250 @@
+"""Recurrences: each operation alone, training steps of models that are made of them, and their decoding."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+import zoo
+from zoo.layers import GatedDeltaNet, Info, Mamba, Mamba2
+from zoo.ops.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
+from zoo.ops.hgrn import hgrn
+from zoo.ops.linear_attention import gla, linear_attention, retention, simple_gla
+from zoo.ops.mamba import selective_scan
+from zoo.ops.mamba2 import ssd
+from zoo.ops.mlstm import mlstm
+from zoo.ops.rg_lru import rg_lru
+from zoo.ops.rwkv4 import rwkv4
+from zoo.ops.rwkv6 import rwkv6
+from zoo.ops.rwkv7 import rwkv7
+
+from .ours import Sizes, Training
+
+HEADS = (4, 64)
+"""Heads, and how wide their queries, keys and values are."""
+CHANNELS = 512
+"""Of elementwise recurrences, and of the selective scan."""
+STATE = 16
+"""That a channel of the selective scan has."""
+POSITIONS = (128, 8192)
+"""After so many tokens decoding goes on."""
+
+
+class Draw:
+    """Inputs of an operation, drawn one after another: a row of `seq` tokens."""
+
+    def __init__(self, seq: int):
+        self.seq, self.keys = seq, iter(jax.random.split(jax.random.key(0), 8))
+
+    def whole(self, *shape: int) -> Array:
+        """Numbers that are the same for all tokens."""
+        return jax.random.normal(next(self.keys), shape)
+
+    def rows(self, *dims: int, steps: int = 1) -> Array:
+        """As many rows of `dims` a token as there are `steps`."""
+        return self.whole(1, self.seq * steps, *dims)
+
+    def heads(self) -> Array:
+        return self.rows(*HEADS)
+
+    def units(self, *, steps: int = 1) -> Array:
+        """Of length one in each head."""
+        x = self.rows(*HEADS, steps=steps)
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def decays(self, *dims: int) -> Array:
+        """Logarithms of decays."""
+        return jax.nn.log_sigmoid(self.rows(*dims) + 3)
+
+    def rates(self, *, steps: int = 1) -> Array:
+        """A number in (0, 1) a head."""
+        return jax.nn.sigmoid(self.rows(HEADS[0], steps=steps))
+
+    def three(self) -> tuple[Array, ...]:
+        """Queries, keys and values."""
+        return self.heads(), self.heads(), self.heads()
+
+    def corrected(self, *, steps: int = 1) -> tuple[Array, ...]:
+        """Queries, keys, values and rates of a delta rule."""
+        return self.heads(), self.units(steps=steps), self.rows(*HEADS, steps=steps), self.rates(steps=steps)
+
+    def space(self) -> tuple[Array, ...]:
+        """x, dt, A, B, C and D of Mamba-2, whose B and C all heads share."""
+        heads, dim = HEADS
+        x, dt, A = self.heads(), jax.nn.softplus(self.rows(heads) - 3), -jnp.exp(self.whole(heads))
+        return x, dt, A, self.rows(1, dim), self.rows(1, dim), self.whole(heads)
+
+    def scanned(self) -> tuple[Array, ...]:
+        """x, dt, A, B, C and D of Mamba."""
+        x, dt, A = self.rows(CHANNELS), jax.nn.softplus(self.rows(CHANNELS) - 3), -jnp.exp(self.whole(CHANNELS, STATE))
+        return x, dt, A, self.rows(STATE), self.rows(STATE), self.whole(CHANNELS)
+
+    def overwritten(self) -> tuple[Array, ...]:
+        """Queries, keys, values, decays, reads and writes of RWKV-7."""
+        removed = self.units()
+        return *self.three(), self.decays(*HEADS), -removed, removed * self.rates()[..., None]
+
+    def channels(self, count: int) -> tuple[Array, ...]:
+        return tuple(self.rows(CHANNELS) for _ in range(count))
+
+
+OPERATIONS: Mapping[str, tuple[Callable, Callable[[Draw], tuple[Array, ...]]]] = {
+    "linear_attention": (linear_attention, Draw.three),
+    "retention": (retention, Draw.three),
+    "simple_gla": (simple_gla, lambda draw: (*draw.three(), draw.decays(HEADS[0]))),
+    "gla": (gla, lambda draw: (*draw.three(), draw.decays(*HEADS))),
+    "rwkv6": (rwkv6, lambda draw: (*draw.three(), draw.decays(*HEADS), draw.whole(*HEADS))),
+    "rwkv7": (rwkv7, Draw.overwritten),
+    "ssd": (ssd, Draw.space),
+    "mlstm": (mlstm, lambda draw: (*draw.three(), draw.rows(HEADS[0]), draw.rows(HEADS[0]) + 3)),
+    "delta_rule": (delta_rule, Draw.corrected),
+    "gated_delta_rule": (gated_delta_rule, lambda draw: (*draw.corrected(), draw.decays(HEADS[0]))),
+    "kda": (kda, lambda draw: (*draw.corrected(), draw.decays(*HEADS))),
+    "gated_delta_product": (gated_delta_product, lambda draw: (*draw.corrected(steps=2), draw.decays(HEADS[0]))),
+    "selective_scan": (selective_scan, Draw.scanned),
+    "hgrn": (hgrn, lambda draw: (*draw.channels(1), draw.decays(CHANNELS))),
+    "rg_lru": (rg_lru, lambda draw: (*draw.channels(3), draw.whole(CHANNELS))),
+    "rwkv4": (rwkv4, lambda draw: (*draw.channels(2), draw.whole(CHANNELS), draw.whole(CHANNELS))),
+}
+"""Each with its inputs."""
+ELEMENTWISE = ("selective_scan", "hgrn", "rg_lru", "rwkv4")
+"""Those that are not made of matrix products: what they have to do is to pass over memory."""
+
+
+class Operation:
+    """One row of float32 through an operation; called, it runs once, alone or with the gradient of all its inputs."""
+
+    def __init__(self, name: str, seq: int, *, gradient: bool):
+        form, inputs = OPERATIONS[name]
+        given = inputs(Draw(seq))
+        weights = jax.random.normal(jax.random.key(1), jax.eval_shape(form, *given)[0].shape)
+        total = lambda weights, *given: (weights * form(*given)[0]).sum()
+        places = tuple(range(1, 1 + len(given)))
+        self.run = jax.jit(jax.value_and_grad(total, places) if gradient else form)
+        self.arguments = (weights, *given) if gradient else given
+        self.name, self.seq = name, seq
+
+    def __call__(self) -> None:
+        jax.block_until_ready(self.run(*self.arguments))
+
+    def facts(self) -> dict[str, Any]:
+        """What the compiled program multiplies and moves, and what goes in and comes out, which no other could do
+        without."""
+        program = zoo.inspect.compiled(self.run, *self.arguments)
+        passed = jax.tree.leaves((self.arguments, jax.eval_shape(self.run, *self.arguments)))
+        found = {
+            "dtype": "float32",
+            "tokens": self.seq,
+            "bytes_passed": sum(x.size * x.dtype.itemsize for x in passed),
+            "bytes_moved": program.bytes_moved,
+            "temporaries": program.memory.temporaries if program.memory else None,
+        }
+        return found if self.name in ELEMENTWISE else found | {"flops": program.flops.total}
+
+
+KINDS: Mapping[str, Callable] = {
+    "Mamba": partial(Mamba, inner=512, state=16),
+    "Mamba-2": partial(Mamba2, heads=8, head_dim=64, state=128),
+    "Gated DeltaNet": partial(GatedDeltaNet, heads=4, key_dim=64, value_dim=128),
+}
+"""Mixers of width 256. Each is a whole layer, as in Mamba."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrent(Sizes):
+    """A model whose layers are mixers of one kind and nothing else."""
+
+    layers: int = 6
+    kind: str = "Mamba-2"
+
+    def make(self, key: Any, **options: Any) -> zoo.models.Decoder:
+        """A model of these sizes, its head the embedding's table."""
+        sizes = {"vocab": self.vocab, "embed": self.embed, "layers": self.layers}
+        return zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind]], **options, key=key)
+
+
+class Continuing:
+    """Greedy tokens that follow `position` others; called, it makes `NEW` of them from the same state every time."""
+
+    NEW = 64
+
+    def __init__(self, sizes: Sizes, position: int):
+        model = jax.block_until_ready(eqx.filter_jit(sizes.make)(jax.random.key(0)))
+        model = zoo.models.swap_stack(model, zoo.models.Stack.unstacked)
+
+        @eqx.filter_jit
+        def read(model, tokens):
+            places = jnp.broadcast_to(jnp.arange(position), tokens.shape)
+            return model.hidden(tokens, Info(places), model.init_state(1, position + self.NEW))[1]
+
+        @eqx.filter_jit
+        def follow(model, token, states):
+            def step(i, carry):
+                token, states = carry
+                stream, states = model.hidden(token, Info(jnp.full((1, 1), position + i)), states)
+                return model.logits(stream.x).argmax(-1).astype(token.dtype), states
+
+            return jax.lax.fori_loop(0, self.NEW, step, (token, states))[0]
+
+        tokens = jax.random.randint(jax.random.key(1), (1, position), 0, sizes.vocab)
+        self.model, self.token, self.follow = model, tokens[:, -1:], follow
+        self.states = jax.block_until_ready(read(model, tokens))
+
+    def __call__(self) -> None:
+        jax.block_until_ready(self.follow(self.model, self.token, self.states))
+
+    def bytes_remembered(self) -> int:
+        """What the layers keep of the tokens before."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.states))
+
+
+def alone(operations: Sequence[str], lengths: Sequence[int]) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
+    """Each recurrence over each length, with its gradient and without."""
+    if unknown := set(operations) - set(OPERATIONS):
+        sys.exit(f"bench.py: no operation {min(unknown)!r}; there are {', '.join(OPERATIONS)}")
+    entrants, facts = {}, {}
+    for name in operations:
+        for gradient in (False, True):
+            for seq in lengths:
+                told = f"{name}, {seq:,} tokens{', with gradient' if gradient else ''}"
+                entrants[told] = run = Operation(name, seq, gradient=gradient)
+                facts[told] = run.facts()
+    return entrants, facts
+
+
+def steps(
+    vs: str, remat: Sequence[Any], *, slow: bool = False
+) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
+    """Entrants of the steps of models whose layers are recurrent mixers of one kind."""
+    entrants, facts = {}, {}
+    for kind in KINDS:
+        sizes = Recurrent(kind=kind)
+        for policy in remat:
+            name = f"zoo {kind}, remat={policy}"
+            entrants[name] = run = Training(sizes, "float32", policy)
+            facts[name] = {"tokens": sizes.batch * sizes.seq, **run.executed()}
+        if vs == "torch":
+            from . import pytorch
+
+            if slow or kind not in pytorch.SLOW:
+                entrants[f"transformers {kind}"] = pytorch.Training(sizes, "float32", compiled=False)
+                facts[f"transformers {kind}"] = {"tokens": sizes.batch * sizes.seq}
+    return entrants, facts
+
+
+def continued() -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
+    """Tokens after few others and after many, of a model whose memory grows and of one whose does not."""
+    models = {"Gated DeltaNet": Recurrent(kind="Gated DeltaNet"), "Transformer": Sizes(layers=6)}
+    entrants, facts = {}, {}
+    for kind, sizes in models.items():
+        for position in POSITIONS:
+            name = f"{kind}, after {position:,} tokens"
+            entrants[name] = run = Continuing(sizes, position)
+            facts[name] = {"tokens": run.NEW, "bytes_remembered": run.bytes_remembered()}
+    return entrants, facts

@@ -1,0 +1,112 @@
+"""The recipe as its users run it: mixers at equal parameters, stopped and resumed, on eight devices."""
+
+import inspect
+import json
+import os
+import signal
+
+import pytest
+
+import zoo
+from recipes import linear_attention
+from zoo import train
+
+TINY = {
+    "mixers": ("attention", "gated-delta-net"), "embed": 16, "depth": 1, "heads": 2, "mlp": 96, "seq": 16, "batch": 8,
+    "steps": 4, "warmup": 1, "validate_every": 2, "remat": "none", "tensor": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"{number} cats sat on the mat and saw that it was flat " * 10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    linear_attention.main(data=(text,), out=out, **TINY)
+    return out
+
+
+def test_what_the_runs_leave(unbroken):
+    for name in TINY["mixers"]:
+        lines = train.read_lines(unbroken / name / "metrics.jsonl")
+        assert [line["step"] for line in lines if "validation" in line] == [2, 4]
+        assert lines[-1]["loss"] < lines[0]["loss"]
+        assert json.loads((unbroken / name / "config.json").read_text())["run"] == name
+    report = (unbroken / "report.html").read_text()
+    assert "bytes of state after 1,024 tokens" in report and "http" not in report
+
+
+def test_stopped_and_resumed_the_metrics_are_the_same_bit_for_bit(text, unbroken, tmp_path, monkeypatch):
+    out, log = tmp_path / "run", train.Run.log
+
+    def struck(run, **values):
+        if run.step == 2 and "loss" in values:
+            os.kill(os.getpid(), signal.SIGTERM)
+        log(run, **values)
+
+    options = {"data": (text,), "out": out} | TINY | {"mixers": ("gated-delta-net",)}
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "log", struck)
+        linear_attention.main(**options)
+    assert not (out / "report.html").exists()
+    linear_attention.main(resume=True, **options)
+    resumed, expected = (folder / "gated-delta-net" / "metrics.jsonl" for folder in (out, unbroken))
+    assert resumed.read_bytes() == expected.read_bytes()
+
+
+def test_each_mixer_gets_as_many_parameters_as_attention_has(text, tmp_path, monkeypatch):
+    """And is laid out on a mesh, before anything is computed."""
+    counts = []
+    monkeypatch.setattr(train, "parameter_rows", lambda model, mesh: counts.append(zoo.count(model)))
+    monkeypatch.setattr(zoo, "init", lambda *_: pytest.fail("reached on purpose", pytrace=False))
+    options = TINY | {"mixers": tuple(linear_attention.makers(32, 2)), "embed": 32, "mlp": 256, "tensor": 1, "depth": 2}
+    with pytest.raises(pytest.fail.Exception, match="reached on purpose"):
+        linear_attention.main(data=(text,), out=tmp_path / "run", **options)
+    step_of_widths = 3 * 32 * 2 * 8
+    assert len(counts) == len(options["mixers"]) and len(set(counts)) > 1
+    assert max(abs(count - counts[0]) for count in counts) <= step_of_widths / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixers": ("attention", "telepathy")}, "name one or more of the mixers attention, .*, not .*telepathy"),
+        ({"mixers": ()}, "name one or more of the mixers attention, .*, not none"),
+        ({"steps": 0}, "steps=0 are at least 1"),
+        ({"mlp": 8, "mixers": ("rwkv7",)}, "rwkv7 has more parameters without an MLP than attention with one"),
+        ({"batch": 6}, "6 rows do not share out over data=4"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        linear_attention.main(data=(text,), out=tmp_path / "run", **TINY | changes)
+    assert not (tmp_path / "run").exists()
+
+
+FLAGS = [
+    *("mixers", "data", "vocab", "embed", "depth", "heads", "mlp", "seq", "batch", "microbatches", "steps"),
+    *("learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor", "validate_every", "seed", "out"),
+    *("resume", "profile"),
+]
+
+
+def test_flags_are_a_surface_and_each_is_explained(capsys):
+    assert list(inspect.signature(linear_attention.main).parameters) == FLAGS
+    with pytest.raises(SystemExit):
+        train.command(linear_attention.main, arguments=["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')} " in printed for name in FLAGS)
+    assert all(f"    {name}: " in inspect.getdoc(linear_attention.main) for name in FLAGS)

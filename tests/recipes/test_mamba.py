@@ -1,0 +1,87 @@
+"""The recipe as its users run it: both generations, stopped and resumed, on eight devices; and what it exports."""
+
+import inspect
+import os
+import signal
+
+import jax.numpy as jnp
+import pytest
+
+import zoo
+from recipes import mamba
+from zoo import train
+
+TINY = {
+    "embed": 16, "layers": 1, "state": 4, "head_dim": 8, "seq": 16, "batch": 8, "steps": 4, "warmup": 1,
+    "validate_every": 2, "remat": "none", "tensor": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"{number} cats sat on the mat and saw that it was flat " * 10)
+    return folder
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_run_and_what_it_leaves(generation, text, tmp_path, monkeypatch):
+    """Stopped after two steps and resumed, it is the unbroken run bit for bit; and the export is the model."""
+    log = train.Run.log
+
+    def struck(run, **values):
+        if run.step == 2 and "bits_per_byte" in values:
+            os.kill(os.getpid(), signal.SIGTERM)
+        log(run, **values)
+
+    options = {"data": (text,), "generation": generation} | TINY
+    mamba.main(out=tmp_path / "unbroken", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "log", struck)
+        mamba.main(out=tmp_path / "run", **options)
+    assert not (tmp_path / "run" / "report.html").exists()
+    mamba.main(out=tmp_path / "run", resume=True, **options)
+    lines, expected = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "unbroken"))
+    assert lines == expected
+    assert "bytes to remember, however long the text" in (tmp_path / "run" / "report.html").read_text()
+    model = zoo.load(tmp_path / "run" / "export")
+    assert type(model.stack.segments[0].blocks[0].mixer).__name__ == ("Mamba2" if generation == 2 else "Mamba")
+    assert jnp.isfinite(model(jnp.zeros((1, 5), int))).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generation": 3}, "there is a Mamba and a Mamba-2, and generation=3 is neither"),
+        ({"head_dim": 7}, "does not share out over heads 7 wide"),
+        ({"batch": 6}, "6 rows do not share out over data=4"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        mamba.main(data=(text,), out=tmp_path / "run", **TINY | changes)
+    assert not (tmp_path / "run").exists()
+
+
+FLAGS = [
+    *("generation", "data", "vocab", "embed", "layers", "state", "head_dim", "expand", "seq", "batch", "microbatches"),
+    *("steps", "learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor", "validate_every", "seed"),
+    *("out", "resume", "profile"),
+]
+
+
+def test_flags_are_a_surface_and_each_is_explained(capsys):
+    assert list(inspect.signature(mamba.main).parameters) == FLAGS
+    with pytest.raises(SystemExit):
+        train.command(mamba.main, arguments=["--help"], presets=mamba.PRESETS)
+    printed = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')} " in printed for name in FLAGS)
+    assert all(f"    {name}: " in inspect.getdoc(mamba.main) for name in FLAGS)

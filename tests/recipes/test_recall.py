@@ -1,0 +1,151 @@
+"""The recipe end to end, stopped and resumed; and its rows, held against a reader that only knows the task."""
+
+import inspect
+import json
+import os
+import shutil
+import signal
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from recipes import recall
+from zoo import train
+
+TINY = {
+    "mixers": ("attention", "delta-net"), "widths": (8,), "vocab": 16, "seq": 16, "pairs": 3, "batch": 4, "steps": 3,
+    "rates": (1e-3, 1e-2), "seeds": 2, "rows": 4, "validate_every": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    recall.main(out=out, **TINY)
+    return out
+
+
+def test_what_two_mixers_leave(unbroken):
+    for mixer in TINY["mixers"]:
+        lines = train.read_lines(unbroken / f"{mixer}-8" / "metrics.jsonl")
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert all(np.shape(line["losses"]) == (4,) and np.shape(line["accuracies"]) == (2, 2) for line in lines)
+        # Runs of one seed start alike, whatever their rate; those of two seeds do not.
+        first = lines[0]["losses"]
+        assert first[0] == pytest.approx(first[2], abs=1e-5) and first[1] == pytest.approx(first[3], abs=1e-5)
+        assert abs(first[0] - first[1]) > 1e-3
+        assert abs(lines[-1]["losses"][0] - lines[-1]["losses"][2]) > 1e-3
+        assert lines[-1]["accuracy"] == pytest.approx(np.mean(lines[-1]["accuracies"], axis=1).max())
+        assert json.loads((unbroken / f"{mixer}-8" / "config.json").read_text())["run"] == f"{mixer}-8"
+    report = (unbroken / "report.html").read_text()
+    assert "bytes of state a row" in report and "<title>delta-net: " in report and "http" not in report
+    assert list(inspect.signature(recall.main).parameters)[-5:] == [
+        "validate_every",
+        "seed",
+        "out",
+        "resume",
+        "profile",
+    ]
+
+
+def test_stopped_in_the_second_mixer_and_resumed_the_metrics_are_the_same(unbroken, tmp_path, monkeypatch, capsys):
+    out, log = tmp_path / "run", train.Run.log
+    shutil.copytree(unbroken / "attention-8", out / "attention-8")
+
+    def struck(run, **values):
+        if run.step == 1 and "losses" in values:
+            os.kill(os.getpid(), signal.SIGTERM)
+        log(run, **values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "log", struck)
+        recall.main(out=out, resume=True, **TINY)
+    assert not (out / "report.html").exists() and "stopped by a signal after step 2 of 3" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # what is complete is read back: no step is taken for it
+
+        def stepped(run, **values):
+            assert run.directory.name != "attention-8"
+            log(run, **values)
+
+        patch.setattr(train.Run, "log", stepped)
+        recall.main(out=out, resume=True, **TINY)
+    for name in ("attention-8", "delta-net-8"):
+        assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
+    assert (out / "report.html").exists()
+    with pytest.raises(FileExistsError, match="attention-8 holds a run of 3 steps: resume it"):
+        recall.main(out=out, **TINY)
+
+
+@pytest.mark.parametrize(("vocab", "seq", "pairs"), [(16, 16, 3), (64, 32, 8), (9, 24, 2)])
+def test_every_query_has_its_answer_and_nothing_else_is_asked(vocab, seq, pairs):
+    """A dictionary reads the row from left to right."""
+    task = recall.Recall(vocab, seq, pairs, seed=3)
+    for index in range(50):
+        row = task[index]
+        tokens, targets, weights = (row[name].tolist() for name in ("tokens", "targets", "weights"))
+        told = dict(zip(tokens[: 2 * pairs : 2], tokens[1 : 2 * pairs : 2], strict=True))
+        assert len(told) == pairs and all(0 < key < vocab // 2 <= value < vocab for key, value in told.items())
+        asked = [place for place, token in enumerate(tokens) if token and place >= 2 * pairs]
+        assert sorted(tokens[place] for place in asked) == sorted(told)
+        assert [place for place, weight in enumerate(weights) if weight] == asked
+        assert all(targets[place] == told[tokens[place]] for place in asked)
+        assert {weights[place] for place in asked} == {1.0}
+
+
+def test_rows_are_the_same_each_time_and_differ_between_numbers_and_seeds():
+    rows = [recall.Recall(64, 32, 4, seed=seed)[index]["tokens"] for seed, index in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    assert (rows[0] == rows[1]).all() and (rows[0] != rows[2]).any() and (rows[0] != rows[3]).any()
+
+
+def test_near_gaps_are_the_likelier():
+    task = recall.Recall(64, 64, 1, power=0.01, seed=0)
+    gaps = [np.flatnonzero(task[index]["weights"])[0] // 2 - 1 for index in range(500)]
+    counts = np.bincount(gaps, minlength=31)
+    assert counts[0] > counts[1] > counts[3] and counts[0] / 500 == pytest.approx(task.gaps[0], abs=0.06)
+
+
+def test_memory_is_counted_from_the_state():
+    """A key and a value for each token, or a matrix; beside them places of tokens, and windows of convolutions."""
+
+    def size(mixer, length):
+        return recall.state_bytes(recall.make(mixer, 8, 16, jax.random.key(0)), length)
+
+    window = 2 * 8 * 4
+    assert size("attention", 16) == window + 16 * (2 * 8 * 4 + 4) + 4
+    assert size("delta-net", 16) == size("delta-net", 64) == window + 8 * 8 * 4 + 3 * 3 * 8 * 4
+
+
+@pytest.mark.parametrize("mixer", recall.MIXERS)
+def test_every_mixer_makes_a_model_whose_memory_is_counted(mixer):
+    model = eqx.filter_eval_shape(recall.make, mixer, 8, 16, jax.random.key(0))
+    assert eqx.filter_eval_shape(model.__class__.__call__, model, np.zeros((1, 16), np.int32)).shape == (1, 16, 16)
+    assert (recall.state_bytes(model, 16) < recall.state_bytes(model, 64)) == (mixer == "attention")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixers": ("attention", "memory")}, "name one or more of the mixers attention, .*, not attention, memory"),
+        ({"mixers": ()}, "name one or more of the mixers .*, not none"),
+        ({"pairs": 5}, "5 pairs and as many queries want rows of at least 20 tokens, not 16"),
+        ({"pairs": 4, "vocab": 8}, "a vocabulary of more than 9, not 8"),
+        ({"steps": 0}, "steps=0, .* are at least 1"),
+        ({"widths": ()}, "at least 1"),
+        ({"rates": (0.0,)}, "a sweep wants learning rates above 0"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_is_computed(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        recall.main(out=tmp_path / "run", **TINY | changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_are_explained_and_presets_named(capsys):
+    with pytest.raises(SystemExit):
+        train.command(recall.main, presets=recall.PRESETS, arguments=["paper", "--help"])
+    printed = capsys.readouterr().out
+    for name in inspect.signature(recall.main).parameters:
+        assert f"--{name.replace('_', '-')} " in printed and f"    {name}: " in inspect.getdoc(recall.main)
+    assert "8192" in printed

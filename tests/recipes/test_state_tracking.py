@@ -1,0 +1,117 @@
+"""The recipe end to end, stopped and resumed; and its rows, held against permutations that are carried out."""
+
+import inspect
+import os
+import shutil
+import signal
+from functools import partial
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from recipes import state_tracking
+from zoo import train
+from zoo.layers import Info
+
+TINY = {
+    "groups": ("s3",), "mixers": ("attention", "delta-net-negative"), "embed": 8, "mlp": 8, "seq": 4, "longer": 40,
+    "batch": 4, "steps": 3, "rates": (1e-3, 1e-2), "seeds": 2, "rows": 4, "validate_every": 1,
+}  # fmt: skip
+NAMES = ("s3-attention", "s3-delta-net-negative")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    state_tracking.main(out=out, **TINY)
+    return out
+
+
+def test_what_two_mixers_leave(unbroken):
+    for name in NAMES:
+        lines = train.read_lines(unbroken / name / "metrics.jsonl")
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert all(np.shape(line["losses"]) == (4,) and np.shape(line["places"]) == (4, 40) for line in lines)
+        beyond = np.mean(lines[-1]["places"], axis=1, where=np.arange(40) >= 4)
+        assert lines[-1]["beyond"] == pytest.approx(beyond.max())
+        assert lines[-1]["trained"] == pytest.approx(np.mean(lines[-1]["places"][beyond.argmax()][:4]))
+    report = (unbroken / "report.html").read_text()
+    for part in ("Accuracy by place: s3", "chance 0.167", "up to 4 tokens", "4 to 40", "median run"):
+        assert part in report
+    assert "http" not in report
+    assert list(inspect.signature(state_tracking.main).parameters)[-4:] == ["seed", "out", "resume", "profile"]
+
+
+def test_stopped_in_the_second_mixer_and_resumed_the_metrics_are_the_same(unbroken, tmp_path, monkeypatch):
+    out, log = tmp_path / "run", train.Run.log
+    shutil.copytree(unbroken / NAMES[0], out / NAMES[0])
+
+    def struck(run, **values):
+        assert run.directory.name != NAMES[0], "what is complete is read back"
+        if run.step == 1 and "losses" in values:
+            os.kill(os.getpid(), signal.SIGTERM)
+        log(run, **values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "log", struck)
+        state_tracking.main(out=out, resume=True, **TINY)
+    assert not (out / "report.html").exists()
+    state_tracking.main(out=out, resume=True, **TINY)
+    for name in NAMES:
+        assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
+    assert (out / "report.html").exists()
+
+
+@pytest.mark.parametrize(("group", "order", "points"), [("parity", 2, 2), ("s3", 6, 3), ("a4", 12, 4), ("s5", 120, 5)])
+def test_each_target_is_where_the_permutations_so_far_have_moved_things(group, order, points):
+    elements = state_tracking.GROUPS[group]
+    assert len(set(elements)) == order and elements[0] == tuple(range(points))
+    task = state_tracking.Words(group, 20, seed=1)
+    for index in range(20):
+        row, things = task[index], list(range(points))
+        for token, target in zip(row["tokens"], row["targets"], strict=True):
+            moved = elements[token]
+            things = [moved[thing] for thing in things]
+            assert tuple(things) == elements[target]
+
+
+def test_parity_is_how_many_ones_there_were():
+    row = state_tracking.Words("parity", 30, seed=0)[7]
+    assert row["targets"].tolist() == (np.cumsum(row["tokens"]) % 2).tolist() and 0 < row["tokens"].sum() < 30
+
+
+@pytest.mark.parametrize("name", state_tracking.MIXERS)
+def test_every_mixer_is_made_of_a_width_and_heads(name):
+    mixer = eqx.filter_eval_shape(
+        partial(state_tracking.MIXERS[name], 8, heads=2, out_scale=0.5), key=jax.random.key(0)
+    )
+    x = jax.numpy.zeros((1, 16, 8))
+    mixed, _ = eqx.filter_eval_shape(lambda mixer: mixer(x, Info(None, None, None)), mixer)
+    assert mixed.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixers": ("attention", "memory")}, "name one or more of the mixers attention, .*, not attention, memory"),
+        ({"groups": ("s4",)}, "name one or more of the groups parity, s3, a4, s5, not s4"),
+        ({"groups": ()}, "name one or more of the groups .*, not none"),
+        ({"longer": 4}, "longer=4 is more than that"),
+        ({"seeds": 0}, "seeds=0, .* are at least 1"),
+        ({"rates": ()}, "a sweep wants learning rates above 0"),
+    ],
+)
+def test_bad_flags_are_told_before_anything_is_computed(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        state_tracking.main(out=tmp_path / "run", **TINY | changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_are_explained(capsys):
+    with pytest.raises(SystemExit):
+        train.command(state_tracking.main, arguments=["--help"])
+    printed = capsys.readouterr().out
+    for name in inspect.signature(state_tracking.main).parameters:
+        assert f"--{name.replace('_', '-')} " in printed and f"    {name}: " in inspect.getdoc(state_tracking.main)

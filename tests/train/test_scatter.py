@@ -1,0 +1,63 @@
+"""Points stand where their logarithms say, each group marked as its legend is; a report takes the picture in."""
+
+import math
+import xml.etree.ElementTree as ET
+from functools import partial
+
+import pytest
+
+from zoo.train import Points, scatter, write_report
+from zoo.train.scatter import SHAPES
+
+GROUPS = [Points("attention", [1024, 4096], [0.5, 1.0]), Points("a <small> state", [2048], [0.25])]
+
+
+def drawn(groups, **options):
+    return ET.fromstring(scatter(groups, unit="accuracy", against="bytes of state", **options))
+
+
+def places(picture):
+    """Of the points that say what they are: x and y where the path begins, by what is said."""
+    marks = [path for path in picture.iter("path") if path.find("title") is not None]
+    return {mark.find("title").text: [float(x) for x in mark.get("d")[1:].split("a")[0].split(",")] for mark in marks}
+
+
+@pytest.mark.parametrize("size", [{}, {"width": 400, "height": 320}])
+def test_points_lie_at_their_logarithms(size):
+    picture = drawn(GROUPS, **size)
+    at = places(picture)
+    first, second, other = (at[f"{label}"] for label in (
+        "attention: 0.5 at 1,024", "attention: 1 at 4,096", "a <small> state: 0.25 at 2,048"
+    ))  # fmt: skip
+    assert other[0] == pytest.approx((first[0] + second[0]) / 2, abs=0.1)
+    assert first[1] - second[1] == pytest.approx(2 * (other[1] - first[1]), abs=0.2)
+    words = [text.text for text in picture.iter("text")]
+    assert {"1Ki", "2Ki", "4Ki", "accuracy", "bytes of state", "attention", "a <small> state"} <= set(words)
+    lines = [path.get("class") for path in picture.iter("path") if path.get("class").startswith("line")]
+    assert lines == ["line curve0"], "a group of one point has no line"
+
+
+def test_what_was_not_measured_is_left_out():
+    assert len(places(drawn([Points("x", [1, 2, 4], [1.0, math.nan, 0.0])]))) == 2
+    assert "Nothing was measured" in scatter([Points("x", [1], [math.nan])], unit="y", against="x")
+    with pytest.raises(ValueError, match="bytes: a logarithmic axis has no place"):
+        scatter([Points("x", [0], [1.0])], unit="y", against="bytes")
+
+
+def test_more_groups_than_colours_have_another_shape():
+    picture = drawn([Points(str(number), [2**number], [1.0]) for number in range(10)])
+    marks = [path for path in picture.iter("path") if path.find("title") is not None]
+    assert (
+        marks[0].get("class") == marks[8].get("class") and "h9" in marks[8].get("d") and "h9" not in marks[0].get("d")
+    )
+    assert len(SHAPES) == 3
+
+
+def test_a_report_shows_it_in_place_of_curves(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    picture = partial(scatter, GROUPS, unit="accuracy", against="bytes of state")
+    path = write_report(
+        tmp_path, title="Recall", summary="", curves={}, unit="accuracy", pictures={"Accuracy & memory": picture}
+    )
+    page = path.read_text()
+    assert "<h2>Accuracy &amp; memory</h2>" in page and page.count("<svg") == 2 and "No metrics" not in page

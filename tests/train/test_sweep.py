@@ -1,0 +1,102 @@
+"""A sweep's runs are the runs one would have alone: same start, same optimiser, same numbers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zoo
+from zoo import train
+
+RATES, SEEDS = (1e-3, 1e-2), (0, 5)
+
+
+def make(key):
+    return zoo.models.Transformer(vocab=11, embed=8, layers=1, heads=2, mlp=8, key=key)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    tokens = jax.random.randint(jax.random.key(1), (3, 4, 7), 0, 11)
+    return [{"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": jnp.ones((4, 6)).at[:, 0].set(0)}
+            for rows in tokens]  # fmt: skip
+
+
+def optimiser_of(peak):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, 1, 3)
+    adamw = optax.adamw(schedule, weight_decay=0.1, mask=train.decay_mask)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+@pytest.fixture(scope="module")
+def swept(batches):
+    rates, keys = train.sweep_grid(RATES, SEEDS)
+    models = train.sweep_models(make, keys)
+    optimiser = optimiser_of(1.0)
+    opt_states = train.sweep_map(lambda model: optimiser.init(zoo.trainable(model)))(models)
+    step, losses = train.sweep_step(zoo.cross_entropy, optimiser), []
+    for batch in batches:
+        models, opt_states, loss = step(batch, models, opt_states, rates)
+        losses.append(loss)
+    return models, np.array(losses)
+
+
+def test_the_grid_is_every_rate_with_every_seed():
+    rates, keys = train.sweep_grid(RATES, SEEDS)
+    assert rates.tolist() == pytest.approx([1e-3, 1e-3, 1e-2, 1e-2])
+    assert jax.random.key_data(keys).tolist() == [
+        jax.random.key_data(jax.random.key(seed)).tolist() for seed in SEEDS * 2
+    ]
+
+
+@pytest.mark.parametrize(("rates", "seeds"), [((), (0,)), ((1e-3,), ()), ((1e-3, 0.0), (0,)), ((-1.0,), (0,))])
+def test_a_grid_of_nothing_is_told(rates, seeds):
+    with pytest.raises(ValueError, match="a sweep wants learning rates above 0, and seeds"):
+        train.sweep_grid(rates, seeds)
+
+
+def test_a_run_of_a_sweep_is_the_run_alone(swept, batches):
+    """With the rate given to optax, one model, and the library's own gradient."""
+    run = 3
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+    model = zoo.init(make, jax.random.key((SEEDS * 2)[run]), mesh)
+    optimiser = optimiser_of(np.repeat(RATES, 2)[run])
+    opt_state = optimiser.init(zoo.trainable(model))
+    gradient = zoo.value_and_grad(zoo.cross_entropy, mesh)
+    for number, batch in enumerate(batches):
+        loss, grads = gradient(model, zoo.place_batch(batch, mesh))
+        assert float(loss) == pytest.approx(swept[1][number, run], abs=1e-5)
+        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        model = jax.tree.map(lambda p, u: p + u, model, updates)
+    for alone, stacked in zip(jax.tree.leaves(model), jax.tree.leaves(swept[0]), strict=True):
+        np.testing.assert_allclose(stacked[run], alone, atol=2e-5)
+
+
+def test_a_function_of_one_model_is_mapped_over_all(swept, batches):
+    models, _ = swept
+    logits = train.sweep_map(lambda model, tokens: model(tokens))(models, batches[0]["tokens"])
+    assert logits.shape == (4, 4, 6, 11)
+    assert not jnp.allclose(logits[0], logits[1]) and not jnp.allclose(logits[0], logits[2])
+
+
+def test_what_is_not_learnt_stays_and_models_are_donated(batches):
+    router = zoo.layers.BiasedRouter
+    sizes = {"vocab": 11, "embed": 8, "layers": 1, "heads": 2, "mlp": 8, "experts": 2, "top": 1}
+    rates, keys = train.sweep_grid((0.1,), (0, 1))
+    models = train.sweep_models(partial(zoo_mixture, sizes, router), keys)
+    before = [leaf + 0 for leaf in jax.tree.leaves(models)]
+    optimiser = optax.adamw(1.0)
+    opt_states = train.sweep_map(lambda model: optimiser.init(zoo.trainable(model)))(models)
+    given = jax.tree.leaves(models)
+    after, _, _ = train.sweep_step(zoo.cross_entropy, optimiser)(batches[0], models, opt_states, rates)
+    assert all(leaf.is_deleted() for leaf in given)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(after)]
+    still = {name for name, a, b in zip(names, before, jax.tree.leaves(after), strict=True) if jnp.array_equal(a, b)}
+    assert len(still) == 1 and "bias" in still.pop()
+
+
+def zoo_mixture(sizes, router, key):
+    return zoo.models.MixtureOfExperts(**sizes, router=router, key=key)
