@@ -11,6 +11,7 @@ says in bytes. A run's folder gets its configuration, metrics and checkpoints an
 the model and its tokens as a Hugging Face directory.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -98,10 +99,9 @@ def main(
     placed = [zoo.place_batch(rows, mesh) for rows in held_out]
 
     def make(key):
-        sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "state": state, "expand": expand}
-        if generation == 1:
-            return zoo.models.Mamba(**sizes, remat=remat, key=key)
-        return zoo.models.Mamba2(**sizes, head_dim=head_dim, remat=remat, key=key)
+        of_generation = zoo.models.Mamba if generation == 1 else partial(zoo.models.Mamba2, head_dim=head_dim)
+        sized = partial(of_generation, vocab=corpus.vocab, embed=embed, layers=layers, state=state, expand=expand)
+        return sized(remat=remat, key=key)
 
     model_key, sample_key = jax.random.split(jax.random.key(seed))
     model = zoo.init(make, model_key, mesh)

@@ -1,6 +1,7 @@
 """Recurrences: each operation alone, training steps of models that are made of them, and their decoding."""
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -158,15 +159,18 @@ KINDS: Mapping[str, Callable] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recurrent(Sizes):
-    """A model whose layers are mixers of one kind and nothing else."""
+    """A model whose layers are mixers of one kind and nothing else; `unrolled`, they are compiled one by one, and not
+    once as the body of a loop."""
 
     layers: int = 6
     kind: str = "Mamba-2"
+    unrolled: bool = False
 
     def make(self, key: Any, **options: Any) -> zoo.models.Decoder:
         """A model of these sizes, its head the embedding's table."""
         sizes = {"vocab": self.vocab, "embed": self.embed, "layers": self.layers}
-        return zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind]], **options, key=key)
+        model = zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind]], **options, key=key)
+        return zoo.models.swap_stack(model, zoo.models.Stack.unstacked) if self.unrolled else model
 
 
 class Continuing:
@@ -219,15 +223,15 @@ def alone(operations: Sequence[str], lengths: Sequence[int]) -> tuple[dict[str, 
 
 
 def steps(
-    vs: str, remat: Sequence[Any], *, slow: bool = False
+    vs: str, remat: Sequence[Any], *, slow: bool = False, unrolled: Sequence[bool] = (False, True)
 ) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
     """Entrants of the steps of models whose layers are recurrent mixers of one kind."""
     entrants, facts = {}, {}
     for kind in KINDS:
         sizes = Recurrent(kind=kind)
-        for policy in remat:
-            name = f"zoo {kind}, remat={policy}"
-            entrants[name] = run = Training(sizes, "float32", policy)
+        for policy, apart in itertools.product(remat, unrolled):
+            name = f"zoo {kind}, remat={policy}{', unrolled' if apart else ''}"
+            entrants[name] = run = Training(dataclasses.replace(sizes, unrolled=apart), "float32", policy)
             facts[name] = {"tokens": sizes.batch * sizes.seq, **run.executed()}
         if vs == "torch":
             from . import pytorch

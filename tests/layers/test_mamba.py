@@ -1,5 +1,5 @@
-"""Mamba, Mamba-2 and RWKV-4 as layers: packed is separate, padded is not, a state is the whole pass, a mesh is one
-device, and what a group's norm divides by is all of the group."""
+"""Mamba, Mamba-2 and RWKV-4 as layers: they are their formulas, a mesh is one device, and what a group's norm divides
+by is all of the group. What they share with all recurrent mixers is in test_recurrent.py."""
 
 from functools import partial
 
@@ -132,7 +132,7 @@ def test_it_is_its_formula_in_both_forms(name):
         assert far(whole(made(name, form="recurrent"), x), expected) < 1e-5
 
 
-@EACH
+@pytest.mark.parametrize("name", ["rwkv4 channels"])
 def test_a_state_gives_what_the_whole_pass_does(name):
     """Token by token, and in unequal pieces; one row is padded on the left, at first, and again later on."""
     layer, x = made(name), activations()
@@ -154,7 +154,7 @@ def test_a_state_gives_what_the_whole_pass_does(name):
             start += size
 
 
-@EACH
+@pytest.mark.parametrize("name", ["rwkv4 channels"])
 def test_packed_documents_are_those_of_rows_of_their_own(name):
     layer, x = made(name), activations()
     segments = jnp.array([[1, 1, 1, 1, 2, 2, 2]] * 2)
@@ -163,7 +163,7 @@ def test_packed_documents_are_those_of_rows_of_their_own(name):
         assert far(packed[:, now], whole(layer, x[:, now])) < 1e-5
 
 
-@EACH
+@pytest.mark.parametrize("name", ["rwkv4 channels"])
 def test_nothing_flows_from_later_tokens(name):
     layer, x = made(name), activations(rows=1)
     jacobian = jax.jit(jax.jacobian(lambda x: layer(x, Info())[0][0].sum(-1)))(x)[:, 0]

@@ -13,6 +13,7 @@ from zoo.layers import (
     HGRN2,
     MLSTM,
     RGLRU,
+    RWKV4,
     RWKV6,
     RWKV7,
     DeltaNet,
@@ -24,11 +25,21 @@ from zoo.layers import (
     Lightning,
     LinearAttention,
     LowRank,
+    Mamba,
+    Mamba2,
     Retention,
+    RMSNorm,
 )
 
 KEY = jax.random.key(0)
 EMBED, HEADS, SEQ, BORDER = 12, 2, 7, 3
+
+
+def without_heads(mixer, **options):
+    """Of a mixer that has none."""
+    return lambda embed, heads, **more: mixer(embed, **options, **more)
+
+
 MAKERS = {
     "linear_attention": LinearAttention,
     "linear_attention, not normalised": partial(LinearAttention, normalised=False),
@@ -44,6 +55,10 @@ MAKERS = {
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),
     "rwkv7": partial(RWKV7, rank=3),
     "rg_lru": partial(RGLRU, inner=16),
+    "mamba": without_heads(Mamba, state=3, rank=2, norm=partial(RMSNorm, scaled=False), bias=True),
+    "mamba2": partial(Mamba2, head_dim=8, groups=2, state=3, bias=True),
+    "mamba2, bounded": partial(Mamba2, head_dim=4, state=5, width=2, dt_limit=(0.05, 0.5), norm_before_gate=True),
+    "rwkv4": without_heads(RWKV4, inner=16),
 }
 
 

@@ -16,8 +16,8 @@ first, computes a chunk's states again and then, with y_t the cotangent of o_t, 
 
 Arrays lie with inner last, which vector units run along. Sums over a state or over channels are products, and those of
 the gradient are made for a whole chunk: summed by multiply and add, or each in its own step, they took up to several
-times as long on a CPU, a single row above all. `lax.scan` over tokens was slower than these loops, since it copies time
-to the front. `scripts/bench.py --parts recurrences` takes the time, which is linear in seq.
+times as long on a CPU, a single row above all, of which `lax.scan` over tokens was slower than these loops, too.
+`scripts/bench.py --parts recurrences` takes the time, which is linear in seq.
 
 Steps follow one another, seq of them, whatever the chunk: all chunks at once, as in `zoo.ops.elementwise`, would take
 every exponential twice. Every factor is at most one, whatever dt A. Rounding is that of sums in float32, over the
