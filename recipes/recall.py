@@ -1,6 +1,6 @@
-"""Compare mixers by what they recall: key-value pairs, then queries, against the bytes that they remember.
+"""Compare mixers by recall and bytes of memory: attention recalls all, DeltaNet all from 5.5 kB on, others less.
 
-    python recipes/recall.py                              # all mixers at two widths, ... minutes on two cores
+    python recipes/recall.py                              # all mixers at two widths, one after another
     python recipes/recall.py --mixers attention delta-net --widths 32
     python recipes/recall.py --resume                     # after Ctrl-C: what is complete is read back
     python recipes/recall.py paper --seq 512 --pairs 64   # the sizes of the paper, for an accelerator
@@ -9,6 +9,7 @@ Multi-query associative recall (Zoology, arXiv:2312.04927, section 4): a row hol
 value, and later asks for every key once; the model says its value. Queries come the sooner the likelier, at gaps of a
 power law. A model has two layers, without feed-forward parts: a gated short convolution, by which a value's place
 learns its key, and the mixer. Each mixer is trained at every learning rate at once, and the best one counts.
+docs/recall.md has what was measured, of five mixers, and what it does not say.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
 """Imports go down only: each room of the library stands on a floor and may use the floors below it.
 
-    ops < parallel < layers < models < weights < adapters, train, generate, inspect < cli, recipes
+    ops, faults < parallel < layers < models < weights < adapters, train, generate, inspect < cli, recipes
 
 Files of one room may import one another; rooms of one floor may not. Imports inside functions and under
 `TYPE_CHECKING` count like any other, because what matters is who must know of whom. `zoo/__init__.py` collects the
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    ("ops",),
+    ("ops", "faults"),
     ("parallel",),
     ("layers",),
     ("models",),

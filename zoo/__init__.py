@@ -1,6 +1,7 @@
 """A model zoo for JAX: typed pytrees, one layout, any mesh."""
 
 from . import inspect, layers, models, ops, parallel, weights
+from .faults import avoid_wrong_sums
 from .generate import generate
 from .models import cross_entropy, hidden_states, score
 from .models.families import families
@@ -38,3 +39,5 @@ __all__ = [
     "value_and_grad",
     "weights",
 ]
+
+avoid_wrong_sums()

@@ -1,0 +1,40 @@
+"""A sum that jaxlib 0.10.2 gets wrong on CPUs is right once zoo is imported."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from zoo.faults import AFFECTED, FLAG, avoid_wrong_sums
+
+SUMS = """
+import zoo, jax, jax.numpy as jnp
+x = jnp.stack([jnp.arange(32769.0), jnp.zeros(32769), jnp.zeros(32769)], axis=1)
+sums = jax.jit(lambda x: jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2))(x))(x)
+assert sums[-1] == 32768.0**2, sums[-1]
+"""
+affected = pytest.mark.skipif(importlib.metadata.version("jaxlib") not in AFFECTED, reason="this jaxlib has no fault")
+
+
+def test_a_sum_of_many_rows():
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@affected
+def test_flags_are_added_to_and_left_alone(monkeypatch):
+    jax.devices()
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    with pytest.warns(UserWarning, match="import zoo before the first computation, or set XLA_FLAGS=--xla"):
+        avoid_wrong_sums()
+    monkeypatch.setenv("XLA_FLAGS", f"--{FLAG}=")
+    avoid_wrong_sums()
+    assert os.environ["XLA_FLAGS"] == f"--{FLAG}="
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    avoid_wrong_sums()
+    assert os.environ["XLA_FLAGS"] == f"--mine --{FLAG}=-LIBRARY_FUSION_TYPE_REDUCE"
