@@ -33,8 +33,8 @@ KEY = jax.random.key(0)
 ROWS, SEQ, VOCAB = 8, 11, 32
 PATTERNS = {
     "added to": (LinearAttention, Retention, Lightning, GatedLinearAttention, HGRN2, MLSTM),
-    "corrected": (DeltaNet, GatedDeltaNet, KimiDeltaAttention, GatedDeltaProduct),
-    "shifted": (partial(RWKV6, rank=4, decay_rank=4), partial(RWKV7, rank=4), RGLRU),
+    "corrected": (DeltaNet, GatedDeltaNet, KimiDeltaAttention, GatedDeltaProduct, partial(RWKV7, rank=4)),
+    "shifted": (partial(RWKV6, rank=4, decay_rank=4), RGLRU),
 }
 ROUNDING = {"added to": 2e-5, "corrected": 1e-4, "shifted": 2e-5}
 """How far gradients may be, in parts of the largest. Delta rules read out little at birth, which a norm then blows up,

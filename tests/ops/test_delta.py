@@ -75,7 +75,7 @@ def all_close(found, expected, bound):
 small_chunks = partial(delta.chunked, chunk=16)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     case=st.sampled_from(CASES),
     often=st.sampled_from([0.0, 0.1, 0.6]),
