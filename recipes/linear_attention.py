@@ -24,6 +24,7 @@ import optax
 import zoo
 from zoo import layers
 from zoo.ops.rotary import Rotary
+from zoo.parallel import Dim
 
 Name = Literal[
     "attention", "linear-attention", "retention", "gla", "hgrn2", "mlstm", "delta-net", "gated-delta-net",
@@ -35,8 +36,9 @@ FEW: tuple[Name, ...] = ("attention", "retention", "gla", "gated-delta-net", "ma
 def makers(embed, heads):
     """A maker of each mixer, called with `embed` and `key`. Options stand here where a paper's are others."""
     size = embed // heads
+    norm = partial(layers.RMSNorm, size, features=Dim("head_dim"))
     with_heads = {
-        "attention": partial(layers.Attention, rotary=Rotary(size), qk_norm=partial(layers.RMSNorm, size)),
+        "attention": partial(layers.Attention, rotary=Rotary(size), qk_norm=norm),
         "linear-attention": layers.LinearAttention,
         "retention": layers.Retention,
         "gla": layers.GatedLinearAttention,
@@ -196,14 +198,12 @@ def summed_up(name, folder, model, lengths):
     """What a run came to, from its folder; and what one row of so many tokens leaves to remember, in bytes."""
     last = {name: value for line in train.read_lines(folder / "metrics.jsonl") for name, value in line.items()}
     speeds = [line.get("tokens_per_second") for line in train.read_lines(folder / "timing.jsonl")]
-    states = {length: eqx.filter_eval_shape(model.init_state, 1, length) for length in lengths}
-    sizes = {length: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) for length, state in states.items()}
     return {
         "mixer": name,
         "parameters": zoo.count(model),
         "bits per byte": last["validation"],
         "tokens/s": round(float(np.median([speed for speed in speeds if speed] or [0]))),
-        **{f"bytes of state after {length:,} tokens": size for length, size in sizes.items()},
+        **{f"bytes of state after {length:,} tokens": zoo.inspect.state_bytes(model, length) for length in lengths},
     }
 
 

@@ -155,19 +155,13 @@ def main(
         figures={
             "bits per byte": f"{validation:.3f}",
             "parameters": f"{zoo.count(model):,}",
-            "bytes to remember, however long the text": f"{remembered(model):,}",
+            "bytes to remember, however long the text": f"{zoo.inspect.state_bytes(model, 1):,}",
         },
         samples=samples,
         parameters=train.parameter_rows(model, mesh),
     )
     print(f"\n{''.join(samples[0])}\n\n{validation:.3f} bits per byte on held-out text; the report lies in {report}")
     print(f"the model lies in {exported}, for zoo.load and transformers; recipes/finetune.py goes on from it")
-
-
-def remembered(model):
-    """What a text leaves to remember, in bytes."""
-    state = eqx.filter_eval_shape(model.init_state, 1, 1)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 def sample(model, corpus, mesh, key):

@@ -198,7 +198,8 @@ def main(
         raise ValueError(f"{steps=}, {seeds=}, {rows=}, {batch=} and each of {widths=} are at least 1")
     learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + seeds))
     task, test = (Recall(vocab, seq, pairs, power=power, seed=2 * seed + n) for n in range(2))
-    test = {name: jnp.stack([test[index][name] for index in range(rows)]) for name in test[0]}
+    held_out = [test[index] for index in range(rows)]
+    test = {name: jnp.stack([row[name] for row in held_out]) for name in held_out[0]}
 
     # A rate multiplies the updates, whose own peak is 1: a number like any other, so that one program serves all rates.
     # It runs on one device, without a mesh: models this small leave nothing to share out.
@@ -242,7 +243,7 @@ def main(
             "mixer": mixer,
             "width": width,
             "parameters": zoo.count(shapes),
-            "bytes of state": state_bytes(shapes, seq),
+            "bytes of state": zoo.inspect.state_bytes(shapes, seq),
             "accuracy": last["accuracy"],
             "at rate": rates[of_rates.argmax()],
             "at all rates": " ".join(f"{accuracy:.2f}" for accuracy in of_rates),
@@ -268,13 +269,6 @@ def main(
             f"{row['mixer']:>24} {row['width']:>4}: {row['bytes of state']:>9,} bytes, {row['accuracy']:.3f} recalled"
         )
     print(f"the report lies in {report}")
-
-
-def state_bytes(model, length):
-    """What a row of so many tokens leaves in memory: attention a slot for each of them, the others no more than after
-    one."""
-    state = eqx.filter_eval_shape(lambda model: model.init_state(1, length), model)
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(state))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,12 @@ class Words:
         return {"tokens": tokens.astype(np.int32), "targets": targets}
 
 
+def held_out(words, rows):
+    """The first rows, one below the other."""
+    made = [words[index] for index in range(rows)]
+    return {part: jnp.stack([row[part] for row in made]) for part in made[0]}
+
+
 def main(
     *,
     groups: tuple[str, ...] = ("parity", "s3"),
@@ -169,10 +175,9 @@ def main(
         return (model(batch["tokens"]).argmax(-1) == batch["targets"]).mean(0)
 
     table, folders, curves = [], {}, {group: [] for group in groups}
+    tests = {group: held_out(Words(group, longer, seed=2 * seed + 1), rows) for group in groups}
     for group, mixer in itertools.product(groups, mixers):
-        name = f"{group}-{mixer}"
-        test = Words(group, longer, seed=2 * seed + 1)
-        test = {part: jnp.stack([test[index][part] for index in range(rows)]) for part in test[0]}
+        name, test = f"{group}-{mixer}", tests[group]
         batches = train.Batches(Words(group, seq, seed=2 * seed), batch, seed=seed)
         models = train.sweep_models(partial(make, group, mixer), keys)
         opt_states = train.sweep_map(lambda model: optimiser.init(zoo.trainable(model)))(models)

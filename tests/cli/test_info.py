@@ -66,6 +66,12 @@ def test_a_mesh_that_does_not_divide_is_told(refused, bytes_model):
     assert "at least 1, not fsdp=0" in refused("info", bytes_model, "--fsdp", 0)
 
 
+def test_a_recurrence_remembers_the_same_of_any_text(run):
+    found = told(run, "--preset", "mamba-130m")["cache"]
+    assert found["bytes_per_token"] == 0 and found["bytes_per_row"] == 24 * 1536 * (16 + 3) * 4
+    assert "2.8 MB for a row, however long" in run("info", "--preset", "mamba-130m")[0]
+
+
 def test_the_cache(run, windowed):
     model, found = zoo.load(windowed), told(run, windowed)["cache"]
 

@@ -30,6 +30,7 @@ from zoo.layers import (
     Retention,
     RMSNorm,
 )
+from zoo.ops.rotary import Dynamic, Rotary
 
 KEY = jax.random.key(0)
 EMBED, HEADS, SEQ, BORDER = 12, 2, 7, 3
@@ -150,6 +151,7 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one():
     ("make", "message"),
     [
         (partial(Retention, 12, 5), "embed=12 does not share out over 5 heads: give key_dim"),
+        (partial(Retention, 12, 2, rotary=Rotary(6, scaling=Dynamic(2.0, 8))), "cannot be turned again in a state"),
         (partial(DeltaNet, 12, 2, key_dim=0), "key_dim is 0"),
         (partial(DeltaNet, 12, 2, width=0), "a convolution is at least 1 token wide"),
         (partial(GatedDeltaProduct, 12, 2, steps=0), "steps is 0"),

@@ -13,6 +13,7 @@ import pytest
 
 from recipes import recall
 from zoo import train
+from zoo.inspect import state_bytes
 
 TINY = {
     "mixers": ("attention", "delta-net"), "widths": (8,), "vocab": 16, "seq": 16, "pairs": 3, "batch": 4, "steps": 3,
@@ -110,7 +111,7 @@ def test_memory_is_counted_from_the_state():
     """A key and a value for each token, or a matrix; beside them places of tokens, and windows of convolutions."""
 
     def size(mixer, length):
-        return recall.state_bytes(recall.make(mixer, 8, 16, jax.random.key(0)), length)
+        return state_bytes(recall.make(mixer, 8, 16, jax.random.key(0)), length)
 
     window = 2 * 8 * 4
     assert size("attention", 16) == window + 16 * (2 * 8 * 4 + 4) + 4
@@ -121,7 +122,7 @@ def test_memory_is_counted_from_the_state():
 def test_every_mixer_makes_a_model_whose_memory_is_counted(mixer):
     model = eqx.filter_eval_shape(recall.make, mixer, 8, 16, jax.random.key(0))
     assert eqx.filter_eval_shape(model.__class__.__call__, model, np.zeros((1, 16), np.int32)).shape == (1, 16, 16)
-    assert (recall.state_bytes(model, 16) < recall.state_bytes(model, 64)) == (mixer == "attention")
+    assert (state_bytes(model, 16) < state_bytes(model, 64)) == (mixer == "attention")
 
 
 @pytest.mark.parametrize(

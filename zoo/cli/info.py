@@ -113,6 +113,8 @@ def as_text(found: Summary, preset: str | None, names: bool) -> list[str]:
         facts.append(("layers", f"{layers}, scanned as {cut} (layers in a pattern x repeats)"))
     if found.cache:
         told = f"{size(found.cache['bytes_per_token'])} for each token of a row, in {found.cache['dtype']}"
+        if not found.cache["bytes_per_token"]:
+            told = f"{size(found.cache['bytes_per_row'])} for a row, however long, in {found.cache['dtype']}"
         if found.cache["length"]:
             told += f"; {size(found.cache['bytes'])} for {found.cache['length']:,} tokens"
         facts.append(("cache", told))

@@ -73,7 +73,8 @@ class Summary:
     segments: list[list[int]]
     """The cut of the layers: how many in a pattern, how often it repeats."""
     cache: dict[str, Any] | None
-    """Bytes per token, and in all for the longest text that the config speaks of. None without a cache."""
+    """Bytes for each token, for a row however long, and in all for the longest text that the config speaks of. None
+    without a cache."""
     mesh: Mesh | None
     rows: tuple[Parameter, ...]
 
@@ -222,7 +223,7 @@ def theirs(place: Place, ours: Mapping[str, Any]) -> str:
 
 
 def cache_of(model: Any, dtypes: Sequence[np.dtype], longest: int | None) -> dict[str, Any] | None:
-    """What a model remembers of a row, in bytes: per token, and of `longest` tokens."""
+    """What a model remembers of a row, in bytes: for each token, however many there are, and of `longest` tokens."""
     if not isinstance(model, Decoder) or not isinstance(model.stack, Stack):
         return None
     leaves, treedef = jax.tree.flatten(model)
@@ -245,6 +246,7 @@ def cache_of(model: Any, dtypes: Sequence[np.dtype], longest: int | None) -> dic
         return None
     return {
         "bytes_per_token": two - one,
+        "bytes_per_row": 2 * one - two,
         "dtype": dtype,
         "length": longest,
         "bytes": None if longest is None else taken(longest)[0],

@@ -6,5 +6,17 @@ Functions of a step and its arguments; models know nothing of them.
 from .collectives import Collective
 from .operations import Flops, flops
 from .program import Donation, DonationError, Memory, Program, Seconds, compiled
+from .state import state_bytes
 
-__all__ = ["Collective", "Donation", "DonationError", "Flops", "Memory", "Program", "Seconds", "compiled", "flops"]
+__all__ = [
+    "Collective",
+    "Donation",
+    "DonationError",
+    "Flops",
+    "Memory",
+    "Program",
+    "Seconds",
+    "compiled",
+    "flops",
+    "state_bytes",
+]

@@ -15,6 +15,7 @@ from zoo.parallel import Dim, full_precision, manner, offset, shares, split
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .cache import KeyValueCache, refuse_unplaced
+from .heads import head_size
 from .info import Info
 from .linear import Linear
 from .rotary import cos_and_sin, settled_length
@@ -86,15 +87,13 @@ class Attention(AbstractMixer):
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
             raise ValueError(f"{heads} heads do not share out over {kv_heads} kv_heads")
-        if head_dim is None and embed % heads:
-            raise ValueError(f"embed={embed} does not share out over {heads} heads: give head_dim")
         if window is not None and window < 1:
             raise ValueError(f"a window holds at least 1 token, its own, not {window}")
         if clip is not None and clip <= 0:
             raise ValueError(f"a clip bounds values to more than 0, not to {clip}")
         if qk_norm is not None and whole_norm is not None:
             raise ValueError("queries and keys have one norm: qk_norm, over head_dim, or whole_norm, over all heads")
-        head_dim = embed // heads if head_dim is None else head_dim
+        head_dim = head_size(embed, heads, head_dim)
         query_key, key_key, value_key, out_key = jax.random.split(key, 4)
         stream, queries, keys = Dim("embed"), Dim("heads", head_dim), Dim("kv_heads", head_dim)
         self.query = Linear(embed, heads * head_dim, in_=stream, out=queries, bias=bias, key=query_key)

@@ -66,6 +66,20 @@ class ShortConvolution(Module):
         return y, after(seen, self.width - 1, state)
 
 
+def no_token(batch: int, size: int, dtype: Any, *, features: Dim = Dim("features")) -> Window:
+    """A window of one token before there was any."""
+    return Window(jnp.zeros((batch, 1, size), dtype), features)
+
+
+def shifted(
+    x: Float[Array, "batch seq features"], course: Course, window: Window | None
+) -> tuple[Float[Array, "batch seq features"], Window | None]:
+    """The token before each, zero before the first; and the last, where the one before came: RWKV's token shift (Peng
+    et al., arXiv:2305.13048, section 3.1)."""
+    seen = behind(x, 1, course, window)
+    return lagged(seen, 1, x.shape[1], course), after(seen, 1, window)
+
+
 def behind(
     x: Float[Array, "batch seq features"], count: int, course: Course, state: Window | None
 ) -> Float[Array, "batch _ features"]:

@@ -106,7 +106,14 @@ class Retention(AbstractMixer):
     ):
         """- `key_dim` is `embed / heads` unless given, `value_dim` twice that, as in the paper.
         - `rotary`: over all of key_dim with base 10,000 unless given.
+
+        **Raises** `ValueError` for a rotation that depends on how long the text is: no state would tell.
         """
+        if settled_length(rotary) is not None:
+            raise ValueError(
+                "keys that were turned for a shorter text cannot be turned again in a state: give a Retention a rotary "
+                "whose scaling does not depend on the length"
+            )
         key_dim = head_size(embed, heads, key_dim, "key_dim")
         value_dim = 2 * key_dim if value_dim is None else value_dim
         input_key, out_key = jax.random.split(key)
@@ -114,10 +121,6 @@ class Retention(AbstractMixer):
         norm = head_norm(value_dim)
         self.readout = Readout(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
         self.rotary, self.form = Rotary(key_dim) if rotary is None else rotary, form
-
-    @property
-    def settled_length(self) -> int | None:
-        return settled_length(self.rotary)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Memory:
         return self.projections.init_state(batch)

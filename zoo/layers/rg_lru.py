@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.ops.chunks import Form
-from zoo.ops.rg_lru import rg_lru
+from zoo.ops.rg_lru import SHARPNESS, rg_lru
 from zoo.ops.stabiliser import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, manner
 
@@ -79,7 +79,7 @@ class RGLRU(AbstractMixer):
         block = partial(Linear, size, inner, in_=Dim("head_dim"), out=self.features, bias=True)
         self.recurrence_gate, self.input_gate = block(key=keys[3]), block(key=keys[4])
         decays = jax.random.uniform(keys[5], (inner,), minval=0.9, maxval=0.999)
-        self.decay = inverse_softplus(-jnp.log(decays) / 8)
+        self.decay = inverse_softplus(-jnp.log(decays) / SHARPNESS)
         self.out = Linear(inner, embed, in_=self.features, out=stream, scale=out_scale, key=keys[6])
         self.form = form
 

@@ -19,7 +19,7 @@ from zoo.ops.rwkv7 import rwkv7
 from zoo.parallel import Dim, Module, full_precision, manner
 
 from .abstract import AbstractLinear, AbstractMixer
-from .convolution import Window, after, behind, lagged
+from .convolution import Window, no_token, shifted
 from .course import Course
 from .heads import HeadNorm, LowRank, Memory, going_on, head_size, in_time, unit_length
 from .info import Info
@@ -49,17 +49,13 @@ class Shift(Module):
 
 def change_of(x: Stream, course: Course, state: Memory | None) -> tuple[Stream, tuple[Window, ...]]:
     """The vector before each token's, less its own; and the window that remembers the last."""
-    x = course.still(x)
-    window = None if state is None else state.windows[0]
-    seen = behind(x, 1, course, window)
-    window = after(seen, 1, window)
-    return lagged(seen, 1, x.shape[1], course) - x, () if window is None else (window,)
+    previous, window = shifted(x, course, None if state is None else state.windows[0])
+    return previous - x, () if window is None else (window,)
 
 
 def empty(batch: int, heads: int, head_dim: int, embed: int, dtype: Any) -> Memory:
     """A memory before the first token."""
-    matrix = jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32)
-    return Memory(matrix, (Window(jnp.zeros((batch, 1, embed), dtype), Dim("embed")),))
+    return Memory(jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32), (no_token(batch, embed, dtype),))
 
 
 class RWKV6(AbstractMixer):

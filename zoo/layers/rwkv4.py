@@ -15,7 +15,7 @@ from zoo.ops.stabiliser import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, manner
 
 from .abstract import AbstractLinear, AbstractMixer
-from .convolution import Window, after, behind, lagged
+from .convolution import Window, no_token, shifted
 from .course import Course
 from .info import Info
 from .linear import Linear
@@ -135,17 +135,6 @@ class RWKV4ChannelMixing(AbstractMixer):
         value = self.value(relu_squared(self.key(between(self.key_mix, x, previous))))
         receptance = jax.nn.sigmoid(self.receptance(between(self.receptance_mix, x, previous)))
         return receptance * value, window
-
-
-def no_token(batch: int, embed: int, dtype: Any) -> Window:
-    """Of no token before the first."""
-    return Window(jnp.zeros((batch, 1, embed), dtype), Dim("features"))
-
-
-def shifted(x: Stream, course: Course, window: Window | None) -> tuple[Stream, Window | None]:
-    """The token before each, zero before the first; and the last, where the one before came."""
-    seen = behind(x, 1, course, window)
-    return lagged(seen, 1, x.shape[1], course), after(seen, 1, window)
 
 
 def between(mix: Float[Array, "embed"], x: Stream, previous: Stream) -> Stream:

@@ -113,12 +113,3 @@ def Griffin(*, heads: int, window: int = 1024, **options: Any) -> Decoder:
         return [recurrent, recurrent, partial(mixers.Attention, heads=heads, kv_heads=1, window=window, rotary=rotary)]
 
     return patterned(pattern, options)
-
-
-MODELS: dict[str, Callable[..., Decoder]] = {
-    make.__name__: make
-    for make in (
-        *(LinearTransformer, RetNet, LightningTransformer, GLA, HGRN2, XLSTM, DeltaNet, GatedDeltaNet),
-        *(GatedDeltaProduct, KimiLinear, RWKV6, RWKV7, Griffin),
-    )
-}

@@ -6,6 +6,7 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, Attention, GatedMLP, RMSNorm
+from zoo.layers.heads import head_size
 from zoo.ops.attention import grouped
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Remat
@@ -80,9 +81,7 @@ def attentions(
     form: Callable,
 ) -> list[Callable[..., Attention]]:
     """A maker of attention for each layer: one object for each window."""
-    if head_dim is None and embed % heads:
-        raise ValueError(f"embed={embed} does not share out over {heads} heads: give head_dim")
-    head_dim = embed // heads if head_dim is None else head_dim
+    head_dim = head_size(embed, heads, head_dim)
     made = partial(
         Attention,
         embed,

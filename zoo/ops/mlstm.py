@@ -49,7 +49,7 @@ def mlstm(
     `zoo.ops.gated`, n being the column that belongs to a value of 1: costs and rounding are its. The output is that of
     the unbounded sums C exp(m) and n exp(m), but for what 1e-6 adds.
     """
-    forget, gate = (x.astype(jnp.float32) for x in (jax.nn.log_sigmoid(forget_gate.astype(jnp.float32)), input_gate))
+    forget, gate = jax.nn.log_sigmoid(forget_gate.astype(jnp.float32)), input_gate.astype(jnp.float32)
     first = jnp.zeros(gate.shape[:2], bool) if segment_ids is None else starts(segment_ids)
     first = first.at[:, 0].set(True) if state is None else first
     # A maximum starts at 0, which has decayed once when the first token comes.
