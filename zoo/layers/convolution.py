@@ -1,6 +1,5 @@
 """Short convolutions along time, one filter a feature, as recurrent mixers have them before they mix."""
 
-from functools import reduce
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
+from zoo.ops.convolution import convolved, lagged
 from zoo.parallel import Dim, Module
 
 from .course import Course
@@ -23,13 +23,9 @@ class Window(Module):
 
 
 class ShortConvolution(Module):
-    """y_t = bias + sum over k < width of weight_{width-1-k} x_{t-k}, each feature by itself (the causal convolution of
-    H3, arXiv:2212.14052, section 3, and of Mamba, arXiv:2312.00752, figure 3).
-
-    The last tap is the present token's, as PyTorch's `Conv1d` has it with padding on the left. Nothing crosses the
-    border of a segment. Before the first token there are zeros, or the inputs that a state remembers.
-
-    FLOPs: 2 width a feature and token.
+    """y_t = bias + sum over k < width of weight_{width-1-k} x_{t-k}, each feature by itself, as `zoo.ops.convolution`
+    has it. Nothing crosses the border of a segment. Before the first token there are zeros, or the inputs that a state
+    remembers.
     """
 
     weight: Float[Array, "features conv"]
@@ -60,10 +56,8 @@ class ShortConvolution(Module):
     ) -> tuple[Float[Array, "batch seq features"], Window | None]:
         """The sums; and the last inputs, where those before came."""
         seen = behind(x, self.width - 1, course, state)
-        lags = range(self.width - 1, -1, -1)
-        y = reduce(jnp.add, (self.weight[:, ~lag] * lagged(seen, lag, x.shape[1], course) for lag in lags))
-        y = (y if self.bias is None else y + self.bias).astype(x.dtype)
-        return y, after(seen, self.width - 1, state)
+        y = convolved(seen, self.weight, self.bias, course.segment_ids)
+        return y.astype(x.dtype), after(seen, self.width - 1, state)
 
 
 def no_token(batch: int, size: int, dtype: Any, *, features: Dim = Dim("features")) -> Window:
@@ -77,7 +71,7 @@ def shifted(
     """The token before each, zero before the first; and the last, where the one before came: RWKV's token shift (Peng
     et al., arXiv:2305.13048, section 3.1)."""
     seen = behind(x, 1, course, window)
-    return lagged(seen, 1, x.shape[1], course), after(seen, 1, window)
+    return lagged(seen, 1, x.shape[1], course.segment_ids), after(seen, 1, window)
 
 
 def behind(
@@ -96,19 +90,6 @@ def behind(
     padding = (~course.real).sum(1)
     place = lambda row, inputs, first: lax.dynamic_update_slice_in_dim(row, inputs, first, axis=0)
     return jax.vmap(place)(together, state.inputs.astype(x.dtype), padding)
-
-
-def lagged(
-    seen: Float[Array, "batch _ features"], lag: int, seq: int, course: Course
-) -> Float[Array, "batch seq features"]:
-    """What stood `lag` tokens before each of the last `seq`; zero where that is another segment's."""
-    first = seen.shape[1] - seq - lag
-    x = seen[:, first : first + seq]
-    if lag == 0 or course.segment_ids is None:
-        return x
-    same = course.segment_ids[:, lag:] == course.segment_ids[:, :-lag]
-    same = jnp.pad(same, [(0, 0), (min(lag, seq), 0)], constant_values=True)[:, :seq]
-    return jnp.where(same[..., None], x, 0)
 
 
 def after(seen: Float[Array, "batch _ features"], count: int, state: Window | None) -> Window | None:

@@ -3,6 +3,7 @@
 from zoo.ops import activations as activations
 from zoo.ops import attention as attention
 from zoo.ops import chunks as chunks
+from zoo.ops import convolution as convolution
 from zoo.ops import cross_entropy as cross_entropy
 from zoo.ops import delta as delta
 from zoo.ops import delta_rule as delta_rule

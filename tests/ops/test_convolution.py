@@ -1,0 +1,76 @@
+"""The short convolution: its own gradient is that of the definition, on a mesh too, and segments stay apart."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from zoo.ops.convolution import convolved, summed
+
+FORMS = {"summed": summed, "convolved": convolved}
+
+
+def case(batch, seq, features, width, seed, *, segments=True, bias=True, dtype=jnp.float32):
+    draw = np.random.default_rng(seed)
+    ids = jnp.asarray(np.cumsum(draw.random((batch, seq)) < 0.3, axis=1), jnp.int32) if segments else None
+    shapes = [(batch, seq + width - 1, features), (features, width), (features,), (batch, seq, features)]
+    seen, weight, shift, pull = (jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes)
+    return (seen, weight, shift if bias else None), ids, pull
+
+
+@partial(jax.jit, static_argnums=0)
+def with_gradients(form, operands, ids, pull):
+    y, back = jax.vjp(lambda *operands: FORMS[form](*operands, ids), *operands)
+    return y, back(pull)
+
+
+@given(
+    batch=st.sampled_from([1, 3]),
+    seq=st.sampled_from([1, 2, 7, 8]),
+    width=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 99),
+    segments=st.booleans(),
+    bias=st.booleans(),
+)
+def test_its_gradient_is_that_of_the_definition(batch, seq, width, seed, segments, bias):
+    given = case(batch, seq, 3, width, seed, segments=segments, bias=bias)
+    ours, theirs = (jax.tree.leaves(with_gradients(form, *given)) for form in FORMS)
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_is_summed_in_single():
+    """Taps' gradients are sums over rows: of single precision, rounded once."""
+    operands, ids, pull = case(4, 64, 3, 4, 0, dtype=jnp.bfloat16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (operands, pull))
+    y, (of_seen, of_weight, of_bias) = with_gradients("convolved", operands, ids, pull)
+    exact_y, (exact_seen, exact_weight, exact_bias) = with_gradients("summed", wide[0], ids, wide[1])
+    assert {x.dtype for x in (y, of_seen, of_weight, of_bias)} == {jnp.dtype(jnp.bfloat16)}
+    for mine, exact in ((of_weight, exact_weight), (of_bias, exact_bias)):
+        np.testing.assert_allclose(mine.astype(jnp.float32), exact, rtol=2**-8)
+    for mine, exact in ((y, exact_y), (of_seen, exact_seen)):  # four products and their sums, rounded each
+        np.testing.assert_allclose(mine.astype(jnp.float32), exact, atol=2**-7 * float(np.abs(exact).max()))
+
+
+def test_rows_of_a_mesh_share_their_taps():
+    """Inside `shard_map` the gradient of taps that all devices have is the sum of theirs."""
+    operands, ids, pull = case(4, 5, 3, 4, 1)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, same = PartitionSpec("data"), PartitionSpec()
+    run = lambda operands, ids, pull: with_gradients.__wrapped__("convolved", operands, ids, pull)
+    specs = ((rows, same, same), rows, rows)
+    shared = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(rows, (rows, same, same))))
+    ours, theirs = shared(operands, ids, pull), with_gradients("summed", operands, ids, pull)
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_forward_mode_is_refused():
+    operands, ids, _ = case(1, 3, 2, 2, 0)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda seen: convolved(seen, *operands[1:], ids), operands[:1], operands[:1])
