@@ -79,6 +79,7 @@ with_gradient = jax.custom_vjp(summed)
 
 
 def forward(*given: Any) -> tuple:
+    """The output, and what its gradient needs: the inputs."""
     return summed(*given), given
 
 
