@@ -1,4 +1,4 @@
-"""Teach a small Mamba the Python standard library: 300 steps, 2.0 bits per byte.
+"""Teach a small Mamba the Python standard library: 300 steps, a minute and a half on two cores, 2.1 bits per byte.
 
     python recipes/mamba.py                               # Mamba-2, this machine's own library, byte by byte
     python recipes/mamba.py --generation 1                # the first Mamba, whose every channel has decays of its own
@@ -40,7 +40,7 @@ def main(
     data: tuple[Path, ...] = (),
     vocab: int = 256,
     embed: int = 128,
-    layers: int = 6,
+    layers: int = 4,
     state: int = 32,
     head_dim: int = 32,
     expand: int = 2,
