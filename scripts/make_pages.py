@@ -55,7 +55,7 @@ def tree() -> str:
     rows = "\n".join(row for name in FOLDERS for row in listing(ROOT / name, 0))
     return (
         f"# The tree\n\n{NOTE}Every file with what its docstring says first. Imports go down only: `ops < parallel < "
-        "layers < models < weights < train, generate, inspect < cli, recipes, scripts`.\n\n"
+        "layers < models < weights < adapters, train, generate, inspect < cli, recipes, scripts`.\n\n"
         f'<div class="tree" markdown>\n\n{rows}\n\n</div>\n'
     )
 

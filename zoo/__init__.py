@@ -1,6 +1,6 @@
 """A model zoo for JAX: typed pytrees, one layout, any mesh."""
 
-from . import inspect, layers, models, ops, parallel, weights
+from . import adapters, inspect, layers, models, ops, parallel, weights
 from .faults import avoid_wrong_sums
 from .generate import generate
 from .models import cross_entropy, hidden_states, score
@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "Layout",
     "__version__",
+    "adapters",
     "cast",
     "count",
     "cross_entropy",

@@ -28,6 +28,20 @@ class AbstractLinear(Module):
     def out_size(self) -> int:
         """How many outputs live here: on a device's share, its share."""
 
+    @property
+    def matrix(self) -> Float[Array, "out in"]:
+        """W, in float32: of a device's share, its share."""
+        raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own")
+
+    @property
+    def shift(self) -> Float[Array, "out"] | None:
+        """b, where there is one."""
+        raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own, and no bias of one")
+
+    def exchanged(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "AbstractLinear":
+        """The same with another W and b, in the dtypes that these have."""
+        raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own that could be exchanged")
+
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         """Of a matrix an expert, stacked: W_e x + b_e, the first `sizes[0]` rows being expert 0's, the next expert 1's.
 

@@ -46,6 +46,17 @@ class Linear(AbstractLinear):
     def out_size(self) -> int:
         return self.weight.shape[-2]
 
+    @property
+    def matrix(self) -> Float[Array, "out in"]:
+        return self.weight.astype(jnp.float32)
+
+    @property
+    def shift(self) -> Float[Array, "out"] | None:
+        return self.bias
+
+    def exchanged(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "Linear":
+        return eqx.tree_at(lambda x: (x.weight, x.bias), self, (matrix, shift), is_leaf=lambda x: x is None)
+
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         y = reduce(contract(x, self.weight, 1), over=self.in_.name)
         return y if self.bias is None else y + self.bias

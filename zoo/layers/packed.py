@@ -60,6 +60,19 @@ class PackedLinear(AbstractLinear):
     def out_size(self) -> int:
         return self.scales.shape[-2]
 
+    @property
+    def matrix(self) -> Float[Array, "out in"]:
+        return mxfp4.decode(self.blocks, self.scales)
+
+    @property
+    def shift(self) -> Float[Array, "out"] | None:
+        return self.bias
+
+    def exchanged(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "PackedLinear":
+        raise NotImplementedError(
+            "to exchange a matrix in MXFP4 would round the new one to 4 bits: load the checkpoint without packed=True"
+        )
+
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         y = reduce(self.contract(x, "oi"), over=self.in_.name)
         return y if self.bias is None else y + self.bias

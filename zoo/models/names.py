@@ -6,14 +6,14 @@ names, so that none of them knows how layers were cut into segments.
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.parallel import EITHER, LEARNT, MANNER, STACKED, Dim, Leaf, Module, array_fields, leaves
+from zoo.parallel import EITHER, LEARNT, MANNER, STACKED, TRANSPARENT, Dim, Leaf, Module, array_fields, leaves
 
 from .stack import Stack, Unstacked
 
@@ -45,32 +45,52 @@ def places(tree: PyTree) -> list[Place]:
     return [Place(*named, leaf) for named, leaf in zip(walk(tree, "", ()), leaves(tree), strict=True)]
 
 
-def walk(node: Any, name: str, numbers: Numbers) -> Iterator[tuple[str, Numbers]]:
-    if isinstance(node, Unstacked):
+def walk(
+    node: Any, name: str, numbers: Numbers, stop: Callable[[Any], bool] = lambda _: False
+) -> Iterator[tuple[str, Numbers]]:
+    """Name and numbers of every array, or, where it says so, of the node that `stop` stops at: in JAX's order, `stop`
+    being its `is_leaf`."""
+    if stop(node):
+        yield name, numbers
+    elif isinstance(node, Unstacked):
         raise TypeError("the layers of this model stand one by one, to decode with: pass the model it was made from")
-    if isinstance(node, Stack):
+    elif isinstance(node, Stack):
         start = 0
         for segment in node.segments:
             period, repeats = len(segment.blocks), segment.repeats
             for place, block in enumerate(segment.blocks):
                 run = range(start + place, start + period * repeats, period)
-                yield from walk(block, below(name, "*"), (*numbers, run))
+                yield from walk(block, below(name, "*"), (*numbers, run), stop)
             start += period * repeats
     elif isinstance(node, Module):
+        around = any(TRANSPARENT in field.metadata for field in array_fields(node))
         for field in array_fields(node):
             child = getattr(node, field.name)
+            if TRANSPARENT in field.metadata:
+                yield from walk(child, name, numbers, stop)
+                continue
             word = "layers" if isinstance(child, Stack) else field.name
             word = in_snake_case(type(child).__name__) if EITHER in field.metadata else word
+            word = below(getattr(node, "label", ""), word) if around else word
             if STACKED in field.metadata and jax.tree.leaves(child):
                 run = range(jax.tree.leaves(child)[0].shape[len(numbers)])
-                yield from walk(child, below(name, word, "*"), (*numbers, run))
+                yield from walk(child, below(name, word, "*"), (*numbers, run), stop)
             else:
-                yield from walk(child, below(name, word), numbers)
+                yield from walk(child, below(name, word), numbers, stop)
     elif isinstance(node, tuple | list):
         for i, item in enumerate(node):
-            yield from walk(item, below(name, str(i)), numbers)
+            yield from walk(item, below(name, str(i)), numbers, stop)
     else:
         yield from ((name, numbers) for _ in jax.tree.leaves(node))
+
+
+def map_modules(function: Callable, tree: PyTree, stop: Callable[[Any], bool]) -> PyTree:
+    """`tree` with `function(name, numbers, module)` in place of every module that `stop` stops at, each with what its
+    parameters' names begin with and what the stars in it run over."""
+    found, treedef = jax.tree.flatten(tree, is_leaf=stop)
+    named = walk(tree, "", (), stop)
+    mapped = [function(*at, x) if stop(x) else x for at, x in zip(named, found, strict=True)]
+    return jax.tree.unflatten(treedef, mapped)
 
 
 def below(*words: str) -> str:

@@ -9,6 +9,8 @@ from .module import (
     LEARNT,
     MANNER,
     STACKED,
+    TRANSPARENT,
+    TUNED,
     Dim,
     Leaf,
     Module,
@@ -22,6 +24,8 @@ from .module import (
     map_leaves,
     stacked,
     trainable,
+    transparent,
+    tuned,
 )
 from .place import init, place, place_batch
 from .spmd import spmd
@@ -32,6 +36,8 @@ __all__ = [
     "LEARNT",
     "MANNER",
     "STACKED",
+    "TRANSPARENT",
+    "TUNED",
     "ZERO1",
     "Dim",
     "Layout",
@@ -63,6 +69,8 @@ __all__ = [
     "spmd",
     "stacked",
     "trainable",
+    "transparent",
+    "tuned",
     "value",
     "value_and_grad",
     "vary",

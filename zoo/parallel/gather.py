@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from .collectives import current_mesh
-from .module import is_learnt, leaves, map_leaves
+from .module import is_parameter, leaves, map_leaves
 
 Remat = Literal["none", "elementwise", "dots", "full"]
 Places = tuple[tuple[int, tuple[str, ...]], ...]
@@ -32,7 +32,7 @@ class Shard(eqx.Module):
 
 
 def cast(model: PyTree, dtype: Any) -> PyTree:
-    """The model with its learnt parameters in a compute dtype; those declared `full_precision` keep theirs.
+    """The model with its parameters, learnt or frozen, in a compute dtype; those declared `full_precision` keep theirs.
 
     Call it inside the loss: what the optimiser holds stays as it is. Shards are cast before they are gathered, so that
     what travels is small; gradients are summed over devices in float32 and come back in the dtype of the parameters.
@@ -40,7 +40,7 @@ def cast(model: PyTree, dtype: Any) -> PyTree:
     mesh = current_mesh()
 
     def one(leaf, x):
-        if leaf.full_precision or not is_learnt(leaf, x):
+        if leaf.full_precision or not is_parameter(leaf, x):
             return x
         in_pieces = mesh is not None and leaf.dims is not None and mesh.gathered(leaf.dims)
         return Shard(x, jnp.dtype(dtype)) if in_pieces else x.astype(dtype)

@@ -19,6 +19,7 @@ from .scope import NAMED, scoped
 
 STACKED, LEARNT, FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
 EITHER, MANNER = "zoo.either", "zoo.manner"
+TRANSPARENT, TUNED = "zoo.transparent", "zoo.tuned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,23 @@ def manner(**options: Any) -> Any:
     return eqx.field(static=True, metadata={MANNER: True}, **options)
 
 
-@dataclass_transform(field_specifiers=(dataclasses.field, eqx.field, stacked, buffer, full_precision, either, manner))
+def transparent() -> Any:
+    """A field that holds what a module was put around. Parameters below it keep the names that they had before; those
+    of the module's other fields stand under its `label`."""
+    return eqx.field(metadata={TRANSPARENT: True})
+
+
+def tuned(**options: Any) -> Any:
+    """A field that is learnt on top of a finished model. Where a tree has any, `trainable` leaves out all else."""
+    return eqx.field(metadata={TUNED: True}, **options)
+
+
+@dataclass_transform(
+    field_specifiers=(
+        *(dataclasses.field, eqx.field, stacked, buffer, full_precision, either, manner),
+        *(transparent, tuned),
+    )
+)
 class Module(eqx.Module):
     """The base of every class with parameters. Arrays are held against their annotations when an instance is made, and
     what an instance computes stands in a trace under its name (`zoo.parallel.scope`).
@@ -164,7 +181,11 @@ class Leaf:
     dims: tuple[Dim, ...] | None
     """One a dim of the array; None for a loose array, which stands in no module."""
     learnt: bool = True
+    """Whether it is a parameter, and no buffer."""
     full_precision: bool = False
+    tuned: bool = False
+    frozen: bool = False
+    """Whether other arrays of the tree are learnt on top of it."""
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
@@ -174,13 +195,16 @@ def leaves(tree: PyTree) -> list[Leaf]:
     **Raises** `TypeError` where an array in a module is not what its annotation says.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [describe(tree, path, x) for path, x in paths]
+    found = [describe(tree, path, x) for path, x in paths]
+    if not any(leaf.tuned for leaf in found):
+        return found
+    return [dataclasses.replace(leaf, frozen=not leaf.tuned) for leaf in found]
 
 
 def describe(tree: Any, path: tuple, array: Any) -> Leaf:
     node, words, front = tree, [], []
     owner, declared = None, None
-    learnt, full = True, False
+    learnt, full, tuned = True, False, False
     for step in path:
         word = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
         words.append(word)
@@ -189,6 +213,7 @@ def describe(tree: Any, path: tuple, array: Any) -> Leaf:
             front += [Dim(declared.metadata[STACKED])] if STACKED in declared.metadata else []
             learnt &= declared.metadata.get(LEARNT, True)
             full |= declared.metadata.get(FULL_PRECISION, False)
+            tuned |= declared.metadata.get(TUNED, False)
         node = follow(node, step, word)
     if owner is None or declared is None or not hasattr(array, "ndim"):
         return Leaf(".".join(words), None)
@@ -196,7 +221,7 @@ def describe(tree: Any, path: tuple, array: Any) -> Leaf:
         dims = (*front, *resolve(owner, declared, array.ndim - len(front)))
     except TypeError as error:
         raise TypeError(f"{'.'.join(words)}: {error}") from None
-    return Leaf(".".join(words), dims, learnt, full)
+    return Leaf(".".join(words), dims, learnt, full, tuned)
 
 
 def follow(node: Any, step: Any, word: str) -> Any:
@@ -216,7 +241,8 @@ def map_leaves(function: Callable, tree: PyTree, *rest: PyTree) -> PyTree:
 
 
 def trainable(model: PyTree) -> PyTree:
-    """The model with None for all that no gradient moves: integers, flags, and what is declared `buffer()`.
+    """The model with None for all that no gradient moves: integers, flags, what is declared `buffer()`, and, where any
+    of it is declared `tuned()`, all that is not.
 
     This is what an optimiser, a gradient and a table of learnt parameters should see.
     """
@@ -225,6 +251,11 @@ def trainable(model: PyTree) -> PyTree:
 
 def is_learnt(leaf: Leaf, x: Any) -> bool:
     """A shape is learnt where the array that it stands for is."""
+    return is_parameter(leaf, x) and not leaf.frozen
+
+
+def is_parameter(leaf: Leaf, x: Any) -> bool:
+    """Whether it is learnt, or was."""
     inexact = eqx.is_inexact_array(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         inexact = jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)

@@ -1,0 +1,162 @@
+"""Every method on every kind of model: nothing changes at birth, merged is wrapped, only what is tuned moves, and a
+mesh computes what one device does."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zoo
+from zoo import adapters
+from zoo.layers import GatedDeltaNet, Mamba2
+from zoo.models.names import places
+
+KEY = jax.random.key(0)
+VOCAB, ROWS, SEQ = 32, 8, 8
+SIZES = {"vocab": VOCAB, "embed": 16, "layers": 2, "key": KEY}
+MODELS = {
+    "transformer": (partial(zoo.models.Transformer, **SIZES, heads=4, kv_heads=2, mlp=24), ("query", "value", "down")),
+    "mixture": (
+        partial(zoo.models.MixtureOfExperts, **SIZES, heads=2, mlp=16, experts=4, top=2),
+        (r".*\.experts\.\d+\.(up|down)", "query"),
+    ),
+    "mamba2": (
+        partial(zoo.models.Hybrid, **SIZES, pattern=[partial(Mamba2, heads=4, head_dim=8, state=4)]),
+        ("x", "B", "dt", "out"),
+    ),
+    "delta": (partial(zoo.models.Hybrid, **SIZES, pattern=[partial(GatedDeltaNet, heads=2)]), ("key", "value", "rate")),
+}
+METHODS = {
+    "lora": partial(adapters.lora, rank=3, alpha=6, rank_pattern={r"layers\.1\..*": 2}),
+    "dora": partial(adapters.dora, rank=2),
+    "vera": partial(adapters.vera, rank=4),
+    "loha": partial(adapters.loha, rank=2),
+    "lokr": partial(adapters.lokr, rank=2, alpha=4, factor=4),
+    "ia3": lambda model, *, targets, key: adapters.ia3(
+        model, targets=targets, inputs=r".*\.(down|out)" if any("down" in x or x == "out" for x in targets) else None
+    ),
+}
+TOKENS = jax.random.randint(KEY, (ROWS, SEQ), 0, VOCAB)
+
+
+def wrap(kind, method):
+    make, targets = MODELS[kind]
+    model = eqx.filter_jit(make)()
+    return model, METHODS[method](model, targets=targets, key=jax.random.key(1))
+
+
+def loss_fn(model, batch):
+    return zoo.cross_entropy(model, batch)
+
+
+def on_one_device(model):
+    def mean(tuned):
+        total, count = loss_fn(eqx.combine(tuned, model), BATCH)
+        return total / count
+
+    return jax.value_and_grad(mean)(zoo.trainable(model))
+
+
+BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_born_merged_learnt_and_on_a_mesh(kind, method):
+    model, wrapped = wrap(kind, method)
+    run = eqx.filter_jit(lambda model: model(TOKENS))
+    before = run(model)
+    same = partial(np.testing.assert_allclose, atol=3e-6 * float(jnp.abs(before).max()), rtol=0)  # programs differ
+    same(run(wrapped), before)
+
+    optimiser = optax.adamw(0.05, weight_decay=0.1)
+
+    @eqx.filter_jit
+    def step(model, state):
+        loss, gradients = on_one_device(model)
+        updates, state = optimiser.update(gradients, state, zoo.trainable(model))
+        return eqx.apply_updates(model, updates), state, loss, gradients
+
+    learnt, state = wrapped, optimiser.init(zoo.trainable(wrapped))
+    for _ in range(3):
+        learnt, state, *_ = step(learnt, state)
+    tuned = {place.name for place in places(zoo.trainable(wrapped))}
+    assert tuned and all(f".{method}." in name for name in tuned)
+    names = [place.name for place in places(wrapped)]
+    for name, old, new in zip(names, jax.tree.leaves(wrapped), jax.tree.leaves(learnt), strict=True):
+        assert (name in tuned) != np.array_equal(old, new), name
+
+    after = run(learnt)
+    scale = float(jnp.abs(after).max())
+    assert float(jnp.abs(after - before).max()) > 1e-3 * scale
+    np.testing.assert_allclose(run(adapters.merge(learnt)), after, atol=2e-5 * scale)
+    same(run(adapters.weighted(learnt, {method: 0})), before)
+    np.testing.assert_array_equal(run(adapters.without(learnt)), before)
+    half = adapters.weighted(learnt, {method: 0.5})
+    np.testing.assert_allclose(run(adapters.merge(half)), run(half), atol=2e-5 * scale)
+
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    *_, loss, gradients = step(learnt, state)
+    on_mesh = zoo.place(learnt, mesh)
+    their_loss, theirs = zoo.value_and_grad(loss_fn, mesh)(on_mesh, zoo.place_batch(BATCH, mesh))
+    np.testing.assert_allclose(their_loss, loss, rtol=1e-5)
+    for ours, others in zip(jax.tree.leaves(gradients), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(others, ours, atol=5e-5 * max(1e-3, float(jnp.abs(ours).max())))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": "querry"}, "'querry'. Is it query"),
+        ({"targets": ()}, "targets names no module"),
+        ({"targets": "("}, "is no name, and no pattern either"),
+        ({"targets": lambda name: False}, "takes none of the model's 14 matrices"),
+        ({"rank": 0}, "a rank is at least 1, not 0"),
+        ({"rank_pattern": {"query": 0}}, "a rank is at least 1, not 0"),
+        ({"alpha_pattern": {"qery": 2}}, "'qery'. Is it query"),
+    ],
+)
+def test_targets_and_ranks_that_cannot_be(options, message):
+    model = eqx.filter_eval_shape(MODELS["transformer"][0])
+    with pytest.raises(ValueError, match=message):
+        adapters.lora(model, key=KEY, **options)
+
+
+def test_adapters_around_adapters():
+    """Each has its name, its weight, and what was there before it beneath."""
+    model, one = wrap("transformer", "lora")
+    both = adapters.ia3(one, targets="query", inputs=None)
+    assert adapters.labels(both) == ["lora", "ia3"]
+    names = {place.name for place in places(zoo.trainable(both))}
+    assert {"layers.*.attention.query.ia3.of_out", "layers.*.attention.query.lora.down.weight"} <= names
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
+    both = eqx.combine(jax.tree.map(noise, zoo.trainable(both)), both)
+    run = eqx.filter_jit(lambda model: model(TOKENS))
+    np.testing.assert_allclose(run(adapters.merge(both)), run(both), atol=1e-5)
+    off = adapters.weighted(both, {"ia3": 0})
+    np.testing.assert_allclose(run(off), run(adapters.without(both, "ia3")), atol=1e-5)
+    np.testing.assert_array_equal(run(adapters.without(both)), run(model))
+    for wrong in (lambda: adapters.weighted(both, {"dora": 1}), lambda: adapters.without(model)):
+        with pytest.raises(ValueError, match="no adapter"):
+            wrong()
+
+
+def test_a_hundred_merges_do_not_drift():
+    _, wrapped = wrap("transformer", "dora")
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
+    wrapped = zoo.cast(eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped), jnp.bfloat16)
+    merge, unmerge = eqx.filter_jit(lambda model: adapters.merge(model, keep=True)), eqx.filter_jit(adapters.unmerge)
+    again = wrapped
+    for _ in range(100):
+        merged = merge(again)
+        again = unmerge(merged)
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), again, wrapped))
+    run = eqx.filter_jit(lambda model: model(TOKENS))
+    scale = float(jnp.abs(run(wrapped)).max())
+    np.testing.assert_allclose(run(merged), run(wrapped), atol=0.05 * scale)  # W + B A is rounded to bfloat16
+    with pytest.raises(ValueError, match="keep=True"):
+        adapters.unmerge(wrapped)

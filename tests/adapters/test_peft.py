@@ -1,0 +1,132 @@
+"""PEFT's files: what PyTorch computes with them, and the same bytes again. The cases lie where `ZOO_PARITY` says."""
+
+import json
+import os
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo import adapters
+from zoo.adapters.peft_write import tensors
+from zoo.weights.tensors import read_file
+
+FOLDER = Path(os.environ.get("ZOO_PARITY", "nowhere")) / "adapters"
+CASES = sorted(path.parent for path in FOLDER.glob("*/adapter")) if FOLDER.exists() else []
+TOLERANCE, OF_GRADIENTS = 1e-4, 2e-4
+
+
+def close(ours, theirs, tolerance, what):
+    scale = np.abs(theirs).max()
+    distance = np.abs(np.asarray(ours, np.float64) - theirs).max()
+    assert distance <= tolerance * scale, f"{what}: {distance / scale:.1e} of the scale apart"
+
+
+@pytest.mark.skipif(not CASES, reason="ZOO_PARITY names no folder with adapters")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case(case, tmp_path):
+    meta = json.loads((case / "meta.json").read_text())
+    expected = {name: np.asarray(tensor.read()) for name, tensor in read_file(case / "expected.safetensors").items()}
+    base = zoo.load(FOLDER / "bases" / meta["base"])
+    model, tokens = adapters.load(base, case / "adapter"), jnp.asarray(expected["input_ids"])
+    run = eqx.filter_jit(lambda model, tokens: model(tokens))
+    close(run(model, tokens), expected["logits"], TOLERANCE, "logits")
+    merged = adapters.merge(model)
+    close(run(merged, tokens), expected["logits_merged"], TOLERANCE, "logits when merged")
+    zoo.save(merged, tmp_path / "merged")
+    written = read_file(tmp_path / "merged" / "model.safetensors")
+    for name in [name for name in expected if name.startswith("merged.")]:
+        close(written[name.removeprefix("merged.")].read(), expected[name], TOLERANCE, name)
+
+    @eqx.filter_jit
+    def loss_and_gradients(model):
+        def loss(tuned):
+            chances = jax.nn.log_softmax(eqx.combine(tuned, model)(tokens)[:, :-1])
+            return -jnp.take_along_axis(chances, tokens[:, 1:, None], -1).mean()
+
+        return jax.value_and_grad(loss)(zoo.trainable(model))
+
+    loss, gradients = loss_and_gradients(model)
+    np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
+    ours = tensors(model, gradients, label="default")
+    for name in [name for name in expected if name.startswith("grad.")]:
+        close(ours[name.removeprefix("grad.")].reshape(expected[name].shape), expected[name], OF_GRADIENTS, name)
+
+    adapters.save(model, tmp_path / "adapter")
+    one, other = (folder / "adapter_model.safetensors" for folder in (tmp_path / "adapter", case / "adapter"))
+    assert one.read_bytes() == other.read_bytes()
+    again = adapters.load(base, tmp_path / "adapter")
+    np.testing.assert_array_equal(run(again, tokens), run(model, tokens))
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
+    return adapters.lora(model, targets=("query", "down"), rank=2, key=jax.random.key(1))
+
+
+METHODS = ("lora", "dora", "vera", "ia3", "loha", "lokr")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_made_here_is_written_and_read_again(method, tmp_path):
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
+    wrapped = getattr(adapters, method)(model, key=jax.random.key(1))
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
+    wrapped = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
+    adapters.save(wrapped, tmp_path)
+    again = adapters.load(model, tmp_path)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_allclose(again(tokens), wrapped(tokens), atol=1e-5)
+    assert adapters.labels(again) == ["default"]
+
+
+def changed(path, **keys):
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps({**config, **keys}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"peft_type": "LORAX"}, "peft_type 'LORAX'; did you mean 'LORA'"),
+        ({"peft_type": None}, "Methods that are read: LORA"),
+        ({"use_qalora": True}, "use_qalora = True is not computed here; it is read where it is False"),
+        ({"rang": 3}, "the key 'rang' is not known"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save = .* is not read yet"),
+        ({"use_dora": True}, "lora_magnitude_vector"),
+    ],
+)
+def test_options_that_are_not_computed(keys, message, tuned, tmp_path):
+    adapters.save(tuned, tmp_path)
+    changed(tmp_path, **keys)
+    with pytest.raises(zoo.CheckpointError, match=message):
+        adapters.load(adapters.without(tuned), tmp_path)
+
+
+def test_tensors_that_fit_no_module(tuned, tmp_path):
+    adapters.save(tuned, tmp_path)
+    other = zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=24, key=jax.random.key(0))
+    with pytest.raises(zoo.CheckpointError, match="4 tensors for which the model has no module.*layers.1"):
+        adapters.load(other, tmp_path)
+    wide = zoo.models.Transformer(vocab=32, embed=32, layers=2, heads=2, mlp=24, key=jax.random.key(0))
+    with pytest.raises(zoo.CheckpointError, match="multiplies 32 numbers and gives 32, and lora_A and lora_B"):
+        adapters.load(wide, tmp_path)
+    with pytest.raises(zoo.CheckpointError, match="there is no"):
+        adapters.load(other, tmp_path / "nowhere")
+
+
+def test_which_adapter_is_written(tuned, tmp_path):
+    with pytest.raises(zoo.CheckpointError, match="has no adapters"):
+        adapters.save(adapters.without(tuned), tmp_path)
+    both = adapters.ia3(tuned, targets="query", inputs=None)
+    with pytest.raises(zoo.CheckpointError, match="several adapters, lora, ia3: name one"):
+        adapters.save(both, tmp_path)
+    with pytest.raises(zoo.CheckpointError, match="no adapter 'dora'"):
+        adapters.save(both, tmp_path, label="dora")
+    adapters.save(both, tmp_path, label="lora")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"

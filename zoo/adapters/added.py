@@ -1,0 +1,170 @@
+"""Adapters that add a matrix, put together from small ones while it is multiplied: LoHa and LoKr."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from zoo.layers import AbstractLinear
+from zoo.parallel import Dim, buffer, offset, transparent, tuned
+
+from .abstract import AbstractAdapter, Matrix, dims_of, on, sizes_of
+from .lora import matrix_of
+
+
+class AbstractAddition(AbstractAdapter):
+    """y = W x + b + scale D x. FLOPs: the base's again, and those that make D, once a call."""
+
+    applies: eqx.AbstractVar[Bool[Array, ""]]
+    scale: eqx.AbstractVar[Float[Array, ""]]
+
+    @abc.abstractmethod
+    def difference(self) -> Matrix:
+        """D, in float32: of a device's share, its share."""
+
+    def scaled(self) -> Matrix:
+        """scale D, as much as it counts."""
+        return jnp.where(self.applies, self.weight, 0) * self.scale * self.difference()
+
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        added = matrix_of(self.scaled().astype(x.dtype), in_=self.in_, out=self.out)
+        return self.base(x) + added(x)
+
+    def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
+        added = matrix_of(self.scaled().astype(x.dtype), in_=self.in_, out=self.out)
+        return self.base.transposed(x) + added.transposed(x)
+
+    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
+        each = eqx.filter_vmap(lambda one: matrix_of(one.scaled().astype(x.dtype), in_=one.in_, out=one.out))(self)
+        return self.base.grouped(x, sizes) + each.grouped(x, sizes)
+
+    def changed(self, matrix: Matrix) -> Matrix:
+        return matrix + self.scaled()
+
+
+class LoHa(AbstractAddition):
+    """D = (B1 A1) ∘ (B2 A2), number by number: of a rank up to the square of the factors' (FedPara, Hyeon-Woo et al.,
+    arXiv:2108.06098, section 2.2; as an adapter: LyCORIS, arXiv:2309.14859). B2 starts as zeros."""
+
+    base: AbstractLinear = transparent()
+    up: Float[Array, "out rank"] = tuned()
+    down: Float[Array, "rank in"] = tuned()
+    other_up: Float[Array, "out rank"] = tuned()
+    other_down: Float[Array, "rank in"] = tuned()
+    applies: Bool[Array, ""]
+    scale: Float[Array, ""] = buffer()
+    weight: Float[Array, ""] = buffer()
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    label: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        base: AbstractLinear,
+        *,
+        rank: int,
+        scale: float | Float[Array, ""],
+        applies: bool | Array = True,
+        label: str = "loha",
+        key: Key[Array, ""],
+    ):
+        """As PEFT starts it: A1 and A2 normal with a deviation of 1, B1 of 0.1."""
+        (self.in_, self.out), (out_size, in_size), keys = dims_of(base), sizes_of(base), jax.random.split(key, 3)
+        self.base, self.other_up = base, jnp.zeros((out_size, rank))
+        self.down = jax.random.normal(keys[0], (rank, in_size))
+        self.up = 0.1 * jax.random.normal(keys[1], (out_size, rank))
+        self.other_down = jax.random.normal(keys[2], (rank, in_size))
+        self.scale, self.applies = jnp.asarray(scale, jnp.float32), jnp.asarray(applies)
+        self.weight, self.label = on(), label
+
+    def difference(self) -> Matrix:
+        return product(self.up, self.down) * product(self.other_up, self.other_down)
+
+
+class LoKr(AbstractAddition):
+    """D = L ⊗ R, the Kronecker product of two small matrices, of which either may be a product of two narrow ones
+    (LyCORIS, arXiv:2309.14859, section 3.2).
+
+    Both are whole on every device. Where a mesh splits W, D is made whole there and cut.
+    """
+
+    base: AbstractLinear = transparent()
+    left: Float[Array, "left_out left_in"] | None = tuned()
+    left_up: Float[Array, "left_out rank"] | None = tuned()
+    left_down: Float[Array, "rank left_in"] | None = tuned()
+    right: Float[Array, "right_out right_in"] | None = tuned()
+    right_up: Float[Array, "right_out rank"] | None = tuned()
+    right_down: Float[Array, "rank right_in"] | None = tuned()
+    applies: Bool[Array, ""]
+    scale: Float[Array, ""] = buffer()
+    weight: Float[Array, ""] = buffer()
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    label: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        base: AbstractLinear,
+        *,
+        rank: int,
+        scale: float | Float[Array, ""],
+        factor: int = -1,
+        both: bool = False,
+        applies: bool | Array = True,
+        label: str = "lokr",
+        key: Key[Array, ""],
+    ):
+        """- `factor`: of outputs and inputs, L gets about so many and R the rest; -1 for as even a cut as there is.
+        - `both`: whether L, too, is narrow where `rank` is below half its size.
+
+        L starts as zeros, or with a zero factor; R as PyTorch starts a Linear.
+        """
+        (self.in_, self.out), (out_size, in_size), keys = dims_of(base), sizes_of(base), jax.random.split(key, 3)
+        (left_out, right_out), (left_in, right_in) = two_factors(out_size, factor), two_factors(in_size, factor)
+        uniform = lambda key, *shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * shape[-1] ** -0.5
+        self.base = base
+        self.left = self.left_up = self.left_down = self.right = self.right_up = self.right_down = None
+        if both and rank < max(left_out, left_in) / 2:
+            self.left_up, self.left_down = jnp.zeros((left_out, rank)), uniform(keys[0], rank, left_in)
+        else:
+            self.left = jnp.zeros((left_out, left_in))
+        if rank < max(right_out, right_in) / 2:
+            self.right_up, self.right_down = uniform(keys[1], right_out, rank), uniform(keys[2], rank, right_in)
+        else:
+            self.right = uniform(keys[1], right_out, right_in)
+        self.scale, self.applies = jnp.asarray(scale, jnp.float32), jnp.asarray(applies)
+        self.weight, self.label = on(), label
+
+    def difference(self) -> Matrix:
+        left = product(self.left_up, self.left_down) if self.left is None else self.left.astype(jnp.float32)
+        right = product(self.right_up, self.right_down) if self.right is None else self.right.astype(jnp.float32)
+        whole = (left[:, None, :, None] * right[None, :, None, :]).reshape(len(left) * len(right), -1)
+        return share(share(whole, 0, self.base, self.out), 1, self.base, self.in_)
+
+
+def share(matrix: Float[Array, "_ _"], dim: int, base: AbstractLinear, name: Dim) -> Float[Array, "_ _"]:
+    """Of a whole matrix, the rows or columns of this device's share of the base."""
+    here = sizes_of(base)[dim]
+    if here == matrix.shape[dim]:
+        return matrix
+    return lax.dynamic_slice_in_dim(matrix, offset(base.matrix, name.name, here), here, dim)
+
+
+def product(up: Float[Array, "out rank"] | None, down: Float[Array, "rank in"] | None) -> Matrix:
+    assert up is not None and down is not None
+    return jnp.matmul(up.astype(jnp.float32), down.astype(jnp.float32), precision="highest")
+
+
+def two_factors(size: int, factor: int) -> tuple[int, int]:
+    """Two numbers whose product is `size`, the first the smaller: `factor` and the rest where that divides, else the
+    pair nearest to a square whose first is at most `factor`, if that is given (LyCORIS' rule)."""
+    if factor > 0 and size % factor == 0:
+        return min(factor, size // factor), max(factor, size // factor)
+    most = size if factor == -1 else factor
+    first = max(n for n in range(1, int(size**0.5) + 1) if size % n == 0 and n <= most)
+    return first, size // first

@@ -1,0 +1,64 @@
+"""IA3: each output of a matrix, or each input of it, multiplied with a number that is learnt."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from zoo.layers import AbstractLinear
+from zoo.layers.linear import of_groups
+from zoo.parallel import Dim, buffer, transparent, tuned
+
+from .abstract import AbstractAdapter, Matrix, Shift, dims_of, on, sizes_of
+
+
+class IA3(AbstractAdapter):
+    """y = l ∘ (W x + b), or W (l ∘ x) + b for what leads out of a feed-forward layer; l starts as ones (Liu et al.,
+    arXiv:2205.05638, section 3.3, where it stands on keys, values and the inner activations)."""
+
+    base: AbstractLinear = transparent()
+    of_out: Float[Array, "out"] | None = tuned()
+    of_in: Float[Array, "in"] | None = tuned()
+    applies: Bool[Array, ""]
+    """False in a layer that has no adapter, where it is stacked with others that have."""
+    weight: Float[Array, ""] = buffer()
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    label: str = eqx.field(static=True)
+
+    def __init__(self, base: AbstractLinear, *, inputs: bool, applies: bool | Array = True, label: str = "ia3"):
+        """`inputs`: whether these are multiplied, and not the outputs."""
+        (self.in_, self.out), (out_size, in_size) = dims_of(base), sizes_of(base)
+        self.base, self.applies, self.weight, self.label = base, jnp.asarray(applies), on(), label
+        self.of_in = jnp.ones(in_size) if inputs else None
+        self.of_out = None if inputs else jnp.ones(out_size)
+
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        return self.after(self.base(self.before(x)))
+
+    def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
+        return self.before(self.base.transposed(self.after(x)))
+
+    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
+        counted = lambda gate: of_groups(jax.vmap(IA3.counted)(self, gate), sizes, len(x))
+        x = x if self.of_in is None else (x * counted(self.of_in)).astype(x.dtype)
+        y = self.base.grouped(x, sizes)
+        return y if self.of_out is None else (y * counted(self.of_out)).astype(y.dtype)
+
+    def before(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows in"]:
+        return x if self.of_in is None else (x * self.counted(self.of_in)).astype(x.dtype)
+
+    def after(self, y: Float[Array, "*rows out"]) -> Float[Array, "*rows out"]:
+        return y if self.of_out is None else (y * self.counted(self.of_out)).astype(y.dtype)
+
+    def counted(self, gate: Float[Array, "size"]) -> Float[Array, "size"]:
+        return 1 + jnp.where(self.applies, self.weight, 0) * (gate - 1)
+
+    def changed(self, matrix: Matrix) -> Matrix:
+        if self.of_in is not None:
+            return matrix * self.counted(self.of_in)
+        return matrix if self.of_out is None else matrix * self.counted(self.of_out)[:, None]
+
+    def changed_shift(self, shift: Shift | None) -> Shift | None:
+        return shift if shift is None or self.of_out is None else shift * self.counted(self.of_out)

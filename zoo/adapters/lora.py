@@ -1,0 +1,119 @@
+"""LoRA: a matrix that is not learnt, and beside it a product of two narrow ones that is."""
+
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from zoo.layers import AbstractLinear, Linear
+from zoo.layers.linear import of_groups
+from zoo.parallel import Dim, buffer, transparent, tuned
+
+from .abstract import AbstractAdapter, Matrix, Shift, dims_of, on, sizes_of
+
+Start = Literal["zero", "gaussian"]
+
+
+class LoRA(AbstractAdapter):
+    """y = W x + b + scale B A x, with A of shape [rank, in] and B [out, rank] (Hu et al., arXiv:2106.09685, section
+    4.1).
+
+    `scale` is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski, arXiv:2312.03732). Where layers that are
+    stacked have unlike ranks, all have the largest, and rows of A and columns of B beyond a layer's own are zero: a
+    fixed point of learning, since the gradient of either is a product with the other.
+
+    FLOPs: 2 rank (in + out) a token beside the base's 2 in out.
+    """
+
+    base: AbstractLinear = transparent()
+    down: Linear = tuned()
+    """A."""
+    up: Linear = tuned()
+    """B."""
+    bias: Float[Array, "out"] | None = tuned()
+    """In place of the base's, where that is learnt too."""
+    rank: Int[Array, ""]
+    scale: Float[Array, ""] = buffer()
+    weight: Float[Array, ""] = buffer()
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    label: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        base: AbstractLinear,
+        *,
+        largest: int,
+        rank: int | Int[Array, ""],
+        scale: float | Float[Array, ""],
+        start: Start = "zero",
+        bias: bool = False,
+        label: str = "lora",
+        key: Key[Array, ""],
+    ):
+        """`largest` is the rank of the arrays, `rank` how much of it counts. A starts uniform within 1 / sqrt(in), as
+        PyTorch starts a Linear, or normal with a deviation of 1 / rank ("gaussian"); B with zeros. With `bias` the
+        base's bias is learnt too, where it has one."""
+        (self.in_, self.out), (out_size, in_size) = dims_of(base), sizes_of(base)
+        rank = jnp.asarray(rank, jnp.int32)
+        counts = (jnp.arange(largest) < rank)[:, None]
+        if start == "gaussian":
+            down = jax.random.normal(key, (largest, in_size)) / jnp.maximum(rank, 1)
+        else:
+            down = jax.random.uniform(key, (largest, in_size), minval=-(in_size**-0.5), maxval=in_size**-0.5)
+        self.base = base
+        self.down = matrix_of(jnp.where(counts, down, 0), in_=self.in_, out=Dim("rank"))
+        self.up = matrix_of(jnp.zeros((out_size, largest)), in_=Dim("rank"), out=self.out)
+        self.bias = base.shift if bias else None
+        self.rank, self.scale = rank, jnp.where(rank > 0, jnp.asarray(scale, jnp.float32), 0)
+        self.weight, self.label = on(), label
+
+    @property
+    def factor(self) -> Float[Array, "*experts"]:
+        """What B A is multiplied with."""
+        return self.scale * self.weight
+
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        y = self.base(x) + self.beside(x).astype(x.dtype)
+        return y if self.bias is None else y + self.moved().astype(x.dtype)
+
+    def moved(self) -> Float[Array, "out"]:
+        """How far the bias is from the base's."""
+        assert self.bias is not None and self.base.shift is not None
+        return self.weight * (self.bias - self.base.shift)
+
+    def beside(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        """scale B A x."""
+        inner = self.down(x.astype(self.down.weight.dtype))
+        return self.up((inner * self.factor).astype(inner.dtype))
+
+    def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
+        inner = self.up.transposed(x.astype(self.up.weight.dtype))
+        return self.base.transposed(x) + self.down.transposed((inner * self.factor).astype(inner.dtype)).astype(x.dtype)
+
+    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
+        if self.bias is not None:
+            raise NotImplementedError("biases of experts are not learnt beside a LoRA: leave bias out")
+        inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes)
+        inner = inner * of_groups(self.factor[:, None], sizes, len(x))
+        return self.base.grouped(x, sizes) + self.up.grouped(inner.astype(self.up.weight.dtype), sizes).astype(x.dtype)
+
+    def changed(self, matrix: Matrix) -> Matrix:
+        return matrix + self.factor * difference(self.down, self.up)
+
+    def changed_shift(self, shift: Shift | None) -> Shift | None:
+        return shift if shift is None or self.bias is None else shift + self.moved()
+
+
+def difference(down: Linear, up: Linear) -> Matrix:
+    """B A, in float32."""
+    return jnp.matmul(up.matrix, down.matrix, precision="highest")
+
+
+def matrix_of(weight: Float[Array, "out in"], *, in_: Dim, out: Dim) -> Linear:
+    """A Linear that has this weight, and no bias."""
+    make = eqx.filter_eval_shape(Linear, *weight.shape[::-1], in_=in_, out=out, key=jax.random.key(0))
+    return eqx.tree_at(lambda linear: linear.weight, make, weight)

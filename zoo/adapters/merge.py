@@ -1,0 +1,155 @@
+"""Adapters into the matrices they stand around, and out again; and how much each of them counts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from zoo.layers import AbstractLinear
+from zoo.models.names import Numbers, map_modules
+from zoo.parallel import Dim, buffer, transparent
+
+from .abstract import AbstractAdapter, Matrix, Shift, dims_of
+
+Model = TypeVar("Model")
+
+
+def is_adapter(node: Any) -> bool:
+    return isinstance(node, AbstractAdapter)
+
+
+def labels(model: Any) -> list[str]:
+    """The names of a model's adapters, innermost first."""
+    found: dict[str, None] = {}
+
+    def look(node: Any) -> None:
+        for one in jax.tree.leaves(node, is_leaf=is_adapter):
+            if is_adapter(one):
+                look(one.base)
+                found.setdefault(one.label)
+
+    look(model)
+    return list(found)
+
+
+def chosen(model: Any, label: str | None) -> None:
+    """**Raises** `ValueError` for a name that no adapter has."""
+    there = labels(model)
+    if not there:
+        raise ValueError("the model has no adapters")
+    if label is not None and label not in there:
+        raise ValueError(f"the model has no adapter {label!r}; it has {', '.join(there)}")
+
+
+def mapped(model: Model, function: Any) -> Model:
+    """`function(adapter)` in place of every adapter, those beneath it first."""
+
+    def one(node: Any) -> Any:
+        if not is_adapter(node):
+            return node
+        return function(eqx.tree_at(lambda node: node.base, node, one(node.base)))
+
+    return jax.tree.map(one, model, is_leaf=is_adapter)
+
+
+def without(model: Model, label: str | None = None) -> Model:
+    """The model with an adapter of this name, or all of them, taken away: what was there before. **Raises**
+    `ValueError` for a name that no adapter has."""
+    chosen(model, label)
+    return mapped(model, lambda adapter: adapter.base if label in (None, adapter.label) else adapter)
+
+
+def weighted(model: Model, weights: Mapping[str, float | int]) -> Model:
+    """The model with each adapter that is named counting so much: 0 switches it off, and 1 on. The arrays are as large
+    as before, so that nothing is compiled anew. **Raises** `ValueError` for a name that no adapter has."""
+    for label in weights:
+        chosen(model, label)
+
+    def one(adapter: AbstractAdapter) -> AbstractAdapter:
+        if adapter.label not in weights:
+            return adapter
+        return eqx.tree_at(lambda a: a.weight, adapter, jnp.full_like(adapter.weight, weights[adapter.label]))
+
+    return mapped(model, one)
+
+
+class Merged(AbstractLinear):
+    """A matrix with an adapter merged into it, and beside it what it was made of, so that it can be taken out again."""
+
+    base: AbstractLinear = transparent()
+    made_of: AbstractAdapter = buffer()
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    label: str = eqx.field(static=True)
+
+    @property
+    def out_size(self) -> int:
+        return self.base.out_size
+
+    @property
+    def matrix(self) -> Matrix:
+        return self.base.matrix
+
+    @property
+    def shift(self) -> Shift | None:
+        return self.base.shift
+
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        return self.base(x)
+
+    def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
+        return self.base.transposed(x)
+
+    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
+        return self.base.grouped(x, sizes)
+
+    def per_unit(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
+        return self.base.per_unit(x)
+
+    def per_unit_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
+        return self.base.per_unit_transposed(x)
+
+
+def merge(model: Model, *, keep: bool = False) -> Model:
+    """The model with the adapters' changes in its matrices: as fast as it was without them.
+
+    Matrices are changed in float32, whatever they are stored in, and rounded once. With `keep` the originals stay
+    beside them for `unmerge`, which brings these back, however often: nothing is subtracted, and nothing drifts.
+    Without it the model is like any other, and `zoo.save` writes it.
+
+    **Raises** `ValueError` for a model without adapters.
+    """
+    chosen(model, None)
+
+    def one(name: str, numbers: Numbers, adapter: AbstractAdapter) -> AbstractLinear:
+        fold: Callable = lambda adapter: innermost(adapter).exchanged(adapter.matrix, adapter.shift)
+        for _ in numbers:
+            fold = eqx.filter_vmap(fold)
+        plain = like(fold(adapter), innermost(adapter))
+        return Merged(plain, adapter, *dims_of(adapter), adapter.label) if keep else plain
+
+    return map_modules(one, model, is_adapter)
+
+
+def unmerge(model: Model) -> Model:
+    """What `merge(model, keep=True)` was given. **Raises** `ValueError` where nothing was kept."""
+    is_merged = lambda node: isinstance(node, Merged)
+    if not any(map(is_merged, jax.tree.leaves(model, is_leaf=is_merged))):
+        raise ValueError("no merged adapter was kept in this model: merge with keep=True")
+    return jax.tree.map(lambda node: node.made_of if is_merged(node) else node, model, is_leaf=is_merged)
+
+
+def innermost(adapter: AbstractLinear) -> AbstractLinear:
+    """What lies under all adapters."""
+    while isinstance(adapter, AbstractAdapter):
+        adapter = adapter.base
+    return adapter
+
+
+def like(changed: Model, before: Model) -> Model:
+    """Arrays in the dtypes that they had."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), changed, before)

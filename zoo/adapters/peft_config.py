@@ -1,0 +1,92 @@
+"""adapter_config.json as PEFT has it: which method, which options, and which of them we do not compute."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zoo.models.config import nearest
+from zoo.weights import CheckpointError
+from zoo.weights.directory import read_json
+
+CONFIG = "adapter_config.json"
+
+ALWAYS: Mapping[str, Any] = {
+    "auto_mapping": None, "base_model_name_or_path": None, "exclude_modules": None, "inference_mode": True,
+    "modules_to_save": None, "peft_type": None, "peft_version": None, "revision": None, "target_modules": None,
+    "task_type": None, "layers_pattern": None, "layers_to_transform": None, "fan_in_fan_out": False, "bias": "none",
+}  # fmt: skip
+"""Keys of every method, with what PEFT has where a file omits them. Which modules have an adapter we read off the
+tensors, and how a base's matrix lies in its file off the family's table."""
+
+LORA: Mapping[str, Any] = {
+    "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
+    "lora_dropout": 0.0, "init_lora_weights": True,
+}  # fmt: skip
+LORA_INERT = ("corda_config", "eva_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size")
+"""How factors were started, or what another switch brings into play."""
+LORA_REFUSED: Mapping[str, tuple] = {
+    "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,), "layer_replication": (None,),
+    "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,), "target_parameters": (None, []),
+    "trainable_token_indices": (None,), "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
+    "ensure_weight_tying": (False,),
+}  # fmt: skip
+
+RANKED: Mapping[str, Any] = {
+    "r": 8, "alpha": 8, "alpha_pattern": {}, "rank_dropout": 0.0, "module_dropout": 0.0, "rank_dropout_scale": False,
+}  # fmt: skip
+REFUSED: Mapping[str, tuple] = {"rank_pattern": ({},)}
+
+METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tuple]]] = {
+    "LORA": (LORA, LORA_INERT, LORA_REFUSED),
+    "IA3": ({"feedforward_modules": None, "init_ia3_weights": True}, (), {}),
+    "LOHA": (RANKED, ("init_weights", "use_effective_conv2d"), REFUSED),
+    "LOKR": (
+        RANKED | {"decompose_both": False, "decompose_factor": -1},
+        ("init_weights", "use_effective_conv2d"),
+        REFUSED,
+    ),
+    "VERA": (
+        {"r": 256, "save_projection": True, "vera_dropout": 0.0, "d_initial": 0.1},
+        ("init_weights", "projection_prng_key"),
+        {},
+    ),
+}
+"""A method's own keys with their defaults, those that change nothing, and those with the values that we compute."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """An adapter's config, defaults filled in. **Raises** `CheckpointError` for a method or an option that we do not
+    compute, by name."""
+    path = directory / CONFIG
+    given = read_json(path)
+    method = given.get("peft_type")
+    if not isinstance(method, str) or method not in METHODS:
+        raise CheckpointError(
+            f"{path} has the peft_type {method!r}{nearest(str(method), METHODS) or '.'} Methods that are read: "
+            f"{', '.join(METHODS)}"
+        )
+    defaults, inert, refused = METHODS[method]
+    for key, value in given.items():
+        if key in refused and value not in refused[key]:
+            allowed = " or ".join(map(repr, refused[key]))
+            raise CheckpointError(f"{path}: {key} = {value!r} is not computed here; it is read where it is {allowed}")
+        if key not in {*ALWAYS, *defaults, *inert, *refused}:
+            known = {*ALWAYS, *defaults}
+            raise CheckpointError(f"{path}: the key {key!r} is not known{nearest(key, known) or ' to us.'}")
+    if given.get("modules_to_save"):
+        raise CheckpointError(f"{path}: modules_to_save = {given['modules_to_save']!r} is not read yet")
+    return {**ALWAYS, **defaults, **given}
+
+
+def meant(pattern: str, module: str) -> bool:
+    """Whether a key of rank_pattern or alpha_pattern means a module: the end of its name, or a regular expression that
+    fits it up to the end."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """What a change of so many ranks is multiplied with."""
+    default = config["lora_alpha"] if "lora_alpha" in config else config["alpha"]
+    alpha = next((a for pattern, a in config["alpha_pattern"].items() if meant(pattern, module)), default)
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)

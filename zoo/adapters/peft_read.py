@@ -1,0 +1,257 @@
+"""PEFT's files in: adapter_config.json and adapter_model.safetensors."""
+
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zoo.models.facts import Row
+from zoo.weights import CheckpointError
+from zoo.weights.directory import find
+from zoo.weights.tensors import Tensor, read_file
+
+from .abstract import AbstractAdapter
+from .added import LoHa, LoKr
+from .dora import DoRA
+from .ia3 import IA3
+from .lora import LoRA
+from .peft_config import read_config, scale_of
+from .peft_names import ADDED, FILE, PREFIX, SHARED, Module, modules, table_of
+from .surgery import wrapped
+from .targets import Found
+from .vera import VeRA
+
+Model = TypeVar("Model")
+
+
+def load(model: Model, directory: str | Path, *, label: str = "default") -> Model:
+    """The model with the adapter of a PEFT directory around its matrices. `model` is, or has the names of, a checkpoint
+    that we read: `zoo.load` gives one.
+
+    - `label`: what the adapter is called, and its parameters stand under.
+
+    **Raises** `CheckpointError` for a directory that is none, a method or an option that we do not compute, tensors of
+    modules that the model does not have, and tensors that are missing or of another shape.
+    """
+    path = find(directory)
+    config, source = read_config(path), read_file(path / FILE)
+    table = table_of(model)
+    reader = Reader(config, source, str(path / FILE), label)
+    for module in modules(model, table):
+        reader.read(module)
+    reader.finish()
+    return wrapped(model, reader.plan, jax.random.key(0))
+
+
+class Reader:
+    """The tensors of one adapter, as they are found for the modules of a model."""
+
+    def __init__(self, config: Mapping[str, Any], source: Mapping[str, Tensor], place: str, label: str):
+        self.config, self.source, self.place, self.label = config, source, place, label
+        self.read_so_far: set[str] = set()
+        self.parts: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
+        """Name of ours -> index -> its arrays."""
+        self.method = READERS[config["peft_type"]]
+
+    def tensor(self, module: Module, suffix: str, *, rows: bool = False) -> np.ndarray | None:
+        """One of a module's tensors, or the part of it that is ours."""
+        name = f"{PREFIX}{module.theirs}.{suffix}"
+        if name not in self.source:
+            return None
+        self.read_so_far.add(name)
+        numbers = np.asarray(self.source[name].read())
+        if not np.isfinite(numbers).all():
+            raise CheckpointError(f"{self.place}: {name} has a number that is not finite")
+        if not rows or len(module.row.parts) == 1:
+            return numbers
+        if len(numbers) != sum(module.sizes):
+            raise CheckpointError(f"{self.place}: {name} has {len(numbers)} rows, and its parts {sum(module.sizes)}")
+        row = Row(module.row.parts, module.row.groups)
+        parts = [(size, *numbers.shape[1:]) for size in module.sizes]
+        return row.views(numbers, parts, 0)[module.part].reshape(parts[module.part])
+
+    def read(self, module: Module) -> None:
+        found = self.method(self, module)
+        if found is not None:
+            self.parts.setdefault(module.found.name, {})[module.index] = found
+
+    def finish(self) -> None:
+        """**Raises** `CheckpointError` for tensors that no module of the model has read."""
+        if unread := sorted(set(self.source) - self.read_so_far - set(SHARED)):
+            raise CheckpointError(
+                f"{self.place} has {len(unread)} tensors for which the model has no module, {unread[0]} the first"
+            )
+
+    def plan(self, found: Found) -> Any:
+        """For one of the model's matrices, a maker of its adapter."""
+        if found.name not in self.parts:
+            return None
+        return PLANS[self.config["peft_type"]](self, found, self.parts[found.name])
+
+
+def read_lora(reader: Reader, module: Module) -> dict[str, Any] | None:
+    down, up = reader.tensor(module, "lora_A.weight"), reader.tensor(module, "lora_B.weight", rows=True)
+    if down is None and up is None:
+        return None
+    outputs, inputs = module.found.sizes()
+    if down is None or up is None or down.shape[1:] != (inputs,) or up.shape != (outputs, len(down)):
+        told = " and ".join(str(list(x.shape)) if x is not None else "nothing" for x in (down, up))
+        raise CheckpointError(
+            f"{reader.place}: {module.theirs} multiplies {inputs} numbers and gives {outputs}, and lora_A and lora_B "
+            f"are {told}"
+        )
+    found = {"down": down, "up": up, "scale": scale_of(reader.config, module.theirs, len(down))}
+    if reader.config["use_dora"]:
+        found["magnitude"] = reader.tensor(module, "lora_magnitude_vector", rows=True)
+        if found["magnitude"] is None:
+            raise CheckpointError(f"{reader.place}: use_dora is set, and {module.theirs} has no lora_magnitude_vector")
+    if reader.config["bias"] != "none":
+        found["bias"] = reader.tensor(module, "base_layer.bias", rows=True)
+    return found
+
+
+def plan_lora(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+    """Factors of the largest rank for all layers, those of fewer ranks filled up with zeros."""
+    runs, (outputs, inputs) = [len(run) for run in found.numbers], found.sizes()
+    largest = max(len(part["down"]) for part in parts.values())
+    dtype = next(iter(parts.values()))["down"].dtype
+    tables = {
+        "rank": np.zeros(runs, np.int32),
+        "scale": np.zeros(runs, np.float32),
+        "down": np.zeros((*runs, largest, inputs), dtype),
+        "up": np.zeros((*runs, outputs, largest), dtype),
+    }
+    for index, part in parts.items():
+        rank = len(part["down"])
+        tables["rank"][index], tables["scale"][index] = rank, part["scale"]
+        tables["down"][index][:rank], tables["up"][index][:, :rank] = part["down"], part["up"]
+    kind = DoRA if reader.config["use_dora"] else LoRA
+    for word in ("magnitude", "bias"):
+        given = {index: part[word] for index, part in parts.items() if part.get(word) is not None}
+        if not given:
+            continue
+        if len(given) < int(np.prod(runs)):
+            raise CheckpointError(
+                f"{reader.place}: {found.name} has a {word} in some layers only, and is one array here"
+            )
+        tables[word] = np.zeros((*runs, outputs), next(iter(given.values())).dtype)
+        for index, numbers in given.items():
+            tables[word][index] = numbers
+
+    def make(base: Any, *, rank: Any, scale: Any, key: Any, **arrays: Any) -> AbstractAdapter:
+        adapter = kind(base, largest=largest, rank=rank, scale=scale, label=reader.label, key=key)
+        adapter = eqx.tree_at(lambda a: (a.down.weight, a.up.weight), adapter, (arrays["down"], arrays["up"]))
+        for word in {"magnitude", "bias"} & set(arrays):
+            adapter = eqx.tree_at(attrgetter(word), adapter, arrays[word], is_leaf=lambda x: x is None)
+        return adapter
+
+    return make, tables
+
+
+def read_ia3(reader: Reader, module: Module) -> dict[str, Any] | None:
+    name = f"{PREFIX}{module.theirs}.ia3_l"
+    if name not in reader.source:
+        return None
+    inputs = reader.source[name].shape[0] == 1
+    gate = reader.tensor(module, "ia3_l", rows=not inputs)
+    assert gate is not None
+    return {"inputs": inputs, "gate": gate.reshape(-1)}
+
+
+def plan_ia3(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+    runs = [len(run) for run in found.numbers]
+    kinds = {part["inputs"] for part in parts.values()}
+    if len(kinds) > 1:
+        raise CheckpointError(f"{reader.place}: {found.name} multiplies inputs in some layers and outputs in others")
+    inputs = kinds.pop()
+    one = next(iter(parts.values()))["gate"]
+    gates, applies = np.ones((*runs, len(one)), one.dtype), np.zeros(runs, bool)
+    for index, part in parts.items():
+        gates[index], applies[index] = part["gate"], True
+
+    def make(base: Any, *, key: Any, gate: Any, applies: Any) -> IA3:
+        adapter = IA3(base, inputs=inputs, applies=applies, label=reader.label)
+        return eqx.tree_at(lambda a: a.of_in if inputs else a.of_out, adapter, gate)
+
+    return make, {"gate": gates, "applies": applies}
+
+
+def read_vera(reader: Reader, module: Module) -> dict[str, Any] | None:
+    down, up = (reader.tensor(module, f"vera_lambda_{x}", rows=x == "b") for x in "db")
+    if down is None or up is None:
+        return None
+    return {"down_scale": down, "up_scale": up}
+
+
+def plan_vera(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+    if missing := [name for name in SHARED if name not in reader.source]:
+        raise CheckpointError(
+            f"{reader.place} has no {missing[0]}: PEFT drew it from PyTorch's generator, and saves it with "
+            "save_projection=True"
+        )
+    down, up = (jnp.asarray(reader.source[name].read()) for name in SHARED)
+    runs, rank = [len(run) for run in found.numbers], len(down)
+    outputs, _ = found.sizes()
+    tables = {
+        "down_scale": np.zeros((*runs, rank), np.float32),
+        "up_scale": np.zeros((*runs, outputs), np.float32),
+        "applies": np.zeros(runs, bool),
+    }
+    for index, part in parts.items():
+        for word, numbers in part.items():
+            tables[word][index] = numbers
+        tables["applies"][index] = True
+
+    def make(base: Any, *, key: Any, applies: Any, **vectors: Any) -> VeRA:
+        adapter = VeRA(base, shared=(down, up), applies=applies, label=reader.label)
+        return eqx.tree_at(lambda a: (a.down_scale, a.up_scale), adapter, (vectors["down_scale"], vectors["up_scale"]))
+
+    return make, tables
+
+
+def read_added(reader: Reader, module: Module) -> dict[str, Any] | None:
+    method = reader.config["peft_type"]
+    by_rows = method == "LOHA"
+    arrays = {
+        ours: reader.tensor(module, theirs, rows=by_rows and theirs.endswith("_a"))
+        for theirs, ours in ADDED[method].items()
+    }
+    arrays = {word: numbers for word, numbers in arrays.items() if numbers is not None}
+    if not arrays:
+        return None
+    if len(module.row.parts) > 1 and not by_rows:
+        raise CheckpointError(
+            f"{reader.place}: {module.theirs} holds {', '.join(module.row.parts)}, which are matrices of their own "
+            "here, and a Kronecker product is not cut into theirs"
+        )
+    return {"scale": scale_of(reader.config, module.theirs, reader.config["r"]), **arrays}
+
+
+def plan_added(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+    runs, one = [len(run) for run in found.numbers], next(iter(parts.values()))
+    tables = {word: np.zeros((*runs, *np.shape(numbers)), np.float32) for word, numbers in one.items()}
+    tables["applies"] = np.zeros(runs, bool)
+    for index, part in parts.items():
+        if {word: np.shape(x) for word, x in part.items()} != {word: np.shape(x) for word, x in one.items()}:
+            raise CheckpointError(f"{reader.place}: {found.name} is one array over its layers, which differ in shape")
+        tables["applies"][index] = True
+        for word, numbers in part.items():
+            tables[word][index] = numbers
+    kind = {"LOHA": LoHa, "LOKR": LoKr}[reader.config["peft_type"]]
+    words = list(ADDED[reader.config["peft_type"]].values())
+
+    def make(base: Any, *, key: Any, scale: Any, applies: Any, **arrays: Any) -> AbstractAdapter:
+        adapter = kind(base, rank=1, scale=scale, applies=applies, label=reader.label, key=key)
+        where = lambda adapter: [getattr(adapter, word) for word in words]
+        return eqx.tree_at(where, adapter, [arrays.get(word) for word in words], is_leaf=lambda x: x is None)
+
+    return make, tables
+
+
+READERS = {"LORA": read_lora, "IA3": read_ia3, "VERA": read_vera, "LOHA": read_added, "LOKR": read_added}
+PLANS = {"LORA": plan_lora, "IA3": plan_ia3, "VERA": plan_vera, "LOHA": plan_added, "LOKR": plan_added}

@@ -1,0 +1,237 @@
+"""PEFT's files out: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.models.facts import Row
+from zoo.weights import CheckpointError
+from zoo.weights.save import on_host
+from zoo.weights.tensors import write_file
+
+from .abstract import AbstractAdapter
+from .added import LoHa, LoKr
+from .dora import DoRA
+from .ia3 import IA3
+from .lora import LoRA
+from .merge import chosen, labels
+from .peft_config import CONFIG
+from .peft_names import FILE, PREFIX, SHARED, Field, Module, fields, modules, table_of
+from .targets import matrices
+from .vera import VeRA
+
+Parts = Mapping[int, tuple[Module, Any, Any]]
+"""Of one of their modules, which part it is -> its place, our adapter, and what the arrays are taken from."""
+
+
+def save(model: Any, directory: str | Path, *, label: str | None = None) -> None:
+    """Write one adapter as PEFT reads it.
+
+    - `label`: which of several; the only one unless given.
+
+    Parts of a fused projection that still share their A are written as one adapter of its rank. Where they have drifted
+    apart, as training lets them, their ranks are put one after another, which computes the same.
+
+    **Raises** `CheckpointError` for a model without such an adapter, and for one whose kind PEFT's files do not have.
+    """
+    label = the_label(model, label)
+    found = tensors(model, label=label)
+    config = config_of(model, label)
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    shapes = {name: (numbers.shape, numbers.dtype) for name, numbers in found.items()}
+    try:
+        write_file(path / f"{FILE}.partial", shapes, found.__getitem__)
+        (path / f"{CONFIG}.partial").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    except BaseException:
+        for name in (FILE, CONFIG):
+            (path / f"{name}.partial").unlink(missing_ok=True)
+        raise
+    for name in (FILE, CONFIG):
+        os.replace(path / f"{name}.partial", path / name)
+
+
+def the_label(model: Any, label: str | None) -> str:
+    try:
+        chosen(model, label)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    there = labels(model)
+    if label is None and len(there) > 1:
+        raise CheckpointError(f"the model has several adapters, {', '.join(there)}: name one with label=")
+    return there[0] if label is None else label
+
+
+def tensors(model: Any, tree: Any = None, *, label: str) -> dict[str, np.ndarray]:
+    """An adapter's arrays by PEFT's names: those of `model`, or what a tree of its shape has in their places: of
+    gradients, those of parts that share an array are added up."""
+    found: dict[str, np.ndarray] = {}
+    for theirs, parts in placed(model, tree, label).items():
+        for field in fields(next(iter(parts.values()))[1]):
+            put_together = joined if tree is None else added
+            found[f"{PREFIX}{theirs}.{field.suffix}"] = put_together(field, parts)
+        _, adapter, value = next(iter(parts.values()))
+        if isinstance(adapter, VeRA) and tree is None:
+            found |= widest(found, value, next(iter(parts.values()))[0].index)
+    return dict(sorted(found.items()))
+
+
+def placed(model: Any, tree: Any, label: str) -> dict[str, dict[int, tuple[Module, Any, Any]]]:
+    """Their module -> its parts."""
+    values = {found.name: found.module for found in matrices(model if tree is None else tree)}
+    found: dict[str, dict[int, tuple[Module, Any, Any]]] = {}
+    for module in modules(model, table_of(model)):
+        adapter = labelled(module.found.module, label)
+        if adapter is not None and there(adapter, module.index):
+            value = labelled(values[module.found.name], label)
+            found.setdefault(module.theirs, {})[module.part] = module, adapter, value
+    return found
+
+
+def labelled(node: Any, label: str) -> Any:
+    """The adapter of this name, of those around one matrix."""
+    while isinstance(node, AbstractAdapter) and node.label != label:
+        node = node.base
+    return node if isinstance(node, AbstractAdapter) else None
+
+
+def there(adapter: Any, index: tuple[int, ...]) -> bool:
+    """Whether one layer has it."""
+    counts = adapter.rank if isinstance(adapter, LoRA | DoRA) else adapter.applies
+    return bool(np.asarray(counts)[index])
+
+
+def own(field: Field, module: Module, adapter: Any, value: Any) -> np.ndarray:
+    """One layer's array, of its own rank."""
+    numbers = on_host(field.get(value), module.index)
+    if field.ranks is None:
+        return numbers
+    return numbers.take(range(int(np.asarray(adapter.rank)[module.index])), axis=field.ranks)
+
+
+def joined(field: Field, parts: Parts) -> np.ndarray:
+    """The array of a whole module of theirs."""
+    arrays = {part: own(field, *one) for part, one in parts.items()}
+    module, adapter, _ = next(iter(parts.values()))
+    if len(module.row.parts) == 1:
+        return arrays[0]
+    if not isinstance(adapter, LoRA | DoRA):
+        if field.rows:
+            return in_rows(module, arrays)
+        if any(not np.array_equal(x, next(iter(arrays.values()))) for x in arrays.values()):
+            raise CheckpointError(f"{module.theirs} has one {field.suffix} in PEFT's files, and its parts have several")
+        return next(iter(arrays.values()))
+    downs = {part: own(fields(adapter)[0], *one) for part, one in parts.items()}
+    distinct = {down.tobytes(): down for down in downs.values()}
+    if field.ranks == 0:
+        return np.concatenate(list(distinct.values()))
+    if field.ranks == 1:
+        starts = dict(zip(distinct, np.cumsum([0, *map(len, distinct.values())]), strict=False))
+        total = sum(map(len, distinct.values()))
+        for part, up in arrays.items():
+            first = starts[downs[part].tobytes()]
+            arrays[part] = np.zeros((len(up), total), up.dtype)
+            arrays[part][:, first : first + up.shape[1]] = up
+    return in_rows(module, arrays)
+
+
+def added(field: Field, parts: Parts) -> np.ndarray:
+    """The gradient of a whole module's array, its parts sharing what has no rows."""
+    arrays = {part: own(field, *one) for part, one in parts.items()}
+    module = next(iter(parts.values()))[0]
+    return in_rows(module, arrays) if field.rows else sum(arrays.values(), start=np.zeros((), np.float32))
+
+
+def in_rows(module: Module, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Rows of parts put together as those of the matrix are; zeros for a part that has no adapter."""
+    one = next(iter(arrays.values()))
+    whole = np.zeros((sum(module.sizes), *one.shape[1:]), one.dtype)
+    shapes = [(size, *one.shape[1:]) for size in module.sizes]
+    for part, view in enumerate(Row(module.row.parts, module.row.groups).views(whole, shapes, 0)):
+        if part in arrays:
+            view[...] = arrays[part].reshape(view.shape)
+    return whole
+
+
+def widest(found: Mapping[str, np.ndarray], vera: VeRA, index: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """VeRA's shared arrays, of which every matrix has as much as it needs: those of the largest."""
+    for_this = {name: on_host(get(vera), index) for name, get in SHARED.items()}
+    return {name: x if name not in found or x.size > found[name].size else found[name] for name, x in for_this.items()}
+
+
+def config_of(model: Any, label: str) -> dict[str, Any]:
+    """What PEFT has to know of an adapter."""
+    by_module = placed(model, None, label)
+    adapters = {theirs: next(iter(parts.values())) for theirs, parts in by_module.items()}
+    _, adapter, _ = next(iter(adapters.values()))
+    config: dict[str, Any] = {
+        "base_model_name_or_path": None,
+        "fan_in_fan_out": any(module.row.transposed for module, _, _ in adapters.values()),
+        "inference_mode": True,
+        "modules_to_save": None,
+        "target_modules": sorted(adapters),
+        "task_type": "CAUSAL_LM",
+    }
+    match adapter:
+        case IA3():
+            inputs = sorted(theirs for theirs, (_, ia3, _) in adapters.items() if ia3.of_in is not None)
+            return config | {"peft_type": "IA3", "feedforward_modules": inputs, "init_ia3_weights": True}
+        case VeRA():
+            return config | {"peft_type": "VERA", "r": adapter.down_scale.shape[-1], "bias": "none"} | {
+                "save_projection": True, "projection_prng_key": 0, "vera_dropout": 0.0, "d_initial": 0.1,
+                "init_weights": True,
+            }  # fmt: skip
+        case LoHa() | LoKr():
+            return config | added_config(adapters)
+    down, _, *_ = fields(adapter)
+    ranks = {theirs: len(joined(down, parts)) for theirs, parts in by_module.items()}
+    alphas = {theirs: alpha_of(parts) * ranks[theirs] for theirs, parts in by_module.items()}
+    rank, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
+    biased = isinstance(adapter, LoRA) and adapter.bias is not None
+    return config | {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {theirs: own for theirs, own in ranks.items() if own != rank},
+        "alpha_pattern": {theirs: own for theirs, own in alphas.items() if own != alpha},
+        "bias": "lora_only" if biased else "none",
+        "lora_dropout": 0.0,
+        "use_dora": isinstance(adapter, DoRA),
+        "use_rslora": False,
+        "init_lora_weights": True,
+    }
+
+
+def added_config(adapters: Mapping[str, tuple[Module, Any, Any]]) -> dict[str, Any]:
+    """Of LoHa and LoKr, of whose scale the files know alpha and rank: any two that give it would do."""
+    _, adapter, _ = next(iter(adapters.values()))
+    narrow = adapter.down if isinstance(adapter, LoHa) else adapter.right_down
+    rank = 1 if narrow is None else narrow.shape[-2]
+    scales = {theirs: float(np.asarray(one.scale)[module.index]) for theirs, (module, one, _) in adapters.items()}
+    alphas = {
+        theirs: int(scale * rank) if (scale * rank).is_integer() else scale * rank for theirs, scale in scales.items()
+    }
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    return {
+        "peft_type": type(adapter).__name__.upper(),
+        "r": rank,
+        "alpha": alpha,
+        "alpha_pattern": {theirs: own for theirs, own in alphas.items() if own != alpha},
+        "rank_pattern": {},
+        "init_weights": True,
+    }
+
+
+def alpha_of(parts: Parts) -> float | int:
+    """alpha / rank of one module. **Raises** `CheckpointError` where its parts have several."""
+    scales = {float(np.asarray(adapter.scale)[module.index]) for module, adapter, _ in parts.values()}
+    if len(scales) > 1:
+        theirs = next(iter(parts.values()))[0].theirs
+        raise CheckpointError(f"{theirs} is one module in PEFT's files, and its parts are scaled by {sorted(scales)}")
+    scale = scales.pop()
+    return int(scale) if scale.is_integer() else scale

@@ -1,0 +1,107 @@
+"""Which modules of a model an adapter goes to: by name, by pattern, by predicate."""
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from zoo.layers import AbstractLinear
+from zoo.models.names import Numbers, each, fill, walk
+
+from .abstract import sizes_of
+
+Targets = str | Sequence[str] | Callable[[str], bool]
+ALL = "all-linear"
+
+
+class Found(NamedTuple):
+    """A module that multiplies, as it stands in a model: stacked over layers, over experts too."""
+
+    name: str
+    """With a star for each number."""
+    numbers: Numbers
+    module: AbstractLinear
+
+    def names(self) -> dict[tuple[int, ...], str]:
+        """Index into the stacked dims -> the name of what lies there."""
+        return {index: fill(self.name, numbers) for index, numbers in each(self.numbers)}
+
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs of one of them."""
+        shapes = eqx.filter_eval_shape(lambda base: base, self.module)
+        for _ in self.numbers:
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        return sizes_of(shapes)
+
+    def table(self, value: Callable[[str], Any], dtype: Any) -> np.ndarray:
+        """`value` of each name, at its index."""
+        table = np.zeros([len(run) for run in self.numbers], dtype)
+        for index, name in self.names().items():
+            table[index] = value(name)
+        return table
+
+
+def multiplies(node: Any) -> bool:
+    """Whether it is one matrix, or one that adapters were put around."""
+    return isinstance(node, AbstractLinear) and hasattr(node, "in_")
+
+
+def matrices(model: Any) -> list[Found]:
+    """Every module of a model that multiplies one matrix."""
+    nodes = jax.tree.leaves(model, is_leaf=multiplies)
+    named = walk(model, "", (), multiplies)
+    return [Found(*at, node) for at, node in zip(named, nodes, strict=True) if multiplies(node)]
+
+
+def chooser(targets: Targets, found: Sequence[Found]) -> Callable[[str], bool]:
+    """Whether a module of this name, a layer's number in it, is meant.
+
+    - `"all-linear"`: every matrix but the head's.
+    - a name: `"query"`, `"attention.query"`, `"layers.3.attention.query"` is meant by what ends with it. A pattern is
+      one of Python's regular expressions and has to fit the whole name: `r"layers\\.[01]\\..*"`.
+    - a function of the name.
+
+    **Raises** `ValueError` where one of them means nothing, with names that are near.
+    """
+    names = [name for one in found for name in one.names().values()]
+    if callable(targets):
+        if not any(map(targets, names)):
+            raise ValueError(f"the function given for targets takes none of the model's {len(names)} matrices")
+        return targets
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    if not wanted:
+        raise ValueError("targets names no module")
+    for one in wanted:
+        if not any(means(one, name) for name in names):
+            raise ValueError(f"no matrix of the model is meant by the target {one!r}. {near(one, found)}")
+    return lambda name: any(means(one, name) for one in wanted)
+
+
+def means(target: str, name: str) -> bool:
+    """Whether one target means a module."""
+    if target == ALL:
+        return name != "head"
+    if name == target or name.endswith("." + target):
+        return True
+    try:
+        return re.fullmatch(target, name) is not None
+    except re.error as error:
+        raise ValueError(f"the target {target!r} is no name, and no pattern either: {error}") from None
+
+
+def near(target: str, found: Sequence[Found]) -> str:
+    """What may have been meant, or what there is."""
+    words = sorted({name.rpartition(".")[2] for name, *_ in found})
+    last = target.rpartition(".")[2]
+    close = difflib.get_close_matches(last, words, cutoff=0.5) + [word for word in words if last and last in word]
+    told = f"Is it {' or '.join(dict.fromkeys(close))}? " if close else ""
+    return f"{told}There are {', '.join(words)}, or {ALL!r}."
+
+
+def by_pattern(patterns: dict[str, Any], default: Any) -> Callable[[str], Any]:
+    """The value of the first pattern that means a name, or the default."""
+    return lambda name: next((value for pattern, value in patterns.items() if means(pattern, name)), default)
