@@ -160,3 +160,26 @@ def test_a_hundred_merges_do_not_drift():
     np.testing.assert_allclose(run(merged), run(wrapped), atol=0.05 * scale)  # W + B A is rounded to bfloat16
     with pytest.raises(ValueError, match="keep=True"):
         adapters.unmerge(wrapped)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
+def test_text_and_half_precision(method):
+    """What is decoded token by token is what whole passes give; vectors keep float32 where matrices are cast."""
+    _, wrapped = wrap("delta", method)
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
+    wrapped = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
+    text = zoo.generate(wrapped, TOKENS[:2], max_new_tokens=4)
+    tokens = TOKENS[:2]
+    for _ in range(4):
+        tokens = jnp.concatenate([tokens, wrapped(tokens)[:, -1:].argmax(-1)], axis=1)
+    np.testing.assert_array_equal(text, tokens[:, -4:])
+    half = zoo.cast(wrapped, jnp.bfloat16)
+    dtypes = {place.name: x.dtype for place, x in zip(places(half), jax.tree.leaves(half), strict=True)}
+    for name, dtype in dtypes.items():
+        if name.endswith(("key.weight", "down.weight", "up.weight")):
+            assert dtype == jnp.bfloat16, name
+        if name.endswith(("magnitude", "of_out", "squares", "scale")):
+            assert dtype == jnp.float32, name
+    assert half(TOKENS).dtype == jnp.bfloat16
+    apart = jnp.abs(half(TOKENS).astype(jnp.float32) - wrapped(TOKENS)).max()
+    assert apart < 0.05 * jnp.abs(wrapped(TOKENS)).max()

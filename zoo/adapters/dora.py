@@ -33,7 +33,7 @@ class DoRA(AbstractAdapter):
     base: AbstractLinear = transparent()
     down: Linear = tuned()
     up: Linear = tuned()
-    magnitude: Float[Array, "out"] = tuned()
+    magnitude: Float[Array, "out"] = tuned(full_precision=True)
     squares: Float[Array, "out"] = buffer()
     """|W|²."""
     rank: Int[Array, ""]

@@ -17,8 +17,8 @@ class IA3(AbstractAdapter):
     arXiv:2205.05638, section 3.3, where it stands on keys, values and the inner activations)."""
 
     base: AbstractLinear = transparent()
-    of_out: Float[Array, "out"] | None = tuned()
-    of_in: Float[Array, "in"] | None = tuned()
+    of_out: Float[Array, "out"] | None = tuned(full_precision=True)
+    of_in: Float[Array, "in"] | None = tuned(full_precision=True)
     applies: Bool[Array, ""]
     """False in a layer that has no adapter, where it is stacked with others that have."""
     weight: Float[Array, ""] = buffer()

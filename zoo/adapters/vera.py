@@ -24,8 +24,8 @@ class VeRA(AbstractAdapter):
     base: AbstractLinear = transparent()
     down: Linear = buffer()
     up: Linear = buffer()
-    down_scale: Float[Array, "rank"] = tuned()
-    up_scale: Float[Array, "out"] = tuned()
+    down_scale: Float[Array, "rank"] = tuned(full_precision=True)
+    up_scale: Float[Array, "out"] = tuned(full_precision=True)
     applies: Bool[Array, ""]
     """False in a layer that has no adapter, where it is stacked with others that have."""
     weight: Float[Array, ""] = buffer()

@@ -68,9 +68,10 @@ def transparent() -> Any:
     return eqx.field(metadata={TRANSPARENT: True})
 
 
-def tuned(**options: Any) -> Any:
-    """A field that is learnt on top of a finished model. Where a tree has any, `trainable` leaves out all else."""
-    return eqx.field(metadata={TUNED: True}, **options)
+def tuned(*, full_precision: bool = False) -> Any:
+    """A field that is learnt on top of a finished model, and, if it says so, keeps its own dtype under `cast`. Where a
+    tree has any, `trainable` leaves out all else."""
+    return eqx.field(metadata={TUNED: True, FULL_PRECISION: full_precision})
 
 
 @dataclass_transform(
