@@ -1,7 +1,8 @@
 """adapter_config.json as PEFT has it: which method, which options, and which of them we do not compute."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,34 @@ def read_config(directory: Path) -> dict[str, Any]:
         if key not in {*ALWAYS, *defaults, *inert, *refused}:
             known = {*ALWAYS, *defaults}
             raise CheckpointError(f"{path}: the key {key!r} is not known{nearest(key, known) or ' to us.'}")
+    for fault in faults({**defaults, **given}):
+        raise CheckpointError(f"{path}: {fault}")
     if given.get("modules_to_save"):
         raise CheckpointError(f"{path}: modules_to_save = {given['modules_to_save']!r} is not read yet")
     return {**ALWAYS, **defaults, **given}
+
+
+def faults(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the numbers and patterns of a config."""
+    if "r" in config and (not isinstance(config["r"], int) or isinstance(config["r"], bool) or config["r"] < 1):
+        yield f"r = {config['r']!r}, where a rank of at least 1 was expected"
+    for key in ("lora_alpha", "alpha"):
+        if key in config and not is_number(config[key]):
+            yield f"{key} = {config[key]!r}, where a number was expected"
+    for key in ("rank_pattern", "alpha_pattern"):
+        table = config.get(key) or {}
+        if not isinstance(table, dict) or not all(map(is_number, table.values())):
+            yield f"{key} = {table!r}, where a table of numbers was expected"
+            continue
+        for pattern in table:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"{key} has the pattern {pattern!r}, which is none: {error}"
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def meant(pattern: str, module: str) -> bool:
