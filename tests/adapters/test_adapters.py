@@ -183,3 +183,21 @@ def test_text_and_half_precision(method):
     assert half(TOKENS).dtype == jnp.bfloat16
     apart = jnp.abs(half(TOKENS).astype(jnp.float32) - wrapped(TOKENS)).max()
     assert apart < 0.05 * jnp.abs(wrapped(TOKENS)).max()
+
+
+def work(model):
+    """FLOPs of a loss and its gradient."""
+
+    def mean(tuned):
+        total, count = loss_fn(eqx.combine(tuned, model), BATCH)
+        return total / count
+
+    return zoo.inspect.flops(jax.make_jaxpr(jax.value_and_grad(mean))(zoo.trainable(model))).total
+
+
+def test_no_gradient_is_taken_of_what_is_frozen():
+    """Forwards, and backwards to the inputs: two thirds of what learning all of a matrix takes."""
+    make = partial(zoo.models.Transformer, vocab=8, embed=32, layers=2, heads=2, mlp=64, key=KEY)
+    model = eqx.filter_jit(make)()
+    tuned = adapters.lora(model, targets=("query", "key", "value", "out", "gate", "up", "down"), rank=1, key=KEY)
+    assert 0.6 < work(tuned) / work(model) < 0.75

@@ -85,6 +85,47 @@ def test_what_was_made_here_is_written_and_read_again(method, tmp_path):
     assert adapters.labels(again) == ["default"]
 
 
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_took_a_part_of_its_base(start, tmp_path):
+    """Nothing changes at birth; learnt, it is written for the base as it was, of twice the rank."""
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
+    options = {"rank": 4, "alpha": 8, "rank_pattern": {"layers.1.attention.query": 2}}
+    wrapped = adapters.lora(model, start=start, key=jax.random.key(1), **options)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_allclose(wrapped(tokens), model(tokens), atol=1e-5)
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape) * (x != 0)  # ranks that fill up stay
+    learnt = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
+    assert jnp.abs(learnt(tokens) - model(tokens)).max() > 0.1
+    np.testing.assert_allclose(adapters.merge(learnt)(tokens), learnt(tokens), atol=1e-5)
+    np.testing.assert_allclose(adapters.without(learnt)(tokens), model(tokens), atol=1e-5)
+    adapters.save(learnt, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["r"] == 8 and set(config["rank_pattern"].values()) == {4}
+    np.testing.assert_allclose(adapters.load(model, tmp_path)(tokens), learnt(tokens), atol=2e-5)
+    with pytest.raises(ValueError, match="no 17 directions"):
+        adapters.lora(model, start=start, rank=17, key=jax.random.key(1))
+    with pytest.raises(ValueError, match="take a LoRA"):
+        adapters.dora(model, start=start, key=jax.random.key(1))
+
+
+@pytest.mark.skipif(not CASES, reason="ZOO_PARITY names no folder with adapters")
+def test_pissa_takes_what_peft_takes():
+    left = {name: tensor.read() for name, tensor in read_file(FOLDER / "pissa/residual/residual.safetensors").items()}
+    rank = len(left["adapter.base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
+    wrapped = adapters.lora(
+        zoo.load(FOLDER / "bases/llama"), rank=rank, alpha=2 * rank, start="pissa", key=jax.random.key(0)
+    )
+    for ours, theirs in {"query": "q_proj", "value": "v_proj"}.items():
+        base = getattr(wrapped.stack.segments[0].blocks[0].mixer, ours).base.weight
+        for layer in range(len(base)):
+            close(
+                base[layer],
+                left[f"base.model.layers.{layer}.self_attn.{theirs}.weight"],
+                TOLERANCE,
+                f"{theirs} {layer}",
+            )
+
+
 def changed(path, **keys):
     config = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps({**config, **keys}))

@@ -55,7 +55,12 @@ class DoRA(AbstractAdapter):
         label: str = "dora",
         key: Key[Array, ""],
     ):
-        """As a `LoRA` is made, and from the same numbers. In a layer of rank 0 nothing is changed."""
+        """As a `LoRA` is made, and from the same numbers. In a layer of rank 0 nothing is changed. **Raises**
+        `ValueError` for a `start` that takes a part out of W, whose lengths m starts as."""
+        if start in ("pissa", "olora"):
+            raise ValueError(
+                f"start={start!r} takes a part out of the matrix whose lengths a DoRA starts from: take a LoRA"
+            )
         lora = LoRA(base, largest=largest, rank=rank, scale=scale, start=start, label=label, key=key)
         self.base, self.down, self.up, self.rank, self.scale = base, lora.down, lora.up, lora.rank, lora.scale
         self.squares = jnp.square(base.matrix).sum(-1)

@@ -13,7 +13,10 @@ from zoo.parallel import Dim, buffer, transparent, tuned
 
 from .abstract import AbstractAdapter, Matrix, Shift, dims_of, on, sizes_of
 
-Start = Literal["zero", "gaussian"]
+Start = Literal["zero", "gaussian", "pissa", "olora"]
+"""How factors start: B with zeros, A as PyTorch starts a Linear, or normal; or with a part of W, which the base gives
+up: its largest singular values (PiSSA, Meng et al., arXiv:2404.02948, section 3), or the first columns of its QR
+decomposition (OLoRA, Büyükakyüz, arXiv:2406.01775, section 3). Switched off, such an adapter leaves W without it."""
 
 
 class LoRA(AbstractAdapter):
@@ -34,6 +37,9 @@ class LoRA(AbstractAdapter):
     """B."""
     bias: Float[Array, "out"] | None = tuned()
     """In place of the base's, where that is learnt too."""
+    first_down: Float[Array, "rank in"] | None = buffer()
+    first_up: Float[Array, "out rank"] | None = buffer()
+    """A and B as they started, where the base gave them up: what it was is W + scale B A of these."""
     rank: Int[Array, ""]
     scale: Float[Array, ""] = buffer()
     weight: Float[Array, ""] = buffer()
@@ -54,21 +60,30 @@ class LoRA(AbstractAdapter):
         label: str = "lora",
         key: Key[Array, ""],
     ):
-        """`largest` is the rank of the arrays, `rank` how much of it counts. A starts uniform within 1 / sqrt(in), as
-        PyTorch starts a Linear, or normal with a deviation of 1 / rank ("gaussian"); B with zeros. With `bias` the
-        base's bias is learnt too, where it has one."""
+        """- `largest` is the rank of the arrays, `rank` how much of it counts.
+        - `start`: A starts uniform within 1 / sqrt(in), or normal with a deviation of 1 / rank ("gaussian"), and B with
+          zeros; or both with a part of W ("pissa", "olora").
+        - `bias`: the base's bias is learnt too, where it has one.
+        """
         (self.in_, self.out), (out_size, in_size) = dims_of(base), sizes_of(base)
         rank = jnp.asarray(rank, jnp.int32)
-        counts = (jnp.arange(largest) < rank)[:, None]
+        scale = jnp.where(rank > 0, jnp.asarray(scale, jnp.float32), 0)
+        counts = jnp.arange(largest) < rank
+        up, self.first_down, self.first_up = jnp.zeros((out_size, largest)), None, None
         if start == "gaussian":
             down = jax.random.normal(key, (largest, in_size)) / jnp.maximum(rank, 1)
-        else:
+        elif start == "zero":
             down = jax.random.uniform(key, (largest, in_size), minval=-(in_size**-0.5), maxval=in_size**-0.5)
+        else:
+            down, up = part_of(base.matrix, largest, jnp.where(scale == 0, 1, scale), start)
+            up = jnp.where(counts, up, 0)
+            base = given_up(base, scale * jnp.matmul(up, down, precision="highest"))
+            self.first_down, self.first_up = jnp.where(counts[:, None], down, 0), up
         self.base = base
-        self.down = matrix_of(jnp.where(counts, down, 0), in_=self.in_, out=Dim("rank"))
-        self.up = matrix_of(jnp.zeros((out_size, largest)), in_=Dim("rank"), out=self.out)
+        self.down = matrix_of(jnp.where(counts[:, None], down, 0), in_=self.in_, out=Dim("rank"))
+        self.up = matrix_of(up, in_=Dim("rank"), out=self.out)
         self.bias = base.shift if bias else None
-        self.rank, self.scale = rank, jnp.where(rank > 0, jnp.asarray(scale, jnp.float32), 0)
+        self.rank, self.scale = rank, scale
         self.weight, self.label = on(), label
 
     @property
@@ -106,6 +121,28 @@ class LoRA(AbstractAdapter):
 
     def changed_shift(self, shift: Shift | None) -> Shift | None:
         return shift if shift is None or self.bias is None else shift + self.moved()
+
+
+def part_of(
+    matrix: Matrix, rank: int, scale: Float[Array, ""], start: Start
+) -> tuple[Float[Array, "rank in"], Float[Array, "out rank"]]:
+    """A and B whose product, scaled, is the largest part of a matrix that a rank can hold; or, of its QR decomposition,
+    as the paper has it, A and B whose product is the part itself."""
+    if rank > min(matrix.shape):
+        raise ValueError(
+            f"a matrix of {list(matrix.shape)} has no {rank} directions to start from: take a smaller rank"
+        )
+    if start == "olora":
+        orthogonal, rest = jnp.linalg.qr(matrix)
+        return rest[:rank], orthogonal[:, :rank]
+    left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    roots = jnp.sqrt(values[:rank] / scale)
+    return roots[:, None] * right[:rank], left[:, :rank] * roots
+
+
+def given_up(base: AbstractLinear, part: Matrix) -> AbstractLinear:
+    """The base without a part of its matrix, in the dtypes that it has."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), base.exchanged(base.matrix - part, base.shift), base)
 
 
 def difference(down: Linear, up: Linear) -> Matrix:

@@ -13,6 +13,7 @@ from zoo.models.names import Numbers, map_modules
 from zoo.parallel import Dim, buffer, transparent
 
 from .abstract import AbstractAdapter, Matrix, Shift, dims_of
+from .lora import LoRA
 
 Model = TypeVar("Model")
 
@@ -56,10 +57,30 @@ def mapped(model: Model, function: Any) -> Model:
 
 
 def without(model: Model, label: str | None = None) -> Model:
-    """The model with an adapter of this name, or all of them, taken away: what was there before. **Raises**
-    `ValueError` for a name that no adapter has."""
+    """The model with an adapter of this name, or all of them, taken away: what was there before, but for rounding where
+    the adapter had started with a part of it. **Raises** `ValueError` for a name that no adapter has."""
     chosen(model, label)
-    return mapped(model, lambda adapter: adapter.base if label in (None, adapter.label) else adapter)
+
+    def one(name: str, numbers: Numbers, adapter: AbstractAdapter) -> AbstractLinear:
+        take: Callable = lambda adapter: taken(adapter, label)
+        for _ in numbers:
+            take = eqx.filter_vmap(take)
+        return take(adapter)
+
+    return map_modules(one, model, is_adapter)
+
+
+def taken(adapter: AbstractLinear, label: str | None) -> AbstractLinear:
+    """What is left of one matrix's adapters."""
+    if not isinstance(adapter, AbstractAdapter):
+        return adapter
+    base = taken(adapter.base, label)
+    if label not in (None, adapter.label):
+        return eqx.tree_at(lambda adapter: adapter.base, adapter, base)
+    if isinstance(adapter, LoRA) and adapter.first_down is not None and adapter.first_up is not None:
+        part = jnp.matmul(adapter.first_up, adapter.first_down, precision="highest")
+        return like(base.exchanged(base.matrix + adapter.scale * part, base.shift), base)
+    return base
 
 
 def weighted(model: Model, weights: Mapping[str, float | int]) -> Model:

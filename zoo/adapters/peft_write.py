@@ -34,6 +34,9 @@ def save(model: Any, directory: str | Path, *, label: str | None = None) -> None
 
     - `label`: which of several; the only one unless given.
 
+    An adapter that started with a part of its base's matrix is written as the change from what that was: of twice the
+    rank, and for the base as it was read.
+
     Parts of a fused projection that still share their A are written as one adapter of its rank. Where they have drifted
     apart, as training lets them, their ranks are put one after another, which computes the same.
 
@@ -111,7 +114,12 @@ def own(field: Field, module: Module, adapter: Any, value: Any) -> np.ndarray:
     numbers = on_host(field.get(value), module.index)
     if field.ranks is None:
         return numbers
-    return numbers.take(range(int(np.asarray(adapter.rank)[module.index])), axis=field.ranks)
+    ranks = range(int(np.asarray(adapter.rank)[module.index]))
+    numbers = numbers.take(ranks, axis=field.ranks)
+    if isinstance(value, DoRA) or value.first_down is None:
+        return numbers
+    first = on_host(value.first_down if field.ranks == 0 else -value.first_up, module.index).take(ranks, field.ranks)
+    return np.concatenate([numbers, first], axis=field.ranks)
 
 
 def joined(field: Field, parts: Parts) -> np.ndarray:
