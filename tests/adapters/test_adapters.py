@@ -12,7 +12,7 @@ import pytest
 
 import zoo
 from zoo import adapters
-from zoo.layers import GatedDeltaNet, Mamba2
+from zoo.layers import GatedDeltaNet, Mamba2, PackedLinear
 from zoo.models.names import places
 
 KEY = jax.random.key(0)
@@ -201,3 +201,19 @@ def test_no_gradient_is_taken_of_what_is_frozen():
     model = eqx.filter_jit(make)()
     tuned = adapters.lora(model, targets=("query", "key", "value", "out", "gate", "up", "down"), rank=1, key=KEY)
     assert 0.6 < work(tuned) / work(model) < 0.75
+
+
+def test_around_a_packed_matrix():
+    """Its 4 bits stay as they are: learnt beside, and not merged into."""
+    keys = jax.random.split(KEY)
+    packed = PackedLinear(32, 8, key=keys[0])
+    lora = adapters.LoRA(packed, largest=2, rank=2, scale=1.0, key=keys[1])
+    lora = eqx.tree_at(lambda lora: lora.up.weight, lora, jnp.ones((8, 2)))
+    x = jax.random.normal(KEY, (3, 32))
+    expected = x @ (packed.matrix + jnp.ones((8, 2)) @ lora.down.weight).T
+    np.testing.assert_allclose(lora(x), expected, atol=1e-5)
+    np.testing.assert_allclose(lora.matrix, packed.matrix + jnp.ones((8, 2)) @ lora.down.weight, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="without packed=True"):
+        adapters.merge(lora)
+    with pytest.raises(NotImplementedError, match="without packed=True"):
+        adapters.LoRA(packed, largest=2, rank=2, scale=1.0, start="pissa", key=KEY)

@@ -13,7 +13,7 @@ import pytest
 import zoo
 from zoo import adapters
 from zoo.adapters.peft_write import tensors
-from zoo.weights.tensors import read_file
+from zoo.weights.tensors import read_file, write_file
 
 FOLDER = Path(os.environ.get("ZOO_PARITY", "nowhere")) / "adapters"
 CASES = sorted(path.parent for path in FOLDER.glob("*/adapter")) if FOLDER.exists() else []
@@ -137,6 +137,8 @@ def changed(path, **keys):
         ({"peft_type": "LORAX"}, "peft_type 'LORAX'; did you mean 'LORA'"),
         ({"peft_type": None}, "Methods that are read: LORA"),
         ({"use_qalora": True}, "use_qalora = True is not computed here; it is read where it is False"),
+        ({"bias": "all"}, "bias = 'all' is not read with this method; it is 'none' or 'lora_only'"),
+        ({"bias": "lora_only", "use_dora": True}, "bias = 'lora_only' is not read with this method; it is 'none'"),
         ({"r": 0}, "r = 0, where a rank of at least 1 was expected"),
         ({"lora_alpha": "8"}, "lora_alpha = '8', where a number was expected"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern = .*, where a table of numbers was expected"),
@@ -151,6 +153,31 @@ def test_options_that_are_not_computed(keys, message, tuned, tmp_path):
     changed(tmp_path, **keys)
     with pytest.raises(zoo.CheckpointError, match=message):
         adapters.load(adapters.without(tuned), tmp_path)
+
+
+def test_lengths_learnt_in_some_layers_only(tmp_path):
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
+    wrapped = adapters.dora(model, targets=r"layers\.1\..*\.query", rank=2, key=jax.random.key(1))
+    wrapped = eqx.combine(jax.tree.map(lambda x: 1.3 * x, zoo.trainable(wrapped)), wrapped)
+    adapters.save(wrapped, tmp_path)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_allclose(adapters.load(model, tmp_path)(tokens), wrapped(tokens), atol=1e-5)
+    assert jnp.abs(wrapped(tokens) - model(tokens)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "suffix"), [("dora", "lora_magnitude_vector"), ("ia3", "ia3_l"), ("vera", "vera_lambda_b")]
+)
+def test_vectors_of_another_length(method, suffix, tmp_path):
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
+    adapters.save(getattr(adapters, method)(model, key=jax.random.key(1)), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    found = {name: np.array(tensor.read()) for name, tensor in read_file(file).items()}
+    name = next(name for name in found if name.endswith(f"layers.0.self_attn.v_proj.{suffix}"))
+    found[name] = found[name][:-1]
+    write_file(file, {name: (x.shape, x.dtype) for name, x in found.items()}, found.__getitem__)
+    with pytest.raises(zoo.CheckpointError, match=f"{suffix} has the shape .*where 16 numbers were expected"):
+        adapters.load(model, tmp_path)
 
 
 def test_tensors_that_fit_no_module(tuned, tmp_path):

@@ -56,14 +56,12 @@ class LoRA(AbstractAdapter):
         rank: int | Int[Array, ""],
         scale: float | Float[Array, ""],
         start: Start = "zero",
-        bias: bool = False,
         label: str = "lora",
         key: Key[Array, ""],
     ):
         """- `largest` is the rank of the arrays, `rank` how much of it counts.
         - `start`: A starts uniform within 1 / sqrt(in), or normal with a deviation of 1 / rank ("gaussian"), and B with
           zeros; or both with a part of W ("pissa", "olora").
-        - `bias`: the base's bias is learnt too, where it has one.
         """
         (self.in_, self.out), (out_size, in_size) = dims_of(base), sizes_of(base)
         rank = jnp.asarray(rank, jnp.int32)
@@ -82,7 +80,7 @@ class LoRA(AbstractAdapter):
         self.base = base
         self.down = matrix_of(jnp.where(counts[:, None], down, 0), in_=self.in_, out=Dim("rank"))
         self.up = matrix_of(up, in_=Dim("rank"), out=self.out)
-        self.bias = base.shift if bias else None
+        self.bias = None
         self.rank, self.scale = rank, scale
         self.weight, self.label = on(), label
 

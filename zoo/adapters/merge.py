@@ -1,6 +1,6 @@
 """Adapters into the matrices they stand around, and out again; and how much each of them counts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -14,6 +14,7 @@ from zoo.parallel import Dim, buffer, transparent
 
 from .abstract import AbstractAdapter, Matrix, Shift, dims_of
 from .lora import LoRA
+from .targets import over_stacked
 
 Model = TypeVar("Model")
 
@@ -62,10 +63,7 @@ def without(model: Model, label: str | None = None) -> Model:
     chosen(model, label)
 
     def one(name: str, numbers: Numbers, adapter: AbstractAdapter) -> AbstractLinear:
-        take: Callable = lambda adapter: taken(adapter, label)
-        for _ in numbers:
-            take = eqx.filter_vmap(take)
-        return take(adapter)
+        return over_stacked(lambda adapter: taken(adapter, label), numbers)(adapter)
 
     return map_modules(one, model, is_adapter)
 
@@ -147,10 +145,8 @@ def merge(model: Model, *, keep: bool = False) -> Model:
     chosen(model, None)
 
     def one(name: str, numbers: Numbers, adapter: AbstractAdapter) -> AbstractLinear:
-        fold: Callable = lambda adapter: innermost(adapter).exchanged(adapter.matrix, adapter.shift)
-        for _ in numbers:
-            fold = eqx.filter_vmap(fold)
-        plain = like(fold(adapter), innermost(adapter))
+        fold = lambda adapter: innermost(adapter).exchanged(adapter.matrix, adapter.shift)
+        plain = like(over_stacked(fold, numbers)(adapter), innermost(adapter))
         return Merged(plain, adapter, *dims_of(adapter), adapter.label) if keep else plain
 
     return map_modules(one, model, is_adapter)

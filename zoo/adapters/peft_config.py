@@ -77,6 +77,10 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: the key {key!r} is not known{nearest(key, known) or ' to us.'}")
     for fault in faults({**defaults, **given}):
         raise CheckpointError(f"{path}: {fault}")
+    honoured = ("none", "lora_only") if method == "LORA" and not given.get("use_dora") else ("none",)
+    if given.get("bias", "none") not in honoured:
+        told = f"{given['bias']!r} is not read with this method; it is {' or '.join(map(repr, honoured))}"
+        raise CheckpointError(f"{path}: bias = {told}")
     if given.get("modules_to_save"):
         raise CheckpointError(f"{path}: modules_to_save = {given['modules_to_save']!r} is not read yet")
     return {**ALWAYS, **defaults, **given}

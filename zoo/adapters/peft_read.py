@@ -58,6 +58,16 @@ class Reader:
         """Name of ours -> index -> its arrays."""
         self.method = READERS[config["peft_type"]]
 
+    def vector(self, module: Module, suffix: str, size: int, *, rows: bool = False) -> np.ndarray | None:
+        """One that has a number for each of `size`. **Raises** `CheckpointError` where it has not."""
+        found = self.tensor(module, suffix, rows=rows)
+        if found is not None and found.size != size:
+            raise CheckpointError(
+                f"{self.place}: {module.theirs}.{suffix} has the shape {list(found.shape)}, where {size} numbers were "
+                "expected"
+            )
+        return None if found is None else found.reshape(-1)
+
     def tensor(self, module: Module, suffix: str, *, rows: bool = False) -> np.ndarray | None:
         """One of a module's tensors, or the part of it that is ours."""
         name = f"{PREFIX}{module.theirs}.{suffix}"
@@ -107,11 +117,11 @@ def read_lora(reader: Reader, module: Module) -> dict[str, Any] | None:
         )
     found = {"down": down, "up": up, "scale": scale_of(reader.config, module.theirs, len(down))}
     if reader.config["use_dora"]:
-        found["magnitude"] = reader.tensor(module, "lora_magnitude_vector", rows=True)
+        found["magnitude"] = reader.vector(module, "lora_magnitude_vector", outputs, rows=True)
         if found["magnitude"] is None:
             raise CheckpointError(f"{reader.place}: use_dora is set, and {module.theirs} has no lora_magnitude_vector")
     if reader.config["bias"] != "none":
-        found["bias"] = reader.tensor(module, "base_layer.bias", rows=True)
+        found["bias"] = reader.vector(module, "base_layer.bias", outputs, rows=True)
     return found
 
 
@@ -135,10 +145,6 @@ def plan_lora(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict
         given = {index: part[word] for index, part in parts.items() if part.get(word) is not None}
         if not given:
             continue
-        if len(given) < int(np.prod(runs)):
-            raise CheckpointError(
-                f"{reader.place}: {found.name} has a {word} in some layers only, and is one array here"
-            )
         tables[word] = np.zeros((*runs, outputs), next(iter(given.values())).dtype)
         for index, numbers in given.items():
             tables[word][index] = numbers
@@ -147,7 +153,9 @@ def plan_lora(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict
         adapter = kind(base, largest=largest, rank=rank, scale=scale, label=reader.label, key=key)
         adapter = eqx.tree_at(lambda a: (a.down.weight, a.up.weight), adapter, (arrays["down"], arrays["up"]))
         for word in {"magnitude", "bias"} & set(arrays):
-            adapter = eqx.tree_at(attrgetter(word), adapter, arrays[word], is_leaf=lambda x: x is None)
+            before = base.shift if word == "bias" else adapter.magnitude  # of a layer that has no adapter
+            own = jnp.where(rank > 0, arrays[word], before)
+            adapter = eqx.tree_at(attrgetter(word), adapter, own, is_leaf=lambda x: x is None)
         return adapter
 
     return make, tables
@@ -158,9 +166,8 @@ def read_ia3(reader: Reader, module: Module) -> dict[str, Any] | None:
     if name not in reader.source:
         return None
     inputs = reader.source[name].shape[0] == 1
-    gate = reader.tensor(module, "ia3_l", rows=not inputs)
-    assert gate is not None
-    return {"inputs": inputs, "gate": gate.reshape(-1)}
+    gate = reader.vector(module, "ia3_l", module.found.sizes()[1 if inputs else 0], rows=not inputs)
+    return {"inputs": inputs, "gate": gate}
 
 
 def plan_ia3(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
@@ -182,9 +189,13 @@ def plan_ia3(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict[
 
 
 def read_vera(reader: Reader, module: Module) -> dict[str, Any] | None:
-    down, up = (reader.tensor(module, f"vera_lambda_{x}", rows=x == "b") for x in "db")
-    if down is None or up is None:
+    shared = reader.source.get(next(iter(SHARED)))
+    down = reader.vector(module, "vera_lambda_d", reader.config["r"] if shared is None else shared.shape[0])
+    up = reader.vector(module, "vera_lambda_b", module.found.sizes()[0], rows=True)
+    if down is None and up is None:
         return None
+    if down is None or up is None:
+        raise CheckpointError(f"{reader.place}: {module.theirs} has one of vera_lambda_d and vera_lambda_b, not both")
     return {"down_scale": down, "up_scale": up}
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,7 @@ from .added import LoHa, LoKr
 from .dora import DoRA
 from .ia3 import IA3
 from .lora import LoRA, Start
-from .targets import Found, Targets, by_pattern, chooser, matrices, multiplies
+from .targets import Found, Targets, by_pattern, chooser, matrices, multiplies, over_stacked
 from .vera import VeRA, shared_projections
 
 Model = TypeVar("Model")
@@ -40,10 +39,8 @@ def wrapped(model: Model, plan: Plan, key: Key[Array, ""]) -> Model:
         def build(base: AbstractLinear, key: Key[Array, ""], own: dict[str, Array]) -> AbstractAdapter:
             return make(base, key=key, **own)
 
-        for _ in numbers:
-            build = eqx.filter_vmap(build)
         keys = jax.random.split(jax.random.fold_in(key, order[name]), tuple(len(run) for run in numbers))
-        return build(module, keys, {word: jnp.asarray(table) for word, table in tables.items()})
+        return over_stacked(build, numbers)(module, keys, {word: jnp.asarray(table) for word, table in tables.items()})
 
     return map_modules(put, model, multiplies)
 
@@ -66,7 +63,7 @@ def lora(
     - `targets`: names, patterns, or a function of names, layers' numbers in them: see `zoo.adapters.chooser`.
     - `rank`, `alpha`: of all, unless a pattern in `rank_pattern` or `alpha_pattern` means a module. `alpha` is `rank`
       unless given. The change is scaled by alpha / rank, or by alpha / sqrt(rank) if `rank_stabilised`.
-    - `start`: how A starts; B starts with zeros.
+    - `start`: how A and B start: "zero", "gaussian", "pissa" or "olora".
     - `label`: the adapter's name, under which its parameters stand.
 
     **Raises** `ValueError` for a target or pattern that means no matrix, and for a rank below 1.
@@ -211,8 +208,8 @@ def ranked(
 ) -> Model:
     """Adapters of two narrow matrices, in each layer of its own rank."""
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    if min(rank, *ranks.values(), rank) < 1:
-        raise ValueError(f"a rank is at least 1, not {min(rank, *ranks.values(), rank)}")
+    if (least := min([rank, *ranks.values()])) < 1:
+        raise ValueError(f"a rank is at least 1, not {least}")
     found = matrices(model)
     meant = chooser(targets, found)
     for pattern in (*ranks, *alphas):

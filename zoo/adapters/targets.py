@@ -45,6 +45,13 @@ class Found(NamedTuple):
         return table
 
 
+def over_stacked(function: Callable, numbers: Numbers) -> Callable:
+    """A function of one layer's matrix, or one expert's, as one of all that are stacked together."""
+    for _ in numbers:
+        function = eqx.filter_vmap(function)
+    return function
+
+
 def multiplies(node: Any) -> bool:
     """Whether it is one matrix, or one that adapters were put around."""
     return isinstance(node, AbstractLinear) and hasattr(node, "in_")

@@ -20,8 +20,8 @@ in which all sums are matrix products, those of every chunk at once; only states
 
 FLOPs a token and head, K and V being key_dim and value_dim: `recurrent` 5 K V; `chunked` 2 C (K + V) in the chunk, all
 pairs of it, seen or not, and 4 K V with the state; where decays are vectors C K less, since halves leave out pairs that
-are not seen, and 2 log2(C) K exponentials. Bytes: `recurrent` reads and writes the
-state, 8 K V, at every token; `chunked` 12 K V / C for the states at borders, and 4 C for scores and their decays.
+are not seen, and 2 log2(C) K exponentials. Bytes: `recurrent` reads and writes the state, 8 K V, at every token;
+`chunked` 12 K V / C for the states at borders, and 4 C for scores and their decays.
 
 Rounding: `chunked` has that of its products, 1e-7 of the largest terms in float32; decays add to it no more than the
 rounding of the sum between two tokens. Half precision rounds the scores, the decayed keys or values and the state,
