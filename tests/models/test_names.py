@@ -66,6 +66,16 @@ def test_the_numbers_are_those_of_the_layers(model):
                 assert (blocks[number].mixer.window == 4) == (number % 2 == 0)
 
 
+def test_numbers_hold_in_a_tree_with_holes(model):
+    """Where a gradient has none of the first segments' arrays, the others' layers are still theirs."""
+    first, *rest = model.stack.segments
+    assert rest
+    holes = eqx.tree_at(lambda m: m.stack.segments[0], model, jax.tree.map(lambda x: None, first))
+    expected = [place for place in places(model) if place.name.startswith("layers.")]
+    found = [place for place in places(holes) if place.name.startswith("layers.")]
+    assert found == expected[len(expected) - len(found) :] and found
+
+
 def test_dims_are_those_of_the_layer_with_the_stacked_in_front(model):
     by_name = {place.name: place for place in places(model)}
     assert by_name["layers.*.attention.query.weight"].dims == (Dim("layers"), Dim("heads", 4), Dim("embed"))

@@ -3,11 +3,14 @@
 from .abstract import AbstractAdapter
 from .added import LoHa, LoKr
 from .dora import DoRA
+from .embedding import EmbeddingLoRA
+from .full import full
 from .ia3 import IA3
 from .lora import LoRA
-from .merge import labels, merge, unmerge, weighted, without
+from .merge import by_row, labels, merge, unmerge, weighted, without
 from .peft_read import load
 from .peft_write import save
+from .plus import lora_plus
 from .surgery import dora, ia3, loha, lokr, lora, vera
 from .targets import chooser, matrices
 from .vera import VeRA
@@ -16,18 +19,22 @@ __all__ = [
     "IA3",
     "AbstractAdapter",
     "DoRA",
+    "EmbeddingLoRA",
     "LoHa",
     "LoKr",
     "LoRA",
     "VeRA",
+    "by_row",
     "chooser",
     "dora",
+    "full",
     "ia3",
     "labels",
     "load",
     "loha",
     "lokr",
     "lora",
+    "lora_plus",
     "matrices",
     "merge",
     "save",

@@ -1,14 +1,17 @@
 """What an adapter is: a module that stands where a matrix stood, holds it, and changes what it gives."""
 
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from zoo.layers import AbstractLinear
-from zoo.parallel import Dim
+from zoo.layers import AbstractEmbedding, AbstractLinear, Info
+from zoo.parallel import Dim, settled
 
 Matrix = Float[Array, "out in"]
 Shift = Float[Array, "out"]
+Weight = Float[Array, ""] | Float[Array, "batch"]
 
 
 class AbstractAdapter(AbstractLinear):
@@ -20,8 +23,9 @@ class AbstractAdapter(AbstractLinear):
     """
 
     base: eqx.AbstractVar[AbstractLinear]
-    weight: eqx.AbstractVar[Float[Array, ""]]
-    """How much of the change counts: 1, or 0 where it is switched off, or anything between and beyond."""
+    weight: eqx.AbstractVar[Weight]
+    """How much of the change counts: 1, or 0 where it is switched off, or anything between and beyond. One number, or
+    one for each row of the batch (`by_row`)."""
 
     in_: eqx.AbstractVar[Dim]
     out: eqx.AbstractVar[Dim]
@@ -34,6 +38,17 @@ class AbstractAdapter(AbstractLinear):
     def changed_shift(self, shift: Shift | None) -> Shift | None:
         """The base's bias, with the change: most leave it alone."""
         return shift
+
+    def counted(self, x: Float[Array, "*rows _"]) -> Float[Array, "..."]:
+        """How much of the change counts for each of these rows."""
+        return counted(self, x)
+
+    def alike(self, one: Float[Array, "*experts"] | Bool[Array, "*experts"]) -> Float[Array, "*experts"]:
+        """How much of the change counts, one number for each of `one`."""
+        return alike(self, one)
+
+    def keyed(self, info: Info, site: int) -> "AbstractAdapter":
+        return eqx.tree_at(lambda adapter: adapter.base, self, self.base.keyed(info, site))
 
     @property
     def out_size(self) -> int:
@@ -69,9 +84,34 @@ def dims_of(base: AbstractLinear) -> tuple[Dim, Dim]:
     return in_, out
 
 
-def sizes_of(base: AbstractLinear) -> tuple[int, int]:
-    """Outputs and inputs of what lies under an adapter, without computing its matrix."""
-    return eqx.filter_eval_shape(lambda base: base.matrix, base).shape
+def sizes_of(base: AbstractLinear | AbstractEmbedding) -> tuple[int, int]:
+    """Outputs and inputs of what lies under an adapter, or rows of a table and their length, without computing it."""
+    return eqx.filter_eval_shape(lambda base: settled(base).matrix, base).shape
+
+
+def counted(adapter: Any, x: Float[Array, "*rows _"]) -> Float[Array, "..."]:
+    """How much of a change counts for each of these rows, with dims of size 1 for what a row has. **Raises**
+    `ValueError` where it was said for other rows."""
+    if adapter.weight.ndim == 0:
+        return adapter.weight
+    if x.ndim < 3 or len(x) != len(adapter.weight):
+        raise ValueError(
+            f"by_row chose the adapter {adapter.label!r} for {len(adapter.weight)} rows of a batch, and it reads "
+            f"{list(x.shape)}: choose inside the loss, for the rows that it is given, and not for what the head or "
+            "another adapter reads"
+        )
+    return adapter.weight.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def alike(adapter: Any, one: Float[Array, "*experts"] | Bool[Array, "*experts"]) -> Float[Array, "*experts"]:
+    """The weight of an adapter, one number an expert as `one` has it. **Raises** `NotImplementedError` where rows of a
+    batch differ."""
+    if adapter.weight.ndim != one.ndim:
+        raise NotImplementedError(
+            f"the adapter {adapter.label!r} counts for some rows of a batch only (by_row): it is not merged, nor put "
+            "around experts, who see rows in another order"
+        )
+    return adapter.weight
 
 
 def on() -> Float[Array, ""]:

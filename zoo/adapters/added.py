@@ -1,6 +1,7 @@
 """Adapters that add a matrix, put together from small ones while it is multiplied: LoHa and LoKr."""
 
 import abc
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.layers import AbstractLinear
+from zoo.layers import AbstractLinear, Linear
+from zoo.layers.linear import of_groups
 from zoo.parallel import Dim, buffer, offset, transparent, tuned
 
-from .abstract import AbstractAdapter, Matrix, dims_of, on, sizes_of
-from .lora import matrix_of
+from .abstract import AbstractAdapter, Matrix, Weight, dims_of, on, sizes_of
+from .factors import matrix_of
 
 
 class AbstractAddition(AbstractAdapter):
@@ -26,23 +28,25 @@ class AbstractAddition(AbstractAdapter):
         """D, in float32: of a device's share, its share."""
 
     def scaled(self) -> Matrix:
-        """scale D, as much as it counts."""
-        return jnp.where(self.applies, self.weight, 0) * self.scale * self.difference()
+        """scale D, where it applies."""
+        return jnp.where(self.applies, self.scale, 0) * self.difference()
+
+    def added(self, dtype: Any) -> Linear:
+        return matrix_of(self.scaled().astype(dtype), in_=self.in_, out=self.out)
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        added = matrix_of(self.scaled().astype(x.dtype), in_=self.in_, out=self.out)
-        return self.base(x) + added(x)
+        return self.base(x) + (self.counted(x) * self.added(x.dtype)(x)).astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        added = matrix_of(self.scaled().astype(x.dtype), in_=self.in_, out=self.out)
-        return self.base.transposed(x) + added.transposed(x)
+        return self.base.transposed(x) + (self.counted(x) * self.added(x.dtype).transposed(x)).astype(x.dtype)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        each = eqx.filter_vmap(lambda one: matrix_of(one.scaled().astype(x.dtype), in_=one.in_, out=one.out))(self)
-        return self.base.grouped(x, sizes) + each.grouped(x, sizes)
+        each = eqx.filter_vmap(lambda one: one.added(x.dtype))(self)
+        counts = of_groups(self.alike(self.applies)[:, None], sizes, len(x))
+        return self.base.grouped(x, sizes) + (counts * each.grouped(x, sizes)).astype(x.dtype)
 
     def changed(self, matrix: Matrix) -> Matrix:
-        return matrix + self.scaled()
+        return matrix + self.alike(self.applies) * self.scaled()
 
 
 class LoHa(AbstractAddition):
@@ -56,7 +60,7 @@ class LoHa(AbstractAddition):
     other_down: Float[Array, "rank in"] = tuned()
     applies: Bool[Array, ""]
     scale: Float[Array, ""] = buffer()
-    weight: Float[Array, ""] = buffer()
+    weight: Weight = buffer()
 
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)
@@ -101,7 +105,7 @@ class LoKr(AbstractAddition):
     right_down: Float[Array, "rank right_in"] | None = tuned()
     applies: Bool[Array, ""]
     scale: Float[Array, ""] = buffer()
-    weight: Float[Array, ""] = buffer()
+    weight: Weight = buffer()
 
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)

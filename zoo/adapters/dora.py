@@ -8,15 +8,16 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
 from zoo.layers.linear import of_groups
-from zoo.parallel import Dim, buffer, reduce, transparent, tuned
+from zoo.parallel import Dim, buffer, manner, reduce, transparent, tuned
 
-from .abstract import AbstractAdapter, Matrix
-from .lora import LoRA, Start, difference
+from .abstract import Matrix, Weight
+from .factors import AbstractFactors, difference
+from .lora import LoRA, Start
 
-Rows = Float[Array, "out"]
+Rows = Float[Array, "*rows out"]
 
 
-class DoRA(AbstractAdapter):
+class DoRA(AbstractFactors):
     """y = m / |W + scale B A| (W + scale B A) x + b, |.| being the length of each row, over the inputs, and m a number
     a row that is learnt and starts as |W| (Liu et al., arXiv:2402.09353, section 4.1). The gradient takes the length as
     a constant (section 4.3).
@@ -38,11 +39,13 @@ class DoRA(AbstractAdapter):
     """|W|²."""
     rank: Int[Array, ""]
     scale: Float[Array, ""] = buffer()
-    weight: Float[Array, ""] = buffer()
+    weight: Weight = buffer()
+    keys: Key[Array, "batch"] | None
 
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)
     label: str = eqx.field(static=True)
+    dropout: float = manner()
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class DoRA(AbstractAdapter):
         rank: int | Int[Array, ""],
         scale: float | Float[Array, ""],
         start: Start = "zero",
+        dropout: float | int = 0.0,
         label: str = "dora",
         key: Key[Array, ""],
     ):
@@ -61,18 +65,22 @@ class DoRA(AbstractAdapter):
             raise ValueError(
                 f"start={start!r} takes a part out of the matrix whose lengths a DoRA starts from: take a LoRA"
             )
-        lora = LoRA(base, largest=largest, rank=rank, scale=scale, start=start, label=label, key=key)
+        lora = LoRA(base, largest=largest, rank=rank, scale=scale, start=start, dropout=dropout, label=label, key=key)
         self.base, self.down, self.up, self.rank, self.scale = base, lora.down, lora.up, lora.rank, lora.scale
         self.squares = jnp.square(base.matrix).sum(-1)
         self.magnitude = jnp.sqrt(self.squares)
-        self.weight, self.in_, self.out, self.label = lora.weight, lora.in_, lora.out, label
+        self.weight, self.keys, self.dropout = lora.weight, lora.keys, lora.dropout
+        self.in_, self.out, self.label = lora.in_, lora.out, label
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        direction, length = self.lengths(self.times_base(self.down.weight))
-        return self.combined(self.base(x), self.base.shift, self.beside(x), direction, length).astype(x.dtype)
+        of_base, of_change = self.lengths(self.times_base(self.down.weight), self.counted(x))
+        change, shift = self.up(self.inner(x, self.scale)), self.base.shift
+        product = self.base(x) if shift is None else self.base(x) - shift
+        mixed = of_base * product + of_change * change
+        return (mixed if shift is None else mixed + shift).astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        of_base, of_change = self.lengths(self.times_base(self.down.weight))
+        of_base, of_change = self.lengths(self.times_base(self.down.weight), self.counted(x))
         inner = self.up.transposed((x * of_change).astype(self.up.weight.dtype)) * self.scale
         change = self.down.transposed(inner.astype(self.down.weight.dtype))
         return (self.base.transposed((x * of_base).astype(x.dtype)) + change).astype(x.dtype)
@@ -84,17 +92,13 @@ class DoRA(AbstractAdapter):
         rows = self.down.weight.reshape(experts * rank, -1)
         each = jnp.full((experts,), rank, sizes.dtype)
         seen = reduce(self.base.grouped(rows, each), over=self.in_.name).reshape(experts, rank, -1)
-        of_base, of_change = (of_groups(row, sizes, len(x)) for row in jax.vmap(DoRA.lengths)(self, seen))
+        ratios = jax.vmap(DoRA.lengths)(self, seen, self.alike(self.scale))
+        of_base, of_change = (of_groups(row, sizes, len(x)) for row in ratios)
         inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes) * of_groups(
             self.scale[:, None], sizes, len(x)
         )
         change = self.up.grouped(inner.astype(self.up.weight.dtype), sizes)
         return (of_base * self.base.grouped(x, sizes) + of_change * change).astype(x.dtype)
-
-    def beside(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        """scale B A x."""
-        inner = self.down(x.astype(self.down.weight.dtype))
-        return self.up((inner * self.scale).astype(inner.dtype))
 
     def times_base(self, rows: Float[Array, "rank in"]) -> Float[Array, "rank out"]:
         """W times each row, without the bias."""
@@ -102,25 +106,19 @@ class DoRA(AbstractAdapter):
         product = self.base(rows).astype(jnp.float32)
         return product if shift is None else product - shift
 
-    def lengths(self, seen: Float[Array, "rank out"]) -> tuple[Rows, Rows]:
+    def lengths(self, seen: Float[Array, "rank out"], counts: Float[Array, "..."]) -> tuple[Rows, Rows]:
         """What W x and what scale B A x is multiplied with, `seen` being W Aᵀ: m over the length, or as much of it as
-        the adapter counts."""
+        the adapter `counts`."""
         up, down = self.up.weight.astype(jnp.float32), self.down.weight.astype(jnp.float32)
         among = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
         crossed = 2 * self.scale * (up * seen.T.astype(jnp.float32)).sum(-1)
         own = jnp.square(self.scale) * (jnp.matmul(up, among, precision="highest") * up).sum(-1)
         length = lax.stop_gradient(jnp.sqrt(jnp.maximum(self.squares + crossed + own, 0)))
         ratio = jnp.where(self.rank > 0, self.magnitude / jnp.where(length == 0, 1, length), 1)
-        return 1 + self.weight * (ratio - 1), self.weight * ratio
-
-    @staticmethod
-    def combined(y: Array, shift: Array | None, change: Array, of_base: Rows, of_change: Rows) -> Array:
-        product = y if shift is None else y - shift
-        mixed = of_base * product + of_change * change
-        return mixed if shift is None else mixed + shift
+        return 1 + counts * (ratio - 1), counts * ratio
 
     def changed(self, matrix: Matrix) -> Matrix:
         moved = matrix + self.scale * difference(self.down, self.up)
         length = jnp.linalg.norm(moved, axis=-1)
         ratio = jnp.where(self.rank > 0, self.magnitude / jnp.where(length == 0, 1, length), 1)
-        return matrix + self.weight * (ratio[:, None] * moved - matrix)
+        return matrix + self.alike(self.scale) * (ratio[:, None] * moved - matrix)

@@ -9,7 +9,7 @@ from zoo.layers import AbstractLinear
 from zoo.layers.linear import of_groups
 from zoo.parallel import Dim, buffer, transparent, tuned
 
-from .abstract import AbstractAdapter, Matrix, Shift, dims_of, on, sizes_of
+from .abstract import AbstractAdapter, Matrix, Shift, Weight, dims_of, on, sizes_of
 
 
 class IA3(AbstractAdapter):
@@ -21,7 +21,7 @@ class IA3(AbstractAdapter):
     of_in: Float[Array, "in"] | None = tuned(full_precision=True)
     applies: Bool[Array, ""]
     """False in a layer that has no adapter, where it is stacked with others that have."""
-    weight: Float[Array, ""] = buffer()
+    weight: Weight = buffer()
 
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)
@@ -41,24 +41,28 @@ class IA3(AbstractAdapter):
         return self.before(self.base.transposed(self.after(x)))
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        counted = lambda gate: of_groups(jax.vmap(IA3.counted)(self, gate), sizes, len(x))
-        x = x if self.of_in is None else (x * counted(self.of_in)).astype(x.dtype)
+        counts = self.alike(self.applies)
+        gates = lambda gate: of_groups(jax.vmap(IA3.gates)(self, gate, counts), sizes, len(x))
+        x = x if self.of_in is None else (x * gates(self.of_in)).astype(x.dtype)
         y = self.base.grouped(x, sizes)
-        return y if self.of_out is None else (y * counted(self.of_out)).astype(y.dtype)
+        return y if self.of_out is None else (y * gates(self.of_out)).astype(y.dtype)
 
     def before(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows in"]:
-        return x if self.of_in is None else (x * self.counted(self.of_in)).astype(x.dtype)
+        return x if self.of_in is None else (x * self.gates(self.of_in, self.counted(x))).astype(x.dtype)
 
     def after(self, y: Float[Array, "*rows out"]) -> Float[Array, "*rows out"]:
-        return y if self.of_out is None else (y * self.counted(self.of_out)).astype(y.dtype)
+        return y if self.of_out is None else (y * self.gates(self.of_out, self.counted(y))).astype(y.dtype)
 
-    def counted(self, gate: Float[Array, "size"]) -> Float[Array, "size"]:
-        return 1 + jnp.where(self.applies, self.weight, 0) * (gate - 1)
+    def gates(self, gate: Float[Array, "size"], counts: Float[Array, "..."]) -> Float[Array, "*rows size"]:
+        """l, as much as it counts."""
+        return 1 + jnp.where(self.applies, counts, 0) * (gate - 1)
 
     def changed(self, matrix: Matrix) -> Matrix:
         if self.of_in is not None:
-            return matrix * self.counted(self.of_in)
-        return matrix if self.of_out is None else matrix * self.counted(self.of_out)[:, None]
+            return matrix * self.gates(self.of_in, self.alike(self.applies))
+        return matrix if self.of_out is None else matrix * self.gates(self.of_out, self.alike(self.applies))[:, None]
 
     def changed_shift(self, shift: Shift | None) -> Shift | None:
-        return shift if shift is None or self.of_out is None else shift * self.counted(self.of_out)
+        return (
+            shift if shift is None or self.of_out is None else shift * self.gates(self.of_out, self.alike(self.applies))
+        )

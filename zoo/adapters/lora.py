@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
 from zoo.layers.linear import of_groups
-from zoo.parallel import Dim, buffer, transparent, tuned
+from zoo.parallel import Dim, buffer, manner, transparent, tuned
 
-from .abstract import AbstractAdapter, Matrix, Shift, dims_of, on, sizes_of
+from .abstract import Matrix, Weight, dims_of, on, sizes_of
+from .factors import AbstractFactors, checked_rate, difference, matrix_of
 
 Start = Literal["zero", "gaussian", "pissa", "olora"]
 """How factors start: B with zeros, A as PyTorch starts a Linear, or normal; or with a part of W, which the base gives
@@ -19,7 +20,7 @@ up: its largest singular values (PiSSA, Meng et al., arXiv:2404.02948, section 3
 decomposition (OLoRA, Büyükakyüz, arXiv:2406.01775, section 3). Switched off, such an adapter leaves W without it."""
 
 
-class LoRA(AbstractAdapter):
+class LoRA(AbstractFactors):
     """y = W x + b + scale B A x, with A of shape [rank, in] and B [out, rank] (Hu et al., arXiv:2106.09685, section
     4.1).
 
@@ -35,18 +36,18 @@ class LoRA(AbstractAdapter):
     """A."""
     up: Linear = tuned()
     """B."""
-    bias: Float[Array, "out"] | None = tuned()
-    """In place of the base's, where that is learnt too."""
     first_down: Float[Array, "rank in"] | None = buffer()
     first_up: Float[Array, "out rank"] | None = buffer()
     """A and B as they started, where the base gave them up: what it was is W + scale B A of these."""
     rank: Int[Array, ""]
     scale: Float[Array, ""] = buffer()
-    weight: Float[Array, ""] = buffer()
+    weight: Weight = buffer()
+    keys: Key[Array, "batch"] | None
 
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)
     label: str = eqx.field(static=True)
+    dropout: float = manner()
 
     def __init__(
         self,
@@ -56,12 +57,14 @@ class LoRA(AbstractAdapter):
         rank: int | Int[Array, ""],
         scale: float | Float[Array, ""],
         start: Start = "zero",
+        dropout: float | int = 0.0,
         label: str = "lora",
         key: Key[Array, ""],
     ):
         """- `largest` is the rank of the arrays, `rank` how much of it counts.
         - `start`: A starts uniform within 1 / sqrt(in), or normal with a deviation of 1 / rank ("gaussian"), and B with
           zeros; or both with a part of W ("pissa", "olora").
+        - `dropout`: the share of what A reads that is zeroed while the model is given a key.
         """
         (self.in_, self.out), (out_size, in_size) = dims_of(base), sizes_of(base)
         rank = jnp.asarray(rank, jnp.int32)
@@ -80,45 +83,24 @@ class LoRA(AbstractAdapter):
         self.base = base
         self.down = matrix_of(jnp.where(counts[:, None], down, 0), in_=self.in_, out=Dim("rank"))
         self.up = matrix_of(up, in_=Dim("rank"), out=self.out)
-        self.bias = None
-        self.rank, self.scale = rank, scale
-        self.weight, self.label = on(), label
-
-    @property
-    def factor(self) -> Float[Array, "*experts"]:
-        """What B A is multiplied with."""
-        return self.scale * self.weight
+        self.rank, self.scale, self.weight = rank, scale, on()
+        self.keys, self.dropout, self.label = None, checked_rate(dropout), label
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        y = self.base(x) + self.beside(x).astype(x.dtype)
-        return y if self.bias is None else y + self.moved().astype(x.dtype)
-
-    def moved(self) -> Float[Array, "out"]:
-        """How far the bias is from the base's."""
-        assert self.bias is not None and self.base.shift is not None
-        return self.weight * (self.bias - self.base.shift)
-
-    def beside(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        """scale B A x."""
-        inner = self.down(x.astype(self.down.weight.dtype))
-        return self.up((inner * self.factor).astype(inner.dtype))
+        return self.base(x) + self.up(self.inner(x, self.scale * self.counted(x))).astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         inner = self.up.transposed(x.astype(self.up.weight.dtype))
-        return self.base.transposed(x) + self.down.transposed((inner * self.factor).astype(inner.dtype)).astype(x.dtype)
+        inner = (inner * (self.scale * self.counted(x))).astype(inner.dtype)
+        return self.base.transposed(x) + self.down.transposed(inner).astype(x.dtype)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        if self.bias is not None:
-            raise NotImplementedError("biases of experts are not learnt beside a LoRA: leave bias out")
         inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes)
-        inner = inner * of_groups(self.factor[:, None], sizes, len(x))
+        inner = inner * of_groups((self.scale * self.alike(self.scale))[:, None], sizes, len(x))
         return self.base.grouped(x, sizes) + self.up.grouped(inner.astype(self.up.weight.dtype), sizes).astype(x.dtype)
 
     def changed(self, matrix: Matrix) -> Matrix:
-        return matrix + self.factor * difference(self.down, self.up)
-
-    def changed_shift(self, shift: Shift | None) -> Shift | None:
-        return shift if shift is None or self.bias is None else shift + self.moved()
+        return matrix + self.scale * self.alike(self.scale) * difference(self.down, self.up)
 
 
 def part_of(
@@ -141,14 +123,3 @@ def part_of(
 def given_up(base: AbstractLinear, part: Matrix) -> AbstractLinear:
     """The base without a part of its matrix, in the dtypes that it has."""
     return jax.tree.map(lambda new, old: new.astype(old.dtype), base.exchanged(base.matrix - part, base.shift), base)
-
-
-def difference(down: Linear, up: Linear) -> Matrix:
-    """B A, in float32."""
-    return jnp.matmul(up.matrix, down.matrix, precision="highest")
-
-
-def matrix_of(weight: Float[Array, "out in"], *, in_: Dim, out: Dim) -> Linear:
-    """A Linear that has this weight, and no bias."""
-    make = eqx.filter_eval_shape(Linear, *weight.shape[::-1], in_=in_, out=out, key=jax.random.key(0))
-    return eqx.tree_at(lambda linear: linear.weight, make, weight)

@@ -1,6 +1,6 @@
 """Adapters into the matrices they stand around, and out again; and how much each of them counts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -8,23 +8,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zoo.layers import AbstractLinear
+from zoo.layers import AbstractEmbedding, AbstractLinear
 from zoo.models.names import Numbers, map_modules
-from zoo.parallel import Dim, buffer, transparent
+from zoo.parallel import Dim, Learnt, buffer, settled, transparent
 
 from .abstract import AbstractAdapter, Matrix, Shift, dims_of
+from .embedding import EmbeddingLoRA
 from .lora import LoRA
 from .targets import over_stacked
 
 Model = TypeVar("Model")
 
 
+Adapter = AbstractAdapter | EmbeddingLoRA
+
+
 def is_adapter(node: Any) -> bool:
-    return isinstance(node, AbstractAdapter)
+    return isinstance(node, Adapter)
+
+
+def is_learnt(node: Any) -> bool:
+    return isinstance(node, Learnt)
 
 
 def labels(model: Any) -> list[str]:
-    """The names of a model's adapters, innermost first."""
+    """The names of a model's adapters, innermost first; then those under which whole parameters are learnt."""
     found: dict[str, None] = {}
 
     def look(node: Any) -> None:
@@ -34,7 +42,8 @@ def labels(model: Any) -> list[str]:
                 found.setdefault(one.label)
 
     look(model)
-    return list(found)
+    whole = [node.label for node in jax.tree.leaves(model, is_leaf=is_learnt) if is_learnt(node)]
+    return list(found | dict.fromkeys(whole))
 
 
 def chosen(model: Any, label: str | None) -> None:
@@ -47,13 +56,15 @@ def chosen(model: Any, label: str | None) -> None:
 
 
 def mapped(model: Model, function: Any) -> Model:
-    """`function(adapter)` in place of every adapter, those beneath it first."""
+    """`function(adapter)` in place of every adapter, those beneath it first, and of every parameter that is learnt as a
+    whole."""
 
     def one(node: Any) -> Any:
         if not is_adapter(node):
             return node
         return function(eqx.tree_at(lambda node: node.base, node, one(node.base)))
 
+    model = jax.tree.map(lambda node: function(node) if is_learnt(node) else node, model, is_leaf=is_learnt)
     return jax.tree.map(one, model, is_leaf=is_adapter)
 
 
@@ -61,16 +72,23 @@ def without(model: Model, label: str | None = None) -> Model:
     """The model with an adapter of this name, or all of them, taken away: what was there before, but for rounding where
     the adapter had started with a part of it. **Raises** `ValueError` for a name that no adapter has."""
     chosen(model, label)
+    gone = lambda node: is_learnt(node) and label in (None, node.label)
+    model = jax.tree.map(lambda node: node.base if gone(node) else node, model, is_leaf=is_learnt)
 
-    def one(name: str, numbers: Numbers, adapter: AbstractAdapter) -> AbstractLinear:
+    def one(name: str, numbers: Numbers, adapter: Adapter) -> AbstractLinear | AbstractEmbedding:
         return over_stacked(lambda adapter: taken(adapter, label), numbers)(adapter)
 
     return map_modules(one, model, is_adapter)
 
 
-def taken(adapter: AbstractLinear, label: str | None) -> AbstractLinear:
+def plain_of(model: Model) -> Model:
+    """The model without any adapters, if it has some."""
+    return without(model) if labels(model) else model
+
+
+def taken(adapter: Any, label: str | None) -> Any:
     """What is left of one matrix's adapters."""
-    if not isinstance(adapter, AbstractAdapter):
+    if not is_adapter(adapter):
         return adapter
     base = taken(adapter.base, label)
     if label not in (None, adapter.label):
@@ -87,12 +105,68 @@ def weighted(model: Model, weights: Mapping[str, float | int]) -> Model:
     for label in weights:
         chosen(model, label)
 
-    def one(adapter: AbstractAdapter) -> AbstractAdapter:
+    def one(adapter: Any) -> Any:
         if adapter.label not in weights:
             return adapter
         return eqx.tree_at(lambda a: a.weight, adapter, jnp.full_like(adapter.weight, weights[adapter.label]))
 
     return mapped(model, one)
+
+
+def by_row(model: Model, rows: Sequence[str | None] | Int[Array, "batch"]) -> Model:
+    """The model with an adapter of its own for each row of a batch: of the others' changes none counts there.
+
+    - `rows`: a label for each row, None for none; or the labels' numbers in `labels(model)`, -1 for none: an array that
+      comes with a batch. On a mesh, and with micro-batches, choose inside the loss: there the rows are its own.
+
+    All adapters are computed for all rows, and what does not count is multiplied with 0: for a few adapters that is
+    little beside the base.
+
+    **Raises** `ValueError` for a label that no adapter has, and for one under which whole parameters are learnt, which
+    all rows share. A model whose experts or head have adapters says so when it is called.
+    """
+    there = labels(model)
+    if not isinstance(rows, jax.Array):
+        for label in {label for label in rows if label is not None}:
+            chosen(model, label)
+        rows = jnp.asarray([-1 if label is None else there.index(label) for label in rows])
+    whole = {node.label for node in jax.tree.leaves(model, is_leaf=is_learnt) if is_learnt(node)}
+    if whole:
+        raise ValueError(f"{', '.join(sorted(whole))}: whole parameters are learnt there, which all rows share")
+
+    def one(adapter: Any) -> Any:
+        own = (rows == there.index(adapter.label)).astype(jnp.float32)
+        stacked = jax.tree.leaves(adapter.scale if hasattr(adapter, "scale") else adapter.applies)[0].shape
+        return eqx.tree_at(lambda a: a.weight, adapter, jnp.broadcast_to(own, (*stacked, len(own))))
+
+    return mapped(model, one)
+
+
+class MergedEmbedding(AbstractEmbedding):
+    """A table with an adapter merged into it, and beside it what it was made of, so that it can be taken out again."""
+
+    base: AbstractEmbedding = transparent()
+    made_of: EmbeddingLoRA = buffer()
+
+    label: str = eqx.field(static=True)
+    multiplier: float = eqx.field(static=True)
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        return self.base(tokens)
+
+    def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
+        return self.base.transposed(x)
+
+    @property
+    def matrix(self) -> Float[Array, "vocab embed"]:
+        return self.base.matrix
+
+    def exchanged(self, matrix: Float[Array, "vocab embed"], shift: None = None) -> AbstractEmbedding:
+        return self.base.exchanged(matrix)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.base.sizes
 
 
 class Merged(AbstractLinear):
@@ -144,25 +218,33 @@ def merge(model: Model, *, keep: bool = False) -> Model:
     """
     chosen(model, None)
 
-    def one(name: str, numbers: Numbers, adapter: AbstractAdapter) -> AbstractLinear:
-        fold = lambda adapter: innermost(adapter).exchanged(adapter.matrix, adapter.shift)
-        plain = like(over_stacked(fold, numbers)(adapter), innermost(adapter))
-        return Merged(plain, adapter, *dims_of(adapter), adapter.label) if keep else plain
+    def one(name: str, numbers: Numbers, adapter: Adapter) -> AbstractLinear | AbstractEmbedding:
+        def fold(adapter: Any) -> Any:
+            adapter = settled(adapter)
+            return innermost(adapter).exchanged(adapter.matrix, adapter.shift)
 
-    return map_modules(one, model, is_adapter)
+        plain = like(over_stacked(fold, numbers)(adapter), settled(innermost(adapter)))
+        if not keep:
+            return plain
+        if isinstance(adapter, EmbeddingLoRA):
+            return MergedEmbedding(base=plain, made_of=adapter, label=adapter.label, multiplier=adapter.multiplier)
+        return Merged(plain, adapter, *dims_of(adapter), adapter.label)
+
+    merged = map_modules(one, model, is_adapter)
+    return merged if keep else settled(merged)
 
 
 def unmerge(model: Model) -> Model:
     """What `merge(model, keep=True)` was given. **Raises** `ValueError` where nothing was kept."""
-    is_merged = lambda node: isinstance(node, Merged)
+    is_merged = lambda node: isinstance(node, Merged | MergedEmbedding)
     if not any(map(is_merged, jax.tree.leaves(model, is_leaf=is_merged))):
         raise ValueError("no merged adapter was kept in this model: merge with keep=True")
     return jax.tree.map(lambda node: node.made_of if is_merged(node) else node, model, is_leaf=is_merged)
 
 
-def innermost(adapter: AbstractLinear) -> AbstractLinear:
+def innermost(adapter: Any) -> Any:
     """What lies under all adapters."""
-    while isinstance(adapter, AbstractAdapter):
+    while is_adapter(adapter):
         adapter = adapter.base
     return adapter
 

@@ -22,7 +22,7 @@ tensors, and how a base's matrix lies in its file off the family's table."""
 
 LORA: Mapping[str, Any] = {
     "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
-    "lora_dropout": 0.0, "init_lora_weights": True,
+    "lora_dropout": 0.0, "init_lora_weights": True, "ensure_weight_tying": False,
 }  # fmt: skip
 LORA_INERT = ("corda_config", "eva_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size")
 """How factors were started, or what another switch brings into play."""
@@ -30,7 +30,6 @@ LORA_REFUSED: Mapping[str, tuple] = {
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,), "layer_replication": (None,),
     "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,), "target_parameters": (None, []),
     "trainable_token_indices": (None,), "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
-    "ensure_weight_tying": (False,),
 }  # fmt: skip
 
 RANKED: Mapping[str, Any] = {
@@ -77,12 +76,10 @@ def read_config(directory: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: the key {key!r} is not known{nearest(key, known) or ' to us.'}")
     for fault in faults({**defaults, **given}):
         raise CheckpointError(f"{path}: {fault}")
-    honoured = ("none", "lora_only") if method == "LORA" and not given.get("use_dora") else ("none",)
+    honoured = ("none", "lora_only", "all") if method == "LORA" else ("none",)
     if given.get("bias", "none") not in honoured:
         told = f"{given['bias']!r} is not read with this method; it is {' or '.join(map(repr, honoured))}"
         raise CheckpointError(f"{path}: bias = {told}")
-    if given.get("modules_to_save"):
-        raise CheckpointError(f"{path}: modules_to_save = {given['modules_to_save']!r} is not read yet")
     return {**ALWAYS, **defaults, **given}
 
 

@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import jax
-
 from zoo.models.facts import Row, Table
 from zoo.models.names import each, fill
 from zoo.weights.plan import parts_of
 from zoo.weights.save import described
 
-from .abstract import AbstractAdapter
 from .added import LoHa, LoKr
 from .dora import DoRA
+from .embedding import EmbeddingLoRA
 from .ia3 import IA3
 from .lora import LoRA
-from .merge import is_adapter, without
+from .merge import Adapter, plain_of
 from .targets import Found, matrices
 from .vera import VeRA
 
@@ -53,7 +51,7 @@ class Field(NamedTuple):
     """Which of its dims counts ranks."""
 
 
-def fields(adapter: AbstractAdapter) -> list[Field]:
+def fields(adapter: Adapter) -> list[Field]:
     """The arrays of an adapter. **Raises** `NotImplementedError` for a kind that PEFT's files do not have."""
     match adapter:
         case LoRA() | DoRA():
@@ -63,9 +61,12 @@ def fields(adapter: AbstractAdapter) -> list[Field]:
             ]
             if isinstance(adapter, DoRA):
                 found.append(Field("lora_magnitude_vector", lambda dora: dora.magnitude, rows=True))
-            elif adapter.bias is not None:
-                found.append(Field("base_layer.bias", lambda lora: lora.bias, rows=True))
             return found
+        case EmbeddingLoRA():
+            return [
+                Field("lora_embedding_A", lambda lora: lora.down.swapaxes(-1, -2), ranks=0),
+                Field("lora_embedding_B", lambda lora: lora.up.weight, ranks=1),
+            ]
         case IA3(of_in=None):
             return [Field("ia3_l", lambda ia3: ia3.of_out[..., None], rows=True)]
         case IA3():
@@ -112,5 +113,4 @@ def modules(model: Any, table: Table) -> Iterator[Module]:
 
 def table_of(model: Any) -> Table:
     """The names of a model's tensors in its family's files, whatever adapters it has."""
-    plain = without(model) if any(map(is_adapter, jax.tree.leaves(model, is_leaf=is_adapter))) else model
-    return described(plain, None, {})[1]
+    return described(plain_of(model), None, {})[1]

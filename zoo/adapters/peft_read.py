@@ -1,7 +1,6 @@
 """PEFT's files in: adapter_config.json and adapter_model.safetensors."""
 
 from collections.abc import Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,14 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zoo.layers import AbstractEmbedding
 from zoo.models.facts import Row
 from zoo.weights import CheckpointError
 from zoo.weights.directory import find
 from zoo.weights.tensors import Tensor, read_file
 
+from . import peft_whole
 from .abstract import AbstractAdapter
 from .added import LoHa, LoKr
 from .dora import DoRA
+from .embedding import EmbeddingLoRA
+from .factors import checked_rate
+from .full import learning
 from .ia3 import IA3
 from .lora import LoRA
 from .peft_config import read_config, scale_of
@@ -29,10 +33,11 @@ from .vera import VeRA
 Model = TypeVar("Model")
 
 
-def load(model: Model, directory: str | Path, *, label: str = "default") -> Model:
+def load(model: Model, directory: str | Path, *, dropout: float | int = 0.0, label: str = "default") -> Model:
     """The model with the adapter of a PEFT directory around its matrices. `model` is, or has the names of, a checkpoint
     that we read: `zoo.load` gives one.
 
+    - `dropout`: of a LoRA or DoRA, where it is learnt on: a file's own is a matter of how it was learnt, and not read.
     - `label`: what the adapter is called, and its parameters stand under.
 
     **Raises** `CheckpointError` for a directory that is none, a method or an option that we do not compute, tensors of
@@ -41,18 +46,26 @@ def load(model: Model, directory: str | Path, *, label: str = "default") -> Mode
     path = find(directory)
     config, source = read_config(path), read_file(path / FILE)
     table = table_of(model)
-    reader = Reader(config, source, str(path / FILE), label)
+    reader = Reader(config, source, str(path / FILE), label, checked_rate(dropout))
     for module in modules(model, table):
         reader.read(module)
+    if "embedding" in reader.parts and getattr(model, "head", True) is None and not config.get("ensure_weight_tying"):
+        raise CheckpointError(
+            f"{path}: the embedding has an adapter, and is the head here too; PEFT leaves the head as it was unless "
+            "ensure_weight_tying is set, which is another model: untie the two in the base"
+        )
+    of_base = {name.removeprefix(PREFIX): tensor for name, tensor in source.items() if name not in reader.read_so_far}
+    values, also = peft_whole.values(model, table, of_base, config, reader.place)
+    reader.read_so_far |= {PREFIX + name for name in also}
     reader.finish()
-    return wrapped(model, reader.plan, jax.random.key(0))
+    return learning(wrapped(model, reader.plan, jax.random.key(0)), values, label)
 
 
 class Reader:
     """The tensors of one adapter, as they are found for the modules of a model."""
 
-    def __init__(self, config: Mapping[str, Any], source: Mapping[str, Tensor], place: str, label: str):
-        self.config, self.source, self.place, self.label = config, source, place, label
+    def __init__(self, config: Mapping[str, Any], source: Mapping[str, Tensor], place: str, label: str, dropout: float):
+        self.config, self.source, self.place, self.label, self.dropout = config, source, place, label, dropout
         self.read_so_far: set[str] = set()
         self.parts: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
         """Name of ours -> index -> its arrays."""
@@ -105,10 +118,12 @@ class Reader:
 
 
 def read_lora(reader: Reader, module: Module) -> dict[str, Any] | None:
-    down, up = reader.tensor(module, "lora_A.weight"), reader.tensor(module, "lora_B.weight", rows=True)
+    is_table = isinstance(module.found.module, AbstractEmbedding)
+    words = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
+    down, up = reader.tensor(module, words[0]), reader.tensor(module, words[1], rows=True)
     if down is None and up is None:
         return None
-    outputs, inputs = module.found.sizes()
+    outputs, inputs = module.found.sizes()[:: -1 if is_table else 1]
     if down is None or up is None or down.shape[1:] != (inputs,) or up.shape != (outputs, len(down)):
         told = " and ".join(str(list(x.shape)) if x is not None else "nothing" for x in (down, up))
         raise CheckpointError(
@@ -116,18 +131,22 @@ def read_lora(reader: Reader, module: Module) -> dict[str, Any] | None:
             f"are {told}"
         )
     found = {"down": down, "up": up, "scale": scale_of(reader.config, module.theirs, len(down))}
+    if reader.config["use_dora"] and is_table:
+        raise CheckpointError(
+            f"{reader.place}: use_dora is set, and {module.theirs} is a table: it is read with LoRA only"
+        )
     if reader.config["use_dora"]:
         found["magnitude"] = reader.vector(module, "lora_magnitude_vector", outputs, rows=True)
         if found["magnitude"] is None:
             raise CheckpointError(f"{reader.place}: use_dora is set, and {module.theirs} has no lora_magnitude_vector")
-    if reader.config["bias"] != "none":
-        found["bias"] = reader.vector(module, "base_layer.bias", outputs, rows=True)
     return found
 
 
 def plan_lora(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
     """Factors of the largest rank for all layers, those of fewer ranks filled up with zeros."""
     runs, (outputs, inputs) = [len(run) for run in found.numbers], found.sizes()
+    if isinstance(found.module, AbstractEmbedding):
+        outputs, inputs = inputs, outputs
     largest = max(len(part["down"]) for part in parts.values())
     dtype = next(iter(parts.values()))["down"].dtype
     tables = {
@@ -140,23 +159,22 @@ def plan_lora(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict
         rank = len(part["down"])
         tables["rank"][index], tables["scale"][index] = rank, part["scale"]
         tables["down"][index][:rank], tables["up"][index][:, :rank] = part["down"], part["up"]
-    kind = DoRA if reader.config["use_dora"] else LoRA
-    for word in ("magnitude", "bias"):
-        given = {index: part[word] for index, part in parts.items() if part.get(word) is not None}
-        if not given:
-            continue
-        tables[word] = np.zeros((*runs, outputs), next(iter(given.values())).dtype)
-        for index, numbers in given.items():
-            tables[word][index] = numbers
+    if reader.config["use_dora"]:
+        tables["magnitude"] = np.zeros((*runs, outputs), dtype)
+        for index, part in parts.items():
+            tables["magnitude"][index] = part["magnitude"]
 
-    def make(base: Any, *, rank: Any, scale: Any, key: Any, **arrays: Any) -> AbstractAdapter:
-        adapter = kind(base, largest=largest, rank=rank, scale=scale, label=reader.label, key=key)
-        adapter = eqx.tree_at(lambda a: (a.down.weight, a.up.weight), adapter, (arrays["down"], arrays["up"]))
-        for word in {"magnitude", "bias"} & set(arrays):
-            before = base.shift if word == "bias" else adapter.magnitude  # of a layer that has no adapter
-            own = jnp.where(rank > 0, arrays[word], before)
-            adapter = eqx.tree_at(attrgetter(word), adapter, own, is_leaf=lambda x: x is None)
-        return adapter
+    def make(base: Any, *, rank: Any, scale: Any, key: Any, down: Any, up: Any, magnitude: Any = None) -> Any:
+        options = {"largest": largest, "rank": rank, "scale": scale, "label": reader.label, "key": key}
+        if isinstance(base, AbstractEmbedding):
+            table = EmbeddingLoRA(base, **options)
+            return eqx.tree_at(lambda a: (a.down, a.up.weight), table, (down.T, up))
+        adapter = (LoRA if magnitude is None else DoRA)(base, dropout=reader.dropout, **options)
+        adapter = eqx.tree_at(lambda a: (a.down.weight, a.up.weight), adapter, (down, up))
+        if magnitude is None:
+            return adapter
+        own = jnp.where(rank > 0, magnitude, adapter.magnitude)  # of a layer that has no adapter: as it was
+        return eqx.tree_at(lambda a: a.magnitude, adapter, own)
 
     return make, tables
 

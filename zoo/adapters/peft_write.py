@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from zoo.models.facts import Row
+from zoo.models.facts import Row, Table
 from zoo.weights import CheckpointError
 from zoo.weights.save import on_host
 from zoo.weights.tensors import write_file
 
-from .abstract import AbstractAdapter
+from . import peft_whole
 from .added import LoHa, LoKr
 from .dora import DoRA
+from .embedding import EmbeddingLoRA
 from .ia3 import IA3
 from .lora import LoRA
-from .merge import chosen, labels
+from .merge import chosen, is_adapter, labels
 from .peft_config import CONFIG
 from .peft_names import FILE, PREFIX, SHARED, Field, Module, fields, modules, table_of
 from .targets import matrices
@@ -74,21 +75,24 @@ def tensors(model: Any, tree: Any = None, *, label: str) -> dict[str, np.ndarray
     """An adapter's arrays by PEFT's names: those of `model`, or what a tree of its shape has in their places: of
     gradients, those of parts that share an array are added up."""
     found: dict[str, np.ndarray] = {}
-    for theirs, parts in placed(model, tree, label).items():
+    table = table_of(model)
+    by_module = placed(model, tree, table, label)
+    for theirs, parts in by_module.items():
         for field in fields(next(iter(parts.values()))[1]):
             put_together = joined if tree is None else added
             found[f"{PREFIX}{theirs}.{field.suffix}"] = put_together(field, parts)
         _, adapter, value = next(iter(parts.values()))
         if isinstance(adapter, VeRA) and tree is None:
             found |= widest(found, value, next(iter(parts.values()))[0].index)
-    return dict(sorted(found.items()))
+    of_base, _ = peft_whole.written(model, tree, table, label, set(by_module))
+    return dict(sorted((found | {PREFIX + name: numbers for name, numbers in of_base.items()}).items()))
 
 
-def placed(model: Any, tree: Any, label: str) -> dict[str, dict[int, tuple[Module, Any, Any]]]:
+def placed(model: Any, tree: Any, table: Table, label: str) -> dict[str, dict[int, tuple[Module, Any, Any]]]:
     """Their module -> its parts."""
     values = {found.name: found.module for found in matrices(model if tree is None else tree)}
     found: dict[str, dict[int, tuple[Module, Any, Any]]] = {}
-    for module in modules(model, table_of(model)):
+    for module in modules(model, table):
         adapter = labelled(module.found.module, label)
         if adapter is not None and there(adapter, module.index):
             value = labelled(values[module.found.name], label)
@@ -98,14 +102,14 @@ def placed(model: Any, tree: Any, label: str) -> dict[str, dict[int, tuple[Modul
 
 def labelled(node: Any, label: str) -> Any:
     """The adapter of this name, of those around one matrix."""
-    while isinstance(node, AbstractAdapter) and node.label != label:
+    while is_adapter(node) and node.label != label:
         node = node.base
-    return node if isinstance(node, AbstractAdapter) else None
+    return node if is_adapter(node) else None
 
 
 def there(adapter: Any, index: tuple[int, ...]) -> bool:
     """Whether one layer has it."""
-    counts = adapter.rank if isinstance(adapter, LoRA | DoRA) else adapter.applies
+    counts = adapter.rank if isinstance(adapter, LoRA | DoRA | EmbeddingLoRA) else adapter.applies
     return bool(np.asarray(counts)[index])
 
 
@@ -116,7 +120,7 @@ def own(field: Field, module: Module, adapter: Any, value: Any) -> np.ndarray:
         return numbers
     ranks = range(int(np.asarray(adapter.rank)[module.index]))
     numbers = numbers.take(ranks, axis=field.ranks)
-    if isinstance(value, DoRA) or value.first_down is None:
+    if not isinstance(value, LoRA) or value.first_down is None or value.first_up is None:
         return numbers
     first = on_host(value.first_down if field.ranks == 0 else -value.first_up, module.index).take(ranks, field.ranks)
     return np.concatenate([numbers, first], axis=field.ranks)
@@ -174,17 +178,25 @@ def widest(found: Mapping[str, np.ndarray], vera: VeRA, index: tuple[int, ...]) 
 
 def config_of(model: Any, label: str) -> dict[str, Any]:
     """What PEFT has to know of an adapter."""
-    by_module = placed(model, None, label)
+    table = table_of(model)
+    by_module = placed(model, None, table, label)
+    if not by_module:
+        raise CheckpointError(
+            f"{label!r} is no adapter around matrices: whole parameters alone are zoo.save's to write"
+        )
+    _, beside = peft_whole.written(model, None, table, label, set(by_module))
     adapters = {theirs: next(iter(parts.values())) for theirs, parts in by_module.items()}
     _, adapter, _ = next(iter(adapters.values()))
     config: dict[str, Any] = {
         "base_model_name_or_path": None,
         "fan_in_fan_out": any(module.row.transposed for module, _, _ in adapters.values()),
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": beside["modules_to_save"],
         "target_modules": sorted(adapters),
         "task_type": "CAUSAL_LM",
     }
+    if beside["bias"] != "none" and not isinstance(adapter, LoRA | DoRA | EmbeddingLoRA):
+        raise CheckpointError(f"biases are learnt beside a {type(adapter).__name__}, which PEFT's files do not have")
     match adapter:
         case IA3():
             inputs = sorted(theirs for theirs, (_, ia3, _) in adapters.items() if ia3.of_in is not None)
@@ -196,20 +208,19 @@ def config_of(model: Any, label: str) -> dict[str, Any]:
             }  # fmt: skip
         case LoHa() | LoKr():
             return config | added_config(adapters)
-    down, _, *_ = fields(adapter)
-    ranks = {theirs: len(joined(down, parts)) for theirs, parts in by_module.items()}
+    ranks = {theirs: len(joined(fields(adapters[theirs][1])[0], parts)) for theirs, parts in by_module.items()}
     alphas = {theirs: alpha_of(parts) * ranks[theirs] for theirs, parts in by_module.items()}
     rank, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
-    biased = isinstance(adapter, LoRA) and adapter.bias is not None
+    dropped = [one.dropout for _, one, _ in adapters.values() if isinstance(one, LoRA | DoRA)]
     return config | {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": {theirs: own for theirs, own in ranks.items() if own != rank},
         "alpha_pattern": {theirs: own for theirs, own in alphas.items() if own != alpha},
-        "bias": "lora_only" if biased else "none",
-        "lora_dropout": 0.0,
-        "use_dora": isinstance(adapter, DoRA),
+        "bias": beside["bias"],
+        "lora_dropout": max(dropped, default=0.0),
+        "use_dora": any(isinstance(one, DoRA) for _, one, _ in adapters.values()),
         "use_rslora": False,
         "init_lora_weights": True,
     }

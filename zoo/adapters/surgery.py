@@ -1,6 +1,6 @@
 """Adapters around the matrices of a finished model, in all layers that are stacked together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,14 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractLinear
+from zoo.layers import AbstractEmbedding
 from zoo.models.names import map_modules
+from zoo.parallel import Learnt
 
 from .abstract import AbstractAdapter
 from .added import LoHa, LoKr
 from .dora import DoRA
+from .embedding import EmbeddingLoRA
+from .factors import checked_rate
+from .full import Bias, beside
 from .ia3 import IA3
 from .lora import LoRA, Start
+from .merge import innermost
 from .targets import Found, Targets, by_pattern, chooser, matrices, multiplies, over_stacked
 from .vera import VeRA, shared_projections
 
@@ -30,13 +35,15 @@ def wrapped(model: Model, plan: Plan, key: Key[Array, ""]) -> Model:
     one layer's matrix, with that layer's numbers and a key of its own, and mapped over the dims that are stacked."""
     order = {found.name: number for number, found in enumerate(matrices(model))}
 
-    def put(name: str, numbers: Any, module: AbstractLinear) -> AbstractLinear:
+    def put(name: str, numbers: Any, module: Any) -> Any:
         planned = plan(Found(name, numbers, module))
         if planned is None:
             return module
         make, tables = planned
+        if isinstance(getattr(innermost(module), "weight", None), Learnt):
+            raise ValueError(f"{name}.weight is learnt as a whole: no adapter goes around it")
 
-        def build(base: AbstractLinear, key: Key[Array, ""], own: dict[str, Array]) -> AbstractAdapter:
+        def build(base: Any, key: Key[Array, ""], own: dict[str, Array]) -> Any:
             return make(base, key=key, **own)
 
         keys = jax.random.split(jax.random.fold_in(key, order[name]), tuple(len(run) for run in numbers))
@@ -55,6 +62,9 @@ def lora(
     alpha_pattern: Mapping[str, float | int] | None = None,
     rank_stabilised: bool = False,
     start: Start = "zero",
+    dropout: float | int = 0.0,
+    bias: Bias = "none",
+    modules_to_save: Sequence[str] = (),
     label: str = "lora",
     key: Key[Array, ""],
 ) -> Model:
@@ -64,14 +74,16 @@ def lora(
     - `rank`, `alpha`: of all, unless a pattern in `rank_pattern` or `alpha_pattern` means a module. `alpha` is `rank`
       unless given. The change is scaled by alpha / rank, or by alpha / sqrt(rank) if `rank_stabilised`.
     - `start`: how A and B start: "zero", "gaussian", "pissa" or "olora".
+    - `dropout`: the share of what A reads that is zeroed while the model is given a key.
+    - `bias`: which biases are learnt too: "none", "lora_only" for those of the targets, or "all" of the model's.
+    - `modules_to_save`: what else is learnt as a whole: see `full`.
     - `label`: the adapter's name, under which its parameters stand.
 
     **Raises** `ValueError` for a target or pattern that means no matrix, and for a rank below 1.
     """
-    return ranked(
-        model, partial(LoRA, start=start, label=label), targets, rank, alpha, rank_pattern, alpha_pattern,
-        rank_stabilised, key,
-    )  # fmt: skip
+    make = partial(LoRA, start=start, dropout=checked_rate(dropout), label=label)
+    model = ranked(model, make, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilised, key)
+    return beside(model, targets, bias, modules_to_save, label)
 
 
 def dora(
@@ -84,14 +96,16 @@ def dora(
     alpha_pattern: Mapping[str, float | int] | None = None,
     rank_stabilised: bool = False,
     start: Start = "zero",
+    dropout: float | int = 0.0,
+    bias: Bias = "none",
+    modules_to_save: Sequence[str] = (),
     label: str = "dora",
     key: Key[Array, ""],
 ) -> Model:
     """The model with a `DoRA` around each of the targets. Arguments and errors are those of `lora`."""
-    return ranked(
-        model, partial(DoRA, start=start, label=label), targets, rank, alpha, rank_pattern, alpha_pattern,
-        rank_stabilised, key,
-    )  # fmt: skip
+    make = partial(DoRA, start=start, dropout=checked_rate(dropout), label=label)
+    model = ranked(model, make, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilised, key)
+    return beside(model, targets, bias, modules_to_save, label)
 
 
 def ia3(
@@ -112,6 +126,7 @@ def ia3(
         applies = found.table(meant, bool)
         if not applies.any():
             return None
+        matrix_only(found, "ia3")
         kinds = {of_inputs(name) for name in found.names().values() if meant(name)}
         if len(kinds) > 1:
             raise ValueError(f"ia3: {found.name} is one array over its layers: multiply the inputs of all, or of none")
@@ -140,10 +155,10 @@ def vera(
     outputs, inputs = (max(side) for side in zip(*sizes, strict=True))
     shared = shared_projections(rank, outputs, inputs, key)
 
-    def make(base: AbstractLinear, *, key: Key[Array, ""], applies: Array) -> VeRA:
+    def make(base: Any, *, key: Key[Array, ""], applies: Array) -> VeRA:
         return VeRA(base, shared=shared, applies=applies, first=first, label=label)
 
-    return alike(model, make, targets, key)
+    return alike(model, make, targets, key, label)
 
 
 def loha(
@@ -157,7 +172,7 @@ def loha(
 ) -> Model:
     """The model with a `LoHa` around each of the targets, its difference scaled by alpha / rank; `alpha` is `rank`
     unless given. **Raises** `ValueError` for a target that means no matrix, and for a rank below 1."""
-    return alike(model, partial(LoHa, rank=rank, scale=scale(alpha, rank), label=label), targets, key)
+    return alike(model, partial(LoHa, rank=rank, scale=scale(alpha, rank), label=label), targets, key, label)
 
 
 def lokr(
@@ -175,7 +190,7 @@ def lokr(
     unless given, `factor` and `both` are `LoKr`'s. **Raises** `ValueError` for a target that means no matrix, and for a
     rank below 1."""
     make = partial(LoKr, rank=rank, scale=scale(alpha, rank), factor=factor, both=both, label=label)
-    return alike(model, make, targets, key)
+    return alike(model, make, targets, key, label)
 
 
 def scale(alpha: float | int | None, rank: int) -> float:
@@ -184,20 +199,31 @@ def scale(alpha: float | int | None, rank: int) -> float:
     return 1.0 if alpha is None else alpha / rank
 
 
-def alike(model: Model, make: Callable[..., AbstractAdapter], targets: Targets, key: Key[Array, ""]) -> Model:
+def matrix_only(found: Found, method: str) -> None:
+    """**Raises** `ValueError` for a table, around which only a LoRA goes."""
+    if isinstance(found.module, AbstractEmbedding):
+        raise ValueError(f"{method}: {found.name} is a table that is looked up, which only a LoRA goes around")
+
+
+def alike(
+    model: Model, make: Callable[..., AbstractAdapter], targets: Targets, key: Key[Array, ""], label: str
+) -> Model:
     """Adapters that are as large in every layer that has one."""
     meant = chooser(targets, matrices(model))
 
     def plan(found: Found) -> Any:
         applies = found.table(meant, bool)
-        return (make, {"applies": applies}) if applies.any() else None
+        if not applies.any():
+            return None
+        matrix_only(found, label)
+        return make, {"applies": applies}
 
     return wrapped(model, plan, key)
 
 
 def ranked(
     model: Model,
-    make: Callable[..., AbstractAdapter],
+    make: partial[Any],
     targets: Targets,
     rank: int,
     alpha: float | int | None,
@@ -223,6 +249,23 @@ def ranked(
         own = found.table(lambda name: rank_of(name) if meant(name) else 0, np.int32)
         if not own.any():
             return None
+        if make.keywords.get("dropout") and (found.name in ("head", "embedding") or len(found.numbers) > 1):
+            raise ValueError(
+                f"{found.name}: what embeddings, heads and experts read is not dropped: leave "
+                "dropout out, or target other modules"
+            )
+        if isinstance(found.module, AbstractEmbedding):
+            return of_table(make, own, found, scale_of)
         return partial(make, largest=int(own.max())), {"rank": own, "scale": found.table(scale_of, np.float32)}
 
     return wrapped(model, plan, key)
+
+
+def of_table(make: partial[Any], rank: np.ndarray, found: Found, scale_of: Callable) -> Any:
+    """Around an embedding: a LoRA that starts with zeros. **Raises** `ValueError` for another method or start."""
+    if make.func is not LoRA:
+        matrix_only(found, make.keywords["label"])
+    if make.keywords["start"] != "zero":
+        raise ValueError(f"{found.name}: a LoRA of a table starts as zero, not as {make.keywords['start']!r}")
+    numbers = {"rank": rank, "scale": found.table(scale_of, np.float32)}
+    return partial(EmbeddingLoRA, largest=int(rank.max()), label=make.keywords["label"]), numbers

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from zoo.layers import AbstractLinear
+from zoo.layers import AbstractEmbedding, AbstractLinear
 from zoo.models.names import Numbers, each, fill, walk
 
 from .abstract import sizes_of
@@ -24,14 +24,14 @@ class Found(NamedTuple):
     name: str
     """With a star for each number."""
     numbers: Numbers
-    module: AbstractLinear
+    module: AbstractLinear | AbstractEmbedding
 
     def names(self) -> dict[tuple[int, ...], str]:
         """Index into the stacked dims -> the name of what lies there."""
         return {index: fill(self.name, numbers) for index, numbers in each(self.numbers)}
 
     def sizes(self) -> tuple[int, int]:
-        """Outputs and inputs of one of them."""
+        """Outputs and inputs of one of them; rows and their length of a table."""
         shapes = eqx.filter_eval_shape(lambda base: base, self.module)
         for _ in self.numbers:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
@@ -53,12 +53,12 @@ def over_stacked(function: Callable, numbers: Numbers) -> Callable:
 
 
 def multiplies(node: Any) -> bool:
-    """Whether it is one matrix, or one that adapters were put around."""
-    return isinstance(node, AbstractLinear) and hasattr(node, "in_")
+    """Whether it is one matrix, or a table, or one that adapters were put around."""
+    return isinstance(node, AbstractEmbedding) or (isinstance(node, AbstractLinear) and hasattr(node, "in_"))
 
 
 def matrices(model: Any) -> list[Found]:
-    """Every module of a model that multiplies one matrix."""
+    """Every module of a model that multiplies one matrix, and the embedding."""
     nodes = jax.tree.leaves(model, is_leaf=multiplies)
     named = walk(model, "", (), multiplies)
     return [Found(*at, node) for at, node in zip(named, nodes, strict=True) if multiplies(node)]
@@ -67,7 +67,7 @@ def matrices(model: Any) -> list[Found]:
 def chooser(targets: Targets, found: Sequence[Found]) -> Callable[[str], bool]:
     """Whether a module of this name, a layer's number in it, is meant.
 
-    - `"all-linear"`: every matrix but the head's.
+    - `"all-linear"`: every matrix but the head's and the embedding.
     - a name: `"query"`, `"attention.query"`, `"layers.3.attention.query"` is meant by what ends with it. A pattern is
       one of Python's regular expressions and has to fit the whole name: `r"layers\\.[01]\\..*"`.
     - a function of the name.
@@ -91,7 +91,7 @@ def chooser(targets: Targets, found: Sequence[Found]) -> Callable[[str], bool]:
 def means(target: str, name: str) -> bool:
     """Whether one target means a module."""
     if target == ALL:
-        return name != "head"
+        return name not in ("head", "embedding")
     if name == target or name.endswith("." + target):
         return True
     try:
@@ -103,10 +103,15 @@ def means(target: str, name: str) -> bool:
 def near(target: str, found: Sequence[Found]) -> str:
     """What may have been meant, or what there is."""
     words = sorted({name.rpartition(".")[2] for name, *_ in found})
+    return f"{near_words(target, words)[:-1]}, or {ALL!r}."
+
+
+def near_words(target: str, words: Sequence[str]) -> str:
+    """Which of these words may have been meant, and all there are."""
     last = target.rpartition(".")[2]
     close = difflib.get_close_matches(last, words, cutoff=0.5) + [word for word in words if last and last in word]
     told = f"Is it {' or '.join(dict.fromkeys(close))}? " if close else ""
-    return f"{told}There are {', '.join(words)}, or {ALL!r}."
+    return f"{told}There are {', '.join(words)}."
 
 
 def by_pattern(patterns: dict[str, Any], default: Any) -> Callable[[str], Any]:

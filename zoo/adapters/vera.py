@@ -9,8 +9,8 @@ from zoo.layers import AbstractLinear, Linear
 from zoo.layers.linear import of_groups
 from zoo.parallel import Dim, buffer, transparent, tuned
 
-from .abstract import AbstractAdapter, Matrix, dims_of, on, sizes_of
-from .lora import matrix_of
+from .abstract import AbstractAdapter, Matrix, Weight, dims_of, on, sizes_of
+from .factors import matrix_of
 
 
 class VeRA(AbstractAdapter):
@@ -28,7 +28,7 @@ class VeRA(AbstractAdapter):
     up_scale: Float[Array, "out"] = tuned(full_precision=True)
     applies: Bool[Array, ""]
     """False in a layer that has no adapter, where it is stacked with others that have."""
-    weight: Float[Array, ""] = buffer()
+    weight: Weight = buffer()
 
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)
@@ -53,29 +53,28 @@ class VeRA(AbstractAdapter):
         self.down_scale, self.up_scale = jnp.full(len(down), float(first)), jnp.zeros(out_size)
         self.applies, self.weight, self.label = jnp.asarray(applies), on(), label
 
-    @property
-    def outputs(self) -> Float[Array, "out"]:
+    def outputs(self, counts: Float[Array, "..."]) -> Float[Array, "*rows out"]:
         """`up_scale`, as much as it counts."""
-        return jnp.where(self.applies, self.weight, 0) * self.up_scale
+        return jnp.where(self.applies, counts, 0) * self.up_scale
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         inner = self.down(x.astype(self.down.weight.dtype)) * self.down_scale
-        change = self.up(inner.astype(self.up.weight.dtype)) * self.outputs
+        change = self.up(inner.astype(self.up.weight.dtype)) * self.outputs(self.counted(x))
         return self.base(x) + change.astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        inner = self.up.transposed((x * self.outputs).astype(self.up.weight.dtype)) * self.down_scale
+        inner = self.up.transposed((x * self.outputs(self.counted(x))).astype(self.up.weight.dtype)) * self.down_scale
         return self.base.transposed(x) + self.down.transposed(inner.astype(self.down.weight.dtype)).astype(x.dtype)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         per_row = lambda numbers: of_groups(numbers, sizes, len(x))
         inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes) * per_row(self.down_scale)
         change = self.up.grouped(inner.astype(self.up.weight.dtype), sizes)
-        change = change * per_row(jax.vmap(lambda vera: vera.outputs)(self))
+        change = change * per_row(jax.vmap(VeRA.outputs)(self, self.alike(self.applies)))
         return self.base.grouped(x, sizes) + change.astype(x.dtype)
 
     def changed(self, matrix: Matrix) -> Matrix:
-        up = self.outputs[:, None] * self.up.matrix * self.down_scale
+        up = self.outputs(self.alike(self.applies))[:, None] * self.up.matrix * self.down_scale
         return matrix + jnp.matmul(up, self.down.matrix, precision="highest")
 
 

@@ -67,7 +67,7 @@ def evaluate(
     files = texts(data)
     mesh = mesh_of(data=data_axis, fsdp=fsdp, tensor=tensor)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
-    vocab = model.embedding.weight.shape[0]
+    vocab, _ = model.embedding.sizes
     text = text_of(path, vocab)
     if text is None:
         raise ValueError(f"{path} has no {FILE}, and {vocab} tokens are no bytes: nothing says how text becomes tokens")

@@ -67,7 +67,7 @@ def generate(
     path = find(directory)
     mesh = mesh_of(data=data, fsdp=fsdp, tensor=tensor)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
-    vocab = model.embedding.weight.shape[0]
+    vocab, _ = model.embedding.sizes
     text = text_of(path, vocab)
     prompts = list(tokens) or [encoded(text, each, path) for each in prompt]
     stops = [token for token in stop_tokens(path) if token < vocab] if stop_token is None else stop_token

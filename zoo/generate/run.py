@@ -62,7 +62,7 @@ def generate(
     callback under `jit`; and what `model.init_state` raises where a model cannot hold as many.
     `NotImplementedError` for a mesh that splits layers or the sequence.
     """
-    vocab = model.embedding.weight.shape[0]
+    vocab, _ = model.embedding.sizes
     request.check_numbers(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, key is not None)
     request.check_prompt(tokens, mask, vocab)
     request.check_mesh(mesh)

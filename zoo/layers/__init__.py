@@ -7,7 +7,7 @@ from .convolution import ShortConvolution, Window
 from .course import Course
 from .delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from .dropout import Dropout
-from .embedding import Embedding, PositionEmbedding
+from .embedding import AbstractEmbedding, Embedding, PositionEmbedding
 from .gated_norm import GatedGroupNorm
 from .heads import HeadNorm, LowRank, Memory
 from .hgrn2 import HGRN2
@@ -36,6 +36,7 @@ __all__ = [
     "RWKV4",
     "RWKV6",
     "RWKV7",
+    "AbstractEmbedding",
     "AbstractFeedForward",
     "AbstractLinear",
     "AbstractMixer",

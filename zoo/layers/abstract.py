@@ -42,6 +42,11 @@ class AbstractLinear(Module):
         """The same with another W and b, in the dtypes that these have."""
         raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own that could be exchanged")
 
+    def keyed(self, info: Info, site: int) -> "AbstractLinear":
+        """The same with random keys, where it drops values in training: most do not. `site` tells it from the others of
+        its layer."""
+        return self
+
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         """Of a matrix an expert, stacked: W_e x + b_e, the first `sizes[0]` rows being expert 0's, the next expert 1's.
 

@@ -1,5 +1,7 @@
 """From token ids to vectors, and back; and from positions to vectors."""
 
+import abc
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
@@ -9,7 +11,40 @@ from zoo.parallel import Module, offset, reduce, shares
 from .linear import contract, truncated_normal
 
 
-class Embedding(Module):
+class AbstractEmbedding(Module):
+    """What stands where token ids become vectors: an `Embedding`, or what an adapter puts there."""
+
+    multiplier: eqx.AbstractVar[float]
+
+    @abc.abstractmethod
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        """`multiplier` times the row of each token."""
+
+    @abc.abstractmethod
+    def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
+        """W x: how much each row of the table points along x, which is the logits of a head tied to it."""
+
+    @property
+    @abc.abstractmethod
+    def matrix(self) -> Float[Array, "vocab embed"]:
+        """The table, in float32: of a device's share, its share."""
+
+    @property
+    def shift(self) -> None:
+        """None: there is no bias."""
+        return None
+
+    @abc.abstractmethod
+    def exchanged(self, matrix: Float[Array, "vocab embed"], shift: None = None) -> "AbstractEmbedding":
+        """The same with another table."""
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> tuple[int, int]:
+        """How many rows the table has, and how long they are."""
+
+
+class Embedding(AbstractEmbedding):
     """`multiplier` times row `token` of a table. `transposed` gives the logits of a head tied to it.
 
     Where the vocabulary is split, each device looks up the ids that it holds, and the sum brings the rest. The
@@ -29,17 +64,33 @@ class Embedding(Module):
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """An id outside the vocabulary gives NaN, on one device and on any mesh."""
-        size = self.weight.shape[0]
-        local = tokens - offset(self.weight, "vocab", size)
-        here = (0 <= local) & (local < size)
-        rows = jnp.where(here[..., None], self.weight[jnp.where(here, local, 0)], 0)
-        known = (0 <= tokens) & (tokens < size * shares(self.weight, "vocab"))
-        found = jnp.where(known[..., None], reduce(rows, over="vocab"), jnp.nan)
+        found = looked_up(self.weight, tokens)
         return found if self.multiplier == 1 else found * self.multiplier
 
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        """Wx: how much each row of the table points along x."""
         return contract(x, self.weight, 1)
+
+    @property
+    def matrix(self) -> Float[Array, "vocab embed"]:
+        return self.weight.astype(jnp.float32)
+
+    def exchanged(self, matrix: Float[Array, "vocab embed"], shift: None = None) -> "Embedding":
+        return eqx.tree_at(lambda embedding: embedding.weight, self, matrix)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        vocab, embed = self.weight.shape
+        return vocab, embed
+
+
+def looked_up(table: Float[Array, "vocab size"], tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq size"]:
+    """Rows of a table whose vocabulary may be split; NaN for an id outside it."""
+    size = table.shape[0]
+    local = tokens - offset(table, "vocab", size)
+    here = (0 <= local) & (local < size)
+    rows = jnp.where(here[..., None], table[jnp.where(here, local, 0)], 0)
+    known = (0 <= tokens) & (tokens < size * shares(table, "vocab"))
+    return jnp.where(known[..., None], reduce(rows, over="vocab"), jnp.nan)
 
 
 class PositionEmbedding(Module):

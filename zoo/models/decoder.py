@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.layers import AbstractLinear, AbstractNorm, Dropout, Embedding, Info, PositionEmbedding, positions_of
-from zoo.parallel import Module, current_mesh, gather, manner, shares
+from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractNorm, Dropout, Info, PositionEmbedding, positions_of
+from zoo.parallel import Module, current_mesh, gather, manner, settled, shares
 
 from .blocks import Stream
 from .facts import Origin
@@ -25,7 +25,7 @@ class Decoder(Module):
     A batch is explicit: `model(tokens)` takes "batch seq" and gives "batch seq vocab".
     """
 
-    embedding: Embedding
+    embedding: AbstractEmbedding
     stack: AbstractStack
     norm: AbstractNorm
     head: AbstractLinear | None
@@ -99,7 +99,7 @@ class Decoder(Module):
         **Raises** `ValueError` for more tokens than there are learned positions.
         """
         self.refuse_longer(length)
-        dtype = jax.eval_shape(self.embedding, jnp.zeros((1, 1), int)).dtype
+        dtype = jax.eval_shape(settled(self.embedding), jnp.zeros((1, 1), int)).dtype
         return self.stack.init_state(batch, length, dtype)
 
     def refuse_longer(self, length: int) -> None:
@@ -112,13 +112,13 @@ class Decoder(Module):
 class Unembedding(Module):
     """From hidden vectors to logits: a head, or an embedding used backwards."""
 
-    table: AbstractLinear | Embedding
+    table: AbstractLinear | AbstractEmbedding
 
     soft_cap: float | None = eqx.field(static=True)
     multiplier: float = eqx.field(static=True, default=1.0)
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        logits = self.table.transposed(x) if isinstance(self.table, Embedding) else self.table(x)
+        logits = self.table.transposed(x) if isinstance(self.table, AbstractEmbedding) else self.table(x)
         logits = logits if self.multiplier == 1 else self.multiplier * logits
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 

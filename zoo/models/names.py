@@ -13,7 +13,19 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.parallel import EITHER, LEARNT, MANNER, STACKED, TRANSPARENT, Dim, Leaf, Module, array_fields, leaves
+from zoo.parallel import (
+    EITHER,
+    LEARNT,
+    MANNER,
+    STACKED,
+    TRANSPARENT,
+    Dim,
+    Leaf,
+    Learnt,
+    Module,
+    array_fields,
+    leaves,
+)
 
 from .stack import Stack, Unstacked
 
@@ -57,7 +69,7 @@ def walk(
     elif isinstance(node, Stack):
         start = 0
         for segment in node.segments:
-            period, repeats = len(segment.blocks), segment.repeats
+            period, repeats = len(segment.blocks), segment.whole
             for place, block in enumerate(segment.blocks):
                 run = range(start + place, start + period * repeats, period)
                 yield from walk(block, below(name, "*"), (*numbers, run), stop)
@@ -77,6 +89,11 @@ def walk(
                 yield from walk(child, below(name, word, "*"), (*numbers, run), stop)
             else:
                 yield from walk(child, below(name, word), numbers, stop)
+    elif isinstance(node, Learnt):
+        yield from walk(node.base, name, numbers, stop)
+        for word in ("array", "applies", "weight"):
+            own = node.label if word == "array" else below(node.label, word)
+            yield from walk(getattr(node, word), below(name, own), numbers, stop)
     elif isinstance(node, tuple | list):
         for i, item in enumerate(node):
             yield from walk(item, below(name, str(i)), numbers, stop)

@@ -1,6 +1,7 @@
 """Layers one after another: cut into few repeating patterns, each compiled once and scanned."""
 
 import abc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
-from zoo.layers import Info
+from zoo.layers import AbstractLinear, Info
 from zoo.parallel import Module, Remat, gather, manner, offset, rematerialised, scan, stacked
 
 from .blocks import AbstractBlock, Stream
@@ -19,6 +20,8 @@ Kind = Callable[[Key[Array, ""]], AbstractBlock]
 """A maker of blocks, `key -> block`. Two layers of the same maker are of one kind."""
 States = tuple[Any, ...]
 """One state a layer, each of its own shape."""
+FIRST_SITE = 2**16
+"""Of the matrices of a layer: sites below it are those of the layer's own dropout."""
 
 
 def cut(kinds: Sequence[Any]) -> list[tuple[int, int]]:
@@ -61,6 +64,8 @@ class Segment(Module):
     """A pattern of blocks, stacked over its repeats: every array has the dim `layers` in front."""
 
     blocks: tuple[AbstractBlock, ...] = stacked("layers")
+    whole: int = eqx.field(static=True)
+    """How often the pattern is repeated, on all devices together: known in a tree without its arrays too."""
 
     @property
     def repeats(self) -> int:
@@ -84,7 +89,7 @@ class Stack(AbstractStack):
         for period, repeats in cut(kinds):
             own = keys[start : start + period * repeats].reshape(repeats, period)
             blocks = [eqx.filter_vmap(kinds[start + place])(own[:, place]) for place in range(period)]
-            segments.append(Segment(tuple(blocks)))
+            segments.append(Segment(tuple(blocks), repeats))
             start += period * repeats
         self.segments = tuple(segments)
         self.remat = remat
@@ -121,8 +126,8 @@ class Stack(AbstractStack):
         by_place = None if states is None else tuple(pile(states[place::period]) for place in range(period))
 
         def layer(place: int, stream: Stream, arrays: Any, number: Int[Array, ""], state: Any):
-            block = gather(eqx.combine(arrays, static[place]))
-            return block(stream, info.fold(number + place), state)
+            own = info.fold(number + place)
+            return keyed(gather(eqx.combine(arrays, static[place])), own)(stream, own, state)
 
         pattern = [rematerialised(partial(layer, place), self.remat) for place in range(period)]
 
@@ -155,9 +160,20 @@ class Unstacked(AbstractStack):
         after = []
         for number, block in enumerate(self.blocks):
             state = None if states is None else states[number]
-            stream, state = gather(block)(stream, info.fold(number), state)
+            own = info.fold(number)
+            stream, state = keyed(gather(block), own)(stream, own, state)
             after.append(state)
         return stream, None if states is None else tuple(after)
+
+
+def keyed(block: AbstractBlock, info: Info) -> AbstractBlock:
+    """The block with a layer's random keys in what of its matrices drops values: that of adapters."""
+    if info.keys is None:
+        return block
+    sites = itertools.count(FIRST_SITE)
+    is_matrix = lambda node: isinstance(node, AbstractLinear)
+    one = lambda node: node.keyed(info, next(sites)) if is_matrix(node) else node
+    return jax.tree.map(one, block, is_leaf=is_matrix)
 
 
 def take(tree: Any, i: int) -> Any:

@@ -4,6 +4,7 @@ from .collectives import current_mesh, offset, reduce, scan, shares, split, vary
 from .gather import Remat, cast, gather, rematerialised
 from .gradient import value, value_and_grad
 from .layout import AXES, ZERO1, Layout, Mesh, make_mesh
+from .learnt import Learnt, settled
 from .module import (
     EITHER,
     LEARNT,
@@ -42,6 +43,7 @@ __all__ = [
     "Dim",
     "Layout",
     "Leaf",
+    "Learnt",
     "Mesh",
     "Module",
     "Remat",
@@ -64,6 +66,7 @@ __all__ = [
     "reduce",
     "rematerialised",
     "scan",
+    "settled",
     "shares",
     "split",
     "spmd",

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from .collectives import current_mesh
+from .learnt import settled
 from .module import is_parameter, leaves, map_leaves
 
 Remat = Literal["none", "elementwise", "dots", "full"]
@@ -50,14 +51,15 @@ def cast(model: PyTree, dtype: Any) -> PyTree:
 
 @jax.named_scope("gather")
 def gather(module: PyTree) -> PyTree:
-    """Bring together all parameters of `module` that the layout stores in pieces; the identity outside `zoo.spmd`.
+    """Bring together all parameters of `module` that the layout stores in pieces, which outside `zoo.spmd` are none;
+    and put a plain array in place of every `Learnt`.
 
     The gradient scatters: every device gets the sum over devices, taken in float32, of its own piece. What is in pieces
     is read off the layout, not off the varying axes: a parameter may vary over an axis that does not split it.
     """
     mesh = current_mesh()
     if mesh is None:
-        return module
+        return settled(module)
     values, treedef = jax.tree.flatten(module, is_leaf=is_shard)
 
     def one(leaf, x):
@@ -65,7 +67,7 @@ def gather(module: PyTree) -> PyTree:
         shard = x if is_shard(x) else Shard(x, x.dtype) if places else None
         return x if shard is None else together(places, shard.dtype, shard.array.dtype, shard.array)
 
-    return jax.tree.unflatten(treedef, list(map(one, leaves(module), values)))
+    return settled(jax.tree.unflatten(treedef, list(map(one, leaves(module), values))))
 
 
 def is_shard(x: Any) -> bool:

@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 from jaxtyping import AbstractArray, PyTree, jaxtyped
 
+from .learnt import Learnt
 from .scope import NAMED, scoped
 
 STACKED, LEARNT, FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
@@ -204,7 +205,7 @@ def leaves(tree: PyTree) -> list[Leaf]:
 
 def describe(tree: Any, path: tuple, array: Any) -> Leaf:
     node, words, front = tree, [], []
-    owner, declared = None, None
+    owner, declared, numbers_of_whole = None, None, False
     learnt, full, tuned = True, False, False
     for step in path:
         word = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
@@ -215,9 +216,14 @@ def describe(tree: Any, path: tuple, array: Any) -> Leaf:
             learnt &= declared.metadata.get(LEARNT, True)
             full |= declared.metadata.get(FULL_PRECISION, False)
             tuned |= declared.metadata.get(TUNED, False)
+        elif isinstance(node, Learnt):
+            tuned |= word == "array"
+            numbers_of_whole = word in ("applies", "weight")
         node = follow(node, step, word)
     if owner is None or declared is None or not hasattr(array, "ndim"):
         return Leaf(".".join(words), None)
+    if numbers_of_whole:
+        return Leaf(".".join(words), tuple(front), learnt=False)
     try:
         dims = (*front, *resolve(owner, declared, array.ndim - len(front)))
     except TypeError as error:

@@ -94,7 +94,7 @@ def common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
     mixer = first.mixer
     if mixer.rotary is None:
         raise ConfigError("its attention does not turn queries and keys by their positions")
-    vocab, embed = model.embedding.weight.shape
+    vocab, embed = model.embedding.sizes
     windows = [block.mixer.window if isinstance(block.mixer, Attention) else None for block in blocks]
     window = next((w for w in windows if w is not None), None)
     scaling = mixer.rotary.scaling

@@ -66,7 +66,7 @@ def described(model: Any) -> dict[str, Any]:
     check("block", block, MixerBlock)
     check("mixer", block.mixer, Mamba)
     check("mixer_norm", block.mixer_norm, RMSNorm)
-    mixer, (vocab, embed) = block.mixer, model.embedding.weight.shape
+    mixer, (vocab, embed) = block.mixer, model.embedding.sizes
     inner, state = mixer.A_log.shape
     return {
         "vocab_size": vocab,

@@ -76,7 +76,7 @@ def described(model: Any) -> dict[str, Any]:
     check("block", block, MixerBlock)
     check("mixer", block.mixer, Mamba2)
     check("mixer_norm", block.mixer_norm, RMSNorm)
-    mixer, (vocab, embed) = block.mixer, model.embedding.weight.shape
+    mixer, (vocab, embed) = block.mixer, model.embedding.sizes
     heads, convolution = mixer.dt.out_size, mixer.x_convolution
     low, high = mixer.dt_limit
     return {
