@@ -196,11 +196,11 @@ def work(model):
 
 
 def test_no_gradient_is_taken_of_what_is_frozen():
-    """Forwards, and backwards to the inputs: two thirds of what learning all of a matrix takes."""
-    make = partial(zoo.models.Transformer, vocab=8, embed=32, layers=2, heads=2, mlp=64, key=KEY)
+    """Forwards, and backwards to the inputs: two thirds of what learning all of a matrix takes, the head's included."""
+    make = partial(zoo.models.Transformer, vocab=256, embed=32, layers=2, heads=2, mlp=64, tied=False, key=KEY)
     model = eqx.filter_jit(make)()
-    tuned = adapters.lora(model, targets=("query", "key", "value", "out", "gate", "up", "down"), rank=1, key=KEY)
-    assert 0.6 < work(tuned) / work(model) < 0.75
+    tuned = adapters.lora(model, targets="all-linear", rank=1, key=KEY)
+    assert 0.6 < work(tuned) / work(model) < 0.72
 
 
 def test_around_a_packed_matrix():

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import Routing
@@ -114,24 +115,37 @@ def summed(one: Callable, parameters: Any, fixed: Any, x: Array, targets: Array,
     return scan(step, jnp.zeros(()), (x, targets, weights))[0]
 
 
-def summed_forward(one: Callable, parameters: Any, fixed: Any, x: Array, targets: Array, weights: Array):
+def summed_forward(one: Callable, *marked: Any):
     """A sum is linear: its gradient, up to one factor, is known as soon as a chunk is. So nothing is kept of a chunk
-    but the gradient of its rows, and the head's is added up."""
+    but the gradient of its rows, and the head's is added up. What nobody asks for, as of a head that is frozen under
+    adapters, is not computed: JAX marks what is perturbed."""
+    parameters, fixed, *rows = jax.tree.map(lambda x: x.value, marked)
+    asked, *_, asked_x, _, asked_weights = jax.tree.map(lambda x: x.perturbed, marked)
+    learnt, frozen = eqx.partition(parameters, asked)
+
+    def loss_of(wanted, now):
+        learnt, *given = wanted
+        x, targets, weights = now
+        x, weights = (old if new is None else new for old, new in zip((x, weights), given, strict=True))
+        return one(eqx.combine(learnt, frozen), fixed, x, targets, weights)
 
     def step(carry, now):
         total, gradients = carry
-        loss, (more, d_x, d_weights) = jax.value_and_grad(one, (0, 2, 4))(parameters, fixed, *now)
+        x, _, weights = now
+        moved = (learnt, x if asked_x else None, weights if asked_weights else None)
+        loss, (more, d_x, d_weights) = jax.value_and_grad(loss_of)(moved, now)
         gradients = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, more)
         return (total + loss, gradients), (d_x, d_weights)
 
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), parameters)
-    (total, gradients), (d_x, d_weights) = scan(step, (jnp.zeros(()), zeros), (x, targets, weights))
-    return total, (jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, parameters), d_x, d_weights)
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), learnt)
+    (total, gradients), (d_x, d_weights) = scan(step, (jnp.zeros(()), zeros), tuple(rows))
+    return total, (jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, learnt), d_x, d_weights)
 
 
-def summed_backward(one: Callable, kept: Any, factor: Float[Array, ""]):
+def summed_backward(one: Callable, kept: Any, factor: Any):
+    factor = jnp.zeros(()) if isinstance(factor, SymbolicZero) else factor
     parameters, d_x, d_weights = jax.tree.map(lambda g: (g * factor).astype(g.dtype), kept)
     return parameters, None, d_x, None, d_weights
 
 
-summed.defvjp(summed_forward, summed_backward)
+summed.defvjp(summed_forward, summed_backward, symbolic_zeros=True)
