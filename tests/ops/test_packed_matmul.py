@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int8, UInt8
 
 import zoo
+from zoo.ops import int8, mxfp4, nf4
 from zoo.ops.grouped_matmul import looped
 from zoo.ops.mxfp4 import decode, encode
 from zoo.ops.packed_matmul import grouped_packed_matmul, packed_matmul
@@ -26,7 +27,7 @@ def matrices(experts, out, in_size):
 
 @jax.jit
 def value_and_gradient(x, blocks, scales, sizes, cotangent):
-    y, back = jax.vjp(lambda x: grouped_packed_matmul(x, blocks, scales, sizes), x)
+    y, back = jax.vjp(lambda x: grouped_packed_matmul(x, (blocks, scales), decode, sizes), x)
     return y, *back(cotangent)
 
 
@@ -53,28 +54,65 @@ def test_groups(case, dtype):
         np.testing.assert_allclose(ours, theirs, atol=tolerance)
 
 
+def arrays(program):
+    """Of all that a program computes, inside its loops too."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield from (variable.aval for variable in equation.outvars)
+        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                yield from arrays(part)
+
+
+@pytest.mark.parametrize("packing", [mxfp4, nf4, int8])
 @pytest.mark.parametrize("how", ["oi", "io"])
-def test_one_matrix(how):
-    blocks, scales = (x[0] for x in matrices(1, 5, 64))
-    weight = decode(blocks, scales)
-    x = jax.random.normal(jax.random.key(0), (7, 64 if how == "oi" else 5))
+@pytest.mark.parametrize(("piece", "rows"), [(64 * 11, 11), (64 * 4, 4), (1, 1)])
+def test_one_matrix(packing, how, piece, rows):
+    """Whole, or in pieces that do not divide it: the last reaches back, and counts nothing twice."""
+    packed = packing.encode(jax.random.normal(jax.random.key(1), (11, 64)) / 8)
+    weight = packing.decode(*packed)
+    x = jax.random.normal(jax.random.key(0), (7, 64 if how == "oi" else 11))
     matrix = weight.T if how == "oi" else weight
 
-    @jax.jit
     def run(x):
-        y, back = jax.vjp(lambda x: packed_matmul(x, blocks, scales, how), x)
+        y, back = jax.vjp(lambda x: packed_matmul(x, packed, packing.decode, how, piece=piece), x)
         return y, back(y)[0]
 
-    y, gradient = run(x)
+    y, gradient = jax.jit(run)(x)
     assert jnp.allclose(y, x @ matrix, atol=1e-6)
     assert jnp.allclose(gradient, y @ matrix.T, atol=1e-5)
+    held = [x.shape for x in arrays(jax.make_jaxpr(run)(x)) if x.dtype == jnp.float32 and x.shape[-1:] == (64,)]
+    assert (rows, 64) in held and max(shape[0] for shape in held) == max(rows, len(x))
+
+
+@pytest.mark.parametrize("how", ["oi", "io"])
+def test_pieces_in_half_precision_are_summed_in_full(how):
+    packed = int8.encode(jax.random.normal(jax.random.key(1), (64, 64)))
+    x = jax.random.normal(jax.random.key(0), (7, 64), jnp.bfloat16)
+    weight = int8.decode(*packed, jnp.bfloat16).astype(jnp.float32)
+    expected = x.astype(jnp.float32) @ (weight.T if how == "oi" else weight)
+    found = packed_matmul(x, packed, int8.decode, how, piece=64)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_what_is_decoded_is_a_piece_and_kept_by_nobody():
+    """One matrix of 64 kB in float32, 4 kB a piece: of the decoded numbers no array holds more than a piece."""
+    packed = nf4.encode(jax.random.normal(jax.random.key(1), (256, 64)))
+    x = jnp.ones((2, 64))
+
+    def held(product):
+        gradient = jax.jit(jax.grad(lambda x, packed: (product(x, packed) ** 2).sum()))
+        return gradient.lower(x, packed).compile().memory_analysis().temp_size_in_bytes
+
+    assert held(lambda x, packed: packed_matmul(x, packed, nf4.decode, "oi", piece=1024)) < 32 * 1024
+    assert held(lambda x, packed: x @ nf4.decode(*packed).T) > 64 * 1024
 
 
 def test_one_matrix_at_a_time_is_decoded_and_only_those_with_rows():
     """64 matrices, 16 kB each in float32: neither a forward nor a backward pass holds more than a few of them."""
     x, sizes = jnp.ones((4, 64)), jnp.zeros(64, int).at[9].set(3).at[60].set(1)
     blocks, scales = matrices(64, 64, 64)
-    gradient = jax.grad(lambda x: (grouped_packed_matmul(x, blocks, scales, sizes) ** 2).sum())
+    gradient = jax.grad(lambda x: (grouped_packed_matmul(x, (blocks, scales), decode, sizes) ** 2).sum())
     program = jax.jit(gradient).lower(x).compile()
     assert program.memory_analysis().temp_size_in_bytes < 6 * 64 * 64 * 4
 
@@ -92,7 +130,9 @@ def test_on_a_mesh():
     sizes = jnp.array([[40, 0], [3, 30], [0, 0], [20, 20], [0, 40], [39, 1], [1, 1], [13, 17]])
 
     def loss(model, x, sizes):
-        one = lambda x, sizes: (grouped_packed_matmul(x * model.gain, model.blocks, model.scales, sizes) ** 2).sum()
+        one = lambda x, sizes: (
+            grouped_packed_matmul(x * model.gain, (model.blocks, model.scales), decode, sizes) ** 2
+        ).sum()
         return sum(one(*each) for each in zip(x, sizes, strict=True)), jnp.float32(1)
 
     def by_definition(gain):
@@ -104,3 +144,31 @@ def test_on_a_mesh():
     assert jnp.allclose(found[0], expected[0], rtol=1e-6)
     assert jnp.allclose(found[1].gain, expected[1], rtol=1e-5)
     assert found[1].blocks is None
+
+
+class Row(zoo.parallel.Module):
+    codes: Int8[Array, "out mlp"] = zoo.parallel.buffer()
+    scales: Float[Array, "out"] = zoo.parallel.buffer()
+    gain: Float[Array, "mlp"]
+
+
+def test_pieces_on_a_mesh():
+    """Split over what is contracted, and so over what the gradient gives."""
+    weight = jax.random.normal(jax.random.key(1), (12, 16))
+    model = Row(*int8.encode(weight), jnp.linspace(0.5, 2, 16))
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+
+    def loss(model, x):
+        own = zoo.parallel.offset(model.gain, "mlp", len(model.gain)) + jnp.arange(len(model.gain))
+        y = packed_matmul(x[:, own] * model.gain, (model.codes, model.scales), int8.decode, "oi", piece=40)
+        return (zoo.parallel.reduce(y, over="mlp") ** 2).sum(), jnp.float32(len(x))
+
+    def by_definition(gain):
+        return (((x * gain) @ int8.decode(model.codes, model.scales).T) ** 2).sum() / 8
+
+    mesh = zoo.make_mesh(data=2, tensor=4)
+    found = zoo.value_and_grad(loss, mesh)(zoo.place(model, mesh), x)
+    expected = jax.value_and_grad(by_definition)(model.gain)
+    assert jnp.allclose(found[0], expected[0], rtol=1e-6)
+    assert jnp.allclose(found[1].gain, expected[1], rtol=1e-5)
+    assert found[1].scales is None

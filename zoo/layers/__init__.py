@@ -21,7 +21,8 @@ from .mlp import MLP, ClampedGatedMLP, GatedMLP
 from .mlstm import MLSTM
 from .moe import MixtureOfExperts
 from .norm import LayerNorm, RMSNorm
-from .packed import PackedLinear
+from .packed import AbstractPackedLinear, PackedLinear
+from .quantised import Int8Linear, NF4Linear
 from .rg_lru import RGLRU
 from .router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
 from .routing import Routing
@@ -41,6 +42,7 @@ __all__ = [
     "AbstractLinear",
     "AbstractMixer",
     "AbstractNorm",
+    "AbstractPackedLinear",
     "AbstractRouter",
     "Attention",
     "BiasedRouter",
@@ -56,6 +58,7 @@ __all__ = [
     "GatedMLP",
     "HeadNorm",
     "Info",
+    "Int8Linear",
     "KeyValueCache",
     "KimiDeltaAttention",
     "LatentAttention",
@@ -70,6 +73,7 @@ __all__ = [
     "MambaState",
     "Memory",
     "MixtureOfExperts",
+    "NF4Linear",
     "PackedLinear",
     "PositionEmbedding",
     "RMSNorm",

@@ -1,5 +1,9 @@
 """Matrices that stay packed in memory and are decoded while they are multiplied."""
 
+import abc
+from collections.abc import Callable
+from typing import ClassVar
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt8
@@ -12,14 +16,83 @@ from .abstract import AbstractLinear
 from .linear import truncated_normal, with_biases
 
 
-class PackedLinear(AbstractLinear):
-    """y = W x + b, with W of shape [out, in] in MXFP4 (`zoo.ops.mxfp4`): 4.25 bits a number in place of 16 or 32.
+class AbstractPackedLinear(AbstractLinear):
+    """y = W x + b, with W of shape [out, in] packed.
 
-    It stands where a `Linear` would and lies on a mesh as that does, in whole blocks of 32 inputs: an axis that splits
-    `in` has to divide their number. W is a buffer: gradients flow through the product and never into it. The bias is
-    learnt. What is decoded, in the dtype of x, is one matrix while it is multiplied, and again in a backward pass; of
-    experts one at a time (`zoo.ops.packed_matmul`).
+    It stands where a `Linear` would and lies on a mesh as that does, in whole blocks of inputs where it has blocks: an
+    axis that splits `in` has to divide their number. What is packed is a buffer: gradients flow through the product and
+    never into it. The bias is learnt. What is decoded, in the dtype of x, is a piece of a matrix while it is
+    multiplied, and again in a backward pass; of experts one at a time (`zoo.ops.packed_matmul`).
     """
+
+    bias: eqx.AbstractVar[Float[Array, "out"] | None]
+    in_: eqx.AbstractVar[Dim]
+    out: eqx.AbstractVar[Dim]
+
+    form: eqx.AbstractClassVar[str]
+    """What messages call it."""
+    block: eqx.AbstractClassVar[int]
+    """How many inputs are packed together."""
+    encode: eqx.AbstractClassVar[Callable[..., tuple[Array, ...]]]
+    """What is packed of numbers."""
+    decode: eqx.AbstractClassVar[Callable[..., Float[Array, "*rows in"]]]
+    """The numbers of what is packed, in a dtype that may follow it."""
+
+    @property
+    @abc.abstractmethod
+    def packed(self) -> tuple[Array, ...]:
+        """The arrays that W is decoded from: fields of the module."""
+
+    @classmethod
+    def unfit(cls, in_size: int, in_: Dim) -> str:
+        """Why a matrix of so many inputs cannot be packed; nothing where it can."""
+        if in_size % cls.block == 0 and (in_.unit == 1 or in_.unit % cls.block == 0):
+            return ""
+        sizes = f"{in_size}" if in_.unit == 1 else f"{in_size}, {in_.unit} to each of {in_.name},"
+        return f"{cls.form} packs the inputs of a matrix in blocks of {cls.block}, and {sizes} are no whole blocks"
+
+    @classmethod
+    def blocks_of(cls, in_: Dim) -> Dim:
+        """What the dim of the blocks is called, whose inputs are `in_`."""
+        return Dim(in_.name, max(in_.unit // cls.block, 1))
+
+    @property
+    def matrix(self) -> Float[Array, "out in"]:
+        return self.decode(*self.packed)
+
+    @property
+    def shift(self) -> Float[Array, "out"] | None:
+        return self.bias
+
+    def packed_again(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "AbstractPackedLinear":
+        """The same with another W, rounded to what its packing holds, and another b."""
+        is_none = lambda x: x is None
+        return eqx.tree_at(lambda x: (*x.packed, x.bias), self, (*self.encode(matrix), shift), is_leaf=is_none)
+
+    def exchanged(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "AbstractPackedLinear":
+        raise NotImplementedError(
+            f"a matrix in {self.form} is rounded, and what is taken out of it, as an adapter that starts as 'pissa' or "
+            "'olora' does, would be rounded again: start from 'zero' or 'gaussian', or from a matrix that is not packed"
+        )
+
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        y = reduce(self.contract(x, "oi"), over=self.in_.name)
+        return y if self.bias is None else y + self.bias
+
+    def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
+        return reduce(self.contract(x, "io"), over=self.out.name)
+
+    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
+        y = grouped_packed_matmul(x, self.packed, self.decode, sizes)
+        return with_biases(y, self.bias, sizes, self.in_)
+
+    def contract(self, x: Float[Array, "*rows _"], how: str) -> Float[Array, "*rows _"]:
+        y = packed_matmul(x.reshape(-1, x.shape[-1]), self.packed, self.decode, how)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class PackedLinear(AbstractPackedLinear):
+    """y = W x + b, with W in MXFP4 (`zoo.ops.mxfp4`): 4.25 bits a number in place of 16 or 32."""
 
     blocks: UInt8[Array, "out in_blocks 16"] = buffer()
     scales: UInt8[Array, "out in_blocks"] = buffer()
@@ -28,6 +101,11 @@ class PackedLinear(AbstractLinear):
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)
     in_blocks: Dim = eqx.field(static=True)
+
+    form: ClassVar[str] = "MXFP4"
+    block: ClassVar[int] = mxfp4.BLOCK
+    encode = staticmethod(mxfp4.encode)
+    decode = staticmethod(mxfp4.decode)
 
     def __init__(
         self,
@@ -44,45 +122,17 @@ class PackedLinear(AbstractLinear):
 
         **Raises** `ValueError` where inputs, or the inputs of each unit of `in_`, are no whole blocks of 32.
         """
-        if in_size % mxfp4.BLOCK or (in_.unit > 1 and in_.unit % mxfp4.BLOCK):
-            units = "" if in_.unit == 1 else f", {in_.unit} to each of {in_.name},"
-            raise ValueError(
-                f"MXFP4 packs the inputs of a matrix in blocks of {mxfp4.BLOCK}, and {in_size}{units} are no whole "
-                "blocks: take a Linear"
-            )
+        if reason := self.unfit(in_size, in_):
+            raise ValueError(f"{reason}: take a Linear")
         weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
         self.blocks, self.scales = mxfp4.encode(weight)
         self.bias = jnp.zeros(out_size) if bias else None
-        self.in_, self.out = in_, out
-        self.in_blocks = Dim(in_.name, max(in_.unit // mxfp4.BLOCK, 1))
+        self.in_, self.out, self.in_blocks = in_, out, self.blocks_of(in_)
+
+    @property
+    def packed(self) -> tuple[Array, ...]:
+        return self.blocks, self.scales
 
     @property
     def out_size(self) -> int:
         return self.scales.shape[-2]
-
-    @property
-    def matrix(self) -> Float[Array, "out in"]:
-        return mxfp4.decode(self.blocks, self.scales)
-
-    @property
-    def shift(self) -> Float[Array, "out"] | None:
-        return self.bias
-
-    def exchanged(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "PackedLinear":
-        raise NotImplementedError(
-            "to exchange a matrix in MXFP4 would round the new one to 4 bits: load the checkpoint without packed=True"
-        )
-
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        y = reduce(self.contract(x, "oi"), over=self.in_.name)
-        return y if self.bias is None else y + self.bias
-
-    def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        return reduce(self.contract(x, "io"), over=self.out.name)
-
-    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        return with_biases(grouped_packed_matmul(x, self.blocks, self.scales, sizes), self.bias, sizes, self.in_)
-
-    def contract(self, x: Float[Array, "*rows _"], how: str) -> Float[Array, "*rows _"]:
-        y = packed_matmul(x.reshape(-1, x.shape[-1]), self.blocks, self.scales, how)
-        return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -13,11 +13,13 @@ from zoo.ops import elementwise as elementwise
 from zoo.ops import gated as gated
 from zoo.ops import grouped_matmul as grouped_matmul
 from zoo.ops import hgrn as hgrn
+from zoo.ops import int8 as int8
 from zoo.ops import linear_attention as linear_attention
 from zoo.ops import mamba as mamba
 from zoo.ops import mamba2 as mamba2
 from zoo.ops import mlstm as mlstm
 from zoo.ops import mxfp4 as mxfp4
+from zoo.ops import nf4 as nf4
 from zoo.ops import normalisation as normalisation
 from zoo.ops import packed_matmul as packed_matmul
 from zoo.ops import product as product

@@ -1,83 +1,155 @@
-"""Products with matrices that stay packed as MXFP4: what is decoded is one matrix, while it is multiplied.
+"""Products with matrices that stay packed: what is decoded is a piece of one, while it is multiplied.
 
-Gradients flow to the rows, none to what is packed, and a backward pass decodes again instead of keeping what was
-decoded. Sums are float32 and rounded to the dtype of the rows, in which the matrix is decoded too.
+What is packed is a tuple of arrays, each with the matrix's outputs in front, and a function that decodes them: those of
+`mxfp4`, `nf4` and `int8` alike.
+
+    W = decode(*packed, dtype)        of shape [out, in]; of some rows of each array, these rows of W
+
+Gradients flow to the rows that are multiplied, none to what is packed, and a backward pass decodes again instead of
+keeping what was decoded. Sums are float32 and rounded to the dtype of the rows, in which the matrix is decoded too.
+There is no forward-mode differentiation.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, Shaped
 
 from .grouped_matmul import BLOCK as ROWS
 from .grouped_matmul import sums, taken
-from .mxfp4 import BLOCK, decode
-from .product import product
+from .product import multiply
 from .varying import vary, varying
+
+PIECE = 1 << 22
+"""How many numbers of a matrix are decoded at a time, at most, unless told: 16 MiB in float32."""
+
+Decode = Callable[..., Float[Array, "out in"]]
+"""A function of a module, since programs are compiled by which it is."""
 
 
 def packed_matmul(
-    x: Float[Array, "rows _"], blocks: UInt8[Array, "out blocks 16"], scales: UInt8[Array, "out blocks"], how: str
-) -> Float[Array, "rows _"]:
-    """W x of each row with `how="oi"`, Wᵀ x with `how="io"`; W is `decode(blocks, scales)`, of shape [out, in]."""
+    x: Float[Array, "rows _"], packed: tuple[Shaped[Array, "out ..."], ...], decode: Decode, how: str, *,
+    piece: int = PIECE,
+) -> Float[Array, "rows _"]:  # fmt: skip
+    """W x of each row with `how="oi"`, Wᵀ x with `how="io"`.
 
-    def multiply(x: Array, blocks: Array, scales: Array) -> Array:
-        return product("ri,oi->ro" if how == "oi" else "ro,oi->ri", x, decode(blocks, scales, x.dtype))
+    A matrix of more than `piece` numbers is decoded and multiplied some outputs at a time, one at least: these follow
+    one another in the result, or, contracted, are summed in float32 and rounded once.
 
-    return jax.checkpoint(multiply)(x, blocks, scales)
+    FLOPs: 2 rows in out, and as many again for a gradient. Bytes: what is packed once, and the matrix, piece by piece,
+    written and read once in the dtype of the rows; with "io" float32 sums too, a piece.
+    """
+    x, packed = alike(x, packed)
+    return in_pieces(decode, how, piece, x, packed)
 
 
 def grouped_packed_matmul(
-    x: Float[Array, "rows in"],
-    blocks: UInt8[Array, "experts out blocks 16"],
-    scales: UInt8[Array, "experts out blocks"],
+    x: Float[Array, "rows in"], packed: tuple[Shaped[Array, "experts out ..."], ...], decode: Decode,
     sizes: Int[Array, "experts"],
-) -> Float[Array, "rows out"]:
+) -> Float[Array, "rows out"]:  # fmt: skip
     """`grouped_matmul` with packed matrices: W[e] x of each row, the first `sizes[0]` rows being expert 0's.
 
     Experts that have rows follow one another: each is decoded once, multiplies its rows a block at a time and makes
-    room for the next. FLOPs: 2 rows in out, and as many again for a gradient. Bytes: of each expert that has rows 4.25
-    bits a number are read, and its matrix is written and read once in the dtype of the rows.
+    room for the next. FLOPs: 2 rows in out, and as many again for a gradient. Bytes: of each expert that has rows what
+    is packed is read, and its matrix is written and read once in the dtype of the rows.
 
-    There is no forward-mode differentiation. Rows beyond the sum of `sizes` give zeros.
+    Rows beyond the sum of `sizes` give zeros.
     """
-    axes = varying(x) | varying(blocks) | varying(scales) | varying(sizes)
-    return one_by_one(*vary((x, blocks, scales, sizes), axes))
+    x, packed, sizes = alike(x, packed, sizes)
+    return one_by_one(decode, x, packed, sizes)
 
 
-@jax.custom_vjp
-def one_by_one(x: Array, blocks: Array, scales: Array, sizes: Array) -> Float[Array, "rows out"]:
-    """`grouped_packed_matmul`, of arrays that vary alike over a mesh."""
-    return each_decoded_once(x, blocks, scales, sizes, "oi")
+def alike(x: Array, packed: tuple[Array, ...], *rest: Array) -> Any:
+    """Everything varying as all of it does over a mesh, and what is packed a constant."""
+    axes = frozenset().union(*map(varying, (x, *packed, *rest)))
+    return vary((x, tuple(map(lax.stop_gradient, packed)), *rest), axes)
 
 
-def one_by_one_forward(x: Array, blocks: Array, scales: Array, sizes: Array) -> tuple[Array, tuple]:
+def shape_of(decode: Decode, packed: tuple[Array, ...]) -> tuple[int, int]:
+    """Outputs and inputs of a matrix, or of each of those that are stacked, without decoding it."""
+    return jax.eval_shape(decode, *packed).shape[-2:]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def in_pieces(decode: Decode, how: str, piece: int, x: Array, packed: tuple[Array, ...]) -> Float[Array, "rows _"]:
+    """`packed_matmul`, of arrays that vary alike over a mesh."""
+    out, in_size = shape_of(decode, packed)
+    size = max(1, min(out, piece // in_size))
+    if size == out:
+        return sums("ri", how, "ro", x, decode(*packed, x.dtype))
+
+    def first_and_weight(i: Array) -> tuple[Array, Array]:
+        first = jnp.minimum(i * size, out - size)  # the last piece reaches back, not beyond the matrix
+        return first, decode(*(lax.dynamic_slice_in_dim(array, first, size) for array in packed), x.dtype)
+
+    def follow(i: Array, y: Array) -> Array:
+        first, weight = first_and_weight(i)
+        return lax.dynamic_update_slice_in_dim(y, sums("ri", "oi", "ro", x, weight), first, 1)
+
+    def add(i: Array, y: Array) -> Array:
+        first, weight = first_and_weight(i)
+        own = first + jnp.arange(size) >= i * size
+        rows = jnp.where(own, lax.dynamic_slice_in_dim(x, first, size, 1), 0)
+        return y + multiply("ri", "io", "ro", rows, weight, jnp.float32)
+
+    step, features, dtype = (follow, out, x.dtype) if how == "oi" else (add, in_size, jnp.float32)
+    start = vary(jnp.zeros((len(x), features), dtype), varying(x))
+    return lax.fori_loop(0, -(-out // size), step, start).astype(x.dtype)
+
+
+def in_pieces_forward(decode: Decode, how: str, piece: int, x: Array, packed: tuple[Array, ...]) -> tuple[Array, Any]:
     """The product, and what its gradient needs."""
-    return one_by_one(x, blocks, scales, sizes), (blocks, scales, sizes)
+    return in_pieces(decode, how, piece, x, packed), packed
 
 
-def one_by_one_backward(kept: tuple, gradient: Array) -> tuple[Any, ...]:
+def in_pieces_backward(
+    decode: Decode, how: str, piece: int, packed: tuple[Array, ...], gradient: Array
+) -> tuple[Array, None]:
+    """The same product with the matrix the other way round. It waits for the gradient: else the compiler would find
+    that the matrix was decoded before, and keep it."""
+    gradient, packed = lax.optimization_barrier((gradient, packed))
+    return in_pieces(decode, how[::-1], piece, gradient, packed), None
+
+
+in_pieces.defvjp(in_pieces_forward, in_pieces_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def one_by_one(decode: Decode, x: Array, packed: tuple[Array, ...], sizes: Array) -> Float[Array, "rows out"]:
+    """`grouped_packed_matmul`, of arrays that vary alike over a mesh."""
+    return each_decoded_once(decode, x, packed, sizes, "oi")
+
+
+def one_by_one_forward(decode: Decode, x: Array, packed: tuple[Array, ...], sizes: Array) -> tuple[Array, tuple]:
+    """The product, and what its gradient needs."""
+    return one_by_one(decode, x, packed, sizes), (packed, sizes)
+
+
+def one_by_one_backward(decode: Decode, kept: tuple, gradient: Array) -> tuple[Array, None, None]:
     """The rows' gradient is the same product with the matrices the other way round."""
-    blocks, scales, sizes = kept
-    return each_decoded_once(gradient, blocks, scales, sizes, "io"), None, None, None
+    packed, sizes = kept
+    return each_decoded_once(decode, gradient, packed, sizes, "io"), None, None
 
 
 one_by_one.defvjp(one_by_one_forward, one_by_one_backward)
 
 
-def each_decoded_once(x: Array, blocks: Array, scales: Array, sizes: Array, how: str) -> Float[Array, "rows _"]:
+def each_decoded_once(
+    decode: Decode, x: Array, packed: tuple[Array, ...], sizes: Array, how: str
+) -> Float[Array, "rows _"]:
     """Each row by its expert's matrix, contracting the dim that `how`, "oi" or "io", calls i."""
-    _, out, blocks_of_a_row, _ = blocks.shape
-    features = out if how == "oi" else blocks_of_a_row * BLOCK
+    features = shape_of(decode, packed)[how.index("o")]
     size = min(ROWS, 1 << (len(x) - 1).bit_length())
     ends = jnp.cumsum(sizes)
     visited = jnp.argsort(sizes == 0)  # stable: experts that have rows, in their order, then the others
 
     def one_expert(i: Array, y: Array) -> Array:
         expert = visited[i]
-        weight = decode(taken(blocks, expert), taken(scales, expert), x.dtype)
+        weight = decode(*(taken(array, expert) for array in packed), x.dtype)
 
         def one_block(j: Array, y: Array) -> Array:
             # What of a block is not the expert's own belongs to those that follow, who write it once more.
