@@ -7,10 +7,12 @@ from .embedding import EmbeddingLoRA
 from .full import full
 from .ia3 import IA3
 from .lora import LoRA
-from .merge import by_row, labels, merge, unmerge, weighted, without
+from .merge import merge, unmerge
 from .peft_read import load
 from .peft_write import save
 from .plus import lora_plus
+from .quantise import dequantise, quantise
+from .several import by_row, labels, weighted, without
 from .surgery import dora, ia3, loha, lokr, lora, vera
 from .targets import chooser, matrices
 from .vera import VeRA
@@ -26,6 +28,7 @@ __all__ = [
     "VeRA",
     "by_row",
     "chooser",
+    "dequantise",
     "dora",
     "full",
     "ia3",
@@ -37,6 +40,7 @@ __all__ = [
     "lora_plus",
     "matrices",
     "merge",
+    "quantise",
     "save",
     "unmerge",
     "vera",

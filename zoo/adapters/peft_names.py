@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import equinox as eqx
+
 from zoo.models.facts import Row, Table
 from zoo.models.names import each, fill
 from zoo.weights.plan import parts_of
@@ -18,7 +20,8 @@ from .dora import DoRA
 from .embedding import EmbeddingLoRA
 from .ia3 import IA3
 from .lora import LoRA
-from .merge import Adapter, plain_of
+from .quantise import dequantise
+from .several import Adapter, plain_of
 from .targets import Found, matrices
 from .vera import VeRA
 
@@ -112,5 +115,5 @@ def modules(model: Any, table: Table) -> Iterator[Module]:
 
 
 def table_of(model: Any) -> Table:
-    """The names of a model's tensors in its family's files, whatever adapters it has."""
-    return described(plain_of(model), None, {})[1]
+    """The names of a model's tensors in its family's files, whatever adapters it has, and whatever was quantised."""
+    return described(eqx.filter_eval_shape(dequantise, plain_of(model)), None, {})[1]

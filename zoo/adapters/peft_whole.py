@@ -14,7 +14,7 @@ from zoo.weights.plan import Planned, plan
 from zoo.weights.save import on_host
 from zoo.weights.tensors import Tensor
 
-from .merge import is_learnt, plain_of
+from .several import is_learnt, plain_of
 
 BASE = ".base_layer."
 TABLES = ("embed_tokens", "lm_head")

@@ -20,9 +20,9 @@ from .dora import DoRA
 from .embedding import EmbeddingLoRA
 from .ia3 import IA3
 from .lora import LoRA
-from .merge import chosen, is_adapter, labels
 from .peft_config import CONFIG
 from .peft_names import FILE, PREFIX, SHARED, Field, Module, fields, modules, table_of
+from .several import chosen, is_adapter, labels
 from .targets import matrices
 from .vera import VeRA
 

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 from zoo.models.names import places
 from zoo.parallel import trainable
 
-from .merge import labels
+from .several import labels
 
 
 def lora_plus(learnt: Any) -> PyTree[str]:

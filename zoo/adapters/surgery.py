@@ -21,7 +21,7 @@ from .factors import checked_rate
 from .full import Bias, beside
 from .ia3 import IA3
 from .lora import LoRA, Start
-from .merge import innermost
+from .several import innermost
 from .targets import Found, Targets, by_pattern, chooser, matrices, multiplies, over_stacked
 from .vera import VeRA, shared_projections
 

@@ -6,6 +6,7 @@ Functions of a step and its arguments; models know nothing of them.
 from .collectives import Collective
 from .operations import Flops, flops
 from .program import Donation, DonationError, Memory, Program, Seconds, compiled
+from .size import Size, size
 from .state import state_bytes
 
 __all__ = [
@@ -16,7 +17,9 @@ __all__ = [
     "Memory",
     "Program",
     "Seconds",
+    "Size",
     "compiled",
     "flops",
+    "size",
     "state_bytes",
 ]

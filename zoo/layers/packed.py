@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt8
 
@@ -13,7 +14,7 @@ from zoo.ops.packed_matmul import grouped_packed_matmul, packed_matmul
 from zoo.parallel import Dim, buffer, reduce
 
 from .abstract import AbstractLinear
-from .linear import truncated_normal, with_biases
+from .linear import Linear, truncated_normal, with_biases
 
 
 class AbstractPackedLinear(AbstractLinear):
@@ -58,21 +59,29 @@ class AbstractPackedLinear(AbstractLinear):
 
     @property
     def matrix(self) -> Float[Array, "out in"]:
-        return self.decode(*self.packed)
+        return jax.jit(self.decode)(*self.packed)  # as one program, which holds no array for each of its steps
 
     @property
     def shift(self) -> Float[Array, "out"] | None:
         return self.bias
 
     def packed_again(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "AbstractPackedLinear":
-        """The same with another W, rounded to what its packing holds, and another b."""
-        is_none = lambda x: x is None
-        return eqx.tree_at(lambda x: (*x.packed, x.bias), self, (*self.encode(matrix), shift), is_leaf=is_none)
+        """The same with another W, rounded to what its packing holds, and another b, in the dtype that this has."""
+        where, new = lambda x: (*x.packed, x.bias), (*jax.jit(self.encode)(matrix), self.as_bias(shift))
+        return eqx.tree_at(where, self, new, is_leaf=lambda x: x is None)
+
+    def unpacked(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> Linear:
+        """A `Linear` to stand in its place, of this W and this b."""
+        sizes = {"in_": self.in_, "out": self.out, "bias": True, "key": jax.random.key(0)}
+        return eqx.filter_eval_shape(Linear, *matrix.shape[::-1], **sizes).exchanged(matrix, self.as_bias(shift))
+
+    def as_bias(self, shift: Float[Array, "out"] | None) -> Float[Array, "out"] | None:
+        return shift if shift is None or self.bias is None else shift.astype(self.bias.dtype)
 
     def exchanged(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "AbstractPackedLinear":
         raise NotImplementedError(
-            f"a matrix in {self.form} is rounded, and what is taken out of it, as an adapter that starts as 'pissa' or "
-            "'olora' does, would be rounded again: start from 'zero' or 'gaussian', or from a matrix that is not packed"
+            f"a matrix in {self.form} is rounded, and what an adapter that starts as 'pissa' or 'olora' takes out of "
+            "it, or puts back, would be rounded again: start from 'zero' or 'gaussian', or around a plain Linear"
         )
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import equinox as eqx
+import jax
 from jaxtyping import Array, Float, Int8, UInt8
 
 from zoo.ops import int8, nf4
@@ -29,7 +30,7 @@ class Int8Linear(AbstractPackedLinear):
 
     def __init__(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None = None, *, in_: Dim, out: Dim):
         """`matrix` is rounded: see `zoo.ops.int8.encode`. `shift` is the bias."""
-        self.codes, self.scales = int8.encode(matrix)
+        self.codes, self.scales = jax.jit(int8.encode)(matrix)
         self.bias, self.in_, self.out = shift, in_, out
 
     @property
@@ -67,7 +68,7 @@ class NF4Linear(AbstractPackedLinear):
         """
         if reason := self.unfit(matrix.shape[-1], in_):
             raise ValueError(f"{reason}: take int8")
-        self.codes, self.constants, self.offset, self.step = nf4.encode(matrix)
+        self.codes, self.constants, self.offset, self.step = jax.jit(nf4.encode)(matrix)
         self.bias, self.in_, self.out, self.in_blocks = shift, in_, out, self.blocks_of(in_)
 
     @property
