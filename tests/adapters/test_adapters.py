@@ -204,7 +204,7 @@ def test_no_gradient_is_taken_of_what_is_frozen():
 
 
 def test_around_a_packed_matrix():
-    """Its 4 bits stay as they are: learnt beside, and not merged into."""
+    """Its 4 bits stay as they are: learnt beside, and merged into only as is asked."""
     keys = jax.random.split(KEY)
     packed = PackedLinear(32, 8, key=keys[0])
     lora = adapters.LoRA(packed, largest=2, rank=2, scale=1.0, key=keys[1])
@@ -213,7 +213,12 @@ def test_around_a_packed_matrix():
     expected = x @ (packed.matrix + jnp.ones((8, 2)) @ lora.down.weight).T
     np.testing.assert_allclose(lora(x), expected, atol=1e-5)
     np.testing.assert_allclose(lora.matrix, packed.matrix + jnp.ones((8, 2)) @ lora.down.weight, atol=1e-6)
-    with pytest.raises(NotImplementedError, match="without packed=True"):
+    with pytest.raises(ValueError, match="quantised='decode'.*quantised='round'"):
         adapters.merge(lora)
-    with pytest.raises(NotImplementedError, match="without packed=True"):
+    np.testing.assert_array_equal(adapters.merge(lora, quantised="decode").weight, lora.matrix)
+    rounded = adapters.merge(lora, quantised="round", keep=True)
+    largest = jnp.abs(lora.matrix).max(-1, keepdims=True)  # of the one block that a row has here
+    assert isinstance(rounded.base, PackedLinear) and (jnp.abs(rounded.matrix - lora.matrix) <= largest / 4).all()
+    assert eqx.tree_equal(adapters.unmerge(rounded), lora)
+    with pytest.raises(NotImplementedError, match="MXFP4 is rounded.*'pissa' or 'olora'"):
         adapters.LoRA(packed, largest=2, rank=2, scale=1.0, start="pissa", key=KEY)

@@ -7,6 +7,7 @@ import pytest
 from jaxtyping import Array, Float, Int8, UInt8
 
 import zoo
+from tests.jaxprs import arrays
 from zoo.ops import int8, mxfp4, nf4
 from zoo.ops.grouped_matmul import looped
 from zoo.ops.mxfp4 import decode, encode
@@ -52,15 +53,6 @@ def test_groups(case, dtype):
         # as for the grouped product: bfloat16 rounds once, float32 differs in the order of sums
         tolerance = (2**-8 if dtype == jnp.bfloat16 else 1e-6) * max(1.0, np.abs(theirs).max())
         np.testing.assert_allclose(ours, theirs, atol=tolerance)
-
-
-def arrays(program):
-    """Of all that a program computes, inside its loops too."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        yield from (variable.aval for variable in equation.outvars)
-        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                yield from arrays(part)
 
 
 @pytest.mark.parametrize("packing", [mxfp4, nf4, int8])

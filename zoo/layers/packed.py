@@ -1,6 +1,5 @@
 """Matrices that stay packed in memory and are decoded while they are multiplied."""
 
-import abc
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -32,17 +31,14 @@ class AbstractPackedLinear(AbstractLinear):
 
     form: eqx.AbstractClassVar[str]
     """What messages call it."""
+    parts: eqx.AbstractClassVar[tuple[str, ...]]
+    """The fields that W is decoded from."""
     block: eqx.AbstractClassVar[int]
     """How many inputs are packed together."""
     encode: eqx.AbstractClassVar[Callable[..., tuple[Array, ...]]]
     """What is packed of numbers."""
     decode: eqx.AbstractClassVar[Callable[..., Float[Array, "*rows in"]]]
     """The numbers of what is packed, in a dtype that may follow it."""
-
-    @property
-    @abc.abstractmethod
-    def packed(self) -> tuple[Array, ...]:
-        """The arrays that W is decoded from: fields of the module."""
 
     @classmethod
     def unfit(cls, in_size: int, in_: Dim) -> str:
@@ -58,6 +54,11 @@ class AbstractPackedLinear(AbstractLinear):
         return Dim(in_.name, max(in_.unit // cls.block, 1))
 
     @property
+    def packed(self) -> tuple[Array, ...]:
+        """What W is decoded from."""
+        return tuple(getattr(self, part) for part in self.parts)
+
+    @property
     def matrix(self) -> Float[Array, "out in"]:
         return jax.jit(self.decode)(*self.packed)  # as one program, which holds no array for each of its steps
 
@@ -67,7 +68,8 @@ class AbstractPackedLinear(AbstractLinear):
 
     def packed_again(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "AbstractPackedLinear":
         """The same with another W, rounded to what its packing holds, and another b, in the dtype that this has."""
-        where, new = lambda x: (*x.packed, x.bias), (*jax.jit(self.encode)(matrix), self.as_bias(shift))
+        where = lambda x: (*(getattr(x, part) for part in x.parts), x.bias)
+        new = (*jax.jit(self.encode)(matrix), self.as_bias(shift))
         return eqx.tree_at(where, self, new, is_leaf=lambda x: x is None)
 
     def unpacked(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> Linear:
@@ -112,6 +114,7 @@ class PackedLinear(AbstractPackedLinear):
     in_blocks: Dim = eqx.field(static=True)
 
     form: ClassVar[str] = "MXFP4"
+    parts: ClassVar[tuple[str, ...]] = ("blocks", "scales")
     block: ClassVar[int] = mxfp4.BLOCK
     encode = staticmethod(mxfp4.encode)
     decode = staticmethod(mxfp4.decode)
@@ -137,10 +140,6 @@ class PackedLinear(AbstractPackedLinear):
         self.blocks, self.scales = mxfp4.encode(weight)
         self.bias = jnp.zeros(out_size) if bias else None
         self.in_, self.out, self.in_blocks = in_, out, self.blocks_of(in_)
-
-    @property
-    def packed(self) -> tuple[Array, ...]:
-        return self.blocks, self.scales
 
     @property
     def out_size(self) -> int:

@@ -24,6 +24,7 @@ class Int8Linear(AbstractPackedLinear):
     out: Dim = eqx.field(static=True)
 
     form: ClassVar[str] = "int8"
+    parts: ClassVar[tuple[str, ...]] = ("codes", "scales")
     block: ClassVar[int] = 1
     encode = staticmethod(int8.encode)
     decode = staticmethod(int8.decode)
@@ -32,10 +33,6 @@ class Int8Linear(AbstractPackedLinear):
         """`matrix` is rounded: see `zoo.ops.int8.encode`. `shift` is the bias."""
         self.codes, self.scales = jax.jit(int8.encode)(matrix)
         self.bias, self.in_, self.out = shift, in_, out
-
-    @property
-    def packed(self) -> tuple[Array, ...]:
-        return self.codes, self.scales
 
     @property
     def out_size(self) -> int:
@@ -57,6 +54,7 @@ class NF4Linear(AbstractPackedLinear):
     in_blocks: Dim = eqx.field(static=True)
 
     form: ClassVar[str] = "NF4"
+    parts: ClassVar[tuple[str, ...]] = ("codes", "constants", "offset", "step")
     block: ClassVar[int] = nf4.BLOCK
     encode = staticmethod(nf4.encode)
     decode = staticmethod(nf4.decode)
@@ -70,10 +68,6 @@ class NF4Linear(AbstractPackedLinear):
             raise ValueError(f"{reason}: take int8")
         self.codes, self.constants, self.offset, self.step = jax.jit(nf4.encode)(matrix)
         self.bias, self.in_, self.out, self.in_blocks = shift, in_, out, self.blocks_of(in_)
-
-    @property
-    def packed(self) -> tuple[Array, ...]:
-        return self.codes, self.constants, self.offset, self.step
 
     @property
     def out_size(self) -> int:
