@@ -67,7 +67,7 @@ def beside(model: Model, targets: Targets, bias: Bias, modules_to_save: Sequence
         raise ValueError(f"bias is one of {', '.join(typing.get_args(Bias))}, not {bias!r}")
     names = [name for place in places(model) if not place.leaf.tuned for name in names_of(place).values()]
     saved = chosen_of(modules_to_save, names) if modules_to_save else lambda _: False
-    of_targets = (lambda _: bias == "all") if bias != "lora_only" else chooser(targets, matrices(model))
+    of_targets = (lambda _: bias == "all") if bias != "lora_only" else chooser(targets, matrices(model, tables=True))
 
     def learnt(name: str) -> bool:
         module, _, field = name.rpartition(".")

@@ -101,7 +101,7 @@ class Module(NamedTuple):
 
 def modules(model: Any, table: Table) -> Iterator[Module]:
     """Every matrix of a model, one for each layer, with its place in PEFT's files."""
-    ours, found = parts_of(table), matrices(model)
+    ours, found = parts_of(table), matrices(model, tables=True)
     outputs = {one.name: one.sizes()[0] for one in found}
     for one in found:
         if one.name not in ours:

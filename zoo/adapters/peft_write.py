@@ -90,7 +90,7 @@ def tensors(model: Any, tree: Any = None, *, label: str) -> dict[str, np.ndarray
 
 def placed(model: Any, tree: Any, table: Table, label: str) -> dict[str, dict[int, tuple[Module, Any, Any]]]:
     """Their module -> its parts."""
-    values = {found.name: found.module for found in matrices(model if tree is None else tree)}
+    values = {found.name: found.module for found in matrices(model if tree is None else tree, tables=True)}
     found: dict[str, dict[int, tuple[Module, Any, Any]]] = {}
     for module in modules(model, table):
         adapter = labelled(module.found.module, label)

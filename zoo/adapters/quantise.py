@@ -46,7 +46,7 @@ def quantise(model: Model, kind: Kind = "nf4", *, targets: Targets = "all-linear
     names = {one.name for one in chosen}
     made = lambda base: KINDS[kind](base.matrix, base.shift, in_=base.in_, out=base.out)
 
-    def one(name: str, numbers: Numbers, module: AbstractLinear) -> AbstractLinear:
+    def one(name: str, numbers: Numbers, module: Any) -> Any:
         return over_stacked(beneath(made), numbers)(module) if name in names else module
 
     return map_modules(one, model, multiplies)
@@ -71,7 +71,7 @@ def dequantise(model: Model) -> Model:
     def decoded(base: AbstractLinear) -> AbstractLinear:
         return base.unpacked(base.matrix, base.shift) if isinstance(base, Int8Linear | NF4Linear) else base
 
-    def one(name: str, numbers: Numbers, module: AbstractLinear) -> AbstractLinear:
+    def one(name: str, numbers: Numbers, module: Any) -> Any:
         packed = isinstance(innermost(module), AbstractPackedLinear)
         return over_stacked(beneath(decoded), numbers)(module) if packed else module
 

@@ -33,7 +33,7 @@ Plan = Callable[[Found], tuple[Callable[..., AbstractAdapter], Mapping[str, np.n
 def wrapped(model: Model, plan: Plan, key: Key[Array, ""]) -> Model:
     """`model` with `make(base, key=..., **numbers)` around each matrix for which `plan` gives a maker. It is called for
     one layer's matrix, with that layer's numbers and a key of its own, and mapped over the dims that are stacked."""
-    order = {found.name: number for number, found in enumerate(matrices(model))}
+    order = {found.name: number for number, found in enumerate(matrices(model, tables=True))}
 
     def put(name: str, numbers: Any, module: Any) -> Any:
         planned = plan(Found(name, numbers, module))
@@ -118,7 +118,7 @@ def ia3(
 ) -> Model:
     """The model with an `IA3` around each of the targets; of those that `inputs` means too, it is the inputs that are
     multiplied. **Raises** `ValueError` for a target that means no matrix."""
-    found = matrices(model)
+    found = matrices(model, tables=True)
     meant = chooser(targets, found)
     of_inputs = (lambda _: False) if inputs is None else chooser(inputs, found)
 
@@ -149,7 +149,7 @@ def vera(
     """The model with a `VeRA` around each of the targets, their random matrices cut out of one pair. `first` is what
     `down_scale` starts as. **Raises** `ValueError` for a target that means no matrix, and for a rank below 1."""
     scale(None, rank)
-    found = matrices(model)
+    found = matrices(model, tables=True)
     meant = chooser(targets, found)
     sizes = [one.sizes() for one in found if one.table(meant, bool).any()]
     outputs, inputs = (max(side) for side in zip(*sizes, strict=True))
@@ -209,7 +209,7 @@ def alike(
     model: Model, make: Callable[..., AbstractAdapter], targets: Targets, key: Key[Array, ""], label: str
 ) -> Model:
     """Adapters that are as large in every layer that has one."""
-    meant = chooser(targets, matrices(model))
+    meant = chooser(targets, matrices(model, tables=True))
 
     def plan(found: Found) -> Any:
         applies = found.table(meant, bool)
@@ -236,7 +236,7 @@ def ranked(
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     if (least := min([rank, *ranks.values()])) < 1:
         raise ValueError(f"a rank is at least 1, not {least}")
-    found = matrices(model)
+    found = matrices(model, tables=True)
     meant = chooser(targets, found)
     for pattern in (*ranks, *alphas):
         chooser(pattern, found)

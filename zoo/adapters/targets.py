@@ -57,11 +57,12 @@ def multiplies(node: Any) -> bool:
     return isinstance(node, AbstractEmbedding) or (isinstance(node, AbstractLinear) and hasattr(node, "in_"))
 
 
-def matrices(model: Any) -> list[Found]:
-    """Every module of a model that multiplies one matrix, and the embedding."""
+def matrices(model: Any, *, tables: bool = False) -> list[Found]:
+    """Every module of a model that multiplies one matrix; with `tables` the embedding too."""
     nodes = jax.tree.leaves(model, is_leaf=multiplies)
     named = walk(model, "", (), multiplies)
-    return [Found(*at, node) for at, node in zip(named, nodes, strict=True) if multiplies(node)]
+    found = [Found(*at, node) for at, node in zip(named, nodes, strict=True) if multiplies(node)]
+    return [one for one in found if tables or not isinstance(one.module, AbstractEmbedding)]
 
 
 def chooser(targets: Targets, found: Sequence[Found]) -> Callable[[str], bool]:
