@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.models.names import Place, each, fill, places
+from zoo.models.names import Numbers, Place, each, fill, places
 from zoo.parallel import Learnt
 from zoo.parallel.module import is_parameter
 
@@ -38,22 +38,22 @@ def full(model: Model, targets: Targets, *, label: str = "full") -> Model:
         for index, name in names_of(place).items():
             applies[index] = meant(name)
         if applies.any():
-            values[place.name] = applies, x.astype(jnp.float32)
+            values[place[:2]] = applies, x.astype(jnp.float32)
     return learning(model, values, label)
 
 
-def learning(model: Model, values: Mapping[str, tuple[np.ndarray, Any]], label: str) -> Model:
-    """The model with these parameters learnt: of each in which layers it is, and its numbers in all of them. **Raises**
-    `ValueError` as `full` does."""
+def learning(model: Model, values: Mapping[tuple[str, Numbers], tuple[np.ndarray, Any]], label: str) -> Model:
+    """The model with these parameters learnt, by their names and what the stars in these run over: of each in which
+    layers it is, and its numbers in all of them. **Raises** `ValueError` as `full` does."""
     named = places(model)
     tuned = [place.name for place in named if place.leaf.tuned]
 
     def one(place: Place, x: Any) -> Any:
-        if place.name not in values:
+        if place[:2] not in values:
             return x
         if taken := next((name for name in tuned if stands_around(name, place.name)), None):
             raise ValueError(f"{place.name} is not learnt as a whole: {taken} is learnt on top of it already")
-        applies, array = values[place.name]
+        applies, array = values[place[:2]]
         ones = jnp.ones(applies.shape, jnp.float32)
         return Learnt(x, jnp.asarray(array), jnp.asarray(applies), ones, label)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from zoo.layers import AbstractEmbedding
 from zoo.models.facts import Row
+from zoo.models.names import Numbers
 from zoo.weights import CheckpointError
 from zoo.weights.directory import find
 from zoo.weights.tensors import Tensor, read_file
@@ -67,8 +68,8 @@ class Reader:
     def __init__(self, config: Mapping[str, Any], source: Mapping[str, Tensor], place: str, label: str, dropout: float):
         self.config, self.source, self.place, self.label, self.dropout = config, source, place, label, dropout
         self.read_so_far: set[str] = set()
-        self.parts: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
-        """Name of ours -> index -> its arrays."""
+        self.parts: dict[tuple[str, Numbers], dict[tuple[int, ...], dict[str, Any]]] = {}
+        """Place of ours -> index -> its arrays."""
         self.method = READERS[config["peft_type"]]
 
     def vector(self, module: Module, suffix: str, size: int, *, rows: bool = False) -> np.ndarray | None:
@@ -101,7 +102,7 @@ class Reader:
     def read(self, module: Module) -> None:
         found = self.method(self, module)
         if found is not None:
-            self.parts.setdefault(module.found.name, {})[module.index] = found
+            self.parts.setdefault(module.found.place, {})[module.index] = found
 
     def finish(self) -> None:
         """**Raises** `CheckpointError` for tensors that no module of the model has read."""
@@ -112,9 +113,9 @@ class Reader:
 
     def plan(self, found: Found) -> Any:
         """For one of the model's matrices, a maker of its adapter."""
-        if found.name not in self.parts:
+        if found.place not in self.parts:
             return None
-        return PLANS[self.config["peft_type"]](self, found, self.parts[found.name])
+        return PLANS[self.config["peft_type"]](self, found, self.parts[found.place])
 
 
 def read_lora(reader: Reader, module: Module) -> dict[str, Any] | None:

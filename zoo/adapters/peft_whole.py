@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from zoo.models.facts import Table
-from zoo.models.names import places, walk
+from zoo.models.names import Numbers, places, walk
 from zoo.parallel import Learnt
 from zoo.weights import CheckpointError
 from zoo.weights.plan import Planned, plan
@@ -19,8 +19,10 @@ from .several import is_learnt, plain_of
 BASE = ".base_layer."
 TABLES = ("embed_tokens", "lm_head")
 """Modules whose own weight PEFT saves beside their adapter, since a vocabulary may have grown."""
-Values = dict[str, tuple[np.ndarray, np.ndarray]]
-"""Our name of a parameter -> in which layers it is learnt, and its numbers in all of them."""
+Parameter = tuple[str, Numbers]
+"""Our name of one array, and what the stars in it run over: layers whose kinds take turns share names."""
+Values = dict[Parameter, tuple[np.ndarray, np.ndarray]]
+"""In which layers a parameter is learnt, and its numbers in all of them."""
 
 
 class Whole(NamedTuple):
@@ -30,13 +32,13 @@ class Whole(NamedTuple):
     """The model without adapters."""
     planned: Mapping[str, Planned]
     """Their name -> what is in it."""
-    names: list[str]
-    """Ours, of each array of the plain model."""
+    ours: list[Parameter]
+    """Of each array of the plain model."""
 
 
 def whole_of(model: Any, table: Table) -> Whole:
     plain = plain_of(model)
-    return Whole(plain, plan(plain, table), [place.name for place in places(plain)])
+    return Whole(plain, plan(plain, table), [place[:2] for place in places(plain)])
 
 
 def values(
@@ -66,13 +68,13 @@ def values(
         if is_table(own, name) and all(np.array_equal(x, y) for x, y in zip(before, after, strict=True)):
             continue  # as it is in the base
         tied = getattr(model, "head", True) is None and not config.get("ensure_weight_tying")
-        if tied and whole.names[planned.pieces[0].leaf] == "embedding.weight":
+        if tied and whole.ours[planned.pieces[0].leaf][0] == "embedding.weight":
             raise CheckpointError(
                 f"{place}: {name} is learnt, which is the head here too; PEFT leaves the head as it was unless "
                 "ensure_weight_tying is set, which is another model: untie the two in the base"
             )
         for piece, own_numbers in zip(planned.pieces, after, strict=True):
-            x, ours = leaves[piece.leaf], whole.names[piece.leaf]
+            x, ours = leaves[piece.leaf], whole.ours[piece.leaf]
             if ours not in found:
                 stacked = x.shape[: x.ndim - len(piece.shape)]
                 found[ours] = np.zeros(stacked, bool), np.array(x, np.float32)
@@ -111,7 +113,7 @@ def written(
     learnt = {
         name
         for name, planned in whole.planned.items()
-        if any(applies(nodes.get(whole.names[piece.leaf]), piece.index) for piece in planned.pieces)
+        if any(applies(nodes.get(whole.ours[piece.leaf]), piece.index) for piece in planned.pieces)
     }
     all_biases = {name for name in whole.planned if "bias" in name.rpartition(".")[2]}
     of_targets = {name for name in all_biases if name.rpartition(".")[0] in targeted}
@@ -132,8 +134,8 @@ def written(
         tensor = np.zeros(planned.shape, np.float32)
         views = planned.row.views(tensor, planned.parts, planned.lead)
         for piece, view in zip(planned.pieces, views, strict=True):
-            node = ours.get(whole.names[piece.leaf])
-            if node is not None and applies(nodes[whole.names[piece.leaf]], piece.index):
+            node = ours.get(whole.ours[piece.leaf])
+            if node is not None and applies(nodes[whole.ours[piece.leaf]], piece.index):
                 view[...] = on_host(node.array, piece.index).reshape(view.shape)
             elif tree is None:
                 view[...] = on_host(leaves[piece.leaf], piece.index).reshape(view.shape)
@@ -141,10 +143,10 @@ def written(
     return found, {"bias": option, "modules_to_save": sorted(saved) or None}
 
 
-def learnt_in(tree: Any, label: str) -> dict[str, Learnt]:
-    """Our names of the parameters that are learnt as a whole under a label."""
+def learnt_in(tree: Any, label: str) -> dict[Parameter, Learnt]:
+    """The parameters that are learnt as a whole under a label."""
     named = zip(walk(tree, "", (), is_learnt), jax.tree.leaves(tree, is_leaf=is_learnt), strict=True)
-    return {name: node for (name, _), node in named if is_learnt(node) and node.label == label}
+    return {at: node for at, node in named if is_learnt(node) and node.label == label}
 
 
 def applies(node: Learnt | None, index: tuple[int, ...]) -> bool:

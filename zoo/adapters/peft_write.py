@@ -90,12 +90,12 @@ def tensors(model: Any, tree: Any = None, *, label: str) -> dict[str, np.ndarray
 
 def placed(model: Any, tree: Any, table: Table, label: str) -> dict[str, dict[int, tuple[Module, Any, Any]]]:
     """Their module -> its parts."""
-    values = {found.name: found.module for found in matrices(model if tree is None else tree, tables=True)}
+    values = {found.place: found.module for found in matrices(model if tree is None else tree, tables=True)}
     found: dict[str, dict[int, tuple[Module, Any, Any]]] = {}
     for module in modules(model, table):
         adapter = labelled(module.found.module, label)
         if adapter is not None and there(adapter, module.index):
-            value = labelled(values[module.found.name], label)
+            value = labelled(values[module.found.place], label)
             found.setdefault(module.theirs, {})[module.part] = module, adapter, value
     return found
 

@@ -33,7 +33,7 @@ Plan = Callable[[Found], tuple[Callable[..., AbstractAdapter], Mapping[str, np.n
 def wrapped(model: Model, plan: Plan, key: Key[Array, ""]) -> Model:
     """`model` with `make(base, key=..., **numbers)` around each matrix for which `plan` gives a maker. It is called for
     one layer's matrix, with that layer's numbers and a key of its own, and mapped over the dims that are stacked."""
-    order = {found.name: number for number, found in enumerate(matrices(model, tables=True))}
+    order = {found.place: number for number, found in enumerate(matrices(model, tables=True))}
 
     def put(name: str, numbers: Any, module: Any) -> Any:
         planned = plan(Found(name, numbers, module))
@@ -46,7 +46,7 @@ def wrapped(model: Model, plan: Plan, key: Key[Array, ""]) -> Model:
         def build(base: Any, key: Key[Array, ""], own: dict[str, Array]) -> Any:
             return make(base, key=key, **own)
 
-        keys = jax.random.split(jax.random.fold_in(key, order[name]), tuple(len(run) for run in numbers))
+        keys = jax.random.split(jax.random.fold_in(key, order[name, numbers]), tuple(len(run) for run in numbers))
         return over_stacked(build, numbers)(module, keys, {word: jnp.asarray(table) for word, table in tables.items()})
 
     return map_modules(put, model, multiplies)

@@ -26,6 +26,11 @@ class Found(NamedTuple):
     numbers: Numbers
     module: AbstractLinear | AbstractEmbedding
 
+    @property
+    def place(self) -> tuple[str, Numbers]:
+        """What no other matrix of a model has: kinds of layers that take turns share their names."""
+        return self.name, self.numbers
+
     def names(self) -> dict[tuple[int, ...], str]:
         """Index into the stacked dims -> the name of what lies there."""
         return {index: fill(self.name, numbers) for index, numbers in each(self.numbers)}
