@@ -13,7 +13,8 @@ FILES = {"config.json", "config_hub.json", "expected.safetensors", "meta.json"}
 
 
 def test_every_case_is_there_and_all_are_small():
-    folders = {path.name: path for path in [*MODELS.iterdir(), *(ROOT / "docs/fixtures").iterdir()]}
+    folders = {path.name: path for path in MODELS.iterdir()}
+    folders |= {name: ROOT / "docs/fixtures" / name for name in make_fixtures.PAGES}
     assert set(folders) == set(make_fixtures.CASES)
     for name, folder in folders.items():
         files = {path.name for path in folder.iterdir()}

@@ -1,0 +1,48 @@
+"""The committed adapters are those of the script, and it makes them again where PEFT is installed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import make_adapter_fixtures
+
+ROOT = Path(__file__).parents[2]
+ADAPTERS = ROOT / "tests/fixtures/adapters"
+FILES = {"adapter_config.json", "adapter_model.safetensors", "expected.safetensors", "meta.json"}
+
+
+def test_every_case_is_there_and_all_are_small():
+    folders = {path.name: path for path in [*ADAPTERS.iterdir(), ROOT / "docs/fixtures/peft"]}
+    assert set(folders) == set(make_adapter_fixtures.CASES)
+    for name, folder in folders.items():
+        case, meta = make_adapter_fixtures.CASES[name], json.loads((folder / "meta.json").read_text())
+        assert {path.name for path in folder.iterdir() if path.is_file()} == FILES, name
+        assert (meta["note"], meta["base"]) == (case.note, case.base)
+    assert sum(path.stat().st_size for path in ADAPTERS.rglob("*") if path.is_file()) < 400_000
+
+
+def test_the_page_has_its_base_beside_it():
+    base = ROOT / "tests/fixtures/models" / make_adapter_fixtures.CASES["peft"].base
+    for path in (ROOT / "docs/fixtures/peft/base").iterdir():
+        assert path.read_bytes() == (base / path.name).read_bytes()
+
+
+def test_without_peft_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(make_adapter_fixtures, "peft", None)
+    with pytest.raises(SystemExit, match="pip install torch"):
+        make_adapter_fixtures.main(out=tmp_path)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_case_is_made_again_bit_by_bit(tmp_path):
+    if make_adapter_fixtures.peft is None or make_adapter_fixtures.transformers is None:
+        pytest.skip("PEFT is not installed")
+    make_adapter_fixtures.main(out=tmp_path, only=("adalora_allocated",))
+    made, committed = tmp_path / "adalora_allocated", ADAPTERS / "adalora_allocated"
+    versions = [json.loads((folder / "meta.json").read_text())["versions"] for folder in (made, committed)]
+    if versions[0] != versions[1]:
+        pytest.skip(f"made with {versions[1]}, here is {versions[0]}")
+    assert {path.name: path.read_bytes() for path in made.iterdir()} == {
+        path.name: path.read_bytes() for path in committed.iterdir()
+    }
