@@ -36,6 +36,8 @@ METHODS = {
     "vera": partial(adapters.vera, rank=4),
     "loha": partial(adapters.loha, rank=2),
     "lokr": partial(adapters.lokr, rank=2, alpha=4, factor=4),
+    "oft": partial(adapters.oft, block_size=4),
+    "adalora": partial(adapters.adalora, rank=3, alpha=9),
     "ia3": lambda model, *, targets, key: adapters.ia3(
         model, targets=targets, inputs=r".*\.(down|out)" if any("down" in x or x == "out" for x in targets) else None
     ),

@@ -30,7 +30,6 @@ UNREAD = {
     "lora_saved_norms": "modules_to_save",
     "lora_saved_embedding": "modules_to_save",
     "lora_experts": "target_parameters",
-    **dict.fromkeys(("adalora", "adalora_allocated", "oft", "oft_shared"), "peft_type"),
 }
 """Cases that are refused, and what by."""
 TOLERANCE, OF_GRADIENTS = 1e-4, 2e-4
@@ -89,13 +88,14 @@ def tuned():
     return adapters.lora(model, targets=("query", "down"), rank=2, key=jax.random.key(1))
 
 
-METHODS = ("lora", "dora", "vera", "ia3", "loha", "lokr")
+METHODS = ("lora", "dora", "vera", "ia3", "loha", "lokr", "oft", "adalora")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_was_made_here_is_written_and_read_again(method, tmp_path):
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
-    wrapped = getattr(adapters, method)(model, key=jax.random.key(1))
+    options = {"block_size": 8} if method == "oft" else {}
+    wrapped = getattr(adapters, method)(model, key=jax.random.key(1), **options)
     noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
     wrapped = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
     adapters.save(wrapped, tmp_path)

@@ -1,6 +1,7 @@
 """Adapters: what is learnt on top of a finished model, whose own parameters stay as they are."""
 
 from .abstract import AbstractAdapter
+from .adalora import AdaLoRA, adalora, orthogonality
 from .added import LoHa, LoKr
 from .dora import DoRA
 from .embedding import EmbeddingLoRA
@@ -8,6 +9,7 @@ from .full import full
 from .ia3 import IA3
 from .lora import LoRA
 from .merge import merge, unmerge
+from .oft import OFT, oft
 from .peft_read import load
 from .peft_write import save
 from .plus import lora_plus
@@ -19,13 +21,16 @@ from .vera import VeRA
 
 __all__ = [
     "IA3",
+    "OFT",
     "AbstractAdapter",
+    "AdaLoRA",
     "DoRA",
     "EmbeddingLoRA",
     "LoHa",
     "LoKr",
     "LoRA",
     "VeRA",
+    "adalora",
     "by_row",
     "chooser",
     "dequantise",
@@ -40,6 +45,8 @@ __all__ = [
     "lora_plus",
     "matrices",
     "merge",
+    "oft",
+    "orthogonality",
     "quantise",
     "save",
     "unmerge",

@@ -32,6 +32,20 @@ LORA_REFUSED: Mapping[str, tuple] = {
     "trainable_token_indices": (None,), "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
 }  # fmt: skip
 
+ADALORA: Mapping[str, Any] = {"init_r": 12, "lora_alpha": 8, "lora_dropout": 0.0, "init_lora_weights": True}
+ADALORA_INERT = (
+    *LORA_INERT, "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
+    "rank_pattern", "alpha_pattern", "use_rslora",
+)  # fmt: skip
+"""How ranks are allocated, which we read off the tensors; and LoRA's keys that PEFT does not heed here."""
+ADALORA_REFUSED: Mapping[str, tuple] = {**LORA_REFUSED, "use_dora": (False,)}
+
+OFT: Mapping[str, Any] = {
+    "module_dropout": 0.0, "block_share": False, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5,
+}  # fmt: skip
+OFT_INERT = ("r", "oft_block_size", "init_weights", "eps")
+"""Sizes and numbers of blocks, which we read off the tensors, and how they were started."""
+
 RANKED: Mapping[str, Any] = {
     "r": 8, "alpha": 8, "alpha_pattern": {}, "rank_dropout": 0.0, "module_dropout": 0.0, "rank_dropout_scale": False,
 }  # fmt: skip
@@ -51,6 +65,8 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tup
         ("init_weights", "projection_prng_key"),
         {},
     ),
+    "OFT": (OFT, OFT_INERT, {"coft": (False,)}),
+    "ADALORA": (ADALORA, ADALORA_INERT, ADALORA_REFUSED),
 }
 """A method's own keys with their defaults, those that change nothing, and those with the values that we compute."""
 
@@ -74,8 +90,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         if key not in {*ALWAYS, *defaults, *inert, *refused}:
             known = {*ALWAYS, *defaults}
             raise CheckpointError(f"{path}: the key {key!r} is not known{nearest(key, known) or ' to us.'}")
-    for fault in faults({**defaults, **given}):
+    for fault in faults({key: value for key, value in {**defaults, **given}.items() if key not in inert}):
         raise CheckpointError(f"{path}: {fault}")
+    if method == "OFT" and (told := before_its_form(given)):
+        raise CheckpointError(f"{path}: {told}")
     honoured = ("none", "lora_only", "all") if method == "LORA" else ("none",)
     if given.get("bias", "none") not in honoured:
         told = f"{given['bias']!r} is not read with this method; it is {' or '.join(map(repr, honoured))}"
@@ -85,8 +103,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def faults(config: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the numbers and patterns of a config."""
-    if "r" in config and (not isinstance(config["r"], int) or isinstance(config["r"], bool) or config["r"] < 1):
-        yield f"r = {config['r']!r}, where a rank of at least 1 was expected"
+    for key, what in {"r": "a rank", "init_r": "a rank", "num_cayley_neumann_terms": "a number"}.items():
+        number = config.get(key, 1)
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            yield f"{key} = {number!r}, where {what} of at least 1 was expected"
     for key in ("lora_alpha", "alpha"):
         if key in config and not is_number(config[key]):
             yield f"{key} = {config[key]!r}, where a number was expected"
@@ -100,6 +120,16 @@ def faults(config: Mapping[str, Any]) -> Iterator[str]:
                 re.compile(pattern)
             except re.error as error:
                 yield f"{key} has the pattern {pattern!r}, which is none: {error}"
+
+
+def before_its_form(config: Mapping[str, Any]) -> str:
+    """Why an OFT of an older PEFT is not what is computed now, or nothing."""
+    if "oft_block_size" not in config:
+        return "it has no oft_block_size: before PEFT 0.14 an OFT turned outputs, which is not computed here"
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+    if config.get("use_cayley_neumann") and (version is None or (int(version[1]), int(version[2])) < (0, 18)):
+        return "use_cayley_neumann = True: before PEFT 0.18 its series was another, which is not computed here"
+    return ""
 
 
 def is_number(value: Any) -> bool:

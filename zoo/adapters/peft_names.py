@@ -15,11 +15,13 @@ from zoo.models.names import each, fill
 from zoo.weights.plan import parts_of
 from zoo.weights.save import described
 
+from .adalora import AdaLoRA
 from .added import LoHa, LoKr
 from .dora import DoRA
 from .embedding import EmbeddingLoRA
 from .ia3 import IA3
 from .lora import LoRA
+from .oft import OFT
 from .quantise import dequantise
 from .several import Adapter, plain_of
 from .targets import Found, matrices
@@ -78,6 +80,16 @@ def fields(adapter: Adapter) -> list[Field]:
             return [
                 Field("vera_lambda_d", lambda vera: vera.down_scale),
                 Field("vera_lambda_b", lambda vera: vera.up_scale, rows=True),
+            ]
+        case OFT(shared=None):
+            return [Field("oft_R.weight", lambda oft: oft.blocks)]
+        case OFT():
+            return [Field("oft_R.weight", lambda oft: oft.shared[..., None, :])]
+        case AdaLoRA():
+            return [
+                Field("lora_A", lambda one: one.down.weight, ranks=0),
+                Field("lora_B", lambda one: one.up.weight, rows=True, ranks=1),
+                Field("lora_E", lambda one: one.values[..., None], ranks=0),
             ]
         case LoHa() | LoKr():
             words = ADDED[type(adapter).__name__.upper()].items()

@@ -26,6 +26,7 @@ from .full import learning
 from .ia3 import IA3
 from .lora import LoRA
 from .peft_config import read_config, scale_of
+from .peft_forms import plan_adalora, plan_oft, read_adalora, read_oft
 from .peft_names import ADDED, FILE, PREFIX, SHARED, Module, modules, table_of
 from .surgery import wrapped
 from .targets import Found
@@ -284,4 +285,6 @@ def plan_added(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dic
 
 
 READERS = {"LORA": read_lora, "IA3": read_ia3, "VERA": read_vera, "LOHA": read_added, "LOKR": read_added}
+READERS |= {"OFT": read_oft, "ADALORA": read_adalora}
 PLANS = {"LORA": plan_lora, "IA3": plan_ia3, "VERA": plan_vera, "LOHA": plan_added, "LOKR": plan_added}
+PLANS |= {"OFT": plan_oft, "ADALORA": plan_adalora}

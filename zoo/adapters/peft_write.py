@@ -15,12 +15,15 @@ from zoo.weights.save import on_host
 from zoo.weights.tensors import write_file
 
 from . import peft_whole
+from .adalora import AdaLoRA
 from .added import LoHa, LoKr
 from .dora import DoRA
 from .embedding import EmbeddingLoRA
 from .ia3 import IA3
 from .lora import LoRA
+from .oft import OFT
 from .peft_config import CONFIG
+from .peft_forms import adalora_config, oft_config
 from .peft_names import FILE, PREFIX, SHARED, Field, Module, fields, modules, table_of
 from .several import chosen, is_adapter, labels
 from .targets import matrices
@@ -208,6 +211,10 @@ def config_of(model: Any, label: str) -> dict[str, Any]:
             }  # fmt: skip
         case LoHa() | LoKr():
             return config | added_config(adapters)
+        case OFT():
+            return config | oft_config(adapters)
+        case AdaLoRA():
+            return config | adalora_config(adapters)
     ranks = {theirs: len(joined(fields(adapters[theirs][1])[0], parts)) for theirs, parts in by_module.items()}
     alphas = {theirs: alpha_of(parts) * ranks[theirs] for theirs, parts in by_module.items()}
     rank, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))

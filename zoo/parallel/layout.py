@@ -25,7 +25,7 @@ SPLIT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
     **dict.fromkeys(("in", "out", "features", "new", "slots", "choices", "top", "key_dim", "value_dim"), ()),
-    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in"), ()),
+    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs"), ()),
 }
 AT_REST: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 

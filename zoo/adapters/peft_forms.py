@@ -1,0 +1,154 @@
+"""OFT and AdaLoRA in PEFT's files: what is read for a module, how it becomes an adapter, and the config of either."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+import numpy as np
+
+from zoo.weights import CheckpointError
+
+from .adalora import NEARLY_NONE, AdaLoRA
+from .oft import OFT
+from .peft_names import Module
+from .targets import Found
+
+Parts = Mapping[tuple[int, ...], dict[str, Any]]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """The tensors of one adapter, and what its config says."""
+
+    config: Mapping[str, Any]
+    place: str
+    label: str
+
+    def tensor(self, module: Module, suffix: str, *, rows: bool = False) -> np.ndarray | None: ...
+
+
+def read_oft(source: Source, module: Module) -> dict[str, Any] | None:
+    pairs = source.tensor(module, "oft_R.weight")
+    if pairs is None:
+        return None
+    _, inputs = module.found.sizes()
+    size = round((1 + (1 + 8 * pairs.shape[-1]) ** 0.5) / 2)
+    shared = bool(source.config["block_share"])
+    blocks = inputs // size if size > 1 else 0
+    if blocks * size != inputs or pairs.shape != (1 if shared else blocks, size * (size - 1) // 2):
+        raise CheckpointError(
+            f"{source.place}: {module.theirs} multiplies {inputs} numbers, and its oft_R is {list(pairs.shape)}, which "
+            "are no blocks of them"
+        )
+    return {"size": size, "pairs": pairs[0] if shared else pairs}
+
+
+def plan_oft(source: Source, found: Found, parts: Parts) -> Any:
+    runs, one, sizes = [len(run) for run in found.numbers], next(iter(parts.values())), set()
+    pairs, applies = np.zeros((*runs, *one["pairs"].shape), one["pairs"].dtype), np.zeros(runs, bool)
+    for index, part in parts.items():
+        sizes.add(part["size"])
+        if len(sizes) > 1:
+            raise CheckpointError(f"{source.place}: {found.name} is one array over its layers, whose blocks differ")
+        pairs[index], applies[index] = part["pairs"], True
+    shared, exact = bool(source.config["block_share"]), not source.config["use_cayley_neumann"]
+    terms = None if exact else source.config["num_cayley_neumann_terms"]
+
+    def make(base: Any, *, key: Any, pairs: Any, applies: Any) -> OFT:
+        made = OFT(base, block_size=one["size"], shared=shared, terms=terms, applies=applies, label=source.label)
+        return eqx.tree_at(lambda oft: oft.shared if shared else oft.blocks, made, pairs)
+
+    return make, {"pairs": pairs, "applies": applies}
+
+
+def oft_config(adapters: Mapping[str, tuple[Module, Any, Any]]) -> dict[str, Any]:
+    """Of OFT, of whose blocks the files know one size, or one count, for all modules: where inputs are no whole blocks
+    of it, the nearest that they are. **Raises** `CheckpointError` where no such number gives the sizes that there
+    are."""
+    every = [adapter for _, adapter, _ in adapters.values()]
+    inputs = {theirs: module.found.sizes()[1] for theirs, (module, _, _) in adapters.items()}
+    sizes = {(inputs[theirs], adapter.block_size) for theirs, (_, adapter, _) in adapters.items()}
+    counts = {(size, size // block) for size, block in sizes}
+    fits = lambda wanted: lambda asked: all(nearest_divisor(size, asked) == own for size, own in wanted)
+    asked = range(1, max(inputs.values()) + 1)
+    block_size = next(filter(fits(sizes), asked), 0)
+    blocks = 0 if block_size else next(filter(fits(counts), asked), 0)
+    kinds = {(adapter.shared is None, adapter.terms) for adapter in every}
+    if not (block_size or blocks) or len(kinds) > 1:
+        raise CheckpointError("PEFT's files have one size of blocks, or one count, and one form of OFT for all modules")
+    shared, terms = every[0].shared is not None, every[0].terms
+    return {
+        "peft_type": "OFT", "peft_version": "0.18.0", "r": blocks, "oft_block_size": block_size, "bias": "none",
+        "block_share": shared, "use_cayley_neumann": terms is not None, "num_cayley_neumann_terms": terms or 5,
+        "coft": False, "module_dropout": 0.0, "init_weights": True,
+    }  # fmt: skip
+
+
+def nearest_divisor(inputs: int, asked: int) -> int:
+    """What PEFT makes of a size of blocks, or of their number: the divisor nearest to it, of two the smaller."""
+    if asked >= inputs:
+        return inputs
+    return min((n for n in range(1, inputs + 1) if inputs % n == 0), key=lambda n: (abs(n - asked), n))
+
+
+def read_adalora(source: Source, module: Module) -> dict[str, Any] | None:
+    down, values = source.tensor(module, "lora_A"), source.tensor(module, "lora_E")
+    up = source.tensor(module, "lora_B", rows=True)
+    if down is None and up is None and values is None:
+        return None
+    outputs, inputs = module.found.sizes()
+    shapes = [None if x is None else x.shape for x in (down, up, values)]
+    if down is None or up is None or values is None or shapes != [(n := len(down), inputs), (outputs, n), (n, 1)]:
+        told = ", ".join("nothing" if shape is None else str(list(shape)) for shape in shapes)
+        raise CheckpointError(
+            f"{source.place}: {module.theirs} multiplies {inputs} numbers and gives {outputs}, and lora_A, lora_B and "
+            f"lora_E are {told}"
+        )
+    alpha = source.config["lora_alpha"]
+    scale = (alpha if alpha > 0 else len(down)) / (source.config["init_r"] + NEARLY_NONE)
+    return {"down": down, "up": up, "values": values[:, 0], "scale": scale}
+
+
+def plan_adalora(source: Source, found: Found, parts: Parts) -> Any:
+    """Factors of the largest rank for all layers, those of fewer ranks filled up with zeros."""
+    runs, (outputs, inputs) = [len(run) for run in found.numbers], found.sizes()
+    largest = max(1, *(len(part["down"]) for part in parts.values()))
+    dtype = next(iter(parts.values()))["down"].dtype
+    tables = {
+        "rank": np.zeros(runs, np.int32),
+        "applies": np.zeros(runs, bool),
+        "scale": np.zeros(runs, np.float32),
+        "down": np.zeros((*runs, largest, inputs), dtype),
+        "up": np.zeros((*runs, outputs, largest), dtype),
+        "values": np.zeros((*runs, largest), dtype),
+    }
+    for index, part in parts.items():
+        rank = len(part["down"])
+        tables["rank"][index], tables["applies"][index], tables["scale"][index] = rank, True, part["scale"]
+        tables["down"][index][:rank], tables["up"][index][:, :rank] = part["down"], part["up"]
+        tables["values"][index][:rank] = part["values"]
+
+    def make(base: Any, *, key: Any, scale: Any, applies: Any, **arrays: Any) -> AdaLoRA:
+        made = AdaLoRA(base, rank=largest, scale=scale, applies=applies, label=source.label, key=key)
+        where = lambda a: (a.rank, a.down.weight, a.up.weight, a.values)
+        return eqx.tree_at(where, made, tuple(arrays[word] for word in ("rank", "down", "up", "values")))
+
+    return make, tables
+
+
+def adalora_config(adapters: Mapping[str, tuple[Module, Any, Any]]) -> dict[str, Any]:
+    """Of AdaLoRA: a module's rank is how many of the first are left. **Raises** `CheckpointError` where modules are
+    scaled differently, for which the files have no place."""
+    ranks = {theirs: int(np.asarray(one.rank)[module.index]) for theirs, (module, one, _) in adapters.items()}
+    scales = {float(np.asarray(one.scale)[module.index]) for module, one, _ in adapters.values()}
+    if len(scales) > 1:
+        raise CheckpointError(f"PEFT's files have one alpha for all AdaLoRA's modules, and they have {sorted(scales)}")
+    first = max(1, *ranks.values())
+    alpha = float(f"{scales.pop() * (first + NEARLY_NONE):.6g}")
+    left = {
+        f"{theirs}.lora_E": [True] * rank + [False] * (first - rank) for theirs, rank in ranks.items() if rank < first
+    }
+    return {
+        "peft_type": "ADALORA", "init_r": first, "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "rank_pattern": left or None, "total_step": 1, "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True,
+    }  # fmt: skip
