@@ -174,6 +174,39 @@ def test_options_that_are_not_computed(keys, message, tuned, tmp_path):
         adapters.load(adapters.without(tuned), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("method", "keys", "message"),
+    [
+        ("oft", {"coft": True}, "coft = True is not computed here; it is read where it is False"),
+        ("oft", {"peft_version": "0.17.1"}, "before PEFT 0.18 its series was another"),
+        ("oft", {"num_cayley_neumann_terms": 0}, "num_cayley_neumann_terms = 0, where a number of at least 1"),
+        ("oft", {"block_share": True}, "oft_R is \\[2, 28\\], which are no blocks of them"),
+        ("oft", {"bias": "oft_only"}, "bias = 'oft_only' is not read with this method"),
+        ("adalora", {"init_r": 0}, "init_r = 0, where a rank of at least 1 was expected"),
+        ("adalora", {"use_dora": True}, "use_dora = True is not computed here"),
+    ],
+)
+def test_options_of_oft_and_adalora(method, keys, message, tmp_path):
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=24, key=jax.random.key(0))
+    options = {"block_size": 8} if method == "oft" else {}
+    adapters.save(getattr(adapters, method)(model, key=jax.random.key(1), **options), tmp_path)
+    changed(tmp_path, **keys)
+    with pytest.raises(zoo.CheckpointError, match=message):
+        adapters.load(model, tmp_path)
+
+
+def test_blocks_of_several_sizes(tmp_path):
+    """PEFT has one number for all modules, and takes the nearest that fits: 16 inputs in 8, and 24 in 12."""
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=24, key=jax.random.key(0))
+    adapters.save(adapters.oft(model, targets=("query", "down"), blocks=2), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["oft_block_size"]) == (0, 12)
+    adapters.load(model, tmp_path)
+    unlike = adapters.oft(adapters.oft(model, targets="query", block_size=16), targets="down", block_size=2)
+    with pytest.raises(zoo.CheckpointError, match="one size of blocks, or one count"):
+        adapters.save(unlike, tmp_path)
+
+
 def test_lengths_learnt_in_some_layers_only(tmp_path):
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
     wrapped = adapters.dora(model, targets=r"layers\.1\..*\.query", rank=2, key=jax.random.key(1))

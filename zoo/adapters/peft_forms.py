@@ -63,22 +63,24 @@ def plan_oft(source: Source, found: Found, parts: Parts) -> Any:
 
 def oft_config(adapters: Mapping[str, tuple[Module, Any, Any]]) -> dict[str, Any]:
     """Of OFT, of whose blocks the files know one size, or one count, for all modules: where inputs are no whole blocks
-    of it, the nearest that they are. **Raises** `CheckpointError` where no such number gives the sizes that there
+    of it, the nearest that they are. **Raises** `CheckpointError` where no such number gives the blocks that there
     are."""
-    every = [adapter for _, adapter, _ in adapters.values()]
-    inputs = {theirs: module.found.sizes()[1] for theirs, (module, _, _) in adapters.items()}
-    sizes = {(inputs[theirs], adapter.block_size) for theirs, (_, adapter, _) in adapters.items()}
-    counts = {(size, size // block) for size, block in sizes}
-    fits = lambda wanted: lambda asked: all(nearest_divisor(size, asked) == own for size, own in wanted)
-    asked = range(1, max(inputs.values()) + 1)
-    block_size = next(filter(fits(sizes), asked), 0)
-    blocks = 0 if block_size else next(filter(fits(counts), asked), 0)
-    kinds = {(adapter.shared is None, adapter.terms) for adapter in every}
-    if not (block_size or blocks) or len(kinds) > 1:
+    every = [(module.found.sizes()[1], adapter) for module, adapter, _ in adapters.values()]
+    wanted = {
+        "oft_block_size": {(inputs, adapter.block_size) for inputs, adapter in every},
+        "r": {(inputs, inputs // adapter.block_size) for inputs, adapter in every},
+    }
+    tried = [(word, sorted({own for _, own in pairs})) for word, pairs in wanted.items()]
+    tried += [(word, range(1, max(inputs for inputs, _ in every) + 1)) for word in wanted]
+    fits = lambda word, asked: all(nearest_divisor(inputs, asked) == own for inputs, own in wanted[word])
+    found = next(({word: asked} for word, numbers in tried for asked in numbers if fits(word, asked)), None)
+    kinds = {(adapter.shared is not None, adapter.terms) for _, adapter in every}
+    if found is None or len(kinds) > 1:
         raise CheckpointError("PEFT's files have one size of blocks, or one count, and one form of OFT for all modules")
-    shared, terms = every[0].shared is not None, every[0].terms
+    shared, terms = kinds.pop()
+    # PEFT asks which version wrote a file: the first whose series is ours.
     return {
-        "peft_type": "OFT", "peft_version": "0.18.0", "r": blocks, "oft_block_size": block_size, "bias": "none",
+        "peft_type": "OFT", "peft_version": "0.18.0", "r": 0, "oft_block_size": 0, **found, "bias": "none",
         "block_share": shared, "use_cayley_neumann": terms is not None, "num_cayley_neumann_terms": terms or 5,
         "coft": False, "module_dropout": 0.0, "init_weights": True,
     }  # fmt: skip

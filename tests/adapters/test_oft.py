@@ -1,0 +1,100 @@
+"""OFT: rotations are rotations, all forms of the product agree, and no mesh cuts a block."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo import adapters
+from zoo.adapters.oft import rotation, skew
+from zoo.layers import Linear
+from zoo.parallel import Dim
+
+KEY = jax.random.key(0)
+
+
+def around(in_size=24, out_size=6, in_=Dim("in"), experts=None, **options):
+    """An OFT around a matrix, or around one for each expert, that has learnt something."""
+
+    def make(key):
+        keys = jax.random.split(key)
+        oft = adapters.OFT(Linear(in_size, out_size, in_=in_, bias=experts is None, key=keys[0]), **options)
+        return eqx.combine(jax.tree.map(lambda x: 0.3 * jax.random.normal(keys[1], x.shape), zoo.trainable(oft)), oft)
+
+    return make(KEY) if experts is None else eqx.filter_vmap(make)(jax.random.split(KEY, experts))
+
+
+def test_rotations():
+    pairs = 0.1 * jax.random.normal(KEY, (3, 6))
+    skewed = np.asarray(skew(pairs, 4), np.float64)
+    np.testing.assert_array_equal(skewed, -skewed.swapaxes(1, 2))
+    np.testing.assert_array_equal(skewed[:, [0, 0, 0, 1, 1, 2], [1, 2, 3, 2, 3, 3]], np.asarray(pairs, np.float64))
+    identity = np.eye(4)
+    exact = (identity - skewed) @ np.linalg.inv(identity + skewed)
+    np.testing.assert_allclose(rotation(skew(pairs, 4), None), exact, atol=1e-6)
+    power = lambda n: np.linalg.matrix_power(skewed, n)
+    cut = {
+        1: identity + 0 * skewed,
+        2: identity + 2 * skewed,
+        3: identity + 2 * skewed + 2 * power(2) + power(3),
+        4: identity + 2 * skewed + 2 * power(2) + power(3),
+        6: identity + 2 * sum(power(n) for n in range(1, 5)) + power(5),
+    }
+    for terms, expected in cut.items():
+        np.testing.assert_allclose(rotation(skew(pairs, 4), terms), expected, atol=1e-6)
+    many = rotation(skew(pairs, 4), 40)
+    np.testing.assert_allclose(many, exact.swapaxes(1, 2), atol=1e-6)
+    np.testing.assert_allclose(many @ many.swapaxes(1, 2), np.broadcast_to(identity, (3, 4, 4)), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"block_size": 4}, {"blocks": 3, "terms": None}, {"blocks": 2, "shared": True}])
+def test_all_forms_are_one_matrix(options):
+    oft = around(**options)
+    x, y = jax.random.normal(KEY, (2, 5, 24)), jax.random.normal(KEY, (5, 6))
+    np.testing.assert_allclose(oft(x), x @ oft.matrix.T + oft.shift, atol=1e-5)
+    np.testing.assert_allclose(oft.transposed(y), y @ oft.matrix, atol=1e-5)
+    assert jnp.abs(oft.matrix - oft.base.matrix).max() > 0.1
+    if oft.terms is None:
+        np.testing.assert_allclose(oft.matrix @ oft.matrix.T, oft.base.matrix @ oft.base.matrix.T, atol=1e-5)
+
+    experts, sizes = around(experts=3, **options), jnp.array([4, 0, 3])
+    rows = jax.random.normal(KEY, (9, 24))  # two of which no expert has
+    every = eqx.filter_vmap(lambda one: one.matrix)(experts)
+    expected = np.concatenate([rows[:4] @ every[0].T, rows[4:7] @ every[2].T, np.zeros((2, 6))])
+    np.testing.assert_allclose(experts.grouped(rows, sizes), expected, atol=1e-5)
+
+
+def test_no_mesh_cuts_a_block():
+    """Half of 24 inputs is whole blocks of 4 and whole heads of 6, which the blocks do not keep apart."""
+    mesh, x = zoo.make_mesh(data=1, tensor=2, devices=jax.devices()[:2]), jax.random.normal(KEY, (2, 24))
+    heads = Dim("heads", 6)
+    multiply = zoo.spmd(lambda oft, x: oft(split(x)), mesh, out="batch out")
+
+    def split(x):
+        return jax.lax.dynamic_slice_in_dim(x, 12 * jax.lax.axis_index("tensor"), 12, 1)
+
+    for options in ({"block_size": 4}, {"block_size": 4, "shared": True}):
+        oft = around(in_=heads, **options)
+        np.testing.assert_allclose(multiply(zoo.place(oft, mesh), x), oft(x), atol=1e-5)
+    with pytest.raises(ValueError, match="12 inputs of heads are no whole blocks of 8"):
+        multiply(zoo.place(around(in_=heads, block_size=8, shared=True), mesh), x)
+    with pytest.raises(ValueError, match="3 heads do not share out over tensor=2"):
+        zoo.place(around(in_=heads, block_size=8), mesh)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "how large its blocks are, or how many"),
+        ({"block_size": 4, "blocks": 6}, "how large its blocks are, or how many"),
+        ({"block_size": 7}, "24 inputs are no blocks of 7.* 2, 3, 4, 6, 8, 12, 24"),
+        ({"block_size": 1}, "24 inputs are no blocks of 1 of two inputs or more"),
+        ({"blocks": 5}, "24 inputs are no 5 blocks"),
+        ({"blocks": 0}, "24 inputs are no 0 blocks"),
+    ],
+)
+def test_blocks_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        around(**options)
