@@ -128,6 +128,13 @@ def test_an_adapter_that_took_a_part_of_its_base(start, tmp_path):
         adapters.dora(model, start=start, key=jax.random.key(1))
 
 
+def test_layers_of_two_kinds_draw_their_own_numbers():
+    """Full and windowed attention take turns: two arrays that share a name."""
+    wrapped = adapters.lora(zoo.load(FIXTURES / "models/qwen2"), targets="query", rank=2, key=jax.random.key(0))
+    one, other = jax.tree.leaves(zoo.trainable(wrapped))[::2]
+    assert one.shape == other.shape == (1, 2, 16) and not jnp.array_equal(one, other)
+
+
 @pytest.mark.skipif(not FOLDER.exists(), reason="ZOO_PARITY names no folder with adapters")
 def test_pissa_takes_what_peft_takes():
     left = {name: tensor.read() for name, tensor in read_file(FOLDER / "pissa/residual/residual.safetensors").items()}
