@@ -3,6 +3,7 @@
 from .abstract import AbstractAdapter
 from .adalora import AdaLoRA, adalora, orthogonality
 from .added import LoHa, LoKr
+from .allocation import allocated, importance
 from .dora import DoRA
 from .embedding import EmbeddingLoRA
 from .full import full
@@ -31,12 +32,14 @@ __all__ = [
     "LoRA",
     "VeRA",
     "adalora",
+    "allocated",
     "by_row",
     "chooser",
     "dequantise",
     "dora",
     "full",
     "ia3",
+    "importance",
     "labels",
     "load",
     "loha",

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
 from zoo.layers.linear import of_groups
+from zoo.models.names import Numbers
 from zoo.parallel import Dim, buffer, gather, reduce, transparent, tuned
 
 from .abstract import AbstractAdapter, Matrix, Weight, dims_of, on, sizes_of
@@ -27,9 +28,9 @@ class AdaLoRA(AbstractAdapter):
     (`orthogonality`), and e what a singular value is (Zhang et al., arXiv:2303.10512, section 3.1). A and B start
     normal with a deviation of 0.02, e as zeros.
 
-    This is the form that is learnt. Which ranks are left as learning goes on (section 3.2) is decided outside: a rank
-    whose e is zero counts for nothing. Where layers that are stacked have unlike ranks, all have the largest, and what
-    is beyond a layer's own is zero, which no gradient moves.
+    This is the form that is learnt. Which ranks are left as learning goes on (section 3.2) is decided between steps, by
+    `allocated`: a rank whose e is zero counts for nothing. Where layers that are stacked have unlike ranks, all have
+    the largest, and what is beyond a layer's own is zero, which no gradient moves.
 
     FLOPs: 2 rank (in + out) a token beside the base's 2 in out.
     """
@@ -116,15 +117,25 @@ def orthogonality(model: Any) -> Float[Array, ""]:
     **Raises** `ValueError` for a model without an AdaLoRA.
     """
     found = []
-    for _, numbers, node in matrices(gather(model)):
-        while isinstance(node, AbstractAdapter):
-            if isinstance(node, AdaLoRA):
-                apart = over_stacked(AdaLoRA.apart, numbers)(node).sum()
-                found.append(reduce(reduce(apart, over="layers"), over="experts"))
-            node = node.base
-    if not found:
-        raise ValueError("the model has no AdaLoRA, whose factors would be held orthogonal")
+    for numbers, adapter in ranked(gather(model)):
+        apart = over_stacked(AdaLoRA.apart, numbers)(adapter).sum()
+        found.append(reduce(reduce(apart, over="layers"), over="experts"))
     return sum(found[1:], start=found[0])
+
+
+def ranked(model: Any) -> list[tuple[Numbers, AdaLoRA]]:
+    """Every AdaLoRA of a model, stacked as it is, with what its layers and experts are; of one matrix's the innermost
+    first. **Raises** `ValueError` where there is none."""
+
+    def around(node: AbstractLinear) -> list[AdaLoRA]:
+        if not isinstance(node, AbstractAdapter):
+            return []
+        return around(node.base) + ([node] if isinstance(node, AdaLoRA) else [])
+
+    found = [(numbers, adapter) for _, numbers, node in matrices(model) for adapter in around(node)]
+    if not found:
+        raise ValueError("the model has no AdaLoRA")
+    return found
 
 
 def adalora(
