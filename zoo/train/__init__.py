@@ -11,6 +11,7 @@ from .command import command
 from .corpus import Corpus, text
 from .data import Batches, Ordered, Source, Split, Stream, Windows, bits_per_byte
 from .export import export
+from .fingerprint import fingerprint
 from .interrupt import Interrupt
 from .masks import decay_mask, matrices
 from .metrics import Metrics, read_lines
@@ -51,6 +52,7 @@ __all__ = [
     "decay_mask",
     "ema",
     "export",
+    "fingerprint",
     "matrices",
     "parameter_rows",
     "read_lines",

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .files import plain, read_json, write_json
+from .fingerprint import prints, require_same
 from .optional import require
 
 log = logging.getLogger("zoo")
@@ -44,10 +45,14 @@ class Checkpoints:
 
     The newest `keep_last` are kept, and the `keep_best` of lowest metric. Only arrays are saved; what is static comes
     from the tree that `restore` is given. In a run of several processes all of them make every call.
+
+    Of `frozen`, which training reads and does not change, each checkpoint holds no numbers, but a fingerprint
+    (`zoo.train.fingerprint`), and `restore` compares it.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 1):
+    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 1, frozen: PyTree = None):
         self.directory = Path(directory).absolute()
+        self._frozen = prints(frozen)
         self._orbax = require("orbax.checkpoint", "pip install 'equizoo[train]'")
         policies = self._orbax.checkpoint_managers
         best = policies.BestN(
@@ -86,7 +91,7 @@ class Checkpoints:
             for unfinished in self.directory.glob(f"*{CUT_OFF}*"):
                 shutil.rmtree(unfinished)
         arrays = _named(eqx.filter(state, eqx.is_array))
-        about = dict(step=step, data=data, config=config or {}, leaves=_facts(arrays))
+        about = dict(step=step, data=data, config=config or {}, leaves=_facts(arrays), frozen=self._frozen)
         args = self._orbax.args
         self._saving = step
         self._manager.save(
@@ -127,10 +132,11 @@ class Checkpoints:
         all that is no array.
 
         **Raises** `FileNotFoundError` where there is no such checkpoint; `ValueError` where it is of another model,
-        with the first names that differ.
+        with the first names that differ, or was learnt on top of other numbers than `frozen` has.
         """
         step = self._find(step)
         about = self._about(step)
+        require_same(about.get("frozen", {}), self._frozen, self.directory / str(step))
         wanted = _named(eqx.filter(like, _is_array))
         _compare(about["leaves"], _facts(wanted), self.directory / str(step))
         targets = {

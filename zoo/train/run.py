@@ -39,8 +39,9 @@ class Run:
 
     `step` counts the steps that are done, the one in the loop's body included. `every` steps metrics are fetched, and
     with several processes signals are shared. With `profile` a trace of a few steps goes to `profile/`
-    (`zoo.train.Profile`). **Raises** `FileExistsError` where the folder holds checkpoints and
-    `resume` is not set.
+    (`zoo.train.Profile`). `frozen` is what the run reads, and neither learns nor saves: a model around which adapters
+    stand, a teacher. What adapters learn in it is left out; of the rest each checkpoint keeps a fingerprint.
+    **Raises** `FileExistsError` where the folder holds checkpoints and `resume` is not set.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Run:
         keep_last: int = 2,
         keep_best: int = 1,
         trackers: Sequence[Tracker] = (),
+        frozen: PyTree = None,
     ):
         self.directory = Path(directory)
         # Whether a run was resumed or traced is no property of it: the configurations of both halves are the same.
@@ -62,7 +64,9 @@ class Run:
         self.total = 0
         self.stopped = False
         self.metrics = Metrics(self.directory / "metrics.jsonl", every=every, trackers=trackers)
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best)
+        self.checkpoints = Checkpoints(
+            self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best, frozen=frozen
+        )
         self._every = every
         self._profile = Profile(self.directory / "profile", self.say) if profile else None
         self._interrupt = Interrupt()
@@ -98,7 +102,8 @@ class Run:
         """The state of the newest checkpoint, and `batches` put where they were; `like` itself where there is none.
 
         `like` is the state that the run would start with, already placed. Metrics of later steps are cut off: the run
-        will write them again. **Raises** `ValueError` where the checkpoint is of another model.
+        will write them again. **Raises** `ValueError` where the checkpoint is of another model, or was learnt on top of
+        another one than `frozen`; what is in the folder stays as it is.
         """
         if self._newest is None:
             return like

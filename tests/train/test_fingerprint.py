@@ -1,0 +1,171 @@
+"""A fingerprint: the same wherever the numbers lie, another one for other numbers; and checkpoints that hold it."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zoo
+from zoo import adapters, train
+from zoo.train.fingerprint import prints, two_sums
+
+SIZES = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4, "mlp": 64}
+
+
+@pytest.fixture(scope="module")
+def base():
+    return zoo.models.Transformer(**SIZES, key=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def tuned(base):
+    return adapters.lora(base, rank=2, key=jax.random.key(1))
+
+
+def query(model):
+    return model.stack.segments[0].blocks[0].mixer.query
+
+
+def test_it_is_the_same_on_any_mesh(base, tuned):
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    for model in (base, tuned):
+        assert train.fingerprint(zoo.place(model, mesh)) == train.fingerprint(model)
+    assert len(train.fingerprint(tuned)) == 64
+
+
+def test_no_array_is_gathered(base):
+    placed = zoo.place(base, zoo.make_mesh(data=2, fsdp=2, tensor=2))
+    for x in jax.tree.leaves(placed):
+        found = zoo.inspect.compiled(two_sums, x).collectives
+        assert {one.kind for one in found} <= {"all-reduce"}
+        assert sum(one.bytes for one in found) <= 16, "two words, there and back"
+
+
+def test_what_an_adapter_learns_is_left_out(base, tuned):
+    again = adapters.lora(base, rank=2, key=jax.random.key(2))
+    assert train.fingerprint(again) == train.fingerprint(tuned)
+    assert not [name for name in prints(tuned) if name.endswith(("query.down.weight", "query.up.weight"))]
+    assert [name for name in prints(tuned) if name.endswith(("query.scale", "query.rank"))]
+    assert len(prints(base)) == len(jax.tree.leaves(base)) > 0
+
+
+def changed(model, change):
+    return eqx.tree_at(lambda model: query(model).base.weight, model, replace_fn=change)
+
+
+CHANGES = {
+    "one number, by a bit": lambda x: x.at[1, 3, 5].set(jnp.nextafter(x[1, 3, 5], jnp.inf)),
+    "the sign of a zero": lambda x: x.at[0, 0, 0].set(-0.0),
+    "two numbers exchanged": lambda x: x.at[0, 3, 5].set(x[0, 5, 3]).at[0, 5, 3].set(x[0, 3, 5]),
+    "two rows exchanged": lambda x: x[:, np.r_[1, 0, 2 : x.shape[1]]],
+    "two layers exchanged": lambda x: x[::-1],
+    "turned": lambda x: x.swapaxes(-1, -2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_numbers_have_another_one(tuned, change):
+    at_zero = changed(tuned, lambda x: x.at[0, 0, 0].set(0.0))
+    before, after = prints(at_zero), prints(changed(at_zero, change))
+    assert [name for name in before if before[name] != after[name]] == [
+        "stack.segments.0.blocks.0.mixer.query.base.weight"
+    ]
+    parts = [one["stack.segments.0.blocks.0.mixer.query.base.weight"].split()[-2:] for one in (before, after)]
+    assert parts[0][0] != parts[1][0] and parts[0][1] != parts[1][1], "each of the two sums sees it"
+
+
+def test_so_have_another_alpha_dtype_and_place(base, tuned):
+    found = {
+        *map(train.fingerprint, (base, tuned, zoo.cast(base, "bfloat16"))),
+        train.fingerprint(adapters.lora(base, rank=2, alpha=8, key=jax.random.key(1))),
+        train.fingerprint(adapters.lora(base, rank=2, rank_pattern={"layers.0.*": 1}, key=jax.random.key(1))),
+        train.fingerprint({"a": jnp.arange(3), "b": jnp.arange(4)}),
+        train.fingerprint({"a": jnp.arange(4), "b": jnp.arange(3)}),
+    }
+    assert len(found) == 7
+
+
+def test_of_any_kind_of_array():
+    def tree(shift):
+        bits = jnp.asarray([1, 0, 1, 0]) + shift
+        kinds = ("bool", "int4", "uint8", "int16", "bfloat16", "float8_e4m3fn", "float16", "float32", "complex64")
+        return {kind: (bits % 2).astype(kind) for kind in kinds} | {"key": jax.random.key(shift), "empty": bits[:0]}
+
+    one, other, again = prints(tree(0)), prints(tree(1)), prints(tree(0))
+    assert one == again
+    assert {name for name in one if one[name] == other[name]} == {"empty"}
+    assert prints(None) == {}
+
+
+OPTIMISER = optax.adam(1e-2)
+
+
+def work(out, model, *, steps=2, resume=False, whole=False):
+    """A run that moves what is learnt, and keeps that alone, or, to compare with, the whole model."""
+    held = zoo.trainable(model) if not whole else model
+    state = held, OPTIMISER.init(zoo.trainable(model))
+    frozen = None if whole else model
+    with train.Run(out, config={}, resume=resume, frozen=frozen) as run:
+        batches = train.Batches([{"tokens": np.zeros(4, np.int32)}] * 8, 4)
+        held, moments = run.restore(state, batches)
+        for _ in run.steps(batches, steps):
+            held = jax.tree.map(lambda x: x + run.step if eqx.is_inexact_array(x) else x, held)
+            run.log(step_size=run.step)
+            run.save((held, moments), batches)
+        batches.close()
+    return eqx.combine(held, model)
+
+
+def bytes_below(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_checkpoint_holds_what_is_learnt_alone_and_goes_on(tuned, tmp_path):
+    work(tmp_path / "run", tuned, steps=2)
+    again = work(tmp_path / "run", tuned, steps=3, resume=True)
+    unbroken = work(tmp_path / "unbroken", tuned, steps=3)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(unbroken)))
+    assert np.array_equal(query(again).down.weight, query(tuned).down.weight + 1 + 2 + 3)
+    work(tmp_path / "whole", tuned, whole=True)
+    small, large = (bytes_below(tmp_path / name / "checkpoints" / "2" / "state") for name in ("unbroken", "whole"))
+    learnt = 3 * 4 * zoo.count(tuned)  # with two moments, in float32
+    base = sum(x.nbytes for x in jax.tree.leaves(tuned)) - 4 * zoo.count(tuned)
+    assert small < large - 0.7 * base and small < 3 * learnt
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda base: adapters.lora(base, rank=2, alpha=4, key=jax.random.key(1)), "query.scale: the numbers differ"),
+        (
+            lambda base: adapters.lora(zoo.cast(base, "bfloat16"), rank=2, key=jax.random.key(1)),
+            r"embedding.weight: float32 \[64, 32\] in the checkpoint, bfloat16 \[64, 32\] here",
+        ),
+        (lambda base: adapters.lora(base, targets="key", rank=2, key=jax.random.key(1)), "absent here"),
+    ],
+    ids=["another alpha", "another dtype", "another target"],
+)
+def test_another_base_is_refused_and_nothing_is_lost(base, tuned, other, said, tmp_path):
+    work(tmp_path, tuned)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "env.json"}
+    with pytest.raises(ValueError, match=f"(?s)on top of something else.*{said}.*Start from the model"):
+        work(tmp_path, other(base), resume=True)
+    with pytest.raises(ValueError, match="on top of something else"):
+        work(tmp_path, tuned, resume=True, whole=True)
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "env.json"}
+    assert after == before
+
+
+def test_a_teacher_is_held_to_whole(base, tmp_path):
+    state = jnp.zeros(3)
+    with train.Checkpoints(tmp_path, frozen=base) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.restore(state)
+    moved = eqx.tree_at(lambda model: model.embedding.weight, base, replace_fn=lambda x: x + 1e-3)
+    with (
+        train.Checkpoints(tmp_path, frozen=moved) as checkpoints,
+        pytest.raises(ValueError, match="embedding.weight: the numbers differ"),
+    ):
+        checkpoints.restore(state)
