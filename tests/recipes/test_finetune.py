@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import random
 import shutil
 
 import jax
@@ -14,31 +13,6 @@ from recipes import finetune
 from zoo import train
 
 TINY = {"seq": 16, "batch": 8, "steps": 4, "warmup": 1, "validate_every": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def token_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "it", "was", "flat"]
-    pick = random.Random(0)
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(" ".join(pick.choice(words) for _ in range(100)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def start(text, tmp_path_factory):
-    """A model as transformer.py leaves it, untrained."""
-    sizes = {"vocab": 256, "embed": 16, "layers": 2, "heads": 4, "mlp": 32}
-    model = zoo.models.Transformer(**sizes, qk_norm=True, key=jax.random.key(0))
-    return train.export(model, train.text((text,)), tmp_path_factory.mktemp("start") / "export", seq=16)
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,6 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def token_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")

@@ -39,13 +39,6 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def token_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def command(text, out, *more, **changes):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (TINY | changes).items()]
     return [sys.executable, str(RECIPE), "--data", str(text), "--out", str(out), *flags, *more]

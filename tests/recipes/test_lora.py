@@ -1,0 +1,98 @@
+"""LoRA from a directory to an adapter and a directory: beside full training, resumed, and refused in words."""
+
+import inspect
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from recipes import lora
+from zoo import train
+
+TINY = {"seq": 16, "batch": 16, "steps": 4, "warmup": 1, "validate_every": 2, "rank": 2, "alpha": 4.0}
+OPTIONS = {"rank_stabilised": True, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, start, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    lora.main(start=start, data=(text,), old=(text,), out=out, **TINY, **OPTIONS)
+    return out
+
+
+def test_it_learns_exports_and_reports(unbroken, start):
+    for name in ("full", "lora"):
+        lines = train.read_lines(unbroken / name / "metrics.jsonl")
+        assert [line["step"] for line in lines if "new" in line and "old" in line] == [2, 4]
+        assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
+    full, adapter = (train.read_lines(unbroken / name / "metrics.jsonl")[0] for name in ("full", "lora"))
+    assert adapter["bytes_held"] < full["bytes_held"]
+    base, merged = zoo.load(start), zoo.load(unbroken / "export")
+    assert jax.tree.structure(base) == jax.tree.structure(merged)
+    said = json.loads((unbroken / "adapter" / "adapter_config.json").read_text())
+    assert said["r"] == 2 and np.isclose(said["lora_alpha"] / 2, 4 / 2**0.5), "what scales it, by PEFT's plain rule"
+    tuned = zoo.adapters.load(base, unbroken / "adapter")
+    assert 0 < zoo.count(tuned) < zoo.count(base)
+    tokens = jnp.arange(32).reshape(2, 16)
+    np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
+    assert np.array_equal(base.embedding.weight, merged.embedding.weight)
+    report = (unbroken / "report.html").read_text()
+    for part in ("full, new text", "lora, old text", "bytes held", "When a function is called", "query.down.weight"):
+        assert part in report
+
+
+def test_a_checkpoint_holds_the_adapter_alone(unbroken):
+    def size(name):
+        return sum(path.stat().st_size for path in (unbroken / name / "checkpoints" / "4" / "state").rglob("*"))
+
+    assert size("lora") < size("full")
+    about = (unbroken / "lora" / "checkpoints" / "4" / "about" / "metadata").read_text()
+    assert '"stack.segments.0.blocks.0.mixer.query.base.weight": "float32 [2, 16, 16] ' in about
+
+
+def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path, monkeypatch, capsys):
+    """From where the other recipe leaves its model, and without full training, which stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(start, lora.START)
+    out = shutil.copytree(unbroken, tmp_path / "runs" / "lora")
+    shutil.rmtree(out / "lora" / "checkpoints" / "4")
+    for name in ("export", "adapter"):
+        shutil.rmtree(out / name)
+    lora.main(data=(text,), old=(text,), compare=False, resume=True, **TINY, **OPTIONS)
+    for name in ("lora/metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
+        assert (out / name).read_bytes() == (unbroken / name).read_bytes()
+    printed = capsys.readouterr().out
+    assert "lora/adapter and was read again bit for bit; merged, it lies in runs/lora/export" in printed and " full:" not in printed
+
+
+def complaint(capsys, *words):
+    """The line that a command ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        train.command(lora.main, arguments=[str(word) for word in words])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "runs/transformer/export: no model there; `python recipes/transformer.py`" in complaint(capsys)
+    given = ("--start", start, "--data", text, "--old", text, "--seq", 16)
+    assert "no matrix of the model is meant by the target 'querry'" in complaint(capsys, *given, "--targets", "querry")
+    assert "a rank is at least 1, not 0" in complaint(capsys, *given, "--rank", 0)
+    assert "do not share out over data=8" in complaint(capsys, *given, "--batch", 12)
+    assert not (tmp_path / "runs").exists()
+
+
+FLAGS = [
+    *("start", "data", "old", "targets", "rank", "alpha", "rank_stabilised", "compare", "seq", "batch", "microbatches"),
+    *("steps", "learning_rate", "full_learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor"),
+    *("zero", "validate_every", "seed", "out", "resume", "profile"),
+]
+
+
+def test_flags_are_a_surface():
+    assert list(inspect.signature(lora.main).parameters) == FLAGS
