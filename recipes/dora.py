@@ -17,6 +17,7 @@ How this differs from lora.py:
 - A row's length costs time in each step, forwards and back: the table has it.
 """
 
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal
@@ -158,22 +159,27 @@ def main(
         batches.close()
         return None if run.stopped else model
 
-    model = load(start)
-    parameters = zoo.count(model)
-    numbers = zoo.count(eqx.filter_eval_shape(with_adapter, model))  # what no adapter fits is told before anything runs
+    base = load(start)
+    parameters = zoo.count(base)
+    numbers = zoo.count(eqx.filter_eval_shape(with_adapter, base))  # what no adapter fits is told before anything runs
     print(f"{parameters:,} parameters from {start} on {mesh}, {numbers:,} in adapters; {corpus}")
-    before, samples = validate(model), sample(model, corpus, mesh, jax.random.key(seed))
+    before, samples = validate(base), sample(base, corpus, mesh, jax.random.key(seed))
     kinds = {"full": (load, full_learning_rate), "dora": (lambda start: with_adapter(load(start)), learning_rate)}
-    folders, table = {name: out / name for name in kinds if compare or name == "dora"}, []
+    folders = {name: out / name for name in kinds if compare or name == "dora"}
+    table, moves = [], {}
     for name, folder in folders.items():
         make, rate = kinds[name]
         model = learn(name, make(start), rate)
         if model is None:
             return
-        table.append(summed_up(name, folder, zoo.count(model), parameters))
+        merged = zoo.adapters.merge(model) if name == "dora" else model
+        moves[name] = movements(base, merged)
+        both = np.array([*moves[name].values()]).T
+        together = float(np.corrcoef(both)[0, 1]) if both.shape[-1] > 1 else np.nan
+        row = summed_up(name, folder, zoo.count(model), parameters)
+        table.append(row | {"lengths with directions": together})
 
     zoo.adapters.save(model, out / "adapter")
-    merged = zoo.adapters.merge(model)
     exported = train.export(merged, corpus, out / "export", seq=seq)
     again = zoo.place(zoo.adapters.load(load(start), out / "adapter"), mesh)
     if not all(map(jnp.array_equal, *(jax.tree.leaves(zoo.trainable(one)) for one in (model, again)))):
@@ -187,6 +193,15 @@ def main(
     samples_after, last = sample(merged, corpus, mesh, jax.random.key(seed)), table[-1]
     moved = {f"{kind} text": f"{before[kind]:.3f} → {last[f'{kind} text']:.3f}" for kind in held_out}
     result = ", ".join(f"{text.replace('→', 'to')} on the {kind}" for kind, text in moved.items())
+    points = {run: sorted((1000 * turned, 1000 * grown) for grown, turned in moves[run].values()) for run in moves}
+    groups = [train.Points(run, *zip(*points[run], strict=True)) for run in moves]
+    axes = {"unit": "lengths, thousandths", "against": "directions, thousandths"}
+    by_matrix = [
+        {"matrix": name}
+        | {f"{run}, lengths": 1000 * moves[run].get(name, (0.0, 0.0))[0] for run in moves}
+        | {f"{run}, directions": 1000 * moves[run].get(name, (0.0, 0.0))[1] for run in moves}
+        for name in moves["dora"]
+    ]
     report = train.write_report(
         out,
         title="DoRA on new text",
@@ -196,16 +211,42 @@ def main(
         floors={"xz -9e, new text": corpus.xz},
         unit="bits per byte",
         figures=moved | {"learnt": last["share"]},
-        tables={"In the end": table},
+        tables={"In the end": table, "Thousandths by which rows moved": by_matrix},
+        pictures={"Lengths against directions, a point a matrix": partial(train.scatter, groups, **axes)},
         samples=samples + samples_after,
         parameters=train.parameter_rows(zoo.trainable(model), mesh),
     )
     print(f"\nbefore: {''.join(samples[0])}\n\nafter: {''.join(samples_after[0])}\n\nbits per byte: {result}")
     for row in table:
         print(f"{row['run']:>8}: " + ", ".join(f"{name} {row[name]:.3f}" for name in moved), end="; ")
+        print(f"lengths and directions went together by {row['lengths with directions']:.2f}", end="; ")
         print(f"{row['numbers']:,} learnt; bytes: {row['bytes held']:,} held, {row['bytes at work']:,} at work")
     print(f"the adapter lies in {out / 'adapter'} and was read again bit for bit; merged, it lies in {exported}, whose")
     print(f"logits are within {apart:.1e} of the largest; the report lies in {report}")
+
+
+def movements(before, after):
+    """For each matrix that moved, in each layer: the mean over its rows of |length after - length before|, and of one
+    minus the cosine between the row before and after."""
+    moved = {}
+    for one, other in zip(zoo.adapters.matrices(before), zoo.adapters.matrices(after), strict=True):
+        get = matrix_of
+        for _ in one.numbers:  # layers, and experts
+            get = eqx.filter_vmap(get)
+        (old, long), (new, now_long) = (with_lengths(get(found.module)) for found in (one, other))
+        # Half the square of the distance between two directions is 1 - cosine, and 0 where nothing moved.
+        turned = jnp.square(old / long[..., None] - new / now_long[..., None]).sum(-1) / 2
+        grown, turned = (np.asarray(x.mean(-1)) for x in (jnp.abs(now_long - long), turned))
+        moved |= {name: (float(grown[at]), float(turned[at])) for at, name in one.names().items() if turned[at] > 0}
+    return moved
+
+
+def matrix_of(module):
+    return module.matrix
+
+
+def with_lengths(matrix):
+    return matrix, jnp.linalg.norm(matrix, axis=-1)
 
 
 def summed_up(name, folder, count, parameters):

@@ -66,7 +66,10 @@ def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, t
     for name in ("lora/metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
         assert (out / name).read_bytes() == (unbroken / name).read_bytes()
     printed = capsys.readouterr().out
-    assert "lora/adapter and was read again bit for bit; merged, it lies in runs/lora/export" in printed and " full:" not in printed
+    assert (
+        "lora/adapter and was read again bit for bit; merged, it lies in runs/lora/export" in printed
+        and " full:" not in printed
+    )
 
 
 def complaint(capsys, *words):

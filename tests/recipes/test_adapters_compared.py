@@ -1,0 +1,85 @@
+"""The comparison of methods: sizes that are near, a run each, resumed; a table, a file and a picture."""
+
+import inspect
+import json
+import shutil
+
+import pytest
+
+from recipes import adapters_compared
+from zoo import train
+
+TINY = {
+    "seq": 16, "batch": 8, "steps": 2, "warmup": 1, "validate_every": 1, "methods": ("vera", "full"), "ranks": (2,),
+    "targets": ("query", "value"), "fsdp": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, start, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    adapters_compared.main(start=start, data=(text,), old=(text,), out=out, **TINY)
+    return out
+
+
+def test_a_row_a_method_of_a_size_that_is_near(unbroken):
+    found = json.loads((unbroken / "results.json").read_text())
+    assert [row["method"] for row in found["runs"]] == ["vera", "full"]
+    vera, full = found["runs"]
+    lora = 2 * 2 * 2 * (16 + 16)  # rank 2, two matrices in each of two layers
+    assert abs(vera["numbers"] - lora) <= 4 and int(vera["rank"]) == 48
+    assert full["share"] == "100.00%" and full["rank"] == "none"
+    for row in found["runs"]:
+        assert row["new text"] < found["before"]["new"] and row["bytes held"] > 0
+    report = (unbroken / "report.html").read_text()
+    for part in ("What is learnt, and what it brings", "In the end", "vera", "numbers learnt"):
+        assert part in report
+
+
+def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path, capsys):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    shutil.rmtree(out / "vera-48" / "checkpoints" / "2")
+    adapters_compared.main(start=start, data=(text,), old=(text,), out=out, resume=True, **TINY)
+    for name in ("vera-48", "full"):
+        assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
+    assert "vera, rank   48:       256" in capsys.readouterr().out
+
+
+def test_the_nearest_rank():
+    """Sizes are asked for ranks that are not far beyond the budget alone."""
+    asked = set()
+
+    def size_of(rank):
+        asked.add(rank)
+        return 10 * rank + 3
+
+    for budget, rank in ((1, 1), (13, 1), (19, 2), (57, 5), (59, 6), (253, 25), (10_000, 100)):
+        asked.clear()
+        assert adapters_compared.nearest(size_of, budget, 100) == rank
+        assert max(asked) <= max(2 * rank, 1)
+
+
+def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = ["--start", start, "--data", text, "--old", text, "--seq", 16]
+    for words, said in [
+        ([], "runs/transformer/export: no model there; `python recipes/transformer.py`"),
+        (["--ranks", 0], "are at least 1"),
+        (["--largest", 4], "at least the largest of them"),
+        ([*given, "--targets", "querry"], "no matrix of the model is meant by the target 'querry'"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            train.command(adapters_compared.main, arguments=[str(word) for word in words])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+FLAGS = [
+    *("methods", "ranks", "largest", "start", "data", "old", "targets", "seq", "batch", "microbatches", "steps"),
+    *("learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor", "zero", "validate_every"),
+    *("seed", "out", "resume", "profile"),
+]
+
+
+def test_flags_are_a_surface():
+    assert list(inspect.signature(adapters_compared.main).parameters) == FLAGS

@@ -1,0 +1,92 @@
+"""DoRA from a directory to an adapter and a directory, and what its rows did meanwhile."""
+
+import inspect
+import json
+import shutil
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from recipes import dora
+from zoo import train
+
+TINY = {
+    "seq": 16, "batch": 8, "steps": 2, "warmup": 1, "validate_every": 1, "rank": 2, "targets": ("query", "down"),
+    "compare": False, "fsdp": 2, "tensor": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, start, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    dora.main(start=start, data=(text,), old=(text,), out=out, **TINY)
+    return out
+
+
+def test_it_learns_exports_and_reports(unbroken, start):
+    lines = train.read_lines(unbroken / "dora" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "new" in line and "old" in line] == [1, 2]
+    assert lines[-1]["new"] < lines[0]["new"] and lines[0]["bytes_held"] > 0
+    assert json.loads((unbroken / "adapter" / "adapter_config.json").read_text())["use_dora"]
+    base, merged = zoo.load(start), zoo.load(unbroken / "export")
+    tokens = jnp.arange(32).reshape(2, 16)
+    tuned = zoo.adapters.load(base, unbroken / "adapter")
+    np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
+    moved = dora.movements(base, merged)
+    kinds = {name.rpartition(".")[2] for name in moved}
+    assert kinds == {"query", "down"} and len(moved) == 4
+    report = (unbroken / "report.html").read_text()
+    for part in ("dora, lengths", "Lengths against directions", "lengths with directions", "query.magnitude"):
+        assert part in report
+
+
+def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path):
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    shutil.rmtree(out / "dora" / "checkpoints" / "2")
+    dora.main(start=start, data=(text,), old=(text,), out=out, resume=True, **TINY)
+    for name in ("dora/metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
+        assert (out / name).read_bytes() == (unbroken / name).read_bytes()
+
+
+def test_movements_are_those_of_the_paper(start):
+    """Rows made longer by a half turn nowhere; rows with two inputs exchanged keep their lengths."""
+    base = zoo.load(start)
+    weight = lambda model: model.stack.segments[0].blocks[0].mixer.query.weight
+    longer = dora.movements(base, eqx.tree_at(weight, base, replace_fn=lambda w: w * 1.5))
+    lengths = np.linalg.norm(weight(base), axis=-1)
+    assert list(longer) == [f"layers.{layer}.attention.query" for layer in range(2)]
+    for layer, (grown, turned) in enumerate(longer.values()):
+        assert np.isclose(grown, lengths[layer].mean() / 2) and abs(turned) < 1e-6
+    exchanged = weight(base)[..., ::-1]
+    cosines = (weight(base) * exchanged).sum(-1) / lengths**2
+    for layer, (grown, turned) in enumerate(dora.movements(base, eqx.tree_at(weight, base, exchanged)).values()):
+        assert grown < 1e-6 and np.isclose(turned, 1 - cosines[layer].mean(), rtol=1e-4)
+    assert dora.movements(base, base) == {}
+
+
+def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = ["--start", start, "--data", text, "--old", text, "--seq", 16]
+    for words, said in [
+        ([], "runs/transformer/export: no model there; `python recipes/transformer.py`"),
+        ([*given, "--targets", "querry"], "no matrix of the model is meant by the target 'querry'"),
+        ([*given, "--rank", 0], "a rank is at least 1, not 0"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            train.command(dora.main, arguments=[str(word) for word in words])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+FLAGS = [
+    *("start", "data", "old", "targets", "rank", "alpha", "compare", "seq", "batch", "microbatches"),
+    *("steps", "learning_rate", "full_learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor"),
+    *("zero", "validate_every", "seed", "out", "resume", "profile"),
+]
+
+
+def test_flags_are_a_surface():
+    assert list(inspect.signature(dora.main).parameters) == FLAGS
