@@ -59,7 +59,7 @@ METHODS: dict[Name, Method] = {
     "dora": Method(partial(adapters.dora, alpha=16), 1e-2),
     "pissa": Method(partial(adapters.lora, start="pissa"), 3e-3),
     "olora": Method(partial(adapters.lora, start="olora"), 3e-3),
-    "vera": Method(adapters.vera, 3e-2),
+    "vera": Method(partial(adapters.vera, first=0.1), 3e-2),
     "loha": Method(adapters.loha, 1e-2),
     "lokr": Method(partial(adapters.lokr, factor=4), 1e-2),
     "ia3": Method(ia3, 3e-2, one_size=True),

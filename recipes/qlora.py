@@ -1,0 +1,253 @@
+"""Adapt a checkpoint in 4 bits with LoRA, and hold it against LoRA on the same one as it was: NUMBERS.
+
+    python recipes/transformer.py                         # makes the checkpoint to start from, once
+    python recipes/qlora.py                               # 80 steps of each kind
+    python recipes/qlora.py --kind int8                   # twice the bits
+    python recipes/qlora.py --resume                      # after Ctrl-C; on another mesh too
+    python recipes/qlora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --dtype bfloat16
+
+How this differs from lora.py:
+
+- The matrices that adapters stand around are rounded to NF4, or to int8, and stay so: each is decoded while it is
+  multiplied (QLoRA, Dettmers et al., arXiv:2305.14314, section 3).
+- The yardstick is LoRA on the model as it was read, not full training.
+- It says how many bits a number of the base takes, and what rounding cost before anything was learnt.
+- The merged model is one of float32 matrices, those of the rounded ones with the adapter. On the model as it was read
+  the adapter computes something else: it learnt around the rounded one.
+"""
+
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zoo import train  # isort: skip  (before optax: it says which command installs what is missing)
+import optax
+
+import zoo
+
+START = Path("runs/transformer/export")  # where transformer.py leaves its model unless told otherwise
+
+
+def main(
+    *,
+    start: Path = START,
+    data: tuple[Path, ...] = (),
+    old: tuple[Path, ...] = (),
+    kind: Literal["nf4", "int8"] = "nf4",
+    rounded: tuple[str, ...] = ("all-linear",),
+    targets: tuple[str, ...] = ("all-linear",),
+    rank: int = 8,
+    alpha: float = 16.0,
+    rank_stabilised: bool = False,
+    compare: bool = True,
+    seq: int = 128,
+    batch: int = 16,
+    microbatches: int = 1,
+    steps: int = 80,
+    learning_rate: float = 1e-2,
+    warmup: int = 8,
+    weight_decay: float = 0.1,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    remat: zoo.parallel.Remat = "full",
+    fsdp: int = 1,
+    tensor: int = 1,
+    zero: Literal[1, 3] = 3,
+    validate_every: int = 40,
+    seed: int = 0,
+    out: Path = Path("runs/qlora"),
+    resume: bool = False,
+    profile: bool = False,
+) -> None:
+    """Load, round, train an adapter on either, validate, sample, export, read again.
+
+    Args:
+        start: The directory of the model to start from: config.json, safetensors and tokenizer.json.
+        data: Files and folders of new text; Python's language reference, by topic, where there are none.
+        old: Files and folders of what the model knew, of which the part that is held out is measured; the standard
+            library where there are none.
+        kind: What matrices of the base are rounded to.
+        rounded: Which ones: ends of names, patterns, or all-linear for all but the head's.
+        targets: Matrices that get an adapter: ends of names, patterns, or all-linear for all but the head's.
+        rank: Of B A.
+        alpha: What B A is scaled with, divided by the rank.
+        rank_stabilised: Divide alpha by the root of the rank instead (rsLoRA).
+        compare: Train an adapter on the model as it was read, too.
+        seq: Tokens in a row.
+        batch: Rows in a step, on all devices together.
+        microbatches: Parts in which a device takes its rows, one after another, to save memory.
+        steps: Optimiser steps of each kind.
+        learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
+        warmup: Steps of warm-up.
+        weight_decay: Of matrices and embeddings, as in AdamW.
+        dtype: What the model computes in; parameters and their updates are float32.
+        remat: What the backward pass computes again to save memory.
+        fsdp: Devices that share each copy of the parameters.
+        tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
+        zero: With fsdp, 3 splits parameters and optimiser state, 1 the optimiser state alone.
+        validate_every: Steps between validations, each with a checkpoint.
+        seed: Of the adapter, the order of the text and the samples.
+        out: The folder of both runs.
+        resume: Go on from the newest checkpoints in `out`; `start` is read all the same.
+        profile: Trace a few steps of each run into the folder `profile` of its own.
+    """
+    config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
+    if not (start / "config.json").exists():
+        raise FileNotFoundError(f"{start}: no model there; `python recipes/transformer.py` makes one in {START}")
+    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero == 1 else None)
+    tokenizer = train.read_tokenizer(start)
+    corpus, known = train.text(data or topics, tokenizer=tokenizer), train.text(old, tokenizer=tokenizer)
+    texts = {"new": corpus.validation, "old": known.validation}
+    held_out = {kind: text.ordered(seq, batch, limit=16) for kind, text in texts.items()}
+    placed = {kind: [zoo.place_batch(rows, mesh) for rows in text] for kind, text in held_out.items()}
+    tokens = batch * seq
+
+    def load(folder):
+        return train.rematerialise(zoo.load(folder, mesh=mesh, dtype="float32"), remat)
+
+    def in_few_bits(model):
+        return zoo.place(zoo.adapters.quantise(model, kind, targets=rounded), mesh)
+
+    def with_adapter(model):
+        options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilised": rank_stabilised}
+        return zoo.place(zoo.adapters.lora(model, **options, key=jax.random.key(seed)), mesh)
+
+    def loss_fn(model, batch):
+        return zoo.cross_entropy(zoo.cast(model, dtype), batch)
+
+    def validate(model):
+        """Bits per byte on held-out text, new and old."""
+        bits = {}
+        for name, text in held_out.items():
+            losses = jax.device_get([zoo.value(loss_fn, mesh)(model, rows) for rows in placed[name]])
+            mean = np.average(losses, weights=[rows["weights"].sum() for rows in text])
+            bits[name] = float(train.bits_per_byte(float(mean), text))
+        return bits
+
+    def learn(name, model):
+        """Train what is learnt of a model, in a run of its own; None where that was stopped."""
+        warm = min(warmup, steps // 2)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warm, steps, learning_rate / 10)
+        adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
+        optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+        opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+        batches = corpus.train.batches(seq, batch, seed=seed)
+
+        @eqx.filter_jit(donate="all-except-first")
+        def step(inputs, model, opt_state):
+            loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, inputs)
+            updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+            bits = train.bits_per_byte(loss, corpus.train)
+            return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, bits
+
+        # Forwards and back through everything, and once more for the gradients of what is learnt.
+        flops = tokens * (4 * parameters + 2 * zoo.count(model))
+        places = {"config": config | {"run": name}, "resume": resume, "profile": profile, "frozen": model}
+        with train.Run(out / name, **places) as run:
+            run.say(f"{name}: {zoo.count(model):,} numbers learnt")
+            learnt, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
+            model = eqx.combine(learnt, model)
+            for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):
+                inputs = zoo.place_batch(inputs, mesh)
+                if run.step == 1 and (memory := zoo.inspect.compiled(step, inputs, model, opt_state).memory):
+                    run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
+                model, opt_state, bits = step(inputs, model, opt_state)
+                run.log(bits_per_byte=bits)
+                measured = validate(model) if run.every(validate_every) else {}
+                run.log(**measured)
+                if run.due(validate_every):
+                    run.save((zoo.trainable(model), opt_state), batches, metric=measured.get("new"))
+        batches.close()
+        return None if run.stopped else model
+
+    model = load(start)
+    parameters = zoo.count(model)
+    small = in_few_bits(model)
+    numbers = zoo.count(eqx.filter_eval_shape(with_adapter, small))  # what no adapter fits is told before anything runs
+    bits = {"qlora": zoo.inspect.size(small).bits, "lora": zoo.inspect.size(model).bits}
+    print(f"{parameters:,} parameters from {start} on {mesh}, {numbers:,} in adapters; {corpus}")
+    print(f"in {kind} the base takes {bits['qlora']:.2f} bits a parameter, as it was read {bits['lora']:.2f}")
+    before, samples = validate(model), sample(model, corpus, mesh, jax.random.key(seed))
+    at_birth = {"qlora": validate(small), "lora": before}
+    kinds = {"lora": load, "qlora": lambda start: in_few_bits(load(start))}
+    folders, table = {name: out / name for name in kinds if compare or name == "qlora"}, []
+    for name, folder in folders.items():
+        model = learn(name, with_adapter(kinds[name](start)))
+        if model is None:
+            return
+        about = {"bits of the base": bits[name]} | {f"{text}, before": at_birth[name][text] for text in held_out}
+        table.append(summed_up(name, folder, zoo.count(model), parameters) | about)
+
+    zoo.adapters.save(model, out / "adapter")
+    merged = zoo.adapters.merge(model, quantised="decode")
+    exported = train.export(merged, corpus, out / "export", seq=seq)
+    again = zoo.place(zoo.adapters.load(in_few_bits(load(start)), out / "adapter"), mesh)
+    if not all(map(jnp.array_equal, *(jax.tree.leaves(zoo.trainable(one)) for one in (model, again)))):
+        raise RuntimeError(f"{out / 'adapter'}: the adapter that was read again is not the one that was written")
+    logits = zoo.spmd(lambda model, rows: model(rows["tokens"]), mesh, out="batch seq vocab")
+    wanted, *found = (logits(one, placed["new"][0]) for one in (model, again, load(exported)))
+    apart = max(float(jnp.abs(one - wanted).max() / jnp.abs(wanted).max()) for one in found)
+    if apart > 0.01:
+        raise RuntimeError(f"{out}: logits of the adapter read again, or of the merged model, are {apart:.1%} away")
+
+    samples_after, last = sample(merged, corpus, mesh, jax.random.key(seed)), table[-1]
+    moved = {
+        f"{text} text": f"{before[text]:.3f} → {at_birth['qlora'][text]:.3f} → {last[f'{text} text']:.3f}"
+        for text in held_out
+    }
+    result = ", ".join(f"{text.replace('→', 'to')} on the {name}" for name, text in moved.items())
+    report = train.write_report(
+        out,
+        title=f"LoRA around a model in {kind}, on new text",
+        summary=f"Bits per byte on held-out text, as read, in {kind}, and after {steps} steps on {mesh}: {result}",
+        runs=folders,
+        curves={"new": "new text", "old": "old text"},
+        floors={"xz -9e, new text": corpus.xz},
+        unit="bits per byte",
+        figures=moved | {"bits a parameter": f"{bits['qlora']:.2f}", "learnt": last["share"]},
+        tables={"In the end": table},
+        samples=samples + samples_after,
+        parameters=train.parameter_rows(zoo.trainable(model), mesh),
+    )
+    print(f"\nbefore: {''.join(samples[0])}\n\nafter: {''.join(samples_after[0])}\n")
+    print(f"bits per byte, as read, in {kind}, and in the end: {result}")
+    for row in table:
+        print(f"{row['run']:>8}: " + ", ".join(f"{name} {row[name]:.3f}" for name in moved), end="; ")
+        print(f"{row['numbers']:,} learnt; bytes: {row['bytes held']:,} held, {row['bytes at work']:,} at work")
+    print(f"the adapter lies in {out / 'adapter'} and was read again bit for bit; merged, it lies in {exported}, whose")
+    print(f"logits are within {apart:.1e} of the largest; the report lies in {report}")
+
+
+def summed_up(name, folder, count, parameters):
+    """What a run came to, from its folder: what its step holds, parameters, moments and rows, and what it works in."""
+    last = {name: value for line in train.read_lines(folder / "metrics.jsonl") for name, value in line.items()}
+    speeds = [line.get("steps_per_second") for line in train.read_lines(folder / "timing.jsonl")]
+    return {
+        "run": name,
+        "numbers": count,
+        "share": f"{count / parameters:.2%}",
+        "new text": last["new"],
+        "old text": last["old"],
+        "bytes held": last.get("bytes_held", 0),
+        "bytes at work": last.get("bytes_at_work", 0),
+        "ms a step": round(1000 / float(np.median([speed for speed in speeds if speed] or [np.inf]))),
+    }
+
+
+def sample(model, corpus, mesh, key):
+    """Continue a few beginnings: (prompt, continuation) pairs."""
+    prompts = ['The "with" statement\n', "An object is ", "When a function is called, "]
+    begun = [np.append(corpus.tokenizer.separator, corpus.encode(prompt)) for prompt in prompts]
+    width = max(map(len, begun))
+    tokens = jnp.asarray([np.pad(row, (width - len(row), 0)) for row in begun])
+    mask = jnp.asarray([np.arange(width) >= width - len(row) for row in begun])
+    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, mesh=mesh, key=key)
+    return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
+
+
+if __name__ == "__main__":
+    train.command(main)
