@@ -1,8 +1,8 @@
 """Compare ways to adapt a model at equal numbers learnt: NUMBERS.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
-    python recipes/adapters_compared.py                   # ten methods, most at two sizes, one after another
-    python recipes/adapters_compared.py --methods lora dora full --ranks 1 4 16
+    python recipes/adapters_compared.py                   # ten methods at one size, one after another
+    python recipes/adapters_compared.py --methods lora dora full --ranks 1 4 16   # a curve each
     python recipes/adapters_compared.py --resume          # after Ctrl-C: what is complete is read back
     python recipes/adapters_compared.py --start ~/llama --data ~/books --seq 2048 --batch 64 --steps 2000 --fsdp 8
 
@@ -70,7 +70,7 @@ METHODS: dict[Name, Method] = {
 def main(
     *,
     methods: tuple[Name, ...] = tuple(METHODS),
-    ranks: tuple[int, ...] = (2, 8),
+    ranks: tuple[int, ...] = (4,),
     largest: int = 256,
     start: Path = START,
     data: tuple[Path, ...] = (),
@@ -88,7 +88,7 @@ def main(
     fsdp: int = 1,
     tensor: int = 1,
     zero: Literal[1, 3] = 3,
-    validate_every: int = 20,
+    validate_every: int = 40,
     seed: int = 0,
     out: Path = Path("runs/adapters_compared"),
     resume: bool = False,
@@ -134,7 +134,7 @@ def main(
     tokenizer = train.read_tokenizer(start)
     corpus, known = train.text(data or topics, tokenizer=tokenizer), train.text(old, tokenizer=tokenizer)
     texts = {"new": corpus.validation, "old": known.validation}
-    held_out = {kind: text.ordered(seq, batch, limit=16) for kind, text in texts.items()}
+    held_out = {kind: text.ordered(seq, batch, limit=8) for kind, text in texts.items()}
     placed = {kind: [zoo.place_batch(rows, mesh) for rows in text] for kind, text in held_out.items()}
     tokens = batch * seq
 
