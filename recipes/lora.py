@@ -1,10 +1,14 @@
-"""Adapt a checkpoint with LoRA, beside training all of it: NUMBERS.
+"""Adapt a checkpoint with LoRA, beside training all of it: a tenth of the numbers, nine tenths of the gain.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
     python recipes/lora.py                                # 120 steps of each, two minutes on two cores
     python recipes/lora.py --no-compare                   # LoRA alone
     python recipes/lora.py --resume                       # after Ctrl-C; on another mesh too
     python recipes/lora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --rank 16 --no-compare --fsdp 8
+
+On text that was held out, English prose goes from 3.35 to 2.29 bits per byte with LoRA, to 2.22 where all is trained,
+from a model of 150 steps. Parameters and moments take 4.6 MB in place of 10.7; what the backward pass works in, which
+LoRA does not save, outweighs both at this size.
 
 How this differs from finetune.py:
 

@@ -1,10 +1,14 @@
-"""Adapt a checkpoint in 4 bits with LoRA, and hold it against LoRA on the same one as it was: NUMBERS.
+"""Adapt a checkpoint whose matrices are in 4 bits, beside LoRA on the same one as it was: rounding costs little.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
     python recipes/qlora.py                               # 80 steps of each kind
     python recipes/qlora.py --kind int8                   # twice the bits
     python recipes/qlora.py --resume                      # after Ctrl-C; on another mesh too
     python recipes/qlora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --dtype bfloat16
+
+On text that was held out, English prose goes from 3.347 bits per byte to 3.353 when matrices are rounded to NF4, and to
+2.73 in 40 steps of learning. The base takes 5.6 bits a number in place of 32: embeddings, norms and the constants of
+blocks are what 4 bits leave out.
 
 How this differs from lora.py:
 
