@@ -65,7 +65,7 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
     for words, said in [
         ([], "runs/transformer/export: no model there; `python recipes/transformer.py`"),
         (["--ranks", 0], "are at least 1"),
-        (["--largest", 4], "at least the largest of them"),
+        (["--largest", 3], "at least the largest of them"),
         ([*given, "--targets", "querry"], "no matrix of the model is meant by the target 'querry'"),
     ]:
         with pytest.raises(SystemExit) as stopped:
