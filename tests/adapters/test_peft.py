@@ -21,14 +21,7 @@ CASES = [(path, path, FIXTURES / "models") for path in sorted((FIXTURES / "adapt
 CASES += [(path.parent, path, FOLDER / "bases") for path in sorted(FOLDER.glob("*/adapter"))]
 """Where results lie, where the adapter does, and where the bases do."""
 UNREAD = {
-    "lora_bias_all": "bias = 'all'",
-    "dora_bias_only": "bias = 'lora_only'",
-    "lora_embedding": "embed_tokens",
-    "lora_embedding_alone": "embed_tokens",
-    "lora_head": "lm_head",
-    "lora_saved_head": "modules_to_save",
-    "lora_saved_norms": "modules_to_save",
-    "lora_saved_embedding": "modules_to_save",
+    "lora_embedding_alone": "ensure_weight_tying",
     "lora_experts": "target_parameters",
 }
 """Cases that are refused, and what by."""

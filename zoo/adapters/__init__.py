@@ -16,9 +16,9 @@ from .peft_write import save
 from .plus import lora_plus
 from .quantise import dequantise, quantise
 from .several import by_row, labels, weighted, without
-from .surgery import dora, ia3, loha, lokr, lora, vera
 from .targets import chooser, matrices
 from .vera import VeRA
+from .wrap import dora, ia3, loha, lokr, lora, vera
 
 __all__ = [
     "IA3",

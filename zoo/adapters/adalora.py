@@ -14,9 +14,9 @@ from zoo.parallel import Dim, buffer, gather, reduce, transparent, tuned
 
 from .abstract import AbstractAdapter, Matrix, Weight, dims_of, on, sizes_of
 from .factors import matrix_of
-from .surgery import alike
-from .surgery import scale as checked
 from .targets import Targets, matrices, over_stacked
+from .wrap import alike
+from .wrap import scale as checked
 
 Model = TypeVar("Model")
 NEARLY_NONE = 1e-5
@@ -127,7 +127,7 @@ def ranked(model: Any) -> list[tuple[Numbers, AdaLoRA]]:
     """Every AdaLoRA of a model, stacked as it is, with what its layers and experts are; of one matrix's the innermost
     first. **Raises** `ValueError` where there is none."""
 
-    def around(node: AbstractLinear) -> list[AdaLoRA]:
+    def around(node: Any) -> list[AdaLoRA]:
         if not isinstance(node, AbstractAdapter):
             return []
         return around(node.base) + ([node] if isinstance(node, AdaLoRA) else [])

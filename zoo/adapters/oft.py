@@ -14,8 +14,8 @@ from zoo.ops.product import product
 from zoo.parallel import Dim, buffer, transparent, tuned
 
 from .abstract import AbstractAdapter, Matrix, Weight, dims_of, on, sizes_of
-from .surgery import alike
 from .targets import Targets
+from .wrap import alike
 
 Model = TypeVar("Model")
 Blocks = Float[Array, "blocks size size"]

@@ -16,13 +16,14 @@ ALWAYS: Mapping[str, Any] = {
     "auto_mapping": None, "base_model_name_or_path": None, "exclude_modules": None, "inference_mode": True,
     "modules_to_save": None, "peft_type": None, "peft_version": None, "revision": None, "target_modules": None,
     "task_type": None, "layers_pattern": None, "layers_to_transform": None, "fan_in_fan_out": False, "bias": "none",
+    "ensure_weight_tying": False,
 }  # fmt: skip
 """Keys of every method, with what PEFT has where a file omits them. Which modules have an adapter we read off the
 tensors, and how a base's matrix lies in its file off the family's table."""
 
 LORA: Mapping[str, Any] = {
     "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
-    "lora_dropout": 0.0, "init_lora_weights": True, "ensure_weight_tying": False,
+    "lora_dropout": 0.0, "init_lora_weights": True,
 }  # fmt: skip
 LORA_INERT = ("corda_config", "eva_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size")
 """How factors were started, or what another switch brings into play."""

@@ -28,9 +28,9 @@ from .lora import LoRA
 from .peft_config import read_config, scale_of
 from .peft_forms import plan_adalora, plan_oft, read_adalora, read_oft
 from .peft_names import ADDED, FILE, PREFIX, SHARED, Module, modules, table_of
-from .surgery import wrapped
 from .targets import Found
 from .vera import VeRA
+from .wrap import wrapped
 
 Model = TypeVar("Model")
 
@@ -51,7 +51,8 @@ def load(model: Model, directory: str | Path, *, dropout: float | int = 0.0, lab
     reader = Reader(config, source, str(path / FILE), label, checked_rate(dropout))
     for module in modules(model, table):
         reader.read(module)
-    if "embedding" in reader.parts and getattr(model, "head", True) is None and not config.get("ensure_weight_tying"):
+    tied = getattr(model, "head", True) is None and not config["ensure_weight_tying"]
+    if tied and any(name == "embedding" for name, _ in reader.parts):
         raise CheckpointError(
             f"{path}: the embedding has an adapter, and is the head here too; PEFT leaves the head as it was unless "
             "ensure_weight_tying is set, which is another model: untie the two in the base"
