@@ -6,6 +6,7 @@
     python scripts/bench.py --parts large                # on an accelerator: a model of a billion parameters
     python scripts/bench.py --vs torch --page docs/performance.md    # the table of the documentation
     python scripts/bench.py --vs torch --parts mixture grouped --page docs/moe.md    # and that of mixtures of experts
+    python scripts/bench.py --vs torch --parts adapters --page docs/adapters.md    # LoRA, DoRA, QLoRA, beside PEFT
     python scripts/bench.py --parts recurrences --operations gla kda --lengths 2048 32768    # what a token costs
 
 Rivals run in turn in one process, and so do a matrix product and a copy, whose rates are the ceilings that shares are
@@ -29,11 +30,13 @@ import jax
 import tyro
 
 import zoo
-from scripts.benchmarks import large, measure, ours, recurrences, table
+from scripts.benchmarks import adapted, large, measure, ours, recurrences, table
 from scripts.benchmarks.measure import Timing
 from zoo.ops import grouped_matmul
 
-Part = Literal["step", "first", "decode", "mixture", "grouped", "recurrences", "recurrent", "continued", "large"]
+Part = Literal[
+    "step", "first", "decode", "mixture", "grouped", "recurrences", "recurrent", "continued", "adapters", "large"
+]
 Row = dict[str, Any]
 
 NEW_TOKENS = 128
@@ -61,7 +64,8 @@ def main(
         parts: What to measure: `step`, a training step; `first`, the time to the first; `decode`; `mixture`, a step of
             a mixture of experts with as many active parameters, beside the dense one; `grouped`, the product that it is
             made of; `recurrences`, each operation alone; `recurrent`, steps of models that are made of them;
-            `continued`, tokens after few others and after many; `large`, a model of a billion parameters and its
+            `continued`, tokens after few others and after many; `adapters`, steps that learn a LoRA, a DoRA or a QLoRA
+            beside the step that learns everything, and PEFT's; `large`, a model of a billion parameters and its
             decoding. Unless given, the first three, and on an accelerator `large` too.
         vs: The rival: torch with transformers, eager and compiled.
         rounds: How often everybody runs. A tenth of it, at least two, where processes start anew.
@@ -75,13 +79,12 @@ def main(
         page: A page whose table, between its two markers, is written anew.
         place: Which of the page's tables, where it has several: what its first marker says after a colon.
     """
-    if vs == "torch":
-        require_torch()
+    require(rivals(vs, parts))
     if page is not None:
         table.check(page, place)
     here = parts or ("step", "first", "decode", *(("large",) if jax.default_backend() != "cpu" else ()))
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": measure.machine(), "rows": []}
-    found["versions"] = versions(vs)
+    found["versions"] = versions(rivals(vs, here))
     for name, value in {**found["machine"], **found["versions"]}.items():
         print(f"{name:>12}  {value}")
     if "step" in here:
@@ -107,6 +110,9 @@ def main(
     if "continued" in here:
         entrants, facts = recurrences.continued()
         compete("tokens after a prompt", entrants, facts, rounds, found)
+    if "adapters" in here:
+        entrants, facts = adapted.steps(vs, remat, dtypes)
+        compete("adapters", entrants, facts, rounds, found)
     if "large" in here:
         large.run(found, report)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -117,14 +123,18 @@ def main(
         print(f"the table of {page} is written")
 
 
-def require_torch() -> None:
-    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+def rivals(vs: str, parts: Sequence[str]) -> tuple[str, ...]:
+    """The packages that rivals are of."""
+    return () if vs == "none" else ("torch", "transformers", *(("peft",) if "adapters" in parts else ()))
+
+
+def require(packages: Sequence[str]) -> None:
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         sys.exit(f"bench.py: --vs torch needs {' and '.join(missing)}, which this environment lacks")
 
 
-def versions(vs: str) -> dict[str, str]:
-    names = ("jaxlib", "equinox", *(("torch", "transformers") if vs == "torch" else ()))
-    return {name: importlib.metadata.version(name) for name in names}
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("jaxlib", "equinox", *packages)}
 
 
 def steps(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[str, Callable], dict[str, Row]]:
@@ -241,6 +251,9 @@ def report(found: dict, part: str, name: str, timing: Timing, facts: Row, rates:
     if "bytes_passed" in facts:
         row["copy_share"] = facts["bytes_passed"] / timing.shortest / rates["copy"]
         told += f"  {row['copy_share']:4.0%} of the copy rate"
+    if "bytes_learning" in facts:
+        kinds = {"bytes_parameters": "parameters", "bytes_learning": "gradients and moments", "temporaries": "else"}
+        told += "  MB: " + ", ".join(f"{facts[key] / 1e6:.1f} {word}" for key, word in kinds.items() if facts.get(key))
     if "bytes_remembered" in facts:
         told += f"  {facts['bytes_remembered'] / 1e6:,.2f} MB remembered"
     found["rows"].append(row)

@@ -58,10 +58,19 @@ ONE_BILLION = Sizes(vocab=32768, embed=2048, layers=20, heads=16, mlp=5632, batc
 class Training:
     """A step of AdamW on one device that keeps its model; called, it takes one, and returns when the step is done."""
 
-    def __init__(self, sizes: Sizes, dtype: str, remat: zoo.parallel.Remat, **options: Any):
-        """`options` are the model's."""
+    def __init__(
+        self,
+        sizes: Sizes,
+        dtype: str,
+        remat: zoo.parallel.Remat,
+        *,
+        adapt: Callable = lambda model: model,
+        **options: Any,
+    ):
+        """`options` are the model's; `adapt` gives what is trained of it."""
         mesh = zoo.make_mesh(devices=jax.devices()[:1])
-        self.model = zoo.init(lambda key: sizes.make(key, remat=remat, **options), jax.random.key(0), mesh)
+        model = zoo.init(lambda key: sizes.make(key, remat=remat, **options), jax.random.key(0), mesh)
+        self.model = zoo.place(adapt(model), mesh)
         optimiser = optax.adamw(1e-3, weight_decay=0.1)
         self.state = zoo.place(optimiser.init(zoo.trainable(self.model)), mesh)
         tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.seq + 1), 0, sizes.vocab)

@@ -129,6 +129,24 @@ class Training:
         loss.item()
 
 
+class Adapting(Training):
+    """A step that learns a LoRA or a DoRA around every matrix but the head's, as PEFT puts it there; or everything."""
+
+    def __init__(self, sizes: Sizes, dtype: str, *, kind: str, rank: int):
+        super().__init__(sizes, dtype, compiled=False)
+        if kind != "full":
+            import peft  # pyright: ignore[reportMissingImports]
+
+            options = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear", "use_dora": kind == "DoRA"}
+            self.forward = self.model = peft.get_peft_model(self.model, peft.LoraConfig(**options)).train()
+        learnt = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimiser = torch.optim.AdamW(learnt, lr=1e-3, weight_decay=0.1, fused=True)
+
+    def bytes_learning(self) -> int:
+        """Of gradients and moments."""
+        return 3 * sum(x.nbytes for group in self.optimiser.param_groups for x in group["params"])
+
+
 def first_step(layers: int, *, compiled: bool) -> dict[str, float]:
     """Seconds in which a new process makes its model and optimiser, takes a first step, and a later one."""
     start = time.perf_counter()

@@ -9,6 +9,7 @@ START, END = "<!-- what scripts/bench.py measured -->", "<!-- until here -->"
 COLUMNS = {
     "compiling": ("more than a later step", "to make the model"),
     "copy_share": ("tokens/s", "GFLOP", "share of the product", "MB", "share of the copy"),
+    "bytes_learning": ("tokens/s", "MB of parameters", "MB of gradients and moments", "MB else"),
     "bytes_remembered": ("tokens/s", "MB remembered"),
     "share": ("tokens/s", "share"),
     "utilisation": ("tokens/s", "share"),
@@ -86,6 +87,9 @@ def cells(row: dict[str, Any]) -> str:
     elif kind == "copy_share":
         product = f"{row['flops'] / 1e9:.2f} | {row['share']:.0%}" if "flops" in row else "– | –"
         last = f"{rate} | {product} | {row['bytes_passed'] / 1e6:.1f} | {row['copy_share']:.0%}"
+    elif kind == "bytes_learning":
+        told = lambda name: f"{row[name] / 1e6:.1f}" if row.get(name) else "–"
+        last = f"{rate} | {told('bytes_parameters')} | {told('bytes_learning')} | {told('temporaries')}"
     elif kind == "bytes_remembered":
         last = f"{rate} | {row['bytes_remembered'] / 1e6:.2f}"
     elif kind == "tokens_per_second":

@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from scripts import bench
-from scripts.benchmarks import large, measure, ours, recurrences, table
+from scripts.benchmarks import adapted, large, measure, ours, recurrences, table
 from scripts.benchmarks.measure import Timing
 from zoo.layers import LinearAttention
 
@@ -69,6 +69,18 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     text = page.read_text()
     assert text.startswith(f"before\n{table.START}") and text.endswith(f"{table.END}\nafter\n") and "old" not in text
     assert "| zoo, batch 8 |" in text and "GFLOP/s in float32" in capsys.readouterr().out + text
+
+
+def test_adapters_hold_no_gradient_of_the_base(tmp_path, monkeypatch):
+    monkeypatch.setattr(ours, "Sizes", lambda: TINY)
+    kinds = {kind: adapted.KINDS[kind] for kind in ("full", "LoRA", "QLoRA, int8")}  # NF4 takes blocks of 64
+    monkeypatch.setattr(adapted, "KINDS", kinds)
+    bench.main(parts=("adapters",), rounds=1, dtypes=("float32",), out=tmp_path / "b.json")
+    full, lora, qlora = json.loads((tmp_path / "b.json").read_text())["rows"]
+    ranks, matrices = adapted.RANK * 2 * (4 * (16 + 16) + 3 * (16 + 16)), 2 * 7 * 16 * 16
+    assert full["bytes_learning"] == 3 * full["bytes_parameters"] + 4  # gradients, two moments, a count
+    assert lora["bytes_learning"] == qlora["bytes_learning"] == 3 * 4 * ranks + 4
+    assert lora["bytes_parameters"] - qlora["bytes_parameters"] == 3 * matrices - 4 * (matrices // 16)  # a scale a row
 
 
 def test_a_page_without_a_place_is_refused_before_anything_runs(tmp_path):
