@@ -7,7 +7,6 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.layers import AbstractLinear
 from zoo.models.names import map_modules
 
 from .abstract import AbstractAdapter
@@ -59,7 +58,7 @@ def allocated(model: Model, scores: Sequence[Float[Array, "*layers rank"]], budg
     return map_modules(lambda name, numbers, node: masked(node, following), model, multiplies)
 
 
-def masked(node: AbstractLinear, masks: Iterator[Bool[Array, "*layers rank"]]) -> AbstractLinear:
+def masked(node: Any, masks: Iterator[Bool[Array, "*layers rank"]]) -> Any:
     """A matrix's adapters, those beneath first, as `ranked` has them."""
     if not isinstance(node, AbstractAdapter):
         return node
