@@ -1,7 +1,7 @@
 """Every method on every kind of model: nothing changes at birth, merged is wrapped, only what is tuned moves, and a
 mesh computes what one device does."""
 
-from functools import partial
+from functools import cache, partial
 
 import equinox as eqx
 import jax
@@ -45,10 +45,17 @@ METHODS = {
 TOKENS = jax.random.randint(KEY, (ROWS, SEQ), 0, VOCAB)
 
 
+run = eqx.filter_jit(lambda model: model(TOKENS))
+
+
+@cache
+def made(kind):
+    return eqx.filter_jit(MODELS[kind][0])()
+
+
 def wrap(kind, method):
-    make, targets = MODELS[kind]
-    model = eqx.filter_jit(make)()
-    return model, METHODS[method](model, targets=targets, key=jax.random.key(1))
+    model = made(kind)
+    return model, METHODS[method](model, targets=MODELS[kind][1], key=jax.random.key(1))
 
 
 def loss_fn(model, batch):
@@ -70,7 +77,6 @@ BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
 @pytest.mark.parametrize("kind", MODELS)
 def test_born_merged_learnt_and_on_a_mesh(kind, method):
     model, wrapped = wrap(kind, method)
-    run = eqx.filter_jit(lambda model: model(TOKENS))
     before = run(model)
     same = partial(np.testing.assert_allclose, atol=3e-6 * float(jnp.abs(before).max()), rtol=0)  # programs differ
     same(run(wrapped), before)
@@ -137,7 +143,6 @@ def test_adapters_around_adapters():
     assert {"layers.*.attention.query.ia3.of_out", "layers.*.attention.query.lora.down.weight"} <= names
     noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
     both = eqx.combine(jax.tree.map(noise, zoo.trainable(both)), both)
-    run = eqx.filter_jit(lambda model: model(TOKENS))
     np.testing.assert_allclose(run(adapters.merge(both)), run(both), atol=1e-5)
     off = adapters.weighted(both, {"ia3": 0})
     np.testing.assert_allclose(run(off), run(adapters.without(both, "ia3")), atol=1e-5)
@@ -157,7 +162,6 @@ def test_a_hundred_merges_do_not_drift():
         merged = merge(again)
         again = unmerge(merged)
     assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), again, wrapped))
-    run = eqx.filter_jit(lambda model: model(TOKENS))
     scale = float(jnp.abs(run(wrapped)).max())
     np.testing.assert_allclose(run(merged), run(wrapped), atol=0.05 * scale)  # W + B A is rounded to bfloat16
     with pytest.raises(ValueError, match="keep=True"):
