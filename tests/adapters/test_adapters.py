@@ -73,9 +73,16 @@ def on_one_device(model):
 BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_born_merged_learnt_and_on_a_mesh(kind, method):
+def pairs():
+    """Every method with every kind: those without a mark in CI, the rest by `pytest -m slow tests/adapters`."""
+    for kind in MODELS:
+        for method in METHODS:
+            marks = () if kind == "mixture" or method in ("lora", "dora") else (pytest.mark.slow,)
+            yield pytest.param(kind, method, marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "method"), list(pairs()))
+def test_born_merged_and_learnt(kind, method):
     model, wrapped = wrap(kind, method)
     before = run(model)
     same = partial(np.testing.assert_allclose, atol=3e-6 * float(jnp.abs(before).max()), rtol=0)  # programs differ
@@ -107,13 +114,24 @@ def test_born_merged_learnt_and_on_a_mesh(kind, method):
     half = adapters.weighted(learnt, {method: 0.5})
     np.testing.assert_allclose(run(adapters.merge(half)), run(half), atol=2e-5 * scale)
 
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_mesh_computes_what_one_device_does(kind):
+    """Of all methods in one model, by turns around its targets and so around one another: values and gradients. In a
+    mixture all of them stand around experts."""
+    model, (_, targets) = made(kind), MODELS[kind]
+    targets = (r".*\.experts\.\d+\.up",) if kind == "mixture" else targets
+    for number, method in enumerate(METHODS.values()):
+        model = method(model, targets=(targets[number % len(targets)],), key=jax.random.key(1))
+    assert set(adapters.labels(model)) == set(METHODS)
+    noise = lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape) * (x != 0)
+    model = eqx.combine(jax.tree.map(noise, zoo.trainable(model)), model)
+    loss, gradients = jax.jit(lambda: on_one_device(model))()
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
-    *_, loss, gradients = step(learnt, state)
-    on_mesh = zoo.place(learnt, mesh)
-    their_loss, theirs = zoo.value_and_grad(loss_fn, mesh)(on_mesh, zoo.place_batch(BATCH, mesh))
-    np.testing.assert_allclose(their_loss, loss, rtol=1e-5)
-    for ours, others in zip(jax.tree.leaves(gradients), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(others, ours, atol=5e-5 * max(1e-3, float(jnp.abs(ours).max())))
+    theirs, on_mesh = zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), zoo.place_batch(BATCH, mesh))
+    np.testing.assert_allclose(theirs, loss, rtol=1e-5)
+    for place, x, y in zip(places(gradients), jax.tree.leaves(gradients), jax.tree.leaves(on_mesh), strict=True):
+        np.testing.assert_allclose(y, x, atol=5e-5 * max(1e-3, float(jnp.abs(x).max())), err_msg=place.name)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +140,7 @@ def test_born_merged_learnt_and_on_a_mesh(kind, method):
         ({"targets": "querry"}, "'querry'. Is it query"),
         ({"targets": ()}, "targets names no module"),
         ({"targets": "("}, "is no name, and no pattern either"),
-        ({"targets": lambda name: False}, "takes none of the model's 14 matrices"),
+        ({"targets": lambda name: False}, "takes none of the model's 15 matrices"),
         ({"rank": 0}, "a rank is at least 1, not 0"),
         ({"rank_pattern": {"query": 0}}, "a rank is at least 1, not 0"),
         ({"alpha_pattern": {"qery": 2}}, "'qery'. Is it query"),
@@ -141,8 +159,7 @@ def test_adapters_around_adapters():
     assert adapters.labels(both) == ["lora", "ia3"]
     names = {place.name for place in places(zoo.trainable(both))}
     assert {"layers.*.attention.query.ia3.of_out", "layers.*.attention.query.lora.down.weight"} <= names
-    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
-    both = eqx.combine(jax.tree.map(noise, zoo.trainable(both)), both)
+    both = moved(both)
     np.testing.assert_allclose(run(adapters.merge(both)), run(both), atol=1e-5)
     off = adapters.weighted(both, {"ia3": 0})
     np.testing.assert_allclose(run(off), run(adapters.without(both, "ia3")), atol=1e-5)
@@ -154,8 +171,7 @@ def test_adapters_around_adapters():
 
 def test_a_hundred_merges_do_not_drift():
     _, wrapped = wrap("transformer", "dora")
-    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
-    wrapped = zoo.cast(eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped), jnp.bfloat16)
+    wrapped = zoo.cast(moved(wrapped), jnp.bfloat16)
     merge, unmerge = eqx.filter_jit(lambda model: adapters.merge(model, keep=True)), eqx.filter_jit(adapters.unmerge)
     again = wrapped
     for _ in range(100):
@@ -168,17 +184,26 @@ def test_a_hundred_merges_do_not_drift():
         adapters.unmerge(wrapped)
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
-def test_text_and_half_precision(method):
-    """What is decoded token by token is what whole passes give; vectors keep float32 where matrices are cast."""
-    _, wrapped = wrap("delta", method)
+def moved(wrapped):
+    """What was learnt is no longer as it was born."""
     noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
-    wrapped = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
+    return eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
+def test_text(method):
+    """What is decoded token by token is what whole passes give."""
+    wrapped = moved(wrap("delta", method)[1])
     text = zoo.generate(wrapped, TOKENS[:2], max_new_tokens=4)
-    tokens = TOKENS[:2]
-    for _ in range(4):
-        tokens = jnp.concatenate([tokens, wrapped(tokens)[:, -1:].argmax(-1)], axis=1)
-    np.testing.assert_array_equal(text, tokens[:, -4:])
+    told = jnp.concatenate([TOKENS[:2], text], axis=1)
+    expected = eqx.filter_jit(lambda model: model(told))(wrapped).argmax(-1)
+    np.testing.assert_array_equal(text, expected[:, SEQ - 1 : -1])
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
+def test_half_precision(method):
+    """Vectors keep float32 where matrices are cast."""
+    wrapped = moved(wrap("transformer", method)[1])
     half = zoo.cast(wrapped, jnp.bfloat16)
     dtypes = {place.name: x.dtype for place, x in zip(places(half), jax.tree.leaves(half), strict=True)}
     for name, dtype in dtypes.items():
@@ -186,9 +211,9 @@ def test_text_and_half_precision(method):
             assert dtype == jnp.bfloat16, name
         if name.endswith(("magnitude", "of_out", "squares", "scale")):
             assert dtype == jnp.float32, name
-    assert half(TOKENS).dtype == jnp.bfloat16
-    apart = jnp.abs(half(TOKENS).astype(jnp.float32) - wrapped(TOKENS)).max()
-    assert apart < 0.05 * jnp.abs(wrapped(TOKENS)).max()
+    found, exact = run(half), run(wrapped)
+    assert found.dtype == jnp.bfloat16
+    assert jnp.abs(found.astype(jnp.float32) - exact).max() < 0.05 * jnp.abs(exact).max()
 
 
 def work(model):

@@ -36,6 +36,7 @@ def test_a_row_a_method_of_a_size_that_is_near(unbroken):
         assert part in report
 
 
+@pytest.mark.slow  # the same as of lora.py, in CI
 def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path, capsys):
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "vera-48" / "checkpoints" / "2")

@@ -43,6 +43,7 @@ def test_it_learns_exports_and_reports(unbroken, start):
         assert part in report
 
 
+@pytest.mark.slow  # the same as of lora.py, in CI
 def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path):
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "dora" / "checkpoints" / "2")
