@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
-from zoo.ops.product import product, turned
+from zoo.ops.product import plus_product, product, turned
 
 SPECS = {
     "ri,oi->ro": ((6, 4), (8, 4)),
@@ -97,3 +97,28 @@ def test_turned(shape):
 def test_what_is_no_product(spec):
     with pytest.raises(ValueError, match="is no product of two arrays"):
         product(spec, jnp.ones((2, 3)), jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_sum_with_a_product_and_its_gradient(dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((2, 3, 5), (2, 3, 4), (5, 4), (2, 3, 5))
+    *given, ahead = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
+    plain = lambda y, x, weight: y + jnp.einsum("abi,oi->abo", x, weight)
+    (ours, pull), (theirs, reference) = (jax.vjp(form, *given) for form in (plus_product, plain))
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.06
+    for x, y in zip((ours, *pull(ahead)), (theirs, *reference(ahead)), strict=True):
+        assert x.dtype == y.dtype == dtype
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=tolerance)
+
+
+def test_the_sum_alone_is_kept_for_a_backward_pass():
+    """Where products are kept: W x + V x, and neither of the two beside it."""
+    x, first, second = jnp.ones((8, 3)), jnp.ones((4, 3)), jnp.ones((4, 3))
+
+    def kept(layer):
+        _, pull = jax.vjp(zoo.parallel.rematerialised(lambda x: jnp.tanh(layer(x)).sum(), "elementwise"), x)
+        return sum(leaf.shape == (8, 4) for leaf in jax.tree.leaves(pull))
+
+    assert kept(lambda x: plus_product(product("ri,oi->ro", x, first), x, second)) == 1
+    assert kept(lambda x: product("ri,oi->ro", x, first) + product("ri,oi->ro", x, second)) == 2

@@ -76,10 +76,8 @@ class AdaLoRA(AbstractAdapter):
         return jnp.where(self.applies, counts, 0) * self.scale * self.values
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        inner = self.down(x.astype(self.down.weight.dtype))
-        return self.base(x) + self.up((inner * self.factors(self.counted(x))).astype(self.up.weight.dtype)).astype(
-            x.dtype
-        )
+        inner = self.down(x.astype(self.down.weight.dtype)) * self.factors(self.counted(x))
+        return self.up.plus(self.base(x), inner.astype(self.up.weight.dtype))
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         inner = self.up.transposed(x.astype(self.up.weight.dtype)) * self.factors(self.counted(x))

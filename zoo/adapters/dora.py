@@ -11,7 +11,7 @@ from zoo.layers.linear import of_groups
 from zoo.parallel import Dim, buffer, manner, reduce, transparent, tuned
 
 from .abstract import Matrix, Weight
-from .factors import AbstractFactors, difference
+from .factors import AbstractFactors, difference, matrix_of
 from .lora import LoRA, Start
 
 Rows = Float[Array, "*rows out"]
@@ -74,9 +74,13 @@ class DoRA(AbstractFactors):
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         of_base, of_change = self.lengths(self.times_base(self.down.weight), self.counted(x))
-        change, shift = self.up(self.inner(x, self.scale)), self.base.shift
+        inner, shift = self.inner(x, self.scale), self.base.shift
         product = self.base(x) if shift is None else self.base(x) - shift
-        mixed = of_base * product + of_change * change
+        if of_change.ndim > 1:  # rows of their own
+            mixed = of_base * product + of_change * self.up(inner)
+        else:
+            up = (of_change[:, None] * self.up.weight).astype(inner.dtype)
+            mixed = matrix_of(up, in_=self.up.in_, out=self.out).plus(of_base * product, inner)
         return (mixed if shift is None else mixed + shift).astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:

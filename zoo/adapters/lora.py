@@ -87,7 +87,7 @@ class LoRA(AbstractFactors):
         self.keys, self.dropout, self.label = None, checked_rate(dropout), label
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        return self.base(x) + self.up(self.inner(x, self.scale * self.counted(x))).astype(x.dtype)
+        return self.up.plus(self.base(x), self.inner(x, self.scale * self.counted(x)))
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         inner = self.up.transposed(x.astype(self.up.weight.dtype))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.grouped_matmul import grouped_matmul, of_groups
-from zoo.ops.product import product
+from zoo.ops.product import plus_product, product
 from zoo.parallel import Dim, offset, reduce
 
 from .abstract import AbstractLinear
@@ -60,6 +60,10 @@ class Linear(AbstractLinear):
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         y = reduce(contract(x, self.weight, 1), over=self.in_.name)
         return y if self.bias is None else y + self.bias
+
+    def plus(self, y: Float[Array, "*rows out"], x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        """y + W x, which a backward pass keeps as one array. For a whole dim `in`, and without a bias."""
+        return plus_product(y, x, self.weight)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         return reduce(contract(x, self.weight, 0), over=self.out.name)

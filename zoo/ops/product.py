@@ -76,6 +76,41 @@ def halves_backward(how: tuple[str, str, str, Any], kept: tuple, gradient: Float
 halves.defvjp(halves_forward, halves_backward)
 
 
+def plus_product(
+    y: Float[Array, "*rows out"], x: Float[Array, "*rows in"], weight: Float[Array, "out in"]
+) -> Float[Array, "*rows out"]:
+    """y + W x, as one operation with a gradient of its own: where matrix products are kept for a backward pass and the
+    rest is computed again, the sum is kept, and neither y nor W x beside it."""
+    flat = lambda z: z.reshape(-1, z.shape[-1])
+    axes = varying(y) | varying(x) | varying(weight)
+    return summed(vary(flat(y), axes), vary(flat(x), axes), vary(weight, axes)).reshape(y.shape)
+
+
+@jax.custom_vjp
+def summed(
+    y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
+) -> Float[Array, "rows out"]:
+    """`plus_product`, of arrays that vary alike over a mesh."""
+    return y + product("ri,oi->ro", x, weight).astype(y.dtype)
+
+
+def summed_forward(
+    y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
+) -> tuple[Float[Array, "rows out"], tuple]:
+    """The sum, and what its gradient needs."""
+    return summed(y, x, weight), (x, weight)
+
+
+def summed_backward(kept: tuple, gradient: Float[Array, "rows out"]) -> tuple:
+    """What comes in for y, and a product for each of the others."""
+    x, weight = kept
+    theirs = gradient.astype(x.dtype)
+    return gradient, product("ro,oi->ri", theirs, weight), product("ro,ri->oi", theirs, x)
+
+
+summed.defvjp(summed_forward, summed_backward)
+
+
 def rounded(
     left: str, right: str, out: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: Any
 ) -> Float[Array, "..."]:
