@@ -244,6 +244,20 @@ def test_tensors_that_fit_no_module(tuned, tmp_path):
         adapters.load(other, tmp_path / "nowhere")
 
 
+def test_what_is_dropped_where_it_is_learnt_on(tuned, tmp_path):
+    """In layers, as is said; of a head it cannot be, and that is said."""
+    adapters.save(tuned, tmp_path / "layers")
+    read = adapters.load(adapters.without(tuned), tmp_path / "layers", dropout=0.5)
+    tokens = jnp.arange(12).reshape(2, 6)
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
+    read = eqx.combine(jax.tree.map(noise, zoo.trainable(read)), read)
+    assert jnp.abs(read(tokens, key=jax.random.key(0)) - read(tokens)).max() > 1e-3
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=24, tied=False, key=jax.random.key(0))
+    adapters.save(adapters.lora(model, targets="head", key=jax.random.key(1)), tmp_path / "head")
+    with pytest.raises(zoo.CheckpointError, match="what head reads is not dropped: read the adapter without"):
+        adapters.load(model, tmp_path / "head", dropout=0.5)
+
+
 def test_which_adapter_is_written(tuned, tmp_path):
     with pytest.raises(zoo.CheckpointError, match="has no adapters"):
         adapters.save(adapters.without(tuned), tmp_path)

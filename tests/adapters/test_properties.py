@@ -26,6 +26,8 @@ METHODS = {
     "ia3": lambda rank: partial(adapters.ia3, inputs=None),
     "loha": lambda rank: partial(adapters.loha, rank=rank),
     "lokr": lambda rank: partial(adapters.lokr, rank=rank, both=rank % 2 == 0),
+    "oft": lambda rank: partial(adapters.oft, block_size=2, shared=rank % 2 == 0, terms=None if rank > 2 else 5),
+    "adalora": lambda rank: partial(adapters.adalora, rank=rank),
 }
 LAYERS = st.tuples(st.sampled_from([8, 12, 20]), st.sampled_from([6, 16, 30]))
 TARGETS = st.lists(st.sampled_from(["up", "gate", "down"]), min_size=1, max_size=3, unique=True)

@@ -147,6 +147,10 @@ def read_lora(reader: Reader, module: Module) -> dict[str, Any] | None:
 
 def plan_lora(reader: Reader, found: Found, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
     """Factors of the largest rank for all layers, those of fewer ranks filled up with zeros."""
+    if reader.dropout and not found.reads_rows:
+        raise CheckpointError(
+            f"{reader.place}: what {found.name} reads is not dropped: read the adapter without dropout="
+        )
     runs, (outputs, inputs) = [len(run) for run in found.numbers], found.sizes()
     if isinstance(found.module, AbstractEmbedding):
         outputs, inputs = inputs, outputs

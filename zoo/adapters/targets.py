@@ -42,6 +42,11 @@ class Found(NamedTuple):
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
         return sizes_of(shapes)
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it reads rows of tokens, within a layer: heads, embeddings and experts do not."""
+        return self.name not in ("head", "embedding") and len(self.numbers) <= 1
+
     def table(self, value: Callable[[str], Any], dtype: Any) -> np.ndarray:
         """`value` of each name, at its index."""
         table = np.zeros([len(run) for run in self.numbers], dtype)

@@ -249,7 +249,7 @@ def ranked(
         own = found.table(lambda name: rank_of(name) if meant(name) else 0, np.int32)
         if not own.any():
             return None
-        if make.keywords.get("dropout") and (found.name in ("head", "embedding") or len(found.numbers) > 1):
+        if make.keywords.get("dropout") and not found.reads_rows:
             raise ValueError(
                 f"{found.name}: what embeddings, heads and experts read is not dropped: leave "
                 "dropout out, or target other modules"
