@@ -29,11 +29,9 @@ def full(model: Model, targets: Targets, *, label: str = "full") -> Model:
     Each has a copy in float32 that is learnt. **Raises** `ValueError` for a target that means no parameter, and for a
     parameter that an adapter stands around, or that is learnt already.
     """
-    named = list(zip(places(model), jax.tree.leaves(model), strict=True))
-    open_to = [(place, x) for place, x in named if is_parameter(place.leaf, x) and not place.leaf.tuned]
-    meant = chosen_of(targets, [name for place, _ in open_to for name in names_of(place).values()])
+    meant = chosen_of(targets, parameter_names(model))
     values = {}
-    for place, x in open_to:
+    for place, x in parameters(model):
         applies = np.zeros([len(run) for run in place.numbers], bool)
         for index, name in names_of(place).items():
             applies[index] = meant(name)
@@ -65,7 +63,7 @@ def beside(model: Model, targets: Targets, bias: Bias, modules_to_save: Sequence
     """The model with whole parameters learnt too, under the label of an adapter."""
     if bias not in typing.get_args(Bias):
         raise ValueError(f"bias is one of {', '.join(typing.get_args(Bias))}, not {bias!r}")
-    names = [name for place in places(model) if not place.leaf.tuned for name in names_of(place).values()]
+    names = parameter_names(model)
     saved = chosen_of(modules_to_save, names) if modules_to_save else lambda _: False
     of_targets = (lambda _: bias == "all") if bias != "lora_only" else chooser(targets, matrices(model, tables=True))
 
@@ -74,6 +72,17 @@ def beside(model: Model, targets: Targets, bias: Bias, modules_to_save: Sequence
         return saved(name) or ("bias" in field and of_targets(module))
 
     return full(model, learnt, label=label) if any(map(learnt, names)) else model
+
+
+def parameters(model: Any) -> list[tuple[Place, Any]]:
+    """What a model learns, or would without adapters."""
+    named = zip(places(model), jax.tree.leaves(model), strict=True)
+    return [(place, x) for place, x in named if is_parameter(place.leaf, x) and not place.leaf.tuned]
+
+
+def parameter_names(model: Any) -> list[str]:
+    """Their names, one for each layer."""
+    return [name for place, _ in parameters(model) for name in names_of(place).values()]
 
 
 def names_of(place: Place) -> dict[tuple[int, ...], str]:

@@ -117,10 +117,9 @@ def written(
     }
     all_biases = {name for name in whole.planned if "bias" in name.rpartition(".")[2]}
     of_targets = {name for name in all_biases if name.rpartition(".")[0] in targeted}
-    option = next(
-        (word for word, these in (("all", all_biases), ("lora_only", of_targets)) if these and these <= learnt), "none"
-    )
-    biases = {"all": all_biases, "lora_only": of_targets, "none": set()}[option]
+    options = {"all": all_biases, "lora_only": of_targets}
+    option = next((word for word, names in options.items() if names and names <= learnt), "none")
+    biases = options.get(option, set())
     saved = {name.rpartition(".")[0] for name in learnt - biases}
     if both := sorted(saved & targeted):
         raise CheckpointError(
