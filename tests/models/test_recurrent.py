@@ -68,18 +68,31 @@ def serial(model):
     return total / count
 
 
+def last_places(model, seed):
+    """The model with every parameter moved by its last place or so."""
+    leaves, treedef = jax.tree.flatten(model)
+    draw = np.random.default_rng(seed)
+    moved = [x * (1 + 1.2e-7 * draw.choice([-1, 1], x.shape)) if eqx.is_inexact_array(x) else x for x in leaves]
+    return jax.tree.unflatten(treedef, [jnp.asarray(x, old.dtype) for x, old in zip(moved, leaves, strict=True)])
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_mesh_gives_what_one_device_does(name):
+    """Within rounding. Norms of heads whose output is small magnify it: how much is measured, by what moving parameters
+    by their last place does to the gradients of one device."""
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     model = eqx.filter_jit(make)(name, KEY)
     loss, gradients = zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), make_batch(), key=KEY)
-    expected, alone = eqx.filter_jit(eqx.filter_value_and_grad(serial))(model)
+    on_one_device = eqx.filter_jit(eqx.filter_value_and_grad(serial))
+    expected, alone = on_one_device(model)
+    others = [jax.tree.leaves(on_one_device(last_places(model, seed))[1]) for seed in range(3)]
     assert abs(loss - expected) < 1e-5 * abs(expected)
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(alone))
-    numbers = zip(jax.tree.leaves(jax.device_get(gradients)), jax.tree.leaves(alone), strict=True)
-    for leaf, (a, b) in zip(zoo.parallel.leaves(alone), numbers, strict=True):
+    numbers = zip(jax.tree.leaves(jax.device_get(gradients)), jax.tree.leaves(alone), *others, strict=True)
+    for leaf, (a, b, *moved) in zip(zoo.parallel.leaves(alone), numbers, strict=True):
         assert np.isfinite(a).all()
-        assert np.abs(a - b).max() <= 2e-5 * max(float(jnp.abs(b).max()), 1e-3 * largest), leaf.name
+        rounding = max(float(jnp.abs(x - b).max()) for x in moved)
+        assert np.abs(a - b).max() <= 2e-5 * max(float(jnp.abs(b).max()), 1e-3 * largest) + 2 * rounding, leaf.name
 
 
 def test_text_on_a_mesh_and_with_padding():
