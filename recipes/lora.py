@@ -1,7 +1,7 @@
 """Adapt a checkpoint with LoRA, beside training all of it: a tenth of the numbers, nine tenths of the gain.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
-    python recipes/lora.py                                # 120 steps of each, two minutes on two cores
+    python recipes/lora.py                                # 120 steps of each kind
     python recipes/lora.py --no-compare                   # LoRA alone
     python recipes/lora.py --resume                       # after Ctrl-C; on another mesh too
     python recipes/lora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --rank 16 --no-compare --fsdp 8
