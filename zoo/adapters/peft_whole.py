@@ -9,12 +9,13 @@ import numpy as np
 from zoo.models.facts import Table
 from zoo.models.names import Numbers, places, walk
 from zoo.parallel import Learnt
+from zoo.parallel.learnt import is_learnt_whole
 from zoo.weights import CheckpointError
 from zoo.weights.plan import Planned, plan
 from zoo.weights.save import on_host
 from zoo.weights.tensors import Tensor
 
-from .several import is_learnt, plain_of
+from .several import plain_of
 
 BASE = ".base_layer."
 TABLES = ("embed_tokens", "lm_head")
@@ -144,8 +145,8 @@ def written(
 
 def learnt_in(tree: Any, label: str) -> dict[Parameter, Learnt]:
     """The parameters that are learnt as a whole under a label."""
-    named = zip(walk(tree, "", (), is_learnt), jax.tree.leaves(tree, is_leaf=is_learnt), strict=True)
-    return {at: node for at, node in named if is_learnt(node) and node.label == label}
+    named = zip(walk(tree, "", (), is_learnt_whole), jax.tree.leaves(tree, is_leaf=is_learnt_whole), strict=True)
+    return {at: node for at, node in named if is_learnt_whole(node) and node.label == label}
 
 
 def applies(node: Learnt | None, index: tuple[int, ...]) -> bool:

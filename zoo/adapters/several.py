@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from zoo.layers import AbstractEmbedding, AbstractLinear
 from zoo.models.names import Numbers, map_modules
-from zoo.parallel import Learnt
+from zoo.parallel.learnt import is_learnt_whole
 
 from .abstract import AbstractAdapter
 from .embedding import EmbeddingLoRA
@@ -25,10 +25,6 @@ def is_adapter(node: Any) -> bool:
     return isinstance(node, Adapter)
 
 
-def is_learnt(node: Any) -> bool:
-    return isinstance(node, Learnt)
-
-
 def labels(model: Any) -> list[str]:
     """The names of a model's adapters, innermost first; then those under which whole parameters are learnt."""
     found: dict[str, None] = {}
@@ -40,7 +36,7 @@ def labels(model: Any) -> list[str]:
                 found.setdefault(one.label)
 
     look(model)
-    whole = [node.label for node in jax.tree.leaves(model, is_leaf=is_learnt) if is_learnt(node)]
+    whole = [node.label for node in jax.tree.leaves(model, is_leaf=is_learnt_whole) if is_learnt_whole(node)]
     return list(found | dict.fromkeys(whole))
 
 
@@ -62,7 +58,7 @@ def mapped(model: Model, function: Any) -> Model:
             return node
         return function(eqx.tree_at(lambda node: node.base, node, one(node.base)))
 
-    model = jax.tree.map(lambda node: function(node) if is_learnt(node) else node, model, is_leaf=is_learnt)
+    model = jax.tree.map(lambda node: function(node) if is_learnt_whole(node) else node, model, is_leaf=is_learnt_whole)
     return jax.tree.map(one, model, is_leaf=is_adapter)
 
 
@@ -70,8 +66,8 @@ def without(model: Model, label: str | None = None) -> Model:
     """The model with an adapter of this name, or all of them, taken away: what was there before, but for rounding where
     the adapter had started with a part of it. **Raises** `ValueError` for a name that no adapter has."""
     chosen(model, label)
-    gone = lambda node: is_learnt(node) and label in (None, node.label)
-    model = jax.tree.map(lambda node: node.base if gone(node) else node, model, is_leaf=is_learnt)
+    gone = lambda node: is_learnt_whole(node) and label in (None, node.label)
+    model = jax.tree.map(lambda node: node.base if gone(node) else node, model, is_leaf=is_learnt_whole)
 
     def one(name: str, numbers: Numbers, adapter: Adapter) -> AbstractLinear | AbstractEmbedding:
         return over_stacked(lambda adapter: taken(adapter, label), numbers)(adapter)
@@ -128,13 +124,13 @@ def by_row(model: Model, rows: Sequence[str | None] | Int[Array, "batch"]) -> Mo
         for label in {label for label in rows if label is not None}:
             chosen(model, label)
         rows = jnp.asarray([-1 if label is None else there.index(label) for label in rows])
-    whole = {node.label for node in jax.tree.leaves(model, is_leaf=is_learnt) if is_learnt(node)}
+    whole = {node.label for node in jax.tree.leaves(model, is_leaf=is_learnt_whole) if is_learnt_whole(node)}
     if whole:
         raise ValueError(f"{', '.join(sorted(whole))}: whole parameters are learnt there, which all rows share")
 
     def one(adapter: Any) -> Any:
         own = (rows == there.index(adapter.label)).astype(jnp.float32)
-        stacked = jax.tree.leaves(adapter.scale if hasattr(adapter, "scale") else adapter.applies)[0].shape
+        stacked = (adapter.scale if hasattr(adapter, "scale") else adapter.applies).shape
         return eqx.tree_at(lambda a: a.weight, adapter, jnp.broadcast_to(own, (*stacked, len(own))))
 
     return mapped(model, one)
