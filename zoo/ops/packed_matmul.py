@@ -64,9 +64,10 @@ def grouped_packed_matmul(
 
 
 def alike(x: Array, packed: tuple[Array, ...], *rest: Array) -> Any:
-    """Everything varying as all of it does over a mesh, and what is packed a constant."""
+    """Everything varying as all of it does over a mesh, and else as it came: a scan over layers keeps the matrices that
+    it was given for its backward pass at no cost, but a copy of what is made of them, `stop_gradient` included."""
     axes = frozenset().union(*map(varying, (x, *packed, *rest)))
-    return vary((x, tuple(map(lax.stop_gradient, packed)), *rest), axes)
+    return vary((x, packed, *rest), axes)
 
 
 def shape_of(decode: Decode, packed: tuple[Array, ...]) -> tuple[int, int]:
