@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, a compilation cache that outlives the run, and calm property tests."""
 
+import gc
 import importlib.metadata
 import os
 from pathlib import Path
@@ -23,6 +24,9 @@ CACHE = Path(os.environ.get("ZOO_TEST_CACHE") or Path(__file__).parents[1] / ".j
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# Where in the source each operation was traced is asked by no test; and what tracing allocates is seldom garbage.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+gc.set_threshold(50_000, 10, 10)
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 20_000

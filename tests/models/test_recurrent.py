@@ -32,10 +32,14 @@ from zoo.ops.rotary import Rotary
 KEY = jax.random.key(0)
 ROWS, SEQ, VOCAB = 8, 11, 32
 PATTERNS = {
-    "added to": (LinearAttention, Retention, Lightning, GatedLinearAttention, HGRN2, MLSTM),
-    "corrected": (DeltaNet, GatedDeltaNet, KimiDeltaAttention, GatedDeltaProduct, partial(RWKV7, rank=4)),
+    "added to": (GatedLinearAttention, MLSTM),
+    "corrected": (GatedDeltaNet, partial(RWKV7, rank=4)),
     "shifted": (partial(RWKV6, rank=4, decay_rank=4), RGLRU),
+    "added to, the others": (LinearAttention, Retention, Lightning, HGRN2),
+    "corrected, the others": (DeltaNet, KimiDeltaAttention, GatedDeltaProduct),
 }
+SLOW = [pytest.param(name, marks=pytest.mark.slow) if name.endswith("others") else name for name in PATTERNS]
+"""One mixer or two of each kind, which share their code; the others by `pytest -m slow tests/models`."""
 
 
 def make(name, key):
@@ -76,7 +80,7 @@ def last_places(model, seed):
     return jax.tree.unflatten(treedef, [jnp.asarray(x, old.dtype) for x, old in zip(moved, leaves, strict=True)])
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", SLOW)
 def test_a_mesh_gives_what_one_device_does(name):
     """Within rounding. Norms of heads whose output is small magnify it: how much is measured, by what moving parameters
     by their last place does to the gradients of one device."""

@@ -143,9 +143,9 @@ def test_operations_of_a_profile():
     stat = b"\x08\x07" + message((6, message((1, program))))  # metadata_id 7 is a number
     entry = b"\x08\x01" + message((2, message((5, stat))))
     other = message((2, b"/host:CPU"), (4, entry))
-    assert list(operations(message((1, other), (1, message((2, b"/host:metadata"), (4, entry)))))) == [
-        ("jit_f", "fusion.1", "jit(f)/A/mul")
-    ]
+    profile = message((1, other), (1, message((2, b"/host:metadata"), (4, entry))))
+    assert list(operations(profile, {"jit_f"})) == [("jit_f", "fusion.1", "jit(f)/A/mul")]
+    assert not list(operations(profile, {"jit_g"}))
     assert list(fields(b"\x09" + bytes(8) + b"\x15" + bytes(4) + message((3, b"x")), 3)) == [b"x"]
     with pytest.raises(ValueError, match=r"no protocol buffer: a field of kind 7 at byte 1"):
         list(fields(b"\x0f", 1))

@@ -69,7 +69,8 @@ def test_a_case(folder: Path, tmp_path: Path):
     padding_is_not_seen(model, expected)
     greedy_tokens_are_equal(model, expected)
     what_is_written_is_what_was_read(folder, tmp_path / "again")
-    gradients_are_written_under_their_names(model, expected, tmp_path / "gradients")
+    if folder.parent == FIXTURES:  # once a family: compare has held every case's gradients to PyTorch's
+        gradients_are_written_under_their_names(model, expected, tmp_path / "gradients")
     if "aux_loss" in expected:
         experts_are_balanced_by_the_same_loss(model, expected, read(folder / "config.json")["router_aux_loss_coef"])
 

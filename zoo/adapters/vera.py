@@ -50,7 +50,7 @@ class VeRA(AbstractAdapter):
         self.base = base
         self.down = matrix_of(down[:, :in_size], in_=self.in_, out=Dim("rank"))
         self.up = matrix_of(up[:out_size], in_=Dim("rank"), out=self.out)
-        self.down_scale, self.up_scale = jnp.full(len(down), float(first)), jnp.zeros(out_size)
+        self.down_scale, self.up_scale = first * jnp.ones(len(down)), jnp.zeros(out_size)
         self.applies, self.weight, self.label = jnp.asarray(applies), on(), label
 
     def outputs(self, counts: Float[Array, "..."]) -> Float[Array, "*rows out"]:

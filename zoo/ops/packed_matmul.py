@@ -64,8 +64,11 @@ def grouped_packed_matmul(
 
 
 def alike(x: Array, packed: tuple[Array, ...], *rest: Array) -> Any:
-    """Everything varying as all of it does over a mesh, and else as it came: a scan over layers keeps the matrices that
-    it was given for its backward pass at no cost, but a copy of what is made of them, `stop_gradient` included."""
+    """Everything varying as all of it does over a mesh, and else as it came.
+
+    For its backward pass a scan over layers holds on to the matrices that it was given at no cost, but to a copy of
+    what is made of them, were it `stop_gradient`.
+    """
     axes = frozenset().union(*map(varying, (x, *packed, *rest)))
     return vary((x, packed, *rest), axes)
 

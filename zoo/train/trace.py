@@ -8,7 +8,7 @@ in them the scopes of each operation (`zoo.parallel.scope`), which are put into 
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 TRANSFORM = re.compile(r"(\w+)\((.*)\)")
@@ -25,17 +25,18 @@ def write_perfetto(directory: Path) -> Path:
     Perfetto cannot read the metadata that JAX's own file ends with; they are left out.
     """
     folder = max((Path(directory) / "plugins" / "profile").iterdir(), key=lambda path: path.stat().st_mtime)
-    scopes: dict[tuple[str, str], set[str]] = {}
-    for file in folder.glob("*.xplane.pb"):
-        for module, name, scope in operations(file.read_bytes()):
-            scopes.setdefault((module, name), set()).add(scope)
     (file,) = folder.glob("*.trace.json.gz")
     with gzip.open(file, "rt", encoding="utf-8") as source:
         events = json.load(source)["traceEvents"]
+    program = lambda event: (event.get("args") or {}).get("hlo_module", "").partition("(")[0]
+    ran = {program(event) for event in events}  # a file has all programs of the process, in a long one far more
+    scopes: dict[tuple[str, str], set[str]] = {}
+    for file in folder.glob("*.xplane.pb"):
+        for module, name, scope in operations(file.read_bytes(), ran):
+            scopes.setdefault((module, name), set()).add(scope)
     for event in events:
         inside = event.get("args") or {}
-        module = inside.get("hlo_module", "").partition("(")[0]
-        known = scopes.get((module, inside.get("hlo_op", "")), ())
+        known = scopes.get((program(event), inside.get("hlo_op", "")), ())
         if len(known) == 1:  # two programs of one name may have operations of one name
             (scope,) = known
             event["args"] = inside | {"scope": scope, "operation": event["name"]}
@@ -62,8 +63,8 @@ def readable(scope: str) -> str:
     return when + "/".join(words)
 
 
-def operations(profile: bytes) -> Iterator[tuple[str, str, str]]:
-    """Program, name and scope of every operation in an XSpace, a protocol buffer.
+def operations(profile: bytes, programs: Set[str]) -> Iterator[tuple[str, str, str]]:
+    """Program, name and scope of every operation of these programs in an XSpace, a protocol buffer.
 
     Field numbers are those of `xplane.proto` and `hlo.proto`: plane 1, event_metadata 4 with value 2, stats 5 with
     bytes_value 6; hlo_module 1 with name 1, computations 3, instructions 2 with name 1 and metadata 7 with op_name 2.
@@ -73,6 +74,8 @@ def operations(profile: bytes) -> Iterator[tuple[str, str, str]]:
             continue
         for program in nested(plane, 4, 2, 5, 6, 1):
             module = next(fields(program, 1), b"").decode()
+            if module not in programs:
+                continue
             for instruction in nested(program, 3, 2):
                 name, scope = next(fields(instruction, 1), b""), next(nested(instruction, 7, 2), b"")
                 if scope:
