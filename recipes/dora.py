@@ -6,9 +6,9 @@
     python recipes/dora.py --resume                       # after Ctrl-C; on another mesh too
     python recipes/dora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --rank 16 --no-compare --fsdp 8
 
-On text that was held out, English prose goes from 3.35 to 2.58 bits per byte in 60 steps, to 2.53 where all is
-trained. Of the matrices that training turns further, full training lengthens the rows further too (a correlation of
-0.89), DoRA does not (-0.19).
+On text that was held out, English prose goes from 2.83 to 2.08 bits per byte, to 2.00 where all is trained. Of the
+matrices whose rows full training turns further it changes the lengths further too (a correlation of 0.89); DoRA hardly
+does (0.16).
 
 How this differs from lora.py:
 

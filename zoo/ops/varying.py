@@ -19,10 +19,12 @@ def varying(x: Any) -> frozenset[str]:
 
 def vary(tree: PyTree, axes: frozenset[str] | tuple[str, ...]) -> PyTree:
     """Cast every array to vary over `axes` too. The gradient of the cast is a sum: cast where it should happen once."""
-    names = jax.sharding.get_abstract_mesh().axis_names
+    named = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
+    return jax.tree.map(lambda x: cast_over(x, named), tree) if named else tree
 
-    def cast(x):
-        missing = tuple(axis for axis in names if axis in axes and axis not in varying(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, tree)
+def cast_over(x: Any, axes: list[str]) -> Any:
+    """One array, cast to vary over those of the axes over which it does not yet."""
+    already = varying(x)
+    missing = tuple(axis for axis in axes if axis not in already)
+    return lax.pcast(x, missing, to="varying") if missing else x

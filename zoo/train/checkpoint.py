@@ -237,17 +237,18 @@ def _named(tree: PyTree) -> dict[str, Any]:
 
 
 def _name(path: tuple) -> str:
-    def part(key: Any) -> str:
-        match key:
-            case jax.tree_util.GetAttrKey(name):
-                return f".{name}"
-            case jax.tree_util.DictKey(name):
-                return f".{name}"
-            case jax.tree_util.SequenceKey(index) | jax.tree_util.FlattenedIndexKey(index):
-                return f"[{index}]"
-        return str(key)
+    return "".join(map(_part, path)).removeprefix(".")
 
-    return "".join(map(part, path)).removeprefix(".")
+
+def _part(key: Any) -> str:
+    match key:
+        case jax.tree_util.GetAttrKey(name):
+            return f".{name}"
+        case jax.tree_util.DictKey(name):
+            return f".{name}"
+        case jax.tree_util.SequenceKey(index) | jax.tree_util.FlattenedIndexKey(index):
+            return f"[{index}]"
+    return str(key)
 
 
 def _facts(arrays: Mapping[str, Any]) -> dict[str, str]:
