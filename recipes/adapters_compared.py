@@ -17,7 +17,8 @@ How this differs from lora.py:
   training have one size.
 - Each method has a rate of its own, the better of a few tries on the model that transformer.py leaves: another model,
   or many more steps, want others, and a table of one rate a method is no verdict on methods.
-- Each run is short and has a folder of its own. What is compared is one table, one JSON file and one picture.
+- Each run is short and has a folder of its own, with PEFT's adapter in it. What is compared is one table, one JSON file
+  and one picture; of the best adapter alone there are samples, and the model with it merged.
 """
 
 import bisect
@@ -31,6 +32,7 @@ from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zoo import train  # isort: skip  (before optax: it says which command installs what is missing)
@@ -98,7 +100,7 @@ def main(
     resume: bool = False,
     profile: bool = False,
 ) -> None:
-    """Search sizes, train one after another, compare.
+    """Search sizes, train one after another, compare; read the best adapter again, merge, sample, export.
 
     Args:
         methods: Which ones.
@@ -142,8 +144,8 @@ def main(
     placed = {kind: [zoo.place_batch(rows, mesh) for rows in text] for kind, text in held_out.items()}
     tokens = batch * seq
 
-    def load():
-        return train.rematerialise(zoo.load(start, mesh=mesh, dtype="float32"), remat)
+    def load(folder):
+        return train.rematerialise(zoo.load(folder, mesh=mesh, dtype="float32"), remat)
 
     def made(method, rank, model):
         make, _, one_size = METHODS[method]
@@ -165,7 +167,7 @@ def main(
         return bits
 
     def learn(name, method, model):
-        """Train what is learnt of a model, in a run of its own. Whether it got to the end."""
+        """Train what is learnt of a model, in a run of its own; None where that was stopped."""
         rate, warm = METHODS[method].learning_rate if learning_rate is None else learning_rate, min(warmup, steps // 2)
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warm, steps, rate / 10)
         adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
@@ -199,9 +201,9 @@ def main(
                 if run.due(validate_every):
                     run.save((zoo.trainable(model), opt_state), batches, metric=measured.get("new"))
         batches.close()
-        return not run.stopped
+        return None if run.stopped else model
 
-    model = load()
+    model = load(start)
     parameters, before = zoo.count(model), validate(model)
     sizes = {method: functools.cache(partial(size, model, partial(made, method))) for method in methods}
     lora = partial(size, model, partial(made, "lora"))
@@ -213,12 +215,27 @@ def main(
             runs[method if METHODS[method].one_size else f"{method}-{rank}"] = method, rank
     print(f"{parameters:,} parameters from {start} on {mesh}; {len(runs)} runs near {budgets} numbers learnt; {corpus}")
 
-    table = []
+    samples, table = sample(model, corpus, mesh, jax.random.key(seed)), []
     for name, (method, rank) in runs.items():
-        if not learn(name, method, made(method, rank, load())):
+        model = learn(name, method, made(method, rank, load(start)))
+        if model is None:
             return
-        about = {"method": method, "rank": "none" if METHODS[method].one_size else str(rank)}
+        if method != "full":
+            adapters.save(model, out / name / "adapter")
+        about = {"run": name, "method": method, "rank": "none" if METHODS[method].one_size else str(rank)}
         table.append(about | summed_up(out / name, sizes[method](rank), parameters))
+
+    if adapted := [row for row in table if row["method"] != "full"]:
+        chosen = min(adapted, key=lambda row: row["new text"])
+        folder = out / chosen["run"] / "adapter"
+        merged = adapters.merge(zoo.place(adapters.load(load(start), folder), mesh))
+        exported = train.export(merged, corpus, out / "export", seq=seq)
+        found = validate(load(exported))["new"]
+        if abs(found - chosen["new text"]) > 0.01:
+            raise RuntimeError(f"{folder}: read again and merged, it has {found:.3f} bits per byte on the new text")
+        samples_after = sample(merged, corpus, mesh, jax.random.key(seed))
+        print(f"\nbefore: {''.join(samples[0])}\n\nafter, {chosen['run']}: {''.join(samples_after[0])}\n")
+        samples += samples_after
 
     (out / "results.json").write_text(json.dumps({"before": before, "runs": table}, indent=2) + "\n", encoding="utf-8")
 
@@ -238,6 +255,7 @@ def main(
         figures={"before": f"{before['new']:.3f}", f"{best['method']}, {best['share']}": f"{best['new text']:.3f}"},
         tables={"In the end": table},
         pictures={"What is learnt, and what it brings": draw},
+        samples=samples,
     )
     print(f"{'before':>8}{'':35} new {before['new']:.3f}, old {before['old']:.3f}")
     for row in table:
@@ -246,7 +264,9 @@ def main(
             f"new {row['new text']:.3f}, old {row['old text']:.3f}; {row['ms a step']:>5} ms a step; bytes: "
             f"{row['bytes held']:,} held, {row['bytes at work']:,} at work"
         )
-    print(f"the table lies in {out / 'results.json'}, the report in {report}")
+    print(f"the table lies in {out / 'results.json'}, the report in {report}, an adapter in the folder of each run")
+    if adapted:
+        print(f"the best, {chosen['run']}, was read again; merged, it lies in {exported}")
 
 
 def size(model, make, rank):
@@ -277,6 +297,17 @@ def summed_up(folder, count, parameters):
         "bytes at work": last.get("bytes_at_work", 0),
         "ms a step": round(1000 / float(np.median([speed for speed in speeds if speed] or [np.inf]))),
     }
+
+
+def sample(model, corpus, mesh, key):
+    """Continue a few beginnings: (prompt, continuation) pairs."""
+    prompts = ['The "with" statement\n', "An object is ", "When a function is called, "]
+    begun = [np.append(corpus.tokenizer.separator, corpus.encode(prompt)) for prompt in prompts]
+    width = max(map(len, begun))
+    tokens = jnp.asarray([np.pad(row, (width - len(row), 0)) for row in begun])
+    mask = jnp.asarray([np.arange(width) >= width - len(row) for row in begun])
+    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, mesh=mesh, key=key)
+    return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
 
 
 if __name__ == "__main__":

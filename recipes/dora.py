@@ -10,8 +10,10 @@ On text that was held out, English prose goes from 2.83 to 2.08 bits per byte, t
 matrices whose rows full training turns further it changes the lengths further too (a correlation of 0.89); DoRA hardly
 does (0.16).
 
-How this differs from lora.py:
+How this differs from finetune.py:
 
+- As lora.py does, which lists how: adapters alone are learnt, beside a run that trains everything; and what is exported
+  is PEFT's adapter, and the model with the adapter merged.
 - Of each row of W + scale B A the direction alone counts; its length is a number of its own, which is learnt beside B
   and A and starts as that of W's row (Liu et al., arXiv:2402.09353). Where LoRA ties how far a row turns to how far it
   grows, here either may move without the other.

@@ -1,7 +1,7 @@
 """Adapt a checkpoint whose matrices are in 4 bits, beside LoRA on the same one as it was: rounding costs little.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
-    python recipes/qlora.py                               # 80 steps of each kind
+    python recipes/qlora.py                               # 60 steps of each kind
     python recipes/qlora.py --kind int8                   # twice the bits
     python recipes/qlora.py --resume                      # after Ctrl-C; on another mesh too
     python recipes/qlora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --dtype bfloat16
@@ -14,7 +14,7 @@ How this differs from lora.py:
 
 - The matrices that adapters stand around are rounded to NF4, or to int8, and stay so: each is decoded while it is
   multiplied (QLoRA, Dettmers et al., arXiv:2305.14314, section 3).
-- The yardstick is LoRA on the model as it was read, not full training.
+- Between the two kinds that it trains stands a third, LoRA on the model as it was read.
 - It says how many bits a number of the base takes, and what rounding cost before anything was learnt.
 - The merged model is one of float32 matrices, those of the rounded ones with the adapter. On the model as it was read
   the adapter computes something else: it learnt around the rounded one.
@@ -52,16 +52,17 @@ def main(
     seq: int = 128,
     batch: int = 16,
     microbatches: int = 1,
-    steps: int = 80,
+    steps: int = 60,
     learning_rate: float = 1e-2,
-    warmup: int = 8,
+    full_learning_rate: float = 1e-3,
+    warmup: int = 6,
     weight_decay: float = 0.1,
     dtype: Literal["float32", "bfloat16"] = "float32",
     remat: zoo.parallel.Remat = "full",
     fsdp: int = 1,
     tensor: int = 1,
     zero: Literal[1, 3] = 3,
-    validate_every: int = 40,
+    validate_every: int = 30,
     seed: int = 0,
     out: Path = Path("runs/qlora"),
     resume: bool = False,
@@ -80,12 +81,13 @@ def main(
         rank: Of B A.
         alpha: What B A is scaled with, divided by the rank.
         rank_stabilised: Divide alpha by the root of the rank instead (rsLoRA).
-        compare: Train an adapter on the model as it was read, too.
+        compare: Train the model as it was read, too: all of its parameters, and an adapter.
         seq: Tokens in a row.
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimiser steps of each kind.
-        learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
+        learning_rate: Peak of the learning rate of an adapter, after warm-up; it falls to a tenth as a cosine does.
+        full_learning_rate: The peak where all parameters are trained.
         warmup: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         dtype: What the model computes in; parameters and their updates are float32.
@@ -95,7 +97,7 @@ def main(
         zero: With fsdp, 3 splits parameters and optimiser state, 1 the optimiser state alone.
         validate_every: Steps between validations, each with a checkpoint.
         seed: Of the adapter, the order of the text and the samples.
-        out: The folder of both runs.
+        out: The folder of all runs.
         resume: Go on from the newest checkpoints in `out`; `start` is read all the same.
         profile: Trace a few steps of each run into the folder `profile` of its own.
     """
@@ -132,7 +134,7 @@ def main(
             bits[name] = float(train.bits_per_byte(float(mean), text))
         return bits
 
-    def learn(name, model):
+    def learn(name, model, learning_rate):
         """Train what is learnt of a model, in a run of its own; None where that was stopped."""
         warm = min(warmup, steps // 2)
         schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warm, steps, learning_rate / 10)
@@ -172,18 +174,24 @@ def main(
     parameters = zoo.count(model)
     small = in_few_bits(model)
     numbers = zoo.count(eqx.filter_eval_shape(with_adapter, small))  # what no adapter fits is told before anything runs
-    bits = {"qlora": zoo.inspect.size(small).bits, "lora": zoo.inspect.size(model).bits}
+    bits, bits_as_read = zoo.inspect.size(small).bits, zoo.inspect.size(model).bits
     print(f"{parameters:,} parameters from {start} on {mesh}, {numbers:,} in adapters; {corpus}")
-    print(f"in {kind} the base takes {bits['qlora']:.2f} bits a parameter, as it was read {bits['lora']:.2f}")
+    print(f"in {kind} the base takes {bits:.2f} bits a parameter, as it was read {bits_as_read:.2f}")
     before, samples = validate(model), sample(model, corpus, mesh, jax.random.key(seed))
-    at_birth = {"qlora": validate(small), "lora": before}
-    kinds = {"lora": load, "qlora": lambda start: in_few_bits(load(start))}
+    rounded_before = validate(small)
+    kinds = {
+        "full": (load, full_learning_rate),
+        "lora": (lambda start: with_adapter(load(start)), learning_rate),
+        "qlora": (lambda start: with_adapter(in_few_bits(load(start))), learning_rate),
+    }
     folders, table = {name: out / name for name in kinds if compare or name == "qlora"}, []
     for name, folder in folders.items():
-        model = learn(name, with_adapter(kinds[name](start)))
+        make, rate = kinds[name]
+        model = learn(name, make(start), rate)
         if model is None:
             return
-        about = {"bits of the base": bits[name]} | {f"{text}, before": at_birth[name][text] for text in held_out}
+        own, at_birth = (bits, rounded_before) if name == "qlora" else (bits_as_read, before)
+        about = {"bits of the base": own} | {f"{text}, before": at_birth[text] for text in held_out}
         table.append(summed_up(name, folder, zoo.count(model), parameters) | about)
 
     zoo.adapters.save(model, out / "adapter")
@@ -200,7 +208,7 @@ def main(
 
     samples_after, last = sample(merged, corpus, mesh, jax.random.key(seed)), table[-1]
     moved = {
-        f"{text} text": f"{before[text]:.3f} → {at_birth['qlora'][text]:.3f} → {last[f'{text} text']:.3f}"
+        f"{text} text": f"{before[text]:.3f} → {rounded_before[text]:.3f} → {last[f'{text} text']:.3f}"
         for text in held_out
     }
     result = ", ".join(f"{text.replace('→', 'to')} on the {name}" for name, text in moved.items())
@@ -212,7 +220,7 @@ def main(
         curves={"new": "new text", "old": "old text"},
         floors={"xz -9e, new text": corpus.xz},
         unit="bits per byte",
-        figures=moved | {"bits a parameter": f"{bits['qlora']:.2f}", "learnt": last["share"]},
+        figures=moved | {"bits a parameter": f"{bits:.2f}", "learnt": last["share"]},
         tables={"In the end": table},
         samples=samples + samples_after,
         parameters=train.parameter_rows(zoo.trainable(model), mesh),

@@ -4,8 +4,11 @@ import inspect
 import json
 import shutil
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import zoo
 from recipes import adapters_compared
 from zoo import train
 
@@ -32,8 +35,17 @@ def test_a_row_a_method_of_a_size_that_is_near(unbroken):
     for row in found["runs"]:
         assert row["new text"] < found["before"]["new"] and row["bytes held"] > 0
     report = (unbroken / "report.html").read_text()
-    for part in ("What is learnt, and what it brings", "In the end", "vera", "numbers learnt"):
+    for part in ("What is learnt, and what it brings", "In the end", "vera", "numbers learnt", "An object is"):
         assert part in report
+
+
+def test_the_best_adapter_is_read_again_and_merged(unbroken, start):
+    """That of all parameters is none, and leaves none."""
+    tuned = zoo.adapters.load(zoo.load(start), unbroken / "vera-48" / "adapter")
+    tokens = jnp.arange(32).reshape(2, 16)
+    np.testing.assert_allclose(zoo.load(unbroken / "export")(tokens), tuned(tokens), atol=1e-4)
+    assert jnp.abs(tuned(tokens) - zoo.load(start)(tokens)).max() > 1e-3
+    assert not (unbroken / "full" / "adapter").exists()
 
 
 @pytest.mark.slow  # the same as of lora.py, in CI

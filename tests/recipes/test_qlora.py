@@ -72,8 +72,8 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
 
 FLAGS = [
     *("start", "data", "old", "kind", "rounded", "targets", "rank", "alpha", "rank_stabilised", "compare", "seq"),
-    *("batch", "microbatches", "steps", "learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor"),
-    *("zero", "validate_every", "seed", "out", "resume", "profile"),
+    *("batch", "microbatches", "steps", "learning_rate", "full_learning_rate", "warmup", "weight_decay", "dtype"),
+    *("remat", "fsdp", "tensor", "zero", "validate_every", "seed", "out", "resume", "profile"),
 ]
 
 
