@@ -7,8 +7,8 @@
     python recipes/qlora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --dtype bfloat16
 
 On text that was held out, English prose goes from 2.83 bits per byte to 2.85 when matrices are rounded to NF4, and to
-2.14 by learning, as LoRA takes the matrices as they were. The base takes 5.6 bits a number in place of 32: embeddings,
-norms and the constants of blocks are what 4 bits leave out.
+2.22 by learning; LoRA around matrices as they were takes it to 2.21, training of all to 2.15. The base takes 5.6 bits a
+number in place of 32: embeddings, norms and the constants of blocks are what 4 bits leave out.
 
 How this differs from lora.py:
 
