@@ -14,7 +14,7 @@ How this differs from lora.py:
 
 - The matrices that adapters stand around are rounded to NF4, or to int8, and stay so: each is decoded while it is
   multiplied (QLoRA, Dettmers et al., arXiv:2305.14314, section 3).
-- Between the two kinds that it trains stands a third, LoRA on the model as it was read.
+- It trains three: all parameters, LoRA on the model as it was read, and LoRA on the rounded one.
 - It says how many bits a number of the base takes, and what rounding cost before anything was learnt.
 - The merged model is one of float32 matrices, those of the rounded ones with the adapter. On the model as it was read
   the adapter computes something else: it learnt around the rounded one.
