@@ -167,7 +167,7 @@ def main(
         return bits
 
     def learn(name, method, model):
-        """Train what is learnt of a model, in a run of its own; None where that was stopped."""
+        """Train what is learnt of a model, in a run of its own, and write its adapter. Whether it got to the end."""
         rate, warm = METHODS[method].learning_rate if learning_rate is None else learning_rate, min(warmup, steps // 2)
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warm, steps, rate / 10)
         adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
@@ -201,7 +201,9 @@ def main(
                 if run.due(validate_every):
                     run.save((zoo.trainable(model), opt_state), batches, metric=measured.get("new"))
         batches.close()
-        return None if run.stopped else model
+        if not run.stopped and method != "full":
+            adapters.save(model, out / name / "adapter")
+        return not run.stopped
 
     model = load(start)
     parameters, before = zoo.count(model), validate(model)
@@ -217,11 +219,8 @@ def main(
 
     samples, table = sample(model, corpus, mesh, jax.random.key(seed)), []
     for name, (method, rank) in runs.items():
-        model = learn(name, method, made(method, rank, load(start)))
-        if model is None:
+        if not learn(name, method, made(method, rank, load(start))):
             return
-        if method != "full":
-            adapters.save(model, out / name / "adapter")
         about = {"run": name, "method": method, "rank": "none" if METHODS[method].one_size else str(rank)}
         table.append(about | summed_up(out / name, sizes[method](rank), parameters))
 
@@ -231,7 +230,7 @@ def main(
         merged = adapters.merge(zoo.place(adapters.load(load(start), folder), mesh))
         exported = train.export(merged, corpus, out / "export", seq=seq)
         found = validate(load(exported))["new"]
-        if abs(found - chosen["new text"]) > 0.01:
+        if abs(found - chosen["new text"]) > 1e-3:
             raise RuntimeError(f"{folder}: read again and merged, it has {found:.3f} bits per byte on the new text")
         samples_after = sample(merged, corpus, mesh, jax.random.key(seed))
         print(f"\nbefore: {''.join(samples[0])}\n\nafter, {chosen['run']}: {''.join(samples_after[0])}\n")
@@ -264,9 +263,11 @@ def main(
             f"new {row['new text']:.3f}, old {row['old text']:.3f}; {row['ms a step']:>5} ms a step; bytes: "
             f"{row['bytes held']:,} held, {row['bytes at work']:,} at work"
         )
-    print(f"the table lies in {out / 'results.json'}, the report in {report}, an adapter in the folder of each run")
+    print(f"the table lies in {out / 'results.json'}, the report in {report}")
     if adapted:
-        print(f"the best, {chosen['run']}, was read again; merged, it lies in {exported}")
+        print(
+            f"adapters lie in the folders of their runs; the best, {chosen['run']}, was read again; merged, in {exported}"
+        )
 
 
 def size(model, make, rank):

@@ -14,7 +14,7 @@ from zoo import train
 
 TINY = {
     "seq": 16, "batch": 8, "steps": 2, "warmup": 1, "validate_every": 1, "rank": 2, "targets": ("query", "up"),
-    "compare": False, "fsdp": 2, "rounded": ("query", "up"), "dtype": "bfloat16",
+    "fsdp": 2, "rounded": ("query", "up"), "dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -42,6 +42,9 @@ def test_it_learns_exports_and_reports(unbroken, start):
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
     on_the_read_one = zoo.adapters.load(zoo.load(start), unbroken / "adapter")
     assert not np.allclose(on_the_read_one(tokens), merged(tokens), atol=1e-2)
+    for yardstick in ("full", "lora"):
+        lines = train.read_lines(unbroken / yardstick / "metrics.jsonl")
+        assert [line["step"] for line in lines if "new" in line] == [1, 2]
     report = (unbroken / "report.html").read_text()
     for part in ("bits of the base", "new, before", "bits a parameter", "query.up.weight"):
         assert part in report
