@@ -265,9 +265,7 @@ def main(
         )
     print(f"the table lies in {out / 'results.json'}, the report in {report}")
     if adapted:
-        print(
-            f"adapters lie in the folders of their runs; the best, {chosen['run']}, was read again; merged, in {exported}"
-        )
+        print(f"adapters lie in the runs' folders; {chosen['run']}, the best, was read again; merged: {exported}")
 
 
 def size(model, make, rank):

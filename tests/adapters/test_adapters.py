@@ -87,6 +87,9 @@ def test_born_merged_and_learnt(kind, method):
     before = run(model)
     same = partial(np.testing.assert_allclose, atol=3e-6 * float(jnp.abs(before).max()), rtol=0)  # programs differ
     same(run(wrapped), before)
+    assert len({x.unsafe_buffer_pointer() for x in jax.tree.leaves(wrapped)}) == len(
+        jax.tree.leaves(wrapped)
+    )  # donated
     assert not any(x.weak_type for x in jax.tree.leaves(wrapped))  # else a step is compiled twice: what it gives is not
 
     optimiser = optax.adamw(0.05, weight_decay=0.1)

@@ -46,6 +46,8 @@ def test_whole_parameters_and_tables(model):
     """Nothing changes at birth; switched off, taken away, merged, kept and brought back."""
     options = {"targets": ("query", "embedding"), "modules_to_save": ("norm", r"layers\.1\.mixer_norm"), "rank": 2}
     wrapped = adapters.lora(model, **options, key=KEY)
+    buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(wrapped)]
+    assert len(set(buffers)) == len(buffers)  # a step donates them
     assert learnt(wrapped) == {
         *("embedding.lora.down", "embedding.lora.up.weight", "norm.weight.lora", "layers.*.mixer_norm.weight.lora"),
         *("layers.*.attention.query.lora.down.weight", "layers.*.attention.query.lora.up.weight"),

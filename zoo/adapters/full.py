@@ -36,7 +36,7 @@ def full(model: Model, targets: Targets, *, label: str = "full") -> Model:
         for index, name in names_of(place).items():
             applies[index] = meant(name)
         if applies.any():
-            values[place[:2]] = applies, x.astype(jnp.float32)
+            values[place[:2]] = applies, jnp.array(x, jnp.float32)  # a copy: a step donates both
     return learning(model, values, label)
 
 
