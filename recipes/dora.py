@@ -20,7 +20,7 @@ How this differs from finetune.py:
 - It measures that, for each matrix of each layer, after DoRA and after full training, against the model they started
   from (section 3.2 of the paper): by how much lengths changed, and one minus the cosine between directions, as means
   over rows. Pearson's correlation between the two says whether they went together.
-- A row's length costs time in each step, forwards and back: the table has it.
+- A row's length costs time in each step, forward and back: the table has it.
 """
 
 from functools import partial
@@ -43,27 +43,27 @@ START = Path("runs/transformer/export")  # where transformer.py leaves its model
 
 def main(
     *,
-    start: Path = START,
+    checkpoint: Path = START,
     data: tuple[Path, ...] = (),
-    old: tuple[Path, ...] = (),
+    pretraining_data: tuple[Path, ...] = (),
     targets: tuple[str, ...] = ("all-linear",),
     rank: int = 8,
     alpha: float = 16.0,
-    compare: bool = True,
-    seq: int = 128,
-    batch: int = 16,
+    compare_full: bool = True,
+    seq_len: int = 128,
+    batch_size: int = 16,
     microbatches: int = 1,
     steps: int = 100,
     learning_rate: float = 1e-2,
     full_learning_rate: float = 1e-3,
-    warmup: int = 10,
+    warmup_steps: int = 10,
     weight_decay: float = 0.1,
     dtype: Literal["float32", "bfloat16"] = "float32",
     remat: zoo.parallel.Remat = "full",
     fsdp: int = 1,
     tensor: int = 1,
-    zero: Literal[1, 3] = 3,
-    validate_every: int = 50,
+    zero_stage: Literal[1, 3] = 3,
+    eval_every: int = 50,
     seed: int = 0,
     out: Path = Path("runs/dora"),
     resume: bool = False,
@@ -83,7 +83,7 @@ def main(
         seq: Tokens in a row.
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimiser steps of each kind.
+        steps: Optimizer steps of each kind.
         learning_rate: Peak of the adapter's learning rate, after warm-up; it falls to a tenth as a cosine does.
         full_learning_rate: That of all parameters.
         warmup: Steps of warm-up.
@@ -92,7 +92,7 @@ def main(
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimiser state, 1 the optimiser state alone.
+        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
         validate_every: Steps between validations, each with a checkpoint.
         seed: Of the adapter, the order of the text and the samples.
         out: The folder of both runs.
@@ -100,18 +100,21 @@ def main(
         profile: Trace a few steps of each run into the folder `profile` of its own.
     """
     config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
-    if not (start / "config.json").exists():
-        raise FileNotFoundError(f"{start}: no model there; `python recipes/transformer.py` makes one in {START}")
-    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero == 1 else None)
-    tokenizer = train.read_tokenizer(start)
-    corpus, known = train.text(data or topics, tokenizer=tokenizer), train.text(old, tokenizer=tokenizer)
+    if not (checkpoint / "config.json").exists():
+        raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
+    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero_stage == 1 else None)
+    tokenizer = train.read_tokenizer(checkpoint)
+    corpus, known = (
+        train.load_text(data or topics, tokenizer=tokenizer),
+        train.load_text(pretraining_data, tokenizer=tokenizer),
+    )
     texts = {"new": corpus.validation, "old": known.validation}
-    held_out = {kind: text.ordered(seq, batch, limit=16) for kind, text in texts.items()}
+    held_out = {kind: text.ordered(seq_len, batch_size, limit=16) for kind, text in texts.items()}
     placed = {kind: [zoo.place_batch(rows, mesh) for rows in text] for kind, text in held_out.items()}
-    tokens = batch * seq
+    tokens = batch_size * seq_len
 
     def load(folder):
-        return train.rematerialise(zoo.load(folder, mesh=mesh, dtype="float32"), remat)
+        return train.rematerialize(zoo.load(folder, mesh=mesh, dtype="float32"), remat)
 
     def with_adapter(model):
         options = {"targets": targets, "rank": rank, "alpha": alpha}
@@ -131,25 +134,25 @@ def main(
 
     def learn(name, model, learning_rate):
         """Train what is learnt of a model, in a run of its own; None where that was stopped."""
-        warm = min(warmup, steps // 2)
+        warm = min(warmup_steps, steps // 2)
         schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warm, steps, learning_rate / 10)
         adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-        optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-        opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
-        batches = corpus.train.batches(seq, batch, seed=seed)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
+        batches = corpus.train.batches(seq_len, batch_size, seed=seed)
 
         @eqx.filter_jit(donate="all-except-first")
         def step(inputs, model, opt_state):
             loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, inputs)
-            updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+            updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
             bits = train.bits_per_byte(loss, corpus.train)
             return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, bits
 
-        # Forwards and back through everything, and once more for the gradients of what is learnt.
+        # Forward and back through everything, and once more for the gradients of what is learnt.
         flops = tokens * (4 * parameters + 2 * zoo.count(model))
         places = {"config": config | {"run": name}, "resume": resume, "profile": profile, "frozen": model}
         with train.Run(out / name, **places) as run:
-            run.say(f"{name}: {zoo.count(model):,} numbers learnt")
+            run.print_line(f"{name}: {zoo.count(model):,} numbers learnt")
             learnt, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
             model = eqx.combine(learnt, model)
             for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):
@@ -158,24 +161,24 @@ def main(
                     run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
                 model, opt_state, bits = step(inputs, model, opt_state)
                 run.log(bits_per_byte=bits)
-                measured = validate(model) if run.every(validate_every) else {}
+                measured = validate(model) if run.every(eval_every) else {}
                 run.log(**measured)
-                if run.due(validate_every):
+                if run.due(eval_every):
                     run.save((zoo.trainable(model), opt_state), batches, metric=measured.get("new"))
         batches.close()
         return None if run.stopped else model
 
-    base = load(start)
+    base = load(checkpoint)
     parameters = zoo.count(base)
     numbers = zoo.count(eqx.filter_eval_shape(with_adapter, base))  # what no adapter fits is told before anything runs
-    print(f"{parameters:,} parameters from {start} on {mesh}, {numbers:,} in adapters; {corpus}")
+    print(f"{parameters:,} parameters from {checkpoint} on {mesh}, {numbers:,} in adapters; {corpus}")
     before, samples = validate(base), sample(base, corpus, mesh, jax.random.key(seed))
     kinds = {"full": (load, full_learning_rate), "dora": (lambda start: with_adapter(load(start)), learning_rate)}
-    folders = {name: out / name for name in kinds if compare or name == "dora"}
+    folders = {name: out / name for name in kinds if compare_full or name == "dora"}
     table, moves = [], {}
     for name, folder in folders.items():
         make, rate = kinds[name]
-        model = learn(name, make(start), rate)
+        model = learn(name, make(checkpoint), rate)
         if model is None:
             return
         merged = zoo.adapters.merge(model) if name == "dora" else model
@@ -186,8 +189,8 @@ def main(
         table.append(row | {"lengths with directions": together})
 
     zoo.adapters.save(model, out / "adapter")
-    exported = train.export(merged, corpus, out / "export", seq=seq)
-    again = zoo.place(zoo.adapters.load(load(start), out / "adapter"), mesh)
+    exported = train.export(merged, corpus, out / "export", seq_len=seq_len)
+    again = zoo.place(zoo.adapters.load(load(checkpoint), out / "adapter"), mesh)
     if not all(map(jnp.array_equal, *(jax.tree.leaves(zoo.trainable(one)) for one in (model, again)))):
         raise RuntimeError(f"{out / 'adapter'}: the adapter that was read again is not the one that was written")
     logits = zoo.spmd(lambda model, rows: model(rows["tokens"]), mesh, out="batch seq vocab")
@@ -200,7 +203,7 @@ def main(
     moved = {f"{kind} text": f"{before[kind]:.3f} → {last[f'{kind} text']:.3f}" for kind in held_out}
     result = ", ".join(f"{text.replace('→', 'to')} on the {kind}" for kind, text in moved.items())
     points = {run: sorted((1000 * turned, 1000 * grown) for grown, turned in moves[run].values()) for run in moves}
-    groups = [train.Points(run, *zip(*points[run], strict=True)) for run in moves]
+    groups = [train.ScatterSeries(run, *zip(*points[run], strict=True)) for run in moves]
     axes = {"unit": "lengths, thousandths", "against": "directions, thousandths"}
     by_matrix = [
         {"matrix": name}
@@ -214,13 +217,13 @@ def main(
         summary=f"Bits per byte on held-out text after {steps} steps on {mesh}: {result}; {last['share']} learnt",
         runs=folders,
         curves={"new": "new text", "old": "old text"},
-        floors={"xz -9e, new text": corpus.xz},
+        baselines={"xz -9e, new text": corpus.xz_bits_per_byte},
         unit="bits per byte",
-        figures=moved | {"learnt": last["share"]},
+        headline=moved | {"learnt": last["share"]},
         tables={"In the end": table, "Thousandths by which rows moved": by_matrix},
-        pictures={"Lengths against directions, a point a matrix": partial(train.scatter, groups, **axes)},
+        plots={"Lengths against directions, a point a matrix": partial(train.draw_scatter, groups, **axes)},
         samples=samples + samples_after,
-        parameters=train.parameter_rows(zoo.trainable(model), mesh),
+        parameters=train.tabulate_parameters(zoo.trainable(model), mesh),
     )
     print(f"\nbefore: {''.join(samples[0])}\n\nafter: {''.join(samples_after[0])}\n\nbits per byte: {result}")
     for row in table:
@@ -235,7 +238,7 @@ def movements(before, after):
     """For each matrix that moved, in each layer: the mean over its rows of |length after - length before|, and of one
     minus the cosine between the row before and after."""
     moved = {}
-    for one, other in zip(zoo.adapters.matrices(before), zoo.adapters.matrices(after), strict=True):
+    for one, other in zip(zoo.adapters.find_linears(before), zoo.adapters.find_linears(after), strict=True):
         get = matrix_of
         for _ in one.numbers:  # layers, and experts
             get = eqx.filter_vmap(get)
@@ -257,8 +260,8 @@ def with_lengths(matrix):
 
 def summed_up(name, folder, count, parameters):
     """What a run came to, from its folder: what its step holds, parameters, moments and rows, and what it works in."""
-    last = {name: value for line in train.read_lines(folder / "metrics.jsonl") for name, value in line.items()}
-    speeds = [line.get("steps_per_second") for line in train.read_lines(folder / "timing.jsonl")]
+    last = {name: value for line in train.read_metrics(folder / "metrics.jsonl") for name, value in line.items()}
+    speeds = [line.get("steps_per_second") for line in train.read_metrics(folder / "timing.jsonl")]
     return {
         "run": name,
         "numbers": count,
@@ -283,4 +286,4 @@ def sample(model, corpus, mesh, key):
 
 
 if __name__ == "__main__":
-    train.command(main)
+    train.run_cli(main)

@@ -33,22 +33,22 @@ START = Path("runs/transformer/export")  # where transformer.py leaves its model
 
 def main(
     *,
-    start: Path = START,
+    checkpoint: Path = START,
     data: tuple[Path, ...] = (),
-    old: tuple[Path, ...] = (),
-    seq: int = 128,
-    batch: int = 16,
+    pretraining_data: tuple[Path, ...] = (),
+    seq_len: int = 128,
+    batch_size: int = 16,
     microbatches: int = 1,
     steps: int = 200,
     learning_rate: float = 1e-3,
-    warmup: int = 20,
+    warmup_steps: int = 20,
     weight_decay: float = 0.1,
     dtype: Literal["float32", "bfloat16"] = "float32",
     remat: zoo.parallel.Remat = "full",
     fsdp: int = 1,
     tensor: int = 1,
-    zero: Literal[1, 3] = 3,
-    validate_every: int = 50,
+    zero_stage: Literal[1, 3] = 3,
+    eval_every: int = 50,
     seed: int = 0,
     out: Path = Path("runs/finetune"),
     resume: bool = False,
@@ -64,7 +64,7 @@ def main(
         seq: Tokens in a row.
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimiser steps.
+        steps: Optimizer steps.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
         warmup: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
@@ -72,7 +72,7 @@ def main(
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimiser state, 1 the optimiser state alone.
+        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
         validate_every: Steps between validations, each with a checkpoint.
         seed: Of the order of the text and the samples.
         out: The run's folder.
@@ -80,22 +80,25 @@ def main(
         profile: Trace a few steps into the folder `profile` of `out`, for Perfetto, XProf and TensorBoard.
     """
     config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
-    if not (start / "config.json").exists():
-        raise FileNotFoundError(f"{start}: no model there; `python recipes/transformer.py` makes one in {START}")
-    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero == 1 else None)
-    tokenizer = train.read_tokenizer(start)
-    corpus, known = train.text(data or topics, tokenizer=tokenizer), train.text(old, tokenizer=tokenizer)
-    batches = corpus.train.batches(seq, batch, seed=seed)
+    if not (checkpoint / "config.json").exists():
+        raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
+    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero_stage == 1 else None)
+    tokenizer = train.read_tokenizer(checkpoint)
+    corpus, known = (
+        train.load_text(data or topics, tokenizer=tokenizer),
+        train.load_text(pretraining_data, tokenizer=tokenizer),
+    )
+    batches = corpus.train.batches(seq_len, batch_size, seed=seed)
     texts = {"new": corpus.validation, "old": known.validation}
-    held_out = {kind: text.ordered(seq, batch, limit=16) for kind, text in texts.items()}
+    held_out = {kind: text.ordered(seq_len, batch_size, limit=16) for kind, text in texts.items()}
     placed = {kind: [zoo.place_batch(rows, mesh) for rows in text] for kind, text in held_out.items()}
 
-    model = train.rematerialise(zoo.load(start, mesh=mesh, dtype="float32"), remat)
-    warmup = min(warmup, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps, learning_rate / 10)
+    model = train.rematerialize(zoo.load(checkpoint, mesh=mesh, dtype="float32"), remat)
+    warmup_steps = min(warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch):
         return zoo.cross_entropy(zoo.cast(model, dtype), batch)
@@ -103,7 +106,7 @@ def main(
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, model, opt_state):
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, inputs)
-        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
 
     def validate(model):
@@ -115,29 +118,29 @@ def main(
             bits[kind] = float(train.bits_per_byte(float(mean), text))
         return bits
 
-    tokens = batch * seq
-    flops = 6 * tokens * zoo.count(model)  # a multiply-add forwards, two backwards; attention's own left out
+    tokens = batch_size * seq_len
+    flops = 6 * tokens * zoo.count(model)  # a multiply-add forward, two backward; attention's own left out
     sample_key = jax.random.key(seed)
     with train.Run(out, config=config, resume=resume, profile=profile) as run:
-        run.say(f"{zoo.count(model):,} parameters from {start} on {mesh}; {corpus}")
+        run.print_line(f"{zoo.count(model):,} parameters from {checkpoint} on {mesh}; {corpus}")
         before, samples_before = validate(model), sample(model, corpus, mesh, sample_key)
-        run.say(f"before: {before['new']:.3f} bits per byte on the new text, {before['old']:.3f} on the old")
+        run.print_line(f"before: {before['new']:.3f} bits per byte on the new text, {before['old']:.3f} on the old")
         after = None
         model, opt_state = run.restore((model, opt_state), batches)
         for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):
             model, opt_state, bits = step(zoo.place_batch(inputs, mesh), model, opt_state)
             run.log(bits_per_byte=bits)
-            after = validate(model) if run.every(validate_every) else None
+            after = validate(model) if run.every(eval_every) else None
             if after is not None:
                 run.log(**after)
-            if run.due(validate_every):
+            if run.due(eval_every):
                 run.save((model, opt_state), batches, metric=after["new"] if after else None)
 
     if run.stopped:
         return
     after = after or validate(model)  # None: it was complete when it was resumed
     samples_after = sample(model, corpus, mesh, sample_key)
-    exported = train.export(model, corpus, out / "export", seq=seq)
+    exported = train.export(model, corpus, out / "export", seq_len=seq_len)
     again = zoo.load(exported, mesh=mesh)
     same = all(map(jnp.array_equal, jax.tree.leaves(model), jax.tree.leaves(again)))
     if not same or not np.isclose(validate(again)["new"], after["new"]):
@@ -148,11 +151,11 @@ def main(
         title="A checkpoint on new text",
         summary=f"Bits per byte on held-out text after {steps} steps on {mesh}: {result}",
         curves={"bits_per_byte": "training", "new": "validation, new text", "old": "validation, old text"},
-        floors={"xz -9e, new text": corpus.xz},
+        baselines={"xz -9e, new text": corpus.xz_bits_per_byte},
         unit="bits per byte",
-        figures={f"{kind} text": f"{before[kind]:.3f} → {after[kind]:.3f}" for kind in held_out},
+        headline={f"{kind} text": f"{before[kind]:.3f} → {after[kind]:.3f}" for kind in held_out},
         samples=samples_before + samples_after,
-        parameters=train.parameter_rows(model, mesh),
+        parameters=train.tabulate_parameters(model, mesh),
     )
     print(f"\nbefore: {''.join(samples_before[0])}\n\nafter: {''.join(samples_after[0])}\n\nbits per byte: {result}")
     print(f"the model lies in {exported}, and was read again bit for bit; the report lies in {report}")
@@ -170,4 +173,4 @@ def sample(model, corpus, mesh, key):
 
 
 if __name__ == "__main__":
-    train.command(main)
+    train.run_cli(main)

@@ -52,7 +52,9 @@ def makers(embed, heads):
         "rwkv7": layers.RWKV7,
         "rg-lru": layers.RGLRU,
     }
-    mamba2 = partial(layers.Mamba2, head_dim=size, state=size)  # twice as many heads: it is twice as wide as the stream
+    mamba2 = partial(
+        layers.Mamba2, head_dim=size, state_dim=size
+    )  # twice as many heads: it is twice as wide as the stream
     return {name: partial(mixer, heads=heads) for name, mixer in with_heads.items()} | {"mamba2": mamba2}
 
 
@@ -62,21 +64,21 @@ def main(
     data: tuple[Path, ...] = (),
     vocab: int = 256,
     embed: int = 64,
-    depth: int = 2,
+    layers: int = 2,
     heads: int = 2,
-    mlp: int = 256,
-    seq: int = 128,
-    batch: int = 16,
+    mlp_dim: int = 256,
+    seq_len: int = 128,
+    batch_size: int = 16,
     microbatches: int = 1,
     steps: int = 200,
     learning_rate: float = 6e-3,
-    warmup: int = 30,
+    warmup_steps: int = 30,
     weight_decay: float = 0.1,
     dtype: Literal["float32", "bfloat16"] = "float32",
     remat: zoo.parallel.Remat = "elementwise",
     fsdp: int = 1,
     tensor: int = 1,
-    validate_every: int = 50,
+    eval_every: int = 50,
     seed: int = 0,
     out: Path = Path("runs/linear_attention"),
     resume: bool = False,
@@ -95,7 +97,7 @@ def main(
         seq: Tokens in a row.
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimiser steps of each run.
+        steps: Optimizer steps of each run.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
         warmup: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
@@ -116,32 +118,32 @@ def main(
     if steps < 1:
         raise ValueError(f"steps={steps} are at least 1")
     mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor)
-    corpus = train.text(data, vocab=vocab)
-    held_out = corpus.validation.ordered(seq, batch, limit=8)
+    corpus = train.load_text(data, vocab=vocab)
+    held_out = corpus.validation.ordered(seq_len, batch_size, limit=8)
     placed = [zoo.place_batch(rows, mesh) for rows in held_out]
 
     def make(name, mlp, key):
-        sizes = {"vocab": corpus.vocab, "embed": embed, "layers": depth, "mlp": mlp}
+        sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "mlp": mlp}
         return zoo.models.Hybrid(**sizes, pattern=[known[name]], remat=remat, key=key)
 
     def in_shapes(name, mlp):
         return eqx.filter_eval_shape(partial(make, name, mlp), jax.random.key(seed))
 
     # In shapes alone: widths at which all have as many parameters; and what cannot be laid out says so now.
-    target, unit = zoo.count(in_shapes("attention", mlp)), 8 * tensor
+    target, unit = zoo.count(in_shapes("attention", mlp_dim)), 8 * tensor
     widths = {}
     for name in mixers:
         spare = target - zoo.count(in_shapes(name, unit))
-        widths[name] = unit + round(spare / (3 * embed * depth * unit)) * unit
+        widths[name] = unit + round(spare / (3 * embed * layers * unit)) * unit
         if widths[name] < unit:
-            raise ValueError(f"{name} has more parameters without an MLP than attention with one: raise mlp={mlp}")
+            raise ValueError(f"{name} has more parameters without an MLP than attention with one: raise mlp={mlp_dim}")
     shapes = {name: in_shapes(name, width) for name, width in widths.items()}
-    layouts = {name: train.parameter_rows(model, mesh) for name, model in shapes.items()}
+    layouts = {name: train.tabulate_parameters(model, mesh) for name, model in shapes.items()}
 
-    warmup = min(warmup, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps, learning_rate / 10)
+    warmup_steps = min(warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     def loss_fn(model, batch):
         return zoo.cross_entropy(zoo.cast(model, dtype), batch)
@@ -149,7 +151,7 @@ def main(
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, batch)
-        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
     def validate(model):
@@ -157,26 +159,26 @@ def main(
         mean = np.average(losses, weights=[rows["weights"].sum() for rows in held_out])
         return float(train.bits_per_byte(float(mean), held_out))
 
-    tokens = batch * seq
+    tokens = batch_size * seq_len
     for name, width in widths.items():
         model = zoo.init(partial(make, name, width), jax.random.key(seed), mesh)
-        opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
-        batches = corpus.train.batches(seq, batch, seed=seed)
+        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
+        batches = corpus.train.batches(seq_len, batch_size, seed=seed)
         with train.Run(out / name, config=config | {"run": name}, resume=resume, profile=profile) as run:
-            run.say(f"{name}: {zoo.count(model):,} parameters, an MLP of {width}; on {mesh}; {corpus}")
+            run.print_line(f"{name}: {zoo.count(model):,} parameters, an MLP of {width}; on {mesh}; {corpus}")
             model, opt_state = run.restore((model, opt_state), batches)
             for inputs in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * zoo.count(model)):
                 model, opt_state, loss = step(zoo.place_batch(inputs, mesh), model, opt_state)
                 run.log(loss=loss)
-                validation = validate(model) if run.every(validate_every) else None
+                validation = validate(model) if run.every(eval_every) else None
                 if validation is not None:
                     run.log(validation=validation)
-                if run.due(validate_every):
+                if run.due(eval_every):
                     run.save((model, opt_state), batches, metric=validation)
         if run.stopped:
             return
 
-    rows = [summed_up(name, out / name, shapes[name], (seq, 64 * seq)) for name in mixers]
+    rows = [summed_up(name, out / name, shapes[name], (seq_len, 64 * seq_len)) for name in mixers]
     results = {row["mixer"]: f"{row['bits per byte']:.3f} bits per byte" for row in rows}
     report = train.write_report(
         out,
@@ -185,7 +187,7 @@ def main(
         runs={name: out / name for name in mixers},
         curves={"validation": "validation"},
         unit="bits per byte",
-        tokens=tokens,
+        tokens_per_step=tokens,
         tables={"In the end": rows},
         parameters=layouts[mixers[-1]],
     )
@@ -196,8 +198,8 @@ def main(
 
 def summed_up(name, folder, model, lengths):
     """What a run came to, from its folder; and what one row of so many tokens leaves to remember, in bytes."""
-    last = {name: value for line in train.read_lines(folder / "metrics.jsonl") for name, value in line.items()}
-    speeds = [line.get("tokens_per_second") for line in train.read_lines(folder / "timing.jsonl")]
+    last = {name: value for line in train.read_metrics(folder / "metrics.jsonl") for name, value in line.items()}
+    speeds = [line.get("tokens_per_second") for line in train.read_metrics(folder / "timing.jsonl")]
     return {
         "mixer": name,
         "parameters": zoo.count(model),
@@ -208,4 +210,4 @@ def summed_up(name, folder, model, lengths):
 
 
 if __name__ == "__main__":
-    train.command(main)
+    train.run_cli(main)

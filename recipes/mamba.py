@@ -44,18 +44,18 @@ def main(
     state: int = 32,
     head_dim: int = 32,
     expand: int = 2,
-    seq: int = 128,
-    batch: int = 16,
+    seq_len: int = 128,
+    batch_size: int = 16,
     microbatches: int = 1,
     steps: int = 300,
     learning_rate: float = 4e-3,
-    warmup: int = 30,
+    warmup_steps: int = 30,
     weight_decay: float = 0.1,
     dtype: Literal["float32", "bfloat16"] = "float32",
     remat: zoo.parallel.Remat = "elementwise",
     fsdp: int = 1,
     tensor: int = 1,
-    validate_every: int = 100,
+    eval_every: int = 100,
     seed: int = 0,
     out: Path = Path("runs/mamba"),
     resume: bool = False,
@@ -75,7 +75,7 @@ def main(
         seq: Tokens in a row.
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimiser steps.
+        steps: Optimizer steps.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
         warmup: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
@@ -93,9 +93,9 @@ def main(
     if generation not in (1, 2):
         raise ValueError(f"there is a Mamba and a Mamba-2, and generation={generation} is neither")
     mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor)
-    corpus = train.text(data, vocab=vocab)
-    batches = corpus.train.batches(seq, batch, seed=seed)
-    held_out = corpus.validation.ordered(seq, batch, limit=16)
+    corpus = train.load_text(data, vocab=vocab)
+    batches = corpus.train.batches(seq_len, batch_size, seed=seed)
+    held_out = corpus.validation.ordered(seq_len, batch_size, limit=16)
     placed = [zoo.place_batch(rows, mesh) for rows in held_out]
 
     def make(key):
@@ -106,11 +106,11 @@ def main(
     model_key, sample_key = jax.random.split(jax.random.key(seed))
     model = zoo.init(make, model_key, mesh)
 
-    warmup = min(warmup, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps, learning_rate / 10)
+    warmup_steps = min(warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch):
         return zoo.cross_entropy(zoo.cast(model, dtype), batch)
@@ -118,7 +118,7 @@ def main(
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, batch)
-        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = zoo.place(eqx.apply_updates(model, updates), mesh)
         return model, opt_state, train.bits_per_byte(loss, corpus.train)
 
@@ -127,38 +127,38 @@ def main(
         mean = np.average(losses, weights=[rows["weights"].sum() for rows in held_out])
         return float(train.bits_per_byte(float(mean), held_out))
 
-    tokens, validation = batch * seq, None
+    tokens, validation = batch_size * seq_len, None
     with train.Run(out, config=config, resume=resume, profile=profile) as run:
-        run.say(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
+        run.print_line(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, opt_state = run.restore((model, opt_state), batches)
         for inputs in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * zoo.count(model)):
             model, opt_state, bits = step(zoo.place_batch(inputs, mesh), model, opt_state)
             run.log(bits_per_byte=bits)
-            validation = validate(model) if run.every(validate_every) else None
+            validation = validate(model) if run.every(eval_every) else None
             if validation is not None:
                 run.log(validation=validation)
-            if run.due(validate_every):
+            if run.due(eval_every):
                 run.save((model, opt_state), batches, metric=validation)
 
     if run.stopped:
         return
     validation = validate(model) if validation is None else validation  # None: it was complete when it was resumed
     samples = sample(model, corpus, mesh, sample_key)
-    exported = train.export(model, corpus, out / "export", seq=seq)
+    exported = train.export(model, corpus, out / "export", seq_len=seq_len)
     report = train.write_report(
         out,
         title=f"A Mamba{'-2' * (generation == 2)} from scratch",
         summary=f"{validation:.3f} bits per byte on held-out text after {steps} steps on {mesh}",
         curves={"bits_per_byte": "training", "validation": "validation"},
-        floors={"xz -9e": corpus.xz},
+        baselines={"xz -9e": corpus.xz_bits_per_byte},
         unit="bits per byte",
-        figures={
+        headline={
             "bits per byte": f"{validation:.3f}",
             "parameters": f"{zoo.count(model):,}",
             "bytes to remember, however long the text": f"{zoo.inspect.state_bytes(model, 1):,}",
         },
         samples=samples,
-        parameters=train.parameter_rows(model, mesh),
+        parameters=train.tabulate_parameters(model, mesh),
     )
     print(f"\n{''.join(samples[0])}\n\n{validation:.3f} bits per byte on held-out text; the report lies in {report}")
     print(f"the model lies in {exported}, for zoo.load and transformers; recipes/finetune.py goes on from it")
@@ -176,4 +176,4 @@ def sample(model, corpus, mesh, key):
 
 
 if __name__ == "__main__":
-    train.command(main, presets=PRESETS)
+    train.run_cli(main, presets=PRESETS)

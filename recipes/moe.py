@@ -63,26 +63,26 @@ def main(
     layers: int = 2,
     heads: int = 2,
     kv_heads: int | None = None,
-    mlp: int = 64,
+    mlp_dim: int = 64,
     experts: int = 8,
-    top: int = 2,
-    shared: int = 0,
+    top_k: int = 2,
+    shared_mlp_dim: int = 0,
     router: Literal["softmax", "biased"] = "softmax",
     capacity_factor: float | None = None,
-    balance: float = 0.01,
+    balance_weight: float = 0.01,
     bias_rate: float = 1e-3,
-    seq: int = 128,
-    batch: int = 16,
+    seq_len: int = 128,
+    batch_size: int = 16,
     microbatches: int = 1,
     steps: int = 600,
     learning_rate: float = 6e-3,
-    warmup: int = 60,
+    warmup_steps: int = 60,
     weight_decay: float = 0.1,
     dtype: Literal["float32", "bfloat16"] = "float32",
     remat: zoo.parallel.Remat = "elementwise",
     fsdp: int = 1,
     tensor: int = 1,
-    validate_every: int = 60,
+    eval_every: int = 60,
     seed: int = 0,
     out: Path = Path("runs/moe"),
     resume: bool = False,
@@ -111,7 +111,7 @@ def main(
         seq: Tokens in a row.
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimiser steps of each run.
+        steps: Optimizer steps of each run.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
         warmup: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
@@ -130,45 +130,45 @@ def main(
         raise ValueError(f"name one or more of the runs {', '.join(RUNS)}, not {', '.join(runs) or 'none'}")
     if router not in ROUTERS:
         raise ValueError(f"there is no router {router!r}, but {', '.join(ROUTERS)}")
-    if steps < 1 or min(balance, bias_rate) < 0:
-        raise ValueError(f"steps={steps} are at least 1; balance={balance} and bias_rate={bias_rate} at least 0")
+    if steps < 1 or min(balance_weight, bias_rate) < 0:
+        raise ValueError(f"steps={steps} are at least 1; balance={balance_weight} and bias_rate={bias_rate} at least 0")
     mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor)
-    corpus = train.text(data, vocab=vocab)
-    held_out = corpus.validation.ordered(seq, batch, limit=8)
+    corpus = train.load_text(data, vocab=vocab)
+    held_out = corpus.validation.ordered(seq_len, batch_size, limit=8)
     placed = [zoo.place_batch(rows, mesh) for rows in held_out]
 
     def make(variant, key):
         sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads}
         options = {"qk_norm": True, "remat": remat, "key": key}
         if not variant.mixture:
-            return zoo.models.Transformer(**sizes, mlp=top * mlp + shared, **options)
-        sizes |= {"mlp": mlp, "experts": experts, "top": top, "shared": shared or None}
+            return zoo.models.Transformer(**sizes, mlp=top_k * mlp_dim + shared_mlp_dim, **options)
+        sizes |= {"mlp": mlp_dim, "experts": experts, "top": top_k, "shared": shared_mlp_dim or None}
         options |= {"router": ROUTERS[router][variant.loss_free], "capacity_factor": capacity_factor}
         return zoo.models.MixtureOfExperts(**sizes, **options)
 
     # Made in shapes alone at first: what cannot be made, or laid out, says so now and not after an hour.
     key = jax.random.key(seed)
     shapes = {name: eqx.filter_eval_shape(make, RUNS[name], key) for name in runs}
-    layouts = {name: train.parameter_rows(model, mesh) for name, model in shapes.items()}
+    layouts = {name: train.tabulate_parameters(model, mesh) for name, model in shapes.items()}
 
-    warmup = min(warmup, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps, learning_rate / 10)
+    warmup_steps = min(warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     def loss_fn(model, batch, balance=0.0):
         model = zoo.cast(model, dtype)
         loss, routing = zoo.models.cross_entropy_and_routing(model, batch, balance=balance)
-        return loss, [zoo.models.visits(one) for one in routing]  # of a device; summed over all of them
+        return loss, [zoo.models.tokens_per_expert(one) for one in routing]  # of a device; summed over all of them
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state, variant):
         gradient = zoo.value_and_grad(loss_fn, mesh, has_aux=True, microbatches=microbatches)
-        (loss, visits), grads = gradient(model, batch, balance if variant.balance else 0.0)
-        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        (loss, visits), grads = gradient(model, batch, balance_weight if variant.balance else 0.0)
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = eqx.apply_updates(model, updates)
         if variant.loss_free:
-            model = zoo.models.rebalance(model, visits, rate=bias_rate)
+            model = zoo.models.update_expert_bias(model, visits, rate=bias_rate)
         return zoo.place(model, mesh), opt_state, loss, visits
 
     def validate(model):
@@ -179,24 +179,24 @@ def main(
         loads = {"largest_load": (visits / visits.mean(-1, keepdims=True)).max()} if visits.size else {}
         return {"validation": float(train.bits_per_byte(float(mean), held_out)), **loads}
 
-    tokens = batch * seq
+    tokens = batch_size * seq_len
     for name in runs:
-        active = zoo.models.count_active(shapes[name])
-        flops = 6 * tokens * (active + layers * embed * seq)  # a multiply-add forwards, two backwards; causal
+        active = zoo.models.count_active_parameters(shapes[name])
+        flops = 6 * tokens * (active + layers * embed * seq_len)  # a multiply-add forward, two backward; causal
         model = zoo.init(partial(make, RUNS[name]), key, mesh)
-        opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
-        batches = corpus.train.batches(seq, batch, seed=seed)
+        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
+        batches = corpus.train.batches(seq_len, batch_size, seed=seed)
         with train.Run(out / name, config=config | {"run": name}, resume=resume, profile=profile) as run:
-            run.say(f"{name}: {zoo.count(model):,} parameters, a token meets {active:,}; on {mesh}; {corpus}")
+            run.print_line(f"{name}: {zoo.count(model):,} parameters, a token meets {active:,}; on {mesh}; {corpus}")
             model, opt_state = run.restore((model, opt_state), batches)
             for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):
                 model, opt_state, loss, visits = step(zoo.place_batch(inputs, mesh), model, opt_state, RUNS[name])
                 run.log(loss=loss)
                 if visits and run.every(max(steps // 100, 1)):
                     run.log(visits=jnp.stack(visits))
-                measured = validate(model) if run.every(validate_every) else {}
+                measured = validate(model) if run.every(eval_every) else {}
                 run.log(**measured)
-                if run.due(validate_every):
+                if run.due(eval_every):
                     run.save((model, opt_state), batches, metric=measured.get("validation"))
         if run.stopped:
             return
@@ -210,9 +210,9 @@ def main(
         runs={name: out / name for name in runs},
         curves={"validation": "validation"},
         unit="bits per byte",
-        tokens=tokens,
+        tokens_per_step=tokens,
         tables={"In the end": rows},
-        shares={"visits": "The load of each expert"},
+        heatmaps={"visits": "The load of each expert"},
         parameters=layouts[runs[-1]],
     )
     for name, result in results.items():
@@ -222,12 +222,12 @@ def main(
 
 def summed_up(name, folder, model):
     """What a run came to, from its folder."""
-    last = {name: value for line in train.read_lines(folder / "metrics.jsonl") for name, value in line.items()}
-    speeds = [line.get("tokens_per_second") for line in train.read_lines(folder / "timing.jsonl")]
+    last = {name: value for line in train.read_metrics(folder / "metrics.jsonl") for name, value in line.items()}
+    speeds = [line.get("tokens_per_second") for line in train.read_metrics(folder / "timing.jsonl")]
     return {
         "run": name,
         "parameters": zoo.count(model),
-        "active": zoo.models.count_active(model),
+        "active": zoo.models.count_active_parameters(model),
         "bits per byte": last["validation"],
         "largest load": last.get("largest_load", "none"),
         "tokens/s": round(float(np.median([speed for speed in speeds if speed] or [0]))),
@@ -235,4 +235,4 @@ def summed_up(name, folder, model):
 
 
 if __name__ == "__main__":
-    train.command(main)
+    train.run_cli(main)

@@ -39,30 +39,30 @@ START = Path("runs/transformer/export")  # where transformer.py leaves its model
 
 def main(
     *,
-    start: Path = START,
+    checkpoint: Path = START,
     data: tuple[Path, ...] = (),
-    old: tuple[Path, ...] = (),
-    kind: Literal["nf4", "int8"] = "nf4",
-    rounded: tuple[str, ...] = ("all-linear",),
+    pretraining_data: tuple[Path, ...] = (),
+    quantization: Literal["nf4", "int8"] = "nf4",
+    quantize_targets: tuple[str, ...] = ("all-linear",),
     targets: tuple[str, ...] = ("all-linear",),
     rank: int = 8,
     alpha: float = 16.0,
-    rank_stabilised: bool = False,
-    compare: bool = True,
-    seq: int = 128,
-    batch: int = 16,
+    rank_stabilized: bool = False,
+    compare_full: bool = True,
+    seq_len: int = 128,
+    batch_size: int = 16,
     microbatches: int = 1,
     steps: int = 60,
     learning_rate: float = 1e-2,
     full_learning_rate: float = 1e-3,
-    warmup: int = 6,
+    warmup_steps: int = 6,
     weight_decay: float = 0.1,
     dtype: Literal["float32", "bfloat16"] = "float32",
     remat: zoo.parallel.Remat = "full",
     fsdp: int = 1,
     tensor: int = 1,
-    zero: Literal[1, 3] = 3,
-    validate_every: int = 30,
+    zero_stage: Literal[1, 3] = 3,
+    eval_every: int = 30,
     seed: int = 0,
     out: Path = Path("runs/qlora"),
     resume: bool = False,
@@ -80,12 +80,12 @@ def main(
         targets: Matrices that get an adapter: ends of names, patterns, or all-linear for all but the head's.
         rank: Of B A.
         alpha: What B A is scaled with, divided by the rank.
-        rank_stabilised: Divide alpha by the root of the rank instead (rsLoRA).
+        rank_stabilized: Divide alpha by the root of the rank instead (rsLoRA).
         compare: Train the model as it was read, too: all of its parameters, and an adapter.
         seq: Tokens in a row.
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimiser steps of each kind.
+        steps: Optimizer steps of each kind.
         learning_rate: Peak of the learning rate of an adapter, after warm-up; it falls to a tenth as a cosine does.
         full_learning_rate: The peak where all parameters are trained.
         warmup: Steps of warm-up.
@@ -94,7 +94,7 @@ def main(
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimiser state, 1 the optimiser state alone.
+        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
         validate_every: Steps between validations, each with a checkpoint.
         seed: Of the adapter, the order of the text and the samples.
         out: The folder of all runs.
@@ -102,24 +102,27 @@ def main(
         profile: Trace a few steps of each run into the folder `profile` of its own.
     """
     config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
-    if not (start / "config.json").exists():
-        raise FileNotFoundError(f"{start}: no model there; `python recipes/transformer.py` makes one in {START}")
-    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero == 1 else None)
-    tokenizer = train.read_tokenizer(start)
-    corpus, known = train.text(data or topics, tokenizer=tokenizer), train.text(old, tokenizer=tokenizer)
+    if not (checkpoint / "config.json").exists():
+        raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
+    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero_stage == 1 else None)
+    tokenizer = train.read_tokenizer(checkpoint)
+    corpus, known = (
+        train.load_text(data or topics, tokenizer=tokenizer),
+        train.load_text(pretraining_data, tokenizer=tokenizer),
+    )
     texts = {"new": corpus.validation, "old": known.validation}
-    held_out = {kind: text.ordered(seq, batch, limit=16) for kind, text in texts.items()}
+    held_out = {kind: text.ordered(seq_len, batch_size, limit=16) for kind, text in texts.items()}
     placed = {kind: [zoo.place_batch(rows, mesh) for rows in text] for kind, text in held_out.items()}
-    tokens = batch * seq
+    tokens = batch_size * seq_len
 
     def load(folder):
-        return train.rematerialise(zoo.load(folder, mesh=mesh, dtype="float32"), remat)
+        return train.rematerialize(zoo.load(folder, mesh=mesh, dtype="float32"), remat)
 
     def in_few_bits(model):
-        return zoo.place(zoo.adapters.quantise(model, kind, targets=rounded), mesh)
+        return zoo.place(zoo.adapters.quantize(model, quantization, targets=quantize_targets), mesh)
 
     def with_adapter(model):
-        options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilised": rank_stabilised}
+        options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilized": rank_stabilized}
         return zoo.place(zoo.adapters.lora(model, **options, key=jax.random.key(seed)), mesh)
 
     def loss_fn(model, batch):
@@ -136,25 +139,25 @@ def main(
 
     def learn(name, model, learning_rate):
         """Train what is learnt of a model, in a run of its own; None where that was stopped."""
-        warm = min(warmup, steps // 2)
+        warm = min(warmup_steps, steps // 2)
         schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warm, steps, learning_rate / 10)
         adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-        optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-        opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
-        batches = corpus.train.batches(seq, batch, seed=seed)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
+        batches = corpus.train.batches(seq_len, batch_size, seed=seed)
 
         @eqx.filter_jit(donate="all-except-first")
         def step(inputs, model, opt_state):
             loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, inputs)
-            updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+            updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
             bits = train.bits_per_byte(loss, corpus.train)
             return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, bits
 
-        # Forwards and back through everything, and once more for the gradients of what is learnt.
+        # Forward and back through everything, and once more for the gradients of what is learnt.
         flops = tokens * (4 * parameters + 2 * zoo.count(model))
         places = {"config": config | {"run": name}, "resume": resume, "profile": profile, "frozen": model}
         with train.Run(out / name, **places) as run:
-            run.say(f"{name}: {zoo.count(model):,} numbers learnt")
+            run.print_line(f"{name}: {zoo.count(model):,} numbers learnt")
             learnt, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
             model = eqx.combine(learnt, model)
             for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):
@@ -163,20 +166,23 @@ def main(
                     run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
                 model, opt_state, bits = step(inputs, model, opt_state)
                 run.log(bits_per_byte=bits)
-                measured = validate(model) if run.every(validate_every) else {}
+                measured = validate(model) if run.every(eval_every) else {}
                 run.log(**measured)
-                if run.due(validate_every):
+                if run.due(eval_every):
                     run.save((zoo.trainable(model), opt_state), batches, metric=measured.get("new"))
         batches.close()
         return None if run.stopped else model
 
-    model = load(start)
+    model = load(checkpoint)
     parameters = zoo.count(model)
     small = in_few_bits(model)
     numbers = zoo.count(eqx.filter_eval_shape(with_adapter, small))  # what no adapter fits is told before anything runs
-    bits, bits_as_read = zoo.inspect.size(small).bits, zoo.inspect.size(model).bits
-    print(f"{parameters:,} parameters from {start} on {mesh}, {numbers:,} in adapters; {corpus}")
-    print(f"in {kind} the base takes {bits:.2f} bits a parameter, as it was read {bits_as_read:.2f}")
+    bits, bits_as_read = (
+        zoo.inspect.measure_size(small).bits_per_parameter,
+        zoo.inspect.measure_size(model).bits_per_parameter,
+    )
+    print(f"{parameters:,} parameters from {checkpoint} on {mesh}, {numbers:,} in adapters; {corpus}")
+    print(f"in {quantization} the base takes {bits:.2f} bits a parameter, as it was read {bits_as_read:.2f}")
     before, samples = validate(model), sample(model, corpus, mesh, jax.random.key(seed))
     rounded_before = validate(small)
     kinds = {
@@ -184,10 +190,10 @@ def main(
         "lora": (lambda start: with_adapter(load(start)), learning_rate),
         "qlora": (lambda start: with_adapter(in_few_bits(load(start))), learning_rate),
     }
-    folders, table = {name: out / name for name in kinds if compare or name == "qlora"}, []
+    folders, table = {name: out / name for name in kinds if compare_full or name == "qlora"}, []
     for name, folder in folders.items():
         make, rate = kinds[name]
-        model = learn(name, make(start), rate)
+        model = learn(name, make(checkpoint), rate)
         if model is None:
             return
         own, at_birth = (bits, rounded_before) if name == "qlora" else (bits_as_read, before)
@@ -195,9 +201,9 @@ def main(
         table.append(summed_up(name, folder, zoo.count(model), parameters) | about)
 
     zoo.adapters.save(model, out / "adapter")
-    merged = zoo.adapters.merge(model, quantised="decode")
-    exported = train.export(merged, corpus, out / "export", seq=seq)
-    again = zoo.place(zoo.adapters.load(in_few_bits(load(start)), out / "adapter"), mesh)
+    merged = zoo.adapters.merge(model, quantized="decode")
+    exported = train.export(merged, corpus, out / "export", seq_len=seq_len)
+    again = zoo.place(zoo.adapters.load(in_few_bits(load(checkpoint)), out / "adapter"), mesh)
     if not all(map(jnp.array_equal, *(jax.tree.leaves(zoo.trainable(one)) for one in (model, again)))):
         raise RuntimeError(f"{out / 'adapter'}: the adapter that was read again is not the one that was written")
     logits = zoo.spmd(lambda model, rows: model(rows["tokens"]), mesh, out="batch seq vocab")
@@ -214,19 +220,19 @@ def main(
     result = ", ".join(f"{text.replace('→', 'to')} on the {name}" for name, text in moved.items())
     report = train.write_report(
         out,
-        title=f"LoRA around a model in {kind}, on new text",
-        summary=f"Bits per byte on held-out text, as read, in {kind}, and after {steps} steps on {mesh}: {result}",
+        title=f"LoRA around a model in {quantization}, on new text",
+        summary=f"Bits per byte on held-out text, as read, in {quantization}, and after {steps} steps on {mesh}: {result}",
         runs=folders,
         curves={"new": "new text", "old": "old text"},
-        floors={"xz -9e, new text": corpus.xz},
+        baselines={"xz -9e, new text": corpus.xz_bits_per_byte},
         unit="bits per byte",
-        figures=moved | {"bits a parameter": f"{bits:.2f}", "learnt": last["share"]},
+        headline=moved | {"bits a parameter": f"{bits:.2f}", "learnt": last["share"]},
         tables={"In the end": table},
         samples=samples + samples_after,
-        parameters=train.parameter_rows(zoo.trainable(model), mesh),
+        parameters=train.tabulate_parameters(zoo.trainable(model), mesh),
     )
     print(f"\nbefore: {''.join(samples[0])}\n\nafter: {''.join(samples_after[0])}\n")
-    print(f"bits per byte, as read, in {kind}, and in the end: {result}")
+    print(f"bits per byte, as read, in {quantization}, and in the end: {result}")
     for row in table:
         print(f"{row['run']:>8}: " + ", ".join(f"{name} {row[name]:.3f}" for name in moved), end="; ")
         print(f"{row['numbers']:,} learnt; bytes: {row['bytes held']:,} held, {row['bytes at work']:,} at work")
@@ -236,8 +242,8 @@ def main(
 
 def summed_up(name, folder, count, parameters):
     """What a run came to, from its folder: what its step holds, parameters, moments and rows, and what it works in."""
-    last = {name: value for line in train.read_lines(folder / "metrics.jsonl") for name, value in line.items()}
-    speeds = [line.get("steps_per_second") for line in train.read_lines(folder / "timing.jsonl")]
+    last = {name: value for line in train.read_metrics(folder / "metrics.jsonl") for name, value in line.items()}
+    speeds = [line.get("steps_per_second") for line in train.read_metrics(folder / "timing.jsonl")]
     return {
         "run": name,
         "numbers": count,
@@ -262,4 +268,4 @@ def sample(model, corpus, mesh, key):
 
 
 if __name__ == "__main__":
-    train.command(main)
+    train.run_cli(main)

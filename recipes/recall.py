@@ -32,20 +32,20 @@ from zoo.layers import (
     AbstractLinear,
     AbstractMixer,
     Attention,
-    Course,
+    ConvState,
     DeltaNet,
     GatedDeltaNet,
     GatedLinearAttention,
-    Info,
     KimiDeltaAttention,
     Linear,
     LinearAttention,
     Mamba,
     Mamba2,
+    RecurrenceContext,
     Retention,
     RMSNorm,
     ShortConvolution,
-    Window,
+    TokenInfo,
 )
 from zoo.parallel import Dim
 
@@ -70,7 +70,7 @@ def mamba(embed, heads, **options):
 
 def mamba2(embed, heads, **options):
     """With heads of twice the width, as the paper has them, and a memory that is as deep as delta rules' is."""
-    return Mamba2(embed, heads, head_dim=2 * embed // heads, state=embed // heads, **options)
+    return Mamba2(embed, heads, head_dim=2 * embed // heads, state_dim=embed // heads, **options)
 
 
 MIXERS = {  # each is called with the width and heads=
@@ -138,13 +138,13 @@ class GatedConvolution(AbstractMixer):
         self.convolution = ShortConvolution(embed, width, features=inner, bias=True, key=key)
         self.out = Linear(embed, embed, in_=inner, out=stream, scale=out_scale, key=out_key)
 
-    def init_state(self, batch: int, length: int, dtype=jnp.float32) -> Window:
+    def init_state(self, batch: int, length: int, dtype=jnp.float32) -> ConvState:
         return self.convolution.init_state(batch, dtype)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: Info, state: Window | None = None
-    ) -> tuple[Float[Array, "batch seq embed"], Window | None]:
-        mixed, state = self.convolution(self.into(x), Course.of(x, info, state), state)
+        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: ConvState | None = None
+    ) -> tuple[Float[Array, "batch seq embed"], ConvState | None]:
+        mixed, state = self.convolution(self.into(x), RecurrenceContext.from_info(x, info, state), state)
         return self.out(self.gate(x) * mixed), state
 
 
@@ -153,17 +153,17 @@ def main(
     mixers: tuple[str, ...] = tuple(MIXERS),
     widths: tuple[int, ...] = (16, 32),
     vocab: int = 128,
-    seq: int = 64,
-    pairs: int = 12,
-    power: float = 0.01,
-    batch: int = 32,
+    seq_len: int = 64,
+    num_pairs: int = 12,
+    gap_exponent: float = 0.01,
+    batch_size: int = 32,
     steps: int = 500,
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2),
-    seeds: int = 1,
-    warmup: int = 50,
+    num_seeds: int = 1,
+    warmup_steps: int = 50,
     weight_decay: float = 0.1,
-    rows: int = 512,
-    validate_every: int = 100,
+    eval_rows: int = 512,
+    eval_every: int = 100,
     seed: int = 0,
     out: Path = Path("runs/recall"),
     resume: bool = False,
@@ -179,7 +179,7 @@ def main(
         pairs: Keys with values in a row, and queries.
         power: Of the law of gaps: a gap g has probability proportional to g ** (power - 1).
         batch: Rows in a step.
-        steps: Optimiser steps of each run.
+        steps: Optimizer steps of each run.
         rates: Peaks of the learning rate, after warm-up; each falls to zero as a cosine does.
         seeds: How many initial parameters each rate is tried with; the mean counts.
         warmup: Steps of warm-up.
@@ -194,19 +194,19 @@ def main(
     config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if not mixers or set(mixers) - MIXERS.keys():
         raise ValueError(f"name one or more of the mixers {', '.join(MIXERS)}, not {', '.join(mixers) or 'none'}")
-    if not widths or min(steps, seeds, rows, batch, *widths) < 1:
-        raise ValueError(f"{steps=}, {seeds=}, {rows=}, {batch=} and each of {widths=} are at least 1")
-    learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + seeds))
-    task, test = (Recall(vocab, seq, pairs, power=power, seed=2 * seed + n) for n in range(2))
-    held_out = [test[index] for index in range(rows)]
+    if not widths or min(steps, num_seeds, eval_rows, batch_size, *widths) < 1:
+        raise ValueError(f"{steps=}, {num_seeds=}, {eval_rows=}, {batch_size=} and each of {widths=} are at least 1")
+    learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + num_seeds))
+    task, test = (Recall(vocab, seq_len, num_pairs, power=gap_exponent, seed=2 * seed + n) for n in range(2))
+    held_out = [test[index] for index in range(eval_rows)]
     test = {name: jnp.stack([row[name] for row in held_out]) for name in held_out[0]}
 
     # A rate multiplies the updates, whose own peak is 1: a number like any other, so that one program serves all rates.
     # It runs on one device, without a mesh: models this small leave nothing to share out.
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup, steps // 2), steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup_steps, steps // 2), steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    step = train.sweep_step(zoo.cross_entropy, optimiser)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    step = train.sweep_step(zoo.cross_entropy, optimizer)
 
     @train.sweep_map
     def accuracy(model, batch):
@@ -220,30 +220,30 @@ def main(
         born = partial(make, mixer, width, vocab)
         shapes = eqx.filter_eval_shape(born, keys[0])
         models = train.sweep_models(born, keys)
-        opt_states = train.sweep_map(lambda model: optimiser.init(zoo.trainable(model)))(models)
-        batches = train.Batches(task, batch, seed=seed)
+        opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
+        batches = train.ShuffledBatches(task, batch_size, seed=seed)
         with train.Run(out / name, config=config | {"run": name}, resume=resume, profile=profile) as run:
-            run.say(f"{name}: {zoo.count(shapes):,} parameters, {len(rates)} learning rates, {seeds} seeds")
+            run.print_line(f"{name}: {zoo.count(shapes):,} parameters, {len(rates)} learning rates, {num_seeds} seeds")
             models, opt_states = run.restore((models, opt_states), batches)
-            for inputs in run.steps(batches, steps, tokens=batch * seq * len(keys)):
+            for inputs in run.steps(batches, steps, tokens=batch_size * seq_len * len(keys)):
                 models, opt_states, losses = step(inputs, models, opt_states, learning_rates)
                 run.log(losses=losses)
-                if run.every(validate_every):
-                    accuracies = accuracy(models, test).reshape(len(rates), seeds)
+                if run.every(eval_every):
+                    accuracies = accuracy(models, test).reshape(len(rates), num_seeds)
                     run.log(accuracies=accuracies, accuracy=accuracies.mean(1).max())
-                if run.due(validate_every):
+                if run.due(eval_every):
                     run.save((models, opt_states), batches)
         batches.close()
         if run.stopped:
             return
         folders[name] = out / name
-        last = train.read_lines(folders[name] / "metrics.jsonl")[-1]
+        last = train.read_metrics(folders[name] / "metrics.jsonl")[-1]
         of_rates = np.mean(last["accuracies"], axis=1)
         table.append({
             "mixer": mixer,
             "width": width,
             "parameters": zoo.count(shapes),
-            "bytes of state": zoo.inspect.state_bytes(shapes, seq),
+            "bytes of state": zoo.inspect.state_bytes(shapes, seq_len),
             "accuracy": last["accuracy"],
             "at rate": rates[of_rates.argmax()],
             "at all rates": " ".join(f"{accuracy:.2f}" for accuracy in of_rates),
@@ -252,17 +252,17 @@ def main(
     def of(mixer, name):
         return [row[name] for row in table if row["mixer"] == mixer]
 
-    groups = [train.Points(mixer, of(mixer, "bytes of state"), of(mixer, "accuracy")) for mixer in mixers]
+    groups = [train.ScatterSeries(mixer, of(mixer, "bytes of state"), of(mixer, "accuracy")) for mixer in mixers]
     report = train.write_report(
         out,
         title="What mixers recall, and what they remember",
-        summary=f"{pairs} pairs in {seq} of {vocab} tokens, {steps} steps of {batch} rows; of {len(rates)} learning "
-        f"rates the best, of {seeds} seeds the mean",
+        summary=f"{num_pairs} pairs in {seq_len} of {vocab} tokens, {steps} steps of {batch_size} rows; of {len(rates)} learning "
+        f"rates the best, of {num_seeds} seeds the mean",
         runs=folders,
         curves={},
         unit="accuracy",
         tables={"In the end": table},
-        pictures={"Accuracy": partial(train.scatter, groups, unit="accuracy", against="bytes of state a row")},
+        plots={"Accuracy": partial(train.draw_scatter, groups, unit="accuracy", x_label="bytes of state a row")},
     )
     for row in table:
         print(
@@ -272,4 +272,4 @@ def main(
 
 
 if __name__ == "__main__":
-    train.command(main, presets=PRESETS)
+    train.run_cli(main, presets=PRESETS)

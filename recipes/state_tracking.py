@@ -40,12 +40,12 @@ def rotary_attention(embed, heads, **options):
 
 def mamba(embed, heads, **options):
     """Each of its channels is a head of its own."""
-    return Mamba(embed, width=1, **options)
+    return Mamba(embed, conv_width=1, **options)
 
 
 def mamba2(embed, heads, **options):
     """With heads of twice the width, as the paper has them, and a memory that is as deep as delta rules' is."""
-    return Mamba2(embed, heads, head_dim=2 * embed // heads, state=embed // heads, width=1, **options)
+    return Mamba2(embed, heads, head_dim=2 * embed // heads, state_dim=embed // heads, conv_width=1, **options)
 
 
 # Each is called with the width and heads=. Convolutions are one token wide, that is none: they look back a few tokens,
@@ -54,10 +54,10 @@ MIXERS = {
     "attention": rotary_attention,
     "mamba": mamba,
     "mamba2": mamba2,
-    "delta-net": partial(DeltaNet, width=1),
-    "delta-net-negative": partial(DeltaNet, width=1, negative_eigenvalues=True),
-    "delta-product": partial(GatedDeltaProduct, width=1, negative_eigenvalues=False),
-    "delta-product-negative": partial(GatedDeltaProduct, width=1, negative_eigenvalues=True),
+    "delta-net": partial(DeltaNet, conv_width=1),
+    "delta-net-negative": partial(DeltaNet, conv_width=1, negative_eigenvalues=True),
+    "delta-product": partial(GatedDeltaProduct, conv_width=1, negative_eigenvalues=False),
+    "delta-product-negative": partial(GatedDeltaProduct, conv_width=1, negative_eigenvalues=True),
 }
 
 
@@ -108,17 +108,17 @@ def main(
     embed: int = 32,
     layers: int = 1,
     heads: int = 4,
-    mlp: int | None = None,
-    seq: int = 8,
-    longer: int = 128,
-    batch: int = 32,
+    mlp_dim: int | None = None,
+    seq_len: int = 8,
+    eval_seq_len: int = 128,
+    batch_size: int = 32,
     steps: int = 800,
     rates: tuple[float, ...] = (2e-3, 5e-3, 1e-2, 2e-2),
-    seeds: int = 2,
-    warmup: int = 50,
+    num_seeds: int = 2,
+    warmup_steps: int = 50,
     weight_decay: float = 0.1,
-    rows: int = 128,
-    validate_every: int = 200,
+    eval_rows: int = 128,
+    eval_every: int = 200,
     seed: int = 0,
     out: Path = Path("runs/state_tracking"),
     resume: bool = False,
@@ -136,7 +136,7 @@ def main(
         seq: Tokens in a row of training.
         longer: Tokens in a row that is measured on.
         batch: Rows in a step.
-        steps: Optimiser steps of each run.
+        steps: Optimizer steps of each run.
         rates: Peaks of the learning rate, after warm-up; each falls to zero as a cosine does.
         seeds: How many initial parameters each rate is tried with.
         warmup: Steps of warm-up.
@@ -152,22 +152,24 @@ def main(
     for kind, chosen, known in (("groups", groups, GROUPS), ("mixers", mixers, MIXERS)):
         if not chosen or set(chosen) - known.keys():
             raise ValueError(f"name one or more of the {kind} {', '.join(known)}, not {', '.join(chosen) or 'none'}")
-    if min(steps, seeds, rows, batch, seq) < 1 or longer <= seq:
+    if min(steps, num_seeds, eval_rows, batch_size, seq_len) < 1 or eval_seq_len <= seq_len:
         raise ValueError(
-            f"{steps=}, {seeds=}, {rows=}, {batch=} and {seq=} are at least 1, and {longer=} is more than that"
+            f"{steps=}, {num_seeds=}, {eval_rows=}, {batch_size=} and {seq_len=} are at least 1, and {eval_seq_len=} is more than that"
         )
-    learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + seeds))
+    learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + num_seeds))
 
     def make(group, mixer, key):
         vocab, pattern = len(GROUPS[group]), (partial(MIXERS[mixer], heads=heads),)
-        return zoo.models.Hybrid(vocab=vocab, embed=embed, layers=layers, pattern=pattern, mlp=mlp, tied=False, key=key)
+        return zoo.models.Hybrid(
+            vocab=vocab, embed=embed, layers=layers, pattern=pattern, mlp=mlp_dim, tied=False, key=key
+        )
 
     # A rate multiplies the updates, whose own peak is 1: a number like any other, so that one program serves all rates.
     # It runs on one device, without a mesh: models this small leave nothing to share out.
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup, steps // 2), steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup_steps, steps // 2), steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    step = train.sweep_step(zoo.cross_entropy, optimiser)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    step = train.sweep_step(zoo.cross_entropy, optimizer)
 
     @train.sweep_map
     def accuracy(model, batch):
@@ -175,64 +177,70 @@ def main(
         return (model(batch["tokens"]).argmax(-1) == batch["targets"]).mean(0)
 
     table, folders, curves = [], {}, {group: [] for group in groups}
-    tests = {group: held_out(Words(group, longer, seed=2 * seed + 1), rows) for group in groups}
+    tests = {group: held_out(Words(group, eval_seq_len, seed=2 * seed + 1), eval_rows) for group in groups}
     for group, mixer in itertools.product(groups, mixers):
         name, test = f"{group}-{mixer}", tests[group]
-        batches = train.Batches(Words(group, seq, seed=2 * seed), batch, seed=seed)
+        batches = train.ShuffledBatches(Words(group, seq_len, seed=2 * seed), batch_size, seed=seed)
         models = train.sweep_models(partial(make, group, mixer), keys)
-        opt_states = train.sweep_map(lambda model: optimiser.init(zoo.trainable(model)))(models)
+        opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
         with train.Run(out / name, config=config | {"run": name}, resume=resume, profile=profile) as run:
-            run.say(f"{name}: {len(rates)} learning rates, {seeds} seeds")
+            run.print_line(f"{name}: {len(rates)} learning rates, {num_seeds} seeds")
             models, opt_states = run.restore((models, opt_states), batches)
-            for inputs in run.steps(batches, steps, tokens=batch * seq * len(keys)):
+            for inputs in run.steps(batches, steps, tokens=batch_size * seq_len * len(keys)):
                 models, opt_states, losses = step(inputs, models, opt_states, learning_rates)
                 run.log(losses=losses)
-                if run.every(validate_every):
+                if run.every(eval_every):
                     places = accuracy(models, test)
-                    beyond = places[:, seq:].mean(1)
-                    run.log(places=places, trained=places[beyond.argmax(), :seq].mean(), beyond=beyond.max())
-                if run.due(validate_every):
+                    beyond = places[:, seq_len:].mean(1)
+                    run.log(places=places, trained=places[beyond.argmax(), :seq_len].mean(), beyond=beyond.max())
+                if run.due(eval_every):
                     run.save((models, opt_states), batches)
         batches.close()
         if run.stopped:
             return
         folders[name] = out / name
         # Chosen by what is measured: the best of all rates and seeds, since the question is what can be learnt.
-        places = np.array(train.read_lines(folders[name] / "metrics.jsonl")[-1]["places"])
-        beyond = places[:, seq:].mean(1)
+        places = np.array(train.read_metrics(folders[name] / "metrics.jsonl")[-1]["places"])
+        beyond = places[:, seq_len:].mean(1)
         table.append({
             "group": group,
             "mixer": mixer,
-            f"up to {seq} tokens": places[beyond.argmax(), :seq].mean(),
-            f"{seq} to {longer}": beyond.max(),
+            f"up to {seq_len} tokens": places[beyond.argmax(), :seq_len].mean(),
+            f"{seq_len} to {eval_seq_len}": beyond.max(),
             "median run": np.median(beyond),
-            "best rate": rates[beyond.argmax() // seeds],
+            "best rate": rates[beyond.argmax() // num_seeds],
         })  # fmt: skip
-        bins = np.array_split(np.arange(longer), 32)
+        bins = np.array_split(np.arange(eval_seq_len), 32)
         values = [places[beyond.argmax(), place].mean() for place in bins]
         curves[group].append(train.Curve(mixer, [int(place[-1]) + 1 for place in bins], values))
 
     report = train.write_report(
         out,
         title="The state that mixers track",
-        summary=f"Trained on {seq} tokens, measured on {longer}; {steps} steps of {batch} rows, the best run of "
-        f"{len(rates)} learning rates with {seeds} seeds each",
+        summary=f"Trained on {seq_len} tokens, measured on {eval_seq_len}; {steps} steps of {batch_size} rows, the best run of "
+        f"{len(rates)} learning rates with {num_seeds} seeds each",
         runs=folders,
         curves={},
         unit="accuracy",
         tables={"In the end": table},
-        pictures={
+        plots={
             f"Accuracy by place: {group}": partial(
-                train.chart, curves[group], {"chance": 1 / len(GROUPS[group])}, unit="accuracy", against="tokens"
+                train.draw_line_chart,
+                curves[group],
+                {"chance": 1 / len(GROUPS[group])},
+                unit="accuracy",
+                x_label="tokens",
             )
             for group in groups
         },
     )
     for row in table:
-        trained, beyond = row[f"up to {seq} tokens"], row[f"{seq} to {longer}"]
-        print(f"{row['group']:>8} {row['mixer']:>24}: {trained:.3f} up to {seq} tokens, {beyond:.3f} up to {longer}")
+        trained, beyond = row[f"up to {seq_len} tokens"], row[f"{seq_len} to {eval_seq_len}"]
+        print(
+            f"{row['group']:>8} {row['mixer']:>24}: {trained:.3f} up to {seq_len} tokens, {beyond:.3f} up to {eval_seq_len}"
+        )
     print(f"the report lies in {report}")
 
 
 if __name__ == "__main__":
-    train.command(main)
+    train.run_cli(main)

@@ -39,22 +39,22 @@ def main(
     layers: int = 4,
     heads: int = 2,
     kv_heads: int | None = None,
-    mlp: int = 384,
+    mlp_dim: int = 384,
     dropout: float = 0.0,
-    seq: int = 128,
-    batch: int = 16,
+    seq_len: int = 128,
+    batch_size: int = 16,
     microbatches: int = 1,
     steps: int = 300,
     learning_rate: float = 3e-3,
-    warmup: int = 30,
+    warmup_steps: int = 30,
     weight_decay: float = 0.1,
-    ema: float | None = None,
+    ema_decay: float | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
     remat: zoo.parallel.Remat = "elementwise",
     fsdp: int = 1,
     tensor: int = 1,
-    zero: Literal[1, 3] = 3,
-    validate_every: int = 100,
+    zero_stage: Literal[1, 3] = 3,
+    eval_every: int = 100,
     seed: int = 0,
     out: Path = Path("runs/transformer"),
     resume: bool = False,
@@ -74,7 +74,7 @@ def main(
         seq: Tokens in a row.
         batch: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimiser steps.
+        steps: Optimizer steps.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
         warmup: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
@@ -83,7 +83,7 @@ def main(
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimiser state, 1 the optimiser state alone.
+        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
         validate_every: Steps between validations, each with a checkpoint.
         seed: Of parameters, dropout, the order of the text and the samples.
         out: The run's folder.
@@ -91,23 +91,23 @@ def main(
         profile: Trace a few steps into the folder `profile` of `out`, for Perfetto, XProf and TensorBoard.
     """
     config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
-    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero == 1 else None)
-    corpus = train.text(data, vocab=vocab)
-    batches = corpus.train.batches(seq, batch, seed=seed)
-    held_out = corpus.validation.ordered(seq, batch, limit=16)
+    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero_stage == 1 else None)
+    corpus = train.load_text(data, vocab=vocab)
+    batches = corpus.train.batches(seq_len, batch_size, seed=seed)
+    held_out = corpus.validation.ordered(seq_len, batch_size, limit=16)
     placed = [zoo.place_batch(rows, mesh) for rows in held_out]
 
     model_key, dropout_key, sample_key = jax.random.split(jax.random.key(seed), 3)
-    sizes = {"embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
+    sizes = {"embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp_dim}
     options = {"vocab": corpus.vocab, "qk_norm": True, "dropout": dropout, "remat": remat}
     model = zoo.init(lambda key: zoo.models.Transformer(**sizes, **options, key=key), model_key, mesh)
-    average = None if ema is None else train.ema(None, model, ema)
+    average = None if ema_decay is None else train.update_ema(None, model, ema_decay)
 
-    warmup = min(warmup, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps, learning_rate / 10)
+    warmup_steps = min(warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch, key=None):
         return zoo.cross_entropy(zoo.cast(model, dtype), batch, key=key)
@@ -116,9 +116,9 @@ def main(
     def step(inputs, model, average, opt_state):
         batch, key = inputs
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, batch, key=key)
-        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = zoo.place(eqx.apply_updates(model, updates), mesh)
-        average = None if ema is None else train.ema(average, model, ema)
+        average = None if ema_decay is None else train.update_ema(average, model, ema_decay)
         return model, average, opt_state, train.bits_per_byte(loss, corpus.train)
 
     def validate(model):
@@ -126,21 +126,21 @@ def main(
         mean = np.average(losses, weights=[rows["weights"].sum() for rows in held_out])
         return float(train.bits_per_byte(float(mean), held_out))
 
-    tokens = batch * seq
-    flops = 6 * tokens * (zoo.count(model) + layers * embed * seq)  # a multiply-add forwards, two backwards; causal
+    tokens = batch_size * seq_len
+    flops = 6 * tokens * (zoo.count(model) + layers * embed * seq_len)  # a multiply-add forward, two backward; causal
     validation = None
     with train.Run(out, config=config, resume=resume, profile=profile) as run:
-        run.say(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
+        run.print_line(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, average, opt_state = run.restore((model, average, opt_state), batches)
         for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):
             key = jax.random.fold_in(dropout_key, run.step)
             inputs = zoo.place_batch(inputs, mesh), key
             model, average, opt_state, bits = step(inputs, model, average, opt_state)
             run.log(bits_per_byte=bits)
-            validation = validate(eqx.combine(average, model)) if run.every(validate_every) else None
+            validation = validate(eqx.combine(average, model)) if run.every(eval_every) else None
             if validation is not None:
                 run.log(validation=validation)
-            if run.due(validate_every):
+            if run.due(eval_every):
                 run.save((model, average, opt_state), batches, metric=validation)
 
     if run.stopped:
@@ -148,17 +148,17 @@ def main(
     best = eqx.combine(average, model)  # the average where there is one
     validation = validate(best) if validation is None else validation  # None: it was complete when it was resumed
     samples = sample(best, corpus, mesh, sample_key)
-    exported = train.export(best, corpus, out / "export", seq=seq)
+    exported = train.export(best, corpus, out / "export", seq_len=seq_len)
     report = train.write_report(
         out,
         title="A Transformer from scratch",
         summary=f"{validation:.3f} bits per byte on held-out text after {steps} steps on {mesh}",
         curves={"bits_per_byte": "training", "validation": "validation"},
-        floors={"xz -9e": corpus.xz},
+        baselines={"xz -9e": corpus.xz_bits_per_byte},
         unit="bits per byte",
-        figures={"bits per byte": f"{validation:.3f}", "parameters": f"{zoo.count(model):,}"},
+        headline={"bits per byte": f"{validation:.3f}", "parameters": f"{zoo.count(model):,}"},
         samples=samples,
-        parameters=train.parameter_rows(model, mesh),
+        parameters=train.tabulate_parameters(model, mesh),
     )
     print(f"\n{''.join(samples[0])}\n\n{validation:.3f} bits per byte on held-out text; the report lies in {report}")
     print(f"the model lies in {exported}, for zoo.load and transformers; recipes/finetune.py goes on from it")
@@ -176,4 +176,4 @@ def sample(model, corpus, mesh, key):
 
 
 if __name__ == "__main__":
-    train.command(main, presets=PRESETS)
+    train.run_cli(main, presets=PRESETS)

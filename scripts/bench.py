@@ -32,7 +32,7 @@ import tyro
 import zoo
 from scripts.benchmarks import adapted, large, measure, ours, recurrences, table
 from scripts.benchmarks.measure import Timing
-from zoo.ops import grouped_matmul
+from zoo.ops.moe import grouped_matmul
 
 Part = Literal[
     "step", "first", "decode", "mixture", "grouped", "recurrences", "recurrent", "continued", "adapters", "large"
@@ -102,13 +102,13 @@ def main(
         entrants, facts = grouped_products()
         compete("grouped product", entrants, facts, 3 * rounds, found)
     if "recurrences" in here:
-        entrants, facts = recurrences.alone(operations, lengths)
+        entrants, facts = recurrences.single_operations(operations, lengths)
         compete("recurrences", entrants, facts, rounds, found)
     if "recurrent" in here:
         entrants, facts = recurrences.steps(vs, remat, slow=slow)
         compete("recurrent models", entrants, facts, rounds, found)
     if "continued" in here:
-        entrants, facts = recurrences.continued()
+        entrants, facts = recurrences.decoding_steps()
         compete("tokens after a prompt", entrants, facts, rounds, found)
     if "adapters" in here:
         entrants, facts = adapted.steps(vs, remat, dtypes)
@@ -194,10 +194,10 @@ def grouped_products() -> tuple[dict[str, Callable], dict[str, Row]]:
             "8 experts, 114 to 910 rows": (form, dealt(8, 8, uneven=True)),
             "64 experts, 64 rows each": (form, dealt(64, 64)),
             "64 experts, 512 rows for 8 of them": (form, dealt(64, 8)),
-            "lax.ragged_dot, 8 experts, 512 rows each": (grouped_matmul.ragged, dealt(8, 8)),
+            "lax.ragged_dot, 8 experts, 512 rows each": (grouped_matmul.grouped_matmul_ragged, dealt(8, 8)),
         }
         for name, (kind, loads) in kinds.items():
-            entrants[name + also] = run = ours.Grouped(kind, loads, gradient=gradient)
+            entrants[name + also] = run = ours.GroupedMatmul(kind, loads, gradient=gradient)
             facts[name + also] = {"dtype": "float32", "flops": run.flops, "tokens": run.ROWS}
     return entrants, facts
 
@@ -279,7 +279,7 @@ def first_steps(vs: str, depths: Sequence[int], rounds: int, found: dict) -> Non
         timing = Timing.of([row["first"] for row in each])
         facts = {"born": born, "later": later, "compiling": timing.median - later}
         report(found, "first step", name, timing, facts, {})
-        print(f"    {facts['compiling']:.2f} s more than a later step; model and optimiser were made in {born:.2f} s")
+        print(f"    {facts['compiling']:.2f} s more than a later step; model and optimizer were made in {born:.2f} s")
 
 
 def in_new_process(source: str) -> dict[str, float]:

@@ -19,14 +19,14 @@ import tyro
 
 import zoo
 from scripts.picture import Picture
-from zoo.cli.devices import imagined, on_the_host
+from zoo.cli.devices import make_abstract_mesh, use_cpu
 from zoo.parallel import AXES, Dim, Mesh, leaves
 
 MOST_DEVICES = 64
 
 
 @dataclass(frozen=True)
-class Lain:
+class LayerArray:
     """An array of a layer as it lies on a mesh."""
 
     name: str
@@ -39,11 +39,11 @@ class Lain:
     sizes: Mapping[str, int]
     """Of the axes of the mesh."""
 
-    def shares(self, place: int) -> int:
+    def num_shards(self, dim_index: int) -> int:
         """Into how many shares a dim is cut."""
-        return math.prod(self.sizes[axis] for axis in self.stored[place])
+        return math.prod(self.sizes[axis] for axis in self.stored[dim_index])
 
-    def share(self, device: int) -> tuple[int, ...]:
+    def shard_index(self, device: int) -> tuple[int, ...]:
         """Which share of each dim a device stores. Devices are numbered as they stand in the mesh."""
         place = np.unravel_index(device, [self.sizes[axis] for axis in AXES])
         index: dict[str, Any] = dict(zip(AXES, place, strict=True))
@@ -56,7 +56,7 @@ class Lain:
     @property
     def numbers_stored(self) -> int:
         """How many numbers each device stores."""
-        return math.prod(self.shape) // math.prod(map(self.shares, range(len(self.shape))))
+        return math.prod(self.shape) // math.prod(map(self.num_shards, range(len(self.shape))))
 
     @property
     def numbers_fetched(self) -> int:
@@ -64,7 +64,7 @@ class Lain:
         return self.numbers_stored * (math.prod(self.sizes[axis] for axes in self.fetched for axis in axes) - 1)
 
 
-def lain(mesh: Mesh, *, embed: int, heads: int, kv_heads: int, mlp: int) -> dict[str, Lain]:
+def list_layer_arrays(mesh: Mesh, *, embed: int, heads: int, kv_heads: int, mlp: int) -> dict[str, LayerArray]:
     """The arrays of one block of a Transformer, by name: `mixer.query.weight`.
 
     **Raises** `ValueError` where the layout does not divide a size.
@@ -81,10 +81,10 @@ def lain(mesh: Mesh, *, embed: int, heads: int, kv_heads: int, mlp: int) -> dict
         dims = leaf.dims or ()
         spec = tuple(mesh.spec(dims, x.shape, leaf.name))
         stored = tuple((axes,) if isinstance(axes, str) else axes or () for axes in spec)
-        gathered = dict(mesh.gathered(dims))
+        gathered = dict(mesh.find_gather_dims(dims))
         fetched = tuple(gathered.get(place, ()) for place in range(len(dims)))
         stored += ((),) * (len(dims) - len(stored))
-        found[leaf.name] = Lain(leaf.name, dims, x.shape, stored, fetched, mesh.shape)
+        found[leaf.name] = LayerArray(leaf.name, dims, x.shape, stored, fetched, mesh.shape)
     return found
 
 
@@ -108,7 +108,9 @@ def draw(
         raise ValueError(f"{mesh} has {devices} devices, and a picture shows up to {MOST_DEVICES}")
     if not 0 <= device < devices:
         raise ValueError(f"device {device}: {mesh} has devices 0 to {devices - 1}")
-    return Picture(str(mesh), lain(mesh, embed=embed, heads=heads, kv_heads=kv_heads, mlp=mlp), device, narrow).svg()
+    return Picture(
+        str(mesh), list_layer_arrays(mesh, embed=embed, heads=heads, kv_heads=kv_heads, mlp=mlp), device, narrow
+    ).svg()
 
 
 def main(
@@ -136,8 +138,8 @@ def main(
         device: The device whose share is shown, by its number in the mesh.
         narrow: One half of the layer above the other, for a phone.
     """
-    on_the_host()
-    mesh = imagined(data=data, fsdp=fsdp, tensor=tensor)
+    use_cpu()
+    mesh = make_abstract_mesh(data=data, fsdp=fsdp, tensor=tensor)
     if mesh is None:
         raise SystemExit("One device holds everything: give --data, --fsdp or --tensor.")
     sizes = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}

@@ -172,7 +172,7 @@ def make(name: str, folder: Path) -> dict[str, float]:
     with ignored_warnings():
         model = peft.get_peft_model(load(base), config_of(case)).eval()
         with torch.no_grad():
-            move(model, seed)
+            add_noise(model, seed)
             for module, kept in case.ranks.items():
                 model.get_submodule(f"base_model.model.{module}").lora_E["default"][~torch.tensor(kept)] = 0
             before, saved = load(base)(input_ids=ids).logits, model(input_ids=ids).logits
@@ -220,7 +220,7 @@ def config_of(case: Case) -> Any:
     return getattr(peft, case.config)(task_type="CAUSAL_LM", **case.options)
 
 
-def move(model: Any, seed: int) -> None:
+def add_noise(model: Any, seed: int) -> None:
     """Noise on all that is learnt, in the order of names."""
     random = np.random.default_rng(seed)
     for _, weight in sorted(model.named_parameters()):

@@ -88,7 +88,7 @@ def mxfp4(weights: Any) -> tuple[Any, Any]:
     return codes + 8 * blocks.signbit(), exponents
 
 
-def unpacked(codes: Any, exponents: Any) -> Any:
+def dequantize_mxfp4(codes: Any, exponents: Any) -> Any:
     """The numbers that they stand for, (experts, in, out)."""
     numbers = torch.tensor([*GRID, *(-x for x in GRID)])[codes] * 2**exponents
     return numbers.flatten(-2).transpose(-1, -2)
@@ -100,7 +100,7 @@ def pack(folder: Path, norms: dict[str, float]) -> dict[str, float]:
     names = [name for name in tensors if EXPERTS.search(name)]
     for name in names:
         codes, exponents = mxfp4(weights := tensors.pop(name))
-        if not torch.equal(unpacked(codes, exponents).to(weights.dtype), weights):
+        if not torch.equal(dequantize_mxfp4(codes, exponents).to(weights.dtype), weights):
             raise RuntimeError(f"{name} has numbers that are no MXFP4")
         tensors[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
         tensors[f"{name}_scales"] = (exponents[..., 0] + 127).to(torch.uint8)
@@ -167,16 +167,16 @@ CASES = {
         NEOX | rope(theta=100.0, partial_rotary_factor=0.5),
     ),
     "mixtral": Case(
-        "mixtral", "two of four experts, renormalised, a window of 5, untied",
+        "mixtral", "two of four experts, renormalized, a window of 5, untied",
         SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 5},
     ),
     "qwen2_moe": Case(
-        "qwen2_moe", "a gated shared expert, not renormalised, a window of 5 in the first layer, untied",
+        "qwen2_moe", "a gated shared expert, not renormalized, a window of 5 in the first layer, untied",
         MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}
         | {"use_sliding_window": True, "sliding_window": 5},
     ),
     "qwen3_moe": Case(
-        "qwen3_moe", "a dense layer and a mixture, renormalised, heads wider than hidden_size says, tied",
+        "qwen3_moe", "a dense layer and a mixture, renormalized, heads wider than hidden_size says, tied",
         MOE | {"num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 6} | TIED,
         hub={"num_experts": 4},
     ),
@@ -282,7 +282,7 @@ def make(name: str, folder: Path) -> dict[str, Any]:
     else:
         raise RuntimeError(f"{name}: no seed makes greedy tokens lead")
     config = json.loads((folder / "config.json").read_text())
-    hub = older(config, case)
+    hub = to_hub_config(config, case)
     with torch.no_grad():
         logits = load(folder, config=parse(hub))(input_ids=expected["input_ids"], use_cache=False).logits
     checks |= {"hub_config": "ok", "hub_config_logits": distance(logits, expected["logits"])}
@@ -326,7 +326,7 @@ def save(case: Case, seed: int, folder: Path) -> int:
             else:
                 weight.copy_((0.3 if id(weight) in embeddings else 1.2 * config.hidden_size**-0.5) * draw)
             if case.packed and EXPERTS.search(name):
-                weight.copy_(unpacked(*mxfp4(weight)))
+                weight.copy_(dequantize_mxfp4(*mxfp4(weight)))
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
                 draw = random.standard_normal(tuple(buffer.shape), dtype=np.float32)
@@ -368,15 +368,15 @@ def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], 
             biased = any("correction_bias" in name for name in model.state_dict())
             if getattr(routed, "aux_loss", None) is not None and not biased:
                 expected |= {"aux_loss": routed.aux_loss, "loss_with_aux": routed.loss}
-        unpadded = logits[padded(ids, PADDING, "right")["attention_mask"].bool()]
+        unpadded = logits[pad_rows(ids, PADDING, "right")["attention_mask"].bool()]
         for side in ("left", "right"):
-            inputs = padded(ids, PADDING, side)
-            rows = model(**known(model, inputs), use_cache=False).logits[inputs["attention_mask"].bool()]
+            inputs = pad_rows(ids, PADDING, side)
+            rows = model(**drop_unknown_inputs(model, inputs), use_cache=False).logits[inputs["attention_mask"].bool()]
             checks[f"pad{side}_vs_unpadded"] = distance(rows, unpadded)
             expected |= {f"pad{side}.{name}": value for name, value in inputs.items()}
 
         for kind, padding in {"generate": (0, 0), "generate_padleft": PROMPT_PADDING}.items():
-            inputs, steps, found = continued(model, ids[:, :PROMPT], padding)
+            inputs, steps, found = generate_greedy(model, ids[:, :PROMPT], padding)
             checks |= {f"{kind}_{check}": value for check, value in found.items()}
             more = {"attention_mask": inputs["attention_mask"]} if any(padding) else {"logits": steps}
             more |= {"prompt": inputs["input_ids"], "tokens": steps.argmax(-1)}
@@ -393,7 +393,7 @@ def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], 
     return {name: value.detach().clone().contiguous() for name, value in expected.items()}, norms, checks
 
 
-def padded(ids: Any, padding: tuple[int, ...], side: str) -> dict[str, Any]:
+def pad_rows(ids: Any, padding: tuple[int, ...], side: str) -> dict[str, Any]:
     """Each row without its last tokens, and with padding for them on one side; positions count real tokens."""
     tokens, mask = torch.full_like(ids, PAD), torch.zeros_like(ids)
     for row, pad in enumerate(padding):
@@ -404,14 +404,14 @@ def padded(ids: Any, padding: tuple[int, ...], side: str) -> dict[str, Any]:
     return {"input_ids": tokens, "attention_mask": mask, **positions}
 
 
-def known(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def drop_unknown_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Without positions, where a model has none."""
     return {name: value for name, value in inputs.items() if name in inspect.signature(model.forward).parameters}
 
 
-def continued(model: Any, prompts: Any, padding: tuple[int, ...]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+def generate_greedy(model: Any, prompts: Any, padding: tuple[int, ...]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     """Padded prompts, the logits of their greedy continuations (each alone, by a whole pass for each token), checks."""
-    inputs = padded(prompts, padding, "left")
+    inputs = pad_rows(prompts, padding, "left")
     steps = []
     for prompt, pad in zip(prompts, padding, strict=True):
         ids = prompt[None, : PROMPT - pad]
@@ -433,7 +433,7 @@ def distance(a: Any, b: Any) -> float:
     return float(f"{float((a.double() - b.double()).abs().max()):.2g}")
 
 
-def older(config: dict[str, Any], case: Case) -> dict[str, Any]:
+def to_hub_config(config: dict[str, Any], case: Case) -> dict[str, Any]:
     """A configuration as most files on a hub spell it, without what the class assumes anyway."""
     hub = {name: value for name, value in config.items() if name not in ("rope_parameters", "transformers_version")}
     hub["torch_dtype"] = hub.pop("dtype")

@@ -23,14 +23,14 @@ import tyro
 import zoo
 import zoo.train
 from scripts.draw_layer import draw
-from zoo.cli.devices import imagined, on_the_host
-from zoo.cli.families import about
+from zoo.cli.devices import make_abstract_mesh, use_cpu
+from zoo.cli.families import summarize_family
 from zoo.layers import RWKV4, Attention, ClampedGatedMLP, LatentAttention, Mamba, Mamba2, MixtureOfExperts
 from zoo.models import ParallelBlock
-from zoo.models.config import read_config
-from zoo.models.facts import Config, Family
-from zoo.models.families import FAMILIES
-from zoo.models.published import PRESETS, Preset
+from zoo.models.hf.config import read_config
+from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.spec import Config, Family
+from zoo.models.presets.published import PRESETS, Preset
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python scripts/make_pages.py"
@@ -80,9 +80,11 @@ def first_paragraph(docstring: str | None) -> str:
 
 
 def families() -> str:
-    rows = [f"| `{name}` | `{f.architecture}` | {' | '.join(parts(f))} |" for name, f in sorted(FAMILIES.items())]
+    rows = [
+        f"| `{name}` | `{f.architecture}` | {' | '.join(describe_parts(f))} |" for name, f in sorted(FAMILIES.items())
+    ]
     by_size = sorted(PRESETS.items(), key=lambda item: (item[1].family, item[1].parameters, item[0]))
-    told = [f"- `{name}`: {about(family)}" for name, family in sorted(FAMILIES.items())]
+    told = [f"- `{name}`: {summarize_family(family)}" for name, family in sorted(FAMILIES.items())]
     return "\n".join(
         [
             f"# Families\n\n{NOTE}The kinds of checkpoints that `zoo.load` reads and `zoo.save` writes, known by the "
@@ -97,13 +99,16 @@ def families() -> str:
             '`zoo.models.preset("llama3-8b", key=key)` makes a model of such a size with new weights.\n',
             "| preset | family | parameters | for each token | config of |",
             "|---|---|--:|--:|---|",
-            *(f"| `{name}` | `{p.family}` | {p.parameters:,} | {active(p)} | {p.source} |" for name, p in by_size),
+            *(
+                f"| `{name}` | `{p.family}` | {p.parameters:,} | {format_active(p)} | {p.source} |"
+                for name, p in by_size
+            ),
             "",
         ]
     )
 
 
-def parts(family: Family) -> tuple[str, str, str, str]:
+def describe_parts(family: Family) -> tuple[str, str, str, str]:
     """Mixer, norm, feed-forward and head of a family, read off the model that its defaults describe; what has none
     is as in the first of its published sizes."""
     published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
@@ -118,11 +123,11 @@ def parts(family: Family) -> tuple[str, str, str, str]:
     model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
     mixer = block.mixer
     if isinstance(mixer, LatentAttention):
-        words = of_latents(mixer)
+        words = describe_latents(mixer)
     elif isinstance(mixer, Attention):
-        words = of_attention(mixer, config)
+        words = describe_attention(mixer, config)
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
-        words = of_recurrence(mixer)
+        words = describe_recurrence(mixer)
     else:
         raise NotImplementedError(f"{family.name}: say in {Path(__file__).name} what a {type(mixer).__name__} is")
     norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
@@ -130,46 +135,46 @@ def parts(family: Family) -> tuple[str, str, str, str]:
     activation = f", {config['hidden_act']}" if "hidden_act" in config else ""
     fed = "none" if ffn is None else f"`{type(ffn).__name__}`{activation}{wiring}"
     if isinstance(ffn, MixtureOfExperts):
-        fed = ", ".join([fed, *of_mixture(ffn), *["dense layers first"] * (type(block.ffn) is not type(ffn))])
+        fed = ", ".join([fed, *describe_mixture(ffn), *["dense layers first"] * (type(block.ffn) is not type(ffn))])
     return ", ".join(words), f"`{norm}`", fed, "the embedding" if model.head is None else "its own"
 
 
-def active(preset: Preset) -> str:
-    return "" if preset.active is None else f"{preset.active / 1e9:g} billion"
+def format_active(preset: Preset) -> str:
+    return "" if preset.active_parameters is None else f"{preset.active_parameters / 1e9:g} billion"
 
 
-def of_mixture(ffn: MixtureOfExperts) -> list[str]:
+def describe_mixture(ffn: MixtureOfExperts) -> list[str]:
     router = ffn.router
     words = [f"{router.top} of {router.scores.out_size} experts by `{type(router).__name__}`"]
     words += ["each a clamped SwiGLU"] * isinstance(ffn.experts, ClampedGatedMLP)
     return words + [f"{'a gated' if ffn.shared_gate else 'a'} shared expert"] * (ffn.shared is not None)
 
 
-def of_attention(mixer: Attention, config: Config) -> list[str]:
+def describe_attention(mixer: Attention, config: Config) -> list[str]:
     words = ["grouped queries" if "num_key_value_heads" in config else "one key a query"]
     if mixer.rotary is None:
         words.append("learned positions")
     else:
         share = mixer.rotary.dim / mixer.head_dim
         words.append("rotary positions" if share == 1 else f"rotary positions on {share:.0%} of each head")
-    together = ", of all heads together" if mixer.whole_norm else ""
+    together = ", of all heads together" if mixer.norm_over_heads else ""
     words += [f"norms on queries and keys{together}"] * (mixer.query_norm is not None)
     words += ["biases"] * (getattr(mixer.query, "bias", None) is not None)
     words += ["sinks"] * (mixer.sinks is not None)
     return words + ["windows"] * ("sliding_window" in config)
 
 
-def of_recurrence(mixer: Mamba | Mamba2 | RWKV4) -> list[str]:
+def describe_recurrence(mixer: Mamba | Mamba2 | RWKV4) -> list[str]:
     if isinstance(mixer, RWKV4):
         return [f"`{type(mixer).__name__}`", "a mean whose weights decay"]
     if isinstance(mixer, Mamba2):
-        words = [f"{mixer.state} numbers a channel", f"heads in {mixer.B.out_size // mixer.state} groups"]
+        words = [f"{mixer.state_dim} numbers a channel", f"heads in {mixer.B.out_size // mixer.state_dim} groups"]
         return [f"`{type(mixer).__name__}`", *words, f"convolutions of {mixer.x_convolution.width}"]
     words = [f"{mixer.A_log.shape[1]} numbers a channel", f"a convolution of {mixer.convolution.width}"]
     return [f"`{type(mixer).__name__}`", *words, *["norms on steps, B and C"] * (mixer.dt_norm is not None)]
 
 
-def of_latents(mixer: LatentAttention) -> list[str]:
+def describe_latents(mixer: LatentAttention) -> list[str]:
     share = mixer.rotary.dim / (mixer.head_dim + mixer.rotary.dim)
     words = ["keys and values made of a latent", f"rotary positions on {share:.0%} of each head"]
     return words + ["queries made of one too"] * (mixer.query is None)
@@ -180,7 +185,7 @@ def names() -> str:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     promises = changes.partition("## Promised names")[2].partition("\n## ")[0]
     promised = [f"zoo.{name}" for name in re.findall(r"`zoo\.([a-z]\w*(?:\.\w+)*)`", promises)]
-    told = {id(named(name)) for name in promised}
+    told = {id(resolve_name(name)) for name in promised}
     found = [
         f"# Public names\n\n{NOTE}Each with its arguments and what it says first; its name leads to the rest.\n",
         '<div class="names" markdown>\n',
@@ -188,13 +193,13 @@ def names() -> str:
         *map(entry, promised),
     ]
     for room in (zoo, *ROOMS):
-        rest = [name for name in public(room) if id(named(name)) not in told]
-        told |= {id(named(name)) for name in rest}
+        rest = [name for name in list_public_names(room) if id(resolve_name(name)) not in told]
+        told |= {id(resolve_name(name)) for name in rest}
         found += [f"\n## {room.__name__}\n\n{first_paragraph(room.__doc__)}\n", *map(entry, rest)]
     return "\n".join([*found, "\n</div>\n"])
 
 
-def public(room: ModuleType) -> list[str]:
+def list_public_names(room: ModuleType) -> list[str]:
     """The names of a room: those that it lists; of one that lists none, the functions and classes of its files."""
     if hasattr(room, "__all__"):
         return [
@@ -209,12 +214,12 @@ def public(room: ModuleType) -> list[str]:
     return [f"{file.__name__}.{name}" for file, name, x in made if getattr(x, "__module__", "") == file.__name__]
 
 
-def named(name: str) -> Any:
+def resolve_name(name: str) -> Any:
     return functools.reduce(getattr, name.split(".")[1:], zoo)
 
 
 def entry(name: str) -> str:
-    value = named(name)
+    value = resolve_name(name)
     if not inspect.isroutine(value) and not isinstance(value, type):
         return f"- {link(name, None)}"
     said = re.match(r".*?\.(?=\s+[A-Z`*]|$)|.*", first_paragraph(value.__doc__))
@@ -271,7 +276,7 @@ def pages() -> dict[str, Callable[[], str]]:
     """Path in the repository -> what is to stand there."""
 
     def picture(narrow: bool) -> str:
-        mesh = imagined(data=1, fsdp=2, tensor=4)
+        mesh = make_abstract_mesh(data=1, fsdp=2, tensor=4)
         assert mesh is not None
         return draw(mesh, embed=64, heads=8, kv_heads=4, mlp=128, device=5, narrow=narrow)
 
@@ -284,7 +289,7 @@ def pages() -> dict[str, Callable[[], str]]:
     }
 
 
-def stale() -> dict[str, str]:
+def find_stale() -> dict[str, str]:
     """The pages that are not as they would be written now, with what they should hold."""
     made = {path: make() for path, make in pages().items()}
 
@@ -300,8 +305,8 @@ def main(*, check: bool = False) -> None:
     Args:
         check: Write nothing; name the pages that are stale, and fail if there are any.
     """
-    on_the_host()
-    found = stale()
+    use_cpu()
+    found = find_stale()
     for path, text in found.items():
         print(f"{path} is stale" if check else f"{path} written")
         if not check:

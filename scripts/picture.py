@@ -104,7 +104,7 @@ class Picture:
             f'<svg class="layer" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
             f'aria-labelledby="{own}-title {own}-text">',
             f'<title id="{own}-title">{escape(title)}</title>',
-            f'<desc id="{own}-text">{escape(" ".join(self.said()))}</desc>',
+            f'<desc id="{own}-text">{escape(" ".join(self.describe()))}</desc>',
             f"<style>{STYLE}</style>",
             text(0, 14, title, "head"),
             *self.header(),
@@ -113,7 +113,7 @@ class Picture:
             parts += [f'<g transform="translate({x} {y})">', *self.half(half), "</g>"]
         return "\n".join([*parts, "</svg>", ""])
 
-    def said(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """What the picture shows, in words."""
         arrays = self.arrays.values()
         whole, stored = sum(math.prod(a.shape) for a in arrays), sum(a.numbers_stored for a in arrays)
@@ -121,23 +121,23 @@ class Picture:
         if more := sum(a.numbers_fetched for a in arrays):
             yield f"It fetches {more:,} more over fsdp just before it uses them, and drops them after."
         for half in (MIXER, FFN):
-            if axes := self.summed(half):
+            if axes := self.summed_axes(half):
                 yield f"What {word(half.writes)} writes to the stream is summed over {axes}."
 
-    def summed(self, half: Half) -> str:
+    def summed_axes(self, half: Half) -> str:
         """The axes that split what the half's last matrix contracts: each device has a partial sum."""
         writes = self.arrays[half.writes]
-        return " and ".join(writes.stored[place_across(writes)])
+        return " and ".join(writes.stored[find_column_dim(writes)])
 
     def header(self) -> Iterator[str]:
-        """The mesh, and what the colours say."""
+        """The mesh, and what the colors say."""
         sizes = self.arrays[MIXER.norm].sizes
         groups, rows, columns = sizes["data"], sizes["fsdp"], sizes["tensor"]
         side = min(24, 60 / rows, (300 - 8 * groups) / (columns * groups))
         left, top = 22, 50
         across = ["tensor"] * (columns > 1) + ["data side by side"] * (groups > 1)
         yield text(left, top - 7, ", ".join(across))
-        yield turned(left - 8, top + rows * side / 2, "fsdp" * (rows > 1))
+        yield vertical_text(left - 8, top + rows * side / 2, "fsdp" * (rows > 1))
         for device, (group, row, column) in enumerate(itertools.product(range(groups), range(rows), range(columns))):
             x, y = left + group * (columns * side + 8) + column * side, top + row * side
             kind = "own" if device == self.device else ""
@@ -151,7 +151,7 @@ class Picture:
             entries.append(("light", f"fetched over fsdp for use, then dropped: {more:,}"))
         if stored < whole:
             entries.append(("", "on other devices"))
-        if any(map(self.summed, (MIXER, FFN))):
+        if any(map(self.summed_axes, (MIXER, FFN))):
             entries.append(("sum", "partial results, summed over tensor"))
         x, y = (0, 126) if self.narrow else (PANEL + GAP, 42)
         for number, (kind, words) in enumerate(entries):
@@ -161,54 +161,54 @@ class Picture:
 
     def half(self, half: Half) -> Iterator[str]:
         reads, writes = [self.arrays[name] for name in half.reads], self.arrays[half.writes]
-        lanes, own = writes.shares(place_across(writes)), writes.share(self.device)[place_across(writes)]
+        lanes, own = writes.shares(find_column_dim(writes)), writes.share(self.device)[find_column_dim(writes)]
         lane = (LAST - FIRST) / lanes
-        slots = [max(self.wide(a), 6.2 * len(a.dims[place_across(a)].name)) + SPACE for a in reads]
+        slots = [max(self.wide(a), 6.2 * len(a.dims[find_column_dim(a)].name)) + SPACE for a in reads]
         starts = list(itertools.accumulate(slots, initial=FIRST))[:-1]
         yield text(STREAM + 14, 12, half.formula, "code")
         yield path(f"M{STREAM} 0V{HEIGHT - 8}", "stream")
-        yield tip(STREAM, HEIGHT, 0, "stream")
+        yield arrow_head(STREAM, HEIGHT, 0, "stream")
         middle = READS + TALL / 2
         yield path(f"M{STREAM} {middle}H{num(starts[-1] - 8)}", "flow")
-        yield from (tip(x - 2, middle, -90) for x in (NORM, *starts))
-        yield turned(starts[-1] + self.wide(reads[-1]) + 13, middle, UPRIGHT)
+        yield from (arrow_head(x - 2, middle, -90) for x in (NORM, *starts))
+        yield vertical_text(starts[-1] + self.wide(reads[-1]) + 13, middle, UPRIGHT)
         yield text(NORM + BAR / 2, READS - 7, "norm", "name middle")
         yield from self.array(self.arrays[half.norm], NORM, READS)
         for array, x in zip(reads, starts, strict=True):
-            columns = array.shares(place_across(array))
+            columns = array.shares(find_column_dim(array))
             for column, segment in itertools.product(range(columns), range(lanes)):
                 if columns == 1 or column == segment:
                     start, end = x + (column + 0.5) * self.wide(array) / columns, FIRST + (segment + 0.5) * lane
-                    yield path(fall(start, READS + TALL, end, BETWEEN), "own" if segment == own else "")
+                    yield path(connector_path(start, READS + TALL, end, BETWEEN), "own" if segment == own else "")
             yield text(x, READS - 21, word(array.name), "name")
-            yield text(x, READS - 7, array.dims[place_across(array)].name)
+            yield text(x, READS - 7, array.dims[find_column_dim(array)].name)
             yield from self.array(array, x, READS)
         x = FIRST + (LAST - FIRST - self.wide(writes)) / 2
         computing = [
-            [d for d in self.devices(writes) if writes.share(d)[place_across(writes)] == segment]
+            [d for d in self.devices(writes) if writes.share(d)[find_column_dim(writes)] == segment]
             for segment in range(lanes)
         ]
         for segment in range(lanes):
             start, end = FIRST + (segment + 0.5) * lane, x + (segment + 0.5) * self.wide(writes) / lanes
-            yield path(fall(start, BETWEEN + BOX, end, WRITES), "own" if segment == own else "")
+            yield path(connector_path(start, BETWEEN + BOX, end, WRITES), "own" if segment == own else "")
             kind = "light" if segment == own else ""
             yield rect(FIRST + segment * lane, BETWEEN, lane, BOX, kind)
-            if fits(label := listed(computing[segment]), lane):
+            if fits(label := format_devices(computing[segment]), lane):
                 yield text(FIRST + (segment + 0.5) * lane, BETWEEN + BOX / 2 + 3.5, label, f"number {kind}")
         for line, words in enumerate(half.between):
             yield text(FIRST - 8, BETWEEN + BOX / 2 + 4 + 14 * (line - (len(half.between) - 1) / 2), words, "code end")
-        yield from self.back(half, x)
+        yield from self.draw_return(half, x)
         yield from self.array(writes, x, WRITES)
         right = x + self.wide(writes)
-        yield turned(right + 13, WRITES + TALL / 2, UPRIGHT)
+        yield vertical_text(right + 13, WRITES + TALL / 2, UPRIGHT)
         yield text(right + 22, WRITES + TALL / 2 - 3, word(writes.name), "name")
-        yield text(right + 22, WRITES + TALL / 2 + 11, writes.dims[place_across(writes)].name)
+        yield text(right + 22, WRITES + TALL / 2 + 11, writes.dims[find_column_dim(writes)].name)
 
-    def back(self, half: Half, x: float) -> Iterator[str]:
+    def draw_return(self, half: Half, x: float) -> Iterator[str]:
         """From the last matrix, which begins at `x`, to the stream."""
         writes, middle, bar = self.arrays[half.writes], WRITES + TALL / 2, FIRST + 18
-        if axes := self.summed(half):
-            lanes, own = writes.shares(place_across(writes)), writes.share(self.device)[place_across(writes)]
+        if axes := self.summed_axes(half):
+            lanes, own = writes.shares(find_column_dim(writes)), writes.share(self.device)[find_column_dim(writes)]
             for line in range(lanes):
                 y = WRITES + (line + 0.5) * TALL / lanes
                 yield path(f"M{num(x)} {num(y)}H{bar}", "own" if line == own else "")
@@ -217,13 +217,13 @@ class Picture:
             yield text(bar - 12, WRITES + 23, axes, "moving end")
             x = bar - 5
         yield path(f"M{num(x)} {middle}H{STREAM + 16}", "flow")
-        yield tip(STREAM + 10, middle, 90)
+        yield arrow_head(STREAM + 10, middle, 90)
         yield f'<circle cx="{STREAM}" cy="{num(middle)}" r="8"/>'
         yield path(f"M{STREAM - 4} {middle}h8M{STREAM} {num(middle - 4)}v8", "flow")
 
     def array(self, array: Any, x: float, y: float) -> Iterator[str]:
         """An array cut into shares; in the column that the device computes with, arrows for what it fetches."""
-        over, down = place_across(array), place_upright(array)
+        over, down = find_column_dim(array), find_row_dim(array)
         rows, columns = array.shares(down), 1 if over is None else array.shares(over)
         wide, tall = self.wide(array) / columns, TALL / rows
         holders: dict[tuple[int, int], list[int]] = {}
@@ -232,18 +232,20 @@ class Picture:
             holders.setdefault((share[down], 0 if over is None else share[over]), []).append(device)
         mine = next(cell for cell, devices in holders.items() if self.device in devices)
         kinds = {cell: "own" if cell == mine else "light" if cell[1] == mine[1] else "" for cell in holders}
-        readable = tall >= 12 and all(fits(listed(devices), wide) for devices in holders.values())
-        yield f"<g><title>{escape(lies(array))}</title>"
+        readable = tall >= 12 and all(fits(format_devices(devices), wide) for devices in holders.values())
+        yield f"<g><title>{escape(describe_array(array))}</title>"
         for cell in sorted(holders, key=lambda cell: ("", "light", "own").index(kinds[cell])):
             left, top = x + cell[1] * wide, y + cell[0] * tall
             yield rect(left, top, wide, tall, kinds[cell])
             if readable:
-                yield text(left + wide / 2, top + tall / 2 + 3.5, listed(holders[cell]), f"number {kinds[cell]}")
+                yield text(
+                    left + wide / 2, top + tall / 2 + 3.5, format_devices(holders[cell]), f"number {kinds[cell]}"
+                )
         for row in range(1, rows if tall >= 24 else 1):
-            cut, centre = y + row * tall, x + (mine[1] + 0.5) * wide
+            cut, center = y + row * tall, x + (mine[1] + 0.5) * wide
             sign = 1 if row <= mine[0] else -1
-            yield path(f"M{num(centre)} {num(cut - 8 * sign)}v{8 * sign}", "moving")
-            yield tip(centre, cut + 6 * sign, 0 if sign == 1 else 180, "moving")
+            yield path(f"M{num(center)} {num(cut - 8 * sign)}v{8 * sign}", "moving")
+            yield arrow_head(center, cut + 6 * sign, 0 if sign == 1 else 180, "moving")
         yield "</g>"
 
     def devices(self, array: Any) -> range:
@@ -254,23 +256,23 @@ class Picture:
         embed = self.arrays[MIXER.norm].shape[0]
 
         def elements(array: Any) -> int:
-            return array.shape[place_across(array)]
+            return array.shape[find_column_dim(array)]
 
         rows = [[elements(self.arrays[name]) for name in half.reads] for half in (MIXER, FFN)]
         scale = min(TALL / embed, *((LAST - FIRST - SPACE * (len(row) - 1)) / sum(row) for row in rows))
-        return BAR if place_across(array) is None else elements(array) * scale
+        return BAR if find_column_dim(array) is None else elements(array) * scale
 
 
-def place_upright(array: Any) -> int:
+def find_row_dim(array: Any) -> int:
     return [dim.name for dim in array.dims].index(UPRIGHT)
 
 
-def place_across(array: Any) -> Any:
+def find_column_dim(array: Any) -> Any:
     """Which dim lies across; None for a vector."""
     return next((place for place, dim in enumerate(array.dims) if dim.name != UPRIGHT), None)
 
 
-def lies(array: Any) -> str:
+def describe_array(array: Any) -> str:
     rows = zip(array.dims, array.shape, array.stored, strict=True)
     words = [f"{dim.name} {size}{' over ' + ' and '.join(axes) if axes else ''}" for dim, size, axes in rows]
     return f"{array.name}: {', '.join(words)}"
@@ -281,8 +283,8 @@ def word(name: str) -> str:
     return name.split(".")[-2]
 
 
-def listed(devices: list[int]) -> str:
-    """0-3 for four neighbours, 0,4 for others."""
+def format_devices(devices: list[int]) -> str:
+    """0-3 for four neighbors, 0,4 for others."""
     ends = f"{devices[0]}-{devices[-1]}"
     return ends if len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1 else ",".join(map(str, devices))
 
@@ -295,33 +297,33 @@ def num(x: float) -> str:
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
-def marked(kind: str) -> str:
+def format_class(kind: str) -> str:
     return f' class="{kind.strip()}"' if kind.strip() else ""
 
 
 def rect(x: float, y: float, width: float, height: float, kind: str = "") -> str:
-    return f'<rect x="{num(x)}" y="{num(y)}" width="{num(width)}" height="{num(height)}"{marked(kind)}/>'
+    return f'<rect x="{num(x)}" y="{num(y)}" width="{num(width)}" height="{num(height)}"{format_class(kind)}/>'
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
-    return f'<text x="{num(x)}" y="{num(y)}"{marked(kind)}>{escape(words)}</text>'
+    return f'<text x="{num(x)}" y="{num(y)}"{format_class(kind)}>{escape(words)}</text>'
 
 
-def turned(x: float, y: float, words: str) -> str:
+def vertical_text(x: float, y: float, words: str) -> str:
     return f'<text transform="translate({num(x)} {num(y)}) rotate(-90)" class="middle">{escape(words)}</text>'
 
 
 def path(d: str, kind: str = "") -> str:
-    return f'<path d="{d}"{marked(kind)}/>'
+    return f'<path d="{d}"{format_class(kind)}/>'
 
 
-def fall(x: float, y: float, to_x: float, to_y: float) -> str:
-    """A line that leaves downwards and arrives downwards."""
+def connector_path(x: float, y: float, to_x: float, to_y: float) -> str:
+    """A line that leaves downward and arrives downward."""
     middle = num((y + to_y) / 2)
     return f"M{num(x)} {num(y)}C{num(x)} {middle} {num(to_x)} {middle} {num(to_x)} {num(to_y)}"
 
 
-def tip(x: float, y: float, turn: int, kind: str = "") -> str:
+def arrow_head(x: float, y: float, turn: int, kind: str = "") -> str:
     """An arrow's head that ends here and points down, turned clockwise."""
     move = f"translate({num(x)} {num(y)}) rotate({turn})"
-    return f'<path transform="{move}" d="M0 0L-3.5 -7H3.5Z"{marked("tip " + kind)}/>'
+    return f'<path transform="{move}" d="M0 0L-3.5 -7H3.5Z"{format_class("tip " + kind)}/>'

@@ -2,7 +2,7 @@
 
     python scripts/take_pictures.py runs/moe/report.html docs/pictures/moe  # moe-1.svg, moe-1-narrow.svg, ...
 
-A picture brings the report's colours with it, light and dark; a page that has colours of its own, named `--zoo-`, lends
+A picture brings the report's colors with it, light and dark; a page that has colors of its own, named `--zoo-`, lends
 it those.
 """
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import tyro
 
-from zoo.train.style import CHART, COLOURS
+from zoo.train.report.style import CHART, COLORS
 
 FOUND = re.compile(r'<div class="(wide|narrow)">(<svg class="chart" .*?</svg>)</div>', re.DOTALL)
 OF_THE_SITE = {"train": "own", "held-out": "moves"}
-"""Colours that docs/stylesheets/site.css calls otherwise."""
+"""Colors that docs/stylesheets/site.css calls otherwise."""
 FONT = '.chart { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }'
 
 
@@ -41,10 +41,10 @@ def pictures(page: str) -> Iterator[tuple[str, str]]:
     number = 0
     for width, picture in FOUND.findall(page):
         number += width == "wide"
-        yield f"{number}{'-narrow' if width == 'narrow' else ''}", alone(picture)
+        yield f"{number}{'-narrow' if width == 'narrow' else ''}", make_standalone(picture)
 
 
-def alone(picture: str) -> str:
+def make_standalone(picture: str) -> str:
     """An `<svg>` element of a report as a file that stands by itself, an element a line."""
     head, rest = picture.split(">", 1)
     lines = f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>\n{style()}\n</style>{rest}'.replace("><", ">\n<")
@@ -52,11 +52,11 @@ def alone(picture: str) -> str:
 
 
 def style() -> str:
-    def lent(colour: re.Match) -> str:
-        return f"--{colour[1]}: var(--zoo-{OF_THE_SITE.get(colour[1], colour[1])}, {colour[2]})"
+    def lent(color: re.Match) -> str:
+        return f"--{color[1]}: var(--zoo-{OF_THE_SITE.get(color[1], color[1])}, {color[2]})"
 
-    colours = re.sub(r"--([\w-]+): (#\w+)", lent, COLOURS.replace(":root", ".chart"))
-    return "\n".join(line for line in f"{colours}\n{CHART}\n{FONT}".splitlines() if line)
+    colors = re.sub(r"--([\w-]+): (#\w+)", lent, COLORS.replace(":root", ".chart"))
+    return "\n".join(line for line in f"{colors}\n{CHART}\n{FONT}".splitlines() if line)
 
 
 if __name__ == "__main__":

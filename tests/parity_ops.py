@@ -39,7 +39,7 @@ class Op(NamedTuple):
 
 OPS = {
     "linear_attn": Op("linear_attention", "linear_attention", "q k v"),
-    "linear_attn_norm": Op("linear_attention", "normalised_linear_attention", "q k v", lambda state: state[..., :-1]),
+    "linear_attn_norm": Op("linear_attention", "normalized_linear_attention", "q k v", lambda state: state[..., :-1]),
     "retention": Op("linear_attention", "retention", "q k v"),
     "simple_gla": Op("linear_attention", "simple_gla", "q k v g"),
     "gla": Op("linear_attention", "gla", "q k v g"),

@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from zoo.faults import AFFECTED, FLAG, avoid_wrong_sums
+from zoo._workarounds import AFFECTED_VERSIONS, XLA_FLAG, disable_cpu_reduce_fusion
 
 SUMS = """
 import zoo, jax, jax.numpy as jnp
@@ -16,7 +16,9 @@ x = jnp.stack([jnp.arange(32769.0), jnp.zeros(32769), jnp.zeros(32769)], axis=1)
 sums = jax.jit(lambda x: jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2))(x))(x)
 assert sums[-1] == 32768.0**2, sums[-1]
 """
-affected = pytest.mark.skipif(importlib.metadata.version("jaxlib") not in AFFECTED, reason="this jaxlib has no fault")
+affected = pytest.mark.skipif(
+    importlib.metadata.version("jaxlib") not in AFFECTED_VERSIONS, reason="this jaxlib has no fault"
+)
 
 
 def test_a_sum_of_many_rows():
@@ -30,11 +32,11 @@ def test_flags_are_added_to_and_left_alone(monkeypatch):
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     with pytest.warns(UserWarning, match="import zoo before the first computation, or set XLA_FLAGS=--xla"):
-        avoid_wrong_sums()
-    monkeypatch.setenv("XLA_FLAGS", f"--{FLAG}=")
-    avoid_wrong_sums()
-    assert os.environ["XLA_FLAGS"] == f"--{FLAG}="
+        disable_cpu_reduce_fusion()
+    monkeypatch.setenv("XLA_FLAGS", f"--{XLA_FLAG}=")
+    disable_cpu_reduce_fusion()
+    assert os.environ["XLA_FLAGS"] == f"--{XLA_FLAG}="
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--mine")
-    avoid_wrong_sums()
-    assert os.environ["XLA_FLAGS"] == f"--mine --{FLAG}=-LIBRARY_FUSION_TYPE_REDUCE"
+    disable_cpu_reduce_fusion()
+    assert os.environ["XLA_FLAGS"] == f"--mine --{XLA_FLAG}=-LIBRARY_FUSION_TYPE_REDUCE"

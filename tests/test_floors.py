@@ -65,7 +65,7 @@ def violations(root: Path) -> list[str]:
                 continue
             if target == room or FLOOR[target] < FLOOR[room]:
                 continue
-            how = "sideways" if FLOOR[target] == FLOOR[room] else "upwards"
+            how = "sideways" if FLOOR[target] == FLOOR[room] else "upward"
             found.append(f"{place}:{line}: {room} imports {'.'.join(name)}, {how}")
     return found
 
@@ -76,22 +76,22 @@ def test_imports_go_down_only():
 
 
 PLANTED = {
-    "absolute, upwards": ("zoo/ops/a.py", "import zoo.layers.linear", 1, "upwards"),
-    "relative, upwards": ("zoo/layers/a.py", "\nfrom ..models import blocks", 2, "upwards"),
-    "relative, of a package": ("zoo/layers/__init__.py", "from .. import weights", 1, "upwards"),
-    "from the package": ("zoo/parallel/a.py", "from zoo import layers", 1, "upwards"),
+    "absolute, upward": ("zoo/ops/a.py", "import zoo.layers.linear", 1, "upward"),
+    "relative, upward": ("zoo/layers/a.py", "\nfrom ..models import blocks", 2, "upward"),
+    "relative, of a package": ("zoo/layers/__init__.py", "from .. import weights", 1, "upward"),
+    "from the package": ("zoo/parallel/a.py", "from zoo import layers", 1, "upward"),
     "sideways": ("zoo/train/a.py", "from ..adapters.lora import wrap", 1, "sideways"),
     "sideways, of a file": ("zoo/generate.py", "from . import inspect", 1, "sideways"),
-    "inside a function": ("zoo/ops/a.py", "def f():\n    import zoo.parallel", 2, "upwards"),
+    "inside a function": ("zoo/ops/a.py", "def f():\n    import zoo.parallel", 2, "upward"),
     "for the type checker": (
         "zoo/models/a.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..train import data",
         3,
-        "upwards",
+        "upward",
     ),
     "public names": ("zoo/layers/a.py", "import zoo", 1, "public names"),
     "a public name": ("zoo/layers/a.py", "from zoo import make_mesh", 1, "public names"),
-    "a recipe": ("zoo/train/a.py", "import recipes.transformer", 1, "upwards"),
+    "a recipe": ("zoo/train/a.py", "import recipes.transformer", 1, "upward"),
     "a recipe, from the command line": ("zoo/cli.py", "from recipes import transformer", 1, "sideways"),
     "an unknown room": ("zoo/utils.py", "import jax", 1, "no floor"),
 }

@@ -51,7 +51,7 @@ def test_a_transformer_takes_these_and_a_model_those():
         inspect.signature(zoo.models.Transformer).parameters
     )
     assert list(inspect.signature(zoo.models.preset).parameters) == ["name", "key", "changes"]
-    assert not inspect.signature(zoo.models.presets).parameters
+    assert not inspect.signature(zoo.models.list_presets).parameters
     call = inspect.signature(zoo.models.Decoder.__call__).parameters
     assert list(call) == ["self", "tokens", "mask", "segment_ids", "positions", "key"]
 

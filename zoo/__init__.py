@@ -1,10 +1,10 @@
 """A model zoo for JAX: typed pytrees, one layout, any mesh."""
 
 from . import adapters, inspect, layers, models, ops, parallel, weights
-from .faults import avoid_wrong_sums
+from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
 from .models import cross_entropy, hidden_states, score
-from .models.families import families
+from .models.hf.families import families
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
 from .weights import CheckpointError, from_torch, load, save
 
@@ -41,4 +41,4 @@ __all__ = [
     "weights",
 ]
 
-avoid_wrong_sums()
+disable_cpu_reduce_fusion()

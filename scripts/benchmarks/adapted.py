@@ -16,12 +16,12 @@ KINDS: dict[str, Callable] = {
     "full": lambda model: model,
     "LoRA": partial(adapters.lora, targets="all-linear", rank=RANK, key=jax.random.key(2)),
     "DoRA": partial(adapters.dora, targets="all-linear", rank=RANK, key=jax.random.key(2)),
-    "QLoRA, NF4": lambda model: KINDS["LoRA"](adapters.quantise(model, "nf4")),
-    "QLoRA, int8": lambda model: KINDS["LoRA"](adapters.quantise(model, "int8")),
+    "QLoRA, NF4": lambda model: KINDS["LoRA"](adapters.quantize(model, "nf4")),
+    "QLoRA, int8": lambda model: KINDS["LoRA"](adapters.quantize(model, "int8")),
 }
 """What becomes of a model before its step is taken: factors of rank 8 around every matrix but the head's."""
 PEFT = ("full", "LoRA", "DoRA")
-"""Those that PEFT has on every machine: its quantised bases need kernels of a GPU."""
+"""Those that PEFT has on every machine: its quantized bases need kernels of a GPU."""
 
 
 def steps(
@@ -34,7 +34,7 @@ def steps(
             for policy in remat:
                 name = f"zoo, {kind}, {dtype}, remat={policy}"
                 entrants[name] = run = ours.Training(sizes, dtype, policy, adapt=adapt)
-                facts[name] = held(run) | {"tokens": sizes.batch * sizes.seq}
+                facts[name] = measure_memory(run) | {"tokens": sizes.batch * sizes.seq}
         if vs == "torch":
             from . import pytorch
 
@@ -45,7 +45,7 @@ def steps(
     return entrants, facts
 
 
-def held(run: ours.Training) -> dict[str, Any]:
+def measure_memory(run: ours.Training) -> dict[str, Any]:
     """The bytes of parameters, learnt or not; of what learning adds to them, gradients and moments; and of what else
     the compiled step works in."""
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree) if hasattr(x, "nbytes"))

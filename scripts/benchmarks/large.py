@@ -1,4 +1,4 @@
-"""A model of about a billion parameters on an accelerator: tokens/s, model FLOP utilisation, and decoding against the
+"""A model of about a billion parameters on an accelerator: tokens/s, model FLOP utilization, and decoding against the
 rate at which the device's memory copies."""
 
 import dataclasses
@@ -16,9 +16,9 @@ POLICIES = ("none", "elementwise", "dots", "full")
 
 
 def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BILLION) -> None:
-    """Every policy of rematerialisation in turn, as many rows as the device's memory holds; then decoding.
+    """Every policy of rematerialization in turn, as many rows as the device's memory holds; then decoding.
 
-    A model is let go of before the next is made: together they would not fit. Utilisation is of the data sheet's rate
+    A model is let go of before the next is made: together they would not fit. Utilization is of the data sheet's rate
     where the device is listed, and of the measured product where it is not.
     """
     kind = jax.devices()[0].device_kind
@@ -39,10 +39,10 @@ def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BI
                 continue
             _, timing = timed
             facts: dict[str, Any] = {"tokens": now.batch * now.seq, "model_flops": now.model_flops}
-            facts["utilisation"] = now.model_flops / timing.median / peak
+            facts["utilization"] = now.model_flops / timing.median / peak
             name = f"zoo, {batch} x {sizes.seq}, remat={policy}"
             report(found, "large step", name, timing, facts, rates)
-            print(f"    {facts['utilisation']:.1%} of {peak / 1e12:,.0f} TFLOP/s")
+            print(f"    {facts['utilization']:.1%} of {peak / 1e12:,.0f} TFLOP/s")
             break
         else:
             print(f"  remat={policy}: not one row fits into the device's memory")

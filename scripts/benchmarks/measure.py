@@ -35,7 +35,7 @@ class Timing:
 
 
 def contest(entrants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Run all entrants in turn, `rounds` times, forwards and backwards by turns: whatever slows the machine slows them
+    """Run all entrants in turn, `rounds` times, forward and backward by turns: whatever slows the machine slows them
     alike. An entrant returns when its work is done, and has run once before, so that nothing is compiled here.
 
     A turn is two calls, and the second counts: the first finds memory and caches as the rival left them, the second as

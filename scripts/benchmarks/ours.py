@@ -13,7 +13,7 @@ import optax
 
 import zoo
 from zoo.ops import attention
-from zoo.ops.product import product
+from zoo.ops.matmul import einsum_fp32_accum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Sizes:
 
     @property
     def model_flops(self) -> int:
-        """What a training step has to multiply: two FLOPs a parameter and token forwards, four backwards, and the
+        """What a training step has to multiply: two FLOPs a parameter and token forward, four backward, and the
         causal half of attention's products. What is computed again does not count; of experts those that a token uses
         do, and the router."""
         used = 3 * self.mlp * self.top + self.experts if self.experts else 3 * self.mlp
@@ -71,8 +71,8 @@ class Training:
         mesh = zoo.make_mesh(devices=jax.devices()[:1])
         model = zoo.init(lambda key: sizes.make(key, remat=remat, **options), jax.random.key(0), mesh)
         self.model = zoo.place(adapt(model), mesh)
-        optimiser = optax.adamw(1e-3, weight_decay=0.1)
-        self.state = zoo.place(optimiser.init(zoo.trainable(self.model)), mesh)
+        optimizer = optax.adamw(1e-3, weight_decay=0.1)
+        self.state = zoo.place(optimizer.init(zoo.trainable(self.model)), mesh)
         tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.seq + 1), 0, sizes.vocab)
         self.batch = zoo.place_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
 
@@ -82,7 +82,7 @@ class Training:
         @eqx.filter_jit(donate="all-except-first")
         def step(batch, model, state):
             loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch)
-            updates, state = optimiser.update(grads, state, zoo.trainable(model))
+            updates, state = optimizer.update(grads, state, zoo.trainable(model))
             return zoo.place(eqx.apply_updates(model, updates), mesh), state, loss
 
         self.step = step
@@ -91,7 +91,7 @@ class Training:
         self.model, self.state, loss = self.step(self.batch, self.model, self.state)
         jax.block_until_ready((self.model, loss))
 
-    def program(self) -> zoo.inspect.Program:
+    def program(self) -> zoo.inspect.CompiledProgram:
         """What the step costs, read off the compiled program."""
         return zoo.inspect.compiled(self.step, self.batch, self.model, self.state)
 
@@ -103,7 +103,7 @@ class Training:
 
 
 def first_step(layers: int, remat: zoo.parallel.Remat = "elementwise") -> dict[str, float]:
-    """Seconds in which a new process makes its model and optimiser, takes a first step, and a later one."""
+    """Seconds in which a new process makes its model and optimizer, takes a first step, and a later one."""
     start = time.perf_counter()
     run = Training(Sizes(layers=layers), "float32", remat)
     jax.block_until_ready((run.model, run.state))
@@ -127,7 +127,7 @@ class Decoding:
         self.batch, self.new, self.prompt = batch, new, prompt
         make = lambda key: zoo.cast(sizes.make(key), dtype)
         model = jax.block_until_ready(eqx.filter_jit(make)(jax.random.key(0)))
-        self.model = zoo.models.swap_stack(model, zoo.models.Stack.unstacked)  # once, as for many calls
+        self.model = zoo.models.swap_stack(model, zoo.models.Stack.unstack)  # once, as for many calls
         self.tokens = jax.random.randint(jax.random.key(1), (batch, prompt), 0, sizes.vocab)
         self.generate = functools.partial(zoo.generate, max_new_tokens=new)
 
@@ -146,8 +146,8 @@ class Decoding:
 def fused_attention() -> Callable:
     """The kernel of cuDNN where there is one to run it, and the default otherwise."""
     if jax.default_backend() == "gpu":
-        return functools.partial(attention.fused, implementation="cudnn")
-    return attention.grouped
+        return functools.partial(attention.fused_attention, implementation="cudnn")
+    return attention.grouped_query_attention
 
 
 def count(sizes: Sizes) -> int:
@@ -155,19 +155,19 @@ def count(sizes: Sizes) -> int:
     return zoo.count(eqx.filter_eval_shape(sizes.make, jax.random.key(0)))
 
 
-class Grouped:
+class GroupedMatmul:
     """The grouped product of 4,096 rows of 256 by matrices of 384 by 256; called, it makes one, with its gradient or
     without. `loads` are the rows of each expert."""
 
     ROWS, IN, OUT = 4096, 256, 384
 
-    def __init__(self, form: Callable, loads: Sequence[int], *, gradient: bool, dtype: str = "float32"):
+    def __init__(self, implementation: Callable, loads: Sequence[int], *, gradient: bool, dtype: str = "float32"):
         keys = jax.random.split(jax.random.key(0), 2)
         x = jax.random.normal(keys[0], (self.ROWS, self.IN), dtype)
         weight = jax.random.normal(keys[1], (len(loads), self.OUT, self.IN), dtype)
         self.arguments = x, weight, jnp.asarray(loads, jnp.int32)
-        total = lambda x, weight, sizes: (form(x, weight, sizes).astype(jnp.float32) ** 2).sum()
-        self.run = jax.jit(jax.grad(total, (0, 1)) if gradient else form)
+        total = lambda x, weight, sizes: (implementation(x, weight, sizes).astype(jnp.float32) ** 2).sum()
+        self.run = jax.jit(jax.grad(total, (0, 1)) if gradient else implementation)
         self.flops = 2 * self.ROWS * self.IN * self.OUT * (3 if gradient else 1)
 
     def __call__(self) -> None:
@@ -176,13 +176,13 @@ class Grouped:
 
 def batched(x: Any, weight: Any, sizes: Any) -> Any:
     """The dense product that is as large: each expert has as many rows as any other, and no one asks whose they are."""
-    rows = product("eri,eoi->ero", x.reshape(len(weight), -1, x.shape[1]), weight)
+    rows = einsum_fp32_accum("eri,eoi->ero", x.reshape(len(weight), -1, x.shape[1]), weight)
     return rows.reshape(len(x), -1)
 
 
 def loads(experts: int, active: int, uneven: bool = False) -> list[int]:
     """The rows of `experts`, of which the first `active` have any: as many each, or shares of 1, 2, 3, ... parts."""
     parts = [i + 1 if uneven else 1 for i in range(active)]
-    found = [Grouped.ROWS * part // sum(parts) for part in parts]
-    found[-1] += Grouped.ROWS - sum(found)
+    found = [GroupedMatmul.ROWS * part // sum(parts) for part in parts]
+    found[-1] += GroupedMatmul.ROWS - sum(found)
     return found + [0] * (experts - active)

@@ -116,7 +116,7 @@ class Training:
     def __init__(self, sizes: Sizes, dtype: str, *, compiled: bool, experts: str = "eager"):
         self.model = model(sizes, experts).train()
         self.forward = torch.compile(self.model) if compiled else self.model
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
         self.tokens = torch.randint(0, sizes.vocab, (sizes.batch, sizes.seq), device=device())
         self.dtype = dtype
 
@@ -124,8 +124,8 @@ class Training:
         with torch.autocast(device(), torch.bfloat16, enabled=self.dtype == "bfloat16"):
             loss = self.forward(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
         loss.backward()
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         loss.item()
 
 
@@ -140,15 +140,15 @@ class Adapting(Training):
             options = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear", "use_dora": kind == "DoRA"}
             self.forward = self.model = peft.get_peft_model(self.model, peft.LoraConfig(**options)).train()
         learnt = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimiser = torch.optim.AdamW(learnt, lr=1e-3, weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(learnt, lr=1e-3, weight_decay=0.1, fused=True)
 
     def bytes_learning(self) -> int:
         """Of gradients and moments."""
-        return 3 * sum(x.nbytes for group in self.optimiser.param_groups for x in group["params"])
+        return 3 * sum(x.nbytes for group in self.optimizer.param_groups for x in group["params"])
 
 
 def first_step(layers: int, *, compiled: bool) -> dict[str, float]:
-    """Seconds in which a new process makes its model and optimiser, takes a first step, and a later one."""
+    """Seconds in which a new process makes its model and optimizer, takes a first step, and a later one."""
     start = time.perf_counter()
     run = Training(Sizes(layers=layers), "float32", compiled=compiled)
     return {"born": time.perf_counter() - start, **first_and_later(run)}

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 import zoo
-from zoo.layers import GatedDeltaNet, Info, Mamba, Mamba2
-from zoo.ops.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
-from zoo.ops.hgrn import hgrn
-from zoo.ops.linear_attention import gla, linear_attention, retention, simple_gla
-from zoo.ops.mamba import selective_scan
-from zoo.ops.mamba2 import ssd
-from zoo.ops.mlstm import mlstm
-from zoo.ops.rg_lru import rg_lru
-from zoo.ops.rwkv4 import rwkv4
-from zoo.ops.rwkv6 import rwkv6
-from zoo.ops.rwkv7 import rwkv7
+from zoo.layers import GatedDeltaNet, Mamba, Mamba2, TokenInfo
+from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
+from zoo.ops.recurrence.hgrn import hgrn
+from zoo.ops.recurrence.linear_attention import gla, linear_attention, retention, simple_gla
+from zoo.ops.recurrence.mamba import selective_scan
+from zoo.ops.recurrence.mamba2 import ssd
+from zoo.ops.recurrence.mlstm import mlstm
+from zoo.ops.recurrence.rg_lru import rg_lru
+from zoo.ops.recurrence.rwkv4 import rwkv4
+from zoo.ops.recurrence.rwkv6 import rwkv6
+from zoo.ops.recurrence.rwkv7 import rwkv7
 
 from .ours import Sizes, Training
 
@@ -43,13 +43,13 @@ class Draw:
     def __init__(self, seq: int):
         self.seq, self.keys = seq, iter(jax.random.split(jax.random.key(0), 8))
 
-    def whole(self, *shape: int) -> Array:
+    def shared(self, *shape: int) -> Array:
         """Numbers that are the same for all tokens."""
         return jax.random.normal(next(self.keys), shape)
 
     def rows(self, *dims: int, steps: int = 1) -> Array:
         """As many rows of `dims` a token as there are `steps`."""
-        return self.whole(1, self.seq * steps, *dims)
+        return self.shared(1, self.seq * steps, *dims)
 
     def heads(self) -> Array:
         return self.rows(*HEADS)
@@ -67,51 +67,54 @@ class Draw:
         """A number in (0, 1) a head."""
         return jax.nn.sigmoid(self.rows(HEADS[0], steps=steps))
 
-    def three(self) -> tuple[Array, ...]:
+    def qkv(self) -> tuple[Array, ...]:
         """Queries, keys and values."""
         return self.heads(), self.heads(), self.heads()
 
-    def corrected(self, *, steps: int = 1) -> tuple[Array, ...]:
+    def delta_rule_inputs(self, *, steps: int = 1) -> tuple[Array, ...]:
         """Queries, keys, values and rates of a delta rule."""
         return self.heads(), self.units(steps=steps), self.rows(*HEADS, steps=steps), self.rates(steps=steps)
 
-    def space(self) -> tuple[Array, ...]:
+    def mamba2_inputs(self) -> tuple[Array, ...]:
         """x, dt, A, B, C and D of Mamba-2, whose B and C all heads share."""
         heads, dim = HEADS
-        x, dt, A = self.heads(), jax.nn.softplus(self.rows(heads) - 3), -jnp.exp(self.whole(heads))
-        return x, dt, A, self.rows(1, dim), self.rows(1, dim), self.whole(heads)
+        x, dt, A = self.heads(), jax.nn.softplus(self.rows(heads) - 3), -jnp.exp(self.shared(heads))
+        return x, dt, A, self.rows(1, dim), self.rows(1, dim), self.shared(heads)
 
-    def scanned(self) -> tuple[Array, ...]:
+    def mamba_inputs(self) -> tuple[Array, ...]:
         """x, dt, A, B, C and D of Mamba."""
-        x, dt, A = self.rows(CHANNELS), jax.nn.softplus(self.rows(CHANNELS) - 3), -jnp.exp(self.whole(CHANNELS, STATE))
-        return x, dt, A, self.rows(STATE), self.rows(STATE), self.whole(CHANNELS)
+        x, dt, A = self.rows(CHANNELS), jax.nn.softplus(self.rows(CHANNELS) - 3), -jnp.exp(self.shared(CHANNELS, STATE))
+        return x, dt, A, self.rows(STATE), self.rows(STATE), self.shared(CHANNELS)
 
-    def overwritten(self) -> tuple[Array, ...]:
+    def rwkv7_inputs(self) -> tuple[Array, ...]:
         """Queries, keys, values, decays, reads and writes of RWKV-7."""
         removed = self.units()
-        return *self.three(), self.decays(*HEADS), -removed, removed * self.rates()[..., None]
+        return *self.qkv(), self.decays(*HEADS), -removed, removed * self.rates()[..., None]
 
     def channels(self, count: int) -> tuple[Array, ...]:
         return tuple(self.rows(CHANNELS) for _ in range(count))
 
 
 OPERATIONS: Mapping[str, tuple[Callable, Callable[[Draw], tuple[Array, ...]]]] = {
-    "linear_attention": (linear_attention, Draw.three),
-    "retention": (retention, Draw.three),
-    "simple_gla": (simple_gla, lambda draw: (*draw.three(), draw.decays(HEADS[0]))),
-    "gla": (gla, lambda draw: (*draw.three(), draw.decays(*HEADS))),
-    "rwkv6": (rwkv6, lambda draw: (*draw.three(), draw.decays(*HEADS), draw.whole(*HEADS))),
-    "rwkv7": (rwkv7, Draw.overwritten),
-    "ssd": (ssd, Draw.space),
-    "mlstm": (mlstm, lambda draw: (*draw.three(), draw.rows(HEADS[0]), draw.rows(HEADS[0]) + 3)),
-    "delta_rule": (delta_rule, Draw.corrected),
-    "gated_delta_rule": (gated_delta_rule, lambda draw: (*draw.corrected(), draw.decays(HEADS[0]))),
-    "kda": (kda, lambda draw: (*draw.corrected(), draw.decays(*HEADS))),
-    "gated_delta_product": (gated_delta_product, lambda draw: (*draw.corrected(steps=2), draw.decays(HEADS[0]))),
-    "selective_scan": (selective_scan, Draw.scanned),
+    "linear_attention": (linear_attention, Draw.qkv),
+    "retention": (retention, Draw.qkv),
+    "simple_gla": (simple_gla, lambda draw: (*draw.qkv(), draw.decays(HEADS[0]))),
+    "gla": (gla, lambda draw: (*draw.qkv(), draw.decays(*HEADS))),
+    "rwkv6": (rwkv6, lambda draw: (*draw.qkv(), draw.decays(*HEADS), draw.shared(*HEADS))),
+    "rwkv7": (rwkv7, Draw.rwkv7_inputs),
+    "ssd": (ssd, Draw.mamba2_inputs),
+    "mlstm": (mlstm, lambda draw: (*draw.qkv(), draw.rows(HEADS[0]), draw.rows(HEADS[0]) + 3)),
+    "delta_rule": (delta_rule, Draw.delta_rule_inputs),
+    "gated_delta_rule": (gated_delta_rule, lambda draw: (*draw.delta_rule_inputs(), draw.decays(HEADS[0]))),
+    "kda": (kda, lambda draw: (*draw.delta_rule_inputs(), draw.decays(*HEADS))),
+    "gated_delta_product": (
+        gated_delta_product,
+        lambda draw: (*draw.delta_rule_inputs(steps=2), draw.decays(HEADS[0])),
+    ),
+    "selective_scan": (selective_scan, Draw.mamba_inputs),
     "hgrn": (hgrn, lambda draw: (*draw.channels(1), draw.decays(CHANNELS))),
-    "rg_lru": (rg_lru, lambda draw: (*draw.channels(3), draw.whole(CHANNELS))),
-    "rwkv4": (rwkv4, lambda draw: (*draw.channels(2), draw.whole(CHANNELS), draw.whole(CHANNELS))),
+    "rg_lru": (rg_lru, lambda draw: (*draw.channels(3), draw.shared(CHANNELS))),
+    "rwkv4": (rwkv4, lambda draw: (*draw.channels(2), draw.shared(CHANNELS), draw.shared(CHANNELS))),
 }
 """Each with its inputs."""
 ELEMENTWISE = ("selective_scan", "hgrn", "rg_lru", "rwkv4")
@@ -150,8 +153,8 @@ class Operation:
 
 
 KINDS: Mapping[str, Callable] = {
-    "Mamba": partial(Mamba, inner=512, state=16),
-    "Mamba-2": partial(Mamba2, heads=8, head_dim=64, state=128),
+    "Mamba": partial(Mamba, inner=512, state_dim=16),
+    "Mamba-2": partial(Mamba2, heads=8, head_dim=64, state_dim=128),
     "Gated DeltaNet": partial(GatedDeltaNet, heads=4, key_dim=64, value_dim=128),
 }
 """Mixers of width 256. Each is a whole layer, as in Mamba."""
@@ -170,7 +173,7 @@ class Recurrent(Sizes):
         """A model of these sizes, its head the embedding's table."""
         sizes = {"vocab": self.vocab, "embed": self.embed, "layers": self.layers}
         model = zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind]], **options, key=key)
-        return zoo.models.swap_stack(model, zoo.models.Stack.unstacked) if self.unrolled else model
+        return zoo.models.swap_stack(model, zoo.models.Stack.unstack) if self.unrolled else model
 
 
 class Continuing:
@@ -180,18 +183,18 @@ class Continuing:
 
     def __init__(self, sizes: Sizes, position: int):
         model = jax.block_until_ready(eqx.filter_jit(sizes.make)(jax.random.key(0)))
-        model = zoo.models.swap_stack(model, zoo.models.Stack.unstacked)
+        model = zoo.models.swap_stack(model, zoo.models.Stack.unstack)
 
         @eqx.filter_jit
         def read(model, tokens):
             places = jnp.broadcast_to(jnp.arange(position), tokens.shape)
-            return model.hidden(tokens, Info(places), model.init_state(1, position + self.NEW))[1]
+            return model.hidden(tokens, TokenInfo(places), model.init_state(1, position + self.NEW))[1]
 
         @eqx.filter_jit
         def follow(model, token, states):
             def step(i, carry):
                 token, states = carry
-                stream, states = model.hidden(token, Info(jnp.full((1, 1), position + i)), states)
+                stream, states = model.hidden(token, TokenInfo(jnp.full((1, 1), position + i)), states)
                 return model.logits(stream.x).argmax(-1).astype(token.dtype), states
 
             return jax.lax.fori_loop(0, self.NEW, step, (token, states))[0]
@@ -208,7 +211,9 @@ class Continuing:
         return sum(x.nbytes for x in jax.tree.leaves(self.states))
 
 
-def alone(operations: Sequence[str], lengths: Sequence[int]) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
+def single_operations(
+    operations: Sequence[str], lengths: Sequence[int]
+) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
     """Each recurrence over each length, with its gradient and without."""
     if unknown := set(operations) - set(OPERATIONS):
         sys.exit(f"bench.py: no operation {min(unknown)!r}; there are {', '.join(OPERATIONS)}")
@@ -242,7 +247,7 @@ def steps(
     return entrants, facts
 
 
-def continued() -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
+def decoding_steps() -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
     """Tokens after few others and after many, of a model whose memory grows and of one whose does not."""
     models = {"Gated DeltaNet": Recurrent(kind="Gated DeltaNet"), "Transformer": Sizes(layers=6)}
     entrants, facts = {}, {}

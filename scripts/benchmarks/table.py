@@ -12,7 +12,7 @@ COLUMNS = {
     "bytes_learning": ("tokens/s", "MB of parameters", "MB of gradients and moments", "MB else"),
     "bytes_remembered": ("tokens/s", "MB remembered"),
     "share": ("tokens/s", "share"),
-    "utilisation": ("tokens/s", "share"),
+    "utilization": ("tokens/s", "share"),
     "tokens_per_second": ("tokens/s",),
 }
 """The last columns of a part, by what its rows have: the first of these."""
@@ -81,7 +81,7 @@ def shape(row: dict[str, Any]) -> str:
 
 def cells(row: dict[str, Any]) -> str:
     kind, rate = shape(row), f"{row.get('tokens_per_second', 0):,.0f}"
-    last = f"{rate} | {row.get('utilisation', row.get('share', 0)):.0%}"
+    last = f"{rate} | {row.get('utilization', row.get('share', 0)):.0%}"
     if kind == "compiling":
         last = f"{row['compiling']:#.3g} s | {row['born']:#.3g} s"
     elif kind == "copy_share":

@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo import adapters
-from zoo.adapters.adalora import ranked
+from zoo.adapters.methods.adalora import find_adalora
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (8, 4), 0, 32)
@@ -42,7 +42,7 @@ def test_equation_4(tuned):
     assert adapters.orthogonality(eqx.combine(flat, tuned)) < 1e-8
     assert adapters.orthogonality(adapters.ia3(tuned, targets="query", inputs=None)) == adapters.orthogonality(tuned)
     with pytest.raises(ValueError, match="has no AdaLoRA"):
-        adapters.orthogonality(adapters.without(tuned))
+        adapters.orthogonality(adapters.remove(tuned))
 
 
 def test_on_a_mesh(tuned):
@@ -61,22 +61,22 @@ def test_on_a_mesh(tuned):
 def test_ranks_are_kept_where_they_are_worth_most(tuned):
     """9 ranks in two stacks, of which the first layer's queries have none: they take nothing of the budget."""
     gradients = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size + 1), x.shape), zoo.trainable(tuned))
-    scores = adapters.importance(tuned, gradients)
+    scores = adapters.rank_importance(tuned, gradients)
     query, other = (tree.stack.segments[0].blocks[0].mixer.query for tree in (tuned, gradients))
     expected = np.abs(query.values[1] * other.values[1]) + np.abs(query.down.weight[1] * other.down.weight[1]).mean(1)
     expected += np.abs(query.up.weight[1] * other.up.weight[1]).mean(0)
     np.testing.assert_allclose(scores[0][1], expected, rtol=1e-5)
     assert (np.asarray(scores[0][0]) == -1).all()
 
-    run = eqx.filter_jit(adapters.allocated)
+    run = eqx.filter_jit(adapters.keep_top_ranks)
     flat = np.sort(np.concatenate([np.asarray(x).reshape(-1) for x in scores]))[::-1]
     for budget in (0, 4, 9):
         left = run(tuned, scores, jnp.array(budget))
-        for score, (_, before), (_, after) in zip(scores, ranked(tuned), ranked(left), strict=True):
+        for score, (_, before), (_, after) in zip(scores, find_adalora(tuned), find_adalora(left), strict=True):
             kept = np.asarray(score) >= (flat[budget - 1] if budget else np.inf)
             np.testing.assert_array_equal(after.values, np.where(kept, before.values, 0))
     with pytest.raises(ValueError, match="2 matrices with an AdaLoRA, and these are no scores"):
-        adapters.allocated(tuned, scores[:1], 4)
+        adapters.keep_top_ranks(tuned, scores[:1], 4)
 
 
 def test_all_forms_are_one_matrix(tuned):

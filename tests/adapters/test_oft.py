@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo import adapters
-from zoo.adapters.oft import rotation, skew
+from zoo.adapters.methods.oft import cayley_transform, skew_symmetric
 from zoo.layers import Linear
 from zoo.parallel import Dim
 
@@ -28,12 +28,12 @@ def around(in_size=24, out_size=6, in_=Dim("in"), experts=None, **options):
 
 def test_rotations():
     pairs = 0.1 * jax.random.normal(KEY, (3, 6))
-    skewed = np.asarray(skew(pairs, 4), np.float64)
+    skewed = np.asarray(skew_symmetric(pairs, 4), np.float64)
     np.testing.assert_array_equal(skewed, -skewed.swapaxes(1, 2))
     np.testing.assert_array_equal(skewed[:, [0, 0, 0, 1, 1, 2], [1, 2, 3, 2, 3, 3]], np.asarray(pairs, np.float64))
     identity = np.eye(4)
     exact = (identity - skewed) @ np.linalg.inv(identity + skewed)
-    np.testing.assert_allclose(rotation(skew(pairs, 4), None), exact, atol=1e-6)
+    np.testing.assert_allclose(cayley_transform(skew_symmetric(pairs, 4), None), exact, atol=1e-6)
     power = lambda n: np.linalg.matrix_power(skewed, n)
     cut = {
         1: identity + 0 * skewed,
@@ -43,8 +43,8 @@ def test_rotations():
         6: identity + 2 * sum(power(n) for n in range(1, 5)) + power(5),
     }
     for terms, expected in cut.items():
-        np.testing.assert_allclose(rotation(skew(pairs, 4), terms), expected, atol=1e-6)
-    many = rotation(skew(pairs, 4), 40)
+        np.testing.assert_allclose(cayley_transform(skew_symmetric(pairs, 4), terms), expected, atol=1e-6)
+    many = cayley_transform(skew_symmetric(pairs, 4), 40)
     np.testing.assert_allclose(many, exact.swapaxes(1, 2), atol=1e-6)
     np.testing.assert_allclose(many @ many.swapaxes(1, 2), np.broadcast_to(identity, (3, 4, 4)), atol=1e-5)
 

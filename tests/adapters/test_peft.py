@@ -12,8 +12,8 @@ import pytest
 
 import zoo
 from zoo import adapters
-from zoo.adapters.peft_write import tensors
-from zoo.weights.tensors import read_file, write_file
+from zoo.adapters.peft.write import collect_tensors
+from zoo.weights.safetensors import open_safetensors, write_safetensors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FOLDER = Path(os.environ.get("ZOO_PARITY", "nowhere")) / "adapters"
@@ -38,7 +38,9 @@ def close(ours, theirs, tolerance, what):
 @pytest.mark.parametrize(("case", "adapter", "bases"), CASES, ids=lambda path: path.name)
 def test_a_case(case, adapter, bases, tmp_path):
     meta = json.loads((case / "meta.json").read_text())
-    expected = {name: np.asarray(tensor.read()) for name, tensor in read_file(case / "expected.safetensors").items()}
+    expected = {
+        name: np.asarray(tensor.read()) for name, tensor in open_safetensors(case / "expected.safetensors").items()
+    }
     base = zoo.load(bases / meta["base"], dtype="float32")
     if case.name in UNREAD:
         with pytest.raises(zoo.CheckpointError, match=UNREAD[case.name]):
@@ -58,7 +60,7 @@ def test_a_case(case, adapter, bases, tmp_path):
     (loss, logits), gradients = all_of_it(model)
     close(logits, expected["logits"], TOLERANCE, "logits")
     np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
-    ours = tensors(model, gradients, label="default")
+    ours = collect_tensors(model, gradients, adapter_name="default")
     for name in [name for name in expected if name.startswith("grad.")]:
         close(ours[name.removeprefix("grad.")].reshape(expected[name].shape), expected[name], OF_GRADIENTS, name)
 
@@ -66,7 +68,7 @@ def test_a_case(case, adapter, bases, tmp_path):
     if "logits_merged" in expected:
         close(run(merged, tokens), expected["logits_merged"], TOLERANCE, "logits when merged")
     zoo.save(merged, tmp_path / "merged")
-    written = read_file(tmp_path / "merged" / "model.safetensors")
+    written = open_safetensors(tmp_path / "merged" / "model.safetensors")
     for name in [name for name in expected if name.startswith("merged.")]:
         close(written[name.removeprefix("merged.")].read(), expected[name], TOLERANCE, name)
 
@@ -96,7 +98,7 @@ def test_what_was_made_here_is_written_and_read_again(method, tmp_path):
     again = adapters.load(model, tmp_path)
     tokens = jnp.arange(10).reshape(2, 5)
     np.testing.assert_allclose(again(tokens), wrapped(tokens), atol=1e-5)
-    assert adapters.labels(again) == ["default"]
+    assert adapters.adapter_names(again) == ["default"]
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
@@ -104,22 +106,22 @@ def test_an_adapter_that_took_a_part_of_its_base(start, tmp_path):
     """Nothing changes at birth; learnt, it is written for the base as it was, of twice the rank."""
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
     options = {"rank": 4, "alpha": 8, "rank_pattern": {"layers.1.attention.query": 2}}
-    wrapped = adapters.lora(model, start=start, key=jax.random.key(1), **options)
+    wrapped = adapters.lora(model, init=start, key=jax.random.key(1), **options)
     tokens = jnp.arange(10).reshape(2, 5)
     np.testing.assert_allclose(wrapped(tokens), model(tokens), atol=1e-5)
     noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape) * (x != 0)  # ranks that fill up stay
     learnt = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
     assert jnp.abs(learnt(tokens) - model(tokens)).max() > 0.1
     np.testing.assert_allclose(adapters.merge(learnt)(tokens), learnt(tokens), atol=1e-5)
-    np.testing.assert_allclose(adapters.without(learnt)(tokens), model(tokens), atol=1e-5)
+    np.testing.assert_allclose(adapters.remove(learnt)(tokens), model(tokens), atol=1e-5)
     adapters.save(learnt, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["r"] == 8 and set(config["rank_pattern"].values()) == {4}
     np.testing.assert_allclose(adapters.load(model, tmp_path)(tokens), learnt(tokens), atol=2e-5)
     with pytest.raises(ValueError, match="no 17 directions"):
-        adapters.lora(model, start=start, rank=17, key=jax.random.key(1))
+        adapters.lora(model, init=start, rank=17, key=jax.random.key(1))
     with pytest.raises(ValueError, match="take a LoRA"):
-        adapters.dora(model, start=start, key=jax.random.key(1))
+        adapters.dora(model, init=start, key=jax.random.key(1))
 
 
 def test_layers_of_two_kinds_draw_their_own_numbers():
@@ -131,10 +133,12 @@ def test_layers_of_two_kinds_draw_their_own_numbers():
 
 @pytest.mark.skipif(not FOLDER.exists(), reason="ZOO_PARITY names no folder with adapters")
 def test_pissa_takes_what_peft_takes():
-    left = {name: tensor.read() for name, tensor in read_file(FOLDER / "pissa/residual/residual.safetensors").items()}
+    left = {
+        name: tensor.read() for name, tensor in open_safetensors(FOLDER / "pissa/residual/residual.safetensors").items()
+    }
     rank = len(left["adapter.base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
     wrapped = adapters.lora(
-        zoo.load(FOLDER / "bases/llama"), rank=rank, alpha=2 * rank, start="pissa", key=jax.random.key(0)
+        zoo.load(FOLDER / "bases/llama"), rank=rank, alpha=2 * rank, init="pissa", key=jax.random.key(0)
     )
     for ours, theirs in {"query": "q_proj", "value": "v_proj"}.items():
         base = getattr(wrapped.stack.segments[0].blocks[0].mixer, ours).base.weight
@@ -172,7 +176,7 @@ def test_options_that_are_not_computed(keys, message, tuned, tmp_path):
     adapters.save(tuned, tmp_path)
     changed(tmp_path, **keys)
     with pytest.raises(zoo.CheckpointError, match=message):
-        adapters.load(adapters.without(tuned), tmp_path)
+        adapters.load(adapters.remove(tuned), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +229,10 @@ def test_vectors_of_another_length(method, suffix, tmp_path):
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
     adapters.save(getattr(adapters, method)(model, key=jax.random.key(1)), tmp_path)
     file = tmp_path / "adapter_model.safetensors"
-    found = {name: np.array(tensor.read()) for name, tensor in read_file(file).items()}
+    found = {name: np.array(tensor.read()) for name, tensor in open_safetensors(file).items()}
     name = next(name for name in found if name.endswith(f"layers.0.self_attn.v_proj.{suffix}"))
     found[name] = found[name][:-1]
-    write_file(file, {name: (x.shape, x.dtype) for name, x in found.items()}, found.__getitem__)
+    write_safetensors(file, {name: (x.shape, x.dtype) for name, x in found.items()}, found.__getitem__)
     with pytest.raises(zoo.CheckpointError, match=f"{suffix} has the shape .*where 16 numbers were expected"):
         adapters.load(model, tmp_path)
 
@@ -248,7 +252,7 @@ def test_tensors_that_fit_no_module(tuned, tmp_path):
 def test_what_is_dropped_where_it_is_learnt_on(tuned, tmp_path):
     """In layers, as is said; of a head it cannot be, and that is said."""
     adapters.save(tuned, tmp_path / "layers")
-    read = adapters.load(adapters.without(tuned), tmp_path / "layers", dropout=0.5)
+    read = adapters.load(adapters.remove(tuned), tmp_path / "layers", dropout=0.5)
     tokens = jnp.arange(12).reshape(2, 6)
     noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
     read = eqx.combine(jax.tree.map(noise, zoo.trainable(read)), read)
@@ -261,11 +265,11 @@ def test_what_is_dropped_where_it_is_learnt_on(tuned, tmp_path):
 
 def test_which_adapter_is_written(tuned, tmp_path):
     with pytest.raises(zoo.CheckpointError, match="has no adapters"):
-        adapters.save(adapters.without(tuned), tmp_path)
+        adapters.save(adapters.remove(tuned), tmp_path)
     both = adapters.ia3(tuned, targets="query", inputs=None)
     with pytest.raises(zoo.CheckpointError, match="several adapters, lora, ia3: name one"):
         adapters.save(both, tmp_path)
     with pytest.raises(zoo.CheckpointError, match="no adapter 'dora'"):
-        adapters.save(both, tmp_path, label="dora")
-    adapters.save(both, tmp_path, label="lora")
+        adapters.save(both, tmp_path, adapter_name="dora")
+    adapters.save(both, tmp_path, adapter_name="lora")
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"

@@ -14,19 +14,21 @@ from hypothesis import strategies as st
 import zoo
 from zoo import adapters
 from zoo.layers import GatedMLP
-from zoo.models.names import places
+from zoo.models.parameter_paths import list_parameter_paths
 
 METHODS = {
     "lora": lambda rank: partial(adapters.lora, rank=rank, rank_pattern={"up": 1}),
-    "pissa": lambda rank: partial(adapters.lora, rank=rank, start="pissa"),
-    "olora": lambda rank: partial(adapters.lora, rank=rank, start="olora"),
-    "rslora": lambda rank: partial(adapters.lora, rank=rank, alpha=3, rank_stabilised=True, start="gaussian"),
+    "pissa": lambda rank: partial(adapters.lora, rank=rank, init="pissa"),
+    "olora": lambda rank: partial(adapters.lora, rank=rank, init="olora"),
+    "rslora": lambda rank: partial(adapters.lora, rank=rank, alpha=3, rank_stabilized=True, init="gaussian"),
     "dora": lambda rank: partial(adapters.dora, rank=rank, alpha=2.5),
     "vera": lambda rank: partial(adapters.vera, rank=rank),
     "ia3": lambda rank: partial(adapters.ia3, inputs=None),
     "loha": lambda rank: partial(adapters.loha, rank=rank),
-    "lokr": lambda rank: partial(adapters.lokr, rank=rank, both=rank % 2 == 0),
-    "oft": lambda rank: partial(adapters.oft, block_size=2, shared=rank % 2 == 0, terms=None if rank > 2 else 5),
+    "lokr": lambda rank: partial(adapters.lokr, rank=rank, decompose_both=rank % 2 == 0),
+    "oft": lambda rank: partial(
+        adapters.oft, block_size=2, shared=rank % 2 == 0, neumann_terms=None if rank > 2 else 5
+    ),
     "adalora": lambda rank: partial(adapters.adalora, rank=rank),
 }
 LAYERS = st.tuples(st.sampled_from([8, 12, 20]), st.sampled_from([6, 16, 30]))
@@ -49,7 +51,7 @@ def test_born_as_it_was_learnt_alone_and_merged(method, sizes, targets, rank, ha
     scale = float(jnp.abs(before).max())
     np.testing.assert_allclose(adapted(x), before, atol=3e-6 * scale)
 
-    optimiser = optax.adamw(0.03, weight_decay=0.1)
+    optimizer = optax.adamw(0.03, weight_decay=0.1)
     target = jnp.flip(before, -1) + 1
 
     @eqx.filter_jit
@@ -57,21 +59,23 @@ def test_born_as_it_was_learnt_alone_and_merged(method, sizes, targets, rank, ha
         def step(carry, _):
             tuned, state = carry
             loss = lambda tuned: jnp.square(eqx.combine(tuned, model)(x) - target).mean()
-            updates, state = optimiser.update(jax.grad(loss)(tuned), state, tuned)
+            updates, state = optimizer.update(jax.grad(loss)(tuned), state, tuned)
             return (eqx.apply_updates(tuned, updates), state), None
 
         tuned = zoo.trainable(model)
-        (tuned, _), _ = jax.lax.scan(step, (tuned, optimiser.init(tuned)), length=10)
+        (tuned, _), _ = jax.lax.scan(step, (tuned, optimizer.init(tuned)), length=10)
         return eqx.combine(tuned, model)
 
     learnt = ten_steps(adapted)
-    names = {place.name for place in places(zoo.trainable(adapted))}
-    assert names and all(f".{label}." in name for name in names for label in adapters.labels(adapted))
-    for place, old, new in zip(places(adapted), jax.tree.leaves(adapted), jax.tree.leaves(learnt), strict=True):
+    names = {place.name for place in list_parameter_paths(zoo.trainable(adapted))}
+    assert names and all(f".{label}." in name for name in names for label in adapters.adapter_names(adapted))
+    for place, old, new in zip(
+        list_parameter_paths(adapted), jax.tree.leaves(adapted), jax.tree.leaves(learnt), strict=True
+    ):
         assert (place.name in names) != np.array_equal(old, new), place.name
 
     after, merged = learnt(x), adapters.merge(learnt)
     assert jnp.abs(after - before).max() > 1e-3 * scale
     rounding = 2e-2 if half else 3e-5  # a merged matrix is rounded to the dtype of its base
     np.testing.assert_allclose(merged(x), after, atol=rounding * float(jnp.abs(after).max()))
-    np.testing.assert_allclose(adapters.without(learnt)(x), before, atol=3e-6 * scale)
+    np.testing.assert_allclose(adapters.remove(learnt)(x), before, atol=3e-6 * scale)

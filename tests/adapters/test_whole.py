@@ -11,7 +11,7 @@ import pytest
 
 import zoo
 from zoo import adapters
-from zoo.models.names import places
+from zoo.models.parameter_paths import list_parameter_paths
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (8, 6), 0, 32)
@@ -34,7 +34,7 @@ def run(model, tokens=TOKENS):
 
 
 def learnt(model):
-    return {place.name for place in places(zoo.trainable(model))}
+    return {place.name for place in list_parameter_paths(zoo.trainable(model))}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def test_whole_parameters_and_tables(model):
     after = run(changed)
     scale = float(jnp.abs(after).max())
     assert jnp.abs(after - before).max() > 0.1 * scale
-    np.testing.assert_array_equal(run(adapters.weighted(changed, {"lora": 0})), before)
-    np.testing.assert_array_equal(run(adapters.without(changed)), before)
+    np.testing.assert_array_equal(run(adapters.set_strength(changed, {"lora": 0})), before)
+    np.testing.assert_array_equal(run(adapters.remove(changed)), before)
     kept = adapters.merge(changed, keep=True)
     for merged in (adapters.merge(changed), kept):
         np.testing.assert_allclose(run(merged), after, atol=2e-5 * scale)
@@ -95,27 +95,27 @@ def test_dropout_on_a_mesh(method, model):
 
 def test_each_row_its_own(model):
     """Rows with one of two adapters, or none; chosen by name, and inside a loss by number, on a mesh too."""
-    both = adapters.lora(model, targets=("query", "down"), label="french", key=KEY)
-    both = moved(adapters.dora(both, targets="value", label="german", key=KEY))
-    both = moved(adapters.ia3(both, targets="key", inputs=None, label="tone"))
-    each = {label: run(adapters.weighted(both, {other: 0 for other in adapters.labels(both) if other != label}))
+    both = adapters.lora(model, targets=("query", "down"), adapter_name="french", key=KEY)
+    both = moved(adapters.dora(both, targets="value", adapter_name="german", key=KEY))
+    both = moved(adapters.ia3(both, targets="key", inputs=None, adapter_name="tone"))
+    each = {label: run(adapters.set_strength(both, {other: 0 for other in adapters.adapter_names(both) if other != label}))
             for label in ("french", "german", "tone")}  # fmt: skip
     rows = ["french", None, "german", "tone", "french", None, None, "german"]
-    mixed = run(adapters.by_row(both, rows))
+    mixed = run(adapters.select_per_row(both, rows))
     for row, label in enumerate(rows):
         expected = run(model)[row] if label is None else each[label][row]
         np.testing.assert_allclose(mixed[row], expected, atol=1e-5)
 
-    text = zoo.generate(adapters.by_row(both, ["french", "german"]), TOKENS[:2], max_new_tokens=3)
+    text = zoo.generate(adapters.select_per_row(both, ["french", "german"]), TOKENS[:2], max_new_tokens=3)
     for row, label in enumerate(("french", "german")):
-        alone = adapters.weighted(both, {other: 0 for other in adapters.labels(both) if other != label})
+        alone = adapters.set_strength(both, {other: 0 for other in adapters.adapter_names(both) if other != label})
         np.testing.assert_array_equal(text[row], zoo.generate(alone, TOKENS[:2], max_new_tokens=3)[row])
 
     def loss_fn(model, batch):
-        chosen = adapters.by_row(model, batch["adapter"])
+        chosen = adapters.select_per_row(model, batch["adapter"])
         return zoo.cross_entropy(chosen, {name: x for name, x in batch.items() if name != "adapter"})
 
-    numbers = jnp.asarray([-1 if label is None else adapters.labels(both).index(label) for label in rows])
+    numbers = jnp.asarray([-1 if label is None else adapters.adapter_names(both).index(label) for label in rows])
     chances = jnp.take_along_axis(jax.nn.log_softmax(mixed), BATCH["targets"][..., None], -1)
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     batch = zoo.place_batch({**BATCH, "adapter": numbers}, mesh)
@@ -127,55 +127,59 @@ def test_b_learns_at_a_rate_of_its_own(model):
     wrapped = adapters.lora(model, targets=("query", "embedding"), modules_to_save=("norm",), rank=2, key=KEY)
     labels = adapters.lora_plus(wrapped)
     assert jax.tree.leaves(labels).count("B") == 2
-    optimiser = optax.partition({"rest": optax.adam(1e-3), "B": optax.adam(16e-3)}, adapters.lora_plus)
+    optimizer = optax.partition({"rest": optax.adam(1e-3), "B": optax.adam(16e-3)}, adapters.lora_plus)
     tuned = zoo.trainable(wrapped)
-    updates, _ = optimiser.update(jax.tree.map(jnp.ones_like, tuned), optimiser.init(tuned), tuned)
-    for place, step in zip(places(updates), jax.tree.leaves(updates), strict=True):
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, tuned), optimizer.init(tuned), tuned)
+    for place, step in zip(list_parameter_paths(updates), jax.tree.leaves(updates), strict=True):
         expected = 16e-3 if place.name.endswith("lora.up.weight") else 1e-3
         np.testing.assert_allclose(step, -expected, rtol=1e-4)
     with pytest.raises(ValueError, match="no LoRA is learnt"):
-        adapters.lora_plus(adapters.full(model, "norm"))
+        adapters.lora_plus(adapters.unfreeze(model, "norm"))
 
 
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (lambda model: adapters.full(model, "nrm"), ValueError, "the target 'nrm'. Is it norm or"),
-        (lambda model: adapters.full(model, ()), ValueError, "targets names no parameter"),
-        (lambda model: adapters.full(model, lambda name: False), ValueError, "takes none of the model's"),
-        (lambda model: adapters.full(adapters.full(model, "norm"), "norm"), ValueError, "learnt on top of it already"),
+        (lambda model: adapters.unfreeze(model, "nrm"), ValueError, "the target 'nrm'. Is it norm or"),
+        (lambda model: adapters.unfreeze(model, ()), ValueError, "targets names no parameter"),
+        (lambda model: adapters.unfreeze(model, lambda name: False), ValueError, "takes none of the model's"),
         (
-            lambda model: adapters.full(adapters.lora(model, key=KEY), "query"),
+            lambda model: adapters.unfreeze(adapters.unfreeze(model, "norm"), "norm"),
+            ValueError,
+            "learnt on top of it already",
+        ),
+        (
+            lambda model: adapters.unfreeze(adapters.lora(model, key=KEY), "query"),
             ValueError,
             r"query.weight is not learnt as a whole: .*query.lora.down.weight is learnt",
         ),
         (
-            lambda model: adapters.lora(adapters.full(model, "query"), key=KEY),
+            lambda model: adapters.lora(adapters.unfreeze(model, "query"), key=KEY),
             ValueError,
             "query.weight is learnt as a whole: no adapter goes around it",
         ),
         (lambda model: adapters.dora(model, targets="embedding", key=KEY), ValueError, "only a LoRA goes around"),
         (lambda model: adapters.loha(model, targets="embedding", key=KEY), ValueError, "only a LoRA goes around"),
         (
-            lambda model: adapters.lora(model, targets="embedding", start="pissa", key=KEY),
+            lambda model: adapters.lora(model, targets="embedding", init="pissa", key=KEY),
             ValueError,
             "starts as zero, not as 'pissa'",
         ),
         (lambda model: adapters.lora(model, targets="head", dropout=0.1, key=KEY), ValueError, "is not dropped"),
         (lambda model: adapters.lora(model, dropout=1, key=KEY), ValueError, "less than 1, not 1"),
         (
-            lambda model: adapters.by_row(adapters.full(model, "norm"), ["full"]),
+            lambda model: adapters.select_per_row(adapters.unfreeze(model, "norm"), ["full"]),
             ValueError,
             "full: whole parameters are learnt there",
         ),
-        (lambda model: adapters.by_row(adapters.lora(model, key=KEY), ["ora"]), ValueError, "no adapter 'ora'"),
+        (lambda model: adapters.select_per_row(adapters.lora(model, key=KEY), ["ora"]), ValueError, "no adapter 'ora'"),
         (
-            lambda model: adapters.by_row(adapters.lora(model, key=KEY), ["lora"])(TOKENS),
+            lambda model: adapters.select_per_row(adapters.lora(model, key=KEY), ["lora"])(TOKENS),
             ValueError,
             "for 1 rows of a batch, and it reads",
         ),
         (
-            lambda model: adapters.merge(adapters.by_row(adapters.lora(model, key=KEY), ["lora"])),
+            lambda model: adapters.merge(adapters.select_per_row(adapters.lora(model, key=KEY), ["lora"])),
             NotImplementedError,
             "for some rows of a batch only",
         ),

@@ -13,9 +13,9 @@ import tokenizers
 
 import zoo
 from zoo.cli import main
-from zoo.models.config import read_config
-from zoo.models.facts import Origin
-from zoo.models.families import FAMILIES
+from zoo.models.hf.config import read_config
+from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.spec import Origin
 
 BOS, EOS = 254, 255
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

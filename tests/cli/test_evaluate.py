@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.cli.evaluate import texts, windows_of
-from zoo.cli.text import Bytes, Tokenizer
+from zoo.cli.evaluate import read_texts, split_into_windows
+from zoo.text.checkpoint_tokenizers import HuggingFaceTokenizer, RawByteTokenizer
 
 TEXT = "Un été à Paris: 東京 is far. " * 3
 
@@ -35,7 +35,7 @@ def nats(model, tokens) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["text_model", "bytes_model"])
 def test_one_window_is_the_models_own_logits(run, request, file, kind):
     directory = request.getfixturevalue(kind)
-    text = Bytes() if kind == "bytes_model" else Tokenizer(directory / "tokenizer.json")
+    text = RawByteTokenizer() if kind == "bytes_model" else HuggingFaceTokenizer(directory / "tokenizer.json")
     tokens = [*text.prefix, *text.encode(TEXT)[0].tolist()]
     expected = nats(zoo.load(directory), tokens)
     found = told(run, directory, "--data", file, "--batch", 2)
@@ -47,7 +47,7 @@ def test_one_window_is_the_models_own_logits(run, request, file, kind):
 
 def test_many_windows_and_a_mesh(run, bytes_model, file):
     words = ["evaluate", bytes_model, "--data", file, "--length", 16, "--batch", 4]
-    windows = windows_of(TEXT, Bytes(), 16)
+    windows = split_into_windows(TEXT, RawByteTokenizer(), 16)
     rows = np.array([np.pad(window.tokens, (0, 16 - len(window.tokens))) for window in windows])
     scores = np.asarray(zoo.score(zoo.load(bytes_model), jnp.asarray(rows)))
     counted = [scores[i, window.first - 1 : len(window.tokens) - 1] for i, window in enumerate(windows)]
@@ -61,15 +61,15 @@ def test_many_windows_and_a_mesh(run, bytes_model, file):
     assert f"{found['bits_per_byte']:.4f} bits per byte, perplexity" in run(*words)[0]
 
 
-class NoPrefix(Bytes):
+class NoPrefix(RawByteTokenizer):
     prefix = ()
 
 
-@pytest.mark.parametrize("text", [Bytes(), NoPrefix()])
+@pytest.mark.parametrize("text", [RawByteTokenizer(), NoPrefix()])
 @pytest.mark.parametrize("length", [3, 7, 8, 500])
 def test_windows_tile_the_text(text, length):
     tokens = list(TEXT.encode())
-    windows = windows_of(TEXT, text, length)
+    windows = split_into_windows(TEXT, text, length)
     scored = [token for window in windows for token in window.tokens[window.first :].tolist()]
     lost = 0 if text.prefix else 1  # nothing stands before the first token
     assert scored == tokens[lost:] and sum(window.bytes for window in windows) == len(tokens) - lost
@@ -85,9 +85,9 @@ def test_texts_in_folders(tmp_path):
     for name, content in {"b.txt": b"two", "a/c.txt": b"one", ".hidden": b"x", "d.bin": b"\xff\xfe", "e": b""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    assert texts([tmp_path]) == ["one", "two"] and texts([tmp_path / "b.txt"]) == ["two"]
+    assert read_texts([tmp_path]) == ["one", "two"] and read_texts([tmp_path / "b.txt"]) == ["two"]
     with pytest.raises(ValueError, match="no text there"):
-        texts([tmp_path / "d.bin"])
+        read_texts([tmp_path / "d.bin"])
 
 
 def test_what_cannot_be_evaluated(refused, text_model, bytes_model, gpt2, file, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from ..recipes.test_transformer import TINY
+from tests.recipes.test_transformer import TINY
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.py"))}
@@ -31,7 +31,7 @@ def test_a_recipe_needs_nothing_beside_it(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"line {node.lineno} imports a neighbour"
+            assert not node.level, f"line {node.lineno} imports a neighbor"
             names.add(str(node.module).partition(".")[0])
     places = {name: importlib.util.find_spec(name) for name in names - sys.stdlib_module_names - {"zoo"}}
     assert all(places.values())
@@ -113,7 +113,7 @@ def test_what_is_looked_for_is_what_training_needs():
         node for node in ast.walk(ast.parse((ROOT / "zoo/train/__init__.py").read_text())) if isinstance(node, ast.Call)
     ]
     (call,) = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "require_installed")
-    assert tuple(ast.literal_eval(argument) for argument in call.args) == module.TRAIN
+    assert tuple(ast.literal_eval(argument) for argument in call.args) == module.TRAIN_REQUIREMENTS
 
 
 def test_a_copy_runs_where_it_lies(run, tmp_path):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.cli.generate import left_padded, stop_tokens
-from zoo.cli.text import Bytes, Stream, Tokenizer, text_of
+from zoo.cli.generate import pad_left, read_stop_tokens
+from zoo.text.checkpoint_tokenizers import HuggingFaceTokenizer, RawByteTokenizer, StreamDecoder, find_tokenizer
 
 from .conftest import BOS, EOS
 
 
 def test_one_prompt_streams_what_zoo_generates(run, text_model, capsys):
-    text = Tokenizer(text_model / "tokenizer.json")
+    text = HuggingFaceTokenizer(text_model / "tokenizer.json")
     prompt = [BOS, *text.encode("Où?")[0].tolist()]
     expected = zoo.generate(zoo.load(text_model), jnp.array([prompt]), max_new_tokens=8, stop_tokens=[EOS])
     out, error = run("generate", text_model, "--prompt", "Où?", "--max-new-tokens", 8)
@@ -57,14 +57,14 @@ def test_what_cannot_be_continued(refused, text_model, gpt2, monkeypatch):
 
 
 def test_what_ends_a_text(text_model, bytes_model, tmp_path):
-    assert stop_tokens(text_model) == [EOS, 300]  # those of generation_config.json
-    assert stop_tokens(bytes_model) == []
+    assert read_stop_tokens(text_model) == [EOS, 300]  # those of generation_config.json
+    assert read_stop_tokens(bytes_model) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
-    assert stop_tokens(tmp_path) == [3]
+    assert read_stop_tokens(tmp_path) == [3]
 
 
 def test_prompts_are_padded_on_the_left():
-    batch, mask = left_padded([(1, 2, 3), (4,)])
+    batch, mask = pad_left([(1, 2, 3), (4,)])
     assert batch.tolist() == [[1, 2, 3], [0, 0, 4]]
     assert mask.tolist() == [[True] * 3, [False, False, True]]
 
@@ -74,33 +74,33 @@ TEXTS = ("plain", "naïve – 日本語 👩‍🚀!", "", "é" * 9, "two  space
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_stream_never_shows_half_a_letter(text_model, text):
-    for tokenizer in (Tokenizer(text_model / "tokenizer.json"), Bytes()):
+    for tokenizer in (HuggingFaceTokenizer(text_model / "tokenizer.json"), RawByteTokenizer()):
         tokens = tokenizer.encode(text)[0].tolist()
         for begun in range(0, len(tokens), 3):
             before = tokenizer.decode(tokens[:begun])
             if before.endswith("\ufffd"):
                 continue
-            stream = Stream(tokenizer.decode, tokens[:begun])
+            stream = StreamDecoder(tokenizer.decode, tokens[:begun])
             pieces = [stream.push(token) for token in tokens[begun:]]
-            assert before + "".join(pieces) == text and stream.rest() == ""
+            assert before + "".join(pieces) == text and stream.flush() == ""
 
 
 def test_a_stream_gives_at_the_end_what_never_became_a_letter():
-    stream = Stream(Bytes().decode)
+    stream = StreamDecoder(RawByteTokenizer().decode)
     assert [stream.push(token) for token in (65, 0xE2, 0x82)] == ["A", "", ""]
-    assert stream.rest() == "\ufffd"
+    assert stream.flush() == "\ufffd"
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_byte_belongs_to_one_token(text_model, text):
-    for tokenizer in (Tokenizer(text_model / "tokenizer.json"), Bytes()):
+    for tokenizer in (HuggingFaceTokenizer(text_model / "tokenizer.json"), RawByteTokenizer()):
         tokens, lengths = tokenizer.encode(text)
         assert len(tokens) == len(lengths) and lengths.sum() == len(text.encode()) and (lengths >= 0).all()
 
 
 def test_the_tokenizer_of_a_directory(text_model, tmp_path, refused, bytes_model):
-    assert text_of(text_model, 256).prefix == (BOS,)
-    assert isinstance(text_of(tmp_path, 256), Bytes) and text_of(tmp_path, 257) is None
+    assert find_tokenizer(text_model, 256).prefix == (BOS,)
+    assert isinstance(find_tokenizer(tmp_path, 256), RawByteTokenizer) and find_tokenizer(tmp_path, 257) is None
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="no tokenizer that can be read"):
-        text_of(tmp_path, 256)
+        find_tokenizer(tmp_path, 256)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import zoo
-from zoo.cli.terminal import aligned, runs, size
+from zoo.cli.terminal import align_columns, format_bytes, format_ranges
 from zoo.weights import directory
 
 from .conftest import SIZES
@@ -52,7 +52,7 @@ def test_the_layout_is_that_of_a_real_mesh(run, bytes_model, data, fsdp, tensor)
     model = zoo.load(bytes_model, mesh=mesh)
     lying = {
         place.name: ([list(e) if isinstance(e, tuple) else e for e in x.sharding.spec], x.addressable_shards[0].data)
-        for place, x in zip(zoo.models.places(model), jax.tree.leaves(model), strict=True)
+        for place, x in zip(zoo.models.list_parameter_paths(model), jax.tree.leaves(model), strict=True)
     }
     assert {row["name"] for row in found["rows"]} == lying.keys()
     for row in found["rows"]:
@@ -125,7 +125,7 @@ def test_of_a_mixture_what_a_token_meets_is_told(run, checkpoint, bytes_model):
     directory = checkpoint("dots1", vocab_size=32, num_hidden_layers=2, first_k_dense_replace=1, **SIZES, **sizes)
     model, found = zoo.load(directory), told(run, directory)
     assert found["parameters"] == zoo.count(model) == sum(row["parameters"] for row in found["rows"] if row["learnt"])
-    assert found["active"] == zoo.models.count_active(model) == zoo.count(model) - 2 * 3 * 8 * 16
+    assert found["active"] == zoo.models.count_active_parameters(model) == zoo.count(model) - 2 * 3 * 8 * 16
     assert [row["name"].rpartition(".")[2] for row in found["rows"] if not row["learnt"]] == ["selection_bias"]
 
 
@@ -138,12 +138,12 @@ def test_one_model_is_named(refused, bytes_model):
 
 def test_presets_are_listed(run):
     rows = [line.split() for line in run("presets")[0].splitlines()]
-    assert [row[0] for row in rows] == list(zoo.models.presets())
+    assert [row[0] for row in rows] == list(zoo.models.list_presets())
     assert ["llama3-8b", "8,030,261,248", "llama", "meta-llama/Meta-Llama-3-8B"] in rows
 
 
 def test_no_tensor_is_read(run, bytes_model, monkeypatch):
-    def headers(path, read=directory.read_file):
+    def headers(path, read=directory.open_safetensors):
         return {name: dataclasses.replace(tensor, read=unreadable) for name, tensor in read(path).items()}
 
     def unreadable():
@@ -156,10 +156,10 @@ def test_no_tensor_is_read(run, bytes_model, monkeypatch):
 
 
 def test_numbers_are_short():
-    assert [size(n) for n in (0, 384, 999.6, 2.4712e9, 5e15)] == ["0 B", "384 B", "1 kB", "2.47 GB", "5e+03 TB"]
-    assert [runs(n) for n in ([4], range(32), range(0, 8, 2), [0, 1, 2, 5, 6], [0, 2, 3, 5, 9, 10])] == [
+    assert [format_bytes(n) for n in (0, 384, 999.6, 2.4712e9, 5e15)] == ["0 B", "384 B", "1 kB", "2.47 GB", "5e+03 TB"]
+    assert [format_ranges(n) for n in ([4], range(32), range(0, 8, 2), [0, 1, 2, 5, 6], [0, 2, 3, 5, 9, 10])] == [
         *("4", "0-31", "0-6 by 2", "0-2, 5-6", "6 of 0-10"),
     ]
-    assert aligned([["a", "1"], ["long", "10"], ["a last cell alone"]], right=(1,)) == [
+    assert align_columns([["a", "1"], ["long", "10"], ["a last cell alone"]], right=(1,)) == [
         *("a      1", "long  10", "a last cell alone"),
     ]

@@ -11,7 +11,7 @@ import pytest
 
 import zoo
 from zoo.cli import main
-from zoo.weights.parity import distance
+from zoo.weights.parity import relative_error
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 
@@ -70,5 +70,5 @@ def test_what_cannot_be_compared_is_told(qwen3, tmp_path, capsys):
 
 def test_distances_of_what_is_not_finite_or_of_another_shape_are_infinite():
     wanted = np.ones((2, 3), np.float32)
-    assert distance(wanted, wanted) == 0
-    assert distance(wanted[:1], wanted) == distance(wanted * np.nan, wanted) == float("inf")
+    assert relative_error(wanted, wanted) == 0
+    assert relative_error(wanted[:1], wanted) == relative_error(wanted * np.nan, wanted) == float("inf")

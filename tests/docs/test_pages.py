@@ -6,7 +6,7 @@ from scripts import check_site, make_pages
 
 
 def test_generated_pages_are_current():
-    found = sorted(make_pages.stale())
+    found = sorted(make_pages.find_stale())
     assert not found, f"stale: {', '.join(found)}. `{make_pages.COMMAND}` writes them anew."
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import zoo
-from zoo.generate.request import cache_length
+from zoo.generate.request import choose_cache_length
 from zoo.layers import PositionEmbedding
 from zoo.models import Stack, swap_stack
-from zoo.ops.rotary import Dynamic, LongRope, Rotary
-from zoo.ops.sampling import truncate
+from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary
+from zoo.ops.sampling import filter_logits
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 2, "heads": 4, "mlp": 24}
@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_whole_passes(kind, seq, new, pads, seed):
 
 def test_a_bfloat16_model_and_layers_that_stand_alone_already():
     model = zoo.cast(born(), jnp.bfloat16)
-    alone = swap_stack(model, Stack.unstacked)
+    alone = swap_stack(model, Stack.unstack)
     tokens = text((2, 6))
     assert jnp.array_equal(*(zoo.generate(m, tokens, max_new_tokens=9) for m in (model, alone)))
 
@@ -106,7 +106,7 @@ def test_pairs_of_drawn_tokens_follow_their_distribution(options):
     prompt = jnp.array([[1, 4, 2]])
     pairs = jnp.concatenate([jnp.repeat(prompt, vocab, 0), jnp.arange(vocab)[:, None]], 1)
     logits = model(pairs)[:, 2:]
-    cut = jax.vmap(lambda x: truncate(x / temperature, **options), 1, 1)(logits)
+    cut = jax.vmap(lambda x: filter_logits(x / temperature, **options), 1, 1)(logits)
     first, then = np.float64(jax.nn.softmax(cut[0, 0])), np.float64(jax.nn.softmax(cut[:, 1]))
     expected = rows * (first[:, None] * then).ravel()
     tokens = zoo.generate(
@@ -187,24 +187,26 @@ def test_prompts_share_a_program_a_bucket_and_decoding_one_a_length(monkeypatch)
 
 def test_a_step_writes_in_place():
     """The caches go in and come out in the same memory, and nothing as large lives beside them."""
-    from zoo.generate.decode import advance, one_by_one, prefill, whole_donating, whole_keeping
-    from zoo.generate.request import Options
+    from zoo.generate.decode import call_program_donating, call_program_keeping, decode_until, prefill, unstack_layers
+    from zoo.generate.request import SamplingOptions
 
-    model, options = born(head_dim=32), Options.of(0, None, None, None, None, (), SIZES["vocab"])
+    model, options = born(head_dim=32), SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"])
     tokens = jnp.zeros((2, 16), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    state = whole_keeping((prefill, (model, options, None)), (tokens, positions, jnp.arange(2), 2048))
+    state = call_program_keeping((prefill, (model, options, None)), (tokens, positions, jnp.arange(2), 2048))
     held = sum(x.nbytes for x in jax.tree.leaves(state))
-    program = whole_donating.lower((advance, (one_by_one(model, None), options)), (state, jnp.int32(9))).compile()
+    program = call_program_donating.lower(
+        (decode_until, (unstack_layers(model, None), options)), (state, jnp.int32(9))
+    ).compile()
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < held / 2
     cache = dataclasses.replace(state.states[0])
-    whole_donating((advance, (one_by_one(model, None), options)), (state, jnp.int32(9)))
+    call_program_donating((decode_until, (unstack_layers(model, None), options)), (state, jnp.int32(9)))
     assert cache.key.is_deleted()
 
 
-@pytest.mark.parametrize("scaling", [Dynamic(2.0, 8), LongRope((1.0, 1.5), (2.0, 4.0), 8, 4.0)])
+@pytest.mark.parametrize("scaling", [DynamicScaling(2.0, 8), LongRopeScaling((1.0, 1.5), (2.0, 4.0), 8, 4.0)])
 def test_ropes_that_depend_on_the_length_are_those_of_the_cache(scaling):
     """11 tokens would be rounded up to 16, at which the keys would turn by other angles. Uncached, a row of 11 whose
     end is still unknown has them: attention is causal."""
@@ -227,9 +229,9 @@ def test_a_model_that_holds_no_more_is_asked_for_no_more():
 
 
 def test_a_cache_is_rounded_up_only_as_far_as_angles_do_not_depend_on_it():
-    model = born(rotary=Rotary(4, scaling=Dynamic(2.0, original_length=20)))
-    assert [cache_length(model, 6, new, None) for new in (3, 14, 15)] == [16, 20, 21]
-    assert cache_length(born(), 6, 14, None) == 32
+    model = born(rotary=Rotary(4, scaling=DynamicScaling(2.0, original_length=20)))
+    assert [choose_cache_length(model, 6, new, None) for new in (3, 14, 15)] == [16, 20, 21]
+    assert choose_cache_length(born(), 6, 14, None) == 32
 
 
 NOT_REAL = jnp.zeros((2, 6), bool)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.generate.decode import advance, one_by_one, prefill, whole_donating, whole_keeping
-from zoo.generate.request import Options, cache_length
+from zoo.generate.decode import call_program_donating, call_program_keeping, decode_until, prefill, unstack_layers
+from zoo.generate.request import SamplingOptions, choose_cache_length
 from zoo.layers import Attention, BiasedRouter, LatentAttention
-from zoo.ops.rotary import Dynamic, Rotary
+from zoo.ops.rotary import DynamicScaling, Rotary
 
 VOCAB, PROMPT, NEW = 40, 6, 5
 SIZES = {"vocab": VOCAB, "embed": 16, "layers": 2, "heads": 4, "mlp": 12, "experts": 4, "top": 2, "dense_layers": 1}
@@ -46,19 +46,21 @@ def test_tokens_are_those_of_whole_passes_on_a_mesh_too():
 
 def test_a_rotation_that_depends_on_the_length_is_not_rounded_up():
     """16 tokens, to which a cache for 11 would be rounded, would turn by other angles."""
-    grows, plain = made(Rotary(4, scaling=Dynamic(2.0, 8))), made(Rotary(4))
-    assert cache_length(grows, PROMPT, NEW, None) == PROMPT + NEW
-    assert cache_length(plain, PROMPT, NEW, None) == 16
+    grows, plain = made(Rotary(4, scaling=DynamicScaling(2.0, 8))), made(Rotary(4))
+    assert choose_cache_length(grows, PROMPT, NEW, None) == PROMPT + NEW
+    assert choose_cache_length(plain, PROMPT, NEW, None) == 16
 
 
 def test_a_step_writes_in_place():
-    model, options = made(Rotary(4)), Options.of(0, None, None, None, None, (), VOCAB)
+    model, options = made(Rotary(4)), SamplingOptions.from_arguments(0, None, None, None, None, (), VOCAB)
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
     given = jnp.zeros((2, 16), jnp.int32), positions, jnp.arange(2), 4096
-    state = whole_keeping((prefill, (model, options, None)), given)
+    state = call_program_keeping((prefill, (model, options, None)), given)
     held = sum(x.nbytes for x in jax.tree.leaves(state))
     assert sum(x.nbytes for x in jax.tree.leaves(state.states)) < 2 * 2 * 4096 * (8 + 4 + 1) * 4 + 100
-    program = whole_donating.lower((advance, (one_by_one(model, None), options)), (state, jnp.int32(9))).compile()
+    program = call_program_donating.lower(
+        (decode_until, (unstack_layers(model, None), options)), (state, jnp.int32(9))
+    ).compile()
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < held / 2

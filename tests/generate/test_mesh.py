@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.generate.decode import DecodeState, advance, one_by_one, prefill
-from zoo.generate.request import Options
+from zoo.generate.decode import DecodeState, decode_until, prefill, unstack_layers
+from zoo.generate.request import SamplingOptions
 from zoo.parallel import Mesh, make_mesh, place
-from zoo.parallel.spmd import Names, Spmd, donating, keeping
+from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted, run_jitted_donating
 
 MODEL_KEY, TEXT_KEY, DRAW_KEY = jax.random.split(jax.random.key(0), 3)
 ROWS, SEQ, VOCAB = 3, 7, 96
@@ -57,27 +57,30 @@ def test_one_prompt_on_eight_devices_that_store_and_share_rows():
 
 def test_caches_lie_split_and_a_step_writes_them_in_place():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    model, options = place(born(kv_heads=4, head_dim=32), mesh), Options.of(0, None, None, None, 1.2, (), VOCAB)
+    model, options = (
+        place(born(kv_heads=4, head_dim=32), mesh),
+        SamplingOptions.from_arguments(0, None, None, None, 1.2, (), VOCAB),
+    )
     tokens, positions = jnp.zeros((8, 16), jnp.int32), jnp.broadcast_to(jnp.arange(16), (8, 16))
-    run = lambda program: Spmd(program, mesh, 1, Names.of(""))
-    state = keeping((run(prefill), ((model, options, None),)), (tokens, positions, jnp.arange(8), 2048), None)
+    run = lambda program: SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))
+    state = run_jitted((run(prefill), ((model, options, None),)), (tokens, positions, jnp.arange(8), 2048), None)
     assert isinstance(state, DecodeState)
     cache = state.states[1].key
     assert cache.shape == (8, 4, 2048, 32) and cache.addressable_shards[0].data.shape == (2, 2, 2048, 32)
     assert state.seen is not None and state.seen.addressable_shards[0].data.shape == (2, VOCAB // 2)
-    fixed = one_by_one(model, mesh), options
-    program = donating.lower((run(advance), (fixed,)), (state, jnp.int32(9)), None).compile()
+    fixed = unstack_layers(model, mesh), options
+    program = run_jitted_donating.lower((run(decode_until), (fixed,)), (state, jnp.int32(9)), None).compile()
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < held / 2
-    after = donating((run(advance), (fixed,)), (state, jnp.int32(9)), None)
+    after = run_jitted_donating((run(decode_until), (fixed,)), (state, jnp.int32(9)), None)
     assert after.states[1].key.sharding == cache.sharding and cache.is_deleted()
 
 
 def test_layers_taken_out_of_their_stack_lie_as_the_layout_says():
     mesh = make_mesh(data=1, fsdp=4, tensor=2)
-    model = one_by_one(place(born(), mesh), mesh)
+    model = unstack_layers(place(born(), mesh), mesh)
     specs = mesh.shardings(model)
     for x, sharding in zip(jax.tree.leaves(model), jax.tree.leaves(specs), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zoo.inspect import hlo
-from zoo.inspect.collectives import Collective, along, collectives, groups_of
+from zoo.inspect.collectives import Collective, find_mesh_axes, parse_groups, sum_collectives
 
 MODULE = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {1, 0}: (3, {}, must-alias) }, \
@@ -104,7 +104,7 @@ backend_config={"known_trip_count":{"n":"6"}}
 
 @pytest.fixture(scope="module")
 def module():
-    return hlo.read(MODULE)
+    return hlo.parse_module(MODULE)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +113,17 @@ def mesh():
 
 
 def test_header_and_arguments(module):
-    assert hlo.devices(module) == 8 and hlo.parameters(module) == 4 and hlo.aliased(module) == {1, 3}
+    assert (
+        hlo.count_devices(module) == 8
+        and hlo.count_parameters(module) == 4
+        and hlo.find_aliased_parameters(module) == {1, 3}
+    )
     with pytest.raises(ValueError, match=r"no computation is marked ENTRY"):
-        hlo.read("HloModule nothing\n")
+        hlo.parse_module("HloModule nothing\n")
 
 
 def test_loops_multiply_and_one_without_a_length_counts_once(module):
-    found, endless = hlo.executions(module)
+    found, endless = hlo.list_executions(module)
     times = {}
     for one in found:
         times.setdefault(one.instruction.name, []).append(one.times)
@@ -130,31 +134,34 @@ def test_loops_multiply_and_one_without_a_length_counts_once(module):
 
 
 def test_bytes_are_those_of_slices_and_updates_in_place(module):
-    found, _ = hlo.executions(module)
-    moved = {one.instruction.name: hlo.traffic(module, one.instruction, one.computation) for one in found}
+    found, _ = hlo.list_executions(module)
+    moved = {
+        one.instruction.name: hlo.count_instruction_bytes(module, one.instruction, one.computation) for one in found
+    }
     row = 4 * 8 * 4
     assert moved["one"] == row + 4 + row  # of six layers one is read, by its number; and one is written
     assert moved["new"] == row + 4 + row  # the update is read and written, the other layers stay where they are
     assert moved["kernel"] == row + row + 64
     assert moved["result"] == 2 * row and moved["pair"] == 0
     assert moved["start"] == 2 * row and moved["gathered"] == row + 4 * row
-    assert hlo.moved(module, found) == sum(one.times * moved[one.instruction.name] for one in found)
+    assert hlo.count_bytes_moved(module, found) == sum(one.times * moved[one.instruction.name] for one in found)
     assert [
-        hlo.nbytes(shape) for shape in ("pred[3]", "s4[3]", "bf16[2,3]{1,0:T(8,128)S(1)}", "f8e4m3fn[5]", "token[]")
+        hlo.count_shape_bytes(shape)
+        for shape in ("pred[3]", "s4[3]", "bf16[2,3]{1,0:T(8,128)S(1)}", "f8e4m3fn[5]", "token[]")
     ] == [*(3, 2, 12, 5, 0)]
 
 
 def test_collectives_by_axis(module, mesh):
-    found, _ = hlo.executions(module)
+    found, _ = hlo.list_executions(module)
     row = 4 * 8 * 4
-    assert set(collectives(found, mesh, 8)) == {
+    assert set(sum_collectives(found, mesh, 8)) == {
         Collective("all-reduce", ("tensor",), "", 31, 31, 31 * row),
         Collective("all-gather", ("data", "fsdp"), "", 1, 1, 4 * row),
         Collective("reduce-scatter", ("tensor",), "", 1, 1, 2 * row),
         Collective("collective-permute", ("data",), "", 1, 1, row),
         Collective("all-reduce", ("data", "fsdp", "tensor"), "", 1, 2, row + 8),
     }
-    assert {one.axes for one in collectives(found, None, 8)} == {None}
+    assert {one.axes for one in sum_collectives(found, None, 8)} == {None}
 
 
 TENSOR, DATA = {(0, 1), (2, 3), (4, 5), (6, 7)}, {(0, 4), (1, 5), (2, 6), (3, 7)}
@@ -180,19 +187,19 @@ NOTATIONS = {
 
 @pytest.mark.parametrize(("text", "groups", "axes"), NOTATIONS.values(), ids=NOTATIONS)
 def test_groups_in_every_notation(text, groups, axes, mesh):
-    instruction = hlo.parse("x", f"f32[4] all-reduce(%p), channel_id=1, {text}, use_global_device_ids=true")
-    found = groups_of(instruction, 8)
+    instruction = hlo.parse_instruction("x", f"f32[4] all-reduce(%p), channel_id=1, {text}, use_global_device_ids=true")
+    found = parse_groups(instruction, 8)
     assert found == {frozenset(group) for group in groups}
-    assert along(found, mesh) == axes
+    assert find_mesh_axes(found, mesh) == axes
 
 
 def test_what_no_axis_explains_is_told_as_it_is_written(mesh):
     text = MODULE.replace("{{0,1},{2,3},{4,5},{6,7}}", "{{0,3},{1,2},{4,7},{5,6}}").replace("[4,2]<=[8]", "new(8)")
-    found, _ = hlo.executions(hlo.read(text))
-    strange = {one.kind: one.groups for one in collectives(found, mesh, 8) if one.axes is None}
+    found, _ = hlo.list_executions(hlo.parse_module(text))
+    strange = {one.kind: one.groups for one in sum_collectives(found, mesh, 8) if one.axes is None}
     assert strange == {"all-reduce": "{{0,3},{1,2},{4,7},{5,6}}", "reduce-scatter": "unknown"}
 
 
 def test_a_permutation_along_two_axes(mesh):
     text = "f32[4] collective-permute(%p), source_target_pairs={{0,3},{3,0},{4,4}}"
-    assert along(groups_of(hlo.parse("x", text), 8), mesh, permute=True) == ("fsdp", "tensor")
+    assert find_mesh_axes(parse_groups(hlo.parse_instruction("x", text), 8), mesh, permute=True) == ("fsdp", "tensor")

@@ -7,14 +7,14 @@ import pytest
 from jax import lax
 
 import zoo
-from zoo.inspect import Flops, flops
+from zoo.inspect import Flops, count_flops
 
 A, B = jnp.ones((8, 16)), jnp.ones((16, 32))
 SQUARE, STACK = jnp.ones((16, 16)), jnp.ones((5, 16, 16))
 
 
 def count(function, *args) -> Flops:
-    return flops(jax.make_jaxpr(function)(*args))
+    return count_flops(jax.make_jaxpr(function)(*args))
 
 
 def layers(x, stack):
@@ -36,7 +36,7 @@ CASES = {
     "elementwise is free": (lambda: count(lambda x: jnp.tanh(x).sum() + jnp.sort(x).max(), A), 0),
     "a scan": (lambda: count(layers, A, STACK), 5 * ONE),
     "its gradient": (lambda: count(jax.grad(layers, (0, 1)), A, STACK), 5 * 3 * ONE),
-    "rematerialised": (lambda: count(jax.grad(jax.checkpoint(layers), (0, 1)), A, STACK), 5 * 4 * ONE),
+    "rematerialized": (lambda: count(jax.grad(jax.checkpoint(layers), (0, 1)), A, STACK), 5 * 4 * ONE),
     "jit inside jit": (lambda: count(jax.jit(lambda x: jax.jit(jnp.matmul)(x, SQUARE)), A), ONE),
     "a loop of known length": (lambda: count(lambda x: lax.fori_loop(0, 4, lambda i, x: x @ SQUARE, x), A), 4 * ONE),
     "the larger branch": (
@@ -92,7 +92,7 @@ def test_a_transformer_and_its_gradient():
     tokens = jnp.zeros((rows, seq), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     sizes = {"vocab": vocab, "embed": embed, "layers": depth, "heads": 4, "mlp": mlp}
-    model = zoo.models.Transformer(**sizes, form=zoo.ops.attention.plain, key=jax.random.key(0))
+    model = zoo.models.Transformer(**sizes, implementation=zoo.ops.attention.reference_attention, key=jax.random.key(0))
 
     def loss(model):
         return zoo.cross_entropy(model, batch)[0]

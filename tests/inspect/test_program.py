@@ -21,8 +21,8 @@ def program(layers, microbatches=1):
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     sizes = {"vocab": 32, "embed": 16, "layers": layers, "heads": 4, "mlp": 32}
     model = zoo.init(lambda key: zoo.models.Transformer(**sizes, key=key), jax.random.key(0), mesh)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mask=train.decay_mask))
-    opt_state = zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mask=train.decay_mask))
+    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
     tokens = jnp.zeros((8, 8), jnp.int32)
     batch = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
 
@@ -32,7 +32,7 @@ def program(layers, microbatches=1):
             lambda model, batch: zoo.cross_entropy(model, batch), mesh, microbatches=microbatches
         )
         loss, grads = gradient(model, batch)
-        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
     args = batch, model, opt_state
@@ -59,7 +59,7 @@ def total(found, kind, *axes, of="count"):
 
 
 def test_sums_over_tensor_are_those_of_the_layers(shallow, deep):
-    # Forwards, attention and MLP each end with one. Backwards each begins with one: of the gradients of what its first
+    # Forward, attention and MLP each end with one. Backward each begins with one: of the gradients of what its first
     # matrices read, several arrays, which XLA combines.
     more = LAYERS[1] - LAYERS[0]
     assert total(deep, "all-reduce", "tensor") - total(shallow[0], "all-reduce", "tensor") == 4 * more
@@ -113,7 +113,7 @@ def test_memory_and_traffic(shallow, deep):
     assert found.memory.arguments == sum(x.addressable_shards[0].data.nbytes for x in arrays)
     assert found.memory.aliased == sum(one.bytes for one in found.donations)
     assert found.memory.total > found.memory.temporaries > 0
-    layer = 4 * ((4 * 16 * 16 + 3 * 16 * 32) // 2 + 2 * 16)  # read at least forwards and backwards, and written once
+    layer = 4 * ((4 * 16 * 16 + 3 * 16 * 32) // 2 + 2 * 16)  # read at least forward and backward, and written once
     assert deep.bytes_moved - found.bytes_moved > 3 * layer * (LAYERS[1] - LAYERS[0])
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from zoo.layers import Attention, Info, LatentAttention, Linear
-from zoo.ops.attention import Sight, plain
-from zoo.ops.rotary import Dynamic, LongRope, Rotary, Yarn
-from zoo.parallel import Dim, Layout, gather, offset, reduce, shares
+from zoo.layers import Attention, LatentAttention, Linear, TokenInfo
+from zoo.ops.attention import AttentionMask, reference_attention
+from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary, YarnScaling
+from zoo.parallel import Dim, Layout, gather, num_shards, reduce, shard_offset
 
 KEY = jax.random.key(0)
 EMBED, SEQ = 24, 7
@@ -42,7 +42,7 @@ def activations(seed=1, rows=2, seq=SEQ):
 
 @eqx.filter_jit
 def whole(layer, x, info=None):
-    return layer(x, info or Info())[0]
+    return layer(x, info or TokenInfo())[0]
 
 
 def far(a, b):
@@ -74,16 +74,16 @@ def test_it_is_its_formula(name):
     layer, x = made(name), activations()
     assert far(whole(layer, x), by_hand(layer, x)) < 1e-5
     if name == "small":
-        assert far(whole(made(name, form=plain), x), by_hand(layer, x)) < 1e-5
+        assert far(whole(made(name, form=reference_attention), x), by_hand(layer, x)) < 1e-5
 
 
 @eqx.filter_jit
 def both_forms(layer, x, cotangent, segments):
-    angles, sight = layer.rotary(jnp.arange(SEQ)), Sight(True, None, segments, segments)
+    angles, sight = layer.rotary(jnp.arange(SEQ)), AttentionMask(True, None, segments, segments)
 
     def run(form, inputs):
         layer, x = inputs
-        return getattr(layer, form)(layer.queries(x, angles), layer.features(x, angles), sight)
+        return getattr(layer, form)(layer.project_queries(x, angles), layer.features(x, angles), sight)
 
     def values_and_gradients(form):
         out, back = eqx.filter_vjp(partial(run, form), (layer, x))
@@ -106,7 +106,7 @@ def test_the_absorbed_form_is_the_expanded_one_in_values_and_gradients(name, see
 
 @eqx.filter_jit
 def follow(layer, state, x, positions):
-    return layer(x, Info(positions), state)
+    return layer(x, TokenInfo(positions), state)
 
 
 @EACH
@@ -130,20 +130,20 @@ def test_a_cache_gives_what_the_whole_pass_does(name):
 def test_packed_documents_are_those_of_rows_of_their_own():
     layer, x = made("compressed"), activations(seq=8)
     segments = jnp.array([[1, 1, 1, 1, 1, 2, 2, 2]] * 2)
-    packed = whole(layer, x, Info(zoo.models.pack_positions(segments), segments))
+    packed = whole(layer, x, TokenInfo(zoo.models.pack_positions(segments), segments))
     for now in (slice(0, 5), slice(5, 8)):
         assert far(packed[:, now], whole(layer, x[:, now])) < 1e-5
 
 
 def test_nothing_flows_from_later_tokens():
     layer, x = made("compressed"), activations(rows=1)
-    jacobian = jax.jit(jax.jacobian(lambda x: layer(x, Info())[0][0].sum(-1)))(x)[:, 0]
+    jacobian = jax.jit(jax.jacobian(lambda x: layer(x, TokenInfo())[0][0].sum(-1)))(x)[:, 0]
     felt = jnp.abs(jacobian).max(-1) > 0
     assert (felt == jnp.tril(jnp.ones((SEQ, SEQ), bool))).all()
 
 
 def total(layer, batch):
-    return (gather(layer)(batch["x"], Info())[0] * batch["weights"]).sum(), jnp.float32(batch["x"].size)
+    return (gather(layer)(batch["x"], TokenInfo())[0] * batch["weights"]).sum(), jnp.float32(batch["x"].size)
 
 
 def decoded(layer, x):
@@ -152,14 +152,14 @@ def decoded(layer, x):
     state, outputs = layer.init_state(x.shape[0], SEQ), []
     for start, stop in ((0, 3), *((i, i + 1) for i in range(3, SEQ))):
         positions = jnp.broadcast_to(jnp.arange(start, stop), (x.shape[0], stop - start))
-        y, state = layer(x[:, start:stop], Info(positions), state)
+        y, state = layer(x[:, start:stop], TokenInfo(positions), state)
         outputs.append(y)
     return jnp.concatenate(outputs, 1)
 
 
 @pytest.mark.parametrize(("name", "at_rest"), [("small", ["embed"]), ("biased", ["embed", "latent"])])
 def test_a_mesh_gives_what_one_device_does(name, at_rest):
-    layout = Layout(at_rest=dict.fromkeys(at_rest, ("fsdp",)))
+    layout = Layout(parameters=dict.fromkeys(at_rest, ("fsdp",)))
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2, layout=layout)
     layer, x = made(name), activations(rows=8)
     batch = {"x": x, "weights": activations(2, rows=8)}
@@ -195,10 +195,10 @@ def test_a_matrix_multiplies_head_by_head(transposed, bias):
     weights = jax.random.normal(jax.random.key(1), (8, 2, 4, 5 if transposed else 3))
 
     def loss(linear, batch):
-        heads = 4 // shares(linear.weight, "heads")
-        start = offset(linear.weight, "heads", heads)
+        heads = 4 // num_shards(linear.weight, "heads")
+        start = shard_offset(linear.weight, "heads", heads)
         here = lambda values: jax.lax.dynamic_slice_in_dim(values, start, heads, axis=-2)
-        multiply = linear.per_unit_transposed if transposed else linear.per_unit
+        multiply = linear.per_head_transposed if transposed else linear.per_head
         product = (multiply(here(batch["x"])) * here(batch["weights"])).sum()
         return reduce(product, over="heads"), jnp.float32(1)
 
@@ -229,14 +229,16 @@ def test_a_matrix_of_another_kind_says_that_it_has_no_heads():
         def out_size(self):
             return 1
 
-    for multiply in (Diagonal(None).per_unit, Diagonal(None).per_unit_transposed):
+    for multiply in (Diagonal(None).per_head, Diagonal(None).per_head_transposed):
         with pytest.raises(NotImplementedError, match="a Diagonal multiplies no head by itself"):
             multiply(jnp.ones((1, 1, 1)))
 
 
 @functools.cache
 def step():
-    return eqx.filter_jit(lambda fixed, state: fixed[0](fixed[1], Info(fixed[2]), state), donate="all-except-first")
+    return eqx.filter_jit(
+        lambda fixed, state: fixed[0](fixed[1], TokenInfo(fixed[2]), state), donate="all-except-first"
+    )
 
 
 def test_what_is_remembered_of_a_token_is_its_latent_and_one_rotary_key():
@@ -261,12 +263,12 @@ def test_a_token_is_written_in_place_and_the_cache_is_not_copied():
 
 
 @pytest.mark.parametrize(
-    "scaling", [Dynamic(2.0, 8), LongRope((1.0, 1.5), (2.0, 4.0), 8, 4.0)], ids=["dynamic", "long"]
+    "scaling", [DynamicScaling(2.0, 8), LongRopeScaling((1.0, 1.5), (2.0, 4.0), 8, 4.0)], ids=["dynamic", "long"]
 )
 def test_a_rotation_that_depends_on_the_length_is_that_of_the_cache(scaling):
     rotary = Rotary(4, scaling=scaling)
     layer = made("biased", rotary=rotary)
-    assert layer.settled_length == 8 and made("biased").settled_length is None
+    assert layer.rope_stable_length == 8 and made("biased").rope_stable_length is None
     x = activations(seq=11)
     positions = jnp.broadcast_to(jnp.arange(11), (2, 11))
     expected = whole(layer, x)
@@ -277,9 +279,9 @@ def test_a_rotation_that_depends_on_the_length_is_that_of_the_cache(scaling):
 
 
 def test_yarn_stretches_the_scores_as_deepseek_does():
-    layer = made("small", rotary=Rotary(8, scaling=Yarn(40, 4096, mscale=0.5, mscale_all_dim=0.7)))
+    layer = made("small", rotary=Rotary(8, scaling=YarnScaling(40, 4096, mscale=0.5, mscale_all_dim=0.7)))
     assert layer.scale == pytest.approx(20**-0.5 * (0.1 * 0.7 * np.log(40) + 1) ** 2)
-    assert made("small", rotary=Rotary(8, scaling=Yarn(40, 4096))).scale == 20**-0.5
+    assert made("small", rotary=Rotary(8, scaling=YarnScaling(40, 4096))).scale == 20**-0.5
     assert made("small", scale=3).scale == 3.0
 
 
@@ -289,4 +291,4 @@ def test_what_cannot_be_is_told():
             made("small", **{name: 0})
     layer = made("small")
     with pytest.raises(ValueError, match="give positions, -1 for padding"):
-        layer(activations(), Info(), layer.init_state(2, SEQ))
+        layer(activations(), TokenInfo(), layer.init_state(2, SEQ))

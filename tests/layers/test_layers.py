@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import MLP, Attention, ClampedGatedMLP, Dropout, Embedding, Info, LayerNorm, Linear, RMSNorm
+from zoo.layers import MLP, Attention, ClampedGatedMLP, Dropout, Embedding, LayerNorm, Linear, RMSNorm, TokenInfo
 from zoo.models import Block, Decoder, Stack
-from zoo.ops.rotary import Linear as Interpolated
+from zoo.ops.rotary import LinearScaling as Interpolated
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Layout
 
@@ -74,7 +74,7 @@ def test_attention_norms_all_heads_together_and_then_clips():
     scores = jnp.where(jnp.tril(jnp.ones((5, 5), bool)), scores, -jnp.inf)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value).reshape(2, 5, 16)
     assert (jnp.abs(x @ attention.value.weight.T) > 0.7).any()
-    assert jnp.allclose(attention(x, Info())[0], mixed @ attention.out.weight.T, atol=1e-5)
+    assert jnp.allclose(attention(x, TokenInfo())[0], mixed @ attention.out.weight.T, atol=1e-5)
     for wrong, told in (({"clip": 0}, "more than 0"), ({"qk_norm": partial(RMSNorm, 4)}, "have one norm")):
         with pytest.raises(ValueError, match=told):
             Attention(16, 4, **options | wrong, key=KEY)
@@ -116,12 +116,12 @@ def test_norms_over_split_heads_on_a_mesh_equal_one_device():
 def test_multipliers_of_residuals_and_logits():
     model = whole_normed(KEY)
     tokens, block = jnp.arange(6)[None], next(model.stack.one_by_one())
-    stream = model.embedded(tokens, Info())
+    stream = model.embed(tokens, TokenInfo())
     plain = dataclasses.replace(block, residual_multiplier=1.0)
-    mixed, _ = block.mixer(block.mixer_norm(stream.x), Info())
+    mixed, _ = block.mixer(block.mixer_norm(stream.x), TokenInfo())
     half = stream.x + 0.5 * mixed
-    assert jnp.allclose(block(stream, Info())[0].x, half + 0.5 * block.ffn(block.ffn_norm(half)), atol=1e-6)
-    assert not jnp.allclose(block(stream, Info())[0].x, plain(stream, Info())[0].x, atol=1e-2)
+    assert jnp.allclose(block(stream, TokenInfo())[0].x, half + 0.5 * block.ffn(block.ffn_norm(half)), atol=1e-6)
+    assert not jnp.allclose(block(stream, TokenInfo())[0].x, plain(stream, TokenInfo())[0].x, atol=1e-2)
     once = dataclasses.replace(model, logits_multiplier=1.0)
     assert jnp.allclose(model(tokens), 3 * once(tokens), atol=1e-5)
 
@@ -136,12 +136,12 @@ def test_an_id_outside_a_split_vocabulary_gives_nan_too():
 
 def test_dropout_is_the_identity_without_keys_and_differs_by_site():
     drop, x = Dropout(0.5), jnp.ones((2, 8, 16))
-    info = Info(keys=jax.random.split(KEY, 2))
-    assert drop(x, Info(), site=0) is x
+    info = TokenInfo(keys=jax.random.split(KEY, 2))
+    assert drop(x, TokenInfo(), site=0) is x
     assert set(np.unique(drop(x, info, site=0))) == {0.0, 2.0}
     assert not jnp.array_equal(drop(x, info, site=0), drop(x, info, site=1))
-    assert not jnp.array_equal(drop(x, info, site=0), drop(x, info.fold(3), site=0))
-    alone = drop(x[1:], Info(keys=info.keys[1:]), site=0)
+    assert not jnp.array_equal(drop(x, info, site=0), drop(x, info.fold_keys(3), site=0))
+    alone = drop(x[1:], TokenInfo(keys=info.keys[1:]), site=0)
     assert jnp.array_equal(drop(x, info, site=0)[1:], alone), "a matter of the row"
 
 
@@ -150,12 +150,14 @@ def test_attention_turns_part_of_each_head_and_forgets_what_leaves_its_window():
     attention = Attention(16, 4, kv_heads=2, head_dim=8, rotary=Rotary(4, interleaved=True), **options, key=KEY)
     attention = eqx.tree_at(lambda attention: attention.sinks, attention, jnp.array([-1.0, 0.0, 0.5, 2.0]))
     x = jax.random.normal(KEY, (1, 8, 16))
-    whole, none = attention(x, Info())
+    whole, none = attention(x, TokenInfo())
     assert none is None
-    assert jnp.allclose(attention(x[:, 4:], Info())[0][:, 2:], whole[:, 6:], atol=1e-5), "only differences of positions"
+    assert jnp.allclose(attention(x[:, 4:], TokenInfo())[0][:, 2:], whole[:, 6:], atol=1e-5), (
+        "only differences of positions"
+    )
     positions, state, parts = jnp.arange(8)[None], attention.init_state(1, 8), []
     for start, stop in ((0, 2), (2, 3), (3, 7), (7, 8)):
-        part, state = attention(x[:, start:stop], Info(positions[:, start:stop]), state)
+        part, state = attention(x[:, start:stop], TokenInfo(positions[:, start:stop]), state)
         parts.append(part)
     assert state.positions.shape == (1, 3)
     assert jnp.allclose(jnp.concatenate(parts, 1), whole, atol=1e-5), "in unequal pieces, through a ring of three"
@@ -168,7 +170,7 @@ def test_a_sink_takes_its_share_of_the_softmax_and_keeps_float32():
     parts = lambda a: (a.query.weight, a.value.weight, a.out.weight, a.sinks)
     sinks = jnp.log(jnp.array([1.0, 3.0]))
     attention = eqx.tree_at(parts, attention, (jnp.zeros((8, 8)), jnp.eye(8), jnp.eye(8), sinks))
-    given, _ = attention(jnp.ones((1, 3, 8)), Info())
+    given, _ = attention(jnp.ones((1, 3, 8)), TokenInfo())
     seen = jnp.arange(1.0, 4)
     assert jnp.allclose(given[0, :, :4], (seen / (seen + 1))[:, None])
     assert jnp.allclose(given[0, :, 4:], (seen / (seen + 3))[:, None])

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import RWKV4, GatedGroupNorm, Info, Mamba, Mamba2, RMSNorm, RWKV4ChannelMixing
+from zoo.layers import RWKV4, GatedGroupNorm, Mamba, Mamba2, RMSNorm, RWKV4ChannelMixing, TokenInfo
 from zoo.parallel import gather
 
 KEY = jax.random.key(0)
 EMBED, SEQ = 16, 7
 LAYERS = {
-    "mamba": partial(Mamba, state=3, bias=True),
-    "normed mamba": partial(Mamba, inner=24, state=3, rank=2, norm=partial(RMSNorm, scaled=False)),
-    "mamba2": partial(Mamba2, head_dim=8, groups=2, state=3, bias=True),
-    "bounded mamba2": partial(Mamba2, head_dim=4, state=5, width=2, dt_limit=(0.05, 0.5), norm_before_gate=True),
+    "mamba": partial(Mamba, state_dim=3, bias=True),
+    "normed mamba": partial(Mamba, inner=24, state_dim=3, rank=2, norm=partial(RMSNorm, scaled=False)),
+    "mamba2": partial(Mamba2, head_dim=8, groups=2, state_dim=3, bias=True),
+    "bounded mamba2": partial(
+        Mamba2, head_dim=4, state_dim=5, conv_width=2, dt_limit=(0.05, 0.5), norm_before_gate=True
+    ),
     "rwkv4": partial(RWKV4, inner=24),
     "rwkv4 channels": partial(RWKV4ChannelMixing, mlp=24),
 }
@@ -40,12 +42,12 @@ def activations(seed=1, rows=2, seq=SEQ):
 
 @eqx.filter_jit
 def whole(layer, x, info=None):
-    return layer(x, info or Info())[0]
+    return layer(x, info or TokenInfo())[0]
 
 
 @eqx.filter_jit
 def follow(layer, state, x, positions):
-    return layer(x, Info(positions), state)
+    return layer(x, TokenInfo(positions), state)
 
 
 def far(a, b):
@@ -81,7 +83,7 @@ def by_hand_mamba2(layer, x):
         h = h + dt[:, t, :, None, None] * u[:, t, :, :, None] * B[:, t, :, None]
         out.append((h * C[:, t, :, None]).sum(-1) + layer.D[:, None] * u[:, t])
     y, gate = jnp.stack(out, 1).reshape(*x.shape[:2], -1), jax.nn.silu(layer.gate(x))
-    before = layer.norm.before_gate
+    before = layer.norm.norm_before_gate
     y = heads(y if before else y * gate, y.shape[-1] // groups)
     y = (y / jnp.sqrt((y * y).mean(-1, keepdims=True) + 1e-5)).reshape(gate.shape) * layer.norm.weight
     return layer.out(y * gate if before else y)
@@ -158,7 +160,7 @@ def test_a_state_gives_what_the_whole_pass_does(name):
 def test_packed_documents_are_those_of_rows_of_their_own(name):
     layer, x = made(name), activations()
     segments = jnp.array([[1, 1, 1, 1, 2, 2, 2]] * 2)
-    packed = whole(layer, x, Info(zoo.models.pack_positions(segments), segments))
+    packed = whole(layer, x, TokenInfo(zoo.models.pack_positions(segments), segments))
     for now in (slice(0, 4), slice(4, 7)):
         assert far(packed[:, now], whole(layer, x[:, now])) < 1e-5
 
@@ -166,7 +168,7 @@ def test_packed_documents_are_those_of_rows_of_their_own(name):
 @pytest.mark.parametrize("name", ["rwkv4 channels"])
 def test_nothing_flows_from_later_tokens(name):
     layer, x = made(name), activations(rows=1)
-    jacobian = jax.jit(jax.jacobian(lambda x: layer(x, Info())[0][0].sum(-1)))(x)[:, 0]
+    jacobian = jax.jit(jax.jacobian(lambda x: layer(x, TokenInfo())[0][0].sum(-1)))(x)[:, 0]
     felt = jnp.abs(jacobian).max(-1) > 0
     reach = 2 if isinstance(layer, RWKV4ChannelMixing) else SEQ
     seen = jnp.tril(jnp.ones((SEQ, SEQ), bool)) & ~jnp.tril(jnp.ones((SEQ, SEQ), bool), -reach)
@@ -174,7 +176,7 @@ def test_nothing_flows_from_later_tokens(name):
 
 
 def total(layer, batch):
-    return (gather(layer)(batch["x"], Info())[0] * batch["weights"]).sum(), jnp.float32(batch["x"].size)
+    return (gather(layer)(batch["x"], TokenInfo())[0] * batch["weights"]).sum(), jnp.float32(batch["x"].size)
 
 
 def decoded(layer, x):
@@ -183,7 +185,7 @@ def decoded(layer, x):
     state, outputs = layer.init_state(x.shape[0], SEQ), []
     for start, stop in ((0, SEQ - 2), (SEQ - 2, SEQ - 1), (SEQ - 1, SEQ)):
         positions = jnp.broadcast_to(jnp.arange(start, stop), (x.shape[0], stop - start))
-        y, state = layer(x[:, start:stop], Info(positions), state)
+        y, state = layer(x[:, start:stop], TokenInfo(positions), state)
         outputs.append(y)
     return jnp.concatenate(outputs, 1)
 
@@ -231,10 +233,10 @@ def test_new_layers_start_as_their_papers_have_them():
 
 def test_what_cannot_be_is_told():
     for make, told in (
-        (partial(Mamba, state=0), "state is 0, and a size is at least 1"),
+        (partial(Mamba, state_dim=0), "state is 0, and a size is at least 1"),
         (partial(Mamba2, head_dim=7), "expand \\* embed = 32 does not share out over heads 7 wide"),
         (partial(Mamba2, heads=4, groups=3), "4 heads do not share out over 3 groups"),
-        (partial(Mamba2, head_dim=8, state=0), "state is 0, and a size is at least 1"),
+        (partial(Mamba2, head_dim=8, state_dim=0), "state is 0, and a size is at least 1"),
         (partial(Mamba2, head_dim=8, dt_limit=(0.1, 0.1)), "the second limit is the larger"),
         (partial(RWKV4, inner=0), "inner is 0, and a size is at least 1"),
     ):

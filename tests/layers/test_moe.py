@@ -26,12 +26,12 @@ from zoo.parallel import Dim
 KEY = jax.random.key(0)
 EMBED, WIDTH, EXPERTS, BATCH, SEQ = 8, 6, 4, 3, 5
 ROUTERS = {
-    "softmax": partial(SoftmaxRouter, renormalise=False, scale=1.5),
-    "renormalised": SoftmaxRouter,
+    "softmax": partial(SoftmaxRouter, renormalize=False, scale=1.5),
+    "renormalized": SoftmaxRouter,
     "best of groups": partial(SoftmaxRouter, groups=2, kept_groups=1),
     "top, then softmax": partial(TopSoftmaxRouter, bias=True),
     "sigmoid": BiasedRouter,
-    "softmax and a bias, in groups": partial(BiasedRouter, score="softmax", groups=2, kept_groups=1, renormalise=False),
+    "softmax and a bias, in groups": partial(BiasedRouter, score="softmax", groups=2, kept_groups=1, renormalize=False),
 }
 
 
@@ -69,14 +69,14 @@ def test_one_expert_and_all_of_them(top, experts):
     np.testing.assert_allclose(layer(tokens), by_hand(layer, tokens), atol=1e-5)
 
 
-@given(favourites=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=2, unique=True), tie=st.booleans())
-def test_all_tokens_to_few_experts_and_ties(favourites, tie):
+@given(favorites=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=2, unique=True), tie=st.booleans())
+def test_all_tokens_to_few_experts_and_ties(favorites, tie):
     """Equal scores go to the lower numbers; experts that get no token get no gradient and no NaN."""
-    bias = jnp.zeros(EXPERTS).at[jnp.array(favourites)].set(0.0 if tie else 50.0)
-    layer = mixture(partial(TopSoftmaxRouter, bias=True), top=len(favourites))
+    bias = jnp.zeros(EXPERTS).at[jnp.array(favorites)].set(0.0 if tie else 50.0)
+    layer = mixture(partial(TopSoftmaxRouter, bias=True), top=len(favorites))
     layer = eqx.tree_at(lambda m: (m.router.scores.weight, m.router.scores.bias), layer, (jnp.zeros((4, EMBED)), bias))
     grads, routing = gradient(layer)
-    used = sorted(range(len(favourites)) if tie else favourites)
+    used = sorted(range(len(favorites)) if tie else favorites)
     assert np.unique(routing.chosen).tolist() == used
     for leaf in jax.tree.leaves(grads.experts):
         moved = np.abs(leaf).reshape(EXPERTS, -1).max(1) > 0

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import ClampedGatedMLP, Linear, MixtureOfExperts, PackedLinear, SoftmaxRouter
-from zoo.ops.mxfp4 import decode
+from zoo.layers import ClampedGatedMLP, Linear, MixtureOfExperts, MXFP4Linear, SoftmaxRouter
+from zoo.ops.quantized.mxfp4 import dequantize_mxfp4
 from zoo.parallel import Dim
 
 KEY = jax.random.key(0)
@@ -21,26 +21,26 @@ def unpacked(tree):
     """With a `Linear` in place of every packed one, of the same numbers."""
 
     def plain(x):
-        if not isinstance(x, PackedLinear):
+        if not isinstance(x, MXFP4Linear):
             return x
         linear = object.__new__(Linear)
-        found = {"weight": decode(x.blocks, x.scales), "bias": x.bias, "in_": x.in_, "out": x.out}
+        found = {"weight": dequantize_mxfp4(x.blocks, x.scales), "bias": x.bias, "in_": x.in_, "out": x.out}
         for name, value in found.items():
             object.__setattr__(linear, name, value)
         return linear
 
-    return jax.tree.map(plain, tree, is_leaf=lambda x: isinstance(x, PackedLinear))
+    return jax.tree.map(plain, tree, is_leaf=lambda x: isinstance(x, MXFP4Linear))
 
 
 def mixture(**options):
-    expert = partial(ClampedGatedMLP, EMBED, WIDTH, limit=0.7, linear=PackedLinear)
+    expert = partial(ClampedGatedMLP, EMBED, WIDTH, limit=0.7, linear=MXFP4Linear)
     made = MixtureOfExperts(partial(SoftmaxRouter, EMBED, EXPERTS, 2), expert, EXPERTS, key=KEY, **options)
     moved = lambda x: x + 0.1 * jax.random.normal(KEY, x.shape) if x.dtype == jnp.float32 else x  # biases start at 0
     return jax.tree.map(moved, made)
 
 
 def test_alone():
-    packed = PackedLinear(64, 5, bias=True, key=KEY)
+    packed = MXFP4Linear(64, 5, bias=True, key=KEY)
     packed = eqx.tree_at(lambda x: x.bias, packed, jnp.arange(5.0))
     plain = unpacked(packed)
     x, y = jax.random.normal(KEY, (2, 3, 64)), jax.random.normal(KEY, (2, 3, 5))
@@ -51,8 +51,8 @@ def test_alone():
 
 
 def test_new_weights_are_those_of_a_linear_rounded():
-    packed, linear = (kind(64, 40, scale=0.3, key=KEY) for kind in (PackedLinear, Linear))
-    off = jnp.abs(decode(packed.blocks, packed.scales) - linear.weight).reshape(40, 2, 32)
+    packed, linear = (kind(64, 40, scale=0.3, key=KEY) for kind in (MXFP4Linear, Linear))
+    off = jnp.abs(dequantize_mxfp4(packed.blocks, packed.scales) - linear.weight).reshape(40, 2, 32)
     assert (off <= jnp.abs(linear.weight).reshape(40, 2, 32).max(-1, keepdims=True) / 4).all() and off.max() > 0
 
 
@@ -65,11 +65,11 @@ def test_new_weights_are_those_of_a_linear_rounded():
 )
 def test_blocks_are_whole(in_size, in_, says):
     with pytest.raises(ValueError, match=says):
-        PackedLinear(in_size, 8, in_=in_, key=KEY)
+        MXFP4Linear(in_size, 8, in_=in_, key=KEY)
 
 
 def test_only_its_bias_is_learnt_and_cast():
-    packed = PackedLinear(64, 5, bias=True, key=KEY)
+    packed = MXFP4Linear(64, 5, bias=True, key=KEY)
     assert [x.shape for x in jax.tree.leaves(zoo.trainable(packed))] == [(5,)] and zoo.count(packed) == 5
     half = zoo.cast(packed, jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype("uint8"), jnp.dtype("bfloat16")}
@@ -108,6 +108,6 @@ def test_as_experts(sizes, options):
 
 
 def test_blocks_that_do_not_share_out_are_told():
-    packed = PackedLinear(96, 8, in_=Dim("mlp"), key=KEY)
+    packed = MXFP4Linear(96, 8, in_=Dim("mlp"), key=KEY)
     with pytest.raises(ValueError, match="blocks: 3 mlp do not share out over tensor=2"):
         zoo.place(packed, zoo.make_mesh(data=4, tensor=2))

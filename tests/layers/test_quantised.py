@@ -18,7 +18,7 @@ def both(kind, in_size, out_size, *, in_=Dim("in"), out=Dim("out"), bias=True):
     """A packed matrix, and a `Linear` of the same numbers."""
     linear = Linear(in_size, out_size, in_=in_, out=out, bias=bias, key=KEY)
     linear = eqx.tree_at(lambda x: x.bias, linear, jnp.arange(out_size) / 7.0) if bias else linear
-    packed = kind(linear.matrix, linear.shift, in_=in_, out=out)
+    packed = kind(linear.dense_weight, linear.dense_bias, in_=in_, out=out)
     return packed, packed.unpacked(packed.matrix, packed.shift)
 
 
@@ -66,12 +66,12 @@ def test_packed_again(kind):
     """Another matrix is rounded as the first was, and its bias keeps its dtype."""
     packed, _ = both(kind, 128, 5)
     other = jax.random.normal(jax.random.key(1), (5, 128))
-    again = zoo.cast(packed, jnp.bfloat16).packed_again(other, jnp.ones(5))
+    again = zoo.cast(packed, jnp.bfloat16).repack(other, jnp.ones(5))
     expected = kind(other, jnp.ones(5, jnp.bfloat16), in_=packed.in_, out=packed.out)
     assert eqx.tree_equal(again, expected)
     assert packed.unpacked(other, None).bias is None
     with pytest.raises(NotImplementedError, match=f"in {kind.form} is rounded.*'pissa' or 'olora'"):
-        packed.exchanged(other, None)
+        packed.with_weight(other, None)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def loss_fn(layers, x):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_mesh(kind):
-    """Split over what they contract and over what they give, forwards and transposed."""
+    """Split over what they contract and over what they give, forward and transposed."""
     heads = Dim("heads", 64)
     up = both(kind, 128, 256, in_=Dim("embed"), out=heads)
     out = both(kind, 256, 128, in_=heads, out=Dim("embed"))

@@ -20,7 +20,6 @@ from zoo.layers import (
     GatedDeltaNet,
     GatedDeltaProduct,
     GatedLinearAttention,
-    Info,
     KimiDeltaAttention,
     Lightning,
     LinearAttention,
@@ -29,8 +28,9 @@ from zoo.layers import (
     Mamba2,
     Retention,
     RMSNorm,
+    TokenInfo,
 )
-from zoo.ops.rotary import Dynamic, Rotary
+from zoo.ops.rotary import DynamicScaling, Rotary
 
 KEY = jax.random.key(0)
 EMBED, HEADS, SEQ, BORDER = 12, 2, 7, 3
@@ -43,7 +43,7 @@ def without_heads(mixer, **options):
 
 MAKERS = {
     "linear_attention": LinearAttention,
-    "linear_attention, not normalised": partial(LinearAttention, normalised=False),
+    "linear_attention, not normalized": partial(LinearAttention, normalized=False),
     "retention": Retention,
     "lightning": partial(Lightning, depth=0.5),
     "gated_linear_attention": GatedLinearAttention,
@@ -57,8 +57,10 @@ MAKERS = {
     "rwkv7": partial(RWKV7, rank=3),
     "rg_lru": partial(RGLRU, inner=16),
     "mamba": without_heads(Mamba, state=3, rank=2, norm=partial(RMSNorm, scaled=False), bias=True),
-    "mamba2": partial(Mamba2, head_dim=8, groups=2, state=3, bias=True),
-    "mamba2, bounded": partial(Mamba2, head_dim=4, state=5, width=2, dt_limit=(0.05, 0.5), norm_before_gate=True),
+    "mamba2": partial(Mamba2, head_dim=8, groups=2, state_dim=3, bias=True),
+    "mamba2, bounded": partial(
+        Mamba2, head_dim=4, state_dim=5, conv_width=2, dt_limit=(0.05, 0.5), norm_before_gate=True
+    ),
     "rwkv4": without_heads(RWKV4, inner=16),
 }
 
@@ -78,7 +80,7 @@ def activations(seed=1, seq=SEQ):
 def step_by_step(layer, x):
     def step(state, now):
         x, position = now
-        y, state = layer(x[:, None], Info(jnp.broadcast_to(position, (2, 1))), state)
+        y, state = layer(x[:, None], TokenInfo(jnp.broadcast_to(position, (2, 1))), state)
         return state, y[:, 0]
 
     state, outputs = jax.lax.scan(step, layer.init_state(2, 16), (x.swapaxes(0, 1), jnp.arange(x.shape[1])))
@@ -95,7 +97,7 @@ def in_pieces(layer, x, padding):
             rows.append(jnp.concatenate([junk[:pad], x[row, start : start + size], junk[pad:]])[: size + max(padding)])
             numbers = [-1] * pad + list(range(start, start + size))
             positions.append(numbers + [-1] * (size + max(padding) - len(numbers)))
-        y, state = layer(jnp.stack(rows), Info(jnp.array(positions)), state)
+        y, state = layer(jnp.stack(rows), TokenInfo(jnp.array(positions)), state)
         outputs.append(jnp.stack([y[row, pad : pad + size] for row, pad in enumerate(padding)]))
         start += size
     return jnp.concatenate(outputs, axis=1), state
@@ -105,16 +107,16 @@ def in_pieces(layer, x, padding):
 def everything(layer, by_definition, x, cotangent):
     """All that is compared, compiled together: what costs here is compiling."""
     segments = jnp.array([[1] * BORDER + [2] * (SEQ - BORDER)] * 2)
-    packed = Info(zoo.models.pack_positions(segments), segments)
-    backwards = jax.grad(lambda x: (layer(x, Info())[0][:, BORDER] * cotangent).sum())
+    packed = TokenInfo(zoo.models.pack_positions(segments), segments)
+    backward = jax.grad(lambda x: (layer(x, TokenInfo())[0][:, BORDER] * cotangent).sum())
     return {
-        "whole": layer(x, Info())[0],
-        "recurrent": by_definition(x, Info())[0],
+        "whole": layer(x, TokenInfo())[0],
+        "recurrent": by_definition(x, TokenInfo())[0],
         "steps": step_by_step(layer, x),
         "pieces": in_pieces(layer, x, (2, 2)),
         "packed": layer(x, packed)[0],
-        "second": layer(x[:, BORDER:], Info())[0],
-        "seen": backwards(x),
+        "second": layer(x[:, BORDER:], TokenInfo())[0],
+        "seen": backward(x),
     }
 
 
@@ -151,10 +153,13 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one():
     ("make", "message"),
     [
         (partial(Retention, 12, 5), "embed=12 does not share out over 5 heads: give key_dim"),
-        (partial(Retention, 12, 2, rotary=Rotary(6, scaling=Dynamic(2.0, 8))), "cannot be turned again in a state"),
+        (
+            partial(Retention, 12, 2, rotary=Rotary(6, scaling=DynamicScaling(2.0, 8))),
+            "cannot be turned again in a state",
+        ),
         (partial(DeltaNet, 12, 2, key_dim=0), "key_dim is 0"),
-        (partial(DeltaNet, 12, 2, width=0), "a convolution is at least 1 token wide"),
-        (partial(GatedDeltaProduct, 12, 2, steps=0), "steps is 0"),
+        (partial(DeltaNet, 12, 2, conv_width=0), "a convolution is at least 1 token wide"),
+        (partial(GatedDeltaProduct, 12, 2, num_householder=0), "steps is 0"),
         (partial(Lightning, 12, 2, depth=1.5), "a depth is 0 for the first layer"),
         (partial(HGRN2, 12, 2, bound=1.0), "at least 0 and below 1"),
         (partial(RGLRU, 12, 5), "inner=12 features do not share out over 5 heads"),

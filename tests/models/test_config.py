@@ -1,4 +1,4 @@
-"""Every key of a config is honoured, refused by name, or known to change nothing; whatever its spelling and family."""
+"""Every key of a config is honored, refused by name, or known to change nothing; whatever its spelling and family."""
 
 import itertools
 import json
@@ -8,9 +8,9 @@ import equinox as eqx
 import jax
 import pytest
 
-from zoo.models.config import INERT, ONLY, ROPE_KEYS, ConfigError, read_config
-from zoo.models.families import FAMILIES
-from zoo.models.names import differences
+from zoo.models.hf.config import IGNORED_KEYS, REQUIRED_VALUES, ROPE_TYPE_KEYS, ConfigError, read_config
+from zoo.models.hf.families import FAMILIES
+from zoo.models.parameter_paths import find_differences
 
 SMALL = {
     "vocab_size": 11,
@@ -126,7 +126,7 @@ def read_or_refused(family, given):
 
 
 @EACH
-def test_every_key_is_honoured(family):
+def test_every_key_is_honored(family):
     """Changing it changes the model, or is refused by name, alone or beside another key."""
     for key, default in family.defaults.items():
         found = []
@@ -136,7 +136,7 @@ def test_every_key_is_honoured(family):
             changed = read_or_refused(family, given | {word: another(key, default)})
             if isinstance(changed, str):
                 assert word in changed or key in ("hidden_size", "num_attention_heads", "head_dim")
-            found.append(isinstance(changed, str) or any(differences(changed, built(family, given))))
+            found.append(isinstance(changed, str) or any(find_differences(changed, built(family, given))))
         assert any(found), f"{family.name}: {key} = {another(key, default)!r} changes nothing"
 
 
@@ -149,7 +149,9 @@ def test_defaults_are_what_an_empty_config_says(family):
     assert read_config(family, {"model_type": family.name, "architectures": [family.architecture]}) == config
     if "rope_parameters" in family.defaults:
         assert config["rope_parameters"] == {"rope_type": "default"} | family.defaults["rope_parameters"]
-    assert family.defaults.keys().isdisjoint((INERT | ONLY.keys() | family.inert) - {"quantization_config"})
+    assert family.defaults.keys().isdisjoint(
+        (IGNORED_KEYS | REQUIRED_VALUES.keys() | family.ignored_keys) - {"quantization_config"}
+    )
 
 
 @EACH
@@ -158,12 +160,14 @@ def test_aliases_are_their_usual_words(family):
         value = another(usual, family.defaults.get(usual))
         config = read_config(family, {word: value})
         assert (config if usual in family.defaults else config["rope_parameters"])[usual] == value
-        if usual not in family.only:
+        if usual not in family.required_values:
             assert config == read_config(family, {usual: value}) == read_config(family, {usual: value, word: value})
             if usual in family.defaults:
                 with pytest.raises(ConfigError, match="say different things"):
                     read_config(family, {word: value, usual: family.defaults[usual]})
-        assert config == read_config(family, {word: value, usual: None} if usual in family.only else {word: value})
+        assert config == read_config(
+            family, {word: value, usual: None} if usual in family.required_values else {word: value}
+        )
 
 
 SCALINGS = [
@@ -204,7 +208,7 @@ def test_both_spellings_of_rotary_embeddings_are_one(family, scaling):
             assert read_config(family, {base: 500.0, "rope_scaling": older}) == new
     assert new["rope_parameters"]["rope_theta"] == 500.0 and new["rope_parameters"]["rope_type"] == kind
     nulls = dict.fromkeys(
-        {key for needed, possible in ROPE_KEYS.values() for key in (*needed, *possible)} - facts.keys()
+        {key for needed, possible in ROPE_TYPE_KEYS.values() for key in (*needed, *possible)} - facts.keys()
     )
     assert read_config(family, {"rope_parameters": nulls | facts | {"rope_type": kind}}) == new, "nulls are absent"
     model = built(family, small(family) | {"rope_parameters": facts | {"rope_type": kind}})
@@ -221,7 +225,7 @@ def test_every_number_of_a_scaling_counts(family):
             other = {bool: lambda x: not x, list: lambda x: [2 * y for y in x]}.get(type(value), lambda x: 2 * x)
             if key != "rope_type":
                 changed = given | {"rope_parameters": given["rope_parameters"] | {key: other(value)}}
-                assert any(differences(built(family, changed), built(family, given))), (scaling, key)
+                assert any(find_differences(built(family, changed), built(family, given))), (scaling, key)
 
 
 @EACH
@@ -242,14 +246,14 @@ def test_unknown_keys_are_told_with_the_nearest(family):
 
 @EACH
 def test_keys_that_would_change_the_result_are_refused_and_may_be_ignored(family):
-    for key, allowed in {**ONLY, **family.only}.items():
+    for key, allowed in {**REQUIRED_VALUES, **family.required_values}.items():
         for value in allowed:
             assert read_config(family, {key: value}) == read_config(family, {})
         for value in ({"bits": 4}, "something", [1], 17):
             with pytest.raises(ConfigError, match=f"{key} = .* would change the result"):
                 read_config(family, {key: value})
             assert read_config(family, {key: value}, ignore={key}) == read_config(family, {})
-    for key in INERT | family.inert:
+    for key in IGNORED_KEYS | family.ignored_keys:
         assert read_config(family, {key: "anything"}) == read_config(family, {})
 
 
@@ -308,7 +312,7 @@ def keys_once():
 
 
 @pytest.mark.parametrize("family, key", list(keys_once()), ids=str)
-def test_values_of_another_kind_are_refused_or_honoured(family, key):
+def test_values_of_another_kind_are_refused_or_honored(family, key):
     needed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     given = small(family, **needed, topk_method="group_limited_greedy")
     for value in BAD:
@@ -319,4 +323,4 @@ def test_values_of_another_kind_are_refused_or_honoured(family, key):
             right = given.get(word_for(family, key), family.defaults[key])
             absent = not value and key in ("rope_parameters", "mlp_only_layers")
             same = value == right or absent or key == "max_position_embeddings"
-            assert same or any(differences(found, built(family, given))), value
+            assert same or any(find_differences(found, built(family, given))), value

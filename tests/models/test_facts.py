@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.models.facts import Row, fused, under
-from zoo.weights.plan import parts_of
+from zoo.models.hf.spec import TensorMapping, fused, prefixed
+from zoo.weights.plan import invert_name_map
 
 SIZES = st.sampled_from([1, 2, 3, 5])
 
@@ -48,7 +48,7 @@ def numbered(shapes):
 @given(rows())
 def test_views_are_their_tensor_put_together_group_by_group(drawn):
     fields, shapes, lead = drawn
-    row = Row(*fields)
+    row = TensorMapping(*fields)
     parts = numbered(shapes)
     expected = slowly(row, parts, lead)
     assert row.shape(shapes, lead) == expected.shape
@@ -65,7 +65,7 @@ def test_views_are_their_tensor_put_together_group_by_group(drawn):
 def test_views_of_tensors_of_more_dims(drawn):
     """Convolutions, (inner, 1, kernel), and norms, one dim, lie as they are."""
     fields, shapes, lead = drawn
-    row = Row(*fields)
+    row = TensorMapping(*fields)
     parts = numbered(shapes)
     theirs = np.empty(row.shape(shapes, lead), int)
     for view, part in zip(row.views(theirs, shapes, lead), parts, strict=True):
@@ -77,7 +77,7 @@ def test_views_of_tensors_of_more_dims(drawn):
 def test_views_of_what_may_not_be_written_to_or_is_no_block_of_memory(drawn):
     """A mapped file is read only; a slice of another array has strides of its own."""
     fields, shapes, lead = drawn
-    row = Row(*fields)
+    row = TensorMapping(*fields)
     expected = slowly(row, numbered(shapes), lead)
     around = np.full([2 * size + 1 for size in expected.shape], -1)
     theirs = around[tuple(slice(1, None, 2) for _ in expected.shape)]
@@ -105,7 +105,7 @@ def test_known_fusions():
 
 def test_dims_of_size_one_in_front():
     """Of a number for each expert, (experts,) here and (1, experts) there; of all layers in one, behind the layers."""
-    row = Row(("bias",), ones=1)
+    row = TensorMapping(("bias",), leading_ones=1)
     assert row.shape([(4,)], 0) == (1, 4) and row.shape([(3, 4)], 1) == (3, 1, 4)
     for lead, shape in ((0, (4,)), (1, (3, 4))):
         theirs = np.zeros(row.shape([shape], lead))
@@ -116,17 +116,19 @@ def test_dims_of_size_one_in_front():
 
 def test_under_goes_down_on_both_sides_and_composes():
     rows = {"c_attn": fused("query", "key", groups=2, transposed=True), "c_proj": "out", "": "whole"}
-    once = under("h.*", "layers.*", under("attn", "attention", rows))
-    assert once == under("h.*.attn", "layers.*.attention", rows)
+    once = prefixed("h.*", "layers.*", prefixed("attn", "attention", rows))
+    assert once == prefixed("h.*.attn", "layers.*.attention", rows)
     assert once["h.*.attn.c_attn"] == fused(
         "layers.*.attention.query", "layers.*.attention.key", groups=2, transposed=True
     )
-    assert once["h.*.attn.c_proj"] == Row(("layers.*.attention.out",)) and "h.*.attn" in once
-    assert under("", "", once) == once
-    assert under("a", "", {"b": "c"}) == {"a.b": Row(("c",))} and under("", "a", {"b": "c"}) == {"b": Row(("a.c",))}
+    assert once["h.*.attn.c_proj"] == TensorMapping(("layers.*.attention.out",)) and "h.*.attn" in once
+    assert prefixed("", "", once) == once
+    assert prefixed("a", "", {"b": "c"}) == {"a.b": TensorMapping(("c",))} and prefixed("", "a", {"b": "c"}) == {
+        "b": TensorMapping(("a.c",))
+    }
 
 
 @pytest.mark.parametrize("second", ["b", fused("c", "b"), fused("b", "b")])
 def test_two_rows_for_one_part_raise(second):
     with pytest.raises(ValueError, match="two rows for b: x and y|two rows for b: y and y"):
-        parts_of({"x": "a" if second == fused("b", "b") else "b", "y": second})
+        invert_name_map({"x": "a" if second == fused("b", "b") else "b", "y": second})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from zoo.models.loss import chunked, token_losses
+from zoo.models.loss import chunked_cross_entropy, token_losses
 from zoo.ops.cross_entropy import cross_entropy
 from zoo.parallel import Dim
 
@@ -34,14 +34,16 @@ def test_chunked_equals_plain(chunk, z_loss, seed, bias):
 
     def in_chunks(args):
         head, x, weights = args
-        return 0.5 * chunked(head, x, targets, weights, z_loss, chunk)
+        return 0.5 * chunked_cross_entropy(head, x, targets, weights, z_loss, chunk)
 
     expected, expected_grads = eqx.filter_value_and_grad(plain)((head, x, weights))
     loss, grads = eqx.filter_value_and_grad(in_chunks)((head, x, weights))
     assert jnp.allclose(2 * loss, expected, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert jnp.allclose(2 * a, b, rtol=1e-4, atol=1e-5)
-    assert jnp.allclose(chunked(head, x, targets, weights, z_loss, chunk), expected, rtol=1e-5), "without a gradient"
+    assert jnp.allclose(chunked_cross_entropy(head, x, targets, weights, z_loss, chunk), expected, rtol=1e-5), (
+        "without a gradient"
+    )
 
 
 def test_no_chunk_holds_all_logits():
@@ -49,7 +51,7 @@ def test_no_chunk_holds_all_logits():
     x, targets, weights = jnp.ones((256, 16)), jnp.zeros(256, int), jnp.ones(256)
 
     def loss(head, x):
-        return chunked(head, x, targets, weights, 0.0, 32)
+        return chunked_cross_entropy(head, x, targets, weights, 0.0, 32)
 
     step = eqx.filter_jit(eqx.filter_grad(loss)).lower(head, x).compile()
     assert step.compiled.memory_analysis().temp_size_in_bytes < 256 * 512 * 4 / 2

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.models.names import differences
+from zoo.models.parameter_paths import find_differences
 
 KEY = jax.random.key(0)
 MODELS = {
-    "mamba": partial(zoo.models.Mamba, vocab=12, embed=16, layers=2, state=4, rank=3),
-    "mamba2": partial(zoo.models.Mamba2, vocab=12, embed=16, layers=2, head_dim=8, groups=2, state=4, tied=False),
+    "mamba": partial(zoo.models.Mamba, vocab=12, embed=16, layers=2, state_dim=4, rank=3),
+    "mamba2": partial(zoo.models.Mamba2, vocab=12, embed=16, layers=2, head_dim=8, groups=2, state_dim=4, tied=False),
 }
 EACH = pytest.mark.parametrize("name", MODELS)
 
@@ -24,7 +24,7 @@ def test_it_is_written_as_its_family_and_read_again(name, tmp_path):
     model = MODELS[name](key=KEY)
     zoo.save(model, tmp_path)
     again = zoo.load(tmp_path)
-    assert again.origin.family.name == name and not list(differences(again, model))
+    assert again.origin.family.name == name and not list(find_differences(again, model))
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
     tokens = jnp.arange(10).reshape(2, 5)
     states = zoo.hidden_states(model, tokens)

@@ -10,7 +10,14 @@ import pytest
 
 import zoo
 from zoo.layers import BiasedRouter, MixtureOfExperts, Routing, SoftmaxRouter
-from zoo.models import balance_loss, count_active, cross_entropy_and_routing, rebalance, router_z_loss, visits
+from zoo.models import (
+    balance_loss,
+    count_active_parameters,
+    cross_entropy_and_routing,
+    router_z_loss,
+    tokens_per_expert,
+    update_expert_bias,
+)
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}
@@ -45,7 +52,7 @@ def make_batch():
 
 def loss_fn(over, model, batch, key=None):
     both, routing = cross_entropy_and_routing(model, batch, balance=0.1, router_z=0.01, over=over)
-    return both, [visits(one, batch["segment_ids"] != 0) for one in routing]
+    return both, [tokens_per_expert(one, batch["segment_ids"] != 0) for one in routing]
 
 
 def furthest(tree, reference):
@@ -109,7 +116,7 @@ def test_generation_is_that_of_whole_passes(model):
 
 
 def test_what_routers_decide_leaves_the_model(model):
-    stream, _ = model.hidden(text((2, 5)), zoo.layers.Info())
+    stream, _ = model.hidden(text((2, 5)), zoo.layers.TokenInfo())
     assert len(stream.routing) == 2
     for one, block in zip(stream.routing, list(model.stack.one_by_one())[1:], strict=True):
         assert one.logits.shape == (2, 5, 4) and one.chosen.shape == (2, 5, 2)
@@ -121,8 +128,8 @@ def test_what_routers_decide_leaves_the_model(model):
 def test_dense_layers_are_as_wide_as_what_a_token_meets():
     dense, mixed = make(KEY, dense_layers=3, shared=4), make(KEY, shared=4)
     routers = 3 * 16 * 4
-    assert zoo.count(dense) == count_active(dense) == count_active(mixed) - routers
-    assert zoo.count(mixed) - count_active(mixed) == 3 * 2 * 3 * 16 * 8
+    assert zoo.count(dense) == count_active_parameters(dense) == count_active_parameters(mixed) - routers
+    assert zoo.count(mixed) - count_active_parameters(mixed) == 3 * 2 * 3 * 16 * 8
 
 
 @pytest.mark.parametrize(
@@ -170,17 +177,17 @@ def test_an_even_use_of_experts_costs_top():
     assert balance_loss([crowded]) > 3.9
 
 
-def test_biases_move_towards_what_is_used_too_little(model):
+def test_biases_move_toward_what_is_used_too_little(model):
     loads = [jnp.array([4.0, 0.0, 2.0, 2.0]), jnp.array([0.0, 0.0, 0.0, 8.0])]
-    moved = jax.jit(partial(rebalance, rate=0.5))(model, loads)
+    moved = jax.jit(partial(update_expert_bias, rate=0.5))(model, loads)
     biases = jnp.concatenate([b.ffn.router.selection_bias for s in moved.stack.segments[1:] for b in s.blocks])
     assert biases.tolist() == [[-0.5, 0.5, 0, 0], [0.5, 0.5, 0.5, -0.5]]
-    back = rebalance(moved, [-x for x in loads], rate=0.5)
+    back = update_expert_bias(moved, [-x for x in loads], rate=0.5)
     assert eqx.tree_equal(back, model)
     with pytest.raises(ValueError, match="1 loads were given, and 2 layers have a router"):
-        rebalance(model, loads[:1])
+        update_expert_bias(model, loads[:1])
     with pytest.raises(ValueError, match="no router of this model chooses with a bias"):
-        rebalance(make(KEY), [loads[0]] * 3)
+        update_expert_bias(make(KEY), [loads[0]] * 3)
 
 
 def test_without_routers_there_is_nothing_to_balance():
@@ -199,7 +206,7 @@ def test_a_bias_evens_out_what_a_router_prefers():
 
     @jax.jit
     def step(bias):
-        load = visits(eqx.tree_at(lambda m: m.router.selection_bias, layer, bias).routed(x)[1][0])
+        load = tokens_per_expert(eqx.tree_at(lambda m: m.router.selection_bias, layer, bias).routed(x)[1][0])
         return bias + 0.02 * jnp.sign(load.mean() - load), load.max() / load.mean()
 
     bias, shares = layer.router.selection_bias, []
@@ -211,4 +218,4 @@ def test_a_bias_evens_out_what_a_router_prefers():
 
 def test_softmax_is_the_usual_router():
     stacked = make(KEY).stack.segments[0].blocks[0].ffn
-    assert isinstance(stacked.router, SoftmaxRouter) and stacked.router.renormalise
+    assert isinstance(stacked.router, SoftmaxRouter) and stacked.router.renormalize

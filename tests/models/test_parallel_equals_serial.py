@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import zoo
-from zoo.ops.rotary import Dynamic, Rotary
+from zoo.ops.rotary import DynamicScaling, Rotary
 from zoo.parallel import ZERO1
 from zoo.train.masks import decay_mask
 
@@ -116,7 +116,7 @@ def test_an_angle_that_depends_on_the_longest_row_is_that_of_the_whole_batch():
     """Only one device holds the long row; all turn by its length."""
 
     def sized(key):
-        rotary = Rotary(8, scaling=Dynamic(4.0, original_length=4))
+        rotary = Rotary(8, scaling=DynamicScaling(4.0, original_length=4))
         return zoo.models.Transformer(vocab=16, embed=32, layers=1, heads=4, mlp=32, rotary=rotary, key=key)
 
     tokens = jax.random.randint(DATA_KEY, (8, SEQ), 0, 16)
@@ -133,17 +133,17 @@ def test_an_angle_that_depends_on_the_longest_row_is_that_of_the_whole_batch():
 
 def recipe_step(mesh, traces):
     """The step of a recipe, clipped AdamW outside, on global arrays; `traces` grows with every trace of it."""
-    optimiser = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask))
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
         traces.append(1)
         loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch)
-        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
     model = zoo.init(lambda key: make(key, dropout=0.0), MODEL_KEY, mesh)
-    return step, model, zoo.place(optimiser.init(zoo.trainable(model)), mesh.updates)
+    return step, model, zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
 
 def train(mesh, steps=10):
@@ -213,7 +213,7 @@ def test_zero3_holds_no_model_and_gathers_what_it_must():
     assert set(moved) == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
-def test_zero1_splits_the_optimiser_state_and_its_gradients():
+def test_zero1_splits_the_optimizer_state_and_its_gradients():
     """No parameter is gathered for the passes, and each gradient is scattered once."""
     model, step = compiled(zoo.make_mesh(fsdp=8, layout=ZERO1))
     moved = collectives(step)
@@ -225,7 +225,7 @@ def test_zero1_splits_the_optimiser_state_and_its_gradients():
 
 @pytest.mark.parametrize("sizes", [{"devices": 1}, {"devices": 8, "fsdp": 4, "tensor": 2}], ids=str)
 def test_a_donated_step_works_in_place(sizes):
-    """What goes in as model and optimiser state comes out in the same memory: a failed donation would be silent."""
+    """What goes in as model and optimizer state comes out in the same memory: a failed donation would be silent."""
     mesh = zoo.make_mesh(**sizes | {"devices": jax.devices()[: sizes["devices"]]})
     step, model, opt_state = recipe_step(mesh, [])
     program = step.lower(zoo.place_batch(make_batch(), mesh), model, opt_state).compile()
@@ -242,7 +242,7 @@ def test_data_parallel_sums_gradients_once_and_outside_the_layers():
 
 
 def test_tensor_parallel_sums_twice_a_layer_forward_and_backward():
-    """Two sublayers contract a split dim forwards, two backwards; the vocabulary is summed in the embedding, in the
+    """Two sublayers contract a split dim forward, two backward; the vocabulary is summed in the embedding, in the
     loss (peak, sum, target) and in the gradient of the head's input."""
     _, step = compiled(zoo.make_mesh(data=1, tensor=8))
     moved = collectives(step)

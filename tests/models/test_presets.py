@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
-from zoo.models.config import ConfigError, read_config
-from zoo.models.published import PRESETS, preset
+from zoo.models.hf.config import ConfigError, read_config
+from zoo.models.presets.published import PRESETS, preset
 
 KEY = jax.random.key(0)
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
@@ -39,13 +39,15 @@ def test_it_has_as_many_parameters_as_were_published(name):
     assert {x.dtype for x in jax.tree.leaves(model)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("name", [name for name, found in PRESETS.items() if found.active is not None])
+@pytest.mark.parametrize("name", [name for name, found in PRESETS.items() if found.active_parameters is not None])
 def test_a_token_meets_as_many_as_were_published(name):
     """In the digits that were published: some cut off where others round."""
-    published = PRESETS[name].active
+    published = PRESETS[name].active_parameters
     last_digit = 10 ** (len(str(published)) - len(str(published).rstrip("0")))
     model = eqx.filter_eval_shape(lambda: preset(name, key=KEY))
-    found = zoo.models.count_active(model) - PRESETS[name].without_embedding * zoo.count(model.embedding)
+    found = zoo.models.count_active_parameters(model) - PRESETS[name].active_excludes_embedding * zoo.count(
+        model.embedding
+    )
     assert abs(found - published) < last_digit
     assert found < PRESETS[name].parameters
 
@@ -64,7 +66,9 @@ def test_its_keys_are_those_of_the_family_and_say_something(name):
 
 def test_all_families_have_one():
     assert set(ONE_A_FAMILY) == set(zoo.families())
-    assert zoo.models.presets() == tuple(PRESETS) and len(PRESETS) == len({found.source for found in PRESETS.values()})
+    assert zoo.models.list_presets() == tuple(PRESETS) and len(PRESETS) == len(
+        {found.source for found in PRESETS.values()}
+    )
 
 
 def first_of(part, *names):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from zoo.layers import Info
-from zoo.models import Stream, swap_stack
+from zoo.layers import TokenInfo
+from zoo.models import Hidden, swap_stack
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -51,10 +51,10 @@ def test_hidden_states_are_those_of_a_loop(model):
         x = model.embedding(tokens)
         found = [x]
         for segment in model.stack.segments:
-            for repeat in range(segment.repeats):
+            for repeat in range(segment.local_repeats):
                 for block in segment.blocks:
                     block = jax.tree.map(lambda a, i=repeat: a[i], block)
-                    x = x + block.mixer(block.mixer_norm(x), Info())[0]
+                    x = x + block.mixer(block.mixer_norm(x), TokenInfo())[0]
                     x = x + block.ffn(block.ffn_norm(x))
                     found.append(x)
         return [*found[:-1], model.norm(found[-1])]
@@ -64,7 +64,7 @@ def test_hidden_states_are_those_of_a_loop(model):
         assert np.allclose(state, expected, atol=1e-5)
     assert np.allclose(model.logits(states[-1]), logits(model, tokens), atol=1e-4)
     assert np.array_equal(states[0], model.embedding(tokens))
-    one_by_one = swap_stack(model, lambda stack: stack.unstacked())
+    one_by_one = swap_stack(model, lambda stack: stack.unstack())
     for state, other in zip(states, zoo.hidden_states(one_by_one, tokens), strict=True):
         assert np.allclose(state, other, atol=1e-5)
 
@@ -83,7 +83,7 @@ def test_hidden_states_see_padding_and_documents_as_the_model_does(model):
 def test_hidden_states_need_layers_that_can_be_taken_apart(model):
     class Whole(zoo.models.AbstractStack):
         def __call__(self, stream, info, states=None):
-            return Stream(stream.x), states
+            return Hidden(stream.x), states
 
         def init_state(self, batch, length, dtype=jnp.float32):
             return ()

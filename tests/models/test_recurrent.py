@@ -26,7 +26,7 @@ from zoo.layers import (
     LinearAttention,
     Retention,
 )
-from zoo.models import recurrent
+from zoo.models.presets import recurrent
 from zoo.ops.rotary import Rotary
 
 KEY = jax.random.key(0)
@@ -131,7 +131,7 @@ def test_patterns_of_mixers_and_what_follows_them():
     recurrent = partial(GatedDeltaNet, heads=2)
     model = partial(zoo.models.Hybrid, vocab=VOCAB, embed=16, key=KEY)
     hybrid = eqx.filter_eval_shape(model, layers=8, pattern=[recurrent] * 3 + [attention], mlp=24)
-    assert [(len(s.blocks), s.repeats) for s in hybrid.stack.segments] == [(4, 2)]
+    assert [(len(s.blocks), s.local_repeats) for s in hybrid.stack.segments] == [(4, 2)]
     kinds = [type(block.mixer).__name__ for block in hybrid.stack.segments[0].blocks]
     assert kinds == ["GatedDeltaNet"] * 3 + ["Attention"]
     sparse = eqx.filter_eval_shape(model, layers=4, pattern=[recurrent], ffns=[None, partial(GatedMLP, mlp=8)])

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from zoo.layers import Info
-from zoo.models import Stream, cut, pack_positions, swap_stack
-from zoo.ops.attention import fused, plain
+from zoo.layers import TokenInfo
+from zoo.models import Hidden, find_patterns, pack_positions, swap_stack
+from zoo.ops.attention import fused_attention, reference_attention
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -31,7 +31,7 @@ def test_nothing_flows_from_later_tokens(model):
         """d(logits at i) / d(embedding of token j), summed in magnitude: [i, j]."""
 
         def run(x):
-            stream, _ = model.stack(Stream(x), Info())
+            stream, _ = model.stack(Hidden(x), TokenInfo())
             return model.logits(stream.x)[0].sum(-1)
 
         return jnp.abs(jax.jacrev(run)(model.embedding(tokens))[:, 0]).sum(-1)
@@ -70,8 +70,8 @@ def run(model, tokens, **options):
 
 def test_forms_of_attention_agree(model):
     tokens = text((2, 10))
-    for form in (plain, fused):
-        other = zoo.models.Transformer(**SIZES, windows=(4, None), qk_norm=True, form=form, key=KEY)
+    for form in (reference_attention, fused_attention):
+        other = zoo.models.Transformer(**SIZES, windows=(4, None), qk_norm=True, implementation=form, key=KEY)
         assert jnp.allclose(run(other, tokens), run(model, tokens), atol=1e-5)
 
 
@@ -108,12 +108,12 @@ def test_caches_hold_no_more_than_their_window(model):
 
 def test_what_a_cache_cannot_do_raises(model):
     with pytest.raises(ValueError, match="with a cache the place of each token is not known"):
-        model.hidden(text((1, 3)), Info(), model.init_state(1, 5))
+        model.hidden(text((1, 3)), TokenInfo(), model.init_state(1, 5))
 
 
 def test_layers_one_by_one_are_the_scanned_ones(model):
     tokens = text((2, 7))
-    one_by_one = swap_stack(model, lambda stack: stack.unstacked())
+    one_by_one = swap_stack(model, lambda stack: stack.unstack())
     assert jnp.allclose(run(one_by_one, tokens), run(model, tokens), atol=1e-5)
     assert zoo.count(one_by_one) == zoo.count(model)
     with pytest.raises(ValueError, match="Embedding has 0 stacks"):
@@ -131,8 +131,8 @@ def test_layers_one_by_one_are_the_scanned_ones(model):
     ],
 )
 def test_layers_are_cut_into_few_patterns(kinds, expected):
-    assert sorted(cut(kinds)) == sorted(expected)
-    assert sum(period * repeats for period, repeats in cut(kinds)) == len(kinds)
+    assert sorted(find_patterns(kinds)) == sorted(expected)
+    assert sum(period * repeats for period, repeats in find_patterns(kinds)) == len(kinds)
 
 
 def test_the_cut_does_not_change_the_numbers():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.ops.activations import ACTIVATIONS, activation, clamped_swiglu
+from zoo.ops.activations import ACTIVATIONS, clamped_swiglu, get_activation
 
 FORMULAS = {
     "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
@@ -23,7 +23,7 @@ FORMULAS = {
 def test_each_is_its_formula(name):
     x = np.linspace(-4, 4, 33, dtype=np.float32)
     expected = [FORMULAS[name](float(v)) for v in x]
-    np.testing.assert_allclose(activation(name)(jnp.array(x)), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(get_activation(name)(jnp.array(x)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_clamped_swiglu_is_its_formula():
@@ -43,4 +43,4 @@ def test_the_clamped_swiglu_is_its_formula():
 
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(ValueError, match=r"'swish'.*gelu, gelu_tanh, relu, relu_squared, silu"):
-        activation("swish")
+        get_activation("swish")

@@ -18,7 +18,7 @@ def told(form):
     """The form, told by keywords who sees whom."""
 
     def attend(query, key, value, sinks=None, *, scale=None, soft_cap=None, **who):
-        return form(query, key, value, attention.Sight(**who), scale=scale, soft_cap=soft_cap, sinks=sinks)
+        return form(query, key, value, attention.AttentionMask(**who), scale=scale, soft_cap=soft_cap, sinks=sinks)
 
     return attend
 
@@ -174,11 +174,11 @@ def test_forms_agree_in_values_and_gradients(case, dtype):
     ("window", "first_keys"), [(None, [0, 0, 0, 0]), (1, [0, 64, 128, 192]), (70, [0, 0, 59, 123]), (500, [0, 0, 0, 0])]
 )
 def test_spans_leave_out_what_none_of_their_queries_sees(window, first_keys):
-    found = attention.spans(attention.Sight(True, window), LONG, LONG)
+    found = attention.make_query_blocks(attention.AttentionMask(True, window), LONG, LONG)
     assert [(queries.start, queries.stop) for queries, _ in found] == [(0, 64), (64, 128), (128, 192), (192, 200)]
     assert [(keys.start, keys.stop) for _, keys in found] == list(zip(first_keys, (64, 128, 192, 200), strict=True))
-    assert len(attention.spans(attention.Sight(False, window), LONG, LONG)) == 1
-    assert attention.spans(attention.Sight(True, window), 63, 63) == [(slice(0, 63), slice(0, 63))]
+    assert len(attention.make_query_blocks(attention.AttentionMask(False, window), LONG, LONG)) == 1
+    assert attention.make_query_blocks(attention.AttentionMask(True, window), 63, 63) == [(slice(0, 63), slice(0, 63))]
 
 
 @pytest.mark.parametrize(
@@ -255,10 +255,10 @@ def test_a_mesh_changes_nothing(form):
 
 
 def test_where_everything_is_seen_there_is_no_mask():
-    assert attention.Sight(causal=False).mask(3, 5) is None
-    assert attention.Sight(causal=True).mask(3, 3).shape == (1, 3, 3)
-    slots = attention.Sight(False, query_positions=jnp.array([[0, 1, 2]]), key_positions=jnp.array([[0, -1]]))
-    np.testing.assert_array_equal(slots.mask(3, 2), [[[True, False]] * 3])
+    assert attention.AttentionMask(causal=False).materialize(3, 5) is None
+    assert attention.AttentionMask(causal=True).materialize(3, 3).shape == (1, 3, 3)
+    slots = attention.AttentionMask(False, query_positions=jnp.array([[0, 1, 2]]), key_positions=jnp.array([[0, -1]]))
+    np.testing.assert_array_equal(slots.materialize(3, 2), [[[True, False]] * 3])
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

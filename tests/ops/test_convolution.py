@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from zoo.ops.convolution import convolved, summed
+from zoo.ops.convolution import causal_conv1d, causal_conv1d_reference
 
-FORMS = {"summed": summed, "convolved": convolved}
+FORMS = {"summed": causal_conv1d_reference, "convolved": causal_conv1d}
 
 
 def case(batch, seq, features, width, seed, *, segments=True, bias=True, dtype=jnp.float32):
@@ -73,4 +73,4 @@ def test_rows_of_a_mesh_share_their_taps():
 def test_forward_mode_is_refused():
     operands, ids, _ = case(1, 3, 2, 2, 0)
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda seen: convolved(seen, *operands[1:], ids), operands[:1], operands[:1])
+        jax.jvp(lambda seen: causal_conv1d(seen, *operands[1:], ids), operands[:1], operands[:1])

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zoo.ops import delta
-from zoo.ops.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
-from zoo.ops.rwkv7 import rwkv7
-from zoo.ops.triangular import inverse
+from zoo.ops.recurrence import generalized_delta
+from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
+from zoo.ops.recurrence.rwkv7 import rwkv7
+from zoo.ops.recurrence.triangular import invert_unit_triangular
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3
 CASES = [
@@ -72,7 +72,7 @@ def all_close(found, expected, bound):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound * max(np.abs(theirs).max(), 1e-3))
 
 
-small_chunks = partial(delta.chunked, chunk=16)
+small_chunks = partial(generalized_delta.chunked_delta, chunk_size=16)
 
 
 @settings(max_examples=6)
@@ -93,7 +93,7 @@ def test_chunks_are_the_recurrence(case, often, strength, seed):
         jax.random.normal(keys[1], (BATCH, HEADS, KEY_DIM, VALUE_DIM)),
     )
     found = value_and_gradients(small_chunks, steps, before, inputs, segment_ids, cotangents)
-    expected = value_and_gradients(delta.recurrent, steps, before, inputs, segment_ids, cotangents)
+    expected = value_and_gradients(generalized_delta.recurrent_delta, steps, before, inputs, segment_ids, cotangents)
     all_close(found[0], expected[0], 2e-5)
     all_close(found[1], expected[1], 1e-4)
 
@@ -142,7 +142,7 @@ def test_half_precision():
     wide = {name: x.astype(jnp.float32) for name, x in inputs.items()}
     output, state = small_chunks(**inputs)
     assert output.dtype == jnp.bfloat16 and state.dtype == jnp.float32
-    expected = jax.jit(delta.recurrent)(**wide)
+    expected = jax.jit(generalized_delta.recurrent_delta)(**wide)
     all_close((output, state), expected, 2**-6)
 
 
@@ -163,12 +163,12 @@ def test_stretches_compose(decays, steps, before):
     query, state = inputs.pop("query"), inputs.pop("state")
     stretch = lambda x, first, last: x[:, first * x.shape[1] // 33 : last * x.shape[1] // 33]
     options = dict(steps=steps, before=before, chunk=16)
-    affine = jax.jit(partial(delta.affine, **options))
+    affine = jax.jit(partial(generalized_delta.affine_delta, **options))
     ids = jnp.zeros((BATCH, 33), int)
     cut = lambda first, last: {name: stretch(x, first, last) for name, x in inputs.items()}
     one, two = (affine(**cut(*which), segment_ids=stretch(ids, *which)) for which in [(0, 16), (16, 33)])
     between = one.factor @ state + one.added
-    _, expected = delta.recurrent(query, **inputs, state=state, steps=steps, before=before)
+    _, expected = generalized_delta.recurrent_delta(query, **inputs, state=state, steps=steps, read_before_decay=before)
     all_close(two.factor @ between + two.added, expected, 2e-5)
     begun = affine(**cut(16, 33), segment_ids=stretch(ids.at[0, 20:].set(1), 16, 33))
     assert not begun.factor[0].any()
@@ -183,13 +183,13 @@ def test_the_inverse_where_it_is_hard(size):
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     lower = np.tril(-1.99 * keys @ keys.swapaxes(-1, -2), -1).astype(np.float32)
     expected = np.linalg.inv(np.eye(size) - lower.astype(np.float64))
-    all_close(jax.jit(inverse)(jnp.asarray(lower)), expected, 2e-5)
+    all_close(jax.jit(invert_unit_triangular)(jnp.asarray(lower)), expected, 2e-5)
 
 
 def test_a_gradient_does_not_keep_the_state_of_every_token():
     seq, width = 256, 32
     shapes = [(1, seq, 1, width)] * 4
-    loss = lambda *x: (delta.chunked(*x, chunk=16)[0] ** 2).sum()
+    loss = lambda *x: (generalized_delta.chunked_delta(*x, chunk_size=16)[0] ** 2).sum()
     program = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     assert program.compile().memory_analysis().temp_size_in_bytes < seq * width * width * 4
 
@@ -198,10 +198,10 @@ def test_what_cannot_be_raises():
     inputs = draw(4, "none", 1, seed=0)
     query, read, write, new, key = (inputs[name] for name in ("query", "read", "write", "new", "key"))
     with pytest.raises(ValueError, match="2 steps for each of 4 tokens are 8 rows, and there are 4"):
-        delta.recurrent(query, read, write, new, steps=2)
+        generalized_delta.recurrent_delta(query, read, write, new, steps=2)
     with pytest.raises(ValueError, match="keys and values, or neither"):
-        delta.chunked(query, read, write, new, key=key)
+        generalized_delta.chunked_delta(query, read, write, new, key=key)
     with pytest.raises(ValueError, match="new or value"):
-        delta.chunked(query, read, write)
+        generalized_delta.chunked_delta(query, read, write)
     with pytest.raises(ValueError, match="chunk is 24"):
-        delta.chunked(query, read, write, new, chunk=24)
+        generalized_delta.chunked_delta(query, read, write, new, chunk_size=24)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.ops.dispatch import combine, dispatch, sort_by_expert, sort_into_slots
+from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert, sort_into_slots
 
 TOKENS, TOP, EXPERTS, EMBED = 9, 3, 4, 5
 
@@ -26,16 +26,16 @@ def inputs(seed):
 
 def test_rows_are_sorted_and_know_where_they_came_from():
     order = sort_by_expert(jnp.array([[2, 0], [2, 1], [0, 2]]), 4)
-    assert order.sizes.tolist() == [2, 1, 3, 0]
-    assert order.visits.tolist() == [1, 4, 3, 0, 2, 5]
-    assert order.places.tolist() == [[3, 0], [4, 2], [1, 5]]
+    assert order.group_sizes.tolist() == [2, 1, 3, 0]
+    assert order.assignments.tolist() == [1, 4, 3, 0, 2, 5]
+    assert order.row_indices.tolist() == [[3, 0], [4, 2], [1, 5]]
 
 
 @jax.jit
 def through(x, weights, chosen, matrices):
     """Each expert multiplies by a number of its own for each feature."""
     order = sort_by_expert(chosen, EXPERTS)
-    rows = dispatch(x, order) * jnp.repeat(matrices, order.sizes, axis=0, total_repeat_length=TOKENS * TOP)
+    rows = dispatch(x, order) * jnp.repeat(matrices, order.group_sizes, axis=0, total_repeat_length=TOKENS * TOP)
     return combine(rows, weights, order)
 
 
@@ -94,11 +94,11 @@ def test_slots_are_dealt_out_first_choices_first(seed, capacity):
     held, expected = slots_by_hand(np.asarray(chosen), EXPERTS, capacity)
     assert (np.asarray(taken) == expected).all()
     visits = [[token * TOP + k for token, k in own] + [TOKENS * TOP] * (capacity - len(own)) for own in held]
-    assert order.visits.tolist() == [*itertools.chain(*visits), TOKENS * TOP]
-    places = np.asarray(order.places)
+    assert order.assignments.tolist() == [*itertools.chain(*visits), TOKENS * TOP]
+    places = np.asarray(order.row_indices)
     assert (places[:-1][~expected] == EXPERTS * capacity).all() and (places[-1] == EXPERTS * capacity).all()
     for token, k in zip(*np.nonzero(expected), strict=True):
-        assert order.visits[places[token, k]] == token * TOP + k
+        assert order.assignments[places[token, k]] == token * TOP + k
 
 
 @given(seed=st.integers(0, 999), capacity=st.sampled_from([1, 4, 40]))

@@ -59,8 +59,8 @@ def test_the_share_that_is_kept_and_its_scale(rate):
     for axes in ((0, 1), (0, 2), (1, 2)):  # no row, place or feature is treated otherwise
         deviation = (rate * (1 - rate) / (kept.size / kept.mean(axes).size)) ** 0.5
         assert abs(kept.mean(axes) - (1 - rate)).max() < 5 * deviation
-    neighbours = np.corrcoef(kept[..., 0::2].ravel(), kept[..., 1::2].ravel())[0, 1]
-    assert abs(neighbours) < 0.02  # the two words of one hash
+    neighbors = np.corrcoef(kept[..., 0::2].ravel(), kept[..., 1::2].ravel())[0, 1]
+    assert abs(neighbors) < 0.02  # the two words of one hash
 
 
 def test_rows_and_keys_differ_and_a_row_follows_its_key():

@@ -11,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from zoo.ops import elementwise
-from zoo.ops.hgrn import hgrn
-from zoo.ops.rg_lru import rg_lru
-from zoo.ops.rwkv4 import State, rwkv4
-from zoo.ops.stabiliser import NO_HISTORY, stabilise
+from zoo.ops.recurrence import diagonal_scan
+from zoo.ops.recurrence.hgrn import hgrn
+from zoo.ops.recurrence.rg_lru import rg_lru
+from zoo.ops.recurrence.rwkv4 import WKVState, rwkv4
+from zoo.ops.recurrence.stabilizer import NO_HISTORY, stabilize
 
 LENGTHS = [1, 7, 16, 17, 33]
 BATCH, CHANNELS = 2, 3
-FORMS = {"recurrent": elementwise.recurrent, "chunked": partial(elementwise.chunked, chunk=8)}
+FORMS = {
+    "recurrent": diagonal_scan.recurrent_diagonal,
+    "chunked": partial(diagonal_scan.chunked_diagonal, chunk_size=8),
+}
 
 
 def case(seq, seed, *, segments=True, strength=1.0):
@@ -54,16 +57,16 @@ def linear(form, log_decay, x, state, ids):
 
 
 def hgrn_of(form, log_decay, x, state, ids):
-    return hgrn(x, log_decay, state=state, segment_ids=ids, form=form)
+    return hgrn(x, log_decay, state=state, segment_ids=ids, mode=form)
 
 
 def rg_lru_of(form, r, x, state, ids):
-    return rg_lru(x, r, x[::-1], jnp.linspace(-3, 2, CHANNELS), state=state, segment_ids=ids, form=form)
+    return rg_lru(x, r, x[::-1], jnp.linspace(-3, 2, CHANNELS), state=state, segment_ids=ids, mode=form)
 
 
 def rwkv4_of(form, k, v, state, ids):
-    first = State(state, 1 + jnp.abs(state), 3 * state)
-    return rwkv4(9 * k, v, state[0], v[0, 0], state=first, segment_ids=ids, form=form)
+    first = WKVState(state, 1 + jnp.abs(state), 3 * state)
+    return rwkv4(9 * k, v, state[0], v[0, 0], state=first, segment_ids=ids, mode=form)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def test_forms_of_operations_agree(operations, op, seed, segments):
 
 def test_recurrent_is_the_equation():
     log_decay, x, state, ids = case(17, 0)
-    output, last = elementwise.recurrent(log_decay, x, state=state, segment_ids=ids)
+    output, last = diagonal_scan.recurrent_diagonal(log_decay, x, state=state, segment_ids=ids)
     h = np.asarray(state, np.float64)
     for t in range(17):
         if t:
@@ -139,10 +142,12 @@ def test_a_state_goes_on(form):
 def test_affine_is_what_a_stretch_does_and_composes(segments):
     log_decay, x, state, ids = case(33, 6, segments=segments)
     ids = ids.at[:, 16:].add(ids[:, 15:16] - ids[:, 16:17])  # none begins where the sequence is cut
-    stretch = lambda part: elementwise.affine(log_decay[:, part], x[:, part], segment_ids=ids[:, part], chunk=8)
+    stretch = lambda part: diagonal_scan.affine_diagonal(
+        log_decay[:, part], x[:, part], segment_ids=ids[:, part], chunk_size=8
+    )
     (decay, own), (early_decay, early), (late_decay, late) = map(stretch, (slice(33), slice(16), slice(16, 33)))
     close((early_decay * late_decay, late_decay * early + late), (decay, own))
-    _, last = elementwise.recurrent(log_decay, x, state=state, segment_ids=ids)
+    _, last = diagonal_scan.recurrent_diagonal(log_decay, x, state=state, segment_ids=ids)
     close(decay * state + own, last)
     assert (decay == 0).any() == segments
 
@@ -152,7 +157,7 @@ def test_bfloat16_is_float32_of_rounded_inputs_but_for_the_last_rounding(form):
     log_decay, x, state, ids = case(33, 7)
     low = x.astype(jnp.bfloat16)
     ours, last = FORMS[form](log_decay, low, state=state, segment_ids=ids)
-    exact, end = elementwise.recurrent(log_decay, low.astype(jnp.float32), state=state, segment_ids=ids)
+    exact, end = diagonal_scan.recurrent_diagonal(log_decay, low.astype(jnp.float32), state=state, segment_ids=ids)
     assert ours.dtype == jnp.bfloat16 and last.dtype == jnp.float32
     np.testing.assert_allclose(ours.astype(jnp.float32), exact, rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(last, end, rtol=1e-5, atol=1e-6)
@@ -163,7 +168,7 @@ def test_features_may_be_several_dims_or_none():
     several = lambda x: x[..., None] * jnp.ones(2)
     ours, last = FORMS["chunked"](several(log_decay), several(x), state=several(state))
     alone, end = FORMS["chunked"](log_decay[..., 0], x[..., 0], state=state[..., 0])
-    theirs, _ = elementwise.recurrent(log_decay, x, state=state)
+    theirs, _ = diagonal_scan.recurrent_diagonal(log_decay, x, state=state)
     close((ours[..., 1], alone, last[:, 0, 0]), (theirs, theirs[..., 0], end))
 
 
@@ -200,11 +205,11 @@ def test_split_over_a_mesh():
 def test_a_chunk_without_tokens_is_told():
     log_decay, x, _, _ = case(7, 0)
     with pytest.raises(ValueError, match="chunk is 0; a chunk has at least one token"):
-        elementwise.chunked(log_decay, x, chunk=0)
+        diagonal_scan.chunked_diagonal(log_decay, x, chunk_size=0)
 
 
 def maxima(log_decay, log_input, state, ids):
-    """`stabilise`, one token after another by `jnp.maximum`."""
+    """`stabilize`, one token after another by `jnp.maximum`."""
     rows, previous = [], state
     for t in range(log_input.shape[1]):
         if t:
@@ -219,26 +224,26 @@ def maxima(log_decay, log_input, state, ids):
 
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), segments=st.booleans(), strength=st.sampled_from([0.1, 2, 20]), known=st.booleans())
-def test_stabilise_is_the_running_maximum(seed, segments, strength, known):
+def test_stabilize_is_the_running_maximum(seed, segments, strength, known):
     log_decay, log_input, state, ids = case(17, seed, segments=segments, strength=strength)
     state = state if known else jnp.full_like(state, NO_HISTORY)
-    ours, theirs = (STABILISED[f](log_decay, 3 * log_input, state, ids) for f in ("ours", "theirs"))
+    ours, theirs = (STABILIZED[f](log_decay, 3 * log_input, state, ids) for f in ("ours", "theirs"))
     close(ours, theirs, 5e-6)
     decay, log_input, _ = ours[0]
     assert (decay <= 1e-5).all() and (log_input <= 0).all()
 
 
-STABILISED = {
+STABILIZED = {
     "ours": jax.jit(
-        lambda g, i, state, ids: with_gradients(lambda g, i, m: stabilise(g, i, state=m, segment_ids=ids), g, i, state)
+        lambda g, i, state, ids: with_gradients(lambda g, i, m: stabilize(g, i, state=m, segment_ids=ids), g, i, state)
     ),
     "theirs": jax.jit(lambda g, i, state, ids: with_gradients(lambda g, i, m: maxima(g, i, m, ids), g, i, state)),
 }
 
 
-def test_stabilise_over_several_chunks_and_without_a_state():
+def test_stabilize_over_several_chunks_and_without_a_state():
     log_decay, log_input, _, ids = case(150, 2)
-    decay, entering, highest = (np.asarray(x) for x in stabilise(log_decay, log_input, segment_ids=ids))
+    decay, entering, highest = (np.asarray(x) for x in stabilize(log_decay, log_input, segment_ids=ids))
     begins = np.concatenate([np.ones((BATCH, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     for t in range(150):
         reached = np.where(begins[:, t, None], -np.inf, log_decay[:, t] + highest[:, t - 1])
@@ -247,10 +252,10 @@ def test_stabilise_over_several_chunks_and_without_a_state():
     np.testing.assert_array_equal(entering, log_input - highest)
 
 
-def test_stabilise_takes_inputs_of_minus_infinity():
+def test_stabilize_takes_inputs_of_minus_infinity():
     log_decay, log_input, _, _ = case(7, 3)
     log_input = log_input.at[:, :3].set(-jnp.inf)
-    results, gradients = with_gradients(stabilise, log_decay, log_input)
+    results, gradients = with_gradients(stabilize, log_decay, log_input)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((results, gradients)))
     np.testing.assert_array_equal(results[2][:, 3], log_input[:, 3])
 

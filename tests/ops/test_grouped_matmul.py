@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
 import zoo
-from zoo.ops import grouped_matmul
-from zoo.ops.grouped_matmul import expert_of_row, looped, of_groups, padded, ragged
+from zoo.ops.moe import grouped_matmul
+from zoo.ops.moe.grouped_matmul import (
+    expand_group_values,
+    find_row_experts,
+    grouped_matmul_padded,
+    grouped_matmul_ragged,
+    grouped_matmul_reference,
+)
 
-FORMS = {"padded": padded, "ragged": ragged}
+FORMS = {"padded": grouped_matmul_padded, "ragged": grouped_matmul_ragged}
 SHAPES = [(5, 1, 3, 4), (12, 3, 4, 6), (8, 8, 4, 4), (300, 4, 3, 5), (600, 2, 3, 2)]
 """Rows, experts, in, out: without boxes and with, one block of what does not fit and several."""
 
@@ -53,7 +59,7 @@ def test_forms_agree_in_values_and_gradients(shape, how, dtype, seed):
     weight = jax.random.normal(keys[1], (experts, out_size, in_size), dtype)
     cotangent = jax.random.normal(keys[2], (rows, out_size), dtype)
     sizes = jnp.asarray(deal(how, rows, experts, seed), jnp.int32)
-    expected = value_and_gradients(looped, x, weight, sizes, cotangent)
+    expected = value_and_gradients(grouped_matmul_reference, x, weight, sizes, cotangent)
     for name, form in FORMS.items():
         result = value_and_gradients(form, x, weight, sizes, cotangent)
         for ours, theirs in zip(result, expected, strict=True):
@@ -69,13 +75,13 @@ def test_the_right_form_for_a_cpu():
     x, weight, sizes = jnp.ones((6, 2)), jnp.ones((3, 4, 2)), jnp.array([1, 2, 3])
     program = jax.jit(grouped_matmul.grouped_matmul).lower(x, weight, sizes).as_text()
     assert "ragged" not in program
-    assert jnp.array_equal(grouped_matmul.grouped_matmul(x, weight, sizes), looped(x, weight, sizes))
+    assert jnp.array_equal(grouped_matmul.grouped_matmul(x, weight, sizes), grouped_matmul_reference(x, weight, sizes))
 
 
 def test_matrices_without_rows_are_not_read():
     """Two rows and 512 experts: no copy is made of all matrices, and the arithmetic is that of two rows."""
     x, weight, sizes = jnp.ones((2, 64)), jnp.ones((512, 64, 64)), jnp.zeros(512, int).at[7].set(2)
-    program = jax.jit(padded).lower(x, weight, sizes).compile()
+    program = jax.jit(grouped_matmul_padded).lower(x, weight, sizes).compile()
     assert program.memory_analysis().temp_size_in_bytes < weight.nbytes / 50
     assert program.cost_analysis()["flops"] < 10 * 2 * 2 * 64 * 64
 
@@ -88,10 +94,10 @@ def test_there_is_no_forward_mode():
 
 def test_rows_know_their_expert_and_its_vector():
     sizes = jnp.array([2, 0, 3])
-    assert expert_of_row(sizes, 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
+    assert find_row_experts(sizes, 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
     values = jnp.arange(6.0).reshape(3, 2)
-    assert of_groups(values, sizes, 7).tolist() == [[0, 1], [0, 1], [4, 5], [4, 5], [4, 5], [0, 0], [0, 0]]
-    _, back = jax.vjp(lambda v: of_groups(v, sizes, 7), values)
+    assert expand_group_values(values, sizes, 7).tolist() == [[0, 1], [0, 1], [4, 5], [4, 5], [4, 5], [0, 0], [0, 0]]
+    _, back = jax.vjp(lambda v: expand_group_values(v, sizes, 7), values)
     assert back(jnp.ones((7, 2)))[0].tolist() == [[2, 2], [0, 0], [3, 3]]
 
 
@@ -111,6 +117,6 @@ def test_on_a_mesh(form):
         return sum(one(*each) for each in zip(x, sizes, strict=True)), jnp.float32(1)
 
     found = zoo.value_and_grad(partial(loss, form), zoo.make_mesh(data=8))(model, x, sizes)
-    expected = jax.value_and_grad(lambda model: loss(looped, model, x, sizes)[0] / 8)(model)
+    expected = jax.value_and_grad(lambda model: loss(grouped_matmul_reference, model, x, sizes)[0] / 8)(model)
     assert jnp.allclose(found[0], expected[0], rtol=1e-6)
     assert jnp.allclose(found[1].weight, expected[1].weight, rtol=1e-5)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from zoo.ops import mamba
+from zoo.ops.recurrence import mamba
 
 BATCH, INNER, STATE = 2, 3, 4
-FORMS = {"recurrent": mamba.recurrent, "chunked": mamba.chunked}
+FORMS = {"recurrent": mamba.recurrent_selective_scan, "chunked": mamba.chunked_selective_scan}
 
 
 def case(seq, seed, *, segments=True, strength=1.0):
@@ -67,7 +67,7 @@ def test_chunked_is_recurrent(seq, seed, segments, strength):
 def test_either_form_is_the_equation(form):
     *numbers, state, ids = case(17, 1)
     x, dt, A, B, C, D = (np.asarray(x, np.float64) for x in numbers)
-    output, last = mamba.selective_scan(*numbers, state=state, segment_ids=ids, form=form)
+    output, last = mamba.selective_scan(*numbers, state=state, segment_ids=ids, mode=form)
     h = np.asarray(state, np.float64)
     for t in range(17):
         if t:
@@ -93,8 +93,8 @@ def test_packed_is_separate_and_a_state_goes_on(form):
 @pytest.mark.parametrize("segments", [False, True])
 def test_affine_is_what_a_stretch_does(segments):
     x, dt, A, B, C, D, state, ids = case(17, 3, segments=segments)
-    decay, own = mamba.affine(x, dt, A, B, segment_ids=ids)
-    _, last = mamba.recurrent(x, dt, A, B, C, D, state=state, segment_ids=ids)
+    decay, own = mamba.affine_selective_scan(x, dt, A, B, segment_ids=ids)
+    _, last = mamba.recurrent_selective_scan(x, dt, A, B, C, D, state=state, segment_ids=ids)
     close(decay * state + own, last)
     assert (decay == 0).any() == segments
 
@@ -105,7 +105,7 @@ def test_bfloat16_is_float32_of_rounded_inputs_but_for_the_last_rounding(form):
     x, dt, B, C = (x.astype(jnp.bfloat16) for x in (x, dt, B, C))
     output, last = FORMS[form](x, dt, A, B, C, D, state=state, segment_ids=ids)
     x, dt, B, C = (x.astype(jnp.float32) for x in (x, dt, B, C))
-    exact, end = mamba.recurrent(x, dt, A, B, C, D, state=state, segment_ids=ids)
+    exact, end = mamba.recurrent_selective_scan(x, dt, A, B, C, D, state=state, segment_ids=ids)
     assert output.dtype == jnp.bfloat16 and last.dtype == jnp.float32
     np.testing.assert_allclose(output.astype(jnp.float32), exact, rtol=2**-8, atol=1e-5)
     close(last, end)
@@ -115,9 +115,9 @@ def test_the_backward_pass_holds_the_states_of_borders_only():
     row, rank = jax.ShapeDtypeStruct((1, 2048, 64), jnp.float32), jax.ShapeDtypeStruct((1, 2048, 16), jnp.float32)
     matrix, skip = jax.ShapeDtypeStruct((64, 16), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
     arguments, every = (row, row, matrix, rank, rank, skip), 2048 * 64 * 16
-    kept = jax.eval_shape(lambda *a: jax.vjp(lambda *a: mamba.chunked(*a)[0], *a)[1], *arguments)
-    assert max(leaf.size for leaf in jax.tree.leaves(kept)) == every // mamba.CHUNK
-    gradient = jax.jit(jax.grad(lambda *a: mamba.chunked(*a)[0].sum(), range(6)))
+    kept = jax.eval_shape(lambda *a: jax.vjp(lambda *a: mamba.chunked_selective_scan(*a)[0], *a)[1], *arguments)
+    assert max(leaf.size for leaf in jax.tree.leaves(kept)) == every // mamba.CHUNK_SIZE
+    gradient = jax.jit(jax.grad(lambda *a: mamba.chunked_selective_scan(*a)[0].sum(), range(6)))
     memory: Any = gradient.lower(*arguments).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * every  # what the states of all tokens would be
 
@@ -126,7 +126,7 @@ def test_split_over_a_mesh():
     x, dt, A, B, C, D, _, ids = case(17, 6)
 
     def loss(x, dt, A, B, C, D, ids):
-        output, last = mamba.chunked(x, dt, A, B, C, D, segment_ids=ids)
+        output, last = mamba.chunked_selective_scan(x, dt, A, B, C, D, segment_ids=ids)
         return jax.lax.psum((output**2).sum() + last.sum(), ("data", "tensor"))
 
     specs = (
@@ -152,4 +152,4 @@ def test_split_over_a_mesh():
 def test_a_chunk_without_tokens_is_told():
     *numbers, _, _ = case(7, 0)
     with pytest.raises(ValueError, match="chunk is 0; a chunk has at least one token"):
-        mamba.chunked(*numbers, chunk=0)
+        mamba.chunked_selective_scan(*numbers, chunk_size=0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.ops.mxfp4 import decode, decode_on_host, encode
+from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, dequantize_mxfp4_numpy, quantize_mxfp4
 
 GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 SHAPE = (3, 2, 16)
@@ -36,7 +36,7 @@ def expected():
     ("dtype", "first", "last"), [(jnp.float32, 2, 252), (jnp.bfloat16, 2, 252), (jnp.float16, 104, 140)]
 )
 def test_every_byte_with_every_scale(expected, dtype, first, last):
-    found = jax.jit(decode, static_argnums=2)(jnp.asarray(ALL_BYTES), jnp.asarray(ALL_SCALES), dtype)
+    found = jax.jit(dequantize_mxfp4, static_argnums=2)(jnp.asarray(ALL_BYTES), jnp.asarray(ALL_SCALES), dtype)
     assert found.dtype == dtype
     found = np.asarray(found, np.float64)
     assert np.array_equal(found[first : last + 1], expected[first : last + 1])
@@ -45,18 +45,18 @@ def test_every_byte_with_every_scale(expected, dtype, first, last):
 
 
 def test_on_the_host_it_is_the_same(expected):
-    found = decode_on_host(ALL_BYTES, ALL_SCALES)
+    found = dequantize_mxfp4_numpy(ALL_BYTES, ALL_SCALES)
     assert found.dtype == np.float32
     assert np.array_equal(found[:253], expected[:253]) and np.isnan(found[255]).all()
 
 
 def test_the_low_half_comes_first():
     blocks = jnp.array([[0x21, 0xF7, *[0] * 14]], jnp.uint8)  # of one block
-    assert decode(blocks, jnp.array([128], jnp.uint8))[:5].tolist() == [1.0, 2.0, 12.0, -12.0, 0.0]
+    assert dequantize_mxfp4(blocks, jnp.array([128], jnp.uint8))[:5].tolist() == [1.0, 2.0, 12.0, -12.0, 0.0]
 
 
 numbers = st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from([0.0, 1.0, -2.5, 5.0, 3.5, 7.9, 2.0**-120])
-coded = jax.jit(encode)
+coded = jax.jit(quantize_mxfp4)
 
 
 @given(values=st.lists(numbers, min_size=96, max_size=96))
@@ -64,7 +64,7 @@ def test_each_becomes_the_nearest(values):
     x = np.array(values, np.float32).reshape(3, 32)
     blocks, scales = coded(x)
     assert blocks.shape == (3, 1, 16) and scales.shape == (3, 1)
-    found = decode_on_host(np.asarray(blocks), np.asarray(scales)).astype(np.float64)
+    found = dequantize_mxfp4_numpy(np.asarray(blocks), np.asarray(scales)).astype(np.float64)
     largest = np.abs(x).max(1)
     for row, (own, new) in enumerate(zip(x.astype(np.float64), found, strict=True)):
         possible = np.array(GRID) * 2.0 ** (int(scales[row, 0]) - 127)
@@ -79,21 +79,25 @@ def test_what_was_decoded_is_encoded_without_loss(drawn):
     """The bytes may differ, where a block has no large number: its values do not. Nor do signs of zeros."""
     drawn = np.frombuffer(drawn, np.uint8)
     blocks, scales = drawn[:96].reshape(SHAPE), np.clip(drawn[96:].reshape(SHAPE[:2]), 5, 252)
-    values = decode_on_host(blocks, scales)
-    again = decode_on_host(*map(np.asarray, coded(values)))
+    values = dequantize_mxfp4_numpy(blocks, scales)
+    again = dequantize_mxfp4_numpy(*map(np.asarray, coded(values)))
     assert again.tobytes() == values.tobytes()
 
 
 def test_ties_go_to_the_even_code():
     x = jnp.array([4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, *[0] * 22])
-    assert decode(*encode(x))[:10].tolist() == [4, 0, 1, 1, 2, 2, 4, 4, 0, -4]
+    assert dequantize_mxfp4(*quantize_mxfp4(x))[:10].tolist() == [4, 0, 1, 1, 2, 2, 4, 4, 0, -4]
 
 
 def test_a_block_that_is_not_finite_is_no_number_as_a_whole():
     x = jnp.zeros((3, 64)).at[0, 3].set(jnp.nan).at[1, 40].set(-jnp.inf)
-    assert jnp.isnan(decode(*encode(x))).reshape(3, 2, 32).all(-1).tolist() == [[1, 0], [0, 1], [0, 0]]
+    assert jnp.isnan(dequantize_mxfp4(*quantize_mxfp4(x))).reshape(3, 2, 32).all(-1).tolist() == [
+        [1, 0],
+        [0, 1],
+        [0, 0],
+    ]
 
 
 def test_blocks_are_whole():
     with pytest.raises(ValueError, match="blocks of 32, and 48 numbers"):
-        encode(jnp.zeros((2, 48)))
+        quantize_mxfp4(jnp.zeros((2, 48)))

@@ -9,19 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.ops.nf4 import BLOCK, BOOK, decode, encode
+from zoo.ops.quantized.nf4 import BLOCK_SIZE, CODEBOOK, dequantize_nf4, quantize_nf4
 
-coded = jax.jit(encode)
-decoded = jax.jit(decode)
+coded = jax.jit(quantize_nf4)
+decoded = jax.jit(dequantize_nf4)
 
 
 def by_definition(codes, constants, offset, step):
     """One half of a byte after another, in Python's floats."""
-    numbers = np.zeros((*constants.shape, BLOCK))
+    numbers = np.zeros((*constants.shape, BLOCK_SIZE))
     for place in np.ndindex(codes.shape):
         constant = float(offset[place[:-2]]) + float(step[place[:-2]]) * int(constants[place[:-1]])
         for half in range(2):
-            numbers[*place[:-1], 2 * place[-1] + half] = constant * float(BOOK[(int(codes[place]) >> 4 * half) & 15])
+            numbers[*place[:-1], 2 * place[-1] + half] = constant * float(
+                CODEBOOK[(int(codes[place]) >> 4 * half) & 15]
+            )
     return numbers.reshape(*constants.shape[:-1], -1)
 
 
@@ -30,8 +32,8 @@ def test_the_book_is_made_of_quantiles():
     quantile, tail = NormalDist().inv_cdf, 0.9677083
     above = [quantile(p) for p in np.linspace(tail, 0.5, 9)[:-1]]
     below = [-quantile(p) for p in np.linspace(tail, 0.5, 8)[:-1]]
-    np.testing.assert_allclose(np.sort([*above, *below, 0.0]) / max(above), BOOK, atol=2e-7)
-    assert BOOK[7] == 0 and BOOK[0] == -1 and BOOK[15] == 1
+    np.testing.assert_allclose(np.sort([*above, *below, 0.0]) / max(above), CODEBOOK, atol=2e-7)
+    assert CODEBOOK[7] == 0 and CODEBOOK[0] == -1 and CODEBOOK[15] == 1
 
 
 def test_every_byte():
@@ -40,7 +42,7 @@ def test_every_byte():
     offset, step = np.array([0.5, 0.0], np.float32), np.array([0.25, 2.0], np.float32)
     expected = by_definition(codes, constants, offset, step)
     np.testing.assert_allclose(decoded(codes, constants, offset, step), expected, rtol=3e-7)
-    half = decode(*map(jnp.asarray, (codes, constants, offset, step)), jnp.bfloat16)
+    half = dequantize_nf4(*map(jnp.asarray, (codes, constants, offset, step)), jnp.bfloat16)
     np.testing.assert_allclose(half.astype(jnp.float32), expected, rtol=2**-8)
 
 
@@ -51,20 +53,20 @@ numbers = st.floats(-(2.0**60), 2.0**60, width=32) | st.sampled_from([0.0, 1.0, 
 def test_each_becomes_the_nearest(values, seed):
     """Blocks of normal numbers, of very unlike sizes, with some numbers of any size among them."""
     random = np.random.default_rng(seed)
-    x = random.normal(size=(2, 3 * BLOCK)) * np.repeat(10.0 ** random.integers(-3, 3, (2, 3)), BLOCK, axis=1)
-    x[:, random.integers(0, 3 * BLOCK, 6)] = np.reshape(values, (2, 6))
-    x[1, :BLOCK] = 0
+    x = random.normal(size=(2, 3 * BLOCK_SIZE)) * np.repeat(10.0 ** random.integers(-3, 3, (2, 3)), BLOCK_SIZE, axis=1)
+    x[:, random.integers(0, 3 * BLOCK_SIZE, 6)] = np.reshape(values, (2, 6))
+    x[1, :BLOCK_SIZE] = 0
     x = x.astype(np.float32)
     codes, constants, offset, step = map(np.asarray, coded(x))
     assert codes.shape == (2, 3, 32) and constants.shape == (2, 3) and offset.shape == step.shape == (2,)
-    found = by_definition(codes, constants, offset, step).reshape(2, 3, BLOCK)
+    found = by_definition(codes, constants, offset, step).reshape(2, 3, BLOCK_SIZE)
     np.testing.assert_array_equal(found[1, 0], 0)
-    for row, (own, new) in enumerate(zip(x.reshape(2, 3, BLOCK).astype(np.float64), found, strict=True)):
+    for row, (own, new) in enumerate(zip(x.reshape(2, 3, BLOCK_SIZE).astype(np.float64), found, strict=True)):
         largest = np.abs(own).max(1)
         slack = 1e-6 * largest.max()
         constant = float(offset[row]) + float(step[row]) * constants[row].astype(np.float64)
         assert (np.abs(constant - largest) <= float(step[row]) / 2 + slack).all()
-        nearest = np.abs(own[..., None] - constant[:, None, None] * BOOK.astype(np.float64)).min(-1)
+        nearest = np.abs(own[..., None] - constant[:, None, None] * CODEBOOK.astype(np.float64)).min(-1)
         assert (np.abs(own - new) <= nearest + slack).all()
         assert (np.abs(own - new) <= 0.152 * largest[:, None] + largest.max() / 510 + slack).all()
 
@@ -72,32 +74,32 @@ def test_each_becomes_the_nearest(values, seed):
 def test_normal_weights_are_off_by_7_percent_of_their_deviation():
     """The mean distance, worked out here in float64 with constants as they are; rounding these adds next to nothing."""
     x = np.random.default_rng(0).normal(size=(64, 1024))
-    blocks = x.reshape(-1, BLOCK)
+    blocks = x.reshape(-1, BLOCK_SIZE)
     constants = np.abs(blocks).max(1, keepdims=True)
-    book = BOOK.astype(np.float64)
+    book = CODEBOOK.astype(np.float64)
     exact = book[np.abs(blocks[..., None] / constants[..., None] - book).argmin(-1)] * constants
     expected = np.abs(exact - blocks).mean()
     assert 0.071 < expected < 0.075
-    found = np.abs(np.asarray(decode(*encode(jnp.asarray(x, jnp.float32))), np.float64) - x).mean()
+    found = np.abs(np.asarray(dequantize_nf4(*quantize_nf4(jnp.asarray(x, jnp.float32))), np.float64) - x).mean()
     assert abs(found - expected) < 0.002 * expected
 
 
 def test_bits_a_number():
-    packed = jax.eval_shape(encode, jax.ShapeDtypeStruct((8, 4096), jnp.float32))
+    packed = jax.eval_shape(quantize_nf4, jax.ShapeDtypeStruct((8, 4096), jnp.float32))
     assert sum(x.size * x.dtype.itemsize * 8 for x in packed) / (8 * 4096) == 4 + 8 / 64 + 64 / 4096
 
 
 def test_the_low_half_comes_first():
     x = jnp.zeros((1, 64)).at[0, :3].set(jnp.array([-1.0, 1.0, 1.0]))
-    codes, *_ = encode(x)
+    codes, *_ = quantize_nf4(x)
     assert codes[0, 0, :3].tolist() == [0xF0, 0x7F, 0x77]
 
 
 def test_a_row_that_is_not_finite_is_no_number_as_a_whole():
     x = jnp.ones((3, 128)).at[0, 3].set(jnp.nan).at[1, 70].set(-jnp.inf)
-    assert jnp.isnan(decode(*encode(x))).all(-1).tolist() == [True, True, False]
+    assert jnp.isnan(dequantize_nf4(*quantize_nf4(x))).all(-1).tolist() == [True, True, False]
 
 
 def test_blocks_are_whole():
     with pytest.raises(ValueError, match="blocks of 64, and 96 numbers are no whole number of blocks: take int8"):
-        encode(jnp.zeros((2, 96)))
+        quantize_nf4(jnp.zeros((2, 96)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.ops.normalisation import layer_norm, rms_norm
+from zoo.ops.normalization import layer_norm, rms_norm
 
 EPSILON = 1e-3  # large, so that its place in the formula shows
 
@@ -14,9 +14,9 @@ def values(*shape, seed=0):
     return np.random.default_rng(seed).normal(2.0, 3.0, shape).astype(np.float32)
 
 
-def formula(x, weight=1.0, bias=0.0, *, centre):
+def formula(x, weight=1.0, bias=0.0, *, center):
     x = x.astype(np.float64)
-    x = x - x.mean(-1, keepdims=True) if centre else x
+    x = x - x.mean(-1, keepdims=True) if center else x
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * weight + bias
 
 
@@ -25,19 +25,19 @@ def test_norms_are_their_formulas(shape):
     x, weight, bias = values(*shape), values(16, seed=1), values(16, seed=2)
     close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-5)
     x_, weight_, bias_ = (jnp.array(a) for a in (x, weight, bias))
-    close(rms_norm(x_, epsilon=EPSILON), formula(x, centre=False))
-    close(rms_norm(x_, weight_, epsilon=EPSILON), formula(x, weight, centre=False))
-    close(rms_norm(x_, weight_, epsilon=EPSILON, offset=1.0), formula(x, 1 + weight, centre=False))
-    close(layer_norm(x_, epsilon=EPSILON), formula(x, centre=True))
-    close(layer_norm(x_, weight_, epsilon=EPSILON), formula(x, weight, centre=True))
-    close(layer_norm(x_, weight_, bias_, epsilon=EPSILON), formula(x, weight, bias, centre=True))
-    close(layer_norm(x_, None, bias_, epsilon=EPSILON), formula(x, 1.0, bias, centre=True))
+    close(rms_norm(x_, epsilon=EPSILON), formula(x, center=False))
+    close(rms_norm(x_, weight_, epsilon=EPSILON), formula(x, weight, center=False))
+    close(rms_norm(x_, weight_, epsilon=EPSILON, offset=1.0), formula(x, 1 + weight, center=False))
+    close(layer_norm(x_, epsilon=EPSILON), formula(x, center=True))
+    close(layer_norm(x_, weight_, epsilon=EPSILON), formula(x, weight, center=True))
+    close(layer_norm(x_, weight_, bias_, epsilon=EPSILON), formula(x, weight, bias, center=True))
+    close(layer_norm(x_, None, bias_, epsilon=EPSILON), formula(x, 1.0, bias, center=True))
 
 
 def test_a_weight_may_differ_by_head():
     x, weight = values(2, 3, 4, 16), values(4, 16, seed=1)
     y = rms_norm(jnp.array(x), jnp.array(weight), epsilon=EPSILON)
-    np.testing.assert_allclose(y, formula(x, weight, centre=False), rtol=2e-6, atol=1e-5)
+    np.testing.assert_allclose(y, formula(x, weight, center=False), rtol=2e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])

@@ -8,10 +8,10 @@ from jaxtyping import Array, Float, Int8, UInt8
 
 import zoo
 from tests.jaxprs import arrays
-from zoo.ops import int8, mxfp4, nf4
-from zoo.ops.grouped_matmul import looped
-from zoo.ops.mxfp4 import decode, encode
-from zoo.ops.packed_matmul import grouped_packed_matmul, packed_matmul
+from zoo.ops.moe.grouped_matmul import grouped_matmul_reference
+from zoo.ops.quantized import int8, mxfp4, nf4
+from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from zoo.ops.quantized.packed_matmul import grouped_packed_matmul, packed_matmul
 
 DEALT = {
     "even": (300, [100, 100, 100]),
@@ -23,18 +23,18 @@ DEALT = {
 
 
 def matrices(experts, out, in_size):
-    return encode(jax.random.normal(jax.random.key(1), (experts, out, in_size)) / 8)
+    return quantize_mxfp4(jax.random.normal(jax.random.key(1), (experts, out, in_size)) / 8)
 
 
 @jax.jit
 def value_and_gradient(x, blocks, scales, sizes, cotangent):
-    y, back = jax.vjp(lambda x: grouped_packed_matmul(x, (blocks, scales), decode, sizes), x)
+    y, back = jax.vjp(lambda x: grouped_packed_matmul(x, (blocks, scales), dequantize_mxfp4, sizes), x)
     return y, *back(cotangent)
 
 
 @jax.jit
 def expected_of(x, weight, sizes, cotangent):
-    y, back = jax.vjp(lambda x: looped(x, weight, sizes), x)
+    y, back = jax.vjp(lambda x: grouped_matmul_reference(x, weight, sizes), x)
     return y, *back(cotangent)
 
 
@@ -46,7 +46,7 @@ def test_groups(case, dtype):
     x, cotangent = jax.random.normal(keys[0], (rows, 64), dtype), jax.random.normal(keys[1], (rows, 5), dtype)
     blocks, scales = matrices(3, 5, 64)
     result = value_and_gradient(x, blocks, scales, sizes, cotangent)
-    wanted = expected_of(x, decode(blocks, scales), sizes, cotangent)
+    wanted = expected_of(x, dequantize_mxfp4(blocks, scales), sizes, cotangent)
     for ours, theirs in zip(result, wanted, strict=True):
         assert ours.dtype == dtype
         ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
@@ -66,7 +66,7 @@ def test_one_matrix(packing, how, piece, rows):
     matrix = weight.T if how == "oi" else weight
 
     def run(x):
-        y, back = jax.vjp(lambda x: packed_matmul(x, packed, packing.decode, how, piece=piece), x)
+        y, back = jax.vjp(lambda x: packed_matmul(x, packed, packing.decode, how, tile_elements=piece), x)
         return y, back(y)[0]
 
     y, gradient = jax.jit(run)(x)
@@ -78,33 +78,33 @@ def test_one_matrix(packing, how, piece, rows):
 
 @pytest.mark.parametrize("how", ["oi", "io"])
 def test_pieces_in_half_precision_are_summed_in_full(how):
-    packed = int8.encode(jax.random.normal(jax.random.key(1), (64, 64)))
+    packed = int8.quantize_int8(jax.random.normal(jax.random.key(1), (64, 64)))
     x = jax.random.normal(jax.random.key(0), (7, 64), jnp.bfloat16)
-    weight = int8.decode(*packed, jnp.bfloat16).astype(jnp.float32)
+    weight = int8.dequantize_int8(*packed, jnp.bfloat16).astype(jnp.float32)
     expected = x.astype(jnp.float32) @ (weight.T if how == "oi" else weight)
-    found = packed_matmul(x, packed, int8.decode, how, piece=64)
+    found = packed_matmul(x, packed, int8.dequantize_int8, how, tile_elements=64)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-5)
 
 
 def test_what_is_decoded_is_a_piece_and_kept_by_nobody():
     """One matrix of 64 kB in float32, 4 kB a piece: of the decoded numbers no array holds more than a piece."""
-    packed = nf4.encode(jax.random.normal(jax.random.key(1), (256, 64)))
+    packed = nf4.quantize_nf4(jax.random.normal(jax.random.key(1), (256, 64)))
     x = jnp.ones((2, 64))
 
     def held(product):
         gradient = jax.jit(jax.grad(lambda x, packed: (product(x, packed) ** 2).sum()))
         return gradient.lower(x, packed).compile().memory_analysis().temp_size_in_bytes
 
-    assert held(lambda x, packed: packed_matmul(x, packed, nf4.decode, "oi", piece=1024)) < 32 * 1024
-    assert held(lambda x, packed: x @ nf4.decode(*packed).T) > 64 * 1024
+    assert held(lambda x, packed: packed_matmul(x, packed, nf4.dequantize_nf4, "oi", tile_elements=1024)) < 32 * 1024
+    assert held(lambda x, packed: x @ nf4.dequantize_nf4(*packed).T) > 64 * 1024
 
 
 def test_one_matrix_at_a_time_is_decoded_and_only_those_with_rows():
     """64 matrices, 16 kB each in float32: neither a forward nor a backward pass holds more than a few of them."""
     x, sizes = jnp.ones((4, 64)), jnp.zeros(64, int).at[9].set(3).at[60].set(1)
     blocks, scales = matrices(64, 64, 64)
-    gradient = jax.grad(lambda x: (grouped_packed_matmul(x, (blocks, scales), decode, sizes) ** 2).sum())
+    gradient = jax.grad(lambda x: (grouped_packed_matmul(x, (blocks, scales), dequantize_mxfp4, sizes) ** 2).sum())
     program = jax.jit(gradient).lower(x).compile()
     assert program.memory_analysis().temp_size_in_bytes < 6 * 64 * 64 * 4
 
@@ -123,13 +123,16 @@ def test_on_a_mesh():
 
     def loss(model, x, sizes):
         one = lambda x, sizes: (
-            grouped_packed_matmul(x * model.gain, (model.blocks, model.scales), decode, sizes) ** 2
+            grouped_packed_matmul(x * model.gain, (model.blocks, model.scales), dequantize_mxfp4, sizes) ** 2
         ).sum()
         return sum(one(*each) for each in zip(x, sizes, strict=True)), jnp.float32(1)
 
     def by_definition(gain):
-        weight = decode(model.blocks, model.scales)
-        return sum((looped(x * gain, weight, sizes) ** 2).sum() / 8 for x, sizes in zip(x, sizes, strict=True))
+        weight = dequantize_mxfp4(model.blocks, model.scales)
+        return sum(
+            (grouped_matmul_reference(x * gain, weight, sizes) ** 2).sum() / 8
+            for x, sizes in zip(x, sizes, strict=True)
+        )
 
     found = zoo.value_and_grad(loss, zoo.make_mesh(data=8))(model, x, sizes)
     expected = jax.value_and_grad(by_definition)(model.gain)
@@ -147,16 +150,18 @@ class Row(zoo.parallel.Module):
 def test_pieces_on_a_mesh():
     """Split over what is contracted, and so over what the gradient gives."""
     weight = jax.random.normal(jax.random.key(1), (12, 16))
-    model = Row(*int8.encode(weight), jnp.linspace(0.5, 2, 16))
+    model = Row(*int8.quantize_int8(weight), jnp.linspace(0.5, 2, 16))
     x = jax.random.normal(jax.random.key(0), (8, 16))
 
     def loss(model, x):
-        own = zoo.parallel.offset(model.gain, "mlp", len(model.gain)) + jnp.arange(len(model.gain))
-        y = packed_matmul(x[:, own] * model.gain, (model.codes, model.scales), int8.decode, "oi", piece=40)
+        own = zoo.parallel.shard_offset(model.gain, "mlp", len(model.gain)) + jnp.arange(len(model.gain))
+        y = packed_matmul(
+            x[:, own] * model.gain, (model.codes, model.scales), int8.dequantize_int8, "oi", tile_elements=40
+        )
         return (zoo.parallel.reduce(y, over="mlp") ** 2).sum(), jnp.float32(len(x))
 
     def by_definition(gain):
-        return (((x * gain) @ int8.decode(model.codes, model.scales).T) ** 2).sum() / 8
+        return (((x * gain) @ int8.dequantize_int8(model.codes, model.scales).T) ** 2).sum() / 8
 
     mesh = zoo.make_mesh(data=2, tensor=4)
     found = zoo.value_and_grad(loss, mesh)(zoo.place(model, mesh), x)

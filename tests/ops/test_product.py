@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
-from zoo.ops.product import plus_product, product, turned
+from zoo.ops.matmul import add_matmul, blocked_transpose, einsum_fp32_accum
 
 SPECS = {
     "ri,oi->ro": ((6, 4), (8, 4)),
@@ -39,7 +39,7 @@ def test_it_is_the_einsum_and_so_is_its_gradient(spec, dtype, wide, seed):
         return (multiply(x, y).astype(jnp.float32) * weight).sum()
 
     plain = lambda x, y: jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision="highest")
-    ours = lambda x, y: product(spec, x, y, dtype=out)
+    ours = lambda x, y: einsum_fp32_accum(spec, x, y, dtype=out)
     assert ours(x, y).dtype == out
     found = (ours(x, y), *jax.grad(lambda x, y: total(ours, x, y), (0, 1))(x, y))
     expected = (plain(x, y), *jax.grad(lambda x, y: total(plain, x, y), (0, 1))(x, y))
@@ -67,11 +67,11 @@ def test_operands_that_vary_unlike_on_a_mesh():
 
 def test_what_is_kept_for_the_backward_pass():
     """A product of half precision stands behind a gradient of its own, and is kept as any other."""
-    function = lambda x, y: jnp.sin(product("ri,oi->ro", jnp.sin(x), y).astype(jnp.float32)).sum()
+    function = lambda x, y: jnp.sin(einsum_fp32_accum("ri,oi->ro", jnp.sin(x), y).astype(jnp.float32)).sum()
 
     def products(remat, dtype):
         x, y = operands("ri,oi->ro", dtype, 0)
-        text = str(jax.make_jaxpr(jax.grad(zoo.parallel.rematerialised(function, remat), (0, 1)))(x, y))
+        text = str(jax.make_jaxpr(jax.grad(zoo.parallel.rematerialize(function, remat), (0, 1)))(x, y))
         return text.count("dot_general")
 
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -80,23 +80,23 @@ def test_what_is_kept_for_the_backward_pass():
 
 def test_forward_mode():
     x, y = operands("ri,oi->ro", jnp.float32, 0)
-    tangent = jax.jvp(lambda x: product("ri,oi->ro", x, y), (x,), (x,))[1]
+    tangent = jax.jvp(lambda x: einsum_fp32_accum("ri,oi->ro", x, y), (x,), (x,))[1]
     np.testing.assert_allclose(tangent, x @ y.T, rtol=1e-5)
     x, y = operands("ri,oi->ro", jnp.bfloat16, 0)
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: product("ri,oi->ro", x, y), (x,), (x,))
+        jax.jvp(lambda x: einsum_fp32_accum("ri,oi->ro", x, y), (x,), (x,))
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (7, 5), (1, 8), (40, 24)])
 def test_turned(shape):
     x = jnp.arange(np.prod(shape)).reshape(shape)
-    np.testing.assert_array_equal(turned(x.astype(jnp.float32)), x.T)
+    np.testing.assert_array_equal(blocked_transpose(x.astype(jnp.float32)), x.T)
 
 
 @pytest.mark.parametrize("spec", ["ri,oi->r", "ri,oi", "rix,oi->ro"])
 def test_what_is_no_product(spec):
     with pytest.raises(ValueError, match="is no product of two arrays"):
-        product(spec, jnp.ones((2, 3)), jnp.ones((4, 3)))
+        einsum_fp32_accum(spec, jnp.ones((2, 3)), jnp.ones((4, 3)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -105,7 +105,7 @@ def test_a_sum_with_a_product_and_its_gradient(dtype):
     shapes = ((2, 3, 5), (2, 3, 4), (5, 4), (2, 3, 5))
     *given, ahead = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
     plain = lambda y, x, weight: y + jnp.einsum("abi,oi->abo", x, weight)
-    (ours, pull), (theirs, reference) = (jax.vjp(form, *given) for form in (plus_product, plain))
+    (ours, pull), (theirs, reference) = (jax.vjp(form, *given) for form in (add_matmul, plain))
     tolerance = 1e-5 if dtype == jnp.float32 else 0.06
     for x, y in zip((ours, *pull(ahead)), (theirs, *reference(ahead)), strict=True):
         assert x.dtype == y.dtype == dtype
@@ -117,8 +117,8 @@ def test_the_sum_alone_is_kept_for_a_backward_pass():
     x, first, second = jnp.ones((8, 3)), jnp.ones((4, 3)), jnp.ones((4, 3))
 
     def kept(layer):
-        _, pull = jax.vjp(zoo.parallel.rematerialised(lambda x: jnp.tanh(layer(x)).sum(), "elementwise"), x)
+        _, pull = jax.vjp(zoo.parallel.rematerialize(lambda x: jnp.tanh(layer(x)).sum(), "elementwise"), x)
         return sum(leaf.shape == (8, 4) for leaf in jax.tree.leaves(pull))
 
-    assert kept(lambda x: plus_product(product("ri,oi->ro", x, first), x, second)) == 1
-    assert kept(lambda x: product("ri,oi->ro", x, first) + product("ri,oi->ro", x, second)) == 2
+    assert kept(lambda x: add_matmul(einsum_fp32_accum("ri,oi->ro", x, first), x, second)) == 1
+    assert kept(lambda x: einsum_fp32_accum("ri,oi->ro", x, first) + einsum_fp32_accum("ri,oi->ro", x, second)) == 2

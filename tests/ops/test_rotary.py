@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zoo.ops import rotary as ops
-from zoo.ops.rotary import Dynamic, Linear, Llama3, LongRope, Rotary, Yarn, yarn_magnitude
+from zoo.ops.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rotary,
+    YarnScaling,
+    yarn_get_mscale,
+)
 
 apply_rotary = jax.jit(ops.apply_rotary, static_argnames="interleaved")
 
@@ -63,20 +71,20 @@ def expected_longrope(dim, base, length, scaling):
     return [1 / (factor / f) for factor, f in zip(factors, expected_plain(dim, base), strict=True)]
 
 
-LONGROPE = LongRope(short_factors=(1.0, 1.1, 1.3, 1.6), long_factors=(1, 2, 4, 8), original_length=24, factor=4)
+LONGROPE = LongRopeScaling(short_factors=(1.0, 1.1, 1.3, 1.6), long_factors=(1, 2, 4, 8), original_length=24, factor=4)
 CASES = {
-    "linear": (8, 10000, Linear(4), expected_linear, 1.0),
-    "dynamic": (8, 10000.0, Dynamic(2.0, 16), expected_dynamic, 1.0),
-    "llama3": (12, 500000.0, Llama3(8.0, 1.0, 4.0, 64), expected_llama3, 1.0),
-    "llama 3.1 as released": (128, 500000.0, Llama3(8, 1, 4, 8192), expected_llama3, 1.0),
-    "yarn": (32, 10000.0, Yarn(4.0, 1024), expected_yarn, 0.1 * math.log(4) + 1),
-    "gpt-oss": (16, 150000.0, Yarn(32.0, 4096, truncate=False), expected_yarn, 0.1 * math.log(32) + 1),
-    "olmo 3": (16, 500000.0, Yarn(8.0, 8192, attention_factor=1.2), expected_yarn, 1.2),
-    "deepseek": (8, 10000.0, Yarn(40.0, 4096, mscale=0.707, mscale_all_dim=0.707), expected_yarn, 1.0),
+    "linear": (8, 10000, LinearScaling(4), expected_linear, 1.0),
+    "dynamic": (8, 10000.0, DynamicScaling(2.0, 16), expected_dynamic, 1.0),
+    "llama3": (12, 500000.0, Llama3Scaling(8.0, 1.0, 4.0, 64), expected_llama3, 1.0),
+    "llama 3.1 as released": (128, 500000.0, Llama3Scaling(8, 1, 4, 8192), expected_llama3, 1.0),
+    "yarn": (32, 10000.0, YarnScaling(4.0, 1024), expected_yarn, 0.1 * math.log(4) + 1),
+    "gpt-oss": (16, 150000.0, YarnScaling(32.0, 4096, truncate=False), expected_yarn, 0.1 * math.log(32) + 1),
+    "olmo 3": (16, 500000.0, YarnScaling(8.0, 8192, attention_factor=1.2), expected_yarn, 1.2),
+    "deepseek": (8, 10000.0, YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707), expected_yarn, 1.0),
     "two mscales": (
         8,
         10000.0,
-        Yarn(40.0, 4096, mscale=1.0, mscale_all_dim=0.5),
+        YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=0.5),
         expected_yarn,
         (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1),
     ),
@@ -102,18 +110,18 @@ def test_without_scaling_each_pair_turns_at_its_own_rate():
 
 
 def test_yarn_of_one_pair_is_a_step():
-    frequencies, _ = Yarn(4, 100, beta_fast=1, beta_slow=1, truncate=True)(8, 10000.0, 1)
+    frequencies, _ = YarnScaling(4, 100, beta_fast=1, beta_slow=1, truncate=True)(8, 10000.0, 1)
     assert np.isfinite(frequencies).all()
-    alike, _ = Yarn(4, 100, beta_fast=1, beta_slow=1, truncate=False)(8, 10000.0, 1)
+    alike, _ = YarnScaling(4, 100, beta_fast=1, beta_slow=1, truncate=False)(8, 10000.0, 1)
     np.testing.assert_allclose(alike / expected_plain(8, 10000.0), [1, 1, 0.25, 0.25])
 
 
 def test_yarn_magnitude_grows_from_one():
-    assert yarn_magnitude(0.5) == yarn_magnitude(1) == 1.0
-    assert yarn_magnitude(math.e**2, 3) == pytest.approx(1.6)
+    assert yarn_get_mscale(0.5) == yarn_get_mscale(1) == 1.0
+    assert yarn_get_mscale(math.e**2, 3) == pytest.approx(1.6)
 
 
-@pytest.mark.parametrize("scaling", [Dynamic(2.0, 16), LONGROPE], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize("scaling", [DynamicScaling(2.0, 16), LONGROPE], ids=["dynamic", "longrope"])
 def test_the_length_is_read_off_the_positions_or_given(scaling):
     rotary = Rotary(8, scaling=scaling)
     turn = jax.jit(lambda positions, length=None: rotary(positions, length=length))
@@ -136,7 +144,7 @@ def values(shape, seed=0, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-@given(st.integers(0, 1000), st.booleans(), st.sampled_from([None, Yarn(4.0, 64), Llama3(8, 1, 4, 64)]))
+@given(st.integers(0, 1000), st.booleans(), st.sampled_from([None, YarnScaling(4.0, 64), Llama3Scaling(8, 1, 4, 64)]))
 def test_scores_depend_on_distances_only(shift, interleaved, scaling):
     rotary = Rotary(8, interleaved=interleaved, scaling=scaling)
 
@@ -168,7 +176,7 @@ def test_interleaved_is_half_split_but_for_the_order():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_of_a_partial_rotary_the_rest_passes_through(interleaved):
-    x, angles = values((2, 5, 3, 10)), Rotary(4, scaling=Yarn(4.0, 16))(jnp.arange(5))
+    x, angles = values((2, 5, 3, 10)), Rotary(4, scaling=YarnScaling(4.0, 16))(jnp.arange(5))
     y = apply_rotary(x, *angles, interleaved=interleaved)
     np.testing.assert_array_equal(y[..., 4:], x[..., 4:])
     np.testing.assert_array_equal(y[..., :4], apply_rotary(x[..., :4], *angles, interleaved=interleaved))

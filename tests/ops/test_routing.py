@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.ops.routing import biased_top, in_best_groups, softmax_then_top, top_then_softmax
+from zoo.ops.moe.routing import biased_top_k, is_in_top_groups, softmax_top_k, top_k_softmax
 
 EXPERTS = 8
 
@@ -32,25 +32,25 @@ LOGITS = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=E
 
 
 @given(LOGITS, st.sampled_from([1, 3, EXPERTS]), st.booleans())
-def test_softmax_then_top(logits, top, renormalise):
-    weights, chosen = softmax_then_top(jnp.array([logits]), top, renormalise=renormalise, scale=2)
+def test_softmax_then_top(logits, top, renormalize):
+    weights, chosen = softmax_top_k(jnp.array([logits]), top, renormalize=renormalize, scale=2)
     scores = softmax(np.array(logits))
     assert chosen[0].tolist() == largest(logits, top)
-    expected = scores[chosen[0]] / (scores[chosen[0]].sum() if renormalise else 1)
+    expected = scores[chosen[0]] / (scores[chosen[0]].sum() if renormalize else 1)
     np.testing.assert_allclose(weights[0], 2 * expected, rtol=1e-6)
 
 
 @given(LOGITS, st.sampled_from([1, 3, EXPERTS]))
-def test_top_then_softmax_is_the_renormalised_softmax(logits, top):
-    ours, chosen = top_then_softmax(jnp.array([logits]), top)
-    other, same = softmax_then_top(jnp.array([logits]), top, renormalise=True)
+def test_top_then_softmax_is_the_renormalized_softmax(logits, top):
+    ours, chosen = top_k_softmax(jnp.array([logits]), top)
+    other, same = softmax_top_k(jnp.array([logits]), top, renormalize=True)
     assert chosen.tolist() == same.tolist()
     np.testing.assert_allclose(ours, other, rtol=1e-6)
 
 
 @given(LOGITS, st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4)]))
 def test_a_groups_best_expert_decides(logits, groups):
-    weights, chosen = softmax_then_top(jnp.array([logits]), 2, groups=groups[0], kept_groups=groups[1])
+    weights, chosen = softmax_top_k(jnp.array([logits]), 2, groups=groups[0], kept_groups=groups[1])
     usable = best_groups(softmax(np.float32(logits)), *groups, 1)
     expected = [usable[i] for i in largest([logits[e] for e in usable], 2)]
     assert chosen[0].tolist() == expected
@@ -58,28 +58,28 @@ def test_a_groups_best_expert_decides(logits, groups):
 
 
 @given(LOGITS, LOGITS, st.sampled_from([(1, 1), (2, 1), (4, 2)]), st.booleans())
-def test_a_bias_chooses_and_does_nothing_else(logits, bias, groups, renormalise):
+def test_a_bias_chooses_and_does_nothing_else(logits, bias, groups, renormalize):
     scores, bias = np.float32(jax.nn.sigmoid(jnp.array(logits))), np.float32(bias)
-    how = {"groups": groups[0], "kept_groups": groups[1], "renormalise": renormalise, "scale": 2.5}
-    weights, chosen = biased_top(jnp.array([scores]), jnp.array(bias), 2, **how)
+    how = {"groups": groups[0], "kept_groups": groups[1], "renormalize": renormalize, "scale": 2.5}
+    weights, chosen = biased_top_k(jnp.array([scores]), jnp.array(bias), 2, **how)
     usable = best_groups(scores + bias, *groups, 2)
     expected = [usable[i] for i in largest([(scores + bias)[e] for e in usable], 2)]
     assert chosen[0].tolist() == expected
-    total = scores[expected].sum() if renormalise else 1
+    total = scores[expected].sum() if renormalize else 1
     np.testing.assert_allclose(weights[0], 2.5 * scores[expected] / total, rtol=1e-5)
 
 
 def test_gradients_go_through_the_weights_alone():
     scores, bias = jnp.array([[0.2, 0.7, 0.6]]), jnp.array([0.0, 0.0, 0.5])
-    to_scores, to_bias = jax.grad(lambda *x: biased_top(*x, 1, renormalise=False)[0].sum(), (0, 1))(scores, bias)
+    to_scores, to_bias = jax.grad(lambda *x: biased_top_k(*x, 1, renormalize=False)[0].sum(), (0, 1))(scores, bias)
     assert to_scores.tolist() == [[0, 0, 1]] and to_bias.tolist() == [0, 0, 0]
 
 
 def test_all_groups_are_all_experts():
-    assert in_best_groups(jnp.zeros((3, 6)), 3, 3, experts_counted=1).all()
+    assert is_in_top_groups(jnp.zeros((3, 6)), 3, 3, experts_per_group_score=1).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weights_are_float32(dtype):
     logits = jnp.ones((2, 4), dtype)
-    assert softmax_then_top(logits, 2)[0].dtype == top_then_softmax(logits, 2)[0].dtype == jnp.float32
+    assert softmax_top_k(logits, 2)[0].dtype == top_k_softmax(logits, 2)[0].dtype == jnp.float32

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from zoo.ops.sampling import cool, draw, penalise, truncate
+from zoo.ops.sampling import apply_temperature, filter_logits, penalize_repetition, sample_tokens
 
 VOCAB = 9
 ROWS = st.lists(
@@ -57,7 +57,7 @@ def test_what_stays_is_what_the_papers_say(rows, top_k, top_p, min_p):
     rows = np.array(rows, np.float32)
     expected = [slowly(row, top_k, top_p, min_p) for row in rows]
     assume(None not in expected)
-    cut = np.asarray(truncate(jnp.asarray(rows), top_k=top_k, top_p=top_p, min_p=min_p))
+    cut = np.asarray(filter_logits(jnp.asarray(rows), top_k=top_k, top_p=top_p, min_p=min_p))
     assert [list(np.flatnonzero(np.isfinite(row))) for row in cut] == expected
     assert (cut[np.isfinite(cut)] == rows[np.isfinite(cut)]).all()
 
@@ -65,31 +65,33 @@ def test_what_stays_is_what_the_papers_say(rows, top_k, top_p, min_p):
 @given(rows=ROWS, top_k=st.integers(1, VOCAB), top_p=st.floats(1e-6, 1), min_p=st.floats(0, 1))
 def test_the_likeliest_always_stays_and_more_is_kept_by_looser_numbers(rows, top_k, top_p, min_p):
     logits = jnp.array(rows, jnp.float32)
-    kept = lambda **options: jnp.isfinite(truncate(logits, **options))
+    kept = lambda **options: jnp.isfinite(filter_logits(logits, **options))
     for options in ({"top_k": top_k}, {"top_p": top_p}, {"min_p": min_p}, {"top_k": top_k, "top_p": top_p}):
         assert jnp.take_along_axis(kept(**options), logits.argmax(1)[:, None], 1).all()
     assert (kept(top_k=top_k) <= kept(top_k=top_k + 1)).all()
     assert (kept(top_p=top_p) <= kept(top_p=min(1, top_p * 1.5))).all()
     assert (kept(min_p=min_p) <= kept(min_p=min_p / 2)).all()
-    assert jnp.array_equal(truncate(logits, top_k=VOCAB, min_p=0.0), logits)
+    assert jnp.array_equal(filter_logits(logits, top_k=VOCAB, min_p=0.0), logits)
 
 
 def test_of_equal_tokens_a_nucleus_takes_as_many_as_it_needs():
     """A threshold would take all of them, and a nucleus of 0.5 would be everything."""
-    kept = jnp.isfinite(truncate(jnp.zeros((1, 8)), top_p=0.5))
+    kept = jnp.isfinite(filter_logits(jnp.zeros((1, 8)), top_p=0.5))
     assert kept[0].tolist() == [True] * 4 + [False] * 4
-    assert jnp.isfinite(truncate(jnp.array([[1.0, 2.0, 2.0, 0.0]]), top_k=1)).tolist() == [[False, True, True, False]]
+    assert jnp.isfinite(filter_logits(jnp.array([[1.0, 2.0, 2.0, 0.0]]), top_k=1)).tolist() == [
+        [False, True, True, False]
+    ]
 
 
 def test_a_nucleus_holds_the_token_that_crosses_and_no_more():
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
-    sizes = [int(jnp.isfinite(truncate(logits, top_p=p)).sum()) for p in (0.01, 0.49, 0.51, 0.74, 0.76, 0.9, 1.0)]
+    sizes = [int(jnp.isfinite(filter_logits(logits, top_p=p)).sum()) for p in (0.01, 0.49, 0.51, 0.74, 0.76, 0.9, 1.0)]
     assert sizes == [1, 1, 2, 2, 3, 4, 4]
 
 
 def test_a_tail_too_small_for_a_sum_from_the_top_is_kept_by_a_nucleus_of_nearly_all():
     logits = jnp.zeros((1, 4096)).at[0, 0].set(20.0)  # each of the rest 2e-9, together 8e-6
-    assert jnp.isfinite(truncate(logits, top_p=1.0)).all()
+    assert jnp.isfinite(filter_logits(logits, top_p=1.0)).all()
 
 
 @given(rows=ROWS, penalty=st.floats(0.25, 4), bits=st.integers(0, 2 ** (2 * VOCAB) - 1))
@@ -100,21 +102,21 @@ def test_a_penalty_divides_above_zero_and_multiplies_below(rows, penalty, bits):
         [(x / penalty if x > 0 else x * penalty) if was else x for x, was in zip(row, marks, strict=True)]
         for row, marks in zip(rows, seen, strict=True)
     ]
-    assert np.allclose(penalise(jnp.asarray(rows), jnp.asarray(seen), penalty), expected, rtol=1e-6)
+    assert np.allclose(penalize_repetition(jnp.asarray(rows), jnp.asarray(seen), penalty), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-9, 0.5, 1, 7.0])
 def test_any_temperature_above_zero_gives_probabilities(temperature):
     logits = jnp.array([[3.0, -1e4, 2.0, 0.5]])
-    got = jax.nn.softmax(cool(logits, temperature))[0]
+    got = jax.nn.softmax(apply_temperature(logits, temperature))[0]
     assert np.allclose(got, softmax(np.array(logits[0]) / max(temperature, 1e-30)), atol=1e-6)
 
 
 def test_draws_follow_the_softmax_and_rows_do_not_matter_to_each_other():
     logits = jnp.broadcast_to(jnp.array([2.0, -jnp.inf, 1.0, 0.0, 0.5]), (4000, 5))
     keys = jax.random.split(jax.random.key(0), 4000)
-    tokens = draw(logits, keys)
+    tokens = sample_tokens(logits, keys)
     counts, expected = np.bincount(tokens, minlength=5), 4000 * softmax(np.array(logits[0]))
     assert counts[1] == 0
     assert stats.chisquare(np.delete(counts, 1), np.delete(expected, 1)).pvalue > 1e-3
-    assert jnp.array_equal(draw(logits[7:9], keys[7:9]), tokens[7:9])
+    assert jnp.array_equal(sample_tokens(logits[7:9], keys[7:9]), tokens[7:9])

@@ -56,9 +56,9 @@ def test_a_layout_takes_dims_of_ones_own_and_refuses_what_makes_no_sense():
     with pytest.raises(ValueError, match="'model', but the mesh axes are"):
         Layout().with_dims(sensors=("model",))
     with pytest.raises(ValueError, match="stores 'sensors'"):
-        Layout(at_rest={"sensors": ("fsdp",)})
+        Layout(parameters={"sensors": ("fsdp",)})
     with pytest.raises(ValueError, match="split in updates too"):
-        Layout(updates={})
+        Layout(optimizer={})
     assert hash(Layout()) == hash(Layout())
     assert Layout() == Layout() != ZERO1
 
@@ -115,8 +115,8 @@ def test_zero1_keeps_parameters_whole_and_splits_updates():
     mesh = zoo.make_mesh(fsdp=8, layout=ZERO1)
     norm = RMSNorm(32)
     assert zoo.place(norm, mesh).weight.sharding.spec == P()
-    assert zoo.place(norm, mesh.updates).weight.sharding.spec == P(("fsdp",))
-    constrained = eqx.filter_jit(lambda x: zoo.place(x, mesh.updates))(norm)
+    assert zoo.place(norm, mesh.optimizer).weight.sharding.spec == P(("fsdp",))
+    constrained = eqx.filter_jit(lambda x: zoo.place(x, mesh.optimizer))(norm)
     assert constrained.weight.sharding.spec == P(("fsdp",))
 
 

@@ -35,7 +35,7 @@ def test_dims_follow_the_annotation_and_the_instance():
     assert dims == {"weight": (heads, Dim("in")), "bias": (heads,), "scales.0": (heads,), "seen": ()}
 
 
-def test_stacked_fields_have_one_more_dim_and_optimiser_states_the_same_names():
+def test_stacked_fields_have_one_more_dim_and_optimizer_states_the_same_names():
     tower = Tower(eqx.filter_vmap(lambda x: Pair(x * jnp.ones((8, 3)), None))(jnp.arange(2.0)), jnp.ones(5))
     assert [leaf.dims for leaf in leaves(tower)] == [(Dim("layers"), Dim("heads", 4), Dim("in")), (Dim("embed"),)]
     state = leaves(optax.adam(1e-3).init(zoo.trainable(tower)))

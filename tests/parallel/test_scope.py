@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import zoo
-from zoo.parallel import Module, either
+from zoo.parallel import Module, named_by_class
 
 
 class Scale(Module):
@@ -27,7 +27,7 @@ class Pair(Module):
 
     first: Scale
     second: Scale
-    last: Module = either()
+    last: Module = named_by_class()
 
     def __call__(self, x, *, twice: bool = False):
         """Scale, and scale again."""

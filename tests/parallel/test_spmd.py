@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo.layers import Linear
-from zoo.parallel import Dim, Module, offset, reduce, scan, varying
-from zoo.parallel.collectives import whole
+from zoo.parallel import Dim, Module, reduce, scan, shard_offset, varying
+from zoo.parallel.collectives import all_gather
 
 KEY = jax.random.key(0)
 GLOBAL = jnp.ones(3)
@@ -101,7 +101,7 @@ def test_spmd_names_what_it_returns():
 
     def run(up, x):
         y = zoo.parallel.gather(up)(x)
-        return y, {"first": offset(y, "batch", len(y)) + jnp.arange(len(y)), "total": reduce(y.sum(), over="mlp")}
+        return y, {"first": shard_offset(y, "batch", len(y)) + jnp.arange(len(y)), "total": reduce(y.sum(), over="mlp")}
 
     with pytest.raises(ValueError, match=r"a result named '' differs between devices along \['data', 'fsdp'\]"):
         zoo.spmd(run, mesh, out=("batch seq mlp", {"first": "batch", "total": ""}))(up, x)
@@ -144,8 +144,8 @@ def test_the_whole_of_a_split_dim_is_on_every_device():
     x = jax.random.normal(KEY, (8, 16))
 
     def logits(up, x):
-        y = whole(up(x), "vocab", axis=1)
-        assert y.shape == (4, 32) and varying(y) == varying(x) and whole(y, "vocab", axis=1) is y
+        y = all_gather(up(x), "vocab", axis=1)
+        assert y.shape == (4, 32) and varying(y) == varying(x) and all_gather(y, "vocab", axis=1) is y
         return y
 
     y = zoo.spmd(logits, mesh, out="batch vocab")(up, x)

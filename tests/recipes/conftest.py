@@ -31,4 +31,4 @@ def start(text, tmp_path_factory):
     """A model as transformer.py leaves it, untrained."""
     sizes = {"vocab": 256, "embed": 16, "layers": 2, "heads": 4, "mlp": 32}
     model = zoo.models.Transformer(**sizes, qk_norm=True, key=jax.random.key(0))
-    return train.export(model, train.text((text,)), tmp_path_factory.mktemp("start") / "export", seq=16)
+    return train.export(model, train.load_text((text,)), tmp_path_factory.mktemp("start") / "export", seq_len=16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import zoo
-from recipes import adapters_compared
+from recipes import compare_adapters
 from zoo import train
 
 TINY = {
@@ -21,7 +21,7 @@ TINY = {
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    adapters_compared.main(start=start, data=(text,), old=(text,), out=out, **TINY)
+    compare_adapters.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
     return out
 
 
@@ -52,7 +52,7 @@ def test_the_best_adapter_is_read_again_and_merged(unbroken, start):
 def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path, capsys):
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "vera-48" / "checkpoints" / "2")
-    adapters_compared.main(start=start, data=(text,), old=(text,), out=out, resume=True, **TINY)
+    compare_adapters.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, resume=True, **TINY)
     for name in ("vera-48", "full"):
         assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
     assert "vera, rank   48:       256" in capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_the_nearest_rank():
 
     for budget, rank in ((1, 1), (13, 1), (19, 2), (57, 5), (59, 6), (253, 25), (10_000, 100)):
         asked.clear()
-        assert adapters_compared.nearest(size_of, budget, 100) == rank
+        assert compare_adapters.nearest(size_of, budget, 100) == rank
         assert max(asked) <= max(2 * rank, 1)
 
 
@@ -82,7 +82,7 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
         ([*given, "--targets", "querry"], "no matrix of the model is meant by the target 'querry'"),
     ]:
         with pytest.raises(SystemExit) as stopped:
-            train.command(adapters_compared.main, arguments=[str(word) for word in words])
+            train.run_cli(compare_adapters.main, arguments=[str(word) for word in words])
         assert stopped.value.code == 2 and said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
@@ -95,4 +95,4 @@ FLAGS = [
 
 
 def test_flags_are_a_surface():
-    assert list(inspect.signature(adapters_compared.main).parameters) == FLAGS
+    assert list(inspect.signature(compare_adapters.main).parameters) == FLAGS

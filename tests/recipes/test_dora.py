@@ -22,12 +22,12 @@ TINY = {
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    dora.main(start=start, data=(text,), old=(text,), out=out, **TINY)
+    dora.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
     return out
 
 
 def test_it_learns_exports_and_reports(unbroken, start):
-    lines = train.read_lines(unbroken / "dora" / "metrics.jsonl")
+    lines = train.read_metrics(unbroken / "dora" / "metrics.jsonl")
     assert [line["step"] for line in lines if "new" in line and "old" in line] == [1, 2]
     assert lines[-1]["new"] < lines[0]["new"] and lines[0]["bytes_held"] > 0
     assert json.loads((unbroken / "adapter" / "adapter_config.json").read_text())["use_dora"]
@@ -47,7 +47,7 @@ def test_it_learns_exports_and_reports(unbroken, start):
 def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path):
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "dora" / "checkpoints" / "2")
-    dora.main(start=start, data=(text,), old=(text,), out=out, resume=True, **TINY)
+    dora.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, resume=True, **TINY)
     for name in ("dora/metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
         assert (out / name).read_bytes() == (unbroken / name).read_bytes()
 
@@ -77,7 +77,7 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
         ([*given, "--rank", 0], "a rank is at least 1, not 0"),
     ]:
         with pytest.raises(SystemExit) as stopped:
-            train.command(dora.main, arguments=[str(word) for word in words])
+            train.run_cli(dora.main, arguments=[str(word) for word in words])
         assert stopped.value.code == 2 and said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 

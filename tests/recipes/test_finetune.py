@@ -18,12 +18,14 @@ TINY = {"seq": 16, "batch": 8, "steps": 4, "warmup": 1, "validate_every": 2}
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    finetune.main(start=start, data=(text,), old=(text,), out=out, fsdp=2, tensor=2, profile=True, **TINY)
+    finetune.main(
+        checkpoint=start, data=(text,), pretraining_data=(text,), out=out, fsdp=2, tensor=2, profile=True, **TINY
+    )
     return out
 
 
 def test_it_learns_exports_and_reports(unbroken, start):
-    lines = train.read_lines(unbroken / "metrics.jsonl")
+    lines = train.read_metrics(unbroken / "metrics.jsonl")
     assert [line["step"] for line in lines if "new" in line and "old" in line] == [2, 4]
     assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
     before, after = (zoo.load(folder) for folder in (start, unbroken / "export"))
@@ -46,7 +48,9 @@ def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, t
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "checkpoints" / "4")
     shutil.rmtree(out / "export")
-    finetune.main(start=start, data=(text,), old=(text,), out=out, fsdp=2, tensor=2, resume=True, **TINY)
+    finetune.main(
+        checkpoint=start, data=(text,), pretraining_data=(text,), out=out, fsdp=2, tensor=2, resume=True, **TINY
+    )
     assert (out / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
     for file in (unbroken / "export").iterdir():
         assert (out / "export" / file.name).read_bytes() == file.read_bytes()
@@ -62,13 +66,15 @@ def test_from_where_the_other_recipe_leaves_its_model(start, tmp_path, monkeypat
 
 
 def test_the_other_options_work_together_on_byte_pairs(text, tmp_path):
-    corpus = train.text((text,), vocab=300)
+    corpus = train.load_text((text,), vocab=300)
     sizes = {"vocab": 300, "embed": 16, "layers": 2, "heads": 4, "mlp": 32}
     model = zoo.models.Transformer(**sizes, key=jax.random.key(0))
-    start = train.export(model, corpus, tmp_path / "start", seq=16)
+    start = train.export(model, corpus, tmp_path / "start", seq_len=16)
     options = {"dtype": "bfloat16", "microbatches": 2, "zero": 1, "fsdp": 4, "tensor": 2, "remat": "dots"}
     changes = {"steps": 2, "batch": 16, "seq": 20}
-    finetune.main(start=start, data=(text,), old=(text,), out=tmp_path / "run", **TINY | changes | options)
+    finetune.main(
+        checkpoint=start, data=(text,), pretraining_data=(text,), out=tmp_path / "run", **TINY | changes | options
+    )
     config = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
     assert config["max_position_embeddings"] == 20 and config["dtype"] == "float32"
     again = train.read_tokenizer(tmp_path / "run" / "export")
@@ -79,7 +85,7 @@ def test_the_other_options_work_together_on_byte_pairs(text, tmp_path):
 def complaint(capsys, *words):
     """The line that a command ends with."""
     with pytest.raises(SystemExit) as stopped:
-        train.command(finetune.main, arguments=[str(word) for word in words])
+        train.run_cli(finetune.main, arguments=[str(word) for word in words])
     assert stopped.value.code == 2
     return capsys.readouterr().err
 

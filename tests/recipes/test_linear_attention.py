@@ -34,7 +34,7 @@ def unbroken(text, tmp_path_factory):
 
 def test_what_the_runs_leave(unbroken):
     for name in TINY["mixers"]:
-        lines = train.read_lines(unbroken / name / "metrics.jsonl")
+        lines = train.read_metrics(unbroken / name / "metrics.jsonl")
         assert [line["step"] for line in lines if "validation" in line] == [2, 4]
         assert lines[-1]["loss"] < lines[0]["loss"]
         assert json.loads((unbroken / name / "config.json").read_text())["run"] == name
@@ -99,7 +99,7 @@ FLAGS = [
 def test_flags_are_a_surface_and_each_is_explained(capsys):
     assert list(inspect.signature(linear_attention.main).parameters) == FLAGS
     with pytest.raises(SystemExit):
-        train.command(linear_attention.main, arguments=["--help"])
+        train.run_cli(linear_attention.main, arguments=["--help"])
     printed = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')} " in printed for name in FLAGS)
     assert all(f"    {name}: " in inspect.getdoc(linear_attention.main) for name in FLAGS)

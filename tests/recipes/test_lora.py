@@ -14,22 +14,22 @@ from recipes import lora
 from zoo import train
 
 TINY = {"seq": 16, "batch": 16, "steps": 4, "warmup": 1, "validate_every": 2, "rank": 2, "alpha": 4.0}
-OPTIONS = {"rank_stabilised": True, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
+OPTIONS = {"rank_stabilized": True, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
 
 
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    lora.main(start=start, data=(text,), old=(text,), out=out, **TINY, **OPTIONS)
+    lora.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY, **OPTIONS)
     return out
 
 
 def test_it_learns_exports_and_reports(unbroken, start):
     for name in ("full", "lora"):
-        lines = train.read_lines(unbroken / name / "metrics.jsonl")
+        lines = train.read_metrics(unbroken / name / "metrics.jsonl")
         assert [line["step"] for line in lines if "new" in line and "old" in line] == [2, 4]
         assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
-    full, adapter = (train.read_lines(unbroken / name / "metrics.jsonl")[0] for name in ("full", "lora"))
+    full, adapter = (train.read_metrics(unbroken / name / "metrics.jsonl")[0] for name in ("full", "lora"))
     assert adapter["bytes_held"] < full["bytes_held"]
     base, merged = zoo.load(start), zoo.load(unbroken / "export")
     assert jax.tree.structure(base) == jax.tree.structure(merged)
@@ -62,7 +62,7 @@ def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, t
     shutil.rmtree(out / "lora" / "checkpoints" / "4")
     for name in ("export", "adapter"):
         shutil.rmtree(out / name)
-    lora.main(data=(text,), old=(text,), compare=False, resume=True, **TINY, **OPTIONS)
+    lora.main(data=(text,), pretraining_data=(text,), compare_full=False, resume=True, **TINY, **OPTIONS)
     for name in ("lora/metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
         assert (out / name).read_bytes() == (unbroken / name).read_bytes()
     printed = capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, t
 def complaint(capsys, *words):
     """The line that a command ends with."""
     with pytest.raises(SystemExit) as stopped:
-        train.command(lora.main, arguments=[str(word) for word in words])
+        train.run_cli(lora.main, arguments=[str(word) for word in words])
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
@@ -91,7 +91,7 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
 
 
 FLAGS = [
-    *("start", "data", "old", "targets", "rank", "alpha", "rank_stabilised", "compare", "seq", "batch", "microbatches"),
+    *("start", "data", "old", "targets", "rank", "alpha", "rank_stabilized", "compare", "seq", "batch", "microbatches"),
     *("steps", "learning_rate", "full_learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor"),
     *("zero", "validate_every", "seed", "out", "resume", "profile"),
 ]

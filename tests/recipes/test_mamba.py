@@ -74,7 +74,7 @@ FLAGS = [
 def test_flags_are_a_surface_and_each_is_explained(capsys):
     assert list(inspect.signature(mamba.main).parameters) == FLAGS
     with pytest.raises(SystemExit):
-        train.command(mamba.main, arguments=["--help"], presets=mamba.PRESETS)
+        train.run_cli(mamba.main, arguments=["--help"], presets=mamba.PRESETS)
     printed = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')} " in printed for name in FLAGS)
     assert all(f"    {name}: " in inspect.getdoc(mamba.main) for name in FLAGS)

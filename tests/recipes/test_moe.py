@@ -35,12 +35,12 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unbroken(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    moe.main(data=(text,), out=out, balance=0.5, bias_rate=0.5, tensor=2, **TINY)
+    moe.main(data=(text,), out=out, balance_weight=0.5, bias_rate=0.5, tensor=2, **TINY)
     return out
 
 
 def lines_of(out):
-    return {name: train.read_lines(out / name / "metrics.jsonl") for name in moe.RUNS}
+    return {name: train.read_metrics(out / name / "metrics.jsonl") for name in moe.RUNS}
 
 
 def test_four_runs_and_what_they_leave(unbroken):
@@ -113,7 +113,7 @@ def test_a_copy_runs_on_one_device_with_the_same_numbers(text, unbroken, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "the report lies in runs/mine/report.html" in done.stdout and "on one device" in done.stdout
     for name in ("dense", "loss-free"):
-        expected, lines = (train.read_lines(out / name / "metrics.jsonl") for out in (unbroken, Path("runs/mine")))
+        expected, lines = (train.read_metrics(out / name / "metrics.jsonl") for out in (unbroken, Path("runs/mine")))
         assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=2e-3)
         assert lines[0].get("visits") == expected[0].get("visits")
         assert list(Path("runs/mine", name).glob("profile/plugins/profile/*/perfetto_trace.json.gz"))
@@ -149,7 +149,7 @@ def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes,
 
 def test_an_unknown_router_ends_the_command_with_a_clear_line(capsys):
     with pytest.raises(SystemExit) as stopped:
-        train.command(moe.main, arguments=["--router", "lottery"])
+        train.run_cli(moe.main, arguments=["--router", "lottery"])
     told = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert stopped.value.code == 2 and "invalid choice 'lottery'" in told and "softmax" in told
 
@@ -164,7 +164,7 @@ FLAGS = [
 def test_flags_are_a_surface_and_each_is_explained(capsys):
     assert list(inspect.signature(moe.main).parameters) == FLAGS
     with pytest.raises(SystemExit):
-        train.command(moe.main, arguments=["--help"])
+        train.run_cli(moe.main, arguments=["--help"])
     printed = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')} " in printed for name in FLAGS)
     assert all(f"    {name}: " in inspect.getdoc(moe.main) for name in FLAGS)

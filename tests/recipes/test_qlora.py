@@ -22,28 +22,28 @@ TINY = {
 def start(text, tmp_path_factory):
     """A model of whole blocks, untrained."""
     model = zoo.models.Transformer(vocab=256, embed=128, layers=1, heads=2, mlp=64, key=jax.random.key(0))
-    return train.export(model, train.text((text,)), tmp_path_factory.mktemp("start") / "export", seq=16)
+    return train.export(model, train.load_text((text,)), tmp_path_factory.mktemp("start") / "export", seq_len=16)
 
 
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    qlora.main(start=start, data=(text,), old=(text,), out=out, **TINY)
+    qlora.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
     return out
 
 
 def test_it_learns_exports_and_reports(unbroken, start):
-    lines = train.read_lines(unbroken / "qlora" / "metrics.jsonl")
+    lines = train.read_metrics(unbroken / "qlora" / "metrics.jsonl")
     assert [line["step"] for line in lines if "new" in line and "old" in line] == [1, 2]
     assert lines[-1]["new"] < lines[0]["new"]
-    small = zoo.adapters.quantise(zoo.load(start), "nf4", targets=TINY["rounded"])
+    small = zoo.adapters.quantize(zoo.load(start), "nf4", targets=TINY["rounded"])
     tuned, merged = zoo.adapters.load(small, unbroken / "adapter"), zoo.load(unbroken / "export")
     tokens = jnp.arange(32).reshape(2, 16)
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
     on_the_read_one = zoo.adapters.load(zoo.load(start), unbroken / "adapter")
     assert not np.allclose(on_the_read_one(tokens), merged(tokens), atol=1e-2)
     for yardstick in ("full", "lora"):
-        lines = train.read_lines(unbroken / yardstick / "metrics.jsonl")
+        lines = train.read_metrics(unbroken / yardstick / "metrics.jsonl")
         assert [line["step"] for line in lines if "new" in line] == [1, 2]
     report = (unbroken / "report.html").read_text()
     for part in ("bits of the base", "new, before", "bits a parameter", "query.up.weight"):
@@ -54,7 +54,7 @@ def test_it_learns_exports_and_reports(unbroken, start):
 def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path):
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "qlora" / "checkpoints" / "2")
-    qlora.main(start=start, data=(text,), old=(text,), out=out, resume=True, **TINY)
+    qlora.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, resume=True, **TINY)
     for name in ("qlora/metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
         assert (out / name).read_bytes() == (unbroken / name).read_bytes()
 
@@ -68,13 +68,13 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
         ([*given, "--rank", 0], "a rank is at least 1, not 0"),
     ]:
         with pytest.raises(SystemExit) as stopped:
-            train.command(qlora.main, arguments=[str(word) for word in words])
+            train.run_cli(qlora.main, arguments=[str(word) for word in words])
         assert stopped.value.code == 2 and said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
 FLAGS = [
-    *("start", "data", "old", "kind", "rounded", "targets", "rank", "alpha", "rank_stabilised", "compare", "seq"),
+    *("start", "data", "old", "kind", "rounded", "targets", "rank", "alpha", "rank_stabilized", "compare", "seq"),
     *("batch", "microbatches", "steps", "learning_rate", "full_learning_rate", "warmup", "weight_decay", "dtype"),
     *("remat", "fsdp", "tensor", "zero", "validate_every", "seed", "out", "resume", "profile"),
 ]

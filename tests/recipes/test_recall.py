@@ -30,7 +30,7 @@ def unbroken(tmp_path_factory):
 
 def test_what_two_mixers_leave(unbroken):
     for mixer in TINY["mixers"]:
-        lines = train.read_lines(unbroken / f"{mixer}-8" / "metrics.jsonl")
+        lines = train.read_metrics(unbroken / f"{mixer}-8" / "metrics.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert all(np.shape(line["losses"]) == (4,) and np.shape(line["accuracies"]) == (2, 2) for line in lines)
         # Runs of one seed start alike, whatever their rate; those of two seeds do not.
@@ -145,7 +145,7 @@ def test_bad_flags_are_told_before_anything_is_computed(tmp_path, changes, messa
 
 def test_flags_are_explained_and_presets_named(capsys):
     with pytest.raises(SystemExit):
-        train.command(recall.main, presets=recall.PRESETS, arguments=["paper", "--help"])
+        train.run_cli(recall.main, presets=recall.PRESETS, arguments=["paper", "--help"])
     printed = capsys.readouterr().out
     for name in inspect.signature(recall.main).parameters:
         assert f"--{name.replace('_', '-')} " in printed and f"    {name}: " in inspect.getdoc(recall.main)

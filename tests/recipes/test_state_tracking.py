@@ -13,7 +13,7 @@ import pytest
 
 from recipes import state_tracking
 from zoo import train
-from zoo.layers import Info
+from zoo.layers import TokenInfo
 
 TINY = {
     "groups": ("s3",), "mixers": ("attention", "delta-net-negative"), "embed": 8, "mlp": 8, "seq": 4, "longer": 40,
@@ -31,7 +31,7 @@ def unbroken(tmp_path_factory):
 
 def test_what_two_mixers_leave(unbroken):
     for name in NAMES:
-        lines = train.read_lines(unbroken / name / "metrics.jsonl")
+        lines = train.read_metrics(unbroken / name / "metrics.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert all(np.shape(line["losses"]) == (4,) and np.shape(line["places"]) == (4, 40) for line in lines)
         beyond = np.mean(lines[-1]["places"], axis=1, where=np.arange(40) >= 4)
@@ -88,7 +88,7 @@ def test_every_mixer_is_made_of_a_width_and_heads(name):
         partial(state_tracking.MIXERS[name], 8, heads=2, out_scale=0.5), key=jax.random.key(0)
     )
     x = jax.numpy.zeros((1, 16, 8))
-    mixed, _ = eqx.filter_eval_shape(lambda mixer: mixer(x, Info(None, None, None)), mixer)
+    mixed, _ = eqx.filter_eval_shape(lambda mixer: mixer(x, TokenInfo(None, None, None)), mixer)
     assert mixed.shape == x.shape
 
 
@@ -111,7 +111,7 @@ def test_bad_flags_are_told_before_anything_is_computed(tmp_path, changes, messa
 
 def test_flags_are_explained(capsys):
     with pytest.raises(SystemExit):
-        train.command(state_tracking.main, arguments=["--help"])
+        train.run_cli(state_tracking.main, arguments=["--help"])
     printed = capsys.readouterr().out
     for name in inspect.signature(state_tracking.main).parameters:
         assert f"--{name.replace('_', '-')} " in printed and f"    {name}: " in inspect.getdoc(state_tracking.main)

@@ -71,7 +71,7 @@ def unbroken(text, tmp_path_factory):
 
 def test_a_run_learns_and_leaves_what_it_promised(unbroken):
     out, printed = unbroken
-    lines = train.read_lines(out / "metrics.jsonl")
+    lines = train.read_metrics(out / "metrics.jsonl")
     assert lines[-1]["bits_per_byte"] < 0.8 * lines[0]["bits_per_byte"]
     assert [line["step"] for line in lines if "validation" in line] == [10, 20, 30, 40, 50, 60]
     assert str(out / "report.html") in printed
@@ -134,7 +134,7 @@ def test_killed_and_resumed_it_writes_the_same_metrics_bit_for_bit(text, unbroke
 def test_resumed_on_another_mesh_the_curve_goes_on(text, unbroken, killed, tmp_path):
     out = shutil.copytree(killed, tmp_path / "run")
     transformer.main(data=(text,), out=out, resume=True, fsdp=2, tensor=2, **TINY)
-    expected, lines = (train.read_lines(folder / "metrics.jsonl") for folder in (unbroken[0], out))
+    expected, lines = (train.read_metrics(folder / "metrics.jsonl") for folder in (unbroken[0], out))
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, other in zip(lines, expected, strict=True):
         assert line == pytest.approx(other, rel=2e-3)
@@ -148,7 +148,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path):
     status, printed, errors = finish(process)
     assert status == 0, errors
     assert "--resume goes on" in printed
-    last = train.read_lines(out / "metrics.jsonl")[-1]["step"]
+    last = train.read_metrics(out / "metrics.jsonl")[-1]["step"]
     assert (out / "checkpoints" / str(last)).is_dir()
 
 

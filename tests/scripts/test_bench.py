@@ -39,11 +39,11 @@ def test_a_mixture_multiplies_what_its_tokens_use():
     routers = 8 * 256 * 8
     assert mixture.model_flops == dense.model_flops + 6 * 8 * 256 * routers
     shapes = eqx.filter_eval_shape(mixture.make, jax.random.key(0))
-    assert zoo.models.count_active(shapes) == ours.count(dense) + routers
+    assert zoo.models.count_active_parameters(shapes) == ours.count(dense) + routers
 
 
 def test_grouped_products_have_as_many_rows_each(monkeypatch):
-    monkeypatch.setattr(ours.Grouped, "ROWS", 64)
+    monkeypatch.setattr(ours.GroupedMatmul, "ROWS", 64)
     entrants, facts = bench.grouped_products()
     assert {row["tokens"] for row in facts.values()} == {64}
     for name, run in entrants.items():
@@ -95,7 +95,7 @@ def test_the_large_model():
     large.run(found, bench.report, TINY)
     names = [row["name"] for row in found["rows"]]
     assert names == [f"zoo, 8 x 8, remat={policy}" for policy in large.POLICIES] + ["zoo, batch 1", "zoo, batch 8"]
-    assert all(0 < row["utilisation"] < 1 for row in found["rows"][:4]) and not found["large_peak"]["listed"]
+    assert all(0 < row["utilization"] < 1 for row in found["rows"][:4]) and not found["large_peak"]["listed"]
 
 
 def test_peaks():
@@ -129,7 +129,7 @@ def test_a_recurrence_alone(tmp_path, monkeypatch):
 
 def test_an_unknown_recurrence_is_refused():
     with pytest.raises(SystemExit, match="no operation 'attention'"):
-        recurrences.alone(("attention",), (8,))
+        recurrences.single_operations(("attention",), (8,))
 
 
 def test_recurrent_models(monkeypatch):

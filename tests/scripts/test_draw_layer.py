@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zoo
 from scripts import draw_layer
 from scripts.picture import FFN, MIXER, Picture
-from zoo.layers import Info
-from zoo.models import Stream
+from zoo.layers import TokenInfo
+from zoo.models import Hidden
 from zoo.parallel import gather
 
 SIZES = {"embed": 64, "heads": 8, "kv_heads": 4, "mlp": 128}
@@ -34,14 +34,14 @@ def mesh(request):
 
 def test_shares_are_those_that_jax_deals_out(mesh):
     numbers = {device: number for number, device in enumerate(mesh.devices.devices.flat)}
-    arrays = draw_layer.lain(mesh, **SIZES)
+    arrays = draw_layer.list_layer_arrays(mesh, **SIZES)
     assert len(arrays) == 9
     for array in arrays.values():
         sharding = NamedSharding(mesh.devices, PartitionSpec(*(axes or None for axes in array.stored)))
         for device, index in sharding.devices_indices_map(array.shape).items():
-            sizes = [size // array.shares(place) for place, size in enumerate(array.shape)]
+            sizes = [size // array.num_shards(place) for place, size in enumerate(array.shape)]
             starts = [(cut.start or 0) // size for cut, size in zip(index, sizes, strict=True)]
-            assert array.share(numbers[device]) == tuple(starts)
+            assert array.shard_index(numbers[device]) == tuple(starts)
         assert array.numbers_stored == math.prod(sharding.shard_shape(array.shape))
 
 
@@ -57,7 +57,7 @@ def test_sums_and_gathers_are_those_of_the_layer(mesh):
         return next(zoo.models.Transformer(vocab=1, layers=1, **SIZES, key=key).stack.one_by_one())
 
     def run(block, x):
-        return gather(block)(Stream(x), Info())[0].x
+        return gather(block)(Hidden(x), TokenInfo())[0].x
 
     arrays, static = eqx.partition(eqx.filter_eval_shape(block, jax.random.key(0)), is_shape)
     x = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32)
@@ -65,9 +65,11 @@ def test_sums_and_gathers_are_those_of_the_layer(mesh):
         lambda arrays, x: zoo.spmd(run, mesh, out="batch seq embed")(eqx.combine(arrays, static), x)
     )(arrays, x)
     names = [str(equation.primitive) for equation in equations(traced.jaxpr)]
-    lain = draw_layer.lain(mesh, **SIZES)
+    lain = draw_layer.list_layer_arrays(mesh, **SIZES)
     picture = Picture(str(mesh), lain, 0, False)
-    assert sum(name.startswith("psum") for name in names) == sum(bool(picture.summed(half)) for half in (MIXER, FFN))
+    assert sum(name.startswith("psum") for name in names) == sum(
+        bool(picture.summed_axes(half)) for half in (MIXER, FFN)
+    )
     assert sum(name.startswith("all_gather") for name in names) == sum(any(a.fetched) for a in lain.values())
 
 
@@ -103,7 +105,7 @@ def test_what_cannot_be_drawn_is_refused():
         draw_layer.draw(mesh, **SIZES, device=8)
     with pytest.raises(ValueError, match="6 heads do not share out over tensor=4"):
         draw_layer.draw(mesh, **{**SIZES, "embed": 96, "heads": 6, "kv_heads": 6}, device=0)
-    many = draw_layer.imagined(data=1, fsdp=32, tensor=4)
+    many = draw_layer.make_abstract_mesh(data=1, fsdp=32, tensor=4)
     with pytest.raises(ValueError, match="a picture shows up to 64"):
         draw_layer.draw(many, **SIZES, device=0)
 

@@ -6,19 +6,21 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from scripts import take_pictures
-from zoo.train.chart import Curve, chart
-from zoo.train.heat import heat_map
-from zoo.train.report import _both
+from zoo.train.report.chart import Curve, draw_line_chart
+from zoo.train.report.heatmap import draw_heatmaps
+from zoo.train.report.page import _draw_both_sizes
 
 
 @pytest.fixture
 def report(tmp_path):
     def drawn(width, height):
-        return chart([Curve("a & b", [1, 2], [2.0, 1.0])], {}, unit="nats", width=width, height=height)
+        return draw_line_chart([Curve("a & b", [1, 2], [2.0, 1.0])], {}, unit="nats", width=width, height=height)
 
-    nothing = _both(lambda width, **_: heat_map([], unit="share", width=width))
+    nothing = _draw_both_sizes(lambda width, **_: draw_heatmaps([], unit="share", width=width))
     path = tmp_path / "report.html"
-    path.write_text(f"<html><body><p>a > b</p>{_both(drawn)}{nothing}{_both(drawn)}</body></html>")
+    path.write_text(
+        f"<html><body><p>a > b</p>{_draw_both_sizes(drawn)}{nothing}{_draw_both_sizes(drawn)}</body></html>"
+    )
     return path
 
 
@@ -33,7 +35,7 @@ def test_every_picture_becomes_a_file(report, tmp_path, capsys):
         assert "a & b" in "".join(root.itertext()) and "\n\n" not in text
 
 
-def test_a_picture_has_every_colour_that_it_uses(report):
+def test_a_picture_has_every_color_that_it_uses(report):
     (_, picture), *_ = take_pictures.pictures(report.read_text())
     used, given = (
         set(re.findall(rule, picture)) for rule in (r"[:(] ?var\(--(?!zoo)([\w-]+)\)", r"--(?!zoo)([\w-]+): var")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from zoo.train import ema
+from zoo.train import update_ema
 
 
 class Model(eqx.Module):
@@ -22,20 +22,20 @@ def make(scale: float) -> Model:
 
 def test_formula_in_float32():
     decay, models = 0.9, [make(scale) for scale in (1.0, 2.0, -1.0)]
-    average = ema(None, models[0], decay)
+    average = update_ema(None, models[0], decay)
     assert average.half.dtype == jnp.float32 and average.count is None
     wanted = np.asarray(models[0].weight, np.float64)
     for model in models[1:]:
-        average = ema(average, model, decay)
+        average = update_ema(average, model, decay)
         wanted = decay * wanted + (1 - decay) * np.asarray(model.weight, np.float64)
     np.testing.assert_allclose(average.weight, wanted, rtol=1e-6)
     assert eqx.combine(average, models[0]).count == 3
 
 
 def test_small_steps_are_not_lost_to_bfloat16():
-    average = ema(None, make(1.0), 0.999)
+    average = update_ema(None, make(1.0), 0.999)
     for _ in range(100):
-        average = ema(average, make(1.0078125), 0.999)
+        average = update_ema(average, make(1.0078125), 0.999)
     np.testing.assert_allclose(average.half, 1 + 0.0078125 * (1 - 0.999**100), rtol=1e-5)
 
 
@@ -46,10 +46,10 @@ def test_donated_with_the_model_and_compiled_once():
     def step(model, average):
         traced.append(None)
         model = jax.tree.map(lambda x: x + 1, model)
-        return model, ema(average, model, 0.5)
+        return model, update_ema(average, model, 0.5)
 
     model = eqx.nn.Linear(3, 3, key=jr.key(0))
-    average = ema(None, model, 0.5)
+    average = update_ema(None, model, 0.5)
     for _ in range(3):
         model, average = step(model, average)
     assert len(traced) == 1

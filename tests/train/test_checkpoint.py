@@ -20,18 +20,18 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from zoo.train import Checkpoints
-from zoo.train.checkpoint import differences
+from zoo.train.checkpoint import diff_configs
 
-OPTIMISER = optax.adamw(1e-3)
+OPTIMIZER = optax.adamw(1e-3)
 
 
 def make_state(width: int = 16, seed: int = 0):
-    """A module with static parts, an optimiser's state, a typed key, bfloat16, a scalar and an empty array."""
+    """A module with static parts, an optimizer's state, a typed key, bfloat16, a scalar and an empty array."""
     key, model_key = jr.split(jr.key(seed))
     model = eqx.nn.MLP(8, 8, width, 2, key=model_key)
-    opt_state = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
+    opt_state = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
     loose = dict(key=key, half=jnp.full((8,), seed, jnp.bfloat16), empty=jnp.zeros((0, 3)))
-    return dict(model=model, optimiser=opt_state, **loose)
+    return dict(model=model, optimizer=opt_state, **loose)
 
 
 def on(devices: int, tree):
@@ -111,7 +111,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
     with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
         for step, metric in enumerate([5.0, 1.0, float("nan"), None, 3.0, 4.0]):
             checkpoints.save(step, {"x": jnp.ones(3)}, metric=metric)
-        assert checkpoints.steps() == [1, 4, 5] and checkpoints.latest() == 5
+        assert checkpoints.restorable_steps() == [1, 4, 5] and checkpoints.latest_step() == 5
         assert int(checkpoints.restore({"x": jnp.zeros(3)}, step=1).state["x"].sum()) == 3
 
 
@@ -137,13 +137,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, part, damage):
         checkpoints.save(2, state)
     damage(next((tmp_path / "2").glob(part)))
     with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest() == 1 and checkpoints.restore(state).step == 1
+        assert checkpoints.latest_step() == 1 and checkpoints.restore(state).step == 1
         assert [record.message for record in caplog.records if "passed over" in record.message] == [
             record.message for record in caplog.records if record.levelno >= logging.WARNING
         ]
         assert len(caplog.records) == 1 and str(tmp_path / "2") in caplog.text
         checkpoints.save(2, state)
-        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.restorable_steps() == [1, 2]
 
 
 def test_killed_while_saving(tmp_path, caplog):
@@ -164,12 +164,12 @@ def test_killed_while_saving(tmp_path, caplog):
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(os.listdir(tmp_path)) == 2
     with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest() == 1
+        assert checkpoints.latest_step() == 1
         assert [record.message for record in caplog.records] == [
             f"{tmp_path}/2.orbax-checkpoint-tmp: passed over, it was never finished"
         ]
         checkpoints.save(3, {"x": jnp.ones(8)})
-        assert checkpoints.steps() == [1, 3] and sorted(os.listdir(tmp_path)) == ["1", "3"]
+        assert checkpoints.restorable_steps() == [1, 3] and sorted(os.listdir(tmp_path)) == ["1", "3"]
 
 
 def test_another_model_is_told_by_name(checkpoints):
@@ -184,7 +184,7 @@ def test_another_model_is_told_by_name(checkpoints):
 
 
 def test_missing_checkpoints(checkpoints):
-    assert checkpoints.latest() is None
+    assert checkpoints.latest_step() is None
     with pytest.raises(FileNotFoundError, match="no whole checkpoint here"):
         checkpoints.restore({})
     checkpoints.save(4, {"x": jnp.ones(2)}, config={"embed": 8})
@@ -203,7 +203,7 @@ def test_every_checkpoint_damaged_is_an_error(tmp_path):
 
 def test_differences():
     before = json.loads(json.dumps({"embed": 64, "data": ["a"], "old": 1}))
-    assert differences(before, {"embed": 128, "data": (Path("a"),), "new": True}) == [
+    assert diff_configs(before, {"embed": 128, "data": (Path("a"),), "new": True}) == [
         "embed: 64 in the checkpoint, 128 now",
         "old: 1 in the checkpoint, absent now",
         "new: absent in the checkpoint, True now",

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from zoo import train
-from zoo.train.optional import require
+from zoo._optional import import_optional
 
 
 def refuses(*, size: int = 1):
@@ -14,7 +14,7 @@ def refuses(*, size: int = 1):
 
 
 def misses(*, size: int = 1):
-    require("no_such_package", "pip install it")
+    import_optional("no_such_package", "pip install it")
 
 
 def breaks(*, size: int = 1):
@@ -24,14 +24,14 @@ def breaks(*, size: int = 1):
 @pytest.mark.parametrize(("main", "says"), [(refuses, "size=3 makes no sense"), (misses, "pip install it")])
 def test_what_is_raised_on_purpose_is_one_line(capsys, main, says):
     with pytest.raises(SystemExit, match="2"):
-        train.command(main, arguments=["--size", "3"])
+        train.run_cli(main, arguments=["--size", "3"])
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and "error:" in error
 
 
 def test_what_comes_from_below_keeps_its_traceback():
     with pytest.raises(json.JSONDecodeError):
-        train.command(breaks, arguments=[])
+        train.run_cli(breaks, arguments=[])
 
 
 def test_a_preset_is_other_defaults_and_flags_come_after(monkeypatch):
@@ -42,5 +42,5 @@ def test_a_preset_is_other_defaults_and_flags_come_after(monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["recipe.py"])
     for words in ([], ["big"], ["big", "--name", "b"]):
-        train.command(main, presets={"big": {"size": 9}}, arguments=words)
+        train.run_cli(main, presets={"big": {"size": 9}}, arguments=words)
     assert seen == [(1, "a"), (9, "a"), (9, "b")]

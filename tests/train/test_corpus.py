@@ -1,4 +1,4 @@
-"""Corpora: split by hash alone, tokenised once, reproducible, and clear about what is no text."""
+"""Corpora: split by hash alone, tokenized once, reproducible, and clear about what is no text."""
 
 import json
 import lzma
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.train import Corpus, text
-from zoo.train.tokens import Bytes
+from zoo.text.tokenizers import ByteTokenizer
+from zoo.train import Corpus, load_text
 
 
 @pytest.fixture
@@ -40,38 +40,42 @@ def read(corpus: Corpus) -> dict[str, list[bytes]]:
 
 @pytest.mark.parametrize("vocab", [256, 300])
 def test_every_text_file_is_in_one_split(folder, tmp_path, vocab):
-    corpus = text((folder,), vocab=vocab, cache=tmp_path / "cache")
+    corpus = load_text((folder,), vocab=vocab, cache=tmp_path / "cache")
     documents = read(corpus)
     assert sorted(documents["train"] + documents["validation"]) == sorted(
         path.read_bytes() for path in folder.rglob("*") if path.stem.isdigit()
     )
-    assert (corpus.texts, corpus.binary, corpus.vocab) == (60, 2, vocab)
+    assert (corpus.num_texts, corpus.num_binary, corpus.vocab) == (60, 2, vocab)
     assert 1 <= len(documents["validation"]) <= 10
     for name, split in dict(train=corpus.train, validation=corpus.validation).items():
         assert split.text_tokens == np.count_nonzero(split.tokens)
-        assert split.text_bytes == sum(map(len, documents[name])) == int(corpus.tokenizer.lengths[split.tokens].sum())
+        assert (
+            split.text_bytes == sum(map(len, documents[name])) == int(corpus.tokenizer.token_bytes[split.tokens].sum())
+        )
     joined = b"".join(documents["validation"])
-    assert corpus.xz == pytest.approx(8 * len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)) / len(joined))
+    assert corpus.xz_bits_per_byte == pytest.approx(
+        8 * len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)) / len(joined)
+    )
     assert "60 texts, 2 skipped as binary" in str(corpus)
 
 
 def test_the_split_depends_on_each_file_alone(folder, tmp_path):
-    before = read(text((folder,), cache=tmp_path / "cache"))
+    before = read(load_text((folder,), cache=tmp_path / "cache"))
     for i in range(30):
         (folder / f"new{i}.txt").write_text(f"another {i}")
     moved = folder.rename(tmp_path / "elsewhere")
-    after = read(text((moved,), cache=tmp_path / "cache"))
+    after = read(load_text((moved,), cache=tmp_path / "cache"))
     assert set(before["validation"]) <= set(after["validation"]) and set(before["train"]) <= set(after["train"])
 
 
 def test_the_cache_is_found_again_and_keyed_by_content(folder, tmp_path):
     cache = tmp_path / "cache"
-    first = text((folder,), cache=cache)
+    first = load_text((folder,), cache=cache)
     stamp = (first.directory / "train.bin").stat().st_mtime_ns
-    assert text((folder,), cache=cache).directory == first.directory
+    assert load_text((folder,), cache=cache).directory == first.directory
     assert (first.directory / "train.bin").stat().st_mtime_ns == stamp
     (folder / "0.py").write_text("changed")
-    assert text((folder,), cache=cache).directory != first.directory
+    assert load_text((folder,), cache=cache).directory != first.directory
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
 
 
@@ -81,12 +85,12 @@ def test_a_build_that_fails_leaves_nothing(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr("zoo.train.corpus.write_json", fail)
     with pytest.raises(KeyboardInterrupt):
-        text((folder,), cache=tmp_path / "cache")
+        load_text((folder,), cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_byte_pairs_are_reproducible(folder, tmp_path):
-    a, b = (text((folder,), vocab=300, cache=tmp_path / name) for name in "ab")
+    a, b = (load_text((folder,), vocab=300, cache=tmp_path / name) for name in "ab")
     assert a.directory.name == b.directory.name
     for name in ("tokenizer.json", "train.bin", "validation.bin", "about.json"):
         assert (a.directory / name).read_bytes() == (b.directory / name).read_bytes()
@@ -99,7 +103,7 @@ def small(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("small")
     for i in range(30):
         (root / f"{i}.txt").write_text(f"the quick brown fox {i} " * 20)
-    return text((root,), vocab=request.param, cache=root / ".cache")
+    return load_text((root,), vocab=request.param, cache=root / ".cache")
 
 
 @given(st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40))
@@ -113,40 +117,44 @@ def test_any_text_survives(small, written):
 
 def test_what_is_no_text_decodes_all_the_same(small):
     assert small.decode(np.arange(small.vocab))
-    assert Bytes().lengths.sum() == 255
+    assert ByteTokenizer().token_bytes.sum() == 255
 
 
 def test_one_large_file_is_cut_into_passages(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("".join(f"line {i} of a long book\n" for i in range(40_000)))
-    corpus = text((file,), cache=tmp_path / "cache")
+    corpus = load_text((file,), cache=tmp_path / "cache")
     documents = read(corpus)
-    assert corpus.texts == 1 and len(documents["train"]) + len(documents["validation"]) > 20 and documents["validation"]
+    assert (
+        corpus.num_texts == 1
+        and len(documents["train"]) + len(documents["validation"]) > 20
+        and documents["validation"]
+    )
     assert all(document.endswith(b"\n") for document in documents["train"])
     assert sum(map(len, documents["train"] + documents["validation"])) == file.stat().st_size
 
 
 def test_the_standard_library_is_the_default(tmp_path):
-    corpus = text(cache=tmp_path)
-    assert corpus.texts > 300 and corpus.validation.text_bytes > 100_000
+    corpus = load_text(cache=tmp_path)
+    assert corpus.num_texts > 300 and corpus.validation.text_bytes > 100_000
     assert "import" in corpus.decode(corpus.train.tokens[:20_000])
 
 
 def test_errors_name_the_path(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such file or folder"):
-        text((tmp_path / "nowhere",), cache=tmp_path / "cache")
+        load_text((tmp_path / "nowhere",), cache=tmp_path / "cache")
     (tmp_path / "binaries").mkdir()
     (tmp_path / "binaries" / "a").write_bytes(b"\0")
     with pytest.raises(ValueError, match=r"binaries: no text there: 1 files hold NUL bytes"):
-        text((tmp_path / "binaries",), cache=tmp_path / "cache")
+        load_text((tmp_path / "binaries",), cache=tmp_path / "cache")
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(ValueError, match=r"short.txt: a single passage of 5 bytes"):
-        text((tmp_path / "short.txt",), cache=tmp_path / "cache")
+        load_text((tmp_path / "short.txt",), cache=tmp_path / "cache")
     with pytest.raises(ValueError, match=r"a vocabulary of 100 cannot write every byte"):
-        text((tmp_path / "short.txt",), vocab=100, cache=tmp_path / "cache")
+        load_text((tmp_path / "short.txt",), vocab=100, cache=tmp_path / "cache")
 
 
 def test_a_missing_package_is_named_with_its_command(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"`tokenizers` cannot be imported .*pip install 'equizoo\[text\]'"):
-        text((folder,), vocab=300, cache=tmp_path / "cache")
+        load_text((folder,), vocab=300, cache=tmp_path / "cache")

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.train import Batches, Source, Split, Stream, Windows, bits_per_byte
-from zoo.train.data import documents_of
+from zoo.text.batches import compute_segments
+from zoo.train import BatchIterator, CorpusSplit, Dataset, ShuffledBatches, TokenWindows, bits_per_byte
 
 LENGTHS = (np.arange(256) != 0).astype(np.int64)
 
 
-def split_of(tokens) -> Split:
+def split_of(tokens) -> CorpusSplit:
     tokens = np.asarray(tokens, np.uint8)
-    return Split("train", tokens, LENGTHS, *[int(np.count_nonzero(tokens))] * 2)
+    return CorpusSplit("train", tokens, LENGTHS, *[int(np.count_nonzero(tokens))] * 2)
 
 
-def random_split(size: int, seed: int = 0) -> Split:
+def random_split(size: int, seed: int = 0) -> CorpusSplit:
     return split_of(np.random.default_rng(seed).integers(0, 20, size))
 
 
@@ -34,7 +34,7 @@ def same(a, b) -> bool:
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 9))
 @settings(deadline=None)
 def test_windows_hold_every_token_once_and_count_only_text(tokens, seq):
-    windows = Windows(np.array(tokens, np.uint8), seq)
+    windows = TokenWindows(np.array(tokens, np.uint8), seq)
     rows = [windows[i] for i in range(len(windows) + 1)]
     joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     assert joined["tokens"][: len(tokens)].tolist() == tokens
@@ -47,7 +47,7 @@ def test_windows_hold_every_token_once_and_count_only_text(tokens, seq):
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 @settings(deadline=None)
 def test_documents_are_numbered_and_counted_from_their_separator(tokens):
-    row = documents_of(np.array(tokens, np.int32))
+    row = compute_segments(np.array(tokens, np.int32))
     segment, position = 0, 0
     for i, token in enumerate(tokens):
         starts = token == 0 or i == 0
@@ -57,7 +57,7 @@ def test_documents_are_numbered_and_counted_from_their_separator(tokens):
 
 def test_a_pass_visits_every_window_once_in_an_order_of_its_own():
     split = split_of(np.arange(1, 241) % 256)
-    batches = split.batches(seq=10, batch=1)
+    batches = split.batches(seq_len=10, batch_size=1)
     first, second = ([int(batch["tokens"][0, 0]) for batch in take(batches, 23)] for _ in range(2))
     assert sorted(first) == sorted(second) == [1 + 10 * i for i in range(23)]
     assert first != second and first != sorted(first)
@@ -67,11 +67,11 @@ def test_a_pass_visits_every_window_once_in_an_order_of_its_own():
 @settings(deadline=None, max_examples=10)
 def test_resumes_from_one_integer(taken, seed):
     split = random_split(2000)
-    batches = split.batches(seq=16, batch=8, seed=seed)
+    batches = split.batches(seq_len=16, batch_size=8, seed=seed)
     take(batches, taken)
     state = batches.state
     assert state == 8 * taken
-    again = split.batches(seq=16, batch=8, seed=seed)
+    again = split.batches(seq_len=16, batch_size=8, seed=seed)
     take(again, 2)
     again.restore(state)
     assert same(take(again, 20), take(batches, 20)) and again.state == batches.state
@@ -85,9 +85,9 @@ def test_seeds_differ():
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
 def test_processes_share_a_batch_in_order_and_resume_for_one_another(processes):
     split = random_split(3000)
-    whole = split.batches(seq=16, batch=8)
+    whole = split.batches(seq_len=16, batch_size=8)
     take(whole, 5)
-    shares = [split.batches(seq=16, batch=8, process=(i, processes)) for i in range(processes)]
+    shares = [split.batches(seq_len=16, batch_size=8, process=(i, processes)) for i in range(processes)]
     for share in shares:
         share.restore(whole.state)
     for wanted in take(whole, 30):
@@ -98,7 +98,7 @@ def test_processes_share_a_batch_in_order_and_resume_for_one_another(processes):
 
 def test_ordered_covers_the_text_once_and_pads():
     split = random_split(1000)
-    ordered = split.ordered(seq=16, batch=8)
+    ordered = split.ordered(seq_len=16, batch_size=8)
     batches = list(ordered)
     assert len(ordered) == len(batches) == math.ceil(999 / 16 / 8) and same(batches, list(ordered))
     assert np.concatenate([b["tokens"].ravel() for b in batches])[:1000].tolist() == split.tokens.tolist()
@@ -108,15 +108,15 @@ def test_ordered_covers_the_text_once_and_pads():
 
 def test_ordered_with_a_limit_is_spread_over_the_text():
     split = split_of(np.repeat(np.arange(1, 101), 16))
-    seen = np.concatenate([batch["tokens"][:, 0] for batch in split.ordered(seq=16, batch=5, limit=2)])
+    seen = np.concatenate([batch["tokens"][:, 0] for batch in split.ordered(seq_len=16, batch_size=5, limit=2)])
     assert seen.tolist() == [1 + 10 * i for i in range(10)]
-    halves = [split.ordered(seq=16, batch=2, limit=3, process=(i, 2)) for i in range(2)]
+    halves = [split.ordered(seq_len=16, batch_size=2, limit=3, process=(i, 2)) for i in range(2)]
     rows = [row for pair in zip(*halves, strict=True) for batch in pair for row in batch["tokens"][:, 0]]
     assert rows == sorted(rows) and len(rows) == 6
 
 
 def test_documents_on_request():
-    batch = next(random_split(1000).batches(seq=16, batch=4, documents=True))
+    batch = next(random_split(1000).batches(seq_len=16, batch_size=4, with_segments=True))
     assert {"segment_ids", "positions"} < set(batch)
     assert all(value.shape == (4, 16) for value in batch.values())
     assert (batch["segment_ids"] >= 1).all() and (batch["positions"][batch["tokens"] == 0] == 0).all()
@@ -124,8 +124,8 @@ def test_documents_on_request():
 
 def test_bits_per_byte_counts_the_bytes_of_counted_targets():
     lengths = np.array([0, 1, 3])
-    split = Split("train", np.array([0, 1, 2, 2, 0, 1], np.uint8), lengths, text_bytes=8, text_tokens=4)
-    ordered = split.ordered(seq=2, batch=1)
+    split = CorpusSplit("train", np.array([0, 1, 2, 2, 0, 1], np.uint8), lengths, text_bytes=8, text_tokens=4)
+    ordered = split.ordered(seq_len=2, batch_size=1)
     assert split.bytes_per_token == 2.0 and ordered.bytes_per_token == 2.0
     assert bits_per_byte(2 * math.log(2), ordered) == pytest.approx(1.0)
     assert float(bits_per_byte(jnp.array(math.log(2)), split)) == pytest.approx(0.5)
@@ -140,8 +140,8 @@ class Images:
 
 
 def test_any_source_of_rows_is_batched_alike():
-    assert isinstance(Images(), Source) and isinstance(Batches(Images(), 4), Stream)
-    batches = take(Batches(Images(), 4, seed=1), 3)
+    assert isinstance(Images(), Dataset) and isinstance(ShuffledBatches(Images(), 4), BatchIterator)
+    batches = take(ShuffledBatches(Images(), 4, seed=1), 3)
     assert batches[0]["image"].shape == (4, 3, 4, 4) and batches[0]["label"].shape == (4,)
     assert sorted(int(label) for batch in batches for label in batch["label"]) == list(range(12))
 
@@ -149,8 +149,8 @@ def test_any_source_of_rows_is_batched_alike():
 def test_errors_name_the_numbers():
     split = random_split(10)
     with pytest.raises(ValueError, match=r"the train text has 10 tokens, too few for one window of 16"):
-        split.batches(seq=16, batch=1)
+        split.batches(seq_len=16, batch_size=1)
     with pytest.raises(ValueError, match=r"a batch of 6 windows cannot be shared evenly by 4 processes"):
-        split.batches(seq=2, batch=6, process=(0, 4))
+        split.batches(seq_len=2, batch_size=6, process=(0, 4))
     with pytest.raises(ValueError, match=r"the train text is empty"):
-        split_of([]).ordered(seq=2, batch=1)
+        split_of([]).ordered(seq_len=2, batch_size=1)

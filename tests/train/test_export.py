@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
-from zoo.train import export, read_tokenizer, rematerialise, text
-from zoo.train.tokens import BytePairs, Bytes
+from zoo.text.tokenizers import BPETokenizer, ByteTokenizer
+from zoo.train import export, load_text, read_tokenizer, rematerialize
 
 SIZES = {"embed": 16, "layers": 2, "heads": 2, "mlp": 32}
 
@@ -36,9 +36,9 @@ def checkpoint(directory, tokenizer, **config):
 
 @pytest.mark.parametrize("vocab", [256, 300])
 def test_a_model_made_from_scratch_comes_back_as_it_was(folder, tmp_path, vocab):
-    corpus = text((folder,), vocab=vocab, cache=tmp_path / "cache")
+    corpus = load_text((folder,), vocab=vocab, cache=tmp_path / "cache")
     model = zoo.models.Transformer(vocab=vocab, qk_norm=True, **SIZES, key=jax.random.key(0))
-    assert export(model, corpus, tmp_path / "model", seq=64) == tmp_path / "model"
+    assert export(model, corpus, tmp_path / "model", seq_len=64) == tmp_path / "model"
     again = zoo.load(tmp_path / "model")
     tokens = jnp.asarray(corpus.encode("the quick brown fox"))[None]
     assert np.array_equal(model(tokens), again(tokens))
@@ -46,9 +46,9 @@ def test_a_model_made_from_scratch_comes_back_as_it_was(folder, tmp_path, vocab)
     assert [facts[f"{name}_token_id"] for name in ("bos", "eos")] == [0, 0] and facts["max_position_embeddings"] == 64
     assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["bos_token"] == "\0"
     read = read_tokenizer(tmp_path / "model")
-    assert type(read) is (Bytes if vocab == 256 else BytePairs) and read.separator == 0
-    assert np.array_equal(read.lengths, corpus.tokenizer.lengths)
-    export(again, text((folder,), tokenizer=read, cache=tmp_path / "cache"), tmp_path / "twice", seq=32)
+    assert type(read) is (ByteTokenizer if vocab == 256 else BPETokenizer) and read.separator == 0
+    assert np.array_equal(read.lengths, corpus.tokenizer.token_bytes)
+    export(again, load_text((folder,), tokenizer=read, cache=tmp_path / "cache"), tmp_path / "twice", seq_len=32)
     for file in (tmp_path / "model").iterdir():
         assert file.read_bytes() == (tmp_path / "twice" / file.name).read_bytes(), file.name
 
@@ -56,7 +56,7 @@ def test_a_model_made_from_scratch_comes_back_as_it_was(folder, tmp_path, vocab)
 @pytest.fixture(scope="module")
 def of_bytes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("bytes")
-    Bytes().save(directory)
+    ByteTokenizer().save(directory)
     return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
@@ -76,14 +76,14 @@ def test_a_tokenizer_of_bytes_has_256_tokens_and_no_others(of_bytes):
 
 def test_bytes_are_read_and_written_without_the_package(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    Bytes().save(tmp_path)
+    ByteTokenizer().save(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 256}')
-    assert isinstance(read_tokenizer(tmp_path), Bytes)
+    assert isinstance(read_tokenizer(tmp_path), ByteTokenizer)
 
 
 def test_the_tokens_of_a_checkpoint_whose_separator_is_its_last(folder, tmp_path):
     """As GPT-2 has them: byte-level, one token for the beginning and the end, and one added that is text."""
-    learnt = text((folder,), vocab=300, cache=tmp_path / "cache")
+    learnt = load_text((folder,), vocab=300, cache=tmp_path / "cache")
     made = tokenizers.Tokenizer.from_file(str(learnt.directory / "tokenizer.json"))
     made.enable_truncation(4)
     count = made.get_vocab_size()
@@ -91,19 +91,19 @@ def test_the_tokens_of_a_checkpoint_whose_separator_is_its_last(folder, tmp_path
     made.add_special_tokens(["<end>"])
     tokenizer = read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=320, eos_token_id=[count + 1, 3]))
     assert (tokenizer.separator, tokenizer.vocab) == (count + 1, 320)
-    assert tokenizer.lengths[count] == 4 and tokenizer.lengths[count + 1] == 0
+    assert tokenizer.token_bytes[count] == 4 and tokenizer.token_bytes[count + 1] == 0
     written = "def f():\n    return '<end>'  # the quick brown fox"
     (tokens,) = tokenizer.encode_all([written.encode()])
     assert count in tokens and count + 1 not in tokens and tokenizer.decode(tokens).decode() == written
 
-    corpus = text((folder,), tokenizer=tokenizer, cache=tmp_path / "cache")
+    corpus = load_text((folder,), tokenizer=tokenizer, cache=tmp_path / "cache")
     starts = np.flatnonzero(np.asarray(corpus.train.tokens) == tokenizer.separator)
     assert starts[0] == 0 and len(starts) > 20 and corpus.directory != learnt.directory
-    assert corpus.train.text_bytes == int(tokenizer.lengths[corpus.train.tokens].sum())
-    batch = next(corpus.train.batches(seq=64, batch=8, documents=True))
+    assert corpus.train.text_bytes == int(tokenizer.token_bytes[corpus.train.tokens].sum())
+    batch = next(corpus.train.batches(seq_len=64, batch_size=8, with_segments=True))
     assert np.array_equal(batch["weights"] == 0, batch["targets"] == tokenizer.separator)
     assert (batch["positions"][batch["tokens"] == tokenizer.separator] == 0).all()
-    last = list(corpus.validation.ordered(seq=64, batch=8))[-1]
+    last = list(corpus.validation.ordered(seq_len=64, batch_size=8))[-1]
     assert not last["weights"][last["targets"] == tokenizer.separator].any()
     (tmp_path / "b").mkdir()
     corpus.tokenizer.save(tmp_path / "b")
@@ -122,12 +122,19 @@ def test_the_tokens_of_a_checkpoint_that_falls_back_to_bytes(tmp_path):
     tokenizer = read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=261, bos_token_id=0, eos_token_id=2))
     (tokens,) = tokenizer.encode_all(["b a λ\n".encode()])
     assert tokens.tolist() == [260, 259, 257, 0xCE + 1, 0xBB + 1, 0x0A + 1]
-    assert tokenizer.decode(tokens).decode() == "b a λ\n" and tokenizer.lengths[tokens].tolist() == [1, 2, 1, 1, 1, 1]
+    assert tokenizer.decode(tokens).decode() == "b a λ\n" and tokenizer.token_bytes[tokens].tolist() == [
+        1,
+        2,
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_tokens_that_do_not_fit_are_refused_in_words(folder, tmp_path):
     made = tokenizers.Tokenizer.from_file(
-        str(text((folder,), vocab=300, cache=tmp_path / "cache").directory / "tokenizer.json")
+        str(load_text((folder,), vocab=300, cache=tmp_path / "cache").directory / "tokenizer.json")
     )
     count = made.get_vocab_size()
     with pytest.raises(ValueError, match=rf"tokenizer.json has {count} tokens, and the model that .* knows 280"):
@@ -145,19 +152,19 @@ def test_tokens_that_do_not_fit_are_refused_in_words(folder, tmp_path):
 
 def test_texts_by_name_are_a_corpus(tmp_path):
     texts = {f"topic {i}": f"about {i}: naïve λ\n" * 9 for i in range(30)}
-    corpus = text(texts | {"binary": "a\0b"}, cache=tmp_path)
-    assert (corpus.texts, corpus.binary) == (30, 1)
+    corpus = load_text(texts | {"binary": "a\0b"}, cache=tmp_path)
+    assert (corpus.num_texts, corpus.num_binary) == (30, 1)
     assert corpus.train.text_bytes + corpus.validation.text_bytes == sum(len(t.encode()) for t in texts.values())
-    assert text(dict(reversed(texts.items())), cache=tmp_path).directory == corpus.directory
+    assert load_text(dict(reversed(texts.items())), cache=tmp_path).directory == corpus.directory
     with pytest.raises(ValueError, match="the texts given: no text there"):
-        text({"binary": "a\0b"}, cache=tmp_path)
+        load_text({"binary": "a\0b"}, cache=tmp_path)
 
 
 def test_what_is_computed_again_changes_nothing_else():
     model = zoo.models.Transformer(vocab=7, **SIZES, key=jax.random.key(0))
-    other = rematerialise(model, "full")
+    other = rematerialize(model, "full")
     assert (model.stack.remat, other.stack.remat) == ("none", "full")
     assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True))
-    unstacked = eqx.tree_at(lambda model: model.stack, model, model.stack.unstacked())
+    unstacked = eqx.tree_at(lambda model: model.stack, model, model.stack.unstack())
     with pytest.raises(ValueError, match="Unstacked does not compute its layers again"):
-        rematerialise(unstacked, "full")
+        rematerialize(unstacked, "full")

@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from zoo import adapters, train
-from zoo.train.fingerprint import prints, two_sums
+from zoo.train.fingerprint import fingerprint_arrays, hash_array
 
 SIZES = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4, "mlp": 64}
 
@@ -38,7 +38,7 @@ def test_it_is_the_same_on_any_mesh(base, tuned):
 def test_no_array_is_gathered(base):
     placed = zoo.place(base, zoo.make_mesh(data=2, fsdp=2, tensor=2))
     for x in jax.tree.leaves(placed):
-        found = zoo.inspect.compiled(two_sums, x).collectives
+        found = zoo.inspect.compiled(hash_array, x).collectives
         assert {one.kind for one in found} <= {"all-reduce"}
         assert sum(one.bytes for one in found) <= 16, "two words, there and back"
 
@@ -46,9 +46,9 @@ def test_no_array_is_gathered(base):
 def test_what_an_adapter_learns_is_left_out(base, tuned):
     again = adapters.lora(base, rank=2, key=jax.random.key(2))
     assert train.fingerprint(again) == train.fingerprint(tuned)
-    assert not [name for name in prints(tuned) if name.endswith(("query.down.weight", "query.up.weight"))]
-    assert [name for name in prints(tuned) if name.endswith(("query.scale", "query.rank"))]
-    assert len(prints(base)) == len(jax.tree.leaves(base)) > 0
+    assert not [name for name in fingerprint_arrays(tuned) if name.endswith(("query.down.weight", "query.up.weight"))]
+    assert [name for name in fingerprint_arrays(tuned) if name.endswith(("query.scale", "query.rank"))]
+    assert len(fingerprint_arrays(base)) == len(jax.tree.leaves(base)) > 0
 
 
 def changed(model, change):
@@ -68,7 +68,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_other_numbers_have_another_one(tuned, change):
     at_zero = changed(tuned, lambda x: x.at[0, 0, 0].set(0.0))
-    before, after = prints(at_zero), prints(changed(at_zero, change))
+    before, after = fingerprint_arrays(at_zero), fingerprint_arrays(changed(at_zero, change))
     assert [name for name in before if before[name] != after[name]] == [
         "stack.segments.0.blocks.0.mixer.query.base.weight"
     ]
@@ -93,22 +93,22 @@ def test_of_any_kind_of_array():
         kinds = ("bool", "int4", "uint8", "int16", "bfloat16", "float8_e4m3fn", "float16", "float32", "complex64")
         return {kind: (bits % 2).astype(kind) for kind in kinds} | {"key": jax.random.key(shift), "empty": bits[:0]}
 
-    one, other, again = prints(tree(0)), prints(tree(1)), prints(tree(0))
+    one, other, again = fingerprint_arrays(tree(0)), fingerprint_arrays(tree(1)), fingerprint_arrays(tree(0))
     assert one == again
     assert {name for name in one if one[name] == other[name]} == {"empty"}
-    assert prints(None) == {}
+    assert fingerprint_arrays(None) == {}
 
 
-OPTIMISER = optax.adam(1e-2)
+OPTIMIZER = optax.adam(1e-2)
 
 
 def work(out, model, *, steps=2, resume=False, whole=False):
     """A run that moves what is learnt, and keeps that alone, or, to compare with, the whole model."""
     held = zoo.trainable(model) if not whole else model
-    state = held, OPTIMISER.init(zoo.trainable(model))
+    state = held, OPTIMIZER.init(zoo.trainable(model))
     frozen = None if whole else model
     with train.Run(out, config={}, resume=resume, frozen=frozen) as run:
-        batches = train.Batches([{"tokens": np.zeros(4, np.int32)}] * 8, 4)
+        batches = train.ShuffledBatches([{"tokens": np.zeros(4, np.int32)}] * 8, 4)
         held, moments = run.restore(state, batches)
         for _ in run.steps(batches, steps):
             held = jax.tree.map(lambda x: x + run.step if eqx.is_inexact_array(x) else x, held)

@@ -1,4 +1,4 @@
-"""Shares over time as a picture: every row in the colour of its level, for any counts, on any width."""
+"""Shares over time as a picture: every row in the color of its level, for any counts, on any width."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.train.heat import LEVELS, Heat, heat_map
-from zoo.train.style import STYLE
+from zoo.train.report.heatmap import LEVELS, Heatmap, draw_heatmaps
+from zoo.train.report.style import STYLE
 
 
 def drawn(counts, width=860, **options) -> ET.Element:
     counts = np.asarray(counts, float)
     at = range(10, 10 + len(counts))
-    return ET.fromstring(heat_map([Heat("a run", at, counts)], unit="share", width=width, **options))
+    return ET.fromstring(draw_heatmaps([Heatmap("a run", at, counts)], unit="share", width=width, **options))
 
 
 def rows(picture) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -33,7 +33,7 @@ def rows(picture) -> dict[str, dict[str, list[tuple[float, float]]]]:
     ("share", "level"),
     [(0, "less3"), (0.3, "less2"), (0.6, "less1"), (1, "even"), (1.5, "more1"), (2.5, "more2"), (5, "more3")],
 )
-def test_a_row_has_the_colour_of_its_share(share, level):
+def test_a_row_has_the_color_of_its_share(share, level):
     """Of eight rows one has this share, the others have equal parts of the rest."""
     counts = np.full((1, 1, 8), (8 - share) / 7)
     counts[0, 0, 2] = share
@@ -41,7 +41,7 @@ def test_a_row_has_the_colour_of_its_share(share, level):
     assert list(stripes) == ([] if level == "even" else [level])
 
 
-def test_a_row_changes_colour_when_its_share_does():
+def test_a_row_changes_color_when_its_share_does():
     counts = np.ones((4, 1, 2))
     counts[2:, 0] = (0.1, 1.9)
     picture = drawn(counts)
@@ -71,13 +71,13 @@ def test_a_long_run_takes_no_more_room_than_it_has():
     assert float(narrow.get("viewBox").split()[2]) == 400 and "in the end" in narrow.get("aria-label")
 
 
-def test_the_style_sheet_colours_what_is_drawn():
+def test_the_style_sheet_colors_what_is_drawn():
     assert 'class^="less"' in STYLE and 'class^="more"' in STYLE and ".chart .even" in STYLE
     assert {name.rstrip("0123456789") for name in LEVELS} == {"less", "even", "more"}
 
 
 def test_nothing_logged_is_told():
-    assert heat_map([], unit="share") == "<p>No metrics were logged.</p>"
+    assert draw_heatmaps([], unit="share") == "<p>No metrics were logged.</p>"
 
 
 @given(

@@ -1,4 +1,4 @@
-"""What optimisers treat as matrices follows from names, not from ranks: layers are stacked."""
+"""What optimizers treat as matrices follows from names, not from ranks: layers are stacked."""
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ def model(key):
 
 def test_weight_decay_is_for_matrices_in_a_stack_too():
     parameters = zoo.trainable(model(jax.random.key(0)))
-    for mask in (train.decay_mask(parameters), train.matrices(parameters)):
+    for mask in (train.decay_mask(parameters), train.matrix_mask(parameters)):
         decayed = {name for name, yes in named(mask).items() if yes}
         assert decayed == {"embedding", "query", "key", "value", "out", "gate", "up", "down", "head"}
         assert set(named(mask)) - decayed == {"mixer_norm", "ffn_norm", "norm"}
@@ -35,7 +35,7 @@ def test_a_bias_in_a_stack_has_two_dims_and_is_no_matrix():
 
 def test_the_table_of_parameters_says_where_each_lies():
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
-    rows = {row.name: row for row in train.parameter_rows(eqx.filter_eval_shape(model, jax.random.key(0)), mesh)}
+    rows = {row.name: row for row in train.tabulate_parameters(eqx.filter_eval_shape(model, jax.random.key(0)), mesh)}
     row = rows["stack.segments.0.blocks.0.mixer.query.weight"]
     assert row[1:4] == ("3 x 8 x 8", "layers heads embed", "heads over tensor, embed over fsdp")
     assert row[4:] == ("float32", 192, 768)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.train import Metrics, TensorBoard, Tracker, WeightsAndBiases, read_lines
-from zoo.train.metrics import cut_back
+from zoo.train import Metrics, TensorBoard, Tracker, WeightsAndBiases, read_metrics
+from zoo.train.metrics import truncate_after
 
 
 def lines_of(path) -> list[dict]:
@@ -19,7 +19,7 @@ def lines_of(path) -> list[dict]:
 
 def test_values_are_fetched_every_few_steps_all_but_the_newest(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with Metrics(path, every=4) as metrics, jax.transfer_guard("disallow"):
+    with Metrics(path, fetch_every=4) as metrics, jax.transfer_guard("disallow"):
         fetched = [len(metrics.log(step, loss=jax.device_put(np.float32(step)))) for step in range(1, 11)]
         assert fetched == [0, 0, 0, 0, 4, 0, 0, 0, 4, 0]
         assert [line["step"] for line in lines_of(path)] == list(range(1, 9))
@@ -27,7 +27,7 @@ def test_values_are_fetched_every_few_steps_all_but_the_newest(tmp_path):
 
 
 def test_what_is_logged_at_one_step_is_one_line(tmp_path):
-    with Metrics(tmp_path / "m", every=2) as metrics:
+    with Metrics(tmp_path / "m", fetch_every=2) as metrics:
         metrics.log(1, loss=jnp.float32(0.1), note=np.arange(2))
         metrics.log(1, validation=3.0)
         metrics.flush()
@@ -35,7 +35,7 @@ def test_what_is_logged_at_one_step_is_one_line(tmp_path):
     assert (tmp_path / "m").read_text() == (
         '{"step": 1, "loss": 0.10000000149011612, "note": [0, 1], "validation": 3.0}\n{"step": 1, "late": 1}\n'
     )
-    assert read_lines(tmp_path / "m") == [dict(step=1, loss=0.10000000149011612, note=[0, 1], validation=3.0, late=1)]
+    assert read_metrics(tmp_path / "m") == [dict(step=1, loss=0.10000000149011612, note=[0, 1], validation=3.0, late=1)]
 
 
 def test_what_is_no_number_is_written_by_name(tmp_path):
@@ -48,20 +48,20 @@ def test_what_is_no_number_is_written_by_name(tmp_path):
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "lo'])
 def test_cut_back(tmp_path, torn):
     path = tmp_path / "m"
-    cut_back(path, 3)
-    assert not path.exists() and read_lines(path) == []
+    truncate_after(path, 3)
+    assert not path.exists() and read_metrics(path) == []
     whole = "".join(json.dumps(dict(step=step, loss=step / 3)) + "\n" for step in range(1, 6))
     path.write_text(whole + torn)
-    cut_back(path, 3)
+    truncate_after(path, 3)
     assert path.read_text() == "".join(line + "\n" for line in whole.splitlines()[:3])
-    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path):
     (tmp_path / "m").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"m, line 2: not JSON"):
-        read_lines(tmp_path / "m")
+        read_metrics(tmp_path / "m")
 
 
 class Memory:
@@ -78,7 +78,7 @@ class Memory:
 def test_trackers_see_what_is_written(tmp_path):
     memory = Memory()
     assert isinstance(memory, Tracker)
-    with Metrics(tmp_path / "m", every=1, trackers=[memory]) as metrics:
+    with Metrics(tmp_path / "m", fetch_every=1, trackers=[memory]) as metrics:
         metrics.log(1, loss=jnp.float32(2))
         metrics.log(2, loss=jnp.nan)
         assert memory.seen == [(1, dict(loss=2.0))] and not memory.closed

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from zoo import train
-from zoo.train.trace import fields, operations, readable, write_perfetto
+from zoo.train.trace import format_scope, read_fields, read_operations, write_perfetto_trace
 
 BATCHES = np.zeros(200, np.uint8)
 
 
 def toy(out, steps, *, resume=False, fail_at=0, stop_at=0):
     """Steps of a product in a loop; at `fail_at` the loop breaks with an error, at `stop_at` a signal has come."""
-    batches = train.Batches(train.Windows(BATCHES, 2), 1)
+    batches = train.ShuffledBatches(train.TokenWindows(BATCHES, 2), 1)
 
     @jax.jit
     def profiled_step(weight):
@@ -65,7 +65,7 @@ def test_steps_and_scopes(traced):
 
 def test_a_trace_is_read_again(traced):
     before = events(traced)
-    write_perfetto(traced / "profile")
+    write_perfetto_trace(traced / "profile")
     assert events(traced) == before
 
 
@@ -128,7 +128,7 @@ READABLE = {
 
 @pytest.mark.parametrize(("scope", "wanted"), READABLE.items())
 def test_scopes_are_shortened_to_what_the_source_says(scope, wanted):
-    assert readable(scope) == wanted
+    assert format_scope(scope) == wanted
 
 
 def message(*parts):
@@ -144,8 +144,8 @@ def test_operations_of_a_profile():
     entry = b"\x08\x01" + message((2, message((5, stat))))
     other = message((2, b"/host:CPU"), (4, entry))
     profile = message((1, other), (1, message((2, b"/host:metadata"), (4, entry))))
-    assert list(operations(profile, {"jit_f"})) == [("jit_f", "fusion.1", "jit(f)/A/mul")]
-    assert not list(operations(profile, {"jit_g"}))
-    assert list(fields(b"\x09" + bytes(8) + b"\x15" + bytes(4) + message((3, b"x")), 3)) == [b"x"]
+    assert list(read_operations(profile, {"jit_f"})) == [("jit_f", "fusion.1", "jit(f)/A/mul")]
+    assert not list(read_operations(profile, {"jit_g"}))
+    assert list(read_fields(b"\x09" + bytes(8) + b"\x15" + bytes(4) + message((3, b"x")), 3)) == [b"x"]
     with pytest.raises(ValueError, match=r"no protocol buffer: a field of kind 7 at byte 1"):
-        list(fields(b"\x0f", 1))
+        list(read_fields(b"\x0f", 1))

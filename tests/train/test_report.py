@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo.train import ParameterRow, write_report
-from zoo.train.chart import Curve, chart, smoothed, ticks
-from zoo.train.report import _escape
+from zoo.train.report.chart import Curve, choose_ticks, draw_line_chart, smooth_values
+from zoo.train.report.page import _escape
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def write(run, **more) -> str:
         summary="2.25 bits per byte & falling",
         curves={"bits_per_byte": "train", "validation": "validation"},
         unit="bits per byte",
-        floors={"xz -9e": 1.75},
+        baselines={"xz -9e": 1.75},
         samples=[("def <f>(", "x):\n\treturn \x01\x7f \ufffd ✓")],
         parameters=[
             ParameterRow("model.weight", "[64, 32]", "out in", "fsdp, tensor", "float32", 2048, 8192),
@@ -96,21 +96,21 @@ def test_sections_without_content_are_left_out(tmp_path):
 )
 @settings(deadline=None, max_examples=60)
 def test_any_values_give_a_chart(values, smooth, floors):
-    drawn = ET.fromstring(chart([Curve("loss", range(len(values)), values, smooth)], floors, unit="nats"))
+    drawn = ET.fromstring(draw_line_chart([Curve("loss", range(len(values)), values, smooth)], floors, unit="nats"))
     assert drawn.tag in ("svg", "p")
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 12))
 @settings(deadline=None)
 def test_ticks_are_round_and_inside(low, size, count):
-    found = ticks(low, low + size, count)
+    found = choose_ticks(low, low + size, count)
     assert len(found) <= count + 1
     assert all(low - 1e-6 * size <= tick <= low + size * (1 + 1e-6) for tick in found)
 
 
 def test_smoothing_is_unbiased():
-    np.testing.assert_allclose(smoothed(np.full(50, 3.0)), 3.0)
-    assert smoothed(np.array([4.0, 2.0]))[0] == 4.0
+    np.testing.assert_allclose(smooth_values(np.full(50, 3.0)), 3.0)
+    assert smooth_values(np.array([4.0, 2.0]))[0] == 4.0
 
 
 @given(st.text(max_size=30))
@@ -137,8 +137,8 @@ def two(tmp_path):
 def test_several_runs_are_compared(two, tmp_path):
     rows = [{"run": "a", "count": 1234, "share": 0.5}, {"run": "b < c", "count": 5, "share": "none"}]
     path = write_report(
-        tmp_path, title="t", summary="s", curves={"loss": "loss"}, unit="nats", runs=two, tokens=100,
-        tables={"The & end": rows}, shares={"visits": "Loads"},
+        tmp_path, title="t", summary="s", curves={"loss": "loss"}, unit="nats", runs=two, tokens_per_step=100,
+        tables={"The & end": rows}, heatmaps={"visits": "Loads"},
     )  # fmt: skip
     root = parsed(path.read_text())
     wide, _, heat, _ = root.findall(".//svg")
@@ -171,7 +171,7 @@ def test_two_curves_of_several_runs_say_which_they_are(two, tmp_path):
 def test_a_legend_goes_on_in_another_line_where_it_must():
     curves = [Curve(f"a label of some length {number}", [0, 1], [1.0, 0.5]) for number in range(6)]
     for width, lines in ((860, 2), (400, 6)):
-        root = ET.fromstring(chart(curves, {}, unit="nats", width=width))
+        root = ET.fromstring(draw_line_chart(curves, {}, unit="nats", width=width))
         found = [element for element in root.iter("text") if element.text.startswith("a label")]
         assert len({element.get("y") for element in found}) == lines
         assert all(0 < float(element.get("x")) < width - 100 for element in found)
@@ -180,5 +180,5 @@ def test_a_legend_goes_on_in_another_line_where_it_must():
 
 
 def test_an_axis_of_many_tokens_is_written_short():
-    root = ET.fromstring(chart([Curve("loss", [0, 10**12], [1.0, 0.5])], {}, unit="nats", against="tokens"))
+    root = ET.fromstring(draw_line_chart([Curve("loss", [0, 10**12], [1.0, 0.5])], {}, unit="nats", x_label="tokens"))
     assert {"200G", "1T", "tokens"} <= {element.text for element in root.iter("text")}

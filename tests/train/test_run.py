@@ -15,7 +15,16 @@ import optax
 import pytest
 
 from zoo import train
-from zoo.train.progress import Bar, Lines, Pace, Progress, Silent, clock, describe, scaled
+from zoo.train.progress import (
+    LineProgress,
+    Progress,
+    ProgressBar,
+    SilentProgress,
+    Throughput,
+    format_duration,
+    format_metrics,
+    format_si,
+)
 
 STEPS = 30
 
@@ -23,11 +32,11 @@ STEPS = 30
 def toy(out: Path, *, resume: bool = False, width: int = 8, strike: tuple[int, int] = (0, 0)) -> train.Run:
     """Thirty steps of a bigram model; at step strike[0] the process sends itself the signal strike[1]."""
     tokens = np.random.default_rng(0).integers(0, 4, 3000).astype(np.uint8)
-    split = train.Split("train", tokens, np.ones(16, np.int64), text_bytes=3000, text_tokens=3000)
-    batches = split.batches(seq=16, batch=4)
-    optimiser = optax.adam(1e-2)
+    split = train.CorpusSplit("train", tokens, np.ones(16, np.int64), text_bytes=3000, text_tokens=3000)
+    batches = split.batches(seq_len=16, batch_size=4)
+    optimizer = optax.adam(1e-2)
     table = jax.random.normal(jax.random.key(0), (16, width)), jnp.zeros((width, 16))
-    opt_state = optimiser.init(table)
+    opt_state = optimizer.init(table)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, table, opt_state):
@@ -38,10 +47,10 @@ def toy(out: Path, *, resume: bool = False, width: int = 8, strike: tuple[int, i
             return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
         loss, grads = jax.value_and_grad(loss_fn)(table)
-        updates, opt_state = optimiser.update(grads, opt_state)
+        updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(table, updates), opt_state, loss
 
-    with train.Run(out, config=dict(width=width, resume=resume), resume=resume, every=4) as run:
+    with train.Run(out, config=dict(width=width, resume=resume), resume=resume, fetch_every=4) as run:
         table, opt_state = run.restore((table, opt_state), batches)
         for batch in run.steps(batches, STEPS, tokens=64, flops=1e6):
             table, opt_state, loss = step(batch, table, opt_state)
@@ -86,7 +95,7 @@ def test_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, unbroken, capsys)
     assert "stopped by a signal after step 13 of 30: --resume goes on" in capsys.readouterr().out
     run = toy(tmp_path, resume=True)
     assert not run.stopped and run.step == STEPS and (tmp_path / "metrics.jsonl").read_bytes() == unbroken
-    assert [line["step"] for line in train.read_lines(tmp_path / "timing.jsonl")][-1] == STEPS
+    assert [line["step"] for line in train.read_metrics(tmp_path / "timing.jsonl")][-1] == STEPS
 
 
 def test_files_and_refusals(tmp_path, caplog):
@@ -99,9 +108,9 @@ def test_files_and_refusals(tmp_path, caplog):
     with pytest.raises(ValueError, match=r"\[0\]\[0\]: float32 \[16, 8\] in the checkpoint, float32 \[16, 9\] here"):
         toy(tmp_path, resume=True, width=9)
     assert "the configuration differs: width: 8 in the checkpoint, 9 now" in caplog.text
-    assert len(train.read_lines(tmp_path / "metrics.jsonl")) == STEPS
+    assert len(train.read_metrics(tmp_path / "metrics.jsonl")) == STEPS
     with train.Run(tmp_path, config={}, resume=True) as run, pytest.raises(RuntimeError, match=r"call run.restore"):
-        next(run.steps(train.Batches(train.Windows(np.zeros(9, np.uint8), 2), 1), 3))
+        next(run.steps(train.ShuffledBatches(train.TokenWindows(np.zeros(9, np.uint8), 2), 1), 3))
 
 
 def test_resume_without_a_checkpoint_starts_at_the_beginning(tmp_path, unbroken):
@@ -118,10 +127,10 @@ def test_plain_lines(tmp_path, capsys):
 
 
 def test_every_kind_of_progress(capsys):
-    for shown in (Bar(10, start=2), Lines(10), Silent()):
+    for shown in (ProgressBar(10, start=2), LineProgress(10), SilentProgress()):
         assert isinstance(shown, Progress)
-        shown.update(5, {"loss": 1.0}, Pace(10).tick(5))
-        shown.say("a line [that] stays")
+        shown.update(5, {"loss": 1.0}, Throughput(10).tick(5))
+        shown.print_line("a line [that] stays")
         shown.close()
     assert capsys.readouterr().out.count("a line [that] stays") == 2
 
@@ -129,9 +138,9 @@ def test_every_kind_of_progress(capsys):
 def test_words_for_numbers():
     pace = dict(seconds=9.0, tokens_per_second=51234.0, flops_per_second=3.1e11, seconds_left=65.2)
     wanted = "loss 1.234  bits per byte 1e-05  1:05 left  51.2k tokens/s  310G FLOP/s"
-    assert describe({"loss": 1.2341, "bits_per_byte": 1e-5}, pace) == wanted
-    assert [clock(59.6), clock(3723)] == ["1:00", "1:02:03"]
-    assert [scaled(x) for x in (0.0, 0.5, 999.0, 1e3, 2.5e15)] == ["0", "0.5", "999", "1k", "2.5P"]
+    assert format_metrics({"loss": 1.2341, "bits_per_byte": 1e-5}, pace) == wanted
+    assert [format_duration(59.6), format_duration(3723)] == ["1:00", "1:02:03"]
+    assert [format_si(x) for x in (0.0, 0.5, 999.0, 1e3, 2.5e15)] == ["0", "0.5", "999", "1k", "2.5P"]
 
 
 if __name__ == "__main__":

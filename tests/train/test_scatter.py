@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
-from zoo.train import Points, scatter, write_report
-from zoo.train.scatter import SHAPES
+from zoo.train import ScatterSeries, draw_scatter, write_report
+from zoo.train.report.scatter import MARKER_SHAPES
 
-GROUPS = [Points("attention", [1024, 4096], [0.5, 1.0]), Points("a <small> state", [2048], [0.25])]
+GROUPS = [ScatterSeries("attention", [1024, 4096], [0.5, 1.0]), ScatterSeries("a <small> state", [2048], [0.25])]
 
 
 def drawn(groups, **options):
-    return ET.fromstring(scatter(groups, unit="accuracy", against="bytes of state", **options))
+    return ET.fromstring(draw_scatter(groups, unit="accuracy", x_label="bytes of state", **options))
 
 
 def places(picture):
@@ -38,26 +38,26 @@ def test_points_lie_at_their_logarithms(size):
 
 
 def test_what_was_not_measured_is_left_out():
-    assert len(places(drawn([Points("x", [1, 2, 4], [1.0, math.nan, 0.0])]))) == 2
-    assert "Nothing was measured" in scatter([Points("x", [1], [math.nan])], unit="y", against="x")
+    assert len(places(drawn([ScatterSeries("x", [1, 2, 4], [1.0, math.nan, 0.0])]))) == 2
+    assert "Nothing was measured" in draw_scatter([ScatterSeries("x", [1], [math.nan])], unit="y", x_label="x")
     with pytest.raises(ValueError, match="bytes: a logarithmic axis has no place"):
-        scatter([Points("x", [0], [1.0])], unit="y", against="bytes")
+        draw_scatter([ScatterSeries("x", [0], [1.0])], unit="y", x_label="bytes")
 
 
-def test_more_groups_than_colours_have_another_shape():
-    picture = drawn([Points(str(number), [2**number], [1.0]) for number in range(10)])
+def test_more_groups_than_colors_have_another_shape():
+    picture = drawn([ScatterSeries(str(number), [2**number], [1.0]) for number in range(10)])
     marks = [path for path in picture.iter("path") if path.find("title") is not None]
     assert (
         marks[0].get("class") == marks[8].get("class") and "h9" in marks[8].get("d") and "h9" not in marks[0].get("d")
     )
-    assert len(SHAPES) == 3
+    assert len(MARKER_SHAPES) == 3
 
 
 def test_a_report_shows_it_in_place_of_curves(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    picture = partial(scatter, GROUPS, unit="accuracy", against="bytes of state")
+    picture = partial(draw_scatter, GROUPS, unit="accuracy", x_label="bytes of state")
     path = write_report(
-        tmp_path, title="Recall", summary="", curves={}, unit="accuracy", pictures={"Accuracy & memory": picture}
+        tmp_path, title="Recall", summary="", curves={}, unit="accuracy", plots={"Accuracy & memory": picture}
     )
     page = path.read_text()
     assert "<h2>Accuracy &amp; memory</h2>" in page and page.count("<svg") == 2 and "No metrics" not in page

@@ -1,4 +1,4 @@
-"""A sweep's runs are the runs one would have alone: same start, same optimiser, same numbers."""
+"""A sweep's runs are the runs one would have alone: same start, same optimizer, same numbers."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ def batches():
             for rows in tokens]  # fmt: skip
 
 
-def optimiser_of(peak):
+def optimizer_of(peak):
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, 1, 3)
     adamw = optax.adamw(schedule, weight_decay=0.1, mask=train.decay_mask)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -35,9 +35,9 @@ def optimiser_of(peak):
 def swept(batches):
     rates, keys = train.sweep_grid(RATES, SEEDS)
     models = train.sweep_models(make, keys)
-    optimiser = optimiser_of(1.0)
-    opt_states = train.sweep_map(lambda model: optimiser.init(zoo.trainable(model)))(models)
-    step, losses = train.sweep_step(zoo.cross_entropy, optimiser), []
+    optimizer = optimizer_of(1.0)
+    opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
+    step, losses = train.sweep_step(zoo.cross_entropy, optimizer), []
     for batch in batches:
         models, opt_states, loss = step(batch, models, opt_states, rates)
         losses.append(loss)
@@ -63,13 +63,13 @@ def test_a_run_of_a_sweep_is_the_run_alone(swept, batches):
     run = 3
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     model = zoo.init(make, jax.random.key((SEEDS * 2)[run]), mesh)
-    optimiser = optimiser_of(np.repeat(RATES, 2)[run])
-    opt_state = optimiser.init(zoo.trainable(model))
+    optimizer = optimizer_of(np.repeat(RATES, 2)[run])
+    opt_state = optimizer.init(zoo.trainable(model))
     gradient = zoo.value_and_grad(zoo.cross_entropy, mesh)
     for number, batch in enumerate(batches):
         loss, grads = gradient(model, zoo.place_batch(batch, mesh))
         assert float(loss) == pytest.approx(swept[1][number, run], abs=1e-5)
-        updates, opt_state = optimiser.update(grads, opt_state, zoo.trainable(model))
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = jax.tree.map(lambda p, u: p + u, model, updates)
     for alone, stacked in zip(jax.tree.leaves(model), jax.tree.leaves(swept[0]), strict=True):
         np.testing.assert_allclose(stacked[run], alone, atol=2e-5)
@@ -88,10 +88,10 @@ def test_what_is_not_learnt_stays_and_models_are_donated(batches):
     rates, keys = train.sweep_grid((0.1,), (0, 1))
     models = train.sweep_models(partial(zoo_mixture, sizes, router), keys)
     before = [leaf + 0 for leaf in jax.tree.leaves(models)]
-    optimiser = optax.adamw(1.0)
-    opt_states = train.sweep_map(lambda model: optimiser.init(zoo.trainable(model)))(models)
+    optimizer = optax.adamw(1.0)
+    opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
     given = jax.tree.leaves(models)
-    after, _, _ = train.sweep_step(zoo.cross_entropy, optimiser)(batches[0], models, opt_states, rates)
+    after, _, _ = train.sweep_step(zoo.cross_entropy, optimizer)(batches[0], models, opt_states, rates)
     assert all(leaf.is_deleted() for leaf in given)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(after)]
     still = {name for name, a, b in zip(names, before, jax.tree.leaves(after), strict=True) if jnp.array_equal(a, b)}

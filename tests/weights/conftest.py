@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.models.config import read_config
-from zoo.models.facts import Origin
-from zoo.models.families import FAMILIES
+from zoo.models.hf.config import read_config
+from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.spec import Origin
 
 
 def model_of(family, config, *, seed=0, dtype=jnp.float32):

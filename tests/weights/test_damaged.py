@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.weights.tensors import DTYPES, read_file
+from zoo.weights.safetensors import DTYPES, open_safetensors
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SECONDS, LONGEST = 20, 2000
@@ -190,7 +190,7 @@ def test_flipped_bits_of_the_header(make, tmp_path, attempt):
     zoo.save(make("llama", LLAMA | {"num_hidden_layers": 1}), whole)
     content = (whole / WHOLE).read_bytes()
     ends = 8 + int.from_bytes(content[:8], "little")
-    table = lambda path: {name: (x.dtype, x.shape, x.read().tobytes()) for name, x in read_file(path).items()}
+    table = lambda path: {name: (x.dtype, x.shape, x.read().tobytes()) for name, x in open_safetensors(path).items()}
     right = table(whole / WHOLE)
     path = tmp_path / WHOLE
     draw = np.random.default_rng(0)
@@ -230,7 +230,7 @@ def test_several_bits_at_once(whole, tmp_path):
         path.write_bytes(damaged.tobytes())
         with told(f"trial {trial}"), limited():
             found = {}
-            if refusal(lambda found=found: found.update(read_file(path))) is None:
+            if refusal(lambda found=found: found.update(open_safetensors(path))) is None:
                 assert sum(x.read().nbytes for x in found.values()) <= len(content) - ends
 
 
@@ -385,7 +385,7 @@ def test_wrong_tensors(whole, tmp_path, attempt):
             assert f"{name} is [" in attempt(f"{name} {shape}", flat)
     for dtype in ("int8", "int16", "int64", "uint8", "uint32", "bool", DTYPES["F8_E4M3"], DTYPES["F8_E5M2"]):
         everything = lambda arrays, dtype=dtype: arrays.update({k: to(dtype)(x) for k, x in arrays.items()})
-        assert "quantised" in attempt(f"all {dtype}", with_tensors(whole, tmp_path / "t", everything))
+        assert "quantized" in attempt(f"all {dtype}", with_tensors(whole, tmp_path / "t", everything))
         one = with_tensors(whole, tmp_path / "t", replace(NORM, to(dtype)))
         assert NORM in attempt(f"the norm {dtype}", one)
     for extra in ("model.layers.2.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias", "x", "", "a" * 9000):
@@ -537,7 +537,7 @@ BAD = ("1", "", -1, 0, 0.5, 1e300, 10**30, True, False, None, [], [1], {}, {"a":
 
 
 def test_values_of_another_kind(whole, tmp_path, attempt, bits):
-    """Every key of every kind with values that do not fit it: refused by name, or honoured, which no wrong value is
+    """Every key of every kind with values that do not fit it: refused by name, or honored, which no wrong value is
     where it is not finite or the number of something."""
     config = json.loads((whole / CONFIG).read_text())
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
@@ -553,10 +553,10 @@ def test_values_of_another_kind(whole, tmp_path, attempt, bits):
                 assert str(directory) in message
                 continue
             assert bits_of(loaded[0]) == bits and value == value
-            honoured = bool(next(zoo.models.names.differences(original, loaded[0]), ""))
+            honored = bool(next(zoo.models.names.find_differences(original, loaded[0]), ""))
             absent = value is None or (not value and key == "rope_parameters")
-            same = honoured or absent or key in ("max_position_embeddings",) or value == config[key]
-            assert same, f"not honoured and not refused: {loaded[0]}"
+            same = honored or absent or key in ("max_position_embeddings",) or value == config[key]
+            assert same, f"not honored and not refused: {loaded[0]}"
             assert key not in sizes or absent
 
 

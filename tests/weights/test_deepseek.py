@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.models.config import ConfigError, read_config
-from zoo.models.families import FAMILIES
-from zoo.weights.tensors import read_file, write_file
+from zoo.models.hf.config import ConfigError, read_config
+from zoo.models.hf.families import FAMILIES
+from zoo.weights.safetensors import open_safetensors, write_safetensors
 
 SIZES = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "kv_lora_rank": 4, "q_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}
@@ -29,14 +29,14 @@ def bits(model):
 
 
 def stored(directory):
-    return {name: np.array(tensor.read()) for name, tensor in read_file(directory / "model.safetensors").items()}
+    return {name: np.array(tensor.read()) for name, tensor in open_safetensors(directory / "model.safetensors").items()}
 
 
 def store(directory, tensors, **keys):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | keys))
     shapes = {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    write_file(directory / "model.safetensors", shapes, tensors.__getitem__)
+    write_safetensors(directory / "model.safetensors", shapes, tensors.__getitem__)
 
 
 def with_predictor(tensors):
@@ -110,7 +110,7 @@ def test_biases_are_where_transformers_has_them(make):
     """`mlp_bias` of dense layers and of the shared expert alone; `attention_bias` of what reads the stream or writes to
     it."""
     model = make("deepseek_v2", V2 | {"mlp_bias": True, "attention_bias": True})
-    names = {place.name for place in zoo.models.places(model) if place.name.endswith(".bias")}
+    names = {place.name for place in zoo.models.list_parameter_paths(model) if place.name.endswith(".bias")}
     attention = {f"latent_attention.{part}" for part in ("query_down", "latent", "rotary_key", "out")}
     gated = {
         f"{place}.{part}" for place in ("gated_mlp", "mixture_of_experts.shared") for part in ("gate", "up", "down")

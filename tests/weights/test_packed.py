@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import Linear, PackedLinear
-from zoo.models.names import differences, places
-from zoo.ops.mxfp4 import decode, decode_on_host
-from zoo.weights.directory import tensors_of
-from zoo.weights.parity import compare, expectations
-from zoo.weights.tensors import write_file
+from zoo.layers import Linear, MXFP4Linear
+from zoo.models.parameter_paths import find_differences, list_parameter_paths
+from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, dequantize_mxfp4_numpy
+from zoo.weights.directory import open_tensors
+from zoo.weights.parity import compare, read_expectations
+from zoo.weights.safetensors import write_safetensors
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "models" / "gpt_oss_mxfp4"
 PARITY = os.environ.get("ZOO_PARITY")
@@ -40,7 +40,7 @@ def packed_parts(model):
 
 
 def is_packed(x):
-    return isinstance(x, PackedLinear)
+    return isinstance(x, MXFP4Linear)
 
 
 def bits(model):
@@ -64,10 +64,10 @@ def random_model(**sizes):
 
 @pytest.mark.parametrize("folder", CASES, ids=["fixture", "reference"][: len(CASES)])
 def test_packed_it_computes_what_pytorch_does(folder):
-    expected, norms = expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
-    report = compare(folder, expected, norms=norms, packed=True)
-    assert report.passed, report.first
-    compared = {line.name.rpartition(" ")[2] for line in report.lines}
+    expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
+    report = compare(folder, expected, gradient_norms=norms, packed=True)
+    assert report.passed, report.first_failure
+    compared = {line.name.rpartition(" ")[2] for line in report.comparisons}
     assert norms.keys() - compared == {name for name in norms if name.endswith("_blocks")}
     model = zoo.load(folder, packed=True, dtype=jnp.float32)
     length = expected["generate.prompt"].shape[1] + expected["generate.tokens"].shape[1]
@@ -77,19 +77,19 @@ def test_packed_it_computes_what_pytorch_does(folder):
 
 
 def test_both_forms_hold_the_numbers_of_the_file():
-    tensors = tensors_of(FIXTURE)
+    tensors = open_tensors(FIXTURE)
     plain, packed = zoo.load(FIXTURE), zoo.load(FIXTURE, packed=True)
     numbers = {f"{EXPERTS}.{name}": tensors[f"{EXPERTS}.{name}_blocks"] for name in ("gate_up_proj", "down_proj")}
-    numbers = {name: decode_on_host(x.read(), tensors[f"{name}_scales"].read()) for name, x in numbers.items()}
+    numbers = {name: dequantize_mxfp4_numpy(x.read(), tensors[f"{name}_scales"].read()) for name, x in numbers.items()}
     both = numbers[f"{EXPERTS}.gate_up_proj"]
     wanted = {"gate": both[:, 0::2], "up": both[:, 1::2], "down": numbers[f"{EXPERTS}.down_proj"]}
     experts = [next(iter(model.stack.segments)).blocks[0].ffn.experts for model in (plain, packed)]
     for part, x in wanted.items():
         ours, theirs = (getattr(form, part) for form in experts)
-        assert isinstance(ours, Linear) and isinstance(theirs, PackedLinear)
+        assert isinstance(ours, Linear) and isinstance(theirs, MXFP4Linear)
         assert ours.weight.dtype == jnp.bfloat16, "as the other tensors of the file"
         assert np.array_equal(np.asarray(ours.weight[1], np.float32), x)
-        assert np.array_equal(decode(theirs.blocks, theirs.scales)[1], x)
+        assert np.array_equal(dequantize_mxfp4(theirs.blocks, theirs.scales)[1], x)
     assert jax.tree.leaves(zoo.load(FIXTURE, dtype=jnp.float16))[0].dtype == jnp.float16
     wide = zoo.load(FIXTURE, dtype=jnp.float32, packed=True)
     assert {str(x.dtype) for x in jax.tree.leaves(wide)} == {"float32", "uint8"}
@@ -100,7 +100,7 @@ def test_no_more_is_decoded_at_a_time_than_one_part_and_nothing_twice(sizes, tmp
     """Beside the model there is, of one layer, what one device holds of its gate, up or down; and the packed file."""
     zoo.save(random_model(), tmp_path)
     decoded, mesh = [], zoo.make_mesh(**sizes)
-    count = lambda *packed: decoded.append(decode_on_host(*packed)) or decoded[-1]
+    count = lambda *packed: decoded.append(dequantize_mxfp4_numpy(*packed)) or decoded[-1]
     monkeypatch.setattr("zoo.weights.packed.decode_on_host", count)
     zoo.load(tmp_path, mesh=mesh)
     one_part = 2 * 64 * 64 // (mesh.shape["fsdp"] * mesh.shape["tensor"])
@@ -112,11 +112,11 @@ def test_a_decoded_model_is_written_as_plain_tensors(tmp_path):
     model = zoo.load(FIXTURE)
     zoo.save(model, tmp_path)
     assert read(tmp_path / CONFIG) == {k: v for k, v in read(FIXTURE / CONFIG).items() if k != "quantization_config"}
-    tensors = tensors_of(tmp_path)
+    tensors = open_tensors(tmp_path)
     assert {x.dtype for x in tensors.values()} == {np.dtype(jnp.bfloat16)}
     assert tensors[f"{EXPERTS}.gate_up_proj"].shape == (3, 32, 64)
     again = zoo.load(tmp_path)
-    assert bits(again) == bits(model) and not [*differences(again, model), *differences(model, again)]
+    assert bits(again) == bits(model) and not [*find_differences(again, model), *find_differences(model, again)]
 
 
 def test_a_packed_model_is_written_byte_for_byte(tmp_path):
@@ -136,7 +136,7 @@ def test_on_a_mesh(tmp_path):
     for packed in (False, True):
         alone, model = zoo.load(tmp_path, packed=packed), zoo.load(tmp_path, packed=packed, mesh=mesh)
         for place, ours, whole, wanted in zip(
-            places(model), *map(jax.tree.leaves, (model, alone, mesh.shardings(model))), strict=True
+            list_parameter_paths(model), *map(jax.tree.leaves, (model, alone, mesh.shardings(model))), strict=True
         ):
             assert ours.sharding.is_equivalent_to(wanted, ours.ndim), place.name
             for shard in ours.addressable_shards:
@@ -167,10 +167,10 @@ def test_layers_are_decoded_one_after_another():
 def altered(tmp_path, change, config=None):
     """The fixture with other tensors."""
     shutil.copytree(FIXTURE, tmp_path / "altered", dirs_exist_ok=True)
-    tensors = {name: np.array(x.read()) for name, x in tensors_of(FIXTURE).items()}
+    tensors = {name: np.array(x.read()) for name, x in open_tensors(FIXTURE).items()}
     tensors = change(tensors) or tensors
     shapes = {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    write_file(tmp_path / "altered" / WHOLE, shapes, tensors.__getitem__)
+    write_safetensors(tmp_path / "altered" / WHOLE, shapes, tensors.__getitem__)
     given = read(FIXTURE / CONFIG) if config is None else config
     (tmp_path / "altered" / CONFIG).write_text(json.dumps(given))
     return tmp_path / "altered"
@@ -260,9 +260,9 @@ def test_other_families_refuse_it(tmp_path):
 def test_gradients_of_a_packed_model_are_written_by_name(tmp_path):
     model = zoo.load(FIXTURE, packed=True, dtype=jnp.float32)
     zoo.save(zoo.trainable(model), tmp_path)
-    written = tensors_of(tmp_path).keys()
-    assert tensors_of(FIXTURE).keys() - written == {
-        name for name in tensors_of(FIXTURE) if name.endswith(("_blocks", "_scales"))
+    written = open_tensors(tmp_path).keys()
+    assert open_tensors(FIXTURE).keys() - written == {
+        name for name in open_tensors(FIXTURE) if name.endswith(("_blocks", "_scales"))
     }
 
 

@@ -18,10 +18,10 @@ import pytest
 
 import zoo
 from zoo.models import balance_loss, cross_entropy_and_routing
-from zoo.models.families import FAMILIES
-from zoo.models.names import differences
-from zoo.weights.directory import tensors_of
-from zoo.weights.parity import ROUNDING, compare, expectations
+from zoo.models.hf.families import FAMILIES
+from zoo.models.parameter_paths import find_differences
+from zoo.weights.directory import open_tensors
+from zoo.weights.parity import GRADIENT_FLOOR, compare, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 PARITY = os.environ.get("ZOO_PARITY")
@@ -56,14 +56,14 @@ def test_every_family_has_a_fixture_and_the_promised_cases_are_run():
 
 @pytest.mark.parametrize("folder", cases())
 def test_a_case(folder: Path, tmp_path: Path):
-    expected, meta = expectations(folder / "expected.safetensors"), read(folder / "meta.json")
+    expected, meta = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")
     model = zoo.load(folder, dtype=jnp.float32)
 
-    report = compare(folder, expected, norms=meta["grad_norm"])
-    assert report.passed, report.first
-    assert len(report.lines) >= len(model.stack.init_state(1, 1)) + 3 + len(meta["grad_norm"])
+    report = compare(folder, expected, gradient_norms=meta["grad_norm"])
+    assert report.passed, report.first_failure
+    assert len(report.comparisons) >= len(model.stack.init_state(1, 1)) + 3 + len(meta["grad_norm"])
     routed = {name for name in expected if name.startswith("router_logits.")}
-    assert routed == {line.name for line in report.lines if line.name.startswith("router_logits.")}
+    assert routed == {line.name for line in report.comparisons if line.name.startswith("router_logits.")}
 
     both_spellings_are_read(folder, tmp_path / "hub")
     padding_is_not_seen(model, expected)
@@ -79,7 +79,7 @@ def both_spellings_are_read(folder: Path, copy: Path) -> None:
     shutil.copytree(folder, copy)
     shutil.copyfile(folder / "config_hub.json", copy / "config.json")
     new, old = zoo.load(folder), zoo.load(copy)
-    assert not list(differences(new, old))
+    assert not list(find_differences(new, old))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
 
 
@@ -108,11 +108,11 @@ def greedy_tokens_are_equal(model: zoo.models.Decoder, expected: dict) -> None:
 def what_is_written_is_what_was_read(folder: Path, copy: Path) -> None:
     model = zoo.load(folder, packed="quantization_config" in read(folder / "config.json"))
     zoo.save(model, copy)
-    given, written = tensors_of(folder), tensors_of(copy)
+    given, written = open_tensors(folder), open_tensors(copy)
     assert read(copy / "config.json") == read(folder / "config.json")
     assert model.origin is not None
     for name in given.keys() - written.keys():  # only what no model reads
-        assert any(re.search(pattern, name) for pattern in model.origin.family.ignored), name
+        assert any(re.search(pattern, name) for pattern in model.origin.family.ignored_tensors), name
     for name, tensor in written.items():
         assert tensor.dtype == given[name].dtype
         assert tensor.read().tobytes() == given[name].read().tobytes(), name
@@ -144,12 +144,12 @@ def gradients_are_written_under_their_names(model: zoo.models.Decoder, expected:
     batch = next_tokens(expected["input_ids"])
     _, grads = zoo.value_and_grad(zoo.cross_entropy, mesh)(zoo.place(model, mesh), batch)
     zoo.save(grads, there)
-    written = tensors_of(there)
-    bare = model.origin is not None and model.origin.bare
+    written = open_tensors(there)
+    bare = model.origin is not None and model.origin.lacks_base_prefix
     largest = max(np.linalg.norm(wanted) for name, wanted in expected.items() if name.startswith("grad."))
     for name, wanted in expected.items():
         if name.startswith("grad."):
             name = name.removeprefix("grad.")
             name = name.removeprefix(name.partition(".")[0] + ".") if bare else name
-            most = max(2e-4 * np.linalg.norm(wanted), ROUNDING * largest)
+            most = max(2e-4 * np.linalg.norm(wanted), GRADIENT_FLOOR * largest)
             assert np.linalg.norm(written[name].read() - wanted) <= most, name

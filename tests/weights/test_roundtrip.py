@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import zoo
 from zoo.layers import BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
-from zoo.models.families import FAMILIES
-from zoo.models.names import differences
-from zoo.ops.rotary import Dynamic, Linear, Llama3, LongRope, Rotary, Yarn
-from zoo.weights.tensors import read_file
+from zoo.models.hf.families import FAMILIES
+from zoo.models.parameter_paths import find_differences
+from zoo.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
+from zoo.weights.safetensors import open_safetensors
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 KEY = jax.random.key(0)
@@ -103,7 +103,7 @@ def bits(model):
 
 def same(one, other):
     assert bits(one) == bits(other)
-    assert [*differences(one, other), *differences(other, one)] == []
+    assert [*find_differences(one, other), *find_differences(other, one)] == []
 
 
 def on_host(model):
@@ -158,7 +158,7 @@ def test_every_config_of_every_family(make, family, data):
                 same(zoo.load(more), model)
             case "gradients":
                 zoo.save(jax.tree.map(lambda x: -x, model), more)
-                tensors, grads = read_file(once / WHOLE), read_file(more / WHOLE)
+                tensors, grads = open_safetensors(once / WHOLE), open_safetensors(more / WHOLE)
                 assert tensors.keys() == grads.keys()
                 assert all(np.array_equal(-grads[name].read(), tensors[name].read()) for name in tensors)
             case "dtype":
@@ -170,11 +170,11 @@ ROTARY = {
     "base": lambda: Rotary(8, base=500.0),
     "part": lambda: Rotary(4),
     "interleaved": lambda: Rotary(8, interleaved=True),
-    "linear": lambda: Rotary(8, scaling=Linear(2.0)),
-    "dynamic": lambda: Rotary(8, scaling=Dynamic(2.0, 16)),
-    "llama3": lambda: Rotary(8, scaling=Llama3(8.0, 1.0, 4.0, 16)),
-    "yarn": lambda: Rotary(8, scaling=Yarn(4.0, 16, mscale=0.5, mscale_all_dim=0.7)),
-    "longrope": lambda: Rotary(8, base=7.0, scaling=LongRope((1.0,) * PAIRS, (2.0, 3.0, 4.0, 5.0), 16, 4.0)),
+    "linear": lambda: Rotary(8, scaling=LinearScaling(2.0)),
+    "dynamic": lambda: Rotary(8, scaling=DynamicScaling(2.0, 16)),
+    "llama3": lambda: Rotary(8, scaling=Llama3Scaling(8.0, 1.0, 4.0, 16)),
+    "yarn": lambda: Rotary(8, scaling=YarnScaling(4.0, 16, mscale=0.5, mscale_all_dim=0.7)),
+    "longrope": lambda: Rotary(8, base=7.0, scaling=LongRopeScaling((1.0,) * PAIRS, (2.0, 3.0, 4.0, 5.0), 16, 4.0)),
 }
 OPTIONS = st.fixed_dictionaries(
     {
@@ -230,13 +230,13 @@ BIASED = partial(BiasedRouter, groups=2, kept_groups=1, scale=2.5)
 MIXTURES = {
     "mixtral": {"windows": (5,)},
     "qwen3_moe": {"qk_norm": True, "dense_layers": 1, "dense_mlp": 20},
-    "qwen3_moe as it is": {"qk_norm": True, "router": partial(SoftmaxRouter, renormalise=False)},
+    "qwen3_moe as it is": {"qk_norm": True, "router": partial(SoftmaxRouter, renormalize=False)},
     "granitemoe": {"router": TopSoftmaxRouter},
     "dots1": {"router": BIASED, "shared": 24, "qk_norm": True, "windows": (None, 5), "dense_layers": 1},
     "glm4_moe": {"router": BIASED, "shared": 12},
     "glm4_moe of half heads": {"router": BIASED, "shared": 12, "qk_norm": True, "rotary": Rotary(4)},
     "a capacity": {"capacity_factor": 1.0},
-    "no renormalising": {"router": partial(SoftmaxRouter, renormalise=False)},
+    "no renormalizing": {"router": partial(SoftmaxRouter, renormalize=False)},
     "a biased router alone": {"router": BIASED},
     "no whole number of shared experts": {"router": BIASED, "shared": 30},
     "a router with a bias": {"router": partial(SoftmaxRouter, bias=True)},
@@ -265,7 +265,7 @@ def test_gradients_have_holes_where_nothing_is_learnt(tmp_path):
     model = from_scratch(zoo.models.MixtureOfExperts, experts=4, top=2, **MIXTURES["dots1"])
     zoo.save(model, tmp_path / "model")
     zoo.save(zoo.trainable(model), tmp_path / "learnt")
-    whole, learnt = (read_file(tmp_path / name / WHOLE).keys() for name in ("model", "learnt"))
+    whole, learnt = (open_safetensors(tmp_path / name / WHOLE).keys() for name in ("model", "learnt"))
     assert whole - learnt == {"model.layers.1.mlp.gate.e_score_correction_bias"} and learnt < whole
 
 
@@ -365,9 +365,9 @@ def test_both_spellings_and_names_without_their_first_word_are_kept(make, tmp_pa
     model = make("gpt2", sizes)
     bare = dataclasses.replace(model, origin=dataclasses.replace(model.origin, bare=True))
     zoo.save(bare, tmp_path / "bare")
-    assert {"wte.weight", "h.1.attn.c_attn.bias"} <= read_file(tmp_path / "bare" / WHOLE).keys()
+    assert {"wte.weight", "h.1.attn.c_attn.bias"} <= open_safetensors(tmp_path / "bare" / WHOLE).keys()
     same(zoo.load(tmp_path / "bare"), bare)
-    assert zoo.load(tmp_path / "bare").origin.bare
+    assert zoo.load(tmp_path / "bare").origin.lacks_base_prefix
 
 
 @pytest.fixture
@@ -406,7 +406,7 @@ def test_no_file_of_an_older_checkpoint_is_left(two, tmp_path):
 def test_a_save_that_fails_leaves_what_was_there(two, tmp_path, monkeypatch, before, after):
     zoo.save(two[0], tmp_path, shard_bytes=before)
     there, saving = files(tmp_path), sys.modules[zoo.save.__module__]
-    write = saving.write_file
+    write = saving.write_safetensors
     for fails_at in (1, 4, 9):
         calls = []
 

@@ -11,10 +11,10 @@ import pytest
 
 import zoo
 from zoo.layers import BiasedRouter
-from zoo.models.names import differences
+from zoo.models.parameter_paths import find_differences
 from zoo.weights.directory import read_json
-from zoo.weights.live import expected_of
 from zoo.weights.parity import compare
+from zoo.weights.from_torch import compute_expectations
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -71,7 +71,7 @@ def test_transformers_reads_what_was_made_here(name, tmp_path):
 def test_live_weights_are_those_of_the_files(folder, dtype):
     module = theirs(folder, getattr(torch, dtype))
     loaded, live = zoo.load(folder, dtype=dtype), zoo.from_torch(module)
-    assert not list(differences(live, loaded))
+    assert not list(find_differences(live, loaded))
     for ours, wanted in zip(jax.tree.leaves(live), jax.tree.leaves(loaded), strict=True):
         assert ours.dtype in (wanted.dtype, jnp.float32), "transformers keeps what routers choose with in float32"
         np.testing.assert_array_equal(ours.astype(wanted.dtype), wanted)
@@ -103,8 +103,10 @@ def test_what_is_no_checkpoint_is_told():
 def test_live_expectations_are_what_a_parity_report_needs():
     for name, gradient in (("gpt_neox", "embed_out.weight"), ("mixtral", MIXTRAL.format("experts.3.w3"))):
         folder = next(folder for folder in FIXTURES if folder.name == name)
-        expected = expected_of(folder)
+        expected = compute_expectations(folder)
         report = compare(folder, expected)
-        assert report.passed, report.first
+        assert report.passed, report.first_failure
         assert gradient in {name.removeprefix("grad.") for name in expected}
-        assert all(line.theirs is not None for line in report.lines if line.name == "logits" or line.own is not None)
+        assert all(
+            line.theirs is not None for line in report.comparisons if line.name == "logits" or line.own is not None
+        )

@@ -1,24 +1,24 @@
 """Adapters: what is learnt on top of a finished model, whose own parameters stay as they are."""
 
-from .abstract import AbstractAdapter
-from .adalora import AdaLoRA, adalora, orthogonality
-from .added import LoHa, LoKr
-from .allocation import allocated, importance
-from .dora import DoRA
-from .embedding import EmbeddingLoRA
-from .full import full
-from .ia3 import IA3
-from .lora import LoRA
+from .apply import dora, ia3, loha, lokr, lora, vera
+from .base import AbstractAdapter
+from .compose import adapter_names, remove, select_per_row, set_strength
+from .lora_plus import lora_plus
 from .merge import merge, unmerge
-from .oft import OFT, oft
-from .peft_read import load
-from .peft_write import save
-from .plus import lora_plus
-from .quantise import dequantise, quantise
-from .several import by_row, labels, weighted, without
-from .targets import chooser, matrices
-from .vera import VeRA
-from .wrap import dora, ia3, loha, lokr, lora, vera
+from .methods.adalora import AdaLoRA, adalora, orthogonality
+from .methods.dora import DoRA
+from .methods.embedding import EmbeddingLoRA
+from .methods.ia3 import IA3
+from .methods.lora import LoRA
+from .methods.lycoris import LoHa, LoKr
+from .methods.modules_to_save import unfreeze
+from .methods.oft import OFT, oft
+from .methods.rank_allocation import keep_top_ranks, rank_importance
+from .methods.vera import VeRA
+from .peft.read import load
+from .peft.write import save
+from .quantize import dequantize, quantize
+from .targets import find_linears, match_targets
 
 __all__ = [
     "IA3",
@@ -32,28 +32,28 @@ __all__ = [
     "LoRA",
     "VeRA",
     "adalora",
-    "allocated",
-    "by_row",
-    "chooser",
-    "dequantise",
+    "adapter_names",
+    "dequantize",
     "dora",
-    "full",
+    "find_linears",
     "ia3",
-    "importance",
-    "labels",
+    "keep_top_ranks",
     "load",
     "loha",
     "lokr",
     "lora",
     "lora_plus",
-    "matrices",
+    "match_targets",
     "merge",
     "oft",
     "orthogonality",
-    "quantise",
+    "quantize",
+    "rank_importance",
+    "remove",
     "save",
+    "select_per_row",
+    "set_strength",
+    "unfreeze",
     "unmerge",
     "vera",
-    "weighted",
-    "without",
 ]

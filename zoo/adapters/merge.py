@@ -7,25 +7,25 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractPackedLinear
-from zoo.models.names import Numbers, map_modules
-from zoo.parallel import Dim, buffer, settled, transparent
+from zoo.models.parameter_paths import IndexRanges, map_modules
+from zoo.parallel import Dim, buffer, materialize, wrapped
 
-from .abstract import AbstractAdapter, Matrix, Shift, dims_of
-from .embedding import EmbeddingLoRA
-from .several import Adapter, chosen, innermost, is_adapter, like
-from .targets import matrices, over_stacked
+from .base import AbstractAdapter, BiasVector, Matrix, get_dims
+from .compose import Adapter, cast_like, check_adapter_name, get_base_layer, is_adapter
+from .methods.embedding import EmbeddingLoRA
+from .targets import find_linears, vmap_stacked
 
 Model = TypeVar("Model")
-Quantised = Literal["refuse", "decode", "round"]
+QuantizedMerge = Literal["refuse", "decode", "round"]
 
 
 class MergedEmbedding(AbstractEmbedding):
     """A table with an adapter merged into it, and beside it what it was made of, so that it can be taken out again."""
 
-    base: AbstractEmbedding = transparent()
+    base: AbstractEmbedding = wrapped()
     made_of: EmbeddingLoRA = buffer()
 
-    label: str = eqx.field(static=True)
+    adapter_name: str = eqx.field(static=True)
     multiplier: float = eqx.field(static=True)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
@@ -35,38 +35,38 @@ class MergedEmbedding(AbstractEmbedding):
         return self.base.transposed(x)
 
     @property
-    def matrix(self) -> Float[Array, "vocab embed"]:
-        return self.base.matrix
+    def dense_weight(self) -> Float[Array, "vocab embed"]:
+        return self.base.dense_weight
 
-    def exchanged(self, matrix: Float[Array, "vocab embed"], shift: None = None) -> AbstractEmbedding:
-        return self.base.exchanged(matrix)
+    def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> AbstractEmbedding:
+        return self.base.with_weight(weight)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self.base.sizes
+    def table_shape(self) -> tuple[int, int]:
+        return self.base.table_shape
 
 
-class Merged(AbstractLinear):
+class MergedLinear(AbstractLinear):
     """A matrix with an adapter merged into it, and beside it what it was made of, so that it can be taken out again."""
 
-    base: AbstractLinear = transparent()
+    base: AbstractLinear = wrapped()
     made_of: AbstractAdapter = buffer()
 
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)
-    label: str = eqx.field(static=True)
+    adapter_name: str = eqx.field(static=True)
 
     @property
     def out_size(self) -> int:
         return self.base.out_size
 
     @property
-    def matrix(self) -> Matrix:
-        return self.base.matrix
+    def dense_weight(self) -> Matrix:
+        return self.base.dense_weight
 
     @property
-    def shift(self) -> Shift | None:
-        return self.base.shift
+    def dense_bias(self) -> BiasVector | None:
+        return self.base.dense_bias
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         return self.base(x)
@@ -77,61 +77,65 @@ class Merged(AbstractLinear):
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         return self.base.grouped(x, sizes)
 
-    def per_unit(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
-        return self.base.per_unit(x)
+    def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
+        return self.base.per_head(x)
 
-    def per_unit_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
-        return self.base.per_unit_transposed(x)
+    def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
+        return self.base.per_head_transposed(x)
 
 
-def merge(model: Model, *, keep: bool = False, quantised: Quantised = "refuse") -> Model:
+def merge(model: Model, *, keep: bool = False, quantized: QuantizedMerge = "refuse") -> Model:
     """The model with the adapters' changes in its matrices: as fast as it was without them.
 
     Matrices are changed in float32, whatever they are stored in, and rounded once. With `keep` the originals stay
     beside them for `unmerge`, which brings these back, however often: nothing is subtracted, and nothing drifts.
     Without it the model is like any other, and `zoo.save` writes it.
 
-    - `quantised`: what becomes of a matrix in NF4, int8 or MXFP4. `"decode"`: a float32 `Linear` of the sum as it is,
+    - `quantized`: what becomes of a matrix in NF4, int8 or MXFP4. `"decode"`: a float32 `Linear` of the sum as it is,
       in 4 to 8 times the memory. `"round"`: the sum in the same form, each number off by at most, in int8, 1 / 254 of
       its row's largest magnitude, in NF4 0.152 of its block's and 1 / 510 of its row's, in MXFP4 a quarter of its
       block's. A change that is smaller than that may be lost.
 
-    **Raises** `ValueError` for a model without adapters, and, unless `quantised` is given, for adapters around matrices
-    that are quantised.
+    **Raises** `ValueError` for a model without adapters, and, unless `quantized` is given, for adapters around matrices
+    that are quantized.
     """
-    chosen(model, None)
-    if quantised not in get_args(Quantised):
-        raise ValueError(f"quantised is one of {', '.join(get_args(Quantised))}, not {quantised!r}")
-    is_packed = lambda adapter: isinstance(innermost(adapter), AbstractPackedLinear)
-    packed = [one.name or "the matrix" for one in matrices(model) if is_adapter(one.module) and is_packed(one.module)]
-    if packed and quantised == "refuse":
+    check_adapter_name(model, None)
+    if quantized not in get_args(QuantizedMerge):
+        raise ValueError(f"quantized is one of {', '.join(get_args(QuantizedMerge))}, not {quantized!r}")
+    is_packed = lambda adapter: isinstance(get_base_layer(adapter), AbstractPackedLinear)
+    packed = [
+        one.name or "the matrix" for one in find_linears(model) if is_adapter(one.module) and is_packed(one.module)
+    ]
+    if packed and quantized == "refuse":
         raise ValueError(
-            f"to merge into {', '.join(packed)}, which are quantised, say how: quantised='decode' makes float32 "
-            "matrices of them, quantised='round' rounds the sums again"
+            f"to merge into {', '.join(packed)}, which are quantized, say how: quantized='decode' makes float32 "
+            "matrices of them, quantized='round' rounds the sums again"
         )
 
     def fold(adapter: Any) -> Any:
-        adapter = settled(adapter)
-        base = innermost(adapter)
+        adapter = materialize(adapter)
+        base = get_base_layer(adapter)
         if not isinstance(base, AbstractPackedLinear):
-            return like(base.exchanged(adapter.matrix, adapter.shift), base)
-        return (base.unpacked if quantised == "decode" else base.packed_again)(adapter.matrix, adapter.shift)
+            return cast_like(base.with_weight(adapter.matrix, adapter.shift), base)
+        return (base.to_linear if quantized == "decode" else base.repack)(adapter.matrix, adapter.shift)
 
-    def one(name: str, numbers: Numbers, adapter: Adapter) -> AbstractLinear | AbstractEmbedding:
-        plain = over_stacked(fold, numbers)(adapter)
+    def one(name: str, numbers: IndexRanges, adapter: Adapter) -> AbstractLinear | AbstractEmbedding:
+        plain = vmap_stacked(fold, numbers)(adapter)
         if not keep:
             return plain
         if isinstance(adapter, EmbeddingLoRA):
-            return MergedEmbedding(base=plain, made_of=adapter, label=adapter.label, multiplier=adapter.multiplier)
-        return Merged(plain, adapter, *dims_of(adapter), adapter.label)
+            return MergedEmbedding(
+                base=plain, made_of=adapter, adapter_name=adapter.adapter_name, multiplier=adapter.multiplier
+            )
+        return MergedLinear(plain, adapter, *get_dims(adapter), adapter.adapter_name)
 
     merged = map_modules(one, model, is_adapter)
-    return merged if keep else settled(merged)
+    return merged if keep else materialize(merged)
 
 
 def unmerge(model: Model) -> Model:
     """What `merge(model, keep=True)` was given. **Raises** `ValueError` where nothing was kept."""
-    is_merged = lambda node: isinstance(node, Merged | MergedEmbedding)
+    is_merged = lambda node: isinstance(node, MergedLinear | MergedEmbedding)
     if not any(map(is_merged, jax.tree.leaves(model, is_leaf=is_merged))):
         raise ValueError("no merged adapter was kept in this model: merge with keep=True")
     return jax.tree.map(lambda node: node.made_of if is_merged(node) else node, model, is_leaf=is_merged)

@@ -28,8 +28,8 @@ from .presets import presets
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command for command in (families, presets, info, convert, generate, evaluate, parity, fork)
 }
-ABOUT = "Checkpoints of language models, in JAX. `zoo COMMAND --help` explains a command and its options."
-OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+DESCRIPTION = "Checkpoints of language models, in JAX. `zoo COMMAND --help` explains a command and its options."
+TYRO_OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what the terminal has no letter for
         sys.stdout.reconfigure(errors="replace")
     try:
-        tyro.cli(menu(name), args=words, prog="zoo", description=ABOUT, config=OPTIONS)
+        tyro.cli(build_subcommands(name), args=words, prog="zoo", description=DESCRIPTION, config=TYRO_OPTIONS)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -56,29 +56,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
-        if not (isinstance(error, OSError) or on_purpose(error)):
+        if not (isinstance(error, OSError) or is_raised_by_zoo(error)):
             raise
         print(f"zoo {name}".strip() + f": error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def menu(chosen: str) -> Any:
+def build_subcommands(selected: str) -> Any:
     """All commands as a type that tyro chooses from, each told in one line but the chosen one, which is told whole."""
 
     def entry(name: str) -> Any:
         whole = COMMANDS[name].__doc__ or ""
-        about = whole.partition("\n\n    Args:")[0] if name == chosen else whole.partition("\n")[0]
-        return Annotated[Any, tyro.conf.subcommand(name, constructor=COMMANDS[name], description=unwrapped(about))]
+        about = whole.partition("\n\n    Args:")[0] if name == selected else whole.partition("\n")[0]
+        return Annotated[
+            Any, tyro.conf.subcommand(name, constructor=COMMANDS[name], description=unwrap_paragraphs(about))
+        ]
 
     return Union[tuple(map(entry, COMMANDS))]  # noqa: UP007 (`|` joins two types, and these are in a tuple)
 
 
-def unwrapped(text: str) -> str:
+def unwrap_paragraphs(text: str) -> str:
     """Paragraphs with one line each, for the terminal to fold."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-def on_purpose(error: Exception) -> bool:
+def is_raised_by_zoo(error: Exception) -> bool:
     """Whether the error comes from a `raise` in this library."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return Path(last.filename).is_relative_to(Path(__file__).parents[1]) and (last.line or "").startswith("raise")

@@ -9,13 +9,13 @@ import zoo
 from zoo.parallel import AXES, Mesh
 
 
-def on_the_host() -> None:
+def use_cpu() -> None:
     """Compute on the CPU, whatever else the machine has: a command that only moves numbers then waits for no
     accelerator to start, and may use all of the host's memory. No effect once a device was used."""
     jax.config.update("jax_platforms", "cpu")
 
 
-def mesh_of(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
+def make_device_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
     """A mesh over the first devices that there are, None for one device. One size may be -1: all that remain.
 
     **Raises** `ValueError` for more devices than there are.
@@ -26,7 +26,7 @@ def mesh_of(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
     devices = jax.devices()
     if -1 in sizes.values():
         return zoo.make_mesh(data, fsdp, tensor=tensor)
-    asked = checked(sizes)
+    asked = count_devices(sizes)
     if asked > len(devices):
         told = " x ".join(f"{axis}={count}" for axis, count in sizes.items() if count > 1)
         hint = ""
@@ -36,16 +36,16 @@ def mesh_of(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
     return zoo.make_mesh(data, fsdp, tensor=tensor, devices=devices[:asked])
 
 
-def imagined(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
+def make_abstract_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
     """The same without the devices: enough to ask how a model would lie on them, not to put it there."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    if checked(sizes) == 1:
+    if count_devices(sizes) == 1:
         return None
     shape = [sizes.get(axis, 1) for axis in AXES]
     return Mesh(jax.sharding.Mesh(np.full(shape, jax.devices("cpu")[0]), AXES), zoo.Layout())
 
 
-def checked(sizes: dict[str, int]) -> int:
+def count_devices(sizes: dict[str, int]) -> int:
     """How many devices these are. **Raises** `ValueError` for a size below 1."""
     if bad := [f"{axis}={count}" for axis, count in sizes.items() if count < 1]:
         raise ValueError(f"a mesh axis has a size of at least 1, not {bad[0]}")

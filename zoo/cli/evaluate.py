@@ -19,10 +19,10 @@ from jaxtyping import Float, Int
 
 import zoo
 from zoo.parallel import Mesh
-from zoo.weights.directory import find
+from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, find_tokenizer
+from zoo.weights.directory import resolve_directory
 
-from .devices import mesh_of
-from .text import FILE, Text, text_of
+from .devices import make_device_mesh
 
 
 def evaluate(
@@ -63,32 +63,34 @@ def evaluate(
     for name, number in (("length", length - 1), ("batch", batch), ("limit", 1 if limit is None else limit)):
         if number < 1:
             raise ValueError(f"--{name} is at least {2 if name == 'length' else 1}")
-    path = find(directory)
-    files = texts(data)
-    mesh = mesh_of(data=data_axis, fsdp=fsdp, tensor=tensor)
+    path = resolve_directory(directory)
+    files = read_texts(data)
+    mesh = make_device_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
-    vocab, _ = model.embedding.sizes
-    text = text_of(path, vocab)
+    vocab, _ = model.embedding.table_shape
+    text = find_tokenizer(path, vocab)
     if text is None:
-        raise ValueError(f"{path} has no {FILE}, and {vocab} tokens are no bytes: nothing says how text becomes tokens")
-    windows = [window for content in files for window in windows_of(content, text, length)]
+        raise ValueError(
+            f"{path} has no {TOKENIZER_FILE}, and {vocab} tokens are no bytes: nothing says how text becomes tokens"
+        )
+    windows = [window for content in files for window in split_into_windows(content, text, length)]
     if (top := max((int(window.tokens.max()) for window in windows), default=0)) >= vocab:
-        raise ValueError(f"{path / FILE} gives token {top}, and the model has {vocab}")
+        raise ValueError(f"{path / TOKENIZER_FILE} gives token {top}, and the model has {vocab}")
     if not windows:
         raise ValueError("the text is too short: there is no token that another one stands before")
     if limit is not None and limit < len(windows):
         windows = [windows[i * len(windows) // limit] for i in range(limit)]
-    found = {"files": len(files), "windows": len(windows), **measure(model, windows, length, batch, mesh)}
-    print(json.dumps(found, indent=2) if as_json else as_text(found))
+    found = {"files": len(files), "windows": len(windows), **evaluate_windows(model, windows, length, batch, mesh)}
+    print(json.dumps(found, indent=2) if as_json else format_results(found))
 
 
-def texts(paths: Sequence[Path]) -> list[str]:
+def read_texts(paths: Sequence[Path]) -> list[str]:
     """The text of every file. **Raises** `ValueError` where there is none, `FileNotFoundError` for no file at all."""
     found = []
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path}: there is no such file or folder to read text from")
-        for file in sorted(files_in(path)) if path.is_dir() else [path]:
+        for file in sorted(list_files(path)) if path.is_dir() else [path]:
             content = file.read_bytes()
             try:
                 text = content.decode()
@@ -103,7 +105,7 @@ def texts(paths: Sequence[Path]) -> list[str]:
     return found
 
 
-def files_in(folder: Path) -> Iterator[Path]:
+def list_files(folder: Path) -> Iterator[Path]:
     """Every file below a folder, hidden ones left out."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -111,7 +113,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class ScoredWindow:
     """Some tokens of a text, those before `first` there to be looked at only."""
 
     tokens: Int[np.ndarray, "tokens"]
@@ -120,7 +122,7 @@ class Window:
     """What the tokens that are scored stand for."""
 
 
-def windows_of(content: str, text: Text, length: int) -> list[Window]:
+def split_into_windows(content: str, text: CheckpointTokenizer, length: int) -> list[ScoredWindow]:
     """Windows that score every token of a text once; its first one only where something stands before it.
 
     **Raises** `ValueError` for a length that holds nothing besides the tokens before a text.
@@ -135,25 +137,25 @@ def windows_of(content: str, text: Text, length: int) -> list[Window]:
         start = max(scored - 1, 0)
         stop = min(start + room, len(tokens))
         window = np.concatenate([prefix, tokens[start:stop]])
-        found.append(Window(window, len(prefix) + scored - start, int(lengths[scored:stop].sum())))
+        found.append(ScoredWindow(window, len(prefix) + scored - start, int(lengths[scored:stop].sum())))
         scored = stop
     return found
 
 
-def measure(
-    model: zoo.models.Decoder, windows: Sequence[Window], length: int, batch: int, mesh: Mesh | None
+def evaluate_windows(
+    model: zoo.models.Decoder, windows: Sequence[ScoredWindow], length: int, batch: int, mesh: Mesh | None
 ) -> dict[str, Any]:
     """Mean negative log-likelihood of the tokens that are scored, and what follows from it.
 
     **Raises** `ValueError` where a score is not finite.
     """
     length = min(length, max(len(window.tokens) for window in windows))
-    run = on_one_device if mesh is None else zoo.spmd(score, mesh, out="batch seq")
-    nats, counted, times, bar = 0.0, [], [time.perf_counter()], Bar(len(windows))
+    run = score_on_one_device if mesh is None else zoo.spmd(score_tokens, mesh, out="batch seq")
+    nats, counted, times, bar = 0.0, [], [time.perf_counter()], EvaluationProgress(len(windows))
     with bar:
         for start in range(0, len(windows), batch):
             rows = windows[start : start + batch]
-            tokens, weights = padded(rows, batch, length)
+            tokens, weights = pad_windows(rows, batch, length)
             placed = jnp.asarray(tokens) if mesh is None else zoo.place_batch({"tokens": tokens}, mesh)["tokens"]
             scores = np.asarray(jax.device_get(run(model, placed)), np.float64)
             nats -= float(np.where(weights, scores, 0).sum())
@@ -175,15 +177,15 @@ def measure(
     }
 
 
-def score(model: zoo.models.Decoder, tokens: jax.Array) -> jax.Array:
+def score_tokens(model: zoo.models.Decoder, tokens: jax.Array) -> jax.Array:
     return zoo.score(model, tokens)
 
 
-on_one_device = eqx.filter_jit(score)
+score_on_one_device = eqx.filter_jit(score_tokens)
 
 
-def padded(
-    rows: Sequence[Window], batch: int, length: int
+def pad_windows(
+    rows: Sequence[ScoredWindow], batch: int, length: int
 ) -> tuple[Int[np.ndarray, "batch seq"], Float[np.ndarray, "batch seq-1"]]:
     """Windows as one batch of a fixed shape, and a weight for each score. Padding stands on the right, where no token
     that counts can see it."""
@@ -198,16 +200,16 @@ def perplexity(nats: float) -> float:
     return math.exp(min(nats, 700))
 
 
-def as_text(found: dict[str, Any]) -> str:
+def format_results(results: dict[str, Any]) -> str:
     return (
-        f"{found['bits_per_byte']:.4f} bits per byte, perplexity {found['perplexity']:.4f} "
-        f"({found['nats_per_token']:.4f} nats per token)\n"
-        f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, {found['windows']:,} windows, {found['files']:,} "
-        f"files; {found['tokens_per_second']:,.0f} tokens/s"
+        f"{results['bits_per_byte']:.4f} bits per byte, perplexity {results['perplexity']:.4f} "
+        f"({results['nats_per_token']:.4f} nats per token)\n"
+        f"{results['tokens']:,} tokens, {results['bytes']:,} bytes, {results['windows']:,} windows, {results['files']:,} "
+        f"files; {results['tokens_per_second']:,.0f} tokens/s"
     )
 
 
-class Bar:
+class EvaluationProgress:
     """Progress on standard error, where that is a terminal."""
 
     def __init__(self, total: int):
@@ -220,7 +222,7 @@ class Bar:
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._progress.add_task("compiling", total=total)
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "EvaluationProgress":
         if self._progress is not None:
             self._progress.start()
         return self
@@ -229,6 +231,6 @@ class Bar:
         if self._progress is not None:
             self._progress.stop()
 
-    def advance(self, windows: int, told: str) -> None:
+    def advance(self, windows: int, message: str) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, advance=windows, description=told)
+            self._progress.update(self._task, advance=windows, description=message)

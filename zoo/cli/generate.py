@@ -12,12 +12,12 @@ import numpy as np
 import tyro
 
 import zoo
-from zoo.weights.directory import CONFIG, find, read_json
+from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
+from zoo.weights.directory import CONFIG_NAME, read_json, resolve_directory
 
-from .devices import mesh_of
-from .text import FILE, Stream, Text, text_of
+from .devices import make_device_mesh
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def generate(
@@ -64,15 +64,15 @@ def generate(
     """
     if bool(prompt) == bool(tokens):
         raise ValueError("give what to continue as --prompt or as --tokens" + (", not both" if prompt else ""))
-    path = find(directory)
-    mesh = mesh_of(data=data, fsdp=fsdp, tensor=tensor)
+    path = resolve_directory(directory)
+    mesh = make_device_mesh(data=data, fsdp=fsdp, tensor=tensor)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
-    vocab, _ = model.embedding.sizes
-    text = text_of(path, vocab)
-    prompts = list(tokens) or [encoded(text, each, path) for each in prompt]
-    stops = [token for token in stop_tokens(path) if token < vocab] if stop_token is None else stop_token
-    batch, mask = left_padded(prompts)
-    shown = Shown(text, prompts)
+    vocab, _ = model.embedding.table_shape
+    text = find_tokenizer(path, vocab)
+    prompts = list(tokens) or [encode_prompt(text, each, path) for each in prompt]
+    stops = [token for token in read_stop_tokens(path) if token < vocab] if stop_token is None else stop_token
+    batch, mask = pad_left(prompts)
+    shown = TokenPrinter(text, prompts)
     zoo.generate(
         model,
         jnp.asarray(batch),
@@ -85,25 +85,25 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop_tokens=stops,
         mesh=mesh,
-        callback=shown.take,
+        callback=shown.push,
         key=jax.random.key(seed) if temperature else None,
     )
     shown.close()
 
 
-def encoded(text: Text | None, prompt: str, directory: Path) -> tuple[int, ...]:
+def encode_prompt(text: CheckpointTokenizer | None, prompt: str, directory: Path) -> tuple[int, ...]:
     """The tokens of a prompt. **Raises** `ValueError` where there is no tokenizer, or no token."""
     if text is None:
-        raise ValueError(f"{directory} has no {FILE}: give ids of tokens, --tokens 3 5 7")
+        raise ValueError(f"{directory} has no {TOKENIZER_FILE}: give ids of tokens, --tokens 3 5 7")
     found = (*text.prefix, *text.encode(prompt)[0].tolist())
     if not found:
         raise ValueError("a prompt needs at least one token: this one is empty, and the tokenizer puts none before it")
     return found
 
 
-def stop_tokens(directory: Path) -> list[int]:
+def read_stop_tokens(directory: Path) -> list[int]:
     """What ends a text, as the checkpoint says it: one id, several, or none."""
-    for name in (GENERATION, CONFIG):
+    for name in (GENERATION_CONFIG_FILE, CONFIG_NAME):
         if (directory / name).is_file():
             found = read_json(directory / name).get("eos_token_id")
             found = found if isinstance(found, list) else [found]
@@ -112,7 +112,7 @@ def stop_tokens(directory: Path) -> list[int]:
     return []
 
 
-def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as one batch, and where it is real. **Raises** `ValueError` for one without tokens."""
     if not all(prompts):
         raise ValueError("a prompt needs at least one token: --tokens 3 5 7")
@@ -121,17 +121,17 @@ def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarra
     return batch, np.arange(longest) >= longest - np.array([len(row) for row in prompts])[:, None]
 
 
-class Shown:
+class TokenPrinter:
     """Prints what comes, and at the end how fast it came: the tokens after the second, by when all is compiled."""
 
-    def __init__(self, text: Text | None, prompts: Sequence[Sequence[int]]):
-        decode = text.decode if text else numbers
-        self._streams = [Stream(decode, prompt) for prompt in prompts]
+    def __init__(self, text: CheckpointTokenizer | None, prompts: Sequence[Sequence[int]]):
+        decode = text.decode if text else format_token_ids
+        self._streams = [StreamDecoder(decode, prompt) for prompt in prompts]
         self._pieces: list[list[str]] = [[] for _ in prompts]
         self._start = time.perf_counter()
         self._steps: list[tuple[float, int]] = []
 
-    def take(self, newest: np.ndarray) -> None:
+    def push(self, newest: np.ndarray) -> None:
         """The newest token of each row, -1 for none."""
         self._steps.append((time.perf_counter(), int((newest >= 0).sum())))
         for stream, pieces, token in zip(self._streams, self._pieces, newest.tolist(), strict=True):
@@ -144,7 +144,7 @@ class Shown:
         for number, (stream, pieces) in enumerate(zip(self._streams, self._pieces, strict=True), start=1):
             if len(self._streams) > 1:
                 print(f"--- {number}")
-            print("".join(pieces) + stream.rest())
+            print("".join(pieces) + stream.flush())
         seconds = [when - self._start for when, _ in self._steps]
         counts = [count for _, count in self._steps]
         told = f"{sum(counts)} token{'s' if sum(counts) > 1 else ''}; the first after {seconds[0]:.2f} s"
@@ -153,5 +153,5 @@ class Shown:
         print(told, file=sys.stderr)
 
 
-def numbers(tokens: Sequence[int]) -> str:
+def format_token_ids(tokens: Sequence[int]) -> str:
     return "".join(f"{token} " for token in tokens)

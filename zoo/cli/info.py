@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from zoo.models.published import find_preset
+from zoo.models.presets.published import find_preset
 
-from .devices import imagined, on_the_host
-from .parts import Parameter, Summary, summarise, summarise_preset
-from .terminal import aligned, runs, size
+from .devices import make_abstract_mesh, use_cpu
+from .parts import ParameterSummary, Summary, summarize, summarize_preset
+from .terminal import align_columns, format_bytes, format_ranges
 
 
 def info(
@@ -42,18 +42,20 @@ def info(
     """
     if directory is not None and preset is not None:
         raise ValueError(f"{directory} and --preset {preset} are two models: name one of them")
-    on_the_host()
-    mesh = imagined(data=data, fsdp=fsdp, tensor=tensor)
+    use_cpu()
+    mesh = make_abstract_mesh(data=data, fsdp=fsdp, tensor=tensor)
     if preset is not None:
-        found = summarise_preset(preset, mesh)
+        found = summarize_preset(preset, mesh)
     elif directory is not None:
-        found = summarise(directory, mesh)
+        found = summarize(directory, mesh)
     else:
         raise ValueError("name a directory to look into, or --preset and a model; `zoo presets` lists them")
-    print(json.dumps(as_object(found, preset), indent=2) if as_json else "\n".join(as_text(found, preset, names)))
+    print(
+        json.dumps(build_json(found, preset), indent=2) if as_json else "\n".join(format_summary(found, preset, names))
+    )
 
 
-def as_object(found: Summary, preset: str | None) -> dict[str, Any]:
+def build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     parts = [
         {
             "name": row.name,
@@ -63,87 +65,98 @@ def as_object(found: Summary, preset: str | None) -> dict[str, Any]:
             "shape": list(row.shape),
             "dtypes": list(row.dtypes),
             "parameters": row.count,
-            "learnt": row.learnt,
-            "share": row.count / found.count,
+            "learnt": row.trainable,
+            "share": row.count / summary.count,
             "tensors": list(row.tensors),
             **({} if row.spec is None else {"spec": list(row.spec), "bytes_per_device": row.bytes_per_device}),
         }
-        for row in found.rows
+        for row in summary.rows
     ]
     mesh = {}
-    if found.mesh is not None:
-        mesh["mesh"] = {**found.mesh.shape, "bytes_per_device": found.bytes_per_device}
+    if summary.mesh is not None:
+        mesh["mesh"] = {**summary.mesh.shape, "bytes_per_device": summary.bytes_per_device}
     whose = {} if preset is None else {"preset": preset, "source": find_preset(preset).source}
     stored = {}
-    if found.stored is not None:
-        stored = {"files": found.stored.files, "bytes": found.stored.bytes, "tensors": found.stored.tensors}
+    if summary.stored is not None:
+        stored = {"files": summary.stored.files, "bytes": summary.stored.bytes, "tensors": summary.stored.tensors}
     return {
         **whose,
-        "family": found.family,
-        "architecture": found.architecture,
-        "parameters": found.count,
-        "active": found.active,
-        "tied": found.tied,
+        "family": summary.family,
+        "architecture": summary.architecture,
+        "parameters": summary.count,
+        "active": summary.active,
+        "tied": summary.tied,
         **stored,
-        "dtypes": found.dtypes,
-        "segments": found.segments,
-        "cache": found.cache,
+        "dtypes": summary.dtypes,
+        "segments": summary.segments,
+        "cache": summary.cache,
         **mesh,
         "rows": parts,
     }
 
 
-def as_text(found: Summary, preset: str | None, names: bool) -> list[str]:
+def format_summary(summary: Summary, preset: str | None, names: bool) -> list[str]:
     facts = [] if preset is None else [("preset", f"{preset}, of the sizes of {find_preset(preset).source}")]
     facts += [
-        ("family", f"{found.family} ({found.architecture} in transformers)"),
-        ("parameters", f"{found.count:,}" + (", the head being the embedding's table" if found.tied else "")),
+        ("family", f"{summary.family} ({summary.architecture} in transformers)"),
+        ("parameters", f"{summary.count:,}" + (", the head being the embedding's table" if summary.tied else "")),
     ]
-    if found.active < found.count:
-        facts.append(("active", f"{found.active:,} that each token meets, of all experts those it goes to"))
-    dtypes = ", ".join(found.dtypes)
-    if (stored := found.stored) is None:
-        facts.append(("in memory", f"{size(found.bytes)} of {dtypes}"))
+    if summary.active < summary.count:
+        facts.append(("active", f"{summary.active:,} that each token meets, of all experts those it goes to"))
+    dtypes = ", ".join(summary.dtypes)
+    if (stored := summary.stored) is None:
+        facts.append(("in memory", f"{format_bytes(summary.bytes)} of {dtypes}"))
     else:
         files = "1 file" if stored.files == 1 else f"{stored.files} files"
-        facts.append(("on disk", f"{size(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
-    if found.segments:
-        layers = sum(period * repeats for period, repeats in found.segments)
-        cut = " + ".join(f"{period} x {repeats}" for period, repeats in found.segments)
+        facts.append(("on disk", f"{format_bytes(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
+    if summary.segments:
+        layers = sum(period * repeats for period, repeats in summary.segments)
+        cut = " + ".join(f"{period} x {repeats}" for period, repeats in summary.segments)
         facts.append(("layers", f"{layers}, scanned as {cut} (layers in a pattern x repeats)"))
-    if found.cache:
-        told = f"{size(found.cache['bytes_per_token'])} for each token of a row, in {found.cache['dtype']}"
-        if not found.cache["bytes_per_token"]:
-            told = f"{size(found.cache['bytes_per_row'])} for a row, however long, in {found.cache['dtype']}"
-        if found.cache["length"]:
-            told += f"; {size(found.cache['bytes'])} for {found.cache['length']:,} tokens"
+    if summary.cache:
+        told = f"{format_bytes(summary.cache['bytes_per_token'])} for each token of a row, in {summary.cache['dtype']}"
+        if not summary.cache["bytes_per_token"]:
+            told = (
+                f"{format_bytes(summary.cache['bytes_per_row'])} for a row, however long, in {summary.cache['dtype']}"
+            )
+        if summary.cache["length"]:
+            told += f"; {format_bytes(summary.cache['bytes'])} for {summary.cache['length']:,} tokens"
         facts.append(("cache", told))
-    if found.mesh is not None:
-        per_device = f"{size(found.bytes_per_device)} of parameters on each of {found.mesh.devices.size} devices"
-        facts.append(("mesh", f"{found.mesh}: {per_device}"))
-    return [*aligned(facts), "", *table(found, names)]
+    if summary.mesh is not None:
+        per_device = (
+            f"{format_bytes(summary.bytes_per_device)} of parameters on each of {summary.mesh.devices.size} devices"
+        )
+        facts.append(("mesh", f"{summary.mesh}: {per_device}"))
+    return [*align_columns(facts), "", *format_table(summary, names)]
 
 
-def table(found: Summary, names: bool) -> list[str]:
+def format_table(summary: Summary, names: bool) -> list[str]:
     """A line for each parameter, those of a part together, below what the part has in all."""
     lines = [["parameter", "layers", "dims", "shape", "dtype", "share"]]
-    lines[0] += [] if found.mesh is None else ["on the mesh", "a device"]
-    for part in dict.fromkeys(row.part for row in found.rows):
-        rows = [row for row in found.rows if row.part == part]
+    lines[0] += [] if summary.mesh is None else ["on the mesh", "a device"]
+    for part in dict.fromkeys(row.part for row in summary.rows):
+        rows = [row for row in summary.rows if row.part == part]
         count = sum(row.count for row in rows)
-        lines.append([f"{part}: {count:,}", "", "", "", "", share(count, found.count)])
+        lines.append([f"{part}: {count:,}", "", "", "", "", format_percentage(count, summary.count)])
         for row in rows:
-            lines.append(cells(row, found))
+            lines.append(format_cells(row, summary))
             lines += [[f"    {name}"] for name in row.tensors] if names else []
-    return aligned(lines, right=(5, 7))
+    return align_columns(lines, right=(5, 7))
 
 
-def cells(row: Parameter, found: Summary) -> list[str]:
-    layers = runs(row.layers) if row.layers else ""
+def format_cells(row: ParameterSummary, summary: Summary) -> list[str]:
+    layers = format_ranges(row.layers) if row.layers else ""
     shape = " x ".join(map(str, row.shape))
-    here = [f"  {row.name}", layers, row.dims, shape, ", ".join(row.dtypes), share(row.count, found.count)]
-    return here if row.spec is None else [*here, str(row.spec), size(row.bytes_per_device)]
+    here = [
+        f"  {row.name}",
+        layers,
+        row.dims,
+        shape,
+        ", ".join(row.dtypes),
+        format_percentage(row.count, summary.count),
+    ]
+    return here if row.spec is None else [*here, str(row.spec), format_bytes(row.bytes_per_device)]
 
 
-def share(count: int, total: int) -> str:
+def format_percentage(count: int, total: int) -> str:
     return f"{100 * count / total:.2f}%"

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import tyro
 
-from zoo.weights import CheckpointError, family_in
-from zoo.weights.directory import find, read_json
-from zoo.weights.live import expected_of
-from zoo.weights.parity import TOLERANCE, Line, Report, compare, expectations
+from zoo.weights import CheckpointError, load_family
+from zoo.weights.directory import read_json, resolve_directory
+from zoo.weights.parity import TOLERANCE, Comparison, ParityReport, compare, read_expectations
+from zoo.weights.from_torch import compute_expectations
 
-from .terminal import aligned
+from .terminal import align_columns
 
-STORED = "expected.safetensors"
+EXPECTED_FILE = "expected.safetensors"
 
 
 def parity(
@@ -40,44 +40,54 @@ def parity(
         every: Show every gradient, and not only the five that are farthest off.
         as_json: Print one JSON object instead.
     """
-    directory = find(directory)
-    stored = directory / STORED if expected is None and (directory / STORED).exists() else expected
+    directory = resolve_directory(directory)
+    stored = directory / EXPECTED_FILE if expected is None and (directory / EXPECTED_FILE).exists() else expected
     if stored is not None and not stored.is_file():
         raise CheckpointError(f"there is no file {stored}")
     if stored is None:
         print("computing with transformers", file=sys.stderr)
-    results = expected_of(directory) if stored is None else expectations(stored)
+    results = compute_expectations(directory) if stored is None else read_expectations(stored)
     meta = directory / "meta.json"
-    norms = read_json(meta).get("grad_norm") if stored == directory / STORED and meta.exists() else None
+    norms = read_json(meta).get("grad_norm") if stored == directory / EXPECTED_FILE and meta.exists() else None
     report = compare(
-        directory, results, norms=norms, tolerance=tolerance, family=None if family is None else family_in(family)
+        directory,
+        results,
+        gradient_norms=norms,
+        tolerance=tolerance,
+        family=None if family is None else load_family(family),
     )
-    print(as_object(report) if as_json else "\n".join(as_table(report, every)))
+    print(format_json(report) if as_json else "\n".join(format_report(report, every)))
     if not report.passed:
         sys.exit(1)
 
 
-def as_object(report: Report) -> str:
-    lines = [{**vars(line), "passed": line.passed} for line in report.lines]
-    return json.dumps({"passed": report.passed, "first": report.first and report.first.name, "lines": lines})
+def format_json(report: ParityReport) -> str:
+    lines = [{**vars(line), "passed": line.passed} for line in report.comparisons]
+    return json.dumps(
+        {"passed": report.passed, "first": report.first_failure and report.first_failure.name, "lines": lines}
+    )
 
 
-def as_table(report: Report, every_gradient: bool) -> list[str]:
-    computed = [line for line in report.lines if "gradient" not in line.name]
-    gradients = sorted((line for line in report.lines if "gradient" in line.name), key=lambda line: -line.error)
+def format_report(report: ParityReport, every_gradient: bool) -> list[str]:
+    computed = [line for line in report.comparisons if "gradient" not in line.name]
+    gradients = sorted((line for line in report.comparisons if "gradient" in line.name), key=lambda line: -line.error)
     shown = gradients if every_gradient else gradients[:5]
     head = ["", "float32", "alone", "bfloat16", "PyTorch's", ""]
-    table = aligned([head, *map(row, [*computed, *shown])], right=(1, 2, 3, 4))
+    table = align_columns([head, *map(format_line, [*computed, *shown])], right=(1, 2, 3, 4))
     if len(shown) < len(gradients):
         table.append(f"and {len(gradients) - len(shown)} gradients no farther off (--all shows them)")
-    first = report.first
+    first = report.first_failure
     if first is None:
-        return [*table, "", f"{len(report.lines)} comparisons, all within tolerance"]
-    wrong = sum(not line.passed for line in report.lines)
-    return [*table, "", f"{wrong} of {len(report.lines)} comparisons are out of tolerance. Look first at {first.name}"]
+        return [*table, "", f"{len(report.comparisons)} comparisons, all within tolerance"]
+    wrong = sum(not line.passed for line in report.comparisons)
+    return [
+        *table,
+        "",
+        f"{wrong} of {len(report.comparisons)} comparisons are out of tolerance. Look first at {first.name}",
+    ]
 
 
-def row(line: Line) -> list[str]:
+def format_line(line: Comparison) -> list[str]:
     figures = [line.error, line.own, line.bfloat16, line.theirs]
     return [
         line.name,

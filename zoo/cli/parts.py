@@ -12,20 +12,20 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zoo.models import Decoder, Stack, count_active, preset, swap_stack
-from zoo.models.config import read_config
-from zoo.models.facts import Config, Family, Table
-from zoo.models.names import Place, places
+from zoo.models import Decoder, Stack, count_active_parameters, preset, swap_stack
+from zoo.models.hf.config import read_config
+from zoo.models.hf.spec import Config, Family, NameMap
+from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
-from zoo.weights.checkpoint import opened
-from zoo.weights.directory import INDEX, WHOLE, find, read_json, tensors_of
-from zoo.weights.plan import parts_of, row_of
-from zoo.weights.tensors import Tensor
+from zoo.weights.directory import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, open_tensors, read_json, resolve_directory
+from zoo.weights.plan import find_mapping, invert_name_map
+from zoo.weights.resolve import open_checkpoint
+from zoo.weights.safetensors import LazyTensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class ParameterSummary:
     """One of our parameters, in all the layers where it has this shape."""
 
     name: str
@@ -41,7 +41,7 @@ class Parameter:
     """What the checkpoint calls it."""
     spec: PartitionSpec | None
     bytes_per_device: int
-    learnt: bool = True
+    trainable: bool = True
 
     @property
     def count(self) -> int:
@@ -49,7 +49,7 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredFiles:
     """What there is of a model on disk."""
 
     files: int
@@ -66,7 +66,7 @@ class Summary:
     tied: bool
     active: int
     """How many of the parameters a token meets: fewer than all where there are experts."""
-    stored: Stored | None
+    stored: StoredFiles | None
     """None for a preset."""
     dtypes: dict[str, int]
     """How many numbers are stored, or made, in each."""
@@ -76,12 +76,12 @@ class Summary:
     """Bytes for each token, for a row however long, and in all for the longest text that the config speaks of. None
     without a cache."""
     mesh: Mesh | None
-    rows: tuple[Parameter, ...]
+    rows: tuple[ParameterSummary, ...]
 
     @property
     def count(self) -> int:
         """What is learnt, as `zoo.count` has it."""
-        return sum(row.count for row in self.rows if row.learnt)
+        return sum(row.count for row in self.rows if row.trainable)
 
     @property
     def bytes(self) -> int:
@@ -93,25 +93,27 @@ class Summary:
         return sum(row.bytes_per_device for row in self.rows)
 
 
-def summarise(directory: Path, mesh: Mesh | None = None) -> Summary:
+def summarize(directory: Path, mesh: Mesh | None = None) -> Summary:
     """What the checkpoint holds, and how it would lie on `mesh`. Nothing but headers is read.
 
     **Raises** `CheckpointError` for what `zoo.load` would refuse before it reads a tensor; `ValueError` for a mesh that
     does not divide the model.
     """
-    path = find(directory)
-    checkpoint = opened(path)
+    path = resolve_directory(directory)
+    checkpoint = open_checkpoint(path)
     dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(checkpoint.model)]
-    for name, tensor in checkpoint.planned.items():
-        for piece in tensor.pieces:
+    for name, tensor in checkpoint.tensor_plans.items():
+        for piece in tensor.slices:
             dtypes[piece.leaf][checkpoint.tensors[name].dtype] = None
-    files, tensors = weight_files(path), tensors_of(path)
-    stored = Stored(len(files), sum(file.stat().st_size for file in files), len(tensors))
-    found = told(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.table, [*map(list, dtypes)], mesh)
-    return dataclasses.replace(found, stored=stored, dtypes=numbers_of(tensors.values()))
+    files, tensors = list_weight_files(path), open_tensors(path)
+    stored = StoredFiles(len(files), sum(file.stat().st_size for file in files), len(tensors))
+    found = summarize_shapes(
+        checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, [*map(list, dtypes)], mesh
+    )
+    return dataclasses.replace(found, stored=stored, dtypes=count_by_dtype(tensors.values()))
 
 
-def summarise_preset(name: str, mesh: Mesh | None = None) -> Summary:
+def summarize_preset(name: str, mesh: Mesh | None = None) -> Summary:
     """What a preset would be, and how it would lie on `mesh`. Nothing is made but shapes.
 
     **Raises** `ValueError` for a name that is no preset's, and for a mesh that does not divide the model.
@@ -120,14 +122,14 @@ def summarise_preset(name: str, mesh: Mesh | None = None) -> Summary:
     family = model.origin.family
     config = read_config(family, json.loads(model.origin.config))
     dtypes = [[np.dtype(x.dtype)] for x in jax.tree.leaves(model)]
-    return told(family, config, model, family.names(config), dtypes, mesh)
+    return summarize_shapes(family, config, model, family.names(config), dtypes, mesh)
 
 
-def told(
+def summarize_shapes(
     family: Family,
     config: Config,
     model: Any,
-    table: Table,
+    table: NameMap,
     dtypes: Sequence[Sequence[np.dtype]],
     mesh: Mesh | None,
 ) -> Summary:
@@ -136,24 +138,28 @@ def told(
         family=family.name,
         architecture=family.architecture,
         tied=getattr(model, "head", model) is None,
-        active=count_active(model),
+        active=count_active_parameters(model),
         stored=None,
-        dtypes=numbers_of(jax.tree.leaves(model)),
-        segments=[[len(segment.blocks), segment.repeats] for stack in stacks(model) for segment in stack.segments],
-        cache=cache_of(model, [held[0] for held in dtypes], config.get("max_position_embeddings")),
+        dtypes=count_by_dtype(jax.tree.leaves(model)),
+        segments=[
+            [len(segment.blocks), segment.local_repeats] for stack in find_stacks(model) for segment in stack.segments
+        ],
+        cache=measure_cache(model, [held[0] for held in dtypes], config.get("max_position_embeddings")),
         mesh=mesh,
-        rows=tuple(rows_of(model, table, [tuple(map(str, held)) for held in dtypes], mesh)),
+        rows=tuple(summarize_parameters(model, table, [tuple(map(str, held)) for held in dtypes], mesh)),
     )
 
 
-def weight_files(directory: Path) -> list[Path]:
+def list_weight_files(directory: Path) -> list[Path]:
     """The files that hold a checkpoint's tensors."""
-    if (directory / WHOLE).exists():
-        return [directory / WHOLE]
-    return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
+    if (directory / SAFE_WEIGHTS_NAME).exists():
+        return [directory / SAFE_WEIGHTS_NAME]
+    return [
+        directory / name for name in sorted(set(read_json(directory / SAFE_WEIGHTS_INDEX_NAME)["weight_map"].values()))
+    ]
 
 
-def numbers_of(tensors: Iterable[Tensor | jax.ShapeDtypeStruct]) -> dict[str, int]:
+def count_by_dtype(tensors: Iterable[LazyTensor | jax.ShapeDtypeStruct]) -> dict[str, int]:
     """How many numbers there are of each dtype, most first."""
     found: dict[str, int] = {}
     for tensor in tensors:
@@ -161,14 +167,16 @@ def numbers_of(tensors: Iterable[Tensor | jax.ShapeDtypeStruct]) -> dict[str, in
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def stacks(model: Any) -> list[Stack]:
+def find_stacks(model: Any) -> list[Stack]:
     return [x for x in jax.tree.leaves(model, is_leaf=is_stack) if isinstance(x, Stack)]
 
 
-def rows_of(model: Any, table: Table, dtypes: Sequence[tuple[str, ...]], mesh: Mesh | None) -> list[Parameter]:
+def summarize_parameters(
+    model: Any, table: NameMap, dtypes: Sequence[tuple[str, ...]], mesh: Mesh | None
+) -> list[ParameterSummary]:
     """A row for each of our names and shapes: arrays that differ only in the layers they hold are one."""
-    ours, groups = parts_of(table), {}
-    for place, x, held in zip(places(model), jax.tree.leaves(model), dtypes, strict=True):
+    ours, groups = invert_name_map(table), {}
+    for place, x, held in zip(list_parameter_paths(model), jax.tree.leaves(model), dtypes, strict=True):
         layered = place.name.startswith("layers.*.")
         key = place.name, tuple(x.shape[layered:])
         groups.setdefault(key, []).append((place, x.shape, held))
@@ -179,19 +187,19 @@ def rows_of(model: Any, table: Table, dtypes: Sequence[tuple[str, ...]], mesh: M
         held = tuple(dict.fromkeys(dtype for _, _, own in arrays for dtype in own))
         width = np.dtype(held[0]).itemsize
         specs = [None if mesh is None else mesh.spec(place.dims, own, place.name) for place, own, _ in arrays]
-        lying = [math.prod(own) // shares(spec, mesh) for (_, own, _), spec in zip(arrays, specs, strict=True)]
+        lying = [math.prod(own) // count_shards(spec, mesh) for (_, own, _), spec in zip(arrays, specs, strict=True)]
         rows.append(
-            Parameter(
+            ParameterSummary(
                 name=name,
-                part=part_of(name),
+                part=get_part_name(name),
                 layers=tuple(sorted(layers)),
                 dims=" ".join(dim.name for dim in place.dims),
                 shape=(len(layers), *shape) if layers else shape,
                 dtypes=held,
-                tensors=(theirs(place, ours),),
+                tensors=(format_tensor_name(place, ours),),
                 spec=specs[0],
                 bytes_per_device=sum(lying) * width,
-                learnt=place.leaf.learnt,
+                trainable=place.leaf.learnt,
             )
         )
     parts = list(dict.fromkeys(row.part for row in rows))
@@ -199,7 +207,7 @@ def rows_of(model: Any, table: Table, dtypes: Sequence[tuple[str, ...]], mesh: M
     return sorted(rows, key=lambda row: -1 if "embedding" in row.part else last.get(row.part, parts.index(row.part)))
 
 
-def shares(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
+def count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
     """Into how many shares an array is cut."""
     if spec is None or mesh is None:
         return 1
@@ -207,29 +215,29 @@ def shares(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def part_of(name: str) -> str:
+def get_part_name(name: str) -> str:
     """The part of a model that a parameter belongs to: the first word of its name below the layers."""
     word = name.removeprefix("layers.*.").partition(".")[0]
     return "norms" if word == "norm" or word.endswith("_norm") else word
 
 
-def theirs(place: Place, ours: Mapping[str, Any]) -> str:
+def format_tensor_name(path: ParameterPath, ours: Mapping[str, Any]) -> str:
     """The name of their tensor, and which part of it where there are several."""
-    name, row, number = row_of(place, ours)
+    name, row, number = find_mapping(path, ours)
     told = [f"part {number + 1} of {len(row.parts)}"] if len(row.parts) > 1 else []
-    matrix = len(place.dims) - place.name.count("*") == 2  # the row speaks of vectors too, and they are as they are
+    matrix = len(path.dims) - path.name.count("*") == 2  # the row speaks of vectors too, and they are as they are
     told += ["transposed"] if row.transposed and matrix else []
     return name + (f" ({', '.join(told)})" if told else "")
 
 
-def cache_of(model: Any, dtypes: Sequence[np.dtype], longest: int | None) -> dict[str, Any] | None:
+def measure_cache(model: Any, dtypes: Sequence[np.dtype], max_length: int | None) -> dict[str, Any] | None:
     """What a model remembers of a row, in bytes: for each token, however many there are, and of `longest` tokens."""
     if not isinstance(model, Decoder) or not isinstance(model.stack, Stack):
         return None
     leaves, treedef = jax.tree.flatten(model)
     retyped = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
     model = jax.tree.unflatten(treedef, retyped)
-    repeats = [segment.repeats for segment in model.stack.segments for _ in segment.blocks]
+    repeats = [segment.local_repeats for segment in model.stack.segments for _ in segment.blocks]
     # layers of a kind have states of one shape: one repeat of each pattern tells of all
     first = swap_stack(
         model, lambda stack: jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), stack)
@@ -248,6 +256,6 @@ def cache_of(model: Any, dtypes: Sequence[np.dtype], longest: int | None) -> dic
         "bytes_per_token": two - one,
         "bytes_per_row": 2 * one - two,
         "dtype": dtype,
-        "length": longest,
-        "bytes": None if longest is None else taken(longest)[0],
+        "length": max_length,
+        "bytes": None if max_length is None else taken(max_length)[0],
     }

@@ -1,8 +1,8 @@
 """`zoo presets`."""
 
-from zoo.models.published import PRESETS
+from zoo.models.presets.published import PRESETS
 
-from .terminal import aligned
+from .terminal import align_columns
 
 
 def presets() -> None:
@@ -11,5 +11,5 @@ def presets() -> None:
     `zoo info --preset NAME` shows one, and zoo.models.preset makes it, with new weights.
     """
     rows = [(name, f"{found.parameters:,}", found.family, found.source) for name, found in PRESETS.items()]
-    for line in aligned(rows, right=(1,)):
+    for line in align_columns(rows, right=(1,)):
         print(line)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Collection, Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: str = "  ") -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: str = "  ") -> list[str]:
     """A line for each row, its cells one below the other; those of the columns `right` end in line. A row may have
     fewer cells than others, and its last one may be as long as it likes."""
     widths: dict[int, int] = {}
@@ -21,7 +21,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: 
     return lines
 
 
-def size(count: float | int) -> str:
+def format_bytes(count: float | int) -> str:
     """Bytes in decimal units, three digits: `2.47 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
@@ -30,7 +30,7 @@ def size(count: float | int) -> str:
     return f"{count:.3g} TB"
 
 
-def runs(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Which numbers these are, in few words: `0-31`, `0-30 by 2`, `0-4, 6-10`, `10 of 0-59`."""
     found = sorted(set(numbers))
     steps = {after - before for before, after in itertools.pairwise(found)}

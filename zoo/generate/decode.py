@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.layers import Info
+from zoo.layers import TokenInfo
 from zoo.models import Decoder, Stack, swap_stack
-from zoo.models.stack import AbstractStack, States
-from zoo.ops.sampling import cool, draw, penalise, truncate
-from zoo.parallel import Mesh, Module, offset, place, reduce, whole
-from zoo.parallel.spmd import Names, Spmd, donating, keeping
+from zoo.models.stack import AbstractStack, LayerStates
+from zoo.ops.sampling import apply_temperature, filter_logits, penalize_repetition, sample_tokens
+from zoo.parallel import Mesh, Module, all_gather, place, reduce, shard_offset
+from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted, run_jitted_donating
 
-from .request import Options
+from .request import SamplingOptions
 
 
 class DecodeState(Module):
     """All that a step changes. Donated to the next: a token then writes one slot of each cache, in place."""
 
-    states: States
+    states: LayerStates
     """Those of the layers, one each."""
     tokens: Int[Array, "batch new"]
     """What came so far, -1 where nothing did."""
@@ -43,7 +43,7 @@ class DecodeState(Module):
 
 
 def prefill(
-    fixed: tuple[Decoder, Options, Key[Array, ""] | None],
+    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""] | None],
     tokens: Int[Array, "batch seq"],
     positions: Int[Array, "batch seq"],
     rows: Int[Array, "batch"],
@@ -55,7 +55,7 @@ def prefill(
     """
     model, options, key = fixed
     states = model.init_state(tokens.shape[0], length)
-    stream, states = model.hidden(tokens, Info(positions), states)
+    stream, states = model.hidden(tokens, TokenInfo(positions), states)
     logits = model.logits(stream.x[:, -1])
     newest = positions[:, -1]
     start = DecodeState(
@@ -65,36 +65,36 @@ def prefill(
         newest=newest,
         positions=newest,
         done=jnp.zeros_like(newest, bool),
-        seen=None if options.penalty is None else seen_in(tokens, positions >= 0, logits),
+        seen=None if options.penalty is None else mark_seen_tokens(tokens, positions >= 0, logits),
         keys=None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, rows),
         step=jnp.int32(0),
         running=jnp.array(True),
     )
-    return follow(start, logits, options)
+    return append_token(start, logits, options)
 
 
-def advance(fixed: tuple[Decoder, Options], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
+def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
     """The state once `until` tokens have come, or every row has ended. Rows that have are padding to the others."""
     model, options = fixed
 
     def step(state: DecodeState) -> DecodeState:
         positions = jnp.where(state.done, -1, state.positions)
         tokens = jnp.maximum(state.newest, 0)
-        stream, states = model.hidden(tokens[:, None], Info(positions[:, None]), state.states)
+        stream, states = model.hidden(tokens[:, None], TokenInfo(positions[:, None]), state.states)
         state = dataclasses.replace(state, states=() if states is None else states)
-        return follow(state, model.logits(stream.x[:, 0]), options)
+        return append_token(state, model.logits(stream.x[:, 0]), options)
 
     return lax.while_loop(lambda state: (state.step < until) & state.running, step, state)
 
 
-def follow(state: DecodeState, logits: Float[Array, "batch vocab"], options: Options) -> DecodeState:
+def append_token(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> DecodeState:
     """The state with one more token, chosen by the logits: those of a device's share of the vocabulary."""
-    newest = jnp.where(state.done, -1, choose(state, logits.astype(jnp.float32), options))
+    newest = jnp.where(state.done, -1, sample_token(state, logits.astype(jnp.float32), options))
     done, seen = state.done, state.seen
     if options.stop is not None:
         done |= (newest[:, None] == options.stop).any(1)
     if seen is not None:
-        ids = jnp.arange(logits.shape[1]) + offset(logits, "vocab", logits.shape[1])
+        ids = jnp.arange(logits.shape[1]) + shard_offset(logits, "vocab", logits.shape[1])
         seen |= ids == newest[:, None]
     return DecodeState(
         states=state.states,
@@ -109,49 +109,55 @@ def follow(state: DecodeState, logits: Float[Array, "batch vocab"], options: Opt
     )
 
 
-def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: Options) -> Int[Array, "batch"]:
+def sample_token(
+    state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions
+) -> Int[Array, "batch"]:
     if state.seen is not None and options.penalty is not None:
-        logits = penalise(logits, state.seen, options.penalty)
-    logits = whole(logits, "vocab", axis=1)
+        logits = penalize_repetition(logits, state.seen, options.penalty)
+    logits = all_gather(logits, "vocab", axis=1)
     if state.keys is None or options.temperature is None:
         return logits.argmax(1).astype(jnp.int32)
-    logits = truncate(cool(logits, options.temperature), top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-    return draw(logits, jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)).astype(jnp.int32)
+    logits = filter_logits(
+        apply_temperature(logits, options.temperature), top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
+    )
+    return sample_tokens(logits, jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)).astype(jnp.int32)
 
 
-def seen_in(
+def mark_seen_tokens(
     tokens: Int[Array, "batch seq"], real: Bool[Array, "batch seq"], logits: Float[Array, "batch vocab"]
 ) -> Bool[Array, "batch vocab"]:
     """Which ids occur, of those whose logits live here."""
     size = logits.shape[1]
-    local = tokens - offset(logits, "vocab", size)
+    local = tokens - shard_offset(logits, "vocab", size)
     outside = ~real | (local < 0)
     rows = jnp.arange(len(tokens))[:, None]
     return jnp.zeros_like(logits, bool).at[rows, jnp.where(outside, size, local)].set(True, mode="drop")
 
 
-def one_by_one(model: Decoder, mesh: Mesh | None) -> Decoder:
+def unstack_layers(model: Decoder, mesh: Mesh | None) -> Decoder:
     """The model with its layers taken out of their stack; as it is where they stand alone already."""
     return swap_stack(model, lambda stack: unstack(stack, mesh) if isinstance(stack, Stack) else stack)
 
 
 @eqx.filter_jit
 def unstack(stack: Stack, mesh: Mesh | None) -> AbstractStack:
-    layers = stack.unstacked()
+    layers = stack.unstack()
     return layers if mesh is None else place(layers, mesh)
 
 
-def launch(program: Callable, mesh: Mesh | None, fixed: tuple, *args: Any, donate: bool = False) -> DecodeState:
+def run_program(program: Callable, mesh: Mesh | None, fixed: tuple, *args: Any, donate: bool = False) -> DecodeState:
     """`program(fixed, *args)`, compiled once a shape; with `donate` all but `fixed` give their memory to the result."""
     if mesh is None:
-        return (whole_donating if donate else whole_keeping)((program, fixed), args)
-    return (donating if donate else keeping)((Spmd(program, mesh, 1, Names.of("")), (fixed,)), args, None)
+        return (call_program_donating if donate else call_program_keeping)((program, fixed), args)
+    return (run_jitted_donating if donate else run_jitted)(
+        (SpmdProgram(program, mesh, 1, OutputDims.from_tree("")), (fixed,)), args, None
+    )
 
 
-def on_whole_arrays(kept: tuple[Callable, tuple], args: tuple) -> DecodeState:
+def call_program(kept: tuple[Callable, tuple], args: tuple) -> DecodeState:
     program, fixed = kept
     return program(fixed, *args)
 
 
-whole_keeping = eqx.filter_jit(on_whole_arrays)
-whole_donating = eqx.filter_jit(on_whole_arrays, donate="all-except-first")
+call_program_keeping = eqx.filter_jit(call_program)
+call_program_donating = eqx.filter_jit(call_program, donate="all-except-first")

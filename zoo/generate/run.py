@@ -12,7 +12,7 @@ from zoo.models import Decoder
 from zoo.parallel import Mesh, place
 
 from . import request
-from .decode import DecodeState, advance, launch, one_by_one, prefill
+from .decode import DecodeState, decode_until, prefill, run_program, unstack_layers
 
 Number = float | int
 
@@ -40,7 +40,7 @@ def generate(
     - `temperature`: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature) with
       `key`. A row's randomness is its own: neither the mesh nor the other rows matter.
     - `top_k`, `top_p`, `min_p`: what may be drawn, in this order; see `zoo.ops.sampling.truncate`.
-    - `repetition_penalty`: of tokens that are in the prompt or came since; see `zoo.ops.sampling.penalise`.
+    - `repetition_penalty`: of tokens that are in the prompt or came since; see `zoo.ops.sampling.penalize`.
     - `stop_tokens`: a row ends with the first of these, which is itself given. After it comes -1: no token.
     - `length`: how many tokens the cache is to hold, prompt and new ones. Unless given, their sum rounded up to a power
       of two, where the model can hold so many. Rotary embeddings that depend on the length of a text (`Dynamic`,
@@ -62,31 +62,35 @@ def generate(
     callback under `jit`; and what `model.init_state` raises where a model cannot hold as many.
     `NotImplementedError` for a mesh that splits layers or the sequence.
     """
-    vocab, _ = model.embedding.sizes
-    request.check_numbers(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, key is not None)
+    vocab, _ = model.embedding.table_shape
+    request.check_sampling_options(
+        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, key is not None
+    )
     request.check_prompt(tokens, mask, vocab)
     request.check_mesh(mesh)
     if callback is not None and any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key))):
         raise ValueError("a callback needs tokens as they come, and under jit there are none yet: call generate bare")
-    options = request.Options.of(temperature, top_k, top_p, min_p, repetition_penalty, stop_tokens, vocab)
+    options = request.SamplingOptions.from_arguments(
+        temperature, top_k, top_p, min_p, repetition_penalty, stop_tokens, vocab
+    )
     options = options if mesh is None else place(options, mesh)  # once, not at every step
-    length = request.cache_length(model, tokens.shape[1], max_new_tokens, length)
-    prompt, positions, rows = request.lay_out(tokens, mask, length, mesh)
+    length = request.choose_cache_length(model, tokens.shape[1], max_new_tokens, length)
+    prompt, positions, rows = request.pad_prompt(tokens, mask, length, mesh)
 
-    state = launch(prefill, mesh, (model, options, key if temperature else None), prompt, positions, rows, length)
+    state = run_program(prefill, mesh, (model, options, key if temperature else None), prompt, positions, rows, length)
     if max_new_tokens > 1:
-        model = one_by_one(model, mesh)
+        model = unstack_layers(model, mesh)
     if callback is not None:
-        state = one_at_a_time(callback, mesh, (model, options), state, len(tokens), max_new_tokens)
+        state = decode_with_callback(callback, mesh, (model, options), state, len(tokens), max_new_tokens)
     elif max_new_tokens > 1:
-        state = launch(advance, mesh, (model, options), state, jnp.int32(max_new_tokens), donate=True)
+        state = run_program(decode_until, mesh, (model, options), state, jnp.int32(max_new_tokens), donate=True)
     return state.tokens[: len(tokens), :max_new_tokens]
 
 
-def one_at_a_time(
+def decode_with_callback(
     callback: Callable,
     mesh: Mesh | None,
-    fixed: tuple[Decoder, request.Options],
+    fixed: tuple[Decoder, request.SamplingOptions],
     state: DecodeState,
     rows: int,
     max_new_tokens: int,
@@ -94,7 +98,7 @@ def one_at_a_time(
     """The same program, asked for one token after another."""
     for count in range(1, max_new_tokens + 1):
         if count > 1:
-            state = launch(advance, mesh, fixed, state, jnp.int32(count), donate=True)
+            state = run_program(decode_until, mesh, fixed, state, jnp.int32(count), donate=True)
         newest, running = jax.device_get((state.newest, state.running))
         callback(np.array(newest[:rows]))
         if not running:

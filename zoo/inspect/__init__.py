@@ -4,22 +4,22 @@ Functions of a step and its arguments; models know nothing of them.
 """
 
 from .collectives import Collective
-from .operations import Flops, flops
-from .program import Donation, DonationError, Memory, Program, Seconds, compiled
-from .size import Size, size
+from .operations import Flops, count_flops
+from .program import CompiledProgram, CompileTimes, Donation, DonationError, MemoryStats, compiled
+from .size import ModelSize, measure_size
 from .state import state_bytes
 
 __all__ = [
     "Collective",
+    "CompileTimes",
+    "CompiledProgram",
     "Donation",
     "DonationError",
     "Flops",
-    "Memory",
-    "Program",
-    "Seconds",
-    "Size",
+    "MemoryStats",
+    "ModelSize",
     "compiled",
-    "flops",
-    "size",
+    "count_flops",
+    "measure_size",
     "state_bytes",
 ]

@@ -9,19 +9,19 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from .hlo import Execution, Instruction, nbytes
+from .hlo import Execution, Instruction, count_shape_bytes
 
-KINDS = (
+COLLECTIVE_OPCODES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-Groups = frozenset[frozenset[int]]
+DeviceGroups = frozenset[frozenset[int]]
 """Which devices, by their places in the program's list of them, take part together."""
 
-EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
-IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-NAMED = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
-PAIRS = re.compile(r"source_target_pairs=\{((?:\{[\d,]*\},?)*)\}")
+EXPLICIT_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+MESH_AXES_GROUPS = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
+SOURCE_TARGET_PAIRS = re.compile(r"source_target_pairs=\{((?:\{[\d,]*\},?)*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +42,24 @@ class Collective:
     """On one device, what goes in or what comes out, whichever is more."""
 
 
-def collectives(found: Iterable[Execution], mesh: jax.sharding.Mesh | None, devices: int) -> tuple[Collective, ...]:
+def sum_collectives(
+    executions: Iterable[Execution], mesh: jax.sharding.Mesh | None, devices: int
+) -> tuple[Collective, ...]:
     """Those among what runs, summed by kind and axes, by bytes, the largest first."""
     sums: dict[tuple, list[int]] = {}
-    for one in found:
+    for one in executions:
         kind = one.instruction.opcode.removesuffix("-start")
-        if kind not in KINDS:
+        if kind not in COLLECTIVE_OPCODES:
             continue
-        groups = groups_of(one.instruction, devices)
-        axes = None if groups is None else along(groups, mesh, permute=kind == "collective-permute")
-        sizes = [nbytes(one.computation[name].shape) for name in one.instruction.operands if name in one.computation]
+        groups = parse_groups(one.instruction, devices)
+        axes = None if groups is None else find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
+        sizes = [
+            count_shape_bytes(one.computation[name].shape)
+            for name in one.instruction.operands
+            if name in one.computation
+        ]
         wide = max(map(len, groups or ()), default=1) if kind == "all-gather" else 1
-        key = kind, axes, "" if axes is not None else written(one.instruction)
+        key = kind, axes, "" if axes is not None else format_groups(one.instruction)
         total = sums.setdefault(key, [0, 0, 0])
         for place, more in enumerate((1, len(sizes), sum(sizes) * wide)):
             total[place] += one.times * more
@@ -61,7 +67,7 @@ def collectives(found: Iterable[Execution], mesh: jax.sharding.Mesh | None, devi
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, str(row.axes))))
 
 
-def groups_of(instruction: Instruction, devices: int) -> Groups | None:
+def parse_groups(instruction: Instruction, devices: int) -> DeviceGroups | None:
     """Who takes part together. XLA writes it in four ways; None where this one is none of them.
 
     - `replica_groups={{0,1},{2,3}}`: as they are; empty braces are all devices in one group.
@@ -71,19 +77,23 @@ def groups_of(instruction: Instruction, devices: int) -> Groups | None:
     - `source_target_pairs={{0,1},{1,0}}`, of a permutation: a pair is a group.
     """
     text = instruction.attributes
-    if found := PAIRS.search(text) or EXPLICIT.search(text):
-        sets = frozenset(frozenset(numbers(inner)) for inner in re.findall(r"\{([\d,]*)\}", found[1]))
+    if found := SOURCE_TARGET_PAIRS.search(text) or EXPLICIT_GROUPS.search(text):
+        sets = frozenset(frozenset(parse_integers(inner)) for inner in re.findall(r"\{([\d,]*)\}", found[1]))
         return sets or frozenset([frozenset(range(devices))])
-    if found := IOTA.search(text):
-        return rows(iota(numbers(found[2]), numbers(found[3] or "")).reshape(numbers(found[1])))
-    if found := NAMED.search(text):
+    if found := IOTA_GROUPS.search(text):
+        return rows_to_groups(
+            iota(parse_integers(found[2]), parse_integers(found[3] or "")).reshape(parse_integers(found[1]))
+        )
+    if found := MESH_AXES_GROUPS.search(text):
         sizes = {name.strip("'\" "): int(size) for name, size in (part.split("=") for part in found[1].split(","))}
-        ids = device_ids(found[2] or "", math.prod(sizes.values()))
-        return rows(grouped(ids, sizes, [part.strip() for part in found[3].split(",") if part.strip()]))
+        ids = parse_device_ids(found[2] or "", math.prod(sizes.values()))
+        return rows_to_groups(
+            group_device_ids(ids, sizes, [part.strip() for part in found[3].split(",") if part.strip()])
+        )
     return None
 
 
-def numbers(text: str) -> list[int]:
+def parse_integers(text: str) -> list[int]:
     return list(map(int, re.findall(r"\d+", text)))
 
 
@@ -92,17 +102,17 @@ def iota(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
     return ids.transpose(order) if order else ids
 
 
-def device_ids(text: str, devices: int) -> np.ndarray:
+def parse_device_ids(text: str, devices: int) -> np.ndarray:
     """`[4,2]T(1,0)`, or a list of them, or nothing: in order."""
     shape, _, order = text.partition("T")
     if order:
-        return iota(numbers(shape), numbers(order))
-    return np.array(numbers(text)) if text and not text.startswith("[") else np.arange(devices)
+        return iota(parse_integers(shape), parse_integers(order))
+    return np.array(parse_integers(text)) if text and not text.startswith("[") else np.arange(devices)
 
 
-def grouped(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.ndarray:
+def group_device_ids(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.ndarray:
     """A row for each group: the named axes, or parts of them, last."""
-    chosen = [cut(axis, sizes) for axis in axes]
+    chosen = [parse_axis(axis, sizes) for axis in axes]
     shape, last = [], []
     for name, size in sizes.items():
         own = [(start, stop) for of, start, stop in chosen if of == name]
@@ -114,19 +124,21 @@ def grouped(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.n
     return ids.reshape(shape).transpose(others + last).reshape(-1, math.prod(shape[place] for place in last))
 
 
-def cut(axis: str, sizes: dict[str, int]) -> tuple[str, int, int]:
+def parse_axis(axis: str, sizes: dict[str, int]) -> tuple[str, int, int]:
     """`'b':(2)3` is the part of axis b between the parts of size 2 and 2 x 3, outermost first; `'b'` is all of it."""
     name, _, part = axis.partition(":")
     name = name.strip("'\"")
-    before, own = numbers(part) if part else (1, sizes[name])
+    before, own = parse_integers(part) if part else (1, sizes[name])
     return name, before, before * own
 
 
-def rows(ids: np.ndarray) -> Groups:
+def rows_to_groups(ids: np.ndarray) -> DeviceGroups:
     return frozenset(frozenset(row.tolist()) for row in ids)
 
 
-def along(groups: Groups, mesh: jax.sharding.Mesh | None, *, permute: bool = False) -> tuple[str, ...] | None:
+def find_mesh_axes(
+    groups: DeviceGroups, mesh: jax.sharding.Mesh | None, *, permute: bool = False
+) -> tuple[str, ...] | None:
     """The mesh axes whose groups these are; of a permutation, those along which its pairs differ. None where there are
     no such axes: a group may be part of an axis, or cut across several."""
     if all(len(group) == 1 for group in groups):
@@ -142,13 +154,13 @@ def along(groups: Groups, mesh: jax.sharding.Mesh | None, *, permute: bool = Fal
         for axes in itertools.combinations(range(len(sizes)), count):
             others = [axis for axis in range(len(sizes)) if axis not in axes]
             wide = math.prod(ids.shape[axis] for axis in axes)
-            if rows(ids.transpose(*others, *axes).reshape(-1, wide)) == groups:
+            if rows_to_groups(ids.transpose(*others, *axes).reshape(-1, wide)) == groups:
                 return tuple(list(sizes)[axis] for axis in axes)
     return None
 
 
-def written(instruction: Instruction) -> str:
-    for pattern in (EXPLICIT, IOTA, NAMED, PAIRS):
+def format_groups(instruction: Instruction) -> str:
+    for pattern in (EXPLICIT_GROUPS, IOTA_GROUPS, MESH_AXES_GROUPS, SOURCE_TARGET_PAIRS):
         if found := pattern.search(instruction.attributes):
             return found[0].partition("=")[2]
     return "unknown"

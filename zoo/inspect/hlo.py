@@ -25,15 +25,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) .*\{\s*$")
-NAME = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>\S+) = ")
-ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]")
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
+COMPUTATION_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) .*\{\s*$")
+INSTRUCTION_NAME = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>\S+) = ")
+ARRAY_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]")
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+INPUT_OUTPUT_ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 
-RENAMES = ("bitcast", "reshape")
-SLICES = ("slice", "dynamic-slice", "gather")
-NO_MEMORY = (
+RESHAPE_OPCODES = ("bitcast", "reshape")
+SLICE_OPCODES = ("slice", "dynamic-slice", "gather")
+NO_TRAFFIC_OPCODES = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "optimization-barrier", "domain", "add-dependency", "token"),
 )
@@ -50,7 +50,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
 
-    def called(self, attribute: str) -> tuple[str, ...]:
+    def called_computations(self, attribute: str) -> tuple[str, ...]:
         """The computations that an attribute names: `body=%b`, `branch_computations={%a, %b}`."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
         return () if found is None else tuple(name.strip("%") for name in re.split(r"[{},\s]+", found[1]) if name)
@@ -61,7 +61,7 @@ Computation = Mapping[str, Instruction]
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
+class HloModule:
     """A compiled program: the first line of its text, its computations by name, and where it begins."""
 
     header: str
@@ -80,7 +80,7 @@ class Execution:
     times: int
 
 
-def read(text: str) -> Module:
+def parse_module(text: str) -> HloModule:
     """**Raises** `ValueError` for a text without an entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     roots, header, entry, inside = {}, "", "", None
@@ -89,32 +89,32 @@ def read(text: str) -> Module:
             header = line
         elif line.startswith("}"):
             inside = None
-        elif inside is not None and (found := NAME.match(line)):
-            instruction = parse(found["name"], line[found.end() :])
+        elif inside is not None and (found := INSTRUCTION_NAME.match(line)):
+            instruction = parse_instruction(found["name"], line[found.end() :])
             computations[inside][instruction.name] = instruction
             if found["root"] or inside not in roots:
                 roots[inside] = instruction.name
-        elif not line.startswith(" ") and (found := HEADER.match(line)):
+        elif not line.startswith(" ") and (found := COMPUTATION_HEADER.match(line)):
             inside = found["name"]
             computations[inside] = {}
             entry = inside if found["entry"] else entry
     if not entry:
         raise ValueError("this is not the text of an HLO module: no computation is marked ENTRY")
-    return Module(header, computations, entry, roots)
+    return HloModule(header, computations, entry, roots)
 
 
-def parse(name: str, rest: str) -> Instruction:
+def parse_instruction(name: str, rest: str) -> Instruction:
     """An instruction, from what stands after its `name = `."""
-    end = closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    end = find_closing_bracket(rest, 0) if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opening = rest.index("(")
-    end = closing(rest, opening)
+    end = find_closing_bracket(rest, opening)
     inner = re.sub(r"/\*.*?\*/", "", rest[opening + 1 : end - 1])
-    operands = tuple(part.split()[-1].lstrip("%") for part in split(inner) if part.strip())
+    operands = tuple(part.split()[-1].lstrip("%") for part in split_at_commas(inner) if part.strip())
     return Instruction(name, shape, rest[:opening], operands, rest[end:])
 
 
-def closing(text: str, start: int) -> int:
+def find_closing_bracket(text: str, start: int) -> int:
     """The place after the bracket that closes the one at `start`; the end where none does."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
@@ -124,7 +124,7 @@ def closing(text: str, start: int) -> int:
     return len(text)
 
 
-def split(text: str) -> Iterator[str]:
+def split_at_commas(text: str) -> Iterator[str]:
     """Parts between the commas that stand in no bracket."""
     depth, start = 0, 0
     for found in re.finditer(r"[(){}\[\],]", text):
@@ -138,10 +138,10 @@ def split(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def nbytes(shape: str) -> int:
+def count_shape_bytes(shape: str) -> int:
     """Bytes of a shape, or of all in a tuple; tokens and opaque values have none."""
     total = 0
-    for dtype, sizes in ARRAY.findall(shape):
+    for dtype, sizes in ARRAY_SHAPE.findall(shape):
         bits = 8 if dtype == "pred" else int(digits[0]) if (digits := re.findall(r"\d+", dtype)) else 0
         elements = 1
         for size in re.findall(r"\d+", sizes):
@@ -150,23 +150,23 @@ def nbytes(shape: str) -> int:
     return total
 
 
-def parameters(module: Module) -> int:
+def count_parameters(module: HloModule) -> int:
     """How many arguments the program takes."""
     return sum(found.opcode == "parameter" for found in module.computations[module.entry].values())
 
 
-def devices(module: Module) -> int:
+def count_devices(module: HloModule) -> int:
     """How many devices the program runs on."""
     found = (re.search(rf"\b{word}=(\d+)", module.header) for word in ("num_partitions", "replica_count"))
     return math.prod(int(number[1]) for number in found if number)
 
 
-def aliased(module: Module) -> frozenset[int]:
+def find_aliased_parameters(module: HloModule) -> frozenset[int]:
     """The arguments whose memory an output takes over."""
-    return frozenset(map(int, ALIAS.findall(module.header)))
+    return frozenset(map(int, INPUT_OUTPUT_ALIAS.findall(module.header)))
 
 
-def executions(module: Module) -> tuple[list[Execution], list[str]]:
+def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
     """What runs, outside fusions, and the names of loops whose length the text does not tell: they count once.
 
     Of the branches of a conditional, the one that moves most.
@@ -178,20 +178,20 @@ def executions(module: Module) -> tuple[list[Execution], list[str]]:
         for instruction in module.computations.get(name, {}).values():
             match instruction.opcode:
                 case "while":
-                    trips = TRIPS.search(instruction.attributes)
+                    trips = TRIP_COUNT.search(instruction.attributes)
                     if trips is None:
                         endless.append(instruction.name)
-                    for body in instruction.called("body"):
+                    for body in instruction.called_computations("body"):
                         found += walk(body, times * (int(trips[1]) if trips else 1))
                 case "conditional":
-                    names = instruction.called("branch_computations") or (
-                        *instruction.called("true_computation"),
-                        *instruction.called("false_computation"),
+                    names = instruction.called_computations("branch_computations") or (
+                        *instruction.called_computations("true_computation"),
+                        *instruction.called_computations("false_computation"),
                     )
                     branches = [walk(branch, times) for branch in names]
-                    found += max(branches, key=lambda branch: moved(module, branch), default=[])
+                    found += max(branches, key=lambda branch: count_bytes_moved(module, branch), default=[])
                 case "call" | "async-start":
-                    for body in instruction.called("to_apply") or instruction.called("calls"):
+                    for body in instruction.called_computations("to_apply") or instruction.called_computations("calls"):
                         found += walk(body, times)
                 case opcode if not opcode.endswith(("-done", "-update")):
                     found.append(Execution(instruction, module.computations[name], times))
@@ -200,26 +200,26 @@ def executions(module: Module) -> tuple[list[Execution], list[str]]:
     return walk(module.entry, 1), endless
 
 
-def moved(module: Module, found: list[Execution]) -> int:
+def count_bytes_moved(module: HloModule, executions: list[Execution]) -> int:
     """Bytes of main memory that these read and write, at most: every operand is read and every result written, as if
     no cache held anything.
 
     A slice counts as long as it is and not as what it is taken from, alone and in a fusion, and so does an update in
     place: a loop over stacked layers would else count every layer at each of them.
     """
-    return sum(one.times * traffic(module, one.instruction, one.computation) for one in found)
+    return sum(one.times * count_instruction_bytes(module, one.instruction, one.computation) for one in executions)
 
 
-def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
-    sizes = [nbytes(computation[name].shape) for name in instruction.operands if name in computation]
-    whole = nbytes(instruction.shape)
+def count_instruction_bytes(module: HloModule, instruction: Instruction, computation: Computation) -> int:
+    sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
+    whole = count_shape_bytes(instruction.shape)
     match instruction.opcode:
-        case opcode if opcode in NO_MEMORY:
+        case opcode if opcode in NO_TRAFFIC_OPCODES:
             return 0
-        case "fusion" if (called := instruction.called("calls")) and called[0] in module.computations:
+        case "fusion" if (called := instruction.called_computations("calls")) and called[0] in module.computations:
             fused = module.computations[called[0]]
-            return read_by(fused, sizes) + written(fused, module.roots[called[0]])
-        case opcode if opcode in SLICES:
+            return count_fusion_reads(fused, sizes) + count_bytes_written(fused, module.roots[called[0]])
+        case opcode if opcode in SLICE_OPCODES:
             return 2 * whole + sum(sizes[1:])
         case "dynamic-update-slice" if len(sizes) > 1:
             return 2 * sizes[1]
@@ -229,41 +229,41 @@ def traffic(module: Module, instruction: Instruction, computation: Computation) 
             return sum(sizes) + whole
 
 
-def read_by(fused: Computation, sizes: list[int]) -> int:
+def count_fusion_reads(fused: Computation, sizes: list[int]) -> int:
     """What a fusion reads of its operands, whose sizes these are."""
     numbers = {one.name: int(one.operands[0]) for one in fused.values() if one.opcode == "parameter"}
     total = 0
     for name, number in numbers.items():
-        parts = [part(use, source) for use, source in used(fused, name)]
+        parts = [count_bytes_read(use, source) for use, source in find_uses(fused, name)]
         size = sizes[number] if number < len(sizes) else 0
         total += size if None in parts else min(size, sum(filter(None, parts)))
     return total
 
 
-def used(fused: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
+def find_uses(fused: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
     """The instructions that use `name`, and the name under which they do: it may have been reshaped on the way."""
     for one in fused.values():
         if name in one.operands:
-            if one.opcode in RENAMES:
-                yield from used(fused, one.name)
+            if one.opcode in RESHAPE_OPCODES:
+                yield from find_uses(fused, one.name)
             else:
                 yield one, name
 
 
-def part(use: Instruction, source: str) -> int | None:
+def count_bytes_read(use: Instruction, source: str) -> int | None:
     """How many bytes of `source` this reads; None for all."""
     first_only = use.operands[0] == source and source not in use.operands[1:]
-    if use.opcode in SLICES and first_only:
-        return nbytes(use.shape)
+    if use.opcode in SLICE_OPCODES and first_only:
+        return count_shape_bytes(use.shape)
     return 0 if use.opcode == "dynamic-update-slice" and first_only else None
 
 
-def written(fused: Computation, root: str) -> int:
+def count_bytes_written(fused: Computation, root: str) -> int:
     one = fused[root]
     if one.opcode == "tuple":
-        return sum(written(fused, name) for name in one.operands)
-    if one.opcode in RENAMES and one.operands[0] in fused:
-        return written(fused, one.operands[0])
+        return sum(count_bytes_written(fused, name) for name in one.operands)
+    if one.opcode in RESHAPE_OPCODES and one.operands[0] in fused:
+        return count_bytes_written(fused, one.operands[0])
     if one.opcode == "dynamic-update-slice" and one.operands[1] in fused:
-        return nbytes(fused[one.operands[1]].shape)
-    return nbytes(one.shape)
+        return count_shape_bytes(fused[one.operands[1]].shape)
+    return count_shape_bytes(one.shape)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-CLOSED = ("pallas_call", "ffi_call", "pure_callback", "io_callback", "tpu_custom_call", "triton_kernel_call")
+OPAQUE_PRIMITIVES = ("pallas_call", "ffi_call", "pure_callback", "io_callback", "tpu_custom_call", "triton_kernel_call")
 """Primitives that hide what they compute; attention as cuDNN has it is one more."""
 
 
@@ -33,45 +33,45 @@ class Flops:
         return Flops(self.total * times, self.uncounted)
 
 
-def flops(jaxpr: Any) -> Flops:
+def count_flops(jaxpr: Any) -> Flops:
     """Those of a jaxpr and of all jaxprs in it: the body of a scan as often as it runs, of a conditional the branch
     with the most, of a `shard_map` what one device does times the devices."""
     total = Flops(0)
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        total += of_equation(equation)
+        total += count_equation_flops(equation)
     return total
 
 
-def of_equation(equation: Any) -> Flops:
+def count_equation_flops(equation: Any) -> Flops:
     name, options = equation.primitive.name, equation.params
     match name:
         case "dot_general":
-            return Flops(product(equation))
+            return Flops(count_dot_flops(equation))
         case "ragged_dot_general" | "ragged_dot":
-            return Flops(ragged_product(equation))
+            return Flops(count_ragged_dot_flops(equation))
         case "conv_general_dilated":
-            return Flops(convolution(equation))
+            return Flops(count_convolution_flops(equation))
         case "scan":
-            return flops(options["jaxpr"]) * options["length"]
+            return count_flops(options["jaxpr"]) * options["length"]
         case "cond":
-            return max(map(flops, options["branches"]), key=lambda branch: branch.total)
+            return max(map(count_flops, options["branches"]), key=lambda branch: branch.total)
         case "while":
-            body = flops(options["body_jaxpr"]) + flops(options["cond_jaxpr"])
-            return body + Flops(0, (f"while loop {place(equation)}",)) if body.total else body
+            body = count_flops(options["body_jaxpr"]) + count_flops(options["cond_jaxpr"])
+            return body + Flops(0, (f"while loop {format_scope(equation)}",)) if body.total else body
         case "shard_map":
             sizes = options["mesh"].shape
             axes = options.get("newly_manual_axes", options.get("manual_axes", sizes))  # the name has moved
-            return flops(options["jaxpr"]) * math.prod(sizes[axis] for axis in axes)
-        case _ if name in CLOSED or name.startswith("dot_product_attention"):
+            return count_flops(options["jaxpr"]) * math.prod(sizes[axis] for axis in axes)
+        case _ if name in OPAQUE_PRIMITIVES or name.startswith("dot_product_attention"):
             estimate = getattr(options.get("cost_estimate"), "flops", None)
-            return Flops(0, (f"{name} {place(equation)}",)) if estimate is None else Flops(int(estimate))
+            return Flops(0, (f"{name} {format_scope(equation)}",)) if estimate is None else Flops(int(estimate))
     total = Flops(0)
-    for inner in jaxprs(options):
-        total += flops(inner)
+    for inner in find_subjaxprs(options):
+        total += count_flops(inner)
     return total
 
 
-def jaxprs(options: Any) -> Iterator[Any]:
+def find_subjaxprs(options: Any) -> Iterator[Any]:
     """Those that an equation carries: what jit, remat and custom gradients call."""
     for value in options.values():
         for one in value if isinstance(value, tuple | list) else (value,):
@@ -79,38 +79,41 @@ def jaxprs(options: Any) -> Iterator[Any]:
                 yield one
 
 
-def product(equation: Any) -> int:
+def count_dot_flops(equation: Any) -> int:
     left, right = (x.aval for x in equation.invars[:2])
     (_, contracted), (_, batch) = equation.params["dimension_numbers"]
-    return 2 * complexity(equation) * left.size * rest(right.shape, (*contracted, *batch))
+    return 2 * get_complex_factor(equation) * left.size * multiply_sizes_except(right.shape, (*contracted, *batch))
 
 
-def ragged_product(equation: Any) -> int:
+def count_ragged_dot_flops(equation: Any) -> int:
     """Every row with the one group that is its own; what a backend multiplies beyond that does not count."""
     left, right = (x.aval for x in equation.invars[:2])
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     return (
-        2 * complexity(equation) * left.size * rest(right.shape, (*contracted, *batch, *numbers.rhs_group_dimensions))
+        2
+        * get_complex_factor(equation)
+        * left.size
+        * multiply_sizes_except(right.shape, (*contracted, *batch, *numbers.rhs_group_dimensions))
     )
 
 
-def convolution(equation: Any) -> int:
+def count_convolution_flops(equation: Any) -> int:
     """For each result a sum over the window and the input features of its group; padding counts as data does."""
     kernel = equation.invars[1].aval.shape
     features = equation.params["dimension_numbers"].rhs_spec[0]
-    return 2 * complexity(equation) * equation.outvars[0].aval.size * rest(kernel, (features,))
+    return 2 * get_complex_factor(equation) * equation.outvars[0].aval.size * multiply_sizes_except(kernel, (features,))
 
 
-def rest(shape: tuple[int, ...], without: tuple[int, ...]) -> int:
-    return math.prod(size for place, size in enumerate(shape) if place not in without)
+def multiply_sizes_except(shape: tuple[int, ...], excluded: tuple[int, ...]) -> int:
+    return math.prod(size for place, size in enumerate(shape) if place not in excluded)
 
 
-def complexity(equation: Any) -> int:
+def get_complex_factor(equation: Any) -> int:
     return 4 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1
 
 
-def place(equation: Any) -> str:
+def format_scope(equation: Any) -> str:
     """The scopes that an equation was traced in."""
     stack = str(equation.source_info.name_stack)
     return f"in {stack}" if stack else "outside any module"

@@ -14,11 +14,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from . import hlo
-from .collectives import Collective, collectives
-from .operations import Flops, flops
-from .report import report
+from .collectives import Collective, sum_collectives
+from .operations import Flops, count_flops
+from .report import format_program
 
-CACHE_HIT = "/jax/compilation_cache/cache_hits"
+CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class DonationError(ValueError):
@@ -26,7 +26,7 @@ class DonationError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Seconds:
+class CompileTimes:
     """What the first call of a step waits for, besides running."""
 
     trace: float
@@ -39,7 +39,7 @@ class Seconds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryStats:
     """Bytes on one device while the step runs."""
 
     arguments: int
@@ -73,26 +73,26 @@ class Donation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """What `compiled` found out. `print(program)` shows it in a dozen lines, `program.as_dict()` is for JSON."""
 
     name: str
     mesh: dict[str, int]
     """Axes of more than one device, and their sizes."""
     devices: int
-    seconds: Seconds
+    seconds: CompileTimes
     flops: Flops
     """Of matrix products and convolutions, of all devices together."""
     bytes_moved: int
     """On one device, to and from main memory, at most: as if no cache held anything."""
     endless: tuple[str, ...]
     """Loops of the compiled program whose length it does not tell: what they move and send is counted once."""
-    memory: Memory | None
+    memory: MemoryStats | None
     """None where the backend does not tell."""
     collectives: tuple[Collective, ...]
     donations: tuple[Donation, ...]
     text: str = dataclasses.field(repr=False)
-    """The optimised HLO."""
+    """The optimized HLO."""
 
     @property
     def failed_donations(self) -> tuple[Donation, ...]:
@@ -116,16 +116,16 @@ class Program:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "text"}
 
     def __str__(self) -> str:
-        return report(self)
+        return format_program(self)
 
 
-def compiled(step: Callable, *args: Any, **kwargs: Any) -> Program:
+def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     """Trace, lower and compile `step(*args, **kwargs)`, and say what that gives. Nothing runs and nothing is donated.
 
-    `step` is a jitted function (`eqx.filter_jit`, `jax.jit`), or a plain one, which is jitted here. Called afterwards
+    `step` is a jitted function (`eqx.filter_jit`, `jax.jit`), or a plain one, which is jitted here. Called afterward
     with the same arguments, a jitted one is not compiled again.
 
-    Counts are read off the program: FLOPs off its jaxpr, everything else off the HLO after optimisation. XLA's own
+    Counts are read off the program: FLOPs off its jaxpr, everything else off the HLO after optimization. XLA's own
     `cost_analysis()` is not used: it counts a loop's body once, and the layers of a model are a loop.
 
     **Raises** `TypeError` for shapes in place of arrays, and for an object that has a `lower` but is not jitted.
@@ -137,78 +137,78 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> Program:
     jaxpr = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0].jaxpr
     calls = [equation for equation in jaxpr.eqns if "donated_invars" in equation.params]
     if len(calls) != 1:
-        raise TypeError(f"{name_of(step)} is not one jitted function: pass what eqx.filter_jit or jax.jit gave")
+        raise TypeError(f"{get_step_name(step)} is not one jitted function: pass what eqx.filter_jit or jax.jit gave")
     traced = time.perf_counter()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # `donations` says which
         stage: Any = step.lower(*args, **kwargs)
     lowered = time.perf_counter()
-    with cache_hits() as hits:
+    with CacheHitListener() as hits:
         stage = stage.compile()
-    seconds = Seconds(traced - start, lowered - traced, time.perf_counter() - lowered, bool(hits))
+    seconds = CompileTimes(traced - start, lowered - traced, time.perf_counter() - lowered, bool(hits))
     executable = getattr(stage, "compiled", stage)  # Equinox wraps JAX's own
     text = executable.as_text() or ""
-    module = hlo.read(text)
-    found, endless = hlo.executions(module)
-    devices = hlo.devices(module)
-    mesh = mesh_of(jaxpr, (args, kwargs), devices)
-    return Program(
-        name=name_of(step),
+    module = hlo.parse_module(text)
+    found, endless = hlo.list_executions(module)
+    devices = hlo.count_devices(module)
+    mesh = find_mesh(jaxpr, (args, kwargs), devices)
+    return CompiledProgram(
+        name=get_step_name(step),
         mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
         devices=devices,
         seconds=seconds,
-        flops=flops(jaxpr),
-        bytes_moved=hlo.moved(module, found),
+        flops=count_flops(jaxpr),
+        bytes_moved=hlo.count_bytes_moved(module, found),
         endless=tuple(endless),
-        memory=memory_of(executable),
-        collectives=collectives(found, mesh, devices),
-        donations=tuple(donations(calls[0], arguments(step, jaxpr, args, kwargs), executable, module)),
+        memory=read_memory_stats(executable),
+        collectives=sum_collectives(found, mesh, devices),
+        donations=tuple(check_donations(calls[0], name_arguments(step, jaxpr, args, kwargs), executable, module)),
         text=text,
     )
 
 
-class cache_hits:
+class CacheHitListener:
     """What comes out of the persistent compilation cache, in this thread."""
 
     def __enter__(self) -> list[str]:
         self.hits: list[str] = []
         self.thread = threading.get_ident()
-        jax.monitoring.register_event_listener(self.note)
+        jax.monitoring.register_event_listener(self.record)
         return self.hits
 
     def __exit__(self, *_: Any) -> None:
-        jax.monitoring.unregister_event_listener(self.note)
+        jax.monitoring.unregister_event_listener(self.record)
 
-    def note(self, event: str, **_: Any) -> None:
-        if event == CACHE_HIT and threading.get_ident() == self.thread:
+    def record(self, event: str, **_: Any) -> None:
+        if event == CACHE_HIT_EVENT and threading.get_ident() == self.thread:
             self.hits.append(event)
 
 
-def name_of(step: Any) -> str:
+def get_step_name(step: Any) -> str:
     return getattr(step, "__name__", type(step).__name__)
 
 
-def mesh_of(jaxpr: Any, args: Any, devices: int) -> Mesh | None:
+def find_mesh(jaxpr: Any, args: Any, devices: int) -> Mesh | None:
     """The mesh that the arguments lie on, or that the step itself brings; None where there is none of so many devices.
     The program numbers its devices as the mesh does."""
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)] + list(meshes_in(jaxpr))
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)] + list(find_meshes(jaxpr))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size == devices), None)
 
 
-def meshes_in(jaxpr: Any) -> Iterator[Any]:
+def find_meshes(jaxpr: Any) -> Iterator[Any]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "shard_map":
             yield equation.params["mesh"]
         elif "jaxpr" in equation.params:
-            yield from meshes_in(equation.params["jaxpr"])
+            yield from find_meshes(equation.params["jaxpr"])
 
 
-def memory_of(executable: Any) -> Memory | None:
+def read_memory_stats(executable: Any) -> MemoryStats | None:
     stats = executable.memory_analysis()
     if stats is None:
         return None
-    return Memory(
+    return MemoryStats(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
@@ -218,10 +218,10 @@ def memory_of(executable: Any) -> Memory | None:
     )
 
 
-def arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
+def name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
     """Name and array of each argument, by the identity of its variable in the jaxpr: a literal has no hash."""
     paths, _ = jax.tree_util.tree_flatten_with_path(eqx.filter((args, kwargs), eqx.is_array))
-    words, named = parameter_names(step, len(args)), {}
+    words, named = name_positional_arguments(step, len(args)), {}
     for variable, ((part, key, *path), x) in zip(jaxpr.invars, paths, strict=True):
         first = words[key.idx] if part.idx == 0 else key.key
         rest = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
@@ -229,7 +229,7 @@ def arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tup
     return named
 
 
-def parameter_names(step: Any, count: int) -> list[str]:
+def name_positional_arguments(step: Any, count: int) -> list[str]:
     """What the step calls its first `count` positional arguments."""
     parameters = inspect.signature(step).parameters.values()
     own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -237,23 +237,25 @@ def parameter_names(step: Any, count: int) -> list[str]:
     return [own[place] if place < len(own) else f"{more}.{place - len(own)}" for place in range(count)]
 
 
-def donations(call: Any, known: dict[int, tuple[str, Any]], executable: Any, module: hlo.Module) -> Iterator[Donation]:
+def check_donations(
+    call: Any, known: dict[int, tuple[str, Any]], executable: Any, module: hlo.HloModule
+) -> Iterator[Donation]:
     """The donated among the arguments of a jitted call, held against what the program says.
 
     The program lacks the arguments that it does not use: those have no sharding there. Constants that JAX turned into
     arguments stand before all others.
     """
     used = [form.sharding is not None for form in jax.tree.leaves(executable.input_formats)]
-    place = hlo.parameters(module) - sum(used)
-    taken = hlo.aliased(module)
+    place = hlo.count_parameters(module) - sum(used)
+    taken = hlo.find_aliased_parameters(module)
     for variable, donated, use in zip(call.invars, call.params["donated_invars"], used, strict=True):
         if donated:
             name, x = known.get(id(variable), ("an array that the step closes over", variable.aval))
-            yield Donation(name, bytes_of(x), use and place in taken, use)
+            yield Donation(name, count_device_bytes(x), use and place in taken, use)
         place += use
 
 
-def bytes_of(x: Any) -> int:
+def count_device_bytes(x: Any) -> int:
     """On one device."""
     shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
     return math.prod(shape) * x.dtype.itemsize

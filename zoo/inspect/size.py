@@ -11,21 +11,21 @@ from zoo.layers import AbstractPackedLinear
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class ModelSize:
     """What `size` found."""
 
-    numbers: int
+    num_parameters: int
     """Of a matrix that is packed as many as it stands for."""
     bytes: int
     """Of all arrays, once, on however many devices they lie."""
 
     @property
-    def bits(self) -> float:
+    def bits_per_parameter(self) -> float:
         """Bits a number."""
-        return 8 * self.bytes / self.numbers
+        return 8 * self.bytes / self.num_parameters
 
 
-def size(model: PyTree) -> Size:
+def measure_size(model: PyTree) -> ModelSize:
     """Numbers and bytes of a model, or of its shapes alone. Learnt or not, all floating numbers are counted; what is
     packed counts decoded, and integers beside it take bytes only."""
     nodes = jax.tree.leaves(model, is_leaf=is_packed)
@@ -33,7 +33,7 @@ def size(model: PyTree) -> Size:
     arrays = [x for x in nodes if hasattr(x, "dtype")] + [node.bias for node in packed if node.bias is not None]
     numbers = sum(x.size for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
     numbers += sum(math.prod(jax.eval_shape(node.decode, *node.packed).shape) for node in packed)
-    return Size(numbers, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "dtype")))
+    return ModelSize(numbers, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "dtype")))
 
 
 def is_packed(node: Any) -> bool:

@@ -2,32 +2,32 @@
 
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
 from .attention import Attention
-from .cache import KeyValueCache, LatentCache
-from .convolution import ShortConvolution, Window
-from .course import Course
-from .delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
+from .convolution import ConvState, ShortConvolution
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding
-from .gated_norm import GatedGroupNorm
-from .heads import HeadNorm, LowRank, Memory
-from .hgrn2 import HGRN2
-from .info import Info, positions_of
+from .kv_cache import KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
 from .linear import Linear
-from .linear_attention import GatedLinearAttention, Lightning, LinearAttention, Retention
-from .mamba import Mamba, MambaState
-from .mamba2 import Mamba2
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
-from .mlstm import MLSTM
-from .moe import MixtureOfExperts
+from .moe.mixture import MixtureOfExperts
+from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
+from .moe.routing import Routing
 from .norm import LayerNorm, RMSNorm
-from .packed import AbstractPackedLinear, PackedLinear
-from .quantised import Int8Linear, NF4Linear
-from .rg_lru import RGLRU
-from .router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
-from .routing import Routing
-from .rwkv import RWKV6, RWKV7
-from .rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
+from .quantized.linear import Int8Linear, NF4Linear
+from .quantized.packed import AbstractPackedLinear, MXFP4Linear
+from .recurrent.common import HeadNorm, LowRank, RecurrentState
+from .recurrent.context import RecurrenceContext
+from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
+from .recurrent.gated_norm import GatedGroupNorm
+from .recurrent.hgrn2 import HGRN2
+from .recurrent.linear_attention import GatedLinearAttention, Lightning, LinearAttention, Retention
+from .recurrent.mamba import Mamba, MambaState
+from .recurrent.mamba2 import Mamba2
+from .recurrent.mlstm import MLSTM
+from .recurrent.rg_lru import RGLRU
+from .recurrent.rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
+from .recurrent.rwkv6 import RWKV6, RWKV7
+from .token_info import TokenInfo, token_positions
 
 __all__ = [
     "HGRN2",
@@ -47,7 +47,7 @@ __all__ = [
     "Attention",
     "BiasedRouter",
     "ClampedGatedMLP",
-    "Course",
+    "ConvState",
     "DeltaNet",
     "Dropout",
     "Embedding",
@@ -57,7 +57,6 @@ __all__ = [
     "GatedLinearAttention",
     "GatedMLP",
     "HeadNorm",
-    "Info",
     "Int8Linear",
     "KeyValueCache",
     "KimiDeltaAttention",
@@ -68,22 +67,23 @@ __all__ = [
     "Linear",
     "LinearAttention",
     "LowRank",
+    "MXFP4Linear",
     "Mamba",
     "Mamba2",
     "MambaState",
-    "Memory",
     "MixtureOfExperts",
     "NF4Linear",
-    "PackedLinear",
     "PositionEmbedding",
     "RMSNorm",
     "RWKV4ChannelMixing",
     "RWKV4State",
+    "RecurrenceContext",
+    "RecurrentState",
     "Retention",
     "Routing",
     "ShortConvolution",
     "SoftmaxRouter",
+    "TokenInfo",
     "TopSoftmaxRouter",
-    "Window",
-    "positions_of",
+    "token_positions",
 ]

@@ -8,12 +8,12 @@ from jaxtyping import Array, Float, Int
 
 from zoo.parallel import Module
 
-from .info import Info
-from .routing import Routing
+from .moe.routing import Routing
+from .token_info import TokenInfo
 
 
 class AbstractLinear(Module):
-    """What stands where a matrix is multiplied: a `Linear`, or what an adapter or a quantised form puts there."""
+    """What stands where a matrix is multiplied: a `Linear`, or what an adapter or a quantized form puts there."""
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
@@ -29,20 +29,20 @@ class AbstractLinear(Module):
         """How many outputs live here: on a device's share, its share."""
 
     @property
-    def matrix(self) -> Float[Array, "out in"]:
+    def dense_weight(self) -> Float[Array, "out in"]:
         """W, in float32: of a device's share, its share."""
         raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own")
 
     @property
-    def shift(self) -> Float[Array, "out"] | None:
+    def dense_bias(self) -> Float[Array, "out"] | None:
         """b, where there is one."""
         raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own, and no bias of one")
 
-    def exchanged(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "AbstractLinear":
+    def with_weight(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> "AbstractLinear":
         """The same with another W and b, in the dtypes that these have."""
         raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own that could be exchanged")
 
-    def keyed(self, info: Info, site: int) -> "AbstractLinear":
+    def with_dropout_keys(self, info: TokenInfo, site: int) -> "AbstractLinear":
         """The same with random keys, where it drops values in training: most do not. `site` tells it from the others of
         its layer."""
         return self
@@ -55,11 +55,11 @@ class AbstractLinear(Module):
         """
         raise NotImplementedError(f"a {type(self).__name__} multiplies no groups of rows, as experts do")
 
-    def per_unit(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
+    def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
         """Each head's part of W times a vector of its own: W_h x_h. For an `out` that counts in units."""
         raise NotImplementedError(f"a {type(self).__name__} multiplies no head by itself, as latent attention does")
 
-    def per_unit_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
+    def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
         """W_hᵀ x_h of each head. For an `out` that counts in units."""
         raise NotImplementedError(f"a {type(self).__name__} multiplies no head by itself, as latent attention does")
 
@@ -92,7 +92,7 @@ class AbstractMixer(Module):
 
     @abc.abstractmethod
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: Info, state: Any = None
+        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: Any = None
     ) -> tuple[Float[Array, "batch seq embed"], Any]:
         """What each token takes from those it sees; and the state after them, where one came."""
 
@@ -101,7 +101,7 @@ class AbstractMixer(Module):
         """What it remembers before the first of up to `length` tokens."""
 
     @property
-    def settled_length(self) -> int | None:
+    def rope_stable_length(self) -> int | None:
         """Up to how many tokens what it computes does not depend on how long the text is to be; None where it never
         does."""
         return None

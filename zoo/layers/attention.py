@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.attention import Sight, grouped
+from zoo.ops.attention import AttentionMask, grouped_query_attention
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, full_precision, manner, offset, shares, split
+from zoo.parallel import Dim, full_precision, implementation_option, num_shards, shard_offset, sharded_axes
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from .cache import KeyValueCache, refuse_unplaced
-from .heads import head_size
-from .info import Info
+from .kv_cache import KeyValueCache, require_positions
 from .linear import Linear
-from .rotary import cos_and_sin, settled_length
+from .recurrent.common import resolve_head_dim
+from .rotary import compute_cos_sin, rope_stable_length
+from .token_info import TokenInfo
 
 
 class Attention(AbstractMixer):
@@ -41,7 +41,7 @@ class Attention(AbstractMixer):
     out: AbstractLinear
     query_norm: AbstractNorm | None
     key_norm: AbstractNorm | None
-    sinks: Float[Array, "heads"] | None = full_precision()
+    sinks: Float[Array, "split_heads"] | None = full_precision()
 
     head_dim: int = eqx.field(static=True)
     rotary: Rotary | None = eqx.field(static=True)
@@ -49,8 +49,8 @@ class Attention(AbstractMixer):
     soft_cap: float | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
-    whole_norm: bool = eqx.field(static=True)
-    form: Callable = manner()
+    norm_over_heads: bool = eqx.field(static=True)
+    implementation: Callable = implementation_option()
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Attention(AbstractMixer):
         head_dim: int | None = None,
         rotary: Rotary | None = None,
         qk_norm: Callable[[], AbstractNorm] | None = None,
-        whole_norm: Callable[..., AbstractNorm] | None = None,
+        norm_over_heads: Callable[..., AbstractNorm] | None = None,
         bias: bool = False,
         out_bias: bool = False,
         window: int | None = None,
@@ -69,7 +69,7 @@ class Attention(AbstractMixer):
         scale: float | None = None,
         clip: float | int | None = None,
         sinks: bool = False,
-        form: Callable = grouped,
+        implementation: Callable = grouped_query_attention,
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
@@ -91,9 +91,9 @@ class Attention(AbstractMixer):
             raise ValueError(f"a window holds at least 1 token, its own, not {window}")
         if clip is not None and clip <= 0:
             raise ValueError(f"a clip bounds values to more than 0, not to {clip}")
-        if qk_norm is not None and whole_norm is not None:
+        if qk_norm is not None and norm_over_heads is not None:
             raise ValueError("queries and keys have one norm: qk_norm, over head_dim, or whole_norm, over all heads")
-        head_dim = head_size(embed, heads, head_dim)
+        head_dim = resolve_head_dim(embed, heads, head_dim)
         query_key, key_key, value_key, out_key = jax.random.split(key, 4)
         stream, queries, keys = Dim("embed"), Dim("heads", head_dim), Dim("kv_heads", head_dim)
         self.query = Linear(embed, heads * head_dim, in_=stream, out=queries, bias=bias, key=query_key)
@@ -102,17 +102,17 @@ class Attention(AbstractMixer):
         self.out = Linear(heads * head_dim, embed, in_=queries, out=stream, bias=out_bias, scale=out_scale, key=out_key)
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()
-        if whole_norm is not None:
-            self.query_norm = whole_norm(heads * head_dim, features=queries)
-            self.key_norm = whole_norm(kv_heads * head_dim, features=keys)
-        self.clip, self.whole_norm = None if clip is None else float(clip), whole_norm is not None
+        if norm_over_heads is not None:
+            self.query_norm = norm_over_heads(heads * head_dim, features=queries)
+            self.key_norm = norm_over_heads(kv_heads * head_dim, features=keys)
+        self.clip, self.norm_over_heads = None if clip is None else float(clip), norm_over_heads is not None
         self.sinks = jnp.zeros(heads) if sinks else None
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
-        self.soft_cap, self.scale, self.form = soft_cap, scale, form
+        self.soft_cap, self.scale, self.implementation = soft_cap, scale, implementation
 
     @property
-    def settled_length(self) -> int | None:
-        return settled_length(self.rotary)
+    def rope_stable_length(self) -> int | None:
+        return rope_stable_length(self.rotary)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
         """An empty cache for `length` tokens; with a window, with no more slots than that.
@@ -125,31 +125,33 @@ class Attention(AbstractMixer):
         return KeyValueCache.empty(batch, slots, kv_heads, self.head_dim, dtype, length)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: Info, state: KeyValueCache | None = None
+        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: KeyValueCache | None = None
     ) -> tuple[Float[Array, "batch seq embed"], KeyValueCache | None]:
         """With a `state`, the tokens follow those that it holds, and `info.positions` says which is which.
 
         **Raises** `ValueError` for a state without positions.
         """
-        refuse_unplaced(info, state)
-        query, key = self.heads(self.query(x), self.query_norm), self.heads(self.key(x), self.key_norm)
-        value = self.heads(self.value(x), None)
+        require_positions(info, state)
+        query, key = self.split_heads(self.query(x), self.query_norm), self.split_heads(self.key(x), self.key_norm)
+        value = self.split_heads(self.value(x), None)
         if self.rotary is not None:
-            cos, sin = cos_and_sin(self.rotary, x, info, None if state is None else state.length)
+            cos, sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
         mixed, state = self.attend(query, key, value, info, state)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
-    def heads(self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None) -> Float[Array, "batch seq _ head_dim"]:
+    def split_heads(
+        self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None
+    ) -> Float[Array, "batch seq _ head_dim"]:
         """However many heads live here, with their norm and clip."""
-        x = norm(x) if norm is not None and self.whole_norm else x
+        x = norm(x) if norm is not None and self.norm_over_heads else x
         x = x.reshape(*x.shape[:2], -1, self.head_dim)
-        x = norm(x) if norm is not None and not self.whole_norm else x
+        x = norm(x) if norm is not None and not self.norm_over_heads else x
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
     def attend(self, query, key, value, info, state):
-        sight, seen = Sight(True, self.window, info.segment_ids, info.segment_ids), (key, value)
+        sight, seen = AttentionMask(True, self.window, info.segment_ids, info.segment_ids), (key, value)
         if state is not None:
             new = key, value, info.positions
             before, state = state, state.write(*new)
@@ -157,22 +159,22 @@ class Attention(AbstractMixer):
             if self.window and query.shape[1] > 1:  # the ring may have dropped what the first of these still see
                 held = before.read()
                 *seen, positions = jax.tree.map(lambda a, b: jnp.concatenate([a.astype(b.dtype), b], 1), held, new)
-            sight = Sight(True, self.window, query_positions=info.positions, key_positions=positions)
-        key, value = (own(x, query) for x in seen)
+            sight = AttentionMask(True, self.window, query_positions=info.positions, key_positions=positions)
+        key, value = (select_kv_heads(x, query) for x in seen)
         options = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
-        return self.form(query, key, value, sight, **options), state
+        return self.implementation(query, key, value, sight, **options), state
 
 
-def own(
+def select_kv_heads(
     x: Float[Array, "batch seq units _"],
     heads: Float[Array, "batch heads_seq heads _"],
     *,
-    shared: str = "kv_heads",
+    dim: str = "kv_heads",
 ) -> Float[Array, "batch seq _ _"]:
     """Of what `heads` share in groups, such as keys, that which the heads living here use: all of it, except where
     heads are split and the dim called `shared`, having too few, lies whole. Then a device's heads share one."""
-    parts = shares(heads, "heads")
-    if parts == 1 or split(x, shared):
+    parts = num_shards(heads, "heads")
+    if parts == 1 or sharded_axes(x, dim):
         return x
-    index = offset(heads, "heads", 1) * x.shape[2] // parts
+    index = shard_offset(heads, "heads", 1) * x.shape[2] // parts
     return lax.dynamic_slice_in_dim(x, index, 1, axis=2)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.convolution import convolved, lagged
+from zoo.ops.convolution import causal_conv1d, lag_inputs
 from zoo.parallel import Dim, Module
 
-from .course import Course
+from .recurrent.context import RecurrenceContext
 
 
-class Window(Module):
+class ConvState(Module):
     """The last inputs of a convolution, oldest first: one fewer than its width."""
 
     inputs: Float[Array, "batch conv features"]
@@ -48,34 +48,34 @@ class ShortConvolution(Module):
     def width(self) -> int:
         return self.weight.shape[-1]
 
-    def init_state(self, batch: int, dtype: Any = jnp.float32) -> Window:
-        return Window(jnp.zeros((batch, self.width - 1, self.weight.shape[0]), dtype), self.features)
+    def init_state(self, batch: int, dtype: Any = jnp.float32) -> ConvState:
+        return ConvState(jnp.zeros((batch, self.width - 1, self.weight.shape[0]), dtype), self.features)
 
     def __call__(
-        self, x: Float[Array, "batch seq features"], course: Course, state: Window | None = None
-    ) -> tuple[Float[Array, "batch seq features"], Window | None]:
+        self, x: Float[Array, "batch seq features"], context: RecurrenceContext, state: ConvState | None = None
+    ) -> tuple[Float[Array, "batch seq features"], ConvState | None]:
         """The sums; and the last inputs, where those before came."""
-        seen = behind(x, self.width - 1, course, state)
-        y = convolved(seen, self.weight, self.bias, course.segment_ids)
-        return y.astype(x.dtype), after(seen, self.width - 1, state)
+        seen = prepend_history(x, self.width - 1, context, state)
+        y = causal_conv1d(seen, self.weight, self.bias, context.segment_ids)
+        return y.astype(x.dtype), update_conv_state(seen, self.width - 1, state)
 
 
-def no_token(batch: int, size: int, dtype: Any, *, features: Dim = Dim("features")) -> Window:
+def init_token_shift(batch: int, size: int, dtype: Any, *, features: Dim = Dim("features")) -> ConvState:
     """A window of one token before there was any."""
-    return Window(jnp.zeros((batch, 1, size), dtype), features)
+    return ConvState(jnp.zeros((batch, 1, size), dtype), features)
 
 
-def shifted(
-    x: Float[Array, "batch seq features"], course: Course, window: Window | None
-) -> tuple[Float[Array, "batch seq features"], Window | None]:
+def token_shift(
+    x: Float[Array, "batch seq features"], context: RecurrenceContext, state: ConvState | None
+) -> tuple[Float[Array, "batch seq features"], ConvState | None]:
     """The token before each, zero before the first; and the last, where the one before came: RWKV's token shift (Peng
     et al., arXiv:2305.13048, section 3.1)."""
-    seen = behind(x, 1, course, window)
-    return lagged(seen, 1, x.shape[1], course.segment_ids), after(seen, 1, window)
+    seen = prepend_history(x, 1, context, state)
+    return lag_inputs(seen, 1, x.shape[1], context.segment_ids), update_conv_state(seen, 1, state)
 
 
-def behind(
-    x: Float[Array, "batch seq features"], count: int, course: Course, state: Window | None
+def prepend_history(
+    x: Float[Array, "batch seq features"], count: int, context: RecurrenceContext, state: ConvState | None
 ) -> Float[Array, "batch _ features"]:
     """The inputs, and in front of them the `count` before: zeros without a state.
 
@@ -85,15 +85,15 @@ def behind(
     if state is None:
         return jnp.pad(x, [(0, 0), (count, 0), (0, 0)])
     together = jnp.concatenate([state.inputs.astype(x.dtype), x], axis=1)
-    if course.real is None or count == 0:
+    if context.token_mask is None or count == 0:
         return together
-    padding = (~course.real).sum(1)
+    padding = (~context.token_mask).sum(1)
     place = lambda row, inputs, first: lax.dynamic_update_slice_in_dim(row, inputs, first, axis=0)
     return jax.vmap(place)(together, state.inputs.astype(x.dtype), padding)
 
 
-def after(seen: Float[Array, "batch _ features"], count: int, state: Window | None) -> Window | None:
+def update_conv_state(seen: Float[Array, "batch _ features"], count: int, state: ConvState | None) -> ConvState | None:
     """What the next tokens will want of these, where there was a state."""
     if state is None:
         return None
-    return Window(seen[:, seen.shape[1] - count :].astype(state.inputs.dtype), state.features)
+    return ConvState(seen[:, seen.shape[1] - count :].astype(state.inputs.dtype), state.features)

@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float
 
 from zoo.ops.dropout import dropout
-from zoo.parallel import Module, manner, offset
+from zoo.parallel import Module, implementation_option, shard_offset
 
-from .info import Info
+from .token_info import TokenInfo
 
 
 class Dropout(Module):
@@ -15,16 +15,21 @@ class Dropout(Module):
     Without keys, which is how a model runs at inference, the identity.
     """
 
-    rate: float = manner()
+    rate: float = implementation_option()
 
     def __check_init__(self):
         if not 0 <= self.rate < 1:
             raise ValueError(f"a dropout rate is at least 0 and less than 1, not {self.rate}")
 
-    def __call__(self, x: Float[Array, "batch seq embed"], info: Info, *, site: int) -> Float[Array, "batch seq embed"]:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], info: TokenInfo, *, site: int
+    ) -> Float[Array, "batch seq embed"]:
         """`site` tells apart the places of one layer that drop values."""
-        keys = info.fold(site).keys
+        keys = info.fold_keys(site).keys
         if keys is None or self.rate == 0:
             return x
-        places = {"seq_offset": offset(x, "seq", x.shape[1]), "feature_offset": offset(x, "embed", x.shape[2])}
+        places = {
+            "seq_offset": shard_offset(x, "seq", x.shape[1]),
+            "feature_offset": shard_offset(x, "embed", x.shape[2]),
+        }
         return dropout(x, keys, rate=self.rate, **places)

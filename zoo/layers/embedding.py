@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.parallel import Module, offset, reduce, shares
+from zoo.parallel import Module, num_shards, reduce, shard_offset
 
 from .linear import contract, truncated_normal
 
@@ -26,21 +26,21 @@ class AbstractEmbedding(Module):
 
     @property
     @abc.abstractmethod
-    def matrix(self) -> Float[Array, "vocab embed"]:
+    def dense_weight(self) -> Float[Array, "vocab embed"]:
         """The table, in float32: of a device's share, its share."""
 
     @property
-    def shift(self) -> None:
+    def dense_bias(self) -> None:
         """None: there is no bias."""
         return None
 
     @abc.abstractmethod
-    def exchanged(self, matrix: Float[Array, "vocab embed"], shift: None = None) -> "AbstractEmbedding":
+    def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> "AbstractEmbedding":
         """The same with another table."""
 
     @property
     @abc.abstractmethod
-    def sizes(self) -> tuple[int, int]:
+    def table_shape(self) -> tuple[int, int]:
         """How many rows the table has, and how long they are."""
 
 
@@ -64,32 +64,32 @@ class Embedding(AbstractEmbedding):
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
         """An id outside the vocabulary gives NaN, on one device and on any mesh."""
-        found = looked_up(self.weight, tokens)
+        found = lookup_rows(self.weight, tokens)
         return found if self.multiplier == 1 else found * self.multiplier
 
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         return contract(x, self.weight, 1)
 
     @property
-    def matrix(self) -> Float[Array, "vocab embed"]:
+    def dense_weight(self) -> Float[Array, "vocab embed"]:
         return self.weight.astype(jnp.float32)
 
-    def exchanged(self, matrix: Float[Array, "vocab embed"], shift: None = None) -> "Embedding":
-        return eqx.tree_at(lambda embedding: embedding.weight, self, matrix)
+    def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> "Embedding":
+        return eqx.tree_at(lambda embedding: embedding.weight, self, weight)
 
     @property
-    def sizes(self) -> tuple[int, int]:
+    def table_shape(self) -> tuple[int, int]:
         vocab, embed = self.weight.shape
         return vocab, embed
 
 
-def looked_up(table: Float[Array, "vocab size"], tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq size"]:
+def lookup_rows(table: Float[Array, "vocab size"], tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq size"]:
     """Rows of a table whose vocabulary may be split; NaN for an id outside it."""
     size = table.shape[0]
-    local = tokens - offset(table, "vocab", size)
+    local = tokens - shard_offset(table, "vocab", size)
     here = (0 <= local) & (local < size)
     rows = jnp.where(here[..., None], table[jnp.where(here, local, 0)], 0)
-    known = (0 <= tokens) & (tokens < size * shares(table, "vocab"))
+    known = (0 <= tokens) & (tokens < size * num_shards(table, "vocab"))
     return jnp.where(known[..., None], reduce(rows, over="vocab"), jnp.nan)
 
 

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.attention import Sight, grouped
-from zoo.ops.rotary import Rotary, Yarn, apply_rotary, yarn_magnitude
-from zoo.parallel import Dim, manner
+from zoo.ops.attention import AttentionMask, grouped_query_attention
+from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
+from zoo.parallel import Dim, implementation_option
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from .cache import LatentCache, refuse_unplaced
-from .info import Info
+from .kv_cache import LatentCache, require_positions
 from .linear import Linear
 from .norm import RMSNorm
-from .rotary import cos_and_sin, settled_length
+from .rotary import compute_cos_sin, rope_stable_length
+from .token_info import TokenInfo
 
-Queries = Float[Array, "batch seq heads _"]
-Features = Float[Array, "batch key_seq features"]
+HeadVectors = Float[Array, "batch seq heads _"]
+LatentFeatures = Float[Array, "batch key_seq features"]
 
 
 class LatentAttention(AbstractMixer):
@@ -72,7 +72,7 @@ class LatentAttention(AbstractMixer):
     rotary: Rotary = eqx.field(static=True)
     """Of those behind them, which do: `rotary.dim`."""
     scale: float = eqx.field(static=True)
-    form: Callable = manner()
+    implementation: Callable = implementation_option()
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LatentAttention(AbstractMixer):
         bias: bool = False,
         scale: float | int | None = None,
         epsilon: float = 1e-6,
-        form: Callable = grouped,
+        implementation: Callable = grouped_query_attention,
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
@@ -126,12 +126,12 @@ class LatentAttention(AbstractMixer):
         self.key_up = Linear(latent, heads * head_dim, in_=latents, out=keys, key=key_key)
         self.value_up = Linear(latent, heads * value_dim, in_=latents, out=values, key=value_key)
         self.out = Linear(heads * value_dim, embed, in_=values, out=stream, bias=bias, scale=out_scale, key=out_key)
-        self.head_dim, self.rotary, self.form = head_dim, rotary, form
-        self.scale = wide**-0.5 * stretched(rotary) ** 2 if scale is None else float(scale)
+        self.head_dim, self.rotary, self.implementation = head_dim, rotary, implementation
+        self.scale = wide**-0.5 * yarn_mscale(rotary) ** 2 if scale is None else float(scale)
 
     @property
-    def settled_length(self) -> int | None:
-        return settled_length(self.rotary)
+    def rope_stable_length(self) -> int | None:
+        return rope_stable_length(self.rotary)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LatentCache:
         """An empty cache for `length` tokens. Where the rotation depends on the length of the text, it is that of
@@ -139,26 +139,26 @@ class LatentAttention(AbstractMixer):
         return LatentCache.empty(batch, self.latent.out_size + self.rotary.dim, dtype, length)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: Info, state: LatentCache | None = None
+        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: LatentCache | None = None
     ) -> tuple[Float[Array, "batch seq embed"], LatentCache | None]:
         """With a `state`, the tokens follow those that it holds, and `info.positions` says which is which. One such
         token is `absorbed`; several, and those without a state, are `expanded`.
 
         **Raises** `ValueError` for a state without positions.
         """
-        refuse_unplaced(info, state)
-        angles = cos_and_sin(self.rotary, x, info, None if state is None else state.length)
-        query, features = self.queries(x, angles), self.features(x, angles)
-        sight, mix = Sight(True, None, info.segment_ids, info.segment_ids), self.expanded
+        require_positions(info, state)
+        angles = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
+        query, features = self.project_queries(x, angles), self.project_features(x, angles)
+        sight, mix = AttentionMask(True, None, info.segment_ids, info.segment_ids), self.attend_expanded
         if state is not None:
             assert info.positions is not None  # or it was refused
             state = state.write(features, info.positions)
-            features, mix = state.features, self.absorbed if x.shape[1] == 1 else self.expanded
-            sight = Sight(True, query_positions=info.positions, key_positions=state.positions)
+            features, mix = state.features, self.attend_absorbed if x.shape[1] == 1 else self.attend_expanded
+            sight = AttentionMask(True, query_positions=info.positions, key_positions=state.positions)
         mixed = mix(query, features, sight)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
-    def queries(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> Queries:
+    def project_queries(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> HeadVectors:
         """Of however many heads live here: `head_dim` values, and behind them those that were turned."""
         if self.query is not None:
             query = self.query(x)
@@ -167,37 +167,37 @@ class LatentAttention(AbstractMixer):
             query = self.query_up(self.query_norm(self.query_down(x)))
         query = query.reshape(*query.shape[:2], -1, self.head_dim + self.rotary.dim)
         still, turning = jnp.split(query, [self.head_dim], axis=-1)
-        return jnp.concatenate([still, self.turned(turning, angles)], axis=-1)
+        return jnp.concatenate([still, self.rotate(turning, angles)], axis=-1)
 
-    def features(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> Features:
+    def project_features(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> LatentFeatures:
         """What is remembered of each token: its latent, and behind it its rotary key."""
-        rotary_key = self.turned(self.rotary_key(x)[:, :, None], angles)[:, :, 0]
+        rotary_key = self.rotate(self.rotary_key(x)[:, :, None], angles)[:, :, 0]
         return jnp.concatenate([self.latent_norm(self.latent(x)), rotary_key], axis=-1)
 
-    def turned(self, x: Float[Array, "batch seq heads _"], angles: tuple[Array, Array]) -> Queries:
+    def rotate(self, x: Float[Array, "batch seq heads _"], angles: tuple[Array, Array]) -> HeadVectors:
         return apply_rotary(x, *angles, interleaved=self.rotary.interleaved)
 
-    def expanded(self, query: Queries, features: Features, sight: Sight) -> Queries:
+    def attend_expanded(self, query: HeadVectors, features: LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """What each head mixes of values, keys and values of all heads written out."""
         latent, rotary_key = jnp.split(features, [self.latent.out_size], axis=-1)
         of_heads = (*latent.shape[:2], query.shape[2])
         key, value = (up(latent).reshape(*of_heads, -1) for up in (self.key_up, self.value_up))
         rotary_key = jnp.broadcast_to(rotary_key[:, :, None], (*of_heads, self.rotary.dim))
-        return self.form(query, jnp.concatenate([key, rotary_key], axis=-1), value, sight, scale=self.scale)
+        return self.implementation(query, jnp.concatenate([key, rotary_key], axis=-1), value, mask, scale=self.scale)
 
-    def absorbed(self, query: Queries, features: Features, sight: Sight) -> Queries:
+    def attend_absorbed(self, query: HeadVectors, features: LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """The same, by queries in the space of latents. They meet the features as these lie, and mix them whole: to cut
         the latents out of a cache would be to copy it at every token."""
         still, turned = jnp.split(query, [self.head_dim], axis=-1)
-        query = jnp.concatenate([self.key_up.per_unit_transposed(still), turned], axis=-1)
+        query = jnp.concatenate([self.key_up.per_head_transposed(still), turned], axis=-1)
         key = features[:, :, None]
-        mixed = self.form(query, key, key, sight, scale=self.scale)
-        return self.value_up.per_unit(mixed[..., : self.latent.out_size])
+        mixed = self.implementation(query, key, key, mask, scale=self.scale)
+        return self.value_up.per_head(mixed[..., : self.latent.out_size])
 
 
-def stretched(rotary: Rotary) -> float:
+def yarn_mscale(rotary: Rotary) -> float:
     """By how much YaRN as DeepSeek uses it stretches queries and keys beyond what cos and sin do already."""
     scaling = rotary.scaling
-    if not isinstance(scaling, Yarn) or not scaling.mscale_all_dim:
+    if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
         return 1.0
-    return yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
+    return yarn_get_mscale(scaling.factor, scaling.mscale_all_dim)

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.ops.grouped_matmul import grouped_matmul, of_groups
-from zoo.ops.product import plus_product, product
-from zoo.parallel import Dim, offset, reduce
+from zoo.ops.matmul import add_matmul, einsum_fp32_accum
+from zoo.ops.moe.grouped_matmul import expand_group_values, grouped_matmul
+from zoo.parallel import Dim, reduce, shard_offset
 
 from .abstract import AbstractLinear
 
@@ -47,38 +47,38 @@ class Linear(AbstractLinear):
         return self.weight.shape[-2]
 
     @property
-    def matrix(self) -> Float[Array, "out in"]:
+    def dense_weight(self) -> Float[Array, "out in"]:
         return self.weight.astype(jnp.float32)
 
     @property
-    def shift(self) -> Float[Array, "out"] | None:
+    def dense_bias(self) -> Float[Array, "out"] | None:
         return self.bias
 
-    def exchanged(self, matrix: Float[Array, "out in"], shift: Float[Array, "out"] | None) -> "Linear":
-        return eqx.tree_at(lambda x: (x.weight, x.bias), self, (matrix, shift), is_leaf=lambda x: x is None)
+    def with_weight(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> "Linear":
+        return eqx.tree_at(lambda x: (x.weight, x.bias), self, (weight, bias), is_leaf=lambda x: x is None)
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         y = reduce(contract(x, self.weight, 1), over=self.in_.name)
         return y if self.bias is None else y + self.bias
 
-    def plus(self, y: Float[Array, "*rows out"], x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def add_matmul(self, y: Float[Array, "*rows out"], x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         """y + W x, which a backward pass keeps as one array. For a whole dim `in`, and without a bias."""
-        return plus_product(y, x, self.weight)
+        return add_matmul(y, x, self.weight)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         return reduce(contract(x, self.weight, 0), over=self.out.name)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        return with_biases(grouped_matmul(x, self.weight, sizes), self.bias, sizes, self.in_)
+        return add_expert_biases(grouped_matmul(x, self.weight, sizes), self.bias, sizes, self.in_)
 
-    def per_unit(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
-        y = reduce(contract_per_unit("rui,uoi->ruo", x, self.by_unit(self.weight)), over=self.in_.name)
-        return y if self.bias is None else y + self.by_unit(self.bias)
+    def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
+        y = reduce(contract_per_head("rui,uoi->ruo", x, self.split_heads(self.weight)), over=self.in_.name)
+        return y if self.bias is None else y + self.split_heads(self.bias)
 
-    def per_unit_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
-        return contract_per_unit("ruo,uoi->rui", x, self.by_unit(self.weight))
+    def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
+        return contract_per_head("ruo,uoi->rui", x, self.split_heads(self.weight))
 
-    def by_unit(self, parameter: Float[Array, "out *rest"]) -> Float[Array, "units unit *rest"]:
+    def split_heads(self, parameter: Float[Array, "out *rest"]) -> Float[Array, "units unit *rest"]:
         """The rows of each of the units that `out` counts."""
         return parameter.reshape(-1, self.out.unit, *parameter.shape[1:])
 
@@ -91,11 +91,11 @@ def contract(x: Float[Array, "*rows k"], weight: Float[Array, "_ _"], dim: int) 
     gradient's operands one number after another, with all the arithmetic that leads to them done again: a feed-forward
     layer's gradient took a quarter more time.
     """
-    flat = product("ri,oi->ro" if dim == 1 else "ri,io->ro", x.reshape(-1, x.shape[-1]), weight)
+    flat = einsum_fp32_accum("ri,oi->ro" if dim == 1 else "ri,io->ro", x.reshape(-1, x.shape[-1]), weight)
     return flat.reshape(*x.shape[:-1], flat.shape[-1])
 
 
-def with_biases(
+def add_expert_biases(
     y: Float[Array, "rows out"],
     biases: Float[Array, "experts out"] | None,
     sizes: Int[Array, "experts"],
@@ -105,15 +105,15 @@ def with_biases(
     contracted a dim that is split, one adds it."""
     if biases is None:
         return y
-    first = offset(y, contracted.name, 1) == 0
-    return y + jnp.where(first, of_groups(biases, sizes, len(y)), 0)
+    first = shard_offset(y, contracted.name, 1) == 0
+    return y + jnp.where(first, expand_group_values(biases, sizes, len(y)), 0)
 
 
-def contract_per_unit(
+def contract_per_head(
     spec: str, x: Float[Array, "*rows u k"], weight: Float[Array, "u _ _"]
 ) -> Float[Array, "*rows u n"]:
     """A product for each unit u. The rows are one dim in it."""
-    flat = product(spec, x.reshape(-1, *x.shape[-2:]), weight)
+    flat = einsum_fp32_accum(spec, x.reshape(-1, *x.shape[-2:]), weight)
     return flat.reshape(*x.shape[:-1], flat.shape[-1])
 
 

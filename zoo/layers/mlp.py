@@ -65,7 +65,7 @@ class GatedMLP(AbstractFeedForward):
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        self.gate, self.up, self.down = gated(embed, mlp, Linear, bias, out_scale, key)
+        self.gate, self.up, self.down = make_gated_projections(embed, mlp, Linear, bias, out_scale, key)
         self.activation = activation
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -104,7 +104,7 @@ class ClampedGatedMLP(AbstractFeedForward):
         """
         if not 0 < limit < math.inf:
             raise ValueError(f"values are clipped to a limit above 0, not to {limit}")
-        self.gate, self.up, self.down = gated(embed, mlp, linear, bias, out_scale, key)
+        self.gate, self.up, self.down = make_gated_projections(embed, mlp, linear, bias, out_scale, key)
         self.alpha, self.limit = float(alpha), float(limit)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -115,7 +115,7 @@ class ClampedGatedMLP(AbstractFeedForward):
         return self.down.grouped(clamped_swiglu(gate, up, alpha=self.alpha, limit=self.limit), sizes)
 
 
-def gated(
+def make_gated_projections(
     embed: int, mlp: int, linear: Callable[..., AbstractLinear], bias: bool, out_scale: float, key: Key[Array, ""]
 ) -> tuple[AbstractLinear, AbstractLinear, AbstractLinear]:
     """Gate, up and down of a gated layer."""

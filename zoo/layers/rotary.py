@@ -3,36 +3,36 @@
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from zoo.ops.rotary import Dynamic, LongRope, Rotary
-from zoo.parallel import reduce, shares
+from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary
+from zoo.parallel import num_shards, reduce
 
-from .info import Info, positions_of
+from .token_info import TokenInfo, token_positions
 
-GROWING = (Dynamic, LongRope)
+LENGTH_DEPENDENT = (DynamicScaling, LongRopeScaling)
 """Scalings of rotary embeddings that depend on how long the text is so far."""
 
 Angles = Float[Array, "*batch seq pairs"]
 
 
-def settled_length(rotary: Rotary | None) -> int | None:
+def rope_stable_length(rotary: Rotary | None) -> int | None:
     """Up to how many tokens the rotation does not depend on the length of the text; None where it never does."""
     scaling = None if rotary is None else rotary.scaling
-    return scaling.original_length if isinstance(scaling, GROWING) else None
+    return scaling.original_length if isinstance(scaling, LENGTH_DEPENDENT) else None
 
 
-def cos_and_sin(
-    rotary: Rotary, x: Float[Array, "batch seq embed"], info: Info, length: int | None = None
+def compute_cos_sin(
+    rotary: Rotary, x: Float[Array, "batch seq embed"], info: TokenInfo, length: int | None = None
 ) -> tuple[Angles, Angles]:
     """Those of each token's angles. Where they depend on the length of the text it is `length`, which a cache was made
     for, or else that of the longest row."""
-    if length is None and isinstance(rotary.scaling, GROWING):
-        return rotary(positions_of(x, info), length=length_of(x, info))
-    return rotary(positions_of(x, info), length=length)
+    if length is None and isinstance(rotary.scaling, LENGTH_DEPENDENT):
+        return rotary(token_positions(x, info), length=max_row_length(x, info))
+    return rotary(token_positions(x, info), length=length)
 
 
-def length_of(x: Float[Array, "batch seq embed"], info: Info) -> int | Int[Array, ""]:
+def max_row_length(x: Float[Array, "batch seq embed"], info: TokenInfo) -> int | Int[Array, ""]:
     """How long the longest row is, wherever it lives."""
     if info.positions is None:
-        return x.shape[1] * shares(x, "seq")
+        return x.shape[1] * num_shards(x, "seq")
     longest = reduce(info.positions.max() + 1, over="batch", by=lax.pmax)
     return reduce(longest, over="seq", by=lax.pmax)

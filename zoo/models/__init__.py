@@ -1,18 +1,17 @@
 """Whole models: the skeleton they share, and one small function or file a family."""
 
-from .assemble import assemble, kinds_of, layer
-from .balance import balance_loss, count_active, rebalance, router_z_loss, visits
-from .blocks import Block, MixerBlock, ParallelBlock, Stream, TwoMixerBlock
-from .decoder import Decoder, describe, describe_batch, pack_positions
-from .facts import Family, Row, fused, under
-from .hybrid import Hybrid
+from .blocks import Block, Hidden, MixerBlock, ParallelBlock, TwoMixerBlock
+from .build import build_decoder, make_block_factory, share_factories
+from .decoder import Decoder, batch_token_info, pack_positions, token_info
+from .hf.spec import Family, TensorMapping, fused, prefixed
+from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
-from .mamba import Mamba, Mamba2
-from .moe import MixtureOfExperts
-from .names import Place, places
-from .probe import hidden_states, score
-from .published import preset, presets
-from .recurrent import (
+from .parameter_paths import ParameterPath, list_parameter_paths
+from .presets.hybrid import Hybrid
+from .presets.mamba import Mamba, Mamba2
+from .presets.moe import MixtureOfExperts
+from .presets.published import list_presets, preset
+from .presets.recurrent import (
     GLA,
     HGRN2,
     RWKV6,
@@ -27,8 +26,9 @@ from .recurrent import (
     LinearTransformer,
     RetNet,
 )
-from .stack import AbstractStack, Segment, Stack, Unstacked, cut, swap_stack
-from .transformer import Transformer
+from .presets.transformer import Transformer
+from .scoring import hidden_states, score
+from .stack import AbstractStack, Segment, Stack, Unstacked, find_patterns, swap_stack
 
 __all__ = [
     "GLA",
@@ -44,6 +44,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "Griffin",
+    "Hidden",
     "Hybrid",
     "KimiLinear",
     "LightningTransformer",
@@ -53,36 +54,35 @@ __all__ = [
     "MixerBlock",
     "MixtureOfExperts",
     "ParallelBlock",
-    "Place",
+    "ParameterPath",
     "RetNet",
-    "Row",
     "Segment",
     "Stack",
-    "Stream",
+    "TensorMapping",
     "Transformer",
     "TwoMixerBlock",
     "Unstacked",
-    "assemble",
     "balance_loss",
-    "count_active",
+    "batch_token_info",
+    "build_decoder",
+    "count_active_parameters",
     "cross_entropy",
     "cross_entropy_and_routing",
-    "cut",
-    "describe",
-    "describe_batch",
+    "find_patterns",
     "fused",
     "hidden_states",
-    "kinds_of",
-    "layer",
+    "list_parameter_paths",
+    "list_presets",
+    "make_block_factory",
     "pack_positions",
-    "places",
+    "prefixed",
     "preset",
-    "presets",
-    "rebalance",
     "router_z_loss",
     "score",
+    "share_factories",
     "swap_stack",
+    "token_info",
     "token_losses",
-    "under",
-    "visits",
+    "tokens_per_expert",
+    "update_expert_bias",
 ]

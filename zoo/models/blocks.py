@@ -7,18 +7,18 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, Info, Routing
-from zoo.parallel import Module, either
+from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, Routing, TokenInfo
+from zoo.parallel import Module, named_by_class
 
 
-class Stream(Module):
+class Hidden(Module):
     """What flows through a stack, row first: the activations, and what the routers on the way decided."""
 
     x: Float[Array, "batch seq embed"]
     routing: tuple[Routing, ...] = ()
     """One for each layer so far that has a router, first to last."""
 
-    def plus(self, residual: Float[Array, "batch seq embed"], routing: tuple[Routing, ...] = ()) -> "Stream":
+    def add_residual(self, residual: Float[Array, "batch seq embed"], routing: tuple[Routing, ...] = ()) -> "Hidden":
         return type(self)(self.x + residual, self.routing + routing)
 
 
@@ -26,7 +26,7 @@ class AbstractBlock(Module):
     """One layer: `(stream, info, state) -> (stream, state)`."""
 
     @abc.abstractmethod
-    def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         """The stream after this layer; and the layer's state after these tokens, where one came."""
 
     @abc.abstractmethod
@@ -42,9 +42,9 @@ class Block(AbstractBlock):
     """
 
     mixer_norm: AbstractNorm
-    mixer: AbstractMixer = either()
+    mixer: AbstractMixer = named_by_class()
     ffn_norm: AbstractNorm
-    ffn: AbstractFeedForward = either()
+    ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
 
     residual_multiplier: float = eqx.field(static=True, default=1.0)
@@ -52,13 +52,13 @@ class Block(AbstractBlock):
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         return self.mixer.init_state(batch, length, dtype)
 
-    def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
-        mixed, state = self.mixer(self.mixer_norm(stream.x), info, state)
-        stream = stream.plus(self.scaled(self.dropout(mixed, info, site=0)))
-        fed, routing = self.ffn.routed(self.ffn_norm(stream.x))
-        return stream.plus(self.scaled(self.dropout(fed, info, site=1)), routing), state
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, state = self.mixer(self.mixer_norm(hidden.x), info, state)
+        hidden = hidden.add_residual(self.scale_residual(self.dropout(mixed, info, site=0)))
+        fed, routing = self.ffn.routed(self.ffn_norm(hidden.x))
+        return hidden.add_residual(self.scale_residual(self.dropout(fed, info, site=1)), routing), state
 
-    def scaled(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    def scale_residual(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         return x if self.residual_multiplier == 1 else self.residual_multiplier * x
 
 
@@ -67,7 +67,7 @@ class MixerBlock(AbstractBlock):
     section 3.4)."""
 
     mixer_norm: AbstractNorm
-    mixer: AbstractMixer = either()
+    mixer: AbstractMixer = named_by_class()
     dropout: Dropout
 
     residual_multiplier: float = eqx.field(static=True, default=1.0)
@@ -75,10 +75,10 @@ class MixerBlock(AbstractBlock):
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         return self.mixer.init_state(batch, length, dtype)
 
-    def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
-        mixed, state = self.mixer(self.mixer_norm(stream.x), info, state)
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, state = self.mixer(self.mixer_norm(hidden.x), info, state)
         mixed = self.dropout(mixed, info, site=0)
-        return stream.plus(mixed if self.residual_multiplier == 1 else self.residual_multiplier * mixed), state
+        return hidden.add_residual(mixed if self.residual_multiplier == 1 else self.residual_multiplier * mixed), state
 
 
 class TwoMixerBlock(AbstractBlock):
@@ -86,20 +86,20 @@ class TwoMixerBlock(AbstractBlock):
     (arXiv:2305.13048, figure 2). The layer's state is that of both."""
 
     mixer_norm: AbstractNorm
-    mixer: AbstractMixer = either()
+    mixer: AbstractMixer = named_by_class()
     ffn_norm: AbstractNorm
-    ffn: AbstractMixer = either()
+    ffn: AbstractMixer = named_by_class()
     dropout: Dropout
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
         return self.mixer.init_state(batch, length, dtype), self.ffn.init_state(batch, length, dtype)
 
-    def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         before, before_ffn = (None, None) if state is None else state
-        mixed, after = self.mixer(self.mixer_norm(stream.x), info, before)
-        stream = stream.plus(self.dropout(mixed, info, site=0))
-        fed, after_ffn = self.ffn(self.ffn_norm(stream.x), info, before_ffn)
-        return stream.plus(self.dropout(fed, info, site=1)), None if state is None else (after, after_ffn)
+        mixed, after = self.mixer(self.mixer_norm(hidden.x), info, before)
+        hidden = hidden.add_residual(self.dropout(mixed, info, site=0))
+        fed, after_ffn = self.ffn(self.ffn_norm(hidden.x), info, before_ffn)
+        return hidden.add_residual(self.dropout(fed, info, site=1)), None if state is None else (after, after_ffn)
 
 
 class ParallelBlock(AbstractBlock):
@@ -108,16 +108,16 @@ class ParallelBlock(AbstractBlock):
     section 2)."""
 
     mixer_norm: AbstractNorm
-    mixer: AbstractMixer = either()
+    mixer: AbstractMixer = named_by_class()
     ffn_norm: AbstractNorm | None
-    ffn: AbstractFeedForward = either()
+    ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         return self.mixer.init_state(batch, length, dtype)
 
-    def __call__(self, stream: Stream, info: Info, state: Any = None) -> tuple[Stream, Any]:
-        read = self.mixer_norm(stream.x)
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        read = self.mixer_norm(hidden.x)
         mixed, state = self.mixer(read, info, state)
-        fed, routing = self.ffn.routed(read if self.ffn_norm is None else self.ffn_norm(stream.x))
-        return stream.plus(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state
+        fed, routing = self.ffn.routed(read if self.ffn_norm is None else self.ffn_norm(hidden.x))
+        return hidden.add_residual(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state

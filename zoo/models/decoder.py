@@ -7,14 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractNorm, Dropout, Info, PositionEmbedding, positions_of
-from zoo.parallel import Module, current_mesh, gather, manner, settled, shares
+from zoo.layers import (
+    AbstractEmbedding,
+    AbstractLinear,
+    AbstractNorm,
+    Dropout,
+    PositionEmbedding,
+    TokenInfo,
+    token_positions,
+)
+from zoo.parallel import Module, current_mesh, gather, implementation_option, materialize, num_shards
 
-from .blocks import Stream
-from .facts import Origin
-from .stack import AbstractStack, States
+from .blocks import Hidden
+from .hf.spec import Origin
+from .stack import AbstractStack, LayerStates
 
-EMBEDDING = 2**32 - 1
+EMBEDDING_DROPOUT_SITE = 2**32 - 1
 """The site of the embedding's dropout: keys of layers are folded by their numbers, and none is as large."""
 
 
@@ -36,10 +44,10 @@ class Decoder(Module):
     logits_multiplier: float = eqx.field(static=True, default=1.0)
     soft_cap: float | None = eqx.field(static=True, default=None)
     """Logits are bounded to c tanh(logits / c), after they were multiplied."""
-    lists_outputs: bool = manner(default=False)
+    hidden_states_skip_embedding: bool = implementation_option(default=False)
     """Whether `hidden_states` are the outputs of layers, then the last one normed, as transformers has them of some
     families, and not the input of the first layer, then the outputs."""
-    origin: Origin | None = manner(default=None)
+    origin: Origin | None = implementation_option(default=None)
     """The checkpoint that the model was read from, which says how it is written again."""
 
     def __call__(
@@ -62,47 +70,47 @@ class Decoder(Module):
         **Raises** `ValueError` where `mask` comes with `segment_ids` or `positions`, which say the same, and for more
         tokens than there are learned positions.
         """
-        info = describe(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
+        info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
         stream, _ = self.hidden(tokens, info)
         return self.logits(stream.x)
 
-    def embedded(self, tokens: Int[Array, "batch seq"], info: Info) -> Stream:
+    def embed(self, tokens: Int[Array, "batch seq"], info: TokenInfo) -> Hidden:
         """What the first layer reads."""
         x = gather(self.embedding)(tokens)
         if self.position_embedding is not None:
             if info.positions is None:
-                self.refuse_longer(tokens.shape[1] * shares(x, "seq"))
-            x = x + gather(self.position_embedding)(positions_of(x, info))
+                self.check_length(tokens.shape[1] * num_shards(x, "seq"))
+            x = x + gather(self.position_embedding)(token_positions(x, info))
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
-        return Stream(self.dropout(x, info, site=EMBEDDING))
+        return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
 
     def hidden(
-        self, tokens: Int[Array, "batch seq"], info: Info, states: States | None = None
-    ) -> tuple[Stream, States | None]:
+        self, tokens: Int[Array, "batch seq"], info: TokenInfo, states: LayerStates | None = None
+    ) -> tuple[Hidden, LayerStates | None]:
         """What the head reads: the stream after the final norm; and the states after these tokens, where some came."""
-        stream, states = self.stack(self.embedded(tokens, info), info, states)
-        return Stream(gather(self.norm)(stream.x), stream.routing), states
+        stream, states = self.stack(self.embed(tokens, info), info, states)
+        return Hidden(gather(self.norm)(stream.x), stream.routing), states
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         """Of hidden vectors. Over a vocabulary that is split, a device gives those of its share."""
-        return self.unembedding()(x)
+        return self.gather_unembedding()(x)
 
-    def unembedding(self) -> "Unembedding":
+    def gather_unembedding(self) -> "Unembedding":
         """The head by itself, its parameters gathered."""
         table = gather(self.embedding if self.head is None else self.head)
         return Unembedding(table, self.soft_cap, self.logits_multiplier)
 
-    def init_state(self, batch: int, length: int) -> States:
+    def init_state(self, batch: int, length: int) -> LayerStates:
         """Empty states, one a layer, for `batch` rows of up to `length` tokens, in the dtype of the activations.
 
         **Raises** `ValueError` for more tokens than there are learned positions.
         """
-        self.refuse_longer(length)
-        dtype = jax.eval_shape(settled(self.embedding), jnp.zeros((1, 1), int)).dtype
+        self.check_length(length)
+        dtype = jax.eval_shape(materialize(self.embedding), jnp.zeros((1, 1), int)).dtype
         return self.stack.init_state(batch, length, dtype)
 
-    def refuse_longer(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         if self.position_embedding is not None and length > self.position_embedding.length:
             raise ValueError(
                 f"{length} tokens are too many: the model learned {self.position_embedding.length} positions"
@@ -110,7 +118,7 @@ class Decoder(Module):
 
 
 class Unembedding(Module):
-    """From hidden vectors to logits: a head, or an embedding used backwards."""
+    """From hidden vectors to logits: a head, or an embedding used backward."""
 
     table: AbstractLinear | AbstractEmbedding
 
@@ -123,14 +131,14 @@ class Unembedding(Module):
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
 
-def describe(
+def token_info(
     tokens: Int[Array, "batch seq"],
     *,
     mask: Bool[Array, "batch seq"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     positions: Int[Array, "batch seq"] | None = None,
     key: Key[Array, ""] | Key[Array, "batch"] | None = None,
-) -> Info:
+) -> TokenInfo:
     """What layers need to know of these tokens. See `Decoder.__call__`."""
     if mask is not None and (segment_ids is not None or positions is not None):
         raise ValueError("pass mask alone, or segment_ids and positions: padding is a segment of its own")
@@ -148,12 +156,12 @@ def describe(
         if current_mesh() is not None:
             raise ValueError("inside zoo.spmd keys are one a row: pass on the `key` that the loss was given")
         key = jax.random.split(key, tokens.shape[0])
-    return Info(positions, segment_ids, key)
+    return TokenInfo(positions, segment_ids, key)
 
 
-def describe_batch(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> Info:
+def batch_token_info(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> TokenInfo:
     """The same for a batch, a mapping of "batch seq" arrays."""
-    return describe(batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), key=key)
+    return token_info(batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), key=key)
 
 
 def pack_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:

@@ -12,10 +12,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import Routing
-from zoo.parallel import offset, reduce, scan, vary, varying
+from zoo.parallel import reduce, scan, shard_offset, vary, varying
 
-from .balance import Over, balance_loss, router_z_loss
-from .decoder import Decoder, describe_batch
+from .decoder import Decoder, batch_token_info
+from .load_balancing import BalanceOver, balance_loss, router_z_loss
 
 
 def cross_entropy(
@@ -26,7 +26,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     balance: float = 0.0,
     router_z: float = 0.0,
-    over: Over = "batch",
+    over: BalanceOver = "batch",
     chunk: int = 1024,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum over tokens of weight * (log Z - logit[target] + z_loss * (log Z)²), and the sum of the weights.
@@ -55,16 +55,18 @@ def cross_entropy_and_routing(
     z_loss: float = 0.0,
     balance: float = 0.0,
     router_z: float = 0.0,
-    over: Over = "batch",
+    over: BalanceOver = "batch",
     chunk: int = 1024,
 ) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[Routing, ...]]:
     """`cross_entropy`, and beside it what the routers decided, one `Routing` a layer that has a router: for `visits`,
     and for losses of one's own."""
-    stream, _ = model.hidden(batch["tokens"], describe_batch(batch, key))
+    stream, _ = model.hidden(batch["tokens"], batch_token_info(batch, key))
     weights = batch.get("weights")
     weights = jnp.ones(batch["targets"].shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     x = stream.x.reshape(-1, stream.x.shape[-1])
-    total = chunked(model.unembedding(), x, batch["targets"].reshape(-1), weights.reshape(-1), z_loss, chunk)
+    total = chunked_cross_entropy(
+        model.gather_unembedding(), x, batch["targets"].reshape(-1), weights.reshape(-1), z_loss, chunk
+    )
     count, segment_ids = weights.sum(), batch.get("segment_ids")
     real = None if segment_ids is None else segment_ids != 0
     # The library divides by the count: a mean that is to be added is multiplied by it here.
@@ -83,13 +85,15 @@ def token_losses(
     size = logits.shape[-1]
     peak = reduce(lax.stop_gradient(logits).max(-1), over="vocab", by=lax.pmax)
     log_z = jnp.log(reduce(jnp.exp(logits - peak[..., None]).sum(-1), over="vocab")) + peak
-    local = targets - offset(logits, "vocab", size)
+    local = targets - shard_offset(logits, "vocab", size)
     here = (0 <= local) & (local < size)
     hit = jnp.take_along_axis(logits, jnp.where(here, local, 0)[..., None], -1)[..., 0]
     return log_z - reduce(jnp.where(here, hit, 0), over="vocab") + z_loss * log_z**2
 
 
-def chunked(head: Any, x: Array, targets: Array, weights: Array, z_loss: float, chunk: int) -> Float[Array, ""]:
+def chunked_cross_entropy(
+    head: Any, x: Array, targets: Array, weights: Array, z_loss: float, chunk: int
+) -> Float[Array, ""]:
     """The weighted sum of `token_losses(head(x), targets)`, a chunk of tokens at a time."""
     size = min(chunk, len(x))
     short = -len(x) % size
@@ -104,30 +108,32 @@ def chunked(head: Any, x: Array, targets: Array, weights: Array, z_loss: float, 
     # a custom gradient must vary as its operands do: made alike here, the cast's own gradient does the sum
     axes = frozenset().union(*map(varying, padded))
     chunks = [y.reshape(-1, size, *y.shape[1:]) for y in vary(padded, axes)]
-    return summed(one, vary(parameters, axes), vary(fixed, axes), *chunks)
+    return sum_chunk_losses(one, vary(parameters, axes), vary(fixed, axes), *chunks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def summed(one: Callable, parameters: Any, fixed: Any, x: Array, targets: Array, weights: Array) -> Float[Array, ""]:
+def sum_chunk_losses(
+    chunk_loss: Callable, parameters: Any, fixed: Any, x: Array, targets: Array, weights: Array
+) -> Float[Array, ""]:
     def step(total, now):
-        return total + one(parameters, fixed, *now), None
+        return total + chunk_loss(parameters, fixed, *now), None
 
     return scan(step, jnp.zeros(()), (x, targets, weights))[0]
 
 
-def summed_forward(one: Callable, *marked: Any):
+def sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
     """A sum is linear: its gradient, up to one factor, is known as soon as a chunk is. So nothing is kept of a chunk
     but the gradient of its rows, and the head's is added up. What nobody asks for, as of a head that is frozen under
     adapters, is not computed: JAX marks what is perturbed."""
-    parameters, fixed, *rows = jax.tree.map(lambda x: x.value, marked)
-    asked, *_, asked_x, _, asked_weights = jax.tree.map(lambda x: x.perturbed, marked)
+    parameters, fixed, *rows = jax.tree.map(lambda x: x.value, perturbed_args)
+    asked, *_, asked_x, _, asked_weights = jax.tree.map(lambda x: x.perturbed, perturbed_args)
     learnt, frozen = eqx.partition(parameters, asked)
 
     def loss_of(wanted, now):
         learnt, *given = wanted
         x, targets, weights = now
         x, weights = (old if new is None else new for old, new in zip((x, weights), given, strict=True))
-        return one(eqx.combine(learnt, frozen), fixed, x, targets, weights)
+        return chunk_loss(eqx.combine(learnt, frozen), fixed, x, targets, weights)
 
     def step(carry, now):
         total, gradients = carry
@@ -142,10 +148,10 @@ def summed_forward(one: Callable, *marked: Any):
     return total, (jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, learnt), d_x, d_weights)
 
 
-def summed_backward(one: Callable, kept: Any, factor: Any):
-    factor = jnp.zeros(()) if isinstance(factor, SymbolicZero) else factor
-    parameters, d_x, d_weights = jax.tree.map(lambda g: (g * factor).astype(g.dtype), kept)
+def sum_chunk_losses_bwd(chunk_loss: Callable, residuals: Any, cotangent: Any):
+    cotangent = jnp.zeros(()) if isinstance(cotangent, SymbolicZero) else cotangent
+    parameters, d_x, d_weights = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), residuals)
     return parameters, None, d_x, None, d_weights
 
 
-summed.defvjp(summed_forward, summed_backward, symbolic_zeros=True)
+sum_chunk_losses.defvjp(sum_chunk_losses_fwd, sum_chunk_losses_bwd, symbolic_zeros=True)

@@ -1,33 +1,15 @@
-"""The mathematics: pure functions of arrays. No parameters, no mesh."""
+"""Pure functions of arrays: attention, recurrences, expert dispatch, quantized formats. No parameters, no mesh."""
 
-from zoo.ops import activations as activations
-from zoo.ops import attention as attention
-from zoo.ops import chunks as chunks
-from zoo.ops import convolution as convolution
-from zoo.ops import cross_entropy as cross_entropy
-from zoo.ops import delta as delta
-from zoo.ops import delta_rule as delta_rule
-from zoo.ops import dispatch as dispatch
-from zoo.ops import dropout as dropout
-from zoo.ops import elementwise as elementwise
-from zoo.ops import gated as gated
-from zoo.ops import grouped_matmul as grouped_matmul
-from zoo.ops import hgrn as hgrn
-from zoo.ops import int8 as int8
-from zoo.ops import linear_attention as linear_attention
-from zoo.ops import mamba as mamba
-from zoo.ops import mamba2 as mamba2
-from zoo.ops import mlstm as mlstm
-from zoo.ops import mxfp4 as mxfp4
-from zoo.ops import nf4 as nf4
-from zoo.ops import normalisation as normalisation
-from zoo.ops import packed_matmul as packed_matmul
-from zoo.ops import product as product
-from zoo.ops import rg_lru as rg_lru
-from zoo.ops import rotary as rotary
-from zoo.ops import routing as routing
-from zoo.ops import rwkv4 as rwkv4
-from zoo.ops import rwkv6 as rwkv6
-from zoo.ops import rwkv7 as rwkv7
-from zoo.ops import stabiliser as stabiliser
-from zoo.ops import triangular as triangular
+from . import activations as activations
+from . import attention as attention
+from . import convolution as convolution
+from . import cross_entropy as cross_entropy
+from . import dropout as dropout
+from . import matmul as matmul
+from . import moe as moe
+from . import normalization as normalization
+from . import quantized as quantized
+from . import recurrence as recurrence
+from . import rotary as rotary
+from . import sampling as sampling
+from . import varying as varying

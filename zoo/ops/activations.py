@@ -38,7 +38,7 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
 )
 
 
-def activation(name: str) -> Callable[[Array], Array]:
+def get_activation(name: str) -> Callable[[Array], Array]:
     """The function that `ACTIVATIONS` has under `name`.
 
     **Raises** `ValueError` for a name that is not there, with those that are.

@@ -33,13 +33,13 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.ops.product import product
+from zoo.ops.matmul import einsum_fp32_accum
 
-MASKED = -1e30  # finite, so that a row without anything else has a softmax
+MASK_VALUE = -1e30  # finite, so that a row without anything else has a softmax
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """Which keys each query sees: those that every rule allows.
 
     - Positions are the places in time. Without them the order in the arrays is the order in time. A key at a negative
@@ -68,12 +68,12 @@ class Sight:
             raise ValueError(f"attention: window is {self.window}; a query sees at least its own position, which is 1.")
 
     @property
-    def in_order(self) -> bool:
+    def is_structural(self) -> bool:
         """Whether causality and the window are all there is, in the order of the arrays: rows are alike, and every
         query sees itself."""
         return self.query_positions is None and self.query_segments is None
 
-    def mask(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
+    def materialize(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
         """True where seen; `rows` is batch, or 1 where all rows are alike. None where everything is seen.
 
         **Raises** `ValueError` where order matters but sides of unlike length have no positions.
@@ -101,11 +101,11 @@ class Sight:
         return jnp.broadcast_to(mask, (mask.shape[0], query_seq, key_seq))
 
 
-def plain(
+def reference_attention(
     query: Float[Array, "batch query_seq heads head_dim"],
     key: Float[Array, "batch key_seq kv_heads head_dim"],
     value: Float[Array, "batch key_seq kv_heads value_dim"],
-    sight: Sight,
+    attention_mask: AttentionMask,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -115,11 +115,11 @@ def plain(
     group = group_size(query, key)
     query, key, wide_value = (x.astype(jnp.float32) for x in (query, key, value))
     key, wide_value = (jnp.repeat(x, group, axis=2) for x in (key, wide_value))
-    mask = sight.mask(query.shape[1], key.shape[1])
+    mask = attention_mask.materialize(query.shape[1], key.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
-    scores = scaled(scores, query.shape[-1], scale, soft_cap)
+    scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
     mask = jnp.ones_like(scores, bool) if mask is None else jnp.broadcast_to(mask[:, None], scores.shape)
-    highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASKED)
+    highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASK_VALUE)
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(query.shape[2], 1, 1)
     highest = lax.stop_gradient(highest if sinks is None else jnp.maximum(highest, sinks))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0)), 0)
@@ -128,11 +128,11 @@ def plain(
     return jnp.einsum("bhqk,bkhd->bqhd", weights, wide_value, precision="highest").astype(value.dtype)
 
 
-def grouped(
+def grouped_query_attention(
     query: Float[Array, "batch query_seq heads head_dim"],
     key: Float[Array, "batch key_seq kv_heads head_dim"],
     value: Float[Array, "batch key_seq kv_heads value_dim"],
-    sight: Sight,
+    attention_mask: AttentionMask,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -146,7 +146,7 @@ def grouped(
     weights of all these pairs are kept for the backward pass.
     """
     group = group_size(query, key)
-    mask = sight.mask(query.shape[1], key.shape[1])
+    mask = attention_mask.materialize(query.shape[1], key.shape[1])
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(key.shape[1], group)
 
@@ -155,36 +155,38 @@ def grouped(
         rows = rearrange(
             query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
         )
-        scores = product("bnrd,bnkd->bnrk", rows, key[:, :, keys], dtype=jnp.float32)
-        scores = scaled(scores, query.shape[-1], scale, soft_cap)
+        scores = einsum_fp32_accum("bnrd,bnkd->bnrk", rows, key[:, :, keys], dtype=jnp.float32)
+        scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
         if mask is not None:
-            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASKED)
+            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASK_VALUE)
         own = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
-        weights = softmax(scores, own).astype(value.dtype)
-        output = product("bnrk,bnkd->bnrd", weights, value[:, :, keys])
+        weights = softmax_with_sinks(scores, own).astype(value.dtype)
+        output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights, value[:, :, keys])
         return rearrange(output, "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim", group=group)
 
-    output = jnp.concatenate([span(*which) for which in spans(sight, query.shape[1], key.shape[2])], axis=1)
-    return output if sight.in_order else zero_unseeing(output, mask)
+    output = jnp.concatenate(
+        [span(*which) for which in make_query_blocks(attention_mask, query.shape[1], key.shape[2])], axis=1
+    )
+    return output if attention_mask.is_structural else zero_masked_queries(output, mask)
 
 
-def spans(sight: Sight, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
+def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
     """Queries cut into up to four spans of at least 64, each with the keys between the first and the last that any of
     it sees; one span of everything where positions are values, or nothing is causal."""
-    if sight.query_positions is not None or not sight.causal:
+    if attention_mask.query_positions is not None or not attention_mask.causal:
         return [(slice(0, query_seq), slice(0, key_seq))]
     size = max(-(-query_seq // 4), min(query_seq, 64))
     starts = range(0, query_seq, size)
-    behind = key_seq if sight.window is None else sight.window - 1
+    behind = key_seq if attention_mask.window is None else attention_mask.window - 1
     ends = [min(start + size, query_seq) for start in starts]
     return [(slice(start, end), slice(max(0, start - behind), end)) for start, end in zip(starts, ends, strict=True)]
 
 
-def fused(
+def fused_attention(
     query: Float[Array, "batch query_seq heads head_dim"],
     key: Float[Array, "batch key_seq kv_heads head_dim"],
     value: Float[Array, "batch key_seq kv_heads value_dim"],
-    sight: Sight,
+    attention_mask: AttentionMask,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -210,16 +212,16 @@ def fused(
             f"{value.shape[-1]} and {key.shape[-1]} wide. Take attention.grouped."
         )
     group_size(query, key)
-    mask = sight.mask(query.shape[1], key.shape[1])
+    mask = attention_mask.materialize(query.shape[1], key.shape[1])
     attend = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=implementation)
-    if mask is None or sight.in_order:
-        behind = None if sight.window is None else sight.window - 1
-        bounds = None if behind is None else (behind, 0 if sight.causal else behind)
-        return attend(query, key, value, is_causal=sight.causal, local_window_size=bounds)
-    return zero_unseeing(attend(query, key, value, mask=mask[:, None]), mask)
+    if mask is None or attention_mask.is_structural:
+        behind = None if attention_mask.window is None else attention_mask.window - 1
+        bounds = None if behind is None else (behind, 0 if attention_mask.causal else behind)
+        return attend(query, key, value, is_causal=attention_mask.causal, local_window_size=bounds)
+    return zero_masked_queries(attend(query, key, value, mask=mask[:, None]), mask)
 
 
-def scaled(
+def scale_scores(
     scores: Float[Array, "..."], head_dim: int, scale: float | None, soft_cap: float | None
 ) -> Float[Array, "..."]:
     """Products of queries and keys as the softmax takes them: scaled, and capped where there is a cap."""
@@ -227,7 +229,7 @@ def scaled(
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def softmax(
+def softmax_with_sinks(
     scores: Float[Array, "batch kv_heads rows keys"], sinks: Float[Array, "kv_heads rows 1"] | None
 ) -> Float[Array, "batch kv_heads rows keys"]:
     """Over keys, in float32, with a sink for each row where there are any."""
@@ -246,6 +248,6 @@ def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
     return heads // kv_heads
 
 
-def zero_unseeing(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
+def zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
     """The output with zeros for queries that see nothing: their softmax is flat, and means nothing."""
     return output if mask is None else jnp.where(mask.any(axis=-1)[:, :, None, None], output, 0)

@@ -22,13 +22,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .varying import vary, varying
 
-Seen = Float[Array, "batch _ features"]
+InputsWithHistory = Float[Array, "batch _ features"]
 """Inputs, and in front of them the width - 1 before."""
 Taps = Float[Array, "features conv"]
 
 
-def convolved(
-    seen: Seen,
+def causal_conv1d(
+    inputs: InputsWithHistory,
     weight: Taps,
     bias: Float[Array, "features"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
@@ -37,35 +37,35 @@ def convolved(
 
     There is no forward-mode differentiation, which JAX says with a `TypeError`.
     """
-    given = (seen, weight, bias, segment_ids)
-    return with_gradient(*vary(given, frozenset().union(*(varying(x) for x in given if x is not None))))
+    given = (inputs, weight, bias, segment_ids)
+    return causal_conv1d_custom_vjp(*vary(given, frozenset().union(*(varying(x) for x in given if x is not None))))
 
 
-def summed(
-    seen: Seen,
+def causal_conv1d_reference(
+    inputs: InputsWithHistory,
     weight: Taps,
     bias: Float[Array, "features"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq features"]:
     """The definition: a sum over taps."""
     width = weight.shape[-1]
-    seq = seen.shape[1] - width + 1
-    taps = (weight[:, ~lag] * lagged(seen, lag, seq, segment_ids) for lag in range(width - 1, -1, -1))
+    seq = inputs.shape[1] - width + 1
+    taps = (weight[:, ~lag] * lag_inputs(inputs, lag, seq, segment_ids) for lag in range(width - 1, -1, -1))
     y = reduce(jnp.add, taps)
     return y if bias is None else y + bias
 
 
-def lagged(
-    seen: Seen, lag: int, seq: int, segment_ids: Int[Array, "batch seq"] | None = None
+def lag_inputs(
+    inputs: InputsWithHistory, lag: int, seq: int, segment_ids: Int[Array, "batch seq"] | None = None
 ) -> Float[Array, "batch seq features"]:
     """What stood `lag` tokens before each of the last `seq`; zero where that is another segment's."""
-    first = seen.shape[1] - seq - lag
-    x = seen[:, first : first + seq]
-    same = unbroken(segment_ids, lag)
+    first = inputs.shape[1] - seq - lag
+    x = inputs[:, first : first + seq]
+    same = is_same_segment(segment_ids, lag)
     return x if same is None else jnp.where(same[..., None], x, 0)
 
 
-def unbroken(segment_ids: Int[Array, "batch seq"] | None, lag: int) -> Bool[Array, "batch seq"] | None:
+def is_same_segment(segment_ids: Int[Array, "batch seq"] | None, lag: int) -> Bool[Array, "batch seq"] | None:
     """Where the token `lag` earlier is of a token's own segment, as what was before the first token is. None where all
     are."""
     if segment_ids is None or lag == 0:
@@ -75,35 +75,35 @@ def unbroken(segment_ids: Int[Array, "batch seq"] | None, lag: int) -> Bool[Arra
     return jnp.pad(same, [(0, 0), (min(lag, seq), 0)], constant_values=True)[:, :seq]
 
 
-with_gradient = jax.custom_vjp(summed)
+causal_conv1d_custom_vjp = jax.custom_vjp(causal_conv1d_reference)
 
 
-def forward(*given: Any) -> tuple:
+def causal_conv1d_fwd(*operands: Any) -> tuple:
     """The output, and what its gradient needs: the inputs."""
-    return summed(*given), given
+    return causal_conv1d_reference(*operands), operands
 
 
-def backward(kept: tuple, gradient: Float[Array, "batch seq features"]) -> tuple:
+def causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq features"]) -> tuple:
     """With gradients of outputs beside the inputs that they took with a lag, a tap's is the sum of their products."""
-    seen, weight, bias, segment_ids = kept
+    seen, weight, bias, segment_ids = residuals
     rest, along = weight.shape[-1] - 1, seen.shape[1]
     # What follows reads the padded copy alone, which XLA makes once: what led to `gradient` it would make for each tap.
     gradient = jnp.pad(gradient.astype(jnp.float32), [(0, 0), (rest, rest), (0, 0)])
     of_seen, of_taps = jnp.zeros_like(seen, jnp.float32), []
     for lag in range(rest, -1, -1):
         reached = gradient[:, lag : lag + along]
-        same = unbroken(segment_ids, lag)
+        same = is_same_segment(segment_ids, lag)
         if same is not None:
             same = jnp.pad(same, [(0, 0), (rest, rest)])[:, lag : lag + along]
             reached = jnp.where(same[..., None], reached, 0)
         of_seen = of_seen + weight[:, ~lag] * reached
-        of_taps.append(over_rows(reached * seen))
+        of_taps.append(sum_over_rows(reached * seen))
     of_weight = jnp.stack(of_taps, axis=-1).astype(weight.dtype)
-    of_bias = None if bias is None else over_rows(gradient[:, :along]).astype(bias.dtype)
+    of_bias = None if bias is None else sum_over_rows(gradient[:, :along]).astype(bias.dtype)
     return of_seen.astype(seen.dtype), of_weight, of_bias, None
 
 
-def over_rows(x: Float[Array, "batch _ features"]) -> Float[Array, "features"]:
+def sum_over_rows(x: Float[Array, "batch _ features"]) -> Float[Array, "features"]:
     """The sum over all rows. Its first step is an addition of halves: XLA makes a sum over two dims of any other, even
     of one that was reshaped, and those it takes in one thread, ten times as slowly."""
     rows = x.reshape(-1, x.shape[-1])
@@ -112,4 +112,4 @@ def over_rows(x: Float[Array, "batch _ features"]) -> Float[Array, "features"]:
     return rows.sum(0)
 
 
-with_gradient.defvjp(forward, backward)
+causal_conv1d_custom_vjp.defvjp(causal_conv1d_fwd, causal_conv1d_bwd)

@@ -10,7 +10,7 @@ def cross_entropy(
 ) -> Float[Array, "*tokens"]:
     """The surprise at each target, in nats and float32: log Z - logits[target] + z_loss (log Z)^2.
 
-    Z = sum(exp(logits)) over the vocabulary. `z_loss` draws log Z towards zero, which keeps the logits from drifting
+    Z = sum(exp(logits)) over the vocabulary. `z_loss` draws log Z toward zero, which keeps the logits from drifting
     (PaLM, arXiv 2204.02311, section 5, with 1e-4). `targets` lie in [0, vocab): a token that does not count gets
     weight 0 from the caller, there is no magic target that is passed over.
     """

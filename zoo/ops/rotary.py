@@ -31,12 +31,12 @@ Length = int | Int[Array, ""]
 Frequencies = Float[np.ndarray, "pairs"] | Float[Array, "pairs"]
 
 
-def frequencies(dim: int, base: Number) -> Float[np.ndarray, "pairs"]:
+def inverse_frequencies(dim: int, base: Number) -> Float[np.ndarray, "pairs"]:
     """base ** (-2 i / dim), in float64: from 1 radian a token down to almost 1 / base."""
     return base ** -(np.arange(0, dim, 2) / dim)
 
 
-class Scaling(abc.ABC):
+class RopeScaling(abc.ABC):
     """A way to stretch rotary embeddings."""
 
     @abc.abstractmethod
@@ -45,17 +45,17 @@ class Scaling(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Scaling):
+class LinearScaling(RopeScaling):
     """Positions divided by `factor` (Chen et al., Position Interpolation, arXiv 2306.15595, section 2.3)."""
 
     factor: Number
 
     def __call__(self, dim: int, base: Number, length: Length) -> tuple[Frequencies, float]:
-        return frequencies(dim, base) / self.factor, 1.0
+        return inverse_frequencies(dim, base) / self.factor, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Dynamic(Scaling):
+class DynamicScaling(RopeScaling):
     """Dynamic NTK: a base that grows with the length, once that is beyond `original_length`.
 
         stretch = factor * length / original_length - (factor - 1)
@@ -76,11 +76,11 @@ class Dynamic(Scaling):
         slowness = np.linspace(
             0, 1, dim // 2, dtype=np.float32
         )  # 2 i / (dim - 2), the exponent of `stretch` for pair i
-        return frequencies(dim, base).astype(np.float32) * (1 + self.factor * excess) ** -slowness, 1.0
+        return inverse_frequencies(dim, base).astype(np.float32) * (1 + self.factor * excess) ** -slowness, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3(Scaling):
+class Llama3Scaling(RopeScaling):
     """Slow pairs are divided by `factor`, fast ones are left, and those between are a mixture of the two.
 
     Slow and fast are counted in full turns within `original_length`: fewer than `low_frequency_factor`, more than
@@ -93,7 +93,7 @@ class Llama3(Scaling):
     original_length: int
 
     def __call__(self, dim: int, base: Number, length: Length) -> tuple[Frequencies, float]:
-        plain = frequencies(dim, base)
+        plain = inverse_frequencies(dim, base)
         turns = self.original_length * plain / (2 * math.pi)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -101,7 +101,7 @@ class Llama3(Scaling):
 
 
 @dataclasses.dataclass(frozen=True)
-class Yarn(Scaling):
+class YarnScaling(RopeScaling):
     """As `Llama3`, but mixed linearly in the number of the pair, and with a magnitude.
 
     A pair that makes `beta_fast` turns within `original_length` is the last to be left alone, one that makes
@@ -130,27 +130,27 @@ class Yarn(Scaling):
         first, last = max(first, 0), min(last, dim - 1)
         width = last - first or 0.001  # transformers' guard: one pair alone is a step, not a division by zero
         kept = 1 - np.clip((np.arange(dim // 2) - first) / width, 0, 1)
-        return frequencies(dim, base) * (kept + (1 - kept) / self.factor), self.magnitude
+        return inverse_frequencies(dim, base) * (kept + (1 - kept) / self.factor), self.magnitude
 
     @property
     def magnitude(self) -> float:
         if self.attention_factor is not None:
             return float(self.attention_factor)
         if self.mscale and self.mscale_all_dim:
-            return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
-        return yarn_magnitude(self.factor)
+            return yarn_get_mscale(self.factor, self.mscale) / yarn_get_mscale(self.factor, self.mscale_all_dim)
+        return yarn_get_mscale(self.factor)
 
 
-def yarn_magnitude(factor: Number, weight: Number = 1) -> float:
+def yarn_get_mscale(factor: Number, mscale: Number = 1) -> float:
     """0.1 weight ln(factor) + 1, and 1 for a factor up to 1 (arXiv 2309.00071, section 3.4).
 
     DeepSeek multiplies the scale of its scores by the square of yarn_magnitude(factor, mscale_all_dim).
     """
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class LongRope(Scaling):
+class LongRopeScaling(RopeScaling):
     """Each frequency divided by a factor of its own, found by search: one set up to `original_length`, one beyond.
 
     `factor` is how many times longer the model may get, and gives the magnitude, at any length: `attention_factor`
@@ -173,7 +173,7 @@ class LongRope(Scaling):
                 f"{len(self.long_factors)} long factors."
             )
         short, long = (
-            (frequencies(dim, base) / np.asarray(factors)).astype(np.float32)
+            (inverse_frequencies(dim, base) / np.asarray(factors)).astype(np.float32)
             for factors in (self.short_factors, self.long_factors)
         )
         return jnp.where(length > self.original_length, long, short), self.magnitude
@@ -198,7 +198,7 @@ class Rotary:
     dim: int
     base: Number = 10000.0
     interleaved: bool = False
-    scaling: Scaling | None = None
+    scaling: RopeScaling | None = None
 
     def __post_init__(self):
         if self.dim < 2 or self.dim % 2:
@@ -216,7 +216,7 @@ class Rotary:
         position plus one, over all rows. Give it where these positions are a share of the sequence.
         """
         length = jnp.max(positions) + 1 if length is None else length
-        scaling = self.scaling or Linear(1)
+        scaling = self.scaling or LinearScaling(1)
         rates, magnitude = scaling(self.dim, self.base, length)
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rates, jnp.float32)
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude

@@ -1,6 +1,6 @@
 """From logits to the next token: what is made less likely, what is cut off, and the draw.
 
-Pure functions of a batch of logits. Taken in the order of this file (`penalise`, `cool`, `truncate`, `draw`) they do
+Pure functions of a batch of logits. Taken in the order of this file (`penalize`, `cool`, `truncate`, `draw`) they do
 what the logits processors of transformers do, ties apart, where a sort has to choose: here the lower id comes first.
 Numbers may be traced, so that another temperature is no other program.
 """
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 Number = float | int | Float[Array, ""] | Int[Array, ""]
 
 
-def penalise(
+def penalize_repetition(
     logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], penalty: Number
 ) -> Float[Array, "batch vocab"]:
     """Tokens already seen made less likely: logit / penalty where it is positive, logit * penalty where it is not.
@@ -24,12 +24,12 @@ def penalise(
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def cool(logits: Float[Array, "batch vocab"], temperature: Number) -> Float[Array, "batch vocab"]:
+def apply_temperature(logits: Float[Array, "batch vocab"], temperature: Number) -> Float[Array, "batch vocab"]:
     """logits / temperature, shifted so that the largest is 0: no temperature above 0, however low, overflows."""
     return (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
 
 
-def truncate(
+def filter_logits(
     logits: Float[Array, "batch vocab"],
     *,
     top_k: Number | None = None,
@@ -51,24 +51,24 @@ def truncate(
     if top_p is not None:
         ids = jnp.broadcast_to(jnp.arange(logits.shape[1]), logits.shape)
         rising, sorted_ids = lax.sort((-logits, ids), num_keys=1, is_stable=True)  # of the negative: largest first
-        falling = -rising if top_k is None else jnp.where(-rising >= kth(-rising, top_k), -rising, -jnp.inf)
+        falling = -rising if top_k is None else jnp.where(-rising >= kth_largest(-rising, top_k), -rising, -jnp.inf)
         # Summed from the small end: the tail that is cut would be lost to rounding in a sum from the large end.
         tail = lax.cumsum(jax.nn.softmax(falling), axis=1, reverse=True)
         count = jnp.maximum((tail > 1 - top_p).sum(-1, keepdims=True), 1)
         last, last_id = (jnp.take_along_axis(x, count - 1, axis=1) for x in (falling, sorted_ids))
         kept = (logits > last) | ((logits == last) & (ids <= last_id))
     elif top_k is not None:
-        kept = logits >= kth(-lax.sort(-logits), top_k)
+        kept = logits >= kth_largest(-lax.sort(-logits), top_k)
     if min_p is not None:
         kept &= logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)
     return jnp.where(kept, logits, -jnp.inf)
 
 
-def kth(falling: Float[Array, "batch vocab"], k: Number) -> Float[Array, "batch 1"]:
+def kth_largest(sorted_logits: Float[Array, "batch vocab"], k: Number) -> Float[Array, "batch 1"]:
     """The k-th largest of each row, or the last where there are fewer."""
-    return lax.dynamic_slice_in_dim(falling, jnp.clip(k, 1, falling.shape[1]) - 1, 1, axis=1)
+    return lax.dynamic_slice_in_dim(sorted_logits, jnp.clip(k, 1, sorted_logits.shape[1]) - 1, 1, axis=1)
 
 
-def draw(logits: Float[Array, "batch vocab"], keys: Key[Array, "batch"]) -> Int[Array, "batch"]:
+def sample_tokens(logits: Float[Array, "batch vocab"], keys: Key[Array, "batch"]) -> Int[Array, "batch"]:
     """A token for each row from softmax(logits), by the row's own key: other rows do not matter."""
     return jax.vmap(jax.random.categorical)(keys, logits)

@@ -16,16 +16,16 @@ from zoo.ops.varying import vary, varying
 
 from .layout import Mesh
 
-mesh_in_force = jax.make_user_context(None)
+active_mesh = jax.make_user_context(None)
 """`with mesh_in_force(mesh):` the functions below follow its layout. JAX keys its caches of traced functions by it."""
 
 
 def current_mesh() -> Mesh | None:
     """The mesh that `zoo.spmd` is computing a share on; None outside it, where arrays are whole."""
-    return mesh_in_force.value
+    return active_mesh.value
 
 
-def split(x: Array, dim: str) -> tuple[str, ...]:
+def sharded_axes(x: Array, dim: str) -> tuple[str, ...]:
     """The mesh axes that split `dim` in `x`, outermost first; () where it lies whole."""
     mesh = current_mesh()
     return () if mesh is None else tuple(axis for axis in mesh.axes(dim) if axis in varying(x))
@@ -36,26 +36,26 @@ def reduce(x: Array, *, over: str, by: Callable = lax.psum) -> Array:
 
     `by` may be `lax.pmax` or `lax.pmin`, which have no gradient.
     """
-    axes = split(x, over)
+    axes = sharded_axes(x, over)
     return by(x, axes) if axes else x
 
 
-def whole(x: Array, dim: str, axis: int) -> Array:
+def all_gather(x: Array, dim: str, axis: int) -> Array:
     """All of a dim that is split, along `axis` of `x`: the shares of all devices side by side, the same on each. The
     identity where nothing splits it."""
-    axes = split(x, dim)
+    axes = sharded_axes(x, dim)
     return lax.all_gather(x, axes, axis=axis, tiled=True, to="invarying") if axes else x
 
 
-def shares(x: Array, dim: str) -> int:
+def num_shards(x: Array, dim: str) -> int:
     """Into how many shares `dim` is cut in `x`."""
-    axes = split(x, dim)
+    axes = sharded_axes(x, dim)
     return lax.axis_size(axes) if axes else 1
 
 
-def offset(x: Array, dim: str, size: int) -> int | Int[Array, ""]:
+def shard_offset(x: Array, dim: str, size: int) -> int | Int[Array, ""]:
     """Where this device's share of `dim` begins, when a share holds `size`; 0 where it lies whole."""
-    axes = split(x, dim)
+    axes = sharded_axes(x, dim)
     return lax.axis_index(axes) * size if axes else 0
 
 

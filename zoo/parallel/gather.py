@@ -15,11 +15,11 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from .collectives import current_mesh
-from .learnt import settled
 from .module import is_parameter, leaves, map_leaves
+from .trainable_copy import materialize
 
 Remat = Literal["none", "elementwise", "dots", "full"]
-Places = tuple[tuple[int, tuple[str, ...]], ...]
+GatherDims = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 class Shard(eqx.Module):
@@ -35,7 +35,7 @@ class Shard(eqx.Module):
 def cast(model: PyTree, dtype: Any) -> PyTree:
     """The model with its parameters, learnt or frozen, in a compute dtype; those declared `full_precision` keep theirs.
 
-    Call it inside the loss: what the optimiser holds stays as it is. Shards are cast before they are gathered, so that
+    Call it inside the loss: what the optimizer holds stays as it is. Shards are cast before they are gathered, so that
     what travels is small; gradients are summed over devices in float32 and come back in the dtype of the parameters.
     """
     mesh = current_mesh()
@@ -43,7 +43,7 @@ def cast(model: PyTree, dtype: Any) -> PyTree:
     def one(leaf, x):
         if leaf.full_precision or not is_parameter(leaf, x):
             return x
-        in_pieces = mesh is not None and leaf.dims is not None and mesh.gathered(leaf.dims)
+        in_pieces = mesh is not None and leaf.dims is not None and mesh.find_gather_dims(leaf.dims)
         return Shard(x, jnp.dtype(dtype)) if in_pieces else x.astype(dtype)
 
     return map_leaves(one, model)
@@ -59,15 +59,15 @@ def gather(module: PyTree) -> PyTree:
     """
     mesh = current_mesh()
     if mesh is None:
-        return settled(module)
+        return materialize(module)
     values, treedef = jax.tree.flatten(module, is_leaf=is_shard)
 
     def one(leaf, x):
-        places = tuple(mesh.gathered(leaf.dims)) if leaf.dims is not None else ()
+        places = tuple(mesh.find_gather_dims(leaf.dims)) if leaf.dims is not None else ()
         shard = x if is_shard(x) else Shard(x, x.dtype) if places else None
-        return x if shard is None else together(places, shard.dtype, shard.array.dtype, shard.array)
+        return x if shard is None else all_gather_parameter(places, shard.dtype, shard.array.dtype, shard.array)
 
-    return settled(jax.tree.unflatten(treedef, list(map(one, leaves(module), values))))
+    return materialize(jax.tree.unflatten(treedef, list(map(one, leaves(module), values))))
 
 
 def is_shard(x: Any) -> bool:
@@ -75,37 +75,41 @@ def is_shard(x: Any) -> bool:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def together(places: Places, dtype: Any, stored: Any, shard: Array) -> Array:
+def all_gather_parameter(gather_dims: GatherDims, dtype: Any, stored_dtype: Any, shard: Array) -> Array:
     whole = shard.astype(dtype)
-    for place, axes in places:
+    for place, axes in gather_dims:
         whole = lax.all_gather(whole, axes, axis=place, tiled=True)
     return whole
 
 
-def together_forward(places: Places, dtype: Any, stored: Any, shard: Array) -> tuple[Array, None]:
-    return together(places, dtype, stored, shard), None
+def all_gather_parameter_fwd(
+    gather_dims: GatherDims, dtype: Any, stored_dtype: Any, shard: Array
+) -> tuple[Array, None]:
+    return all_gather_parameter(gather_dims, dtype, stored_dtype, shard), None
 
 
-def together_backward(places: Places, dtype: Any, stored: Any, _: None, gradient: Array) -> tuple[Array]:
+def all_gather_parameter_bwd(
+    gather_dims: GatherDims, dtype: Any, stored_dtype: Any, _: None, gradient: Array
+) -> tuple[Array]:
     pieces = gradient.astype(jnp.float32)
-    for place, axes in reversed(places):
+    for place, axes in reversed(gather_dims):
         pieces = lax.psum_scatter(pieces, axes, scatter_dimension=place, tiled=True)
-    return (pieces.astype(stored),)
+    return (pieces.astype(stored_dtype),)
 
 
-together.defvjp(together_forward, together_backward)
+all_gather_parameter.defvjp(all_gather_parameter_fwd, all_gather_parameter_bwd)
 
 
-KEPT = {
+REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
     "elementwise": jax.checkpoint_policies.dots_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-CHEAPER_AGAIN = ("all_gather", "all_gather_invariant", "pvary", "pcast")
+ALWAYS_RECOMPUTED = ("all_gather", "all_gather_invariant", "pvary", "pcast")
 
 
-def rematerialised(function: Callable, remat: Remat) -> Callable:
+def rematerialize(function: Callable, remat: Remat) -> Callable:
     """`function`, whose backward pass computes again what `remat` says: "none" of it; all that is
     "elementwise" and no matrix product; all but "dots", products without batch dims, so that attention's are computed
     again too; or the "full" function.
@@ -113,10 +117,12 @@ def rematerialised(function: Callable, remat: Remat) -> Callable:
     Whatever the choice, parameters that were gathered are not kept for the backward pass but gathered again: else a
     scan over layers would hold every layer whole.
     """
-    if remat not in KEPT:
-        raise ValueError(f"remat is one of {', '.join(KEPT)}, not {remat!r}")
+    if remat not in REMAT_POLICIES:
+        raise ValueError(f"remat is one of {', '.join(REMAT_POLICIES)}, not {remat!r}")
     mesh = current_mesh()
-    in_pieces = mesh is not None and any(mesh.shape[axis] > 1 for row in mesh.layout.at_rest.values() for axis in row)
+    in_pieces = mesh is not None and any(
+        mesh.shape[axis] > 1 for row in mesh.layout.parameters.values() for axis in row
+    )
     if remat == "none" and not in_pieces:
         return function
 
@@ -124,7 +130,7 @@ def rematerialised(function: Callable, remat: Remat) -> Callable:
         calls = [(primitive, arguments, parameters)]  # what has a gradient of its own comes as one call
         inside = getattr(parameters.get("call_jaxpr"), "eqns", ())
         calls += [(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in inside]
-        gathers = any(primitive.name in CHEAPER_AGAIN for primitive, _, _ in calls)
-        return not gathers and any(KEPT[remat](one, *given, **options) for one, given, options in calls)
+        gathers = any(primitive.name in ALWAYS_RECOMPUTED for primitive, _, _ in calls)
+        return not gathers and any(REMAT_POLICIES[remat](one, *given, **options) for one, given, options in calls)
 
     return jax.checkpoint(function, policy=policy, prevent_cse=False)

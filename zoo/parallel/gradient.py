@@ -18,16 +18,16 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .collectives import vary, varying
 from .layout import Mesh
-from .module import Leaf, is_learnt, map_leaves, trainable
-from .spmd import Program, on_shares
+from .module import Leaf, is_trainable, map_leaves, trainable
+from .spmd import ShardMapProgram, run_sharded
 
 
 def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int = 1) -> Callable:
     """The loss of `value_and_grad` alone: `value(loss_fn, mesh)(model, batch, *rest, key=None)`. For validation."""
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        sums = Sums(loss_fn, mesh, microbatches, has_aux, gradient=False)
-        loss, aux, _ = on_shares(sums, (model, batch, *rest), key)
+        sums = LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=False)
+        loss, aux, _ = run_sharded(sums, (model, batch, *rest), key)
         return (loss, aux) if has_aux else loss
 
     return run
@@ -51,19 +51,19 @@ def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, micr
     """
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        sums = Sums(loss_fn, mesh, microbatches, has_aux, gradient=True)
-        loss, aux, gradients = on_shares(sums, (model, batch, *rest), key)
+        sums = LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True)
+        loss, aux, gradients = run_sharded(sums, (model, batch, *rest), key)
         return ((loss, aux) if has_aux else loss), gradients
 
     return run
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums(Program):
+class LossAndGrad(ShardMapProgram):
     """A loss as a sum and a count, over devices and micro-batches, with its gradient or without."""
 
     has_aux: bool
-    gradient: bool
+    with_grad: bool
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -71,31 +71,31 @@ class Sums(Program):
 
     def __call__(self, args, keys):
         model, *others = args
-        learnt, fixed = eqx.partition(model, map_leaves(is_learnt, model))
-        rows, whole = eqx.partition((others, keys), map_leaves(is_rows, (others, keys)))
+        learnt, fixed = eqx.partition(model, map_leaves(is_trainable, model))
+        rows, whole = eqx.partition((others, keys), map_leaves(is_batch_array, (others, keys)))
         # Cast once, here: where parameters became varying at each use, each use would sum its gradient over devices.
         learnt = vary(learnt, self.token_axes)
 
         def sums(learnt, rows):
             others, keys = eqx.combine(rows, whole)
             result = self.fn(eqx.combine(learnt, fixed), *others, **({} if keys is None else {"key": keys}))
-            total, count, aux = self.checked(result)
+            total, count, aux = self.check_result(result)
             return total, (count, aux)
 
         def part(rows):
-            if not self.gradient:
-                return (*flat(sums(learnt, rows)), None)
+            if not self.with_grad:
+                return (*flatten_result(sums(learnt, rows)), None)
             result, gradients = jax.value_and_grad(sums, has_aux=True)(learnt, rows)
-            return (*flat(result), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+            return (*flatten_result(result), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
 
-        total, count, aux, gradients = self.over_microbatches(part, learnt, rows)
+        total, count, aux, gradients = self.sum_over_microbatches(part, learnt, rows)
         if self.token_axes:
             total, count, aux = lax.psum((total, count, aux), self.token_axes)
         count = jnp.where(count == 0, 1, count)
-        gradients = map_leaves(partial(self.settled, count), learnt, gradients) if self.gradient else None
+        gradients = map_leaves(partial(self.reduce_gradient, count), learnt, gradients) if self.with_grad else None
         return total / count, aux, gradients
 
-    def checked(self, result: Any) -> tuple:
+    def check_result(self, result: Any) -> tuple:
         """What a loss returned, held against its contract, as float32 that varies over all axes that split tokens."""
         try:
             (total, count), aux = result if self.has_aux else (result, ())
@@ -114,7 +114,7 @@ class Sums(Program):
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, lax.stop_gradient(count)))
         return vary((*scalars, jax.tree.map(jnp.asarray, aux)), self.token_axes)
 
-    def over_microbatches(self, part: Callable, learnt: PyTree, rows: PyTree) -> tuple:
+    def sum_over_microbatches(self, part: Callable, params: PyTree, rows: PyTree) -> tuple:
         """The sums of `part` over micro-batches, one after another: what lives at a time is one of them."""
         if self.microbatches == 1:
             return part(rows)
@@ -124,15 +124,15 @@ class Sums(Program):
             aux = jax.eval_shape(lambda rows: part(rows)[2], jax.tree.map(lambda x: x[0], rows))
             aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
         zeros = vary((jnp.zeros(()), jnp.zeros(()), aux), self.token_axes)
-        start = (*zeros, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), learnt) if self.gradient else None)
+        start = (*zeros, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params) if self.with_grad else None)
         return lax.scan(lambda sums, rows: (jax.tree.map(jnp.add, sums, part(rows)), None), start, rows)[0]
 
-    def settled(self, count: Array, leaf: Leaf, parameter: Array, gradient: Array) -> Array:
+    def reduce_gradient(self, count: Array, leaf: Leaf, parameter: Array, gradient: Array) -> Array:
         """One gradient, summed over all devices that split tokens. `gather` has summed over the axes that a parameter
         is stored along; those that only its update lies along (ZeRO-1) take their piece of the sum here."""
         dims = leaf.dims or ()
-        open_axes = set(self.token_axes) - {axis for _, axes in self.mesh.gathered(dims) for axis in axes}
-        for place, axes in self.mesh.updates.gathered(dims):
+        open_axes = set(self.token_axes) - {axis for _, axes in self.mesh.find_gather_dims(dims) for axis in axes}
+        for place, axes in self.mesh.optimizer.find_gather_dims(dims):
             if open_axes.issuperset(axes):
                 gradient = lax.psum_scatter(gradient, axes, scatter_dimension=place, tiled=True)
                 open_axes -= set(axes)
@@ -140,9 +140,9 @@ class Sums(Program):
             gradient = lax.psum(gradient, tuple(axis for axis in self.token_axes if axis in open_axes))
         return (gradient / count).astype(parameter.dtype)
 
-    def out_specs(self, share, on_one_device, arrays):
+    def out_specs(self, shard_map, on_one_device, arrays):
         (model, *_), _ = arrays
-        return PartitionSpec(), PartitionSpec(), self.mesh.updates.specs(trainable(model)) if self.gradient else None
+        return PartitionSpec(), PartitionSpec(), self.mesh.optimizer.specs(trainable(model)) if self.with_grad else None
 
 
 def refuse_varying(x: Array | float | int, allowed: tuple[str, ...], what: str) -> None:
@@ -154,11 +154,11 @@ def refuse_varying(x: Array | float | int, allowed: tuple[str, ...], what: str) 
         )
 
 
-def is_rows(leaf: Leaf, x: Any) -> bool:
+def is_batch_array(leaf: Leaf, x: Any) -> bool:
     return leaf.dims is None and eqx.is_array(x) and x.ndim > 0
 
 
-def flat(result: tuple) -> tuple:
+def flatten_result(result: tuple) -> tuple:
     total, (count, aux) = result
     return total, count, aux
 

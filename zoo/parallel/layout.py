@@ -15,7 +15,7 @@ from .module import Dim, leaves
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The axes of every mesh, outermost first: what talks most lies closest."""
 
-SPLIT: dict[str, tuple[str, ...]] = {
+COMPUTE: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "seq": ("context",),
     "key_seq": ("context",),
@@ -27,11 +27,11 @@ SPLIT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("in", "out", "features", "new", "slots", "choices", "top", "key_dim", "value_dim"), ()),
     **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs"), ()),
 }
-AT_REST: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
+PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 
-SHARED = ("kv_heads", "groups")
+REPLICATED_IF_FEWER = ("kv_heads", "groups")
 """Dims that lie whole on an axis larger than their count: a device picks those that its queries use."""
-WHOLE = ("vocab",)
+REPLICATED_IF_UNEVEN = ("vocab",)
 """Dims that lie whole wherever their axes do not divide them."""
 
 
@@ -42,47 +42,47 @@ class Layout:
     - `split`: while it is used. Heads over `tensor` is Megatron's split (arXiv:1909.08053).
     - `at_rest`: parameters, where they are stored; `gather` brings them together just before use: ZeRO-3
       (arXiv:1910.02054, section 5.3).
-    - `updates`: gradients and the optimiser's state; as `at_rest` unless given.
+    - `updates`: gradients and the optimizer's state; as `at_rest` unless given.
 
     `Layout()` is the table of the documentation; `Layout().with_dims(sensors=("tensor",))` adds a dim of your own.
     """
 
-    split: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=SPLIT.copy)
-    at_rest: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=AT_REST.copy)
-    updates: Mapping[str, tuple[str, ...]] | None = None
+    compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=COMPUTE.copy)
+    parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=PARAMETERS.copy)
+    optimizer: Mapping[str, tuple[str, ...]] | None = None
 
     def __post_init__(self):
-        for row in (self.split, self.at_rest, self.updates or {}):
+        for row in (self.compute, self.parameters, self.optimizer or {}):
             for dim, axes in row.items():
                 if unknown := [axis for axis in axes if axis not in AXES]:
                     raise ValueError(f"the layout splits {dim!r} over {unknown[0]!r}, but the mesh axes are {AXES}")
-                if dim not in self.split:
+                if dim not in self.compute:
                     raise ValueError(f"the layout stores {dim!r}, a dim that its table `split` does not have")
-        if self.updates is not None and any(self.updates.get(dim) != axes for dim, axes in self.at_rest.items()):
+        if self.optimizer is not None and any(self.optimizer.get(dim) != axes for dim, axes in self.parameters.items()):
             raise ValueError("what is split at rest is split in updates too: let `updates` hold the rows of `at_rest`")
 
     def __hash__(self):
         # Asked for thousands of times while one program is traced, so of the names alone; == tells the rest.
-        return hash(frozenset(self.split))
+        return hash(frozenset(self.compute))
 
     def with_dims(self, **rows: tuple[str, ...]) -> "Layout":
         """The same table with more dims, or other axes for a dim it has."""
-        return dataclasses.replace(self, split={**self.split, **rows})
+        return dataclasses.replace(self, split={**self.compute, **rows})
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that split a dim in use. **Raises** `ValueError` for a name that the table does not have."""
         if dim.isdigit():
             return ()
-        if dim not in self.split:
+        if dim not in self.compute:
             raise ValueError(
-                f"the layout has no dim {dim!r}. It knows {', '.join(sorted(self.split))}; "
+                f"the layout has no dim {dim!r}. It knows {', '.join(sorted(self.compute))}; "
                 f"Layout().with_dims({dim}=()) adds one that nothing splits."
             )
-        return self.split[dim]
+        return self.compute[dim]
 
 
-ZERO1 = Layout(at_rest={}, updates=AT_REST)
-"""Parameters whole on every device of `fsdp`, gradients and the optimiser's state split (ZeRO stages 1 and 2)."""
+ZERO1 = Layout(parameters={}, optimizer=PARAMETERS)
+"""Parameters whole on every device of `fsdp`, gradients and the optimizer's state split (ZeRO stages 1 and 2)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,22 +98,22 @@ class Mesh:
         return dict(self.devices.shape)
 
     @property
-    def updates(self) -> "Mesh":
-        """The mesh as gradients and the optimiser's state lie on it: place an optimiser's state on this one."""
+    def optimizer(self) -> "Mesh":
+        """The mesh as gradients and the optimizer's state lie on it: place an optimizer's state on this one."""
         layout = self.layout
-        at_rest = layout.at_rest if layout.updates is None else layout.updates
+        at_rest = layout.parameters if layout.optimizer is None else layout.optimizer
         return dataclasses.replace(self, layout=dataclasses.replace(layout, at_rest=at_rest, updates=None))
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes of more than one device that split `dim` in use."""
         return tuple(axis for axis in self.layout.axes(dim) if self.devices.shape[axis] > 1)
 
-    def gathered(self, dims: Sequence[Dim]) -> list[tuple[int, tuple[str, ...]]]:
+    def find_gather_dims(self, dims: Sequence[Dim]) -> list[tuple[int, tuple[str, ...]]]:
         """Where `gather` has something to bring together in an array of these dims: (place of the dim, its axes)."""
         taken = {axis for dim in dims for axis in self.axes(dim.name)}
         found = []
         for place, dim in enumerate(dims):
-            rows = self.layout.at_rest.get(dim.name, ())
+            rows = self.layout.parameters.get(dim.name, ())
             if axes := tuple(axis for axis in rows if self.devices.shape[axis] > 1 and axis not in taken):
                 found.append((place, axes))
                 taken |= set(axes)
@@ -125,13 +125,13 @@ class Mesh:
         An axis splits one dim of an array, the first that names it. **Raises** `ValueError` for an unknown dim, and
         where the axes do not divide the count, with what would do.
         """
-        at_rest = dict(self.gathered(dims))
+        at_rest = dict(self.find_gather_dims(dims))
         taken: set[str] = set()
         split = []
         for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
             axes = tuple(axis for axis in self.axes(dim.name) if axis not in taken)
             axes = axes + at_rest.get(place, ())
-            if axes and not self.divides(dim, size // dim.unit, axes, name):
+            if axes and not self.is_divisible(dim, size // dim.unit, axes, name):
                 axes = ()
             taken |= set(axes)
             split.append(axes or None)
@@ -139,35 +139,35 @@ class Mesh:
             split.pop()
         return PartitionSpec(*split)
 
-    def divides(self, dim: Dim, count: int, axes: tuple[str, ...], name: str) -> bool:
+    def is_divisible(self, dim: Dim, count: int, axes: tuple[str, ...], name: str) -> bool:
         shares = math.prod(self.devices.shape[axis] for axis in axes)
         if count % shares == 0:
             return True
-        if dim.name in WHOLE or (dim.name in SHARED and shares % count == 0):
+        if dim.name in REPLICATED_IF_UNEVEN or (dim.name in REPLICATED_IF_FEWER and shares % count == 0):
             return False
         sizes = " x ".join(f"{axis}={self.devices.shape[axis]}" for axis in axes)
         fitting = [str(n) for n in range(1, min(count, 4096) + 1) if count % n == 0]
-        fitting += [f"a multiple of {count}"] if dim.name in SHARED else []
+        fitting += [f"a multiple of {count}"] if dim.name in REPLICATED_IF_FEWER else []
         what = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
             f"{name}: {count} {what} do not share out over {sizes}. Use a multiple of {shares} {what}, "
             f"or let {' x '.join(axes)} be {', '.join(fitting[:-1])}{' or ' if fitting[:-1] else ''}{fitting[-1]}."
         )
 
-    def specs(self, tree: PyTree, loose: Sequence[str] = ()) -> PyTree:
+    def specs(self, tree: PyTree, default_dims: Sequence[str] = ()) -> PyTree:
         """A PartitionSpec for every array of `tree`: in a module by its annotations; a loose array by `loose`, the
         names of its first dims, and whole where it has more."""
 
         def spec(leaf, x):
-            dims = [Dim(name) for name in loose[: x.ndim]] if leaf.dims is None else leaf.dims
+            dims = [Dim(name) for name in default_dims[: x.ndim]] if leaf.dims is None else leaf.dims
             return self.spec(dims, x.shape[: len(dims)], leaf.name)
 
         values, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(treedef, list(map(spec, leaves(tree), values)))
 
-    def shardings(self, tree: PyTree, loose: Sequence[str] = ()) -> PyTree:
+    def shardings(self, tree: PyTree, default_dims: Sequence[str] = ()) -> PyTree:
         """`specs` as shardings, for JAX's own functions."""
-        specs = self.specs(tree, loose)
+        specs = self.specs(tree, default_dims)
         return jax.tree.map(lambda spec: NamedSharding(self.devices, spec), specs, is_leaf=is_spec)
 
     def __str__(self) -> str:
@@ -224,14 +224,18 @@ def make_mesh(
     return Mesh(mesh, layout or Layout())
 
 
-def lies_whole(tree: PyTree, mesh: Mesh) -> list[str]:
+def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
     """One line for every kind of dim that its axes do not divide and that therefore lies whole on each device."""
     found: dict[str, str] = {}
     arrays = eqx.filter(tree, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
     for leaf, x in zip(leaves(arrays), jax.tree.leaves(arrays), strict=True):
         for dim, size in zip(leaf.dims or (), x.shape, strict=False):
             axes = mesh.axes(dim.name)
-            if dim.name in WHOLE and axes and not mesh.divides(dim, size // dim.unit, axes, leaf.name):
+            if (
+                dim.name in REPLICATED_IF_UNEVEN
+                and axes
+                and not mesh.is_divisible(dim, size // dim.unit, axes, leaf.name)
+            ):
                 shares = math.prod(mesh.shape[axis] for axis in axes)
                 found[dim.name] = (
                     f"{leaf.name}: {size} {dim.name} do not share out over {' x '.join(axes)}={shares} and lie whole "

@@ -15,12 +15,12 @@ import equinox as eqx
 import jax
 from jaxtyping import AbstractArray, PyTree, jaxtyped
 
-from .learnt import Learnt
-from .scope import NAMED, scoped
+from .scope import SCOPED_METHODS, scoped
+from .trainable_copy import TrainableCopy
 
-STACKED, LEARNT, FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
-EITHER, MANNER = "zoo.either", "zoo.manner"
-TRANSPARENT, TUNED = "zoo.transparent", "zoo.tuned"
+STACKED, TRAINABLE, FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
+NAMED_BY_CLASS, IMPLEMENTATION_OPTION = "zoo.either", "zoo.manner"
+WRAPPED, ADAPTER_PARAMETER = "zoo.transparent", "zoo.tuned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def stacked(dim: str) -> Any:
 def buffer(**options: Any) -> Any:
     """A field of arrays that belong to a model's state but are not learnt by gradient: `trainable` omits them. Of a
     field that holds a module it holds for all below."""
-    return eqx.field(metadata={LEARNT: False}, **options)
+    return eqx.field(metadata={TRAINABLE: False}, **options)
 
 
 def full_precision(**options: Any) -> Any:
@@ -52,33 +52,33 @@ def full_precision(**options: Any) -> Any:
     return eqx.field(metadata={FULL_PRECISION: True}, **options)
 
 
-def either() -> Any:
+def named_by_class() -> Any:
     """A field that holds one of several classes. Parameters below it are named by the class, `attention.query.weight`,
     and not by the field, so that two classes in one place can be told apart."""
-    return eqx.field(metadata={EITHER: True})
+    return eqx.field(metadata={NAMED_BY_CLASS: True})
 
 
-def manner(**options: Any) -> Any:
+def implementation_option(**options: Any) -> Any:
     """A static field that says how a result is computed, not which: two modules that differ in it are one model."""
-    return eqx.field(static=True, metadata={MANNER: True}, **options)
+    return eqx.field(static=True, metadata={IMPLEMENTATION_OPTION: True}, **options)
 
 
-def transparent() -> Any:
+def wrapped() -> Any:
     """A field that holds what a module was put around. Parameters below it keep the names that they had before; those
     of the module's other fields stand under its `label`."""
-    return eqx.field(metadata={TRANSPARENT: True})
+    return eqx.field(metadata={WRAPPED: True})
 
 
-def tuned(*, full_precision: bool = False) -> Any:
+def adapter_parameter(*, full_precision: bool = False) -> Any:
     """A field that is learnt on top of a finished model, and, if it says so, keeps its own dtype under `cast`. Where a
     tree has any, `trainable` leaves out all else."""
-    return eqx.field(metadata={TUNED: True, FULL_PRECISION: full_precision})
+    return eqx.field(metadata={ADAPTER_PARAMETER: True, FULL_PRECISION: full_precision})
 
 
 @dataclass_transform(
     field_specifiers=(
-        *(dataclasses.field, eqx.field, stacked, buffer, full_precision, either, manner),
-        *(transparent, tuned),
+        *(dataclasses.field, eqx.field, stacked, buffer, full_precision, named_by_class, implementation_option),
+        *(wrapped, adapter_parameter),
     )
 )
 class Module(eqx.Module):
@@ -90,18 +90,18 @@ class Module(eqx.Module):
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        for name in NAMED:
+        for name in SCOPED_METHODS:
             method = vars(cls).get(name)
             if isinstance(method, types.FunctionType) and not getattr(method, "__isabstractmethod__", False):
-                setattr(cls, name, scoped(method, EITHER))
+                setattr(cls, name, scoped(method, NAMED_BY_CLASS))
 
     def __check_init__(self):
-        arrays = [(field, x) for field in array_fields(self) for x in bare_arrays(getattr(self, field.name))]
+        arrays = [(field, x) for field in array_fields(self) for x in find_bare_arrays(getattr(self, field.name))]
         with jaxtyped("context"):  # one scope for all fields: "out" is one number in the weight and in the bias
             for field, x in arrays:
-                dims = resolve(self, field, x.ndim)
-                if not any(isinstance(x, annotation) for annotation in array_types(field.type)):
-                    raise TypeError(misfit(self, field, x, arrays))
+                dims = resolve_dims(self, field, x.ndim)
+                if not any(isinstance(x, annotation) for annotation in find_array_types(field.type)):
+                    raise TypeError(format_mismatch(self, field, x, arrays))
                 for dim, size in zip(dims, x.shape, strict=True):
                     if size % dim.unit:
                         raise TypeError(
@@ -110,11 +110,13 @@ class Module(eqx.Module):
                         )
 
 
-def misfit(module: Module, field: dataclasses.Field, x: Any, arrays: list[tuple[dataclasses.Field, Any]]) -> str:
+def format_mismatch(
+    module: Module, field: dataclasses.Field, x: Any, arrays: list[tuple[dataclasses.Field, Any]]
+) -> str:
     shapes = ", ".join(f"{f.name} {list(array.shape)}" for f, array in arrays)
     return (
         f"{type(module).__name__}.{field.name} is {x.dtype.name}{list(x.shape)}, which does not fit its annotation "
-        f"{written(field.type)}. The arrays of this module: {shapes}."
+        f"{format_annotation(field.type)}. The arrays of this module: {shapes}."
     )
 
 
@@ -122,26 +124,26 @@ def array_fields(module: Module) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(module) if not field.metadata.get("static", False)]
 
 
-def bare_arrays(value: Any) -> list[Any]:
+def find_bare_arrays(value: Any) -> list[Any]:
     """The arrays in a field's value that no module of its own describes."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Module))
     return [x for x in leaves if eqx.is_array(x)]
 
 
-def array_types(annotation: Any) -> Iterator[Any]:
+def find_array_types(annotation: Any) -> Iterator[Any]:
     """The jaxtyping types inside an annotation: `Float[Array, "out"] | None`, `tuple[Float[Array, "out"], ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
         yield annotation
     for inner in typing.get_args(annotation):
-        yield from array_types(inner)
+        yield from find_array_types(inner)
 
 
-def written(annotation: Any) -> str:
-    names = [f'{t.dtype.__name__}[Array, "{t.dim_str}"]' for t in array_types(annotation)]
+def format_annotation(annotation: Any) -> str:
+    names = [f'{t.dtype.__name__}[Array, "{t.dim_str}"]' for t in find_array_types(annotation)]
     return " | ".join(names) or str(annotation)
 
 
-def resolve(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
+def resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
     """The dims that a field's annotation names for an array of `ndim` dims, as this instance calls them."""
     place = f"{type(module).__name__}.{field.name}"
     if isinstance(field.type, str):
@@ -149,17 +151,17 @@ def resolve(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, .
             f"{place} is annotated with the string {field.type!r}: remove `from __future__ import annotations` and "
             "quotes around types from the file, so that the dims can be read."
         )
-    named = {names for t in array_types(field.type) if (names := dim_names(t)) is not None}
+    named = {names for t in find_array_types(field.type) if (names := read_dim_names(t)) is not None}
     fitting = [names for names in named if len(names) == ndim]
     if len(fitting) != 1:
         raise TypeError(
-            f"{place} holds an array of {ndim} dims, but its annotation {written(field.type)} does not name {ndim} "
+            f"{place} holds an array of {ndim} dims, but its annotation {format_annotation(field.type)} does not name {ndim} "
             'dims. Annotate it with one fixed name a dim: weight: Float[Array, "out in"].'
         )
-    return tuple(renamed(module, name) for name in fitting[0])
+    return tuple(resolve_dim(module, name) for name in fitting[0])
 
 
-def dim_names(annotation: Any) -> tuple[str, ...] | None:
+def read_dim_names(annotation: Any) -> tuple[str, ...] | None:
     """The names in one jaxtyping annotation, a number standing for itself; None where they are not fixed."""
     if not isinstance(annotation.dims, tuple):
         return None  # "..." alone
@@ -168,7 +170,7 @@ def dim_names(annotation: Any) -> tuple[str, ...] | None:
     return tuple(map(str, names)) if fixed else None
 
 
-def renamed(module: Module, name: str) -> Dim:
+def resolve_dim(module: Module, name: str) -> Dim:
     own = getattr(module, name, None)
     own = own if isinstance(own, Dim) else getattr(module, f"{name}_", None)  # `in` is a keyword: the field is `in_`
     return own if isinstance(own, Dim) else Dim(name)
@@ -182,28 +184,28 @@ class Leaf:
     """The path to it: `stack.segments.0.blocks.0.mixer.query.weight`."""
     dims: tuple[Dim, ...] | None
     """One a dim of the array; None for a loose array, which stands in no module."""
-    learnt: bool = True
+    trainable: bool = True
     """Whether it is a parameter, and no buffer."""
     full_precision: bool = False
-    tuned: bool = False
+    adapter_parameter: bool = False
     frozen: bool = False
     """Whether other arrays of the tree are learnt on top of it."""
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
-    """A `Leaf` for every leaf of `tree`, in JAX's order. Works on models, gradients, optimiser states, caches: on any
+    """A `Leaf` for every leaf of `tree`, in JAX's order. Works on models, gradients, optimizer states, caches: on any
     tree in which modules occur.
 
     **Raises** `TypeError` where an array in a module is not what its annotation says.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = [describe(tree, path, x) for path, x in paths]
-    if not any(leaf.tuned for leaf in found):
+    found = [resolve_leaf(tree, path, x) for path, x in paths]
+    if not any(leaf.adapter_parameter for leaf in found):
         return found
-    return [dataclasses.replace(leaf, frozen=not leaf.tuned) for leaf in found]
+    return [dataclasses.replace(leaf, frozen=not leaf.adapter_parameter) for leaf in found]
 
 
-def describe(tree: Any, path: tuple, array: Any) -> Leaf:
+def resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     node, words, front = tree, [], []
     owner, declared, numbers_of_whole = None, None, False
     learnt, full, tuned = True, False, False
@@ -213,25 +215,25 @@ def describe(tree: Any, path: tuple, array: Any) -> Leaf:
         if isinstance(node, Module):
             owner, declared = node, next(f for f in dataclasses.fields(node) if f.name == word)
             front += [Dim(declared.metadata[STACKED])] if STACKED in declared.metadata else []
-            learnt &= declared.metadata.get(LEARNT, True)
+            learnt &= declared.metadata.get(TRAINABLE, True)
             full |= declared.metadata.get(FULL_PRECISION, False)
-            tuned |= declared.metadata.get(TUNED, False)
-        elif isinstance(node, Learnt):
+            tuned |= declared.metadata.get(ADAPTER_PARAMETER, False)
+        elif isinstance(node, TrainableCopy):
             tuned |= word == "array"
-            numbers_of_whole = word in ("applies", "weight")
-        node = follow(node, step, word)
+            numbers_of_whole = word in ("applies", "strength")
+        node = get_child(node, step, word)
     if owner is None or declared is None or not hasattr(array, "ndim"):
         return Leaf(".".join(words), None)
     if numbers_of_whole:
-        return Leaf(".".join(words), tuple(front), learnt=False)
+        return Leaf(".".join(words), tuple(front), trainable=False)
     try:
-        dims = (*front, *resolve(owner, declared, array.ndim - len(front)))
+        dims = (*front, *resolve_dims(owner, declared, array.ndim - len(front)))
     except TypeError as error:
         raise TypeError(f"{'.'.join(words)}: {error}") from None
     return Leaf(".".join(words), dims, learnt, full, tuned)
 
 
-def follow(node: Any, step: Any, word: str) -> Any:
+def get_child(node: Any, step: Any, word: str) -> Any:
     if isinstance(step, jax.tree_util.GetAttrKey):
         return getattr(node, word)
     if isinstance(step, jax.tree_util.SequenceKey | jax.tree_util.DictKey):
@@ -251,12 +253,12 @@ def trainable(model: PyTree) -> PyTree:
     """The model with None for all that no gradient moves: integers, flags, what is declared `buffer()`, and, where any
     of it is declared `tuned()`, all that is not.
 
-    This is what an optimiser, a gradient and a table of learnt parameters should see.
+    This is what an optimizer, a gradient and a table of learnt parameters should see.
     """
-    return map_leaves(lambda leaf, x: x if is_learnt(leaf, x) else None, model)
+    return map_leaves(lambda leaf, x: x if is_trainable(leaf, x) else None, model)
 
 
-def is_learnt(leaf: Leaf, x: Any) -> bool:
+def is_trainable(leaf: Leaf, x: Any) -> bool:
     """A shape is learnt where the array that it stands for is."""
     return is_parameter(leaf, x) and not leaf.frozen
 
@@ -266,7 +268,7 @@ def is_parameter(leaf: Leaf, x: Any) -> bool:
     inexact = eqx.is_inexact_array(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         inexact = jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-    return leaf.learnt and inexact
+    return leaf.trainable and inexact
 
 
 def count(model: PyTree) -> int:

@@ -12,19 +12,19 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from .layout import Mesh, lies_whole
+from .layout import Mesh, replicated_dims
 from .module import Module
 
-log = logging.getLogger("zoo")
+logger = logging.getLogger("zoo")
 
-ROWS = ("batch", "seq")
+BATCH_DIMS = ("batch", "seq")
 """What the first dims of an array are that stands in no module."""
 
 
 def place(tree: PyTree, mesh: Mesh) -> PyTree:
     """`tree`, every array where the layout wants it: in modules by their annotations, loose arrays whole everywhere.
 
-    Inside `jit` it says where a result is to lie. An optimiser's state belongs on `mesh.updates`. An array that lies
+    Inside `jit` it says where a result is to lie. An optimizer's state belongs on `mesh.updates`. An array that lies
     right already is not copied: donate one of the two, and the other is gone.
 
     **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before anything moves.
@@ -32,7 +32,7 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
     arrays, rest = eqx.partition(tree, eqx.is_array)
     shardings = mesh.shardings(arrays)
     if isinstance(tree, Module) and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
-        tell(arrays, mesh)
+        warn_replicated(arrays, mesh)
 
     def put(x, sharding):
         if isinstance(x, Tracer):
@@ -50,7 +50,7 @@ def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Me
     abstract = eqx.filter_eval_shape(make, key)
     shapes, rest = eqx.partition(abstract, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     shardings = mesh.shardings(shapes)
-    tell(shapes, mesh)
+    warn_replicated(shapes, mesh)
     arrays = jax.jit(lambda key: eqx.filter(make(key), eqx.is_array), out_shardings=shardings)(key)
     return eqx.combine(arrays, rest)
 
@@ -65,14 +65,14 @@ def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
     """
     processes = jax.process_count()
     if processes == 1:
-        return jax.device_put(batch, mesh.shardings(batch, ROWS))
+        return jax.device_put(batch, mesh.shardings(batch, BATCH_DIMS))
     if math.prod(mesh.shape[axis] for axis in mesh.axes("batch")) % processes:
         raise ValueError(
             f"{processes} processes bring rows of their own, so the axes that split the batch have to multiply to a "
             f"multiple of {processes}, and {mesh} does not: let fsdp or data span the processes, and tensor stay in one"
         )
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct((processes * x.shape[0], *x.shape[1:]), x.dtype), batch)
-    shardings = mesh.shardings(whole, ROWS)
+    shardings = mesh.shardings(whole, BATCH_DIMS)
 
     def put(x, sharding, whole):
         return jax.make_array_from_process_local_data(sharding, np.asarray(x), whole.shape)
@@ -80,6 +80,6 @@ def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(put, batch, shardings, whole)
 
 
-def tell(tree: Any, mesh: Mesh) -> None:
-    for line in lies_whole(tree, mesh):
-        log.warning(line)
+def warn_replicated(tree: Any, mesh: Mesh) -> None:
+    for line in replicated_dims(tree, mesh):
+        logger.warning(line)

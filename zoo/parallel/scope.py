@@ -14,33 +14,33 @@ from typing import Any
 
 import jax
 
-NAMED = ("__call__", "transposed", "hidden", "logits", "routed", "grouped", "per_unit", "per_unit_transposed")
+SCOPED_METHODS = ("__call__", "transposed", "hidden", "logits", "routed", "grouped", "per_head", "per_head_transposed")
 """The methods of modules that compute: those that are a scope, wherever a class defines them."""
 
-within: contextvars.ContextVar[Any] = contextvars.ContextVar("within", default=None)
+calling_module: contextvars.ContextVar[Any] = contextvars.ContextVar("within", default=None)
 """The module whose method is being run, in this thread."""
 
 
-def scoped(method: Callable, either: str) -> Callable:
+def scoped(method: Callable, named_by_class: str) -> Callable:
     """`method` of a module, in the module's scope; `either` marks the fields that go with their class. A module that
     calls itself is in its scope already."""
 
     @functools.wraps(method)
     def named(self, *args, **kwargs):
-        parent = within.get()
+        parent = calling_module.get()
         if parent is self:
             return method(self, *args, **kwargs)
-        token = within.set(self)
+        token = calling_module.set(self)
         try:
-            with jax.named_scope(scope(self, parent, either)):
+            with jax.named_scope(scope_name(self, parent, named_by_class)):
                 return method(self, *args, **kwargs)
         finally:
-            within.reset(token)
+            calling_module.reset(token)
 
     return named
 
 
-def scope(module: Any, parent: Any, either: str) -> str:
+def scope_name(module: Any, parent: Any, named_by_class: str) -> str:
     """What `parent` calls `module`: the field that holds it, or the only one that holds its class, since `gather` and
     transformations make a new object of it."""
     own = type(module)
@@ -51,4 +51,4 @@ def scope(module: Any, parent: Any, either: str) -> str:
     if len(found) != 1:
         return own.__name__
     field = next(field for field in dataclasses.fields(parent) if field.name == found[0])
-    return f"{field.name}.{own.__name__}" if field.metadata.get(either) else field.name
+    return f"{field.name}.{own.__name__}" if field.metadata.get(named_by_class) else field.name

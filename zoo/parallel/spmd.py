@@ -17,15 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key, PRNGKeyArray, PyTree
 
-from .captured import refuse_captured
-from .collectives import mesh_in_force, varying
+from .closures import refuse_closed_over_arrays
+from .collectives import active_mesh, varying
 from .layout import Mesh
 from .module import Dim, Leaf, Module, leaves
-from .place import ROWS
+from .place import BATCH_DIMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(abc.ABC):
+class ShardMapProgram(abc.ABC):
     """What runs on shares: hashable, so that it compiles once."""
 
     fn: Callable
@@ -37,7 +37,7 @@ class Program(abc.ABC):
         """On one device's share."""
 
     @abc.abstractmethod
-    def out_specs(self, share: Callable, on_one_device: Callable, arrays: PyTree) -> PyTree:
+    def out_specs(self, shard_map: Callable, on_one_device: Callable, arrays: PyTree) -> PyTree:
         """How the shares of the result are put together."""
 
 
@@ -55,13 +55,13 @@ def spmd(fn: Callable, mesh: Mesh, *, out: PyTree[str]) -> Callable:
     """
 
     def run(*args: Any, key: PRNGKeyArray | None = None) -> PyTree:
-        return on_shares(Spmd(fn, mesh, 1, Names.of(out)), args, key)
+        return run_sharded(SpmdProgram(fn, mesh, 1, OutputDims.from_tree(out)), args, key)
 
     return run
 
 
-def on_shares(program: Program, args: tuple, key: PRNGKeyArray | None) -> Any:
-    refuse_captured(program.fn)
+def run_sharded(program: ShardMapProgram, args: tuple, key: PRNGKeyArray | None) -> Any:
+    refuse_closed_over_arrays(program.fn)
     for arg in args:
         if isinstance(arg, eqx.Module) and not isinstance(arg, Module):
             raise TypeError(
@@ -69,10 +69,10 @@ def on_shares(program: Program, args: tuple, key: PRNGKeyArray | None) -> Any:
                 "Derive it from zoo.parallel.Module."
             )
     rows = count_rows(args, program.mesh, program.microbatches)
-    return keeping((program, args), (), None if key is None else row_keys(key, rows))
+    return run_jitted((program, args), (), None if key is None else split_row_keys(key, rows))
 
 
-def jitted(kept: tuple[Program, tuple], args: tuple, keys: Key[Array, "batch"] | None) -> Any:
+def call_shard_map(kept: tuple[ShardMapProgram, tuple], args: tuple, keys: Key[Array, "batch"] | None) -> Any:
     """A `shard_map` outside `jit` is slow at every call, and compiled at every call: here it is compiled once.
 
     `kept` has the program and its first arguments, `args` those after: `donating` gives the memory of these to the
@@ -81,10 +81,10 @@ def jitted(kept: tuple[Program, tuple], args: tuple, keys: Key[Array, "batch"] |
     program, first = kept
     arrays, rest = eqx.partition(((*first, *args), keys), eqx.is_array)
     mesh = program.mesh
-    specs = mesh.specs(arrays, ROWS)
+    specs = mesh.specs(arrays, BATCH_DIMS)
 
     def on_one_device(arrays):
-        with mesh_in_force(mesh):
+        with active_mesh(mesh):
             args, keys = eqx.combine(arrays, rest)
             return program(args, keys)
 
@@ -92,8 +92,8 @@ def jitted(kept: tuple[Program, tuple], args: tuple, keys: Key[Array, "batch"] |
     return share(on_one_device, out_specs=program.out_specs(share, on_one_device, arrays))(arrays)
 
 
-keeping = eqx.filter_jit(jitted)
-donating = eqx.filter_jit(jitted, donate="all-except-first")
+run_jitted = eqx.filter_jit(call_shard_map)
+run_jitted_donating = eqx.filter_jit(call_shard_map, donate="all-except-first")
 
 
 def count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
@@ -119,7 +119,7 @@ def count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
     return rows
 
 
-def row_keys(key: PRNGKeyArray, rows: int | None) -> Key[Array, "batch"]:
+def split_row_keys(key: PRNGKeyArray, rows: int | None) -> Key[Array, "batch"]:
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError("key is a typed PRNG key, made by jax.random.key(seed), not by jax.random.PRNGKey")
     if rows is None:
@@ -128,28 +128,28 @@ def row_keys(key: PRNGKeyArray, rows: int | None) -> Key[Array, "batch"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
+class OutputDims:
     """The dims of results, a tree of strings, in a form that can be hashed."""
 
-    names: tuple[str, ...]
+    dims: tuple[str, ...]
     treedef: Any
 
     @classmethod
-    def of(cls, out: PyTree[str]) -> "Names":
+    def from_tree(cls, out: PyTree[str]) -> "OutputDims":
         names, treedef = jax.tree.flatten(out)
         return cls(tuple(names), treedef)
 
 
 @dataclasses.dataclass(frozen=True)
-class Spmd(Program):
+class SpmdProgram(ShardMapProgram):
     """`fn` as it stands."""
 
-    out: Names
+    out: OutputDims
 
     def __call__(self, args, keys):
         return self.fn(*args) if keys is None else self.fn(*args, key=keys)
 
-    def out_specs(self, share, on_one_device, arrays):
+    def out_specs(self, shard_map, on_one_device, arrays):
         """A varying type tells along which axes a result differs, its names tell which of its dims is split: together
         they are its spec. The types are known only inside, so the function is traced once for them."""
         found: list = []
@@ -159,16 +159,16 @@ class Spmd(Program):
             found.append((jax.tree.map(varying, result), leaves(result)))
             return ()
 
-        jax.eval_shape(share(look, out_specs=()), arrays)
+        jax.eval_shape(shard_map(look, out_specs=()), arrays)
         axes, described = found[0]
-        names = self.out.treedef.unflatten(self.out.names)
+        names = self.out.treedef.unflatten(self.out.dims)
         names = jax.tree.leaves(jax.tree.map(lambda name, part: jax.tree.map(lambda _: name, part), names, axes))
         results, treedef = jax.tree.flatten(axes)
-        return jax.tree.unflatten(treedef, list(map(self.spec, names, described, results)))
+        return jax.tree.unflatten(treedef, list(map(self.infer_spec, names, described, results)))
 
-    def spec(self, names: str, leaf: Leaf, axes: frozenset[str]) -> PartitionSpec:
+    def infer_spec(self, names: str, leaf: Leaf, axes: frozenset[str]) -> PartitionSpec:
         dims = [Dim(name) for name in names.split()] if leaf.dims is None else leaf.dims
-        at_rest = {} if leaf.dims is None else dict(self.mesh.gathered(dims))
+        at_rest = {} if leaf.dims is None else dict(self.mesh.find_gather_dims(dims))
         split: list[tuple[str, ...] | None] = []
         open_axes = set(axes)
         for place, dim in enumerate(dims):

@@ -1,68 +1,77 @@
 """What surrounds a training loop: text, checkpoints, metrics, progress, signals, reports. Never the loop itself."""
 
-from .optional import require_installed
+from zoo._optional import require_installed
 
 require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
 
-from .average import ema
-from .chart import Curve, chart
-from .checkpoint import Checkpoints, Restored
-from .command import command
-from .corpus import Corpus, text
-from .data import Batches, Ordered, Source, Split, Stream, Windows, bits_per_byte
+from zoo.text.batches import (
+    BatchIterator,
+    CorpusSplit,
+    Dataset,
+    OrderedBatches,
+    ShuffledBatches,
+    TokenWindows,
+    bits_per_byte,
+)
+from zoo.text.corpus import Corpus, load_text
+from zoo.text.tokenizers import Tokenizer, read_tokenizer
+
+from .checkpoint import Checkpoints, RestoredCheckpoint
+from .command import run_cli
+from .ema import update_ema
 from .export import export
 from .fingerprint import fingerprint
 from .interrupt import Interrupt
-from .masks import decay_mask, matrices
-from .metrics import Metrics, read_lines
-from .parameters import parameter_rows
+from .masks import decay_mask, matrix_mask
+from .metrics import Metrics, read_metrics
 from .profile import Profile
-from .remat import rematerialise
-from .report import ParameterRow, write_report
+from .remat import rematerialize
+from .report.chart import Curve, draw_line_chart
+from .report.page import ParameterRow, write_report
+from .report.parameters import tabulate_parameters
+from .report.scatter import ScatterSeries, draw_scatter
 from .run import Run
-from .scatter import Points, scatter
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
-from .tokens import Tokenizer, read_tokenizer
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
 
 __all__ = [
-    "Batches",
+    "BatchIterator",
     "Checkpoints",
     "Corpus",
+    "CorpusSplit",
     "Curve",
+    "Dataset",
     "Interrupt",
     "Metrics",
-    "Ordered",
+    "OrderedBatches",
     "ParameterRow",
-    "Points",
     "Profile",
-    "Restored",
+    "RestoredCheckpoint",
     "Run",
-    "Source",
-    "Split",
-    "Stream",
+    "ScatterSeries",
+    "ShuffledBatches",
     "TensorBoard",
+    "TokenWindows",
     "Tokenizer",
     "Tracker",
     "WeightsAndBiases",
-    "Windows",
     "bits_per_byte",
-    "chart",
-    "command",
     "decay_mask",
-    "ema",
+    "draw_line_chart",
+    "draw_scatter",
     "export",
     "fingerprint",
-    "matrices",
-    "parameter_rows",
-    "read_lines",
+    "load_text",
+    "matrix_mask",
+    "read_metrics",
     "read_tokenizer",
-    "rematerialise",
-    "scatter",
+    "rematerialize",
+    "run_cli",
     "sweep_grid",
     "sweep_map",
     "sweep_models",
     "sweep_step",
-    "text",
+    "tabulate_parameters",
+    "update_ema",
     "write_report",
 ]

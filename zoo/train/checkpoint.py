@@ -21,17 +21,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .files import plain, read_json, write_json
-from .fingerprint import prints, require_same
-from .optional import require
+from zoo._files import read_json, to_jsonable, write_json
+from zoo._optional import import_optional
+
+from .fingerprint import fingerprint_arrays, require_same_fingerprints
 
 log = logging.getLogger("zoo")
 
-SEAL = "files.json"
-CUT_OFF = ".orbax-checkpoint-tmp"
+MANIFEST_FILE = "files.json"
+UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
 
 
-class Restored(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """What a checkpoint held: the step it was saved after, the state, where the data stood, the configuration."""
 
     step: int
@@ -52,8 +53,8 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 1, frozen: PyTree = None):
         self.directory = Path(directory).absolute()
-        self._frozen = prints(frozen)
-        self._orbax = require("orbax.checkpoint", "pip install 'equizoo[train]'")
+        self._frozen = fingerprint_arrays(frozen)
+        self._orbax = import_optional("orbax.checkpoint", "pip install 'equizoo[train]'")
         policies = self._orbax.checkpoint_managers
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics["metric"],
@@ -63,7 +64,7 @@ class Checkpoints:
         )
         options = self._orbax.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep_last), best]),
-            async_options=self._orbax.options.AsyncOptions(post_finalization_callback=self._seal),
+            async_options=self._orbax.options.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
         self._manager = self._orbax.CheckpointManager(self.directory, options=options)
         self._saving = -1
@@ -88,10 +89,10 @@ class Checkpoints:
         for later in [other for other in self._manager.all_steps() if other >= step]:
             self._manager.delete(later)
         if jax.process_index() == 0:
-            for unfinished in self.directory.glob(f"*{CUT_OFF}*"):
+            for unfinished in self.directory.glob(f"*{UNFINISHED_SUFFIX}*"):
                 shutil.rmtree(unfinished)
-        arrays = _named(eqx.filter(state, eqx.is_array))
-        about = dict(step=step, data=data, config=config or {}, leaves=_facts(arrays), frozen=self._frozen)
+        arrays = _flatten_with_names(eqx.filter(state, eqx.is_array))
+        about = dict(step=step, data=data, config=config or {}, leaves=_describe_arrays(arrays), frozen=self._frozen)
         args = self._orbax.args
         self._saving = step
         self._manager.save(
@@ -99,7 +100,7 @@ class Checkpoints:
             # Orbax refuses arrays without elements; their shape is all there is to know.
             args=args.Composite(
                 state=args.PyTreeSave({name: x for name, x in arrays.items() if x.size}),
-                about=args.JsonSave(plain(about)),
+                about=args.JsonSave(to_jsonable(about)),
             ),
             metrics=dict(metric=float(metric)) if metric is not None and math.isfinite(metric) else None,
             force=True,
@@ -109,36 +110,36 @@ class Checkpoints:
         """Return when the last save is on disk. **Raises** what went wrong while it was written."""
         self._manager.wait_until_finished()
 
-    def steps(self) -> list[int]:
+    def restorable_steps(self) -> list[int]:
         """The steps that can be restored, oldest first. Says, once for each, which ones are passed over and why."""
         self.wait()
-        for path in sorted(self.directory.glob(f"*{CUT_OFF}*")):
-            self._pass_over(path, "it was never finished")
-        found = {step: self._damage(step) for step in sorted(self._manager.all_steps())}
+        for path in sorted(self.directory.glob(f"*{UNFINISHED_SUFFIX}*")):
+            self._warn_skipped(path, "it was never finished")
+        found = {step: self._find_damage(step) for step in sorted(self._manager.all_steps())}
         for step, damage in found.items():
             if damage:
-                self._pass_over(self.directory / str(step), damage)
+                self._warn_skipped(self.directory / str(step), damage)
         return [step for step, damage in found.items() if not damage]
 
-    def latest(self) -> int | None:
+    def latest_step(self) -> int | None:
         """The newest step that can be restored; None where there is none."""
-        return max(self.steps(), default=None)
+        return max(self.restorable_steps(), default=None)
 
-    def restore(self, like: PyTree, step: int | None = None) -> Restored:
+    def restore(self, like: PyTree, step: int | None = None) -> RestoredCheckpoint:
         """The checkpoint of `step`, or the newest whole one.
 
-        **Arguments:** `like` is a state as the run starts with, already placed: modules, optimiser states, keys, loose
+        **Arguments:** `like` is a state as the run starts with, already placed: modules, optimizer states, keys, loose
         arrays (or `jax.ShapeDtypeStruct`s with shardings). Names, shapes, dtypes and shardings are taken from it, and
         all that is no array.
 
         **Raises** `FileNotFoundError` where there is no such checkpoint; `ValueError` where it is of another model,
         with the first names that differ, or was learnt on top of other numbers than `frozen` has.
         """
-        step = self._find(step)
-        about = self._about(step)
-        require_same(about.get("frozen", {}), self._frozen, self.directory / str(step))
-        wanted = _named(eqx.filter(like, _is_array))
-        _compare(about["leaves"], _facts(wanted), self.directory / str(step))
+        step = self._resolve_step(step)
+        about = self._read_metadata(step)
+        require_same_fingerprints(about.get("frozen", {}), self._frozen, self.directory / str(step))
+        wanted = _flatten_with_names(eqx.filter(like, _is_array))
+        _require_same_arrays(about["leaves"], _describe_arrays(wanted), self.directory / str(step))
         targets = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items() if x.size
         }
@@ -153,14 +154,16 @@ class Checkpoints:
         def take(path: tuple, leaf: Any) -> Any:
             if not _is_array(leaf):
                 return leaf
-            return arrays[_name(path)] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            return (
+                arrays[_format_key_path(path)] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            )
 
         state = jax.tree_util.tree_map_with_path(take, like)
-        return Restored(step, state, about["data"], about["config"])
+        return RestoredCheckpoint(step, state, about["data"], about["config"])
 
-    def config(self, step: int | None = None) -> dict[str, Any]:
+    def read_config(self, step: int | None = None) -> dict[str, Any]:
         """The configuration saved with the checkpoint of `step`, or with the newest whole one."""
-        return self._about(self._find(step))["config"]
+        return self._read_metadata(self._resolve_step(step))["config"]
 
     def close(self) -> None:
         """Wait for the last save, and end Orbax's threads."""
@@ -172,37 +175,38 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _find(self, step: int | None) -> int:
-        steps = self.steps()
+    def _resolve_step(self, step: int | None) -> int:
+        steps = self.restorable_steps()
         if not steps or step not in (None, *steps):
             which = "" if step is None else f" of step {step}"
             raise FileNotFoundError(f"{self.directory}: no whole checkpoint{which} here; it holds {steps or 'none'}")
         return steps[-1] if step is None else step
 
-    def _pass_over(self, path: Path, why: str) -> None:
+    def _warn_skipped(self, path: Path, reason: str) -> None:
         if path not in self._told:
-            log.warning("%s: passed over, %s", path, why)
+            log.warning("%s: passed over, %s", path, reason)
             self._told.add(path)
 
-    def _about(self, step: int) -> dict[str, Any]:
+    def _read_metadata(self, step: int) -> dict[str, Any]:
         return self._manager.restore(step, args=self._orbax.args.Composite(about=self._orbax.args.JsonRestore())).about
 
-    def _seal(self) -> None:
+    def _write_manifest(self) -> None:
         """List the files of a checkpoint that is complete but has not got its final name yet."""
         if jax.process_index() == 0:
-            for folder in self.directory.glob(f"{self._saving}{CUT_OFF}*"):
+            for folder in self.directory.glob(f"{self._saving}{UNFINISHED_SUFFIX}*"):
                 files = [path for path in folder.glob("*/**/*") if path.is_file()]
                 write_json(
-                    folder / SEAL, {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+                    folder / MANIFEST_FILE,
+                    {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)},
                 )
 
-    def _damage(self, step: int) -> str | None:
+    def _find_damage(self, step: int) -> str | None:
         """What is wrong with a checkpoint, found by names and sizes: Orbax's own errors come late and do not say."""
         folder = self.directory / str(step)
         try:
-            files = read_json(folder / SEAL)
+            files = read_json(folder / MANIFEST_FILE)
         except (OSError, ValueError):
-            return f"its list of files ({SEAL}) is missing or cut off"
+            return f"its list of files ({MANIFEST_FILE}) is missing or cut off"
         for name, size in files.items():
             path = folder / name
             if not path.exists():
@@ -212,14 +216,14 @@ class Checkpoints:
         return None
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """A line for each entry of two configurations that is not the same in both."""
-    before, now = plain(before), plain(now)
-    names = [*before, *(name for name in now if name not in before)]
+    saved, current = to_jsonable(saved), to_jsonable(current)
+    names = [*saved, *(name for name in current if name not in saved)]
     return [
-        f"{name}: {before.get(name, 'absent')} in the checkpoint, {now.get(name, 'absent')} now"
+        f"{name}: {saved.get(name, 'absent')} in the checkpoint, {current.get(name, 'absent')} now"
         for name in names
-        if before.get(name, "absent") != now.get(name, "absent")
+        if saved.get(name, "absent") != current.get(name, "absent")
     ]
 
 
@@ -227,20 +231,20 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _named(tree: PyTree) -> dict[str, Any]:
+def _flatten_with_names(tree: PyTree) -> dict[str, Any]:
     """The leaves by readable paths: `[0].stack.segments[1].norm.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {_name(path): leaf for path, leaf in leaves}
+    named = {_format_key_path(path): leaf for path, leaf in leaves}
     if len(named) < len(leaves):
         raise ValueError("two leaves of the state have the same path: a key of a mapping holds a dot or a bracket")
     return named
 
 
-def _name(path: tuple) -> str:
-    return "".join(map(_part, path)).removeprefix(".")
+def _format_key_path(path: tuple) -> str:
+    return "".join(map(_format_key, path)).removeprefix(".")
 
 
-def _part(key: Any) -> str:
+def _format_key(key: Any) -> str:
     match key:
         case jax.tree_util.GetAttrKey(name):
             return f".{name}"
@@ -251,21 +255,25 @@ def _part(key: Any) -> str:
     return str(key)
 
 
-def _facts(arrays: Mapping[str, Any]) -> dict[str, str]:
+def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{x.dtype} {list(x.shape)}" for name, x in arrays.items()}
 
 
-def _compare(saved: Mapping[str, str], wanted: Mapping[str, str], where: Path, shown: int = 8) -> None:
+def _require_same_arrays(
+    saved: Mapping[str, str], expected: Mapping[str, str], checkpoint_path: Path, max_lines: int = 8
+) -> None:
     """**Raises** `ValueError` unless both have the same names, dtypes and shapes."""
-    names = [*wanted, *(name for name in saved if name not in wanted)]
+    names = [*expected, *(name for name in saved if name not in expected)]
     lines = [
-        f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} here"
+        f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {expected.get(name, 'absent')} here"
         for name in names
-        if saved.get(name) != wanted.get(name)
+        if saved.get(name) != expected.get(name)
     ]
     if lines:
-        more = f"  and {len(lines) - shown} more\n" if len(lines) > shown else ""
+        more = f"  and {len(lines) - max_lines} more\n" if len(lines) > max_lines else ""
         raise ValueError(
-            f"{where} is of another model, or of another optimiser:\n" + "\n".join(lines[:shown]) + f"\n{more}"
+            f"{checkpoint_path} is of another model, or of another optimizer:\n"
+            + "\n".join(lines[:max_lines])
+            + f"\n{more}"
             "Restore with the configuration that it was saved with, or start a run in another folder."
         )

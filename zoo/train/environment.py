@@ -12,16 +12,16 @@ import jax
 PACKAGES = ("equizoo", "jax", "jaxlib", "equinox", "optax", "grain", "orbax-checkpoint", "tokenizers", "numpy")
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """Facts for `env.json`; a commit ends in "+changes" where files differ from it."""
     devices = jax.devices()
     return dict(
         command=sys.argv,
         directory=str(Path.cwd()),
-        commit=_commit(),
+        commit=_git_commit(),
         python=platform.python_version(),
         platform=platform.platform(),
-        packages={name: version for name in PACKAGES if (version := _version(name))},
+        packages={name: version for name in PACKAGES if (version := _package_version(name))},
         backend=jax.default_backend(),
         devices={
             kind: sum(d.device_kind == kind for d in devices) for kind in sorted({d.device_kind for d in devices})
@@ -30,22 +30,22 @@ def environment() -> dict[str, Any]:
     )
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _commit() -> str | None:
+def _git_commit() -> str | None:
     """The commit of the current folder's repository; None where there is none, or no git."""
     try:
-        commit = _git("rev-parse", "HEAD")
-        return commit + ("+changes" if _git("status", "--porcelain") else "")
+        commit = _run_git("rev-parse", "HEAD")
+        return commit + ("+changes" if _run_git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _git(*arguments: str) -> str:
+def _run_git(*arguments: str) -> str:
     done = subprocess.run(("git", *arguments), capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()

@@ -6,22 +6,21 @@ from pathlib import Path
 import jax
 
 from zoo.models import Decoder
+from zoo.text.corpus import Corpus
 from zoo.weights import save
 
-from .corpus import Corpus
 
-
-def export(model: Decoder, corpus: Corpus, directory: Path, *, seq: int) -> Path:
+def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> Path:
     """Write `model` as a Hugging Face directory, as `zoo.save` does, with the tokens of `corpus` in `tokenizer.json`.
 
     The configuration of a model made from scratch says that texts begin and end with the separator, and that it was
     trained on `seq` tokens; that of a model that was read stays what it was, unless `seq` is more than it knew.
     """
     separator = corpus.tokenizer.separator
-    more = {"bos_token_id": separator, "eos_token_id": separator, "max_position_embeddings": seq}
+    more = {"bos_token_id": separator, "eos_token_id": separator, "max_position_embeddings": seq_len}
     if model.origin is not None:
-        grown = json.loads(model.origin.config).get("max_position_embeddings", seq) < seq
-        more = {"max_position_embeddings": seq} if grown else {}
+        grown = json.loads(model.origin.config).get("max_position_embeddings", seq_len) < seq_len
+        more = {"max_position_embeddings": seq_len} if grown else {}
     save(model, directory, config=more)
     if jax.process_index() == 0:
         corpus.tokenizer.save(directory)

@@ -31,7 +31,7 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._handle_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -39,13 +39,13 @@ class Interrupt:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
 
 
-def anywhere(flag: bool) -> bool:
+def is_set_on_any_process(flag: bool) -> bool:
     """Whether `flag` is set in any process: all call this at the same step, or those that do wait for ever."""
     if jax.process_count() == 1:
         return flag

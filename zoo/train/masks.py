@@ -1,16 +1,16 @@
-"""Which parameters an optimiser treats as matrices. What depends on rank must know that layers and experts are stacked:
+"""Which parameters an optimizer treats as matrices. What depends on rank must know that layers and experts are stacked:
 a norm's scale is [layers, embed] in a stack, and no matrix."""
 
 from jaxtyping import PyTree
 
 from zoo.parallel import Leaf, map_leaves
 
-STACKS = ("layers", "experts")
+STACKED_DIMS = ("layers", "experts")
 
 
-def matrices(params: PyTree) -> PyTree:
+def matrix_mask(params: PyTree) -> PyTree:
     """True for every array that is a matrix once stacked dims are set aside: for Muon, Shampoo and their like."""
-    return map_leaves(lambda leaf, x: rank(leaf, x.ndim) == 2, params)
+    return map_leaves(lambda leaf, x: count_unstacked_dims(leaf, x.ndim) == 2, params)
 
 
 def decay_mask(params: PyTree) -> PyTree:
@@ -18,8 +18,8 @@ def decay_mask(params: PyTree) -> PyTree:
 
     For the `mask` of optax: `optax.adamw(schedule, mask=train.decay_mask)`.
     """
-    return map_leaves(lambda leaf, x: rank(leaf, x.ndim) >= 2, params)
+    return map_leaves(lambda leaf, x: count_unstacked_dims(leaf, x.ndim) >= 2, params)
 
 
-def rank(leaf: Leaf, ndim: int) -> int:
-    return ndim if leaf.dims is None else sum(dim.name not in STACKS for dim in leaf.dims)
+def count_unstacked_dims(leaf: Leaf, ndim: int) -> int:
+    return ndim if leaf.dims is None else sum(dim.name not in STACKED_DIMS for dim in leaf.dims)

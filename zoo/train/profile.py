@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from .trace import write_perfetto
+from .trace import write_perfetto_trace
 
-SKIPPED = 2
+WARMUP_STEPS = 2
 """Steps before the trace: the first compiles."""
-TRACED = 5
+TRACED_STEPS = 5
 
 
 class Profile:
@@ -27,10 +27,10 @@ class Profile:
     A run with fewer steps has a shorter trace. `say` is told where the trace lies, or why there is none.
     """
 
-    def __init__(self, directory: Path, say: Callable[[str], None]):
+    def __init__(self, directory: Path, print_line: Callable[[str], None]):
         several = jax.process_count() > 1
         self.directory = Path(directory) / f"process_{jax.process_index()}" if several else Path(directory)
-        self._say = say
+        self._say = print_line
         self._begun = 0
         self._steps: list[int] = []
         self._active = False
@@ -46,8 +46,8 @@ class Profile:
     def step(self, number: int) -> Iterator[None]:
         """Around all that belongs to step `number`."""
         self._begun += 1
-        if self._begun == SKIPPED + 1:
-            settle()  # what earlier steps still compute is not in the trace
+        if self._begun == WARMUP_STEPS + 1:
+            wait_for_devices()  # what earlier steps still compute is not in the trace
             jax.profiler.start_trace(self.directory)
             self._active = True
         if not self._active:
@@ -56,7 +56,7 @@ class Profile:
         self._steps.append(number)
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             yield
-        if len(self._steps) == TRACED:
+        if len(self._steps) == TRACED_STEPS:
             self._stop()
 
     def close(self) -> None:
@@ -64,19 +64,21 @@ class Profile:
         if self._active:
             self._stop()
         elif not self._steps:
-            self._say(f"no trace: {self._begun} steps were run, and a trace begins after {SKIPPED}, which may compile")
+            self._say(
+                f"no trace: {self._begun} steps were run, and a trace begins after {WARMUP_STEPS}, which may compile"
+            )
 
     def _stop(self) -> None:
         self._active = False
-        settle()
+        wait_for_devices()
         jax.profiler.stop_trace()
-        trace = write_perfetto(self.directory)
+        trace = write_perfetto_trace(self.directory)
         self._say(
             f"a trace of steps {self._steps[0]} to {self._steps[-1]} lies in {self.directory}: open {trace} at "
             f"ui.perfetto.dev, or the folder with `xprof {self.directory}` or `tensorboard --logdir {self.directory}`"
         )
 
 
-def settle() -> None:
+def wait_for_devices() -> None:
     """Wait until the devices have done all that was asked of them: a device takes its work in order."""
     jax.block_until_ready([jax.device_put(np.zeros(()), device) + 1 for device in jax.local_devices()])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 
-class Pace:
+class Throughput:
     """Steps, tokens and floating-point operations a second, from one `tick` to the next, and the time that is left.
 
     `tokens` and `flops` are those of one step in all processes together; what is 0 is not reported. The time before the
@@ -39,11 +39,11 @@ class Pace:
 class Progress(Protocol):
     """Shows where a run of `total` steps is."""
 
-    def update(self, step: int, values: Mapping[str, Any], pace: Mapping[str, float | int]) -> None:
+    def update(self, step: int, values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> None:
         """Show the metrics of `step` and the pace, as `Pace.tick` gives it."""
         ...
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Show a line of text that stays."""
         ...
 
@@ -52,23 +52,23 @@ class Progress(Protocol):
         ...
 
 
-class Lines:
+class LineProgress:
     """A line for each update: for pipes, files and machines that run tests."""
 
     def __init__(self, total: int):
         self._total = total
 
-    def update(self, step: int, values: Mapping[str, Any], pace: Mapping[str, float | int]) -> None:
-        print(f"{step:>{len(str(self._total))}}/{self._total}  {describe(values, pace)}", flush=True)
+    def update(self, step: int, values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> None:
+        print(f"{step:>{len(str(self._total))}}/{self._total}  {format_metrics(values, throughput)}", flush=True)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(text, flush=True)
 
     def close(self) -> None:
         pass
 
 
-class Bar:
+class ProgressBar:
     """A bar and a line of metrics at the foot of a terminal. Metrics that are logged seldom stay as they were last."""
 
     def __init__(self, total: int, *, start: int = 0):
@@ -87,68 +87,68 @@ class Bar:
         self._live = Live(Group(self._bar, self._text), refresh_per_second=4)
         self._live.start()
 
-    def update(self, step: int, values: Mapping[str, Any], pace: Mapping[str, float | int]) -> None:
+    def update(self, step: int, values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> None:
         self._values |= values
-        self._text.plain = describe(self._values, {})
-        self._bar.update(self._task, completed=step, description=describe({}, pace))
+        self._text.plain = format_metrics(self._values, {})
+        self._bar.update(self._task, completed=step, description=format_metrics({}, throughput))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         self._live.stop()
 
 
-class Silent:
+class SilentProgress:
     """Shows nothing: for all processes but the first, and for tests."""
 
-    def update(self, step: int, values: Mapping[str, Any], pace: Mapping[str, float | int]) -> None:
+    def update(self, step: int, values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-def progress(total: int, *, start: int = 0) -> Progress:
+def make_progress(total: int, *, start: int = 0) -> Progress:
     """A bar where the output is a terminal, lines where it is not."""
-    return Bar(total, start=start) if sys.stdout.isatty() else Lines(total)
+    return ProgressBar(total, start=start) if sys.stdout.isatty() else LineProgress(total)
 
 
-def describe(values: Mapping[str, Any], pace: Mapping[str, float | int]) -> str:
+def format_metrics(values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> str:
     """Metrics, time left and speed in one line: `loss 1.234  1:05 left  51.2k tokens/s  310G FLOP/s`.
 
     What a narrow terminal cuts off stands last. Arrays, which no line could hold, are left out.
     """
     values = {name: value for name, value in values.items() if not isinstance(value, list)}
-    parts = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in values.items()]
-    if pace.get("seconds_left"):
-        parts.append(f"{clock(pace['seconds_left'])} left")
-    return "  ".join(parts + [write(pace[name]) for name, write in SPEEDS.items() if name in pace])
+    parts = [f"{name.replace('_', ' ')} {_format_number(value)}" for name, value in values.items()]
+    if throughput.get("seconds_left"):
+        parts.append(f"{format_duration(throughput['seconds_left'])} left")
+    return "  ".join(parts + [write(throughput[name]) for name, write in RATE_FORMATS.items() if name in throughput])
 
 
-def scaled(value: float | int) -> str:
+def format_si(value: float | int) -> str:
     """Three digits and a decimal prefix: `51.2k`, `1.3M`."""
     power = min(int(math.log10(abs(value)) // 3), 5) if abs(value) >= 1 else 0
     return f"{value / 1000**power:.3g}{('', 'k', 'M', 'G', 'T', 'P')[power]}"
 
 
-SPEEDS = {
-    "tokens_per_second": lambda value: f"{scaled(value)} tokens/s",
-    "flops_per_second": lambda value: f"{scaled(value)} FLOP/s",
+RATE_FORMATS = {
+    "tokens_per_second": lambda value: f"{format_si(value)} tokens/s",
+    "flops_per_second": lambda value: f"{format_si(value)} FLOP/s",
 }
 
 
-def clock(seconds: float | int) -> str:
+def format_duration(seconds: float | int) -> str:
     """Hours, minutes and seconds: `1:02:03`, `2:03`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.3f}" if 1e-2 <= abs(value) < 1e4 else f"{value:.3g}"

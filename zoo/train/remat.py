@@ -6,7 +6,7 @@ from zoo.models import AbstractStack, Decoder, Stack, swap_stack
 from zoo.parallel import Remat
 
 
-def rematerialise(model: Decoder, remat: Remat) -> Decoder:
+def rematerialize(model: Decoder, remat: Remat) -> Decoder:
     """`model`, whose backward pass computes again what `remat` says, to save memory."""
 
     def other(stack: AbstractStack) -> AbstractStack:

@@ -21,14 +21,15 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from .checkpoint import Checkpoints, differences
-from .data import Stream
-from .environment import environment
-from .files import write_json
-from .interrupt import Interrupt, anywhere
-from .metrics import Line, Metrics, Value, append, cut_back
+from zoo._files import write_json
+from zoo.text.batches import BatchIterator
+
+from .checkpoint import Checkpoints, diff_configs
+from .environment import collect_environment
+from .interrupt import Interrupt, is_set_on_any_process
+from .metrics import Metrics, Record, Value, append_records, truncate_after
 from .profile import Profile
-from .progress import Lines, Pace, Progress, Silent, progress
+from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
 from .trackers import Tracker
 
 log = logging.getLogger("zoo")
@@ -51,7 +52,7 @@ class Run:
         config: Mapping[str, Any],
         resume: bool = False,
         profile: bool = False,
-        every: int = 10,
+        fetch_every: int = 10,
         keep_last: int = 2,
         keep_best: int = 1,
         trackers: Sequence[Tracker] = (),
@@ -63,17 +64,17 @@ class Run:
         self.step = 0
         self.total = 0
         self.stopped = False
-        self.metrics = Metrics(self.directory / "metrics.jsonl", every=every, trackers=trackers)
+        self.metrics = Metrics(self.directory / "metrics.jsonl", fetch_every=fetch_every, trackers=trackers)
         self.checkpoints = Checkpoints(
             self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best, frozen=frozen
         )
-        self._every = every
-        self._profile = Profile(self.directory / "profile", self.say) if profile else None
+        self._every = fetch_every
+        self._profile = Profile(self.directory / "profile", self.print_line) if profile else None
         self._interrupt = Interrupt()
-        self._pace = Pace(0)
-        self._progress: Progress = Lines(0) if jax.process_index() == 0 else Silent()
+        self._pace = Throughput(0)
+        self._progress: Progress = LineProgress(0) if jax.process_index() == 0 else SilentProgress()
         self._exit = contextlib.ExitStack()
-        self._newest = self.checkpoints.latest()
+        self._newest = self.checkpoints.latest_step()
         if self._newest is not None and not resume:
             self.checkpoints.close()
             raise FileExistsError(
@@ -89,16 +90,16 @@ class Run:
         self._exit.enter_context(self._interrupt)
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_json(self.directory / "env.json", environment())
+            write_json(self.directory / "env.json", collect_environment())
             if self._newest is None:
-                self._cut_back(0)
+                self._truncate_metrics(0)
                 write_json(self.directory / "config.json", self.config)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._exit.__exit__(kind, error, at)
 
-    def restore(self, like: PyTree, batches: Stream | None = None) -> PyTree:
+    def restore(self, like: PyTree, batches: BatchIterator | None = None) -> PyTree:
         """The state of the newest checkpoint, and `batches` put where they were; `like` itself where there is none.
 
         `like` is the state that the run would start with, already placed. Metrics of later steps are cut off: the run
@@ -107,7 +108,7 @@ class Run:
         """
         if self._newest is None:
             return like
-        for line in differences(self.checkpoints.config(self._newest), self.config):
+        for line in diff_configs(self.checkpoints.read_config(self._newest), self.config):
             log.warning("%s: the configuration differs: %s", self.directory, line)
         self.step, state, data, _ = self.checkpoints.restore(like, self._newest)
         if batches is not None:
@@ -117,11 +118,11 @@ class Run:
                 )
             batches.restore(data)
         if jax.process_index() == 0:
-            self._cut_back(self.step)
+            self._truncate_metrics(self.step)
             write_json(self.directory / "config.json", self.config)
         return state
 
-    def steps(self, batches: Stream, total: int, *, tokens: int = 0, flops: float | int = 0) -> Iterator[Any]:
+    def steps(self, batches: BatchIterator, total: int, *, tokens: int = 0, flops: float | int = 0) -> Iterator[Any]:
         """Batches for the steps from `step` to `total`; fewer where a signal asks the run to stop.
 
         `tokens` and `flops` are those of one step in all processes together, for the speed shown.
@@ -129,27 +130,27 @@ class Run:
         if self._newest is not None and self.step == 0:
             raise RuntimeError("this run is resumed: call run.restore before run.steps")
         self.total = total
-        self._pace = Pace(total, tokens=tokens, flops=flops)
+        self._pace = Throughput(total, tokens=tokens, flops=flops)
         if jax.process_index() == 0:
-            self._progress = progress(total, start=self.step)
+            self._progress = make_progress(total, start=self.step)
         while self.step < total and not self.stopped:
             with contextlib.nullcontext() if self._profile is None else self._profile.step(self.step + 1):
                 batch = next(batches)
                 self.step += 1
                 # Read once a step, before its body: whoever asks within the step gets the same answer.
                 if jax.process_count() == 1 or self.step % self._every == 0:
-                    self.stopped = anywhere(self._interrupt.requested)
+                    self.stopped = is_set_on_any_process(self._interrupt.requested)
                 yield batch
         if self._profile is not None:
             self._profile.close()
         if self.stopped:
-            self.say(
+            self.print_line(
                 f"stopped by a signal after step {self.step} of {total}: --resume goes on from the last checkpoint"
             )
 
     def log(self, **values: Value) -> None:
         """Log `values`, scalars on the device or numbers, under the current step. Does not wait for the device."""
-        self._show(self.metrics.log(self.step, **values))
+        self._show_metrics(self.metrics.log(self.step, **values))
 
     def every(self, steps: int) -> bool:
         """Whether the current step is a multiple of `steps`, or the last: a matter of the step alone."""
@@ -159,29 +160,29 @@ class Run:
         """Whether to save now: `every(steps)`, or the run is about to stop."""
         return self.every(steps) or self.stopped
 
-    def save(self, state: PyTree, batches: Stream | None = None, *, metric: float | int | None = None) -> None:
+    def save(self, state: PyTree, batches: BatchIterator | None = None, *, metric: float | int | None = None) -> None:
         """Save `state` after the current step, and where `batches` stand; the loop goes on while it is written."""
-        self._show(self.metrics.flush())
+        self._show_metrics(self.metrics.flush())
         data = None if batches is None else batches.state
         self.checkpoints.save(self.step, state, data=data, config=self.config, metric=metric)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Show a line of text that stays."""
-        self._progress.say(text)
+        self._progress.print_line(text)
 
-    def _show(self, lines: Sequence[Line]) -> None:
+    def _show_metrics(self, lines: Sequence[Record]) -> None:
         if lines:
             newest = lines[-1]
             pace = self._pace.tick(newest["step"])
             values = {name: value for line in lines for name, value in line.items() if name != "step"}
             self._progress.update(newest["step"], values, pace)
             if jax.process_index() == 0:
-                append(self.directory / "timing.jsonl", [dict(step=newest["step"]) | pace])
+                append_records(self.directory / "timing.jsonl", [dict(step=newest["step"]) | pace])
 
     def _close_metrics(self) -> None:
-        self._show(self.metrics.flush())
+        self._show_metrics(self.metrics.flush())
         self.metrics.close()
 
-    def _cut_back(self, step: int) -> None:
+    def _truncate_metrics(self, step: int) -> None:
         for name in ("metrics.jsonl", "timing.jsonl"):
-            cut_back(self.directory / name, step)
+            truncate_after(self.directory / name, step)

@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-TRANSFORM = re.compile(r"(\w+)\((.*)\)")
-ADDED = {
+TRANSFORM_PATTERN = re.compile(r"(\w+)\((.*)\)")
+JAX_SCOPES = {
     *("jit", "pjit", "shard_map", "while", "body", "cond"),
     *("closed_call", "eval_jaxpr", "checkpoint", "rematted_computation"),
 }
 """Scopes that JAX adds to those of the source."""
 
 
-def write_perfetto(directory: Path) -> Path:
+def write_perfetto_trace(directory: Path) -> Path:
     """Write `perfetto_trace.json.gz` beside the newest trace in `directory`, and say where it lies.
 
     Perfetto cannot read the metadata that JAX's own file ends with; they are left out.
@@ -32,7 +32,7 @@ def write_perfetto(directory: Path) -> Path:
     ran = {program(event) for event in events}  # a file has all programs of the process, in a long one far more
     scopes: dict[tuple[str, str], set[str]] = {}
     for file in folder.glob("*.xplane.pb"):
-        for module, name, scope in operations(file.read_bytes(), ran):
+        for module, name, scope in read_operations(file.read_bytes(), ran):
             scopes.setdefault((module, name), set()).add(scope)
     for event in events:
         inside = event.get("args") or {}
@@ -40,70 +40,70 @@ def write_perfetto(directory: Path) -> Path:
         if len(known) == 1:  # two programs of one name may have operations of one name
             (scope,) = known
             event["args"] = inside | {"scope": scope, "operation": event["name"]}
-            event["name"] = readable(scope)
+            event["name"] = format_scope(scope)
     path = folder / "perfetto_trace.json.gz"
     with gzip.open(path, "wt", encoding="utf-8") as target:
         json.dump({"displayTimeUnit": "ns", "traceEvents": events}, target)
     return path
 
 
-def readable(scope: str) -> str:
+def format_scope(scope: str) -> str:
     """What the source says of an operation: `backward Decoder/stack/Block/mixer.Attention/query/dot_general`.
 
-    "backward" and "recomputed" (by rematerialisation, in the backward pass) stand before what is no forward pass.
+    "backward" and "recomputed" (by rematerialization, in the backward pass) stand before what is no forward pass.
     """
     words, when = [], ""
     for word in re.split(r"/(?![^(]*\))", scope):
         when = "recomputed " if word == "rematted_computation" else when
-        while found := TRANSFORM.fullmatch(word):
+        while found := TRANSFORM_PATTERN.fullmatch(word):
             when = when or ("backward " if found[1] == "transpose" else "")
-            word = found[2] if found[1] not in ADDED else ""
-        if word and word not in ADDED:
+            word = found[2] if found[1] not in JAX_SCOPES else ""
+        if word and word not in JAX_SCOPES:
             words.append(word)
     return when + "/".join(words)
 
 
-def operations(profile: bytes, programs: Set[str]) -> Iterator[tuple[str, str, str]]:
+def read_operations(profile: bytes, programs: Set[str]) -> Iterator[tuple[str, str, str]]:
     """Program, name and scope of every operation of these programs in an XSpace, a protocol buffer.
 
     Field numbers are those of `xplane.proto` and `hlo.proto`: plane 1, event_metadata 4 with value 2, stats 5 with
     bytes_value 6; hlo_module 1 with name 1, computations 3, instructions 2 with name 1 and metadata 7 with op_name 2.
     """
-    for plane in fields(profile, 1):
-        if next(fields(plane, 2), b"") != b"/host:metadata":
+    for plane in read_fields(profile, 1):
+        if next(read_fields(plane, 2), b"") != b"/host:metadata":
             continue
-        for program in nested(plane, 4, 2, 5, 6, 1):
-            module = next(fields(program, 1), b"").decode()
+        for program in read_nested_fields(plane, 4, 2, 5, 6, 1):
+            module = next(read_fields(program, 1), b"").decode()
             if module not in programs:
                 continue
-            for instruction in nested(program, 3, 2):
-                name, scope = next(fields(instruction, 1), b""), next(nested(instruction, 7, 2), b"")
+            for instruction in read_nested_fields(program, 3, 2):
+                name, scope = next(read_fields(instruction, 1), b""), next(read_nested_fields(instruction, 7, 2), b"")
                 if scope:
                     yield module, name.decode(), scope.decode()
 
 
-def nested(message: bytes, first: int, *path: int) -> Iterator[bytes]:
-    for value in fields(message, first):
+def read_nested_fields(message: bytes, first: int, *path: int) -> Iterator[bytes]:
+    for value in read_fields(message, first):
         if path:
-            yield from nested(value, *path)
+            yield from read_nested_fields(value, *path)
         else:
             yield value
 
 
-def fields(message: bytes, number: int) -> Iterator[bytes]:
+def read_fields(message: bytes, number: int) -> Iterator[bytes]:
     """The values of one length-delimited field of a protocol buffer."""
     place = 0
     while place < len(message):
-        key, place = varint(message, place)
+        key, place = read_varint(message, place)
         match key & 7:
             case 0:
-                _, place = varint(message, place)
+                _, place = read_varint(message, place)
             case 1:
                 place += 8
             case 5:
                 place += 4
             case 2:
-                size, place = varint(message, place)
+                size, place = read_varint(message, place)
                 if key >> 3 == number:
                     yield message[place : place + size]
                 place += size
@@ -111,11 +111,11 @@ def fields(message: bytes, number: int) -> Iterator[bytes]:
                 raise ValueError(f"no protocol buffer: a field of kind {kind} at byte {place}")
 
 
-def varint(message: bytes, place: int) -> tuple[int, int]:
+def read_varint(message: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = message[place]
+        byte = message[offset]
         value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 128:
-            return value, place
+            return value, offset

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from .optional import require
+from zoo._optional import import_optional
 
 
 @runtime_checkable
@@ -24,7 +24,7 @@ class TensorBoard:
     """Scalars for TensorBoard, in event files in `directory`."""
 
     def __init__(self, directory: Path):
-        self._writer = require("tensorboardX", "pip install tensorboardX").SummaryWriter(str(directory))
+        self._writer = import_optional("tensorboardX", "pip install tensorboardX").SummaryWriter(str(directory))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -39,7 +39,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases; `options` are those of `wandb.init` (project, name, mode="offline", ...)."""
 
     def __init__(self, directory: Path, *, config: Mapping[str, Any], **options: Any):
-        wandb = require("wandb", "pip install wandb")
+        wandb = import_optional("wandb", "pip install wandb")
         self._run = wandb.init(dir=str(directory), config=dict(config), **options)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Checkpoint directories in and out, by the families' tables of names."""
 
-from .family_file import family_in
-from .live import from_torch
+from .family_file import load_family
 from .load import load
+from .safetensors import CheckpointError
 from .save import save
-from .tensors import CheckpointError
+from .from_torch import from_torch
 
-__all__ = ["CheckpointError", "family_in", "from_torch", "load", "save"]
+__all__ = ["CheckpointError", "from_torch", "load", "load_family", "save"]

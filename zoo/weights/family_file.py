@@ -3,12 +3,12 @@
 import importlib.util
 from pathlib import Path
 
-from zoo.models.facts import Family
+from zoo.models.hf.spec import Family
 
-from .tensors import CheckpointError
+from .safetensors import CheckpointError
 
 
-def family_in(path: str | Path) -> Family:
+def load_family(path: str | Path) -> Family:
     """The one `Family` that a Python file defines. The file is run, as an import would.
 
     **Raises** `CheckpointError` where there is no such file, or not exactly one family in it.

@@ -8,16 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.models.facts import Row, Shape
-from zoo.ops.mxfp4 import BLOCK, decode_on_host
+from zoo.models.hf.spec import Shape, TensorMapping
+from zoo.ops.quantized.mxfp4 import BLOCK_SIZE, dequantize_mxfp4_numpy
 
-from .tensors import CheckpointError, Tensor
+from .safetensors import CheckpointError, LazyTensor
 
-BLOCKS, SCALES = "_blocks", "_scales"
-BYTES = BLOCK // 2
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+BLOCK_BYTES = BLOCK_SIZE // 2
 
 
-def unpacked(tensors: Mapping[str, Tensor], place: str) -> dict[str, Tensor]:
+def unpack_mxfp4(tensors: Mapping[str, LazyTensor], location: str) -> dict[str, LazyTensor]:
     """The tensors of a checkpoint, with `NAME` in place of `NAME_blocks` (experts, out, in / 32, 16) and `NAME_scales`
     (experts, out, in / 32): shaped (experts, in, out) as transformers has it in memory, and in the dtype of the bias
     beside it, or else of the largest tensor that is not packed.
@@ -25,10 +25,10 @@ def unpacked(tensors: Mapping[str, Tensor], place: str) -> dict[str, Tensor]:
     **Raises** `CheckpointError` for blocks without scales or scales without blocks, and for shapes or dtypes that do
     not go together.
     """
-    names = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
-    if wrong := [*faults(tensors, names)]:
-        raise CheckpointError(f"{place} has tensors that are no MXFP4: " + "; ".join(sorted(wrong)[:8]))
-    rest = {name: x for name, x in tensors.items() if not name.endswith((BLOCKS, SCALES))}
+    names = [name.removesuffix(BLOCKS_SUFFIX) for name in tensors if name.endswith(BLOCKS_SUFFIX)]
+    if wrong := [*find_packing_errors(tensors, names)]:
+        raise CheckpointError(f"{location} has tensors that are no MXFP4: " + "; ".join(sorted(wrong)[:8]))
+    rest = {name: x for name, x in tensors.items() if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
     floating = [x for x in rest.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     usual = max(floating, key=lambda x: math.prod(x.shape)).dtype if floating else np.dtype(jnp.bfloat16)
 
@@ -36,64 +36,69 @@ def unpacked(tensors: Mapping[str, Tensor], place: str) -> dict[str, Tensor]:
         beside = tensors.get(f"{name}_bias")
         return beside.dtype if beside in floating else usual
 
-    return rest | {name: decoding(tensors[name + BLOCKS], tensors[name + SCALES], dtype_of(name)) for name in names}
+    return rest | {
+        name: decode_lazily(tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX], dtype_of(name))
+        for name in names
+    }
 
 
-def faults(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[str]:
+def find_packing_errors(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterator[str]:
     for name in tensors:
-        if name.endswith(SCALES) and name.removesuffix(SCALES) not in names:
-            yield f"{name} has no {name.removesuffix(SCALES)}{BLOCKS} beside it"
+        if name.endswith(SCALES_SUFFIX) and name.removesuffix(SCALES_SUFFIX) not in names:
+            yield f"{name} has no {name.removesuffix(SCALES_SUFFIX)}{BLOCKS_SUFFIX} beside it"
     for name in names:
-        if name + SCALES not in tensors:
-            yield f"{name}{BLOCKS} has no {name}{SCALES} beside it"
+        if name + SCALES_SUFFIX not in tensors:
+            yield f"{name}{BLOCKS_SUFFIX} has no {name}{SCALES_SUFFIX} beside it"
             continue
-        blocks, scales = tensors[name + BLOCKS], tensors[name + SCALES]
-        fit = blocks.shape[-1:] == (BYTES,) and blocks.shape[:-1] == scales.shape and len(scales.shape) >= 2
+        blocks, scales = tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX]
+        fit = blocks.shape[-1:] == (BLOCK_BYTES,) and blocks.shape[:-1] == scales.shape and len(scales.shape) >= 2
         if not fit or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
             yield (
-                f"{name}{BLOCKS} is {blocks.dtype}{list(blocks.shape)} and {name}{SCALES} "
-                f"{scales.dtype}{list(scales.shape)}, where uint8[..., N, {BYTES}] and uint8[..., N] were expected"
+                f"{name}{BLOCKS_SUFFIX} is {blocks.dtype}{list(blocks.shape)} and {name}{SCALES_SUFFIX} "
+                f"{scales.dtype}{list(scales.shape)}, where uint8[..., N, {BLOCK_BYTES}] and uint8[..., N] were expected"
             )
 
 
-def decoding(blocks: Tensor, scales: Tensor, dtype: np.dtype) -> Tensor:
+def decode_lazily(blocks: LazyTensor, scales: LazyTensor, dtype: np.dtype) -> LazyTensor:
     """A tensor whose numbers are decoded while it is read. One of its parts is indexed before that, so that no more is
     decoded than is asked for."""
     *front, out, blocks_of_a_row, _ = blocks.shape
 
     def read() -> np.ndarray:
-        return decode_on_host(blocks.read(), scales.read()).swapaxes(-1, -2).astype(dtype)
+        return dequantize_mxfp4_numpy(blocks.read(), scales.read()).swapaxes(-1, -2).astype(dtype)
 
-    def parts(row: Row, shapes: Sequence[Shape], lead: int) -> list[Any]:
+    def parts(row: TensorMapping, shapes: Sequence[Shape], lead: int) -> list[Any]:
         row = dataclasses.replace(row, transposed=not row.transposed)  # packed they are (out, in)
-        whole = blocks.read().view(np.dtype((np.void, BYTES)))[..., 0]  # a block is one element: a matrix as any other
+        whole = blocks.read().view(np.dtype((np.void, BLOCK_BYTES)))[
+            ..., 0
+        ]  # a block is one element: a matrix as any other
         both = row.views(whole, shapes, lead), row.views(scales.read(), shapes, lead)
-        return [Undecoded(*pair) for pair in zip(*both, strict=True)]
+        return [PackedView(*pair) for pair in zip(*both, strict=True)]
 
     def forget() -> None:
-        blocks.forget()
-        scales.forget()
+        blocks.release()
+        scales.release()
 
-    return Tensor(dtype, (*front, blocks_of_a_row * BLOCK, out), read, forget, parts=parts)
+    return LazyTensor(dtype, (*front, blocks_of_a_row * BLOCK_SIZE, out), read, forget, views=parts)
 
 
 @dataclasses.dataclass(frozen=True)
-class Undecoded:
+class PackedView:
     """What is read of an array, for one whose numbers, float32, are decoded when it is indexed."""
 
     blocks: np.ndarray
     """16 bytes an element."""
     scales: np.ndarray
 
-    def reshape(self, shape: Shape) -> "Undecoded":
-        shape = (*shape[:-1], shape[-1] // BLOCK)
-        return Undecoded(self.blocks.reshape(shape), self.scales.reshape(shape))
+    def reshape(self, shape: Shape) -> "PackedView":
+        shape = (*shape[:-1], shape[-1] // BLOCK_SIZE)
+        return PackedView(self.blocks.reshape(shape), self.scales.reshape(shape))
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """With a slice, of step 1 and with both ends, for each dim."""
         *rows, columns = index
-        first = columns.start // BLOCK
-        held = (*rows, slice(first, -(-columns.stop // BLOCK)))
+        first = columns.start // BLOCK_SIZE
+        held = (*rows, slice(first, -(-columns.stop // BLOCK_SIZE)))
         blocks = np.ascontiguousarray(self.blocks[held])[..., None].view(np.uint8)
-        numbers = decode_on_host(blocks, self.scales[held])
-        return numbers[..., columns.start - first * BLOCK : columns.stop - first * BLOCK]
+        numbers = dequantize_mxfp4_numpy(blocks, self.scales[held])
+        return numbers[..., columns.start - first * BLOCK_SIZE : columns.stop - first * BLOCK_SIZE]

@@ -16,27 +16,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.layers import Info
-from zoo.models import Decoder, Stream
-from zoo.models.facts import Family
-from zoo.models.names import in_snake_case
-from zoo.models.probe import hidden_states, layers_of, score
+from zoo.layers import TokenInfo
+from zoo.models import Decoder, Hidden
+from zoo.models.hf.spec import Family
+from zoo.models.parameter_paths import to_snake_case
+from zoo.models.scoring import hidden_states, score, unstack_blocks
 from zoo.parallel import trainable
 
 from .load import load
-from .packed import BLOCKS
+from .packed import BLOCKS_SUFFIX
 from .plan import plan
-from .save import exported, named
-from .tensors import CheckpointError, read_file
+from .safetensors import CheckpointError, open_safetensors
+from .save import export_tensors, read_name_map
 
 TOLERANCE = 1e-4
 """Of activations and logits, of the largest number in the array. Gradients have twice that, by norm."""
-ROUNDING = 1e-7
+GRADIENT_FLOOR = 1e-7
 """Of the largest gradient: what is left of one that is zero, such as that of a router whose one weight is always 1."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class Comparison:
     """One thing compared."""
 
     name: str
@@ -56,31 +56,31 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ParityReport:
     """What was compared, in the order in which it is computed."""
 
-    lines: tuple[Line, ...]
+    comparisons: tuple[Comparison, ...]
 
     @property
     def passed(self) -> bool:
-        return all(line.passed for line in self.lines)
+        return all(line.passed for line in self.comparisons)
 
     @property
-    def first(self) -> Line | None:
+    def first_failure(self) -> Comparison | None:
         """Where to look: the first layer that is wrong by itself, or else the first thing out of tolerance."""
-        alone = [line for line in self.lines if line.own is not None and not line.own <= line.tolerance]
-        return next(iter([*alone, *(line for line in self.lines if not line.passed)]), None)
+        alone = [line for line in self.comparisons if line.own is not None and not line.own <= line.tolerance]
+        return next(iter([*alone, *(line for line in self.comparisons if not line.passed)]), None)
 
 
 def compare(
     directory: str | Path,
     expected: Mapping[str, np.ndarray],
     *,
-    norms: Mapping[str, float] | None = None,
+    gradient_norms: Mapping[str, float] | None = None,
     tolerance: float = TOLERANCE,
     family: Family | None = None,
     packed: bool = False,
-) -> Report:
+) -> ParityReport:
     """Our model of a directory against what PyTorch computed.
 
     - `expected`: `input_ids`; and of `logits`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that has
@@ -98,58 +98,62 @@ def compare(
     read = partial(load, directory, family=family, packed=packed)
     model, narrow = read(dtype=jnp.float32), read(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
     with jax.default_matmul_precision("highest"):
-        lines = [*activations(model, narrow, tokens, expected, tolerance)]
-        lines += routers(model, tokens, expected, tolerance)
-        lines += gradients(model, tokens, expected, norms or {}, 2 * tolerance)
-    return Report(tuple(lines))
+        lines = [*compare_activations(model, narrow, tokens, expected, tolerance)]
+        lines += compare_routers(model, tokens, expected, tolerance)
+        lines += compare_gradients(model, tokens, expected, gradient_norms or {}, 2 * tolerance)
+    return ParityReport(tuple(lines))
 
 
-def activations(
-    model: Decoder, narrow: Decoder | None, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
-) -> Iterator[Line]:
+def compare_activations(
+    model: Decoder, bfloat16_model: Decoder | None, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
+) -> Iterator[Comparison]:
     ours = hidden_states(model, tokens)
-    halves = None if narrow is None else hidden_states(narrow, tokens)
-    blocks = layers_of(model)
-    alone = one_by_one(model, blocks, expected)
+    halves = None if bfloat16_model is None else hidden_states(bfloat16_model, tokens)
+    blocks = unstack_blocks(model)
+    alone = run_layers_alone(model, blocks, expected)
     for number, state in enumerate(ours):
         name = f"hidden_states.{number}"
         if name in expected:
             wanted = expected[name]
-            half, theirs = bfloat16(name, None if halves is None else halves[number], expected)
-            own = None if number not in alone else distance(alone[number], wanted)
-            yield Line(called(model, blocks, number), distance(state, wanted), tolerance, own, half, theirs)
+            half, theirs = compute_bfloat16_errors(name, None if halves is None else halves[number], expected)
+            own = None if number not in alone else relative_error(alone[number], wanted)
+            yield Comparison(
+                name_hidden_state(model, blocks, number), relative_error(state, wanted), tolerance, own, half, theirs
+            )
     logits = eqx.filter_jit(Decoder.logits)
     if "logits" in expected:
-        narrowed = None if narrow is None or halves is None else logits(narrow, halves[-1])
-        half, theirs = bfloat16("logits", narrowed, expected)
-        yield Line("logits", distance(logits(model, ours[-1]), expected["logits"]), tolerance, None, half, theirs)
+        narrowed = None if bfloat16_model is None or halves is None else logits(bfloat16_model, halves[-1])
+        half, theirs = compute_bfloat16_errors("logits", narrowed, expected)
+        yield Comparison(
+            "logits", relative_error(logits(model, ours[-1]), expected["logits"]), tolerance, None, half, theirs
+        )
 
 
-def called(model: Decoder, blocks: Sequence[Any], number: int) -> str:
+def name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> str:
     """What made one of the hidden states of the one before."""
-    layer = number if model.lists_outputs else number - 1
+    layer = number if model.hidden_states_skip_embedding else number - 1
     if layer == len(blocks):
         return "the final norm"
     if layer < 0:
         return "embedding"
     parts = [getattr(blocks[layer], part) for part in ("mixer", "ffn") if hasattr(blocks[layer], part)]
-    words = ", ".join(in_snake_case(type(part).__name__) for part in parts)
+    words = ", ".join(to_snake_case(type(part).__name__) for part in parts)
     return f"layer {layer} ({words})" + (" and the final norm" if number == len(blocks) else "")
 
 
-def one_by_one(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
+def run_layers_alone(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
     """What each layer makes of PyTorch's input to it, where that is known, by the number of the hidden state."""
 
     @eqx.filter_jit
     def run(block: Any, x: Any) -> Any:
-        return block(Stream(x), Info())[0].x
+        return block(Hidden(x), TokenInfo())[0].x
 
     norm = eqx.filter_jit(model.norm)
     found = {}
     for number in range(1, len(blocks) + 1):
         if f"hidden_states.{number - 1}" in expected:
             x = jnp.asarray(expected[f"hidden_states.{number - 1}"])
-            if model.lists_outputs:
+            if model.hidden_states_skip_embedding:
                 found[number] = run(blocks[number], x) if number < len(blocks) else norm(x)
             else:
                 out = run(blocks[number - 1], x)
@@ -157,58 +161,72 @@ def one_by_one(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.
     return found
 
 
-def routers(model: Decoder, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float) -> Iterator[Line]:
+def compare_routers(
+    model: Decoder, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
+) -> Iterator[Comparison]:
     wanted = {name: x for name, x in expected.items() if name.startswith("router_logits.")}
     if not wanted:
         return
-    found = eqx.filter_jit(lambda model, tokens: model.hidden(tokens, Info())[0].routing)(model, tokens)
+    found = eqx.filter_jit(lambda model, tokens: model.hidden(tokens, TokenInfo())[0].routing)(model, tokens)
     ours = {f"router_logits.{i}": one.logits.reshape(-1, one.logits.shape[-1]) for i, one in enumerate(found)}
     for name in sorted(wanted, key=lambda name: int(name.partition(".")[2])):
-        yield Line(name, distance(ours[name], wanted[name]) if name in ours else float("inf"), tolerance)
+        yield Comparison(name, relative_error(ours[name], wanted[name]) if name in ours else float("inf"), tolerance)
 
 
-def bfloat16(name: str, ours: Any, expected: Mapping[str, np.ndarray]) -> tuple[float | None, float | None]:
+def compute_bfloat16_errors(
+    name: str, ours: Any, expected: Mapping[str, np.ndarray]
+) -> tuple[float | None, float | None]:
     """Our error in bfloat16, and PyTorch's."""
     narrow = expected.get(f"bfloat16.{name}")
     if ours is None or narrow is None:
         return None, None
-    return distance(ours, expected[name]), distance(narrow, expected[name])
+    return relative_error(ours, expected[name]), relative_error(narrow, expected[name])
 
 
-def distance(ours: Any, wanted: np.ndarray) -> float:
+def relative_error(ours: Any, expected: np.ndarray) -> float:
     """max |ours - wanted| / max |wanted|; infinite where shapes differ or ours is not finite."""
     ours = np.asarray(ours, np.float32)
-    if ours.shape != wanted.shape or not np.isfinite(ours).all():
+    if ours.shape != expected.shape or not np.isfinite(ours).all():
         return float("inf")
-    return float(np.abs(ours - wanted).max() / np.abs(wanted).max())
+    return float(np.abs(ours - expected).max() / np.abs(expected).max())
 
 
-def gradients(
-    model: Decoder, tokens: Any, expected: Mapping[str, np.ndarray], norms: Mapping[str, float], tolerance: float
-) -> Iterator[Line]:
+def compare_gradients(
+    model: Decoder,
+    tokens: Any,
+    expected: Mapping[str, np.ndarray],
+    gradient_norms: Mapping[str, float],
+    tolerance: float,
+) -> Iterator[Comparison]:
     """The loss is the mean over tokens of -log p(token), the first of each row left out."""
     stored = {name.removeprefix("grad."): wanted for name, wanted in expected.items() if name.startswith("grad.")}
-    if not stored and not norms and "loss" not in expected:
+    if not stored and not gradient_norms and "loss" not in expected:
         return
-    loss, found, fixed = loss_and_gradients(model, tokens)
-    norms = {name: norm for name, norm in norms.items() if name not in fixed}
+    loss, found, fixed = compute_loss_and_gradients(model, tokens)
+    gradient_norms = {name: norm for name, norm in gradient_norms.items() if name not in fixed}
     sizes = {name: float(np.linalg.norm(wanted)) for name, wanted in stored.items()}
-    smallest = max({**norms, **sizes}.values(), default=0.0) * ROUNDING / tolerance
+    smallest = max({**gradient_norms, **sizes}.values(), default=0.0) * GRADIENT_FLOOR / tolerance
     if "loss" in expected:
         wanted = float(expected["loss"])
-        yield Line("loss", abs(float(loss) - wanted) / abs(wanted), tolerance / 2)
+        yield Comparison("loss", abs(float(loss) - wanted) / abs(wanted), tolerance / 2)
     missing = float("inf")
     for name, wanted in stored.items():
         ours = found(name)
         far = missing if ours is None else float(np.linalg.norm(ours - wanted)) / max(sizes[name], smallest)
-        yield Line(f"gradient of {name}", far, tolerance)
-    for name in sorted(norms.keys() - stored.keys()):
+        yield Comparison(f"gradient of {name}", far, tolerance)
+    for name in sorted(gradient_norms.keys() - stored.keys()):
         ours = found(name)
-        far = missing if ours is None else abs(float(np.linalg.norm(ours)) - norms[name]) / max(norms[name], smallest)
-        yield Line(f"norm of the gradient of {name}", far, tolerance)
+        far = (
+            missing
+            if ours is None
+            else abs(float(np.linalg.norm(ours)) - gradient_norms[name]) / max(gradient_norms[name], smallest)
+        )
+        yield Comparison(f"norm of the gradient of {name}", far, tolerance)
 
 
-def loss_and_gradients(model: Decoder, tokens: Any) -> tuple[Any, Callable[[str], np.ndarray | None], Collection[str]]:
+def compute_loss_and_gradients(
+    model: Decoder, tokens: Any
+) -> tuple[Any, Callable[[str], np.ndarray | None], Collection[str]]:
     """The loss; a function from the checkpoint's name of a parameter to its gradient; and the names of what has none,
     since it is not learnt."""
 
@@ -221,16 +239,16 @@ def loss_and_gradients(model: Decoder, tokens: Any) -> tuple[Any, Callable[[str]
     loss, grads = run(parameters, rest)
     origin = model.origin
     assert origin is not None  # it was loaded
-    table = named(origin.family, json.loads(origin.config), False)
-    shapes, tensor = exported(grads, table)
+    table = read_name_map(origin.family, json.loads(origin.config), False)
+    shapes, tensor = export_tensors(grads, table)
 
     def found(name: str) -> np.ndarray | None:
-        name = name if name in shapes else name.removesuffix(BLOCKS)
+        name = name if name in shapes else name.removesuffix(BLOCKS_SUFFIX)
         return tensor(name) if name in shapes else None
 
     return loss, found, plan(model, table).keys() - shapes.keys()
 
 
-def expectations(file: str | Path) -> dict[str, np.ndarray]:
+def read_expectations(file: str | Path) -> dict[str, np.ndarray]:
     """What a safetensors file holds, by name."""
-    return {name: tensor.read() for name, tensor in read_file(Path(file)).items()}
+    return {name: tensor.read() for name, tensor in open_safetensors(Path(file)).items()}

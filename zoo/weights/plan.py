@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import jax
 from jaxtyping import PyTree
 
-from zoo.models.facts import Row, Shape, Table, under
-from zoo.models.names import Place, each, fill, places
+from zoo.models.hf.spec import NameMap, Shape, TensorMapping, prefixed
+from zoo.models.parameter_paths import ParameterPath, format_path, iterate_indices, list_parameter_paths
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ArraySlice:
     """`leaf[index]` of our tree: one part of one of their tensors."""
 
     leaf: int
@@ -22,52 +22,52 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class TensorPlan:
     """One of their tensors."""
 
-    row: Row
-    pieces: tuple[Piece, ...]
+    mapping: TensorMapping
+    slices: tuple[ArraySlice, ...]
     """One a part of the row."""
-    lead: int
+    num_stacked_dims: int
     """How many stacked dims the tensor keeps: 1 for all experts in one."""
 
     @property
     def shape(self) -> Shape:
-        return self.row.shape(self.parts, self.lead)
+        return self.mapping.shape(self.part_shapes, self.num_stacked_dims)
 
     @property
-    def parts(self) -> list[Shape]:
-        return [piece.shape for piece in self.pieces]
+    def part_shapes(self) -> list[Shape]:
+        return [piece.shape for piece in self.slices]
 
 
-def plan(tree: PyTree, table: Table) -> dict[str, Planned]:
+def plan(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
     """Their names -> what is in each. `tree` may hold arrays or shapes.
 
     **Raises** `KeyError` where the table has no row for one of our arrays, and where only some parts of a fused tensor
     are in the tree; `ValueError` for two rows with one part: mistakes in a family's table.
     """
-    ours = parts_of(table)
-    found: dict[str, tuple[Row, dict[int, Piece], int]] = {}
-    for leaf, (place, x) in enumerate(zip(places(tree), jax.tree.leaves(tree), strict=True)):
-        theirs, row, part = row_of(place, ours)
+    ours = invert_name_map(name_map)
+    found: dict[str, tuple[TensorMapping, dict[int, ArraySlice], int]] = {}
+    for leaf, (place, x) in enumerate(zip(list_parameter_paths(tree), jax.tree.leaves(tree), strict=True)):
+        theirs, row, part = find_mapping(place, ours)
         stars = theirs.count("*")
-        for index, numbers in each(place.numbers[:stars]):
-            piece = Piece(leaf, index, tuple(x.shape[stars:]))
-            name = fill(theirs, numbers)
-            found.setdefault(name, (row, {}, len(place.numbers) - stars))[1][part] = piece
+        for index, numbers in iterate_indices(place.ranges[:stars]):
+            piece = ArraySlice(leaf, index, tuple(x.shape[stars:]))
+            name = format_path(theirs, numbers)
+            found.setdefault(name, (row, {}, len(place.ranges) - stars))[1][part] = piece
     for name, (row, pieces, _) in found.items():
         if len(pieces) < len(row.parts):
             raise KeyError(f"{name} is made of {', '.join(row.parts)}, and the model has only some of them")
     return {
-        name: Planned(row, tuple(p for _, p in sorted(pieces.items())), lead)
+        name: TensorPlan(row, tuple(p for _, p in sorted(pieces.items())), lead)
         for name, (row, pieces, lead) in found.items()
     }
 
 
-def parts_of(table: Table) -> Mapping[str, tuple[str, Row, int]]:
+def invert_name_map(name_map: NameMap) -> Mapping[str, tuple[str, TensorMapping, int]]:
     """Our name -> their name, the row, and which of its parts."""
-    found: dict[str, tuple[str, Row, int]] = {}
-    for theirs, row in under("", "", table).items():
+    found: dict[str, tuple[str, TensorMapping, int]] = {}
+    for theirs, row in prefixed("", "", name_map).items():
         for number, part in enumerate(row.parts):
             if part in found:
                 raise ValueError(f"the table has two rows for {part}: {found[part][0]} and {theirs}")
@@ -75,26 +75,28 @@ def parts_of(table: Table) -> Mapping[str, tuple[str, Row, int]]:
     return found
 
 
-def row_of(place: Place, ours: Mapping[str, tuple[str, Row, int]]) -> tuple[str, Row, int]:
+def find_mapping(
+    path: ParameterPath, ours: Mapping[str, tuple[str, TensorMapping, int]]
+) -> tuple[str, TensorMapping, int]:
     """The row for one of our arrays: of its own name, of its module's, or of its module's without the last star, where
     their tensor keeps the stacked dim."""
-    module, _, field = place.name.rpartition(".")
-    for name, suffix in ((place.name, ""), (module, f".{field}"), (".".join(module.rsplit(".*.", 1)), f".{field}")):
+    module, _, field = path.name.rpartition(".")
+    for name, suffix in ((path.name, ""), (module, f".{field}"), (".".join(module.rsplit(".*.", 1)), f".{field}")):
         if name in ours:
             theirs, row, part = ours[name]
             return theirs + suffix, row, part
-    raise KeyError(f"the table has no row for {place.name}")
+    raise KeyError(f"the table has no row for {path.name}")
 
 
-def bare(table: Table, names: set[str]) -> Table | None:
+def strip_base_prefix_if_absent(name_map: NameMap, names: set[str]) -> NameMap | None:
     """The table without the first word of their names, where the files of a model without its head lack it; None where
     they do not."""
-    prefix = next(iter(table)).partition(".")[0] + "."
+    prefix = next(iter(name_map)).partition(".")[0] + "."
     if not names or any(name.startswith(prefix) for name in names):
         return None
-    return without_prefix(table)
+    return strip_base_prefix(name_map)
 
 
-def without_prefix(table: Table) -> Table:
-    prefix = next(iter(table)).partition(".")[0] + "."
-    return {name.removeprefix(prefix): row for name, row in table.items()}
+def strip_base_prefix(name_map: NameMap) -> NameMap:
+    prefix = next(iter(name_map)).partition(".")[0] + "."
+    return {name.removeprefix(prefix): row for name, row in name_map.items()}

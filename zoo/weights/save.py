@@ -1,4 +1,4 @@
-"""From a model to a directory that transformers and `load` read: the family's table, backwards."""
+"""From a model to a directory that transformers and `load` read: the family's table, backward."""
 
 import json
 import math
@@ -14,16 +14,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from zoo.models.config import ConfigError, nearest, read_config
-from zoo.models.facts import Family, Origin, Table
-from zoo.models.families import FAMILIES
-from zoo.models.names import differences
+from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
+from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.spec import Family, NameMap, Origin
+from zoo.models.parameter_paths import find_differences
 
-from .directory import CONFIG, INDEX, WHOLE
-from .plan import plan, without_prefix
-from .tensors import CheckpointError, write_file
+from .directory import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from .plan import plan, strip_base_prefix
+from .safetensors import CheckpointError, write_safetensors
 
-OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def save(
@@ -51,19 +51,21 @@ def save(
     **Raises** `CheckpointError` where no family computes what the model does, with the first thing in which it differs,
     and where parts that are stored in one tensor have several dtypes.
     """
-    origin, table = described(model, family, dict(config or {}))
-    write(model, Path(directory), origin, table, shard_bytes)
+    origin, table = resolve_origin(model, family, dict(config or {}))
+    write_checkpoint(model, Path(directory), origin, table, shard_bytes)
 
 
-def described(model: Any, asked: str | Family | None, more: dict[str, Any]) -> tuple[Origin, Table]:
+def resolve_origin(model: Any, asked: str | Family | None, more: dict[str, Any]) -> tuple[Origin, NameMap]:
     """The config that a model is written with, and the names of its tensors."""
-    family = by_name(asked) if isinstance(asked, str) else asked
+    family = get_family(asked) if isinstance(asked, str) else asked
     origin, reasons = getattr(model, "origin", None), []
     if origin is not None and family in (None, origin.family):
         config = {**json.loads(origin.config), **more}
-        reason = unlike(model, origin.family, config)
+        reason = find_config_mismatch(model, origin.family, config)
         if reason is None:
-            return Origin(origin.family, text_of(config, model), origin.bare), named(origin.family, config, origin.bare)
+            return Origin(origin.family, format_config(config, model), origin.bare), read_name_map(
+                origin.family, config, origin.bare
+            )
         family = origin.family  # it was changed since: what it is now may still be of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
     for candidate in FAMILIES.values() if family is None else [family]:
@@ -71,23 +73,23 @@ def described(model: Any, asked: str | Family | None, more: dict[str, Any]) -> t
             reasons.append(f"{candidate.name}: only models that were read from such a checkpoint can be written as one")
             continue
         try:
-            config = {**config_of(model, candidate), **more}
-            reason = unlike(model, candidate, config)
+            config = {**describe_config(model, candidate), **more}
+            reason = find_config_mismatch(model, candidate, config)
         except ConfigError as error:
             reason = str(error)
         if reason is None:
-            return Origin(candidate, text_of(config, model)), named(candidate, config, False)
+            return Origin(candidate, format_config(config, model)), read_name_map(candidate, config, False)
         reasons.append(f"{candidate.name}: {reason}")
     raise CheckpointError("no checkpoint could be read as this model:\n  " + "\n  ".join(reasons))
 
 
-def by_name(name: str) -> Family:
+def get_family(name: str) -> Family:
     if name not in FAMILIES:
-        raise CheckpointError(f"there is no family {name!r}{nearest(name, FAMILIES)}")
+        raise CheckpointError(f"there is no family {name!r}{suggest_nearest(name, FAMILIES)}")
     return FAMILIES[name]
 
 
-def config_of(model: Any, family: Family) -> dict[str, Any]:
+def describe_config(model: Any, family: Family) -> dict[str, Any]:
     """What a family's config.json says of a model made from scratch."""
     assert family.describe is not None
     theirs = {usual: word for word, usual in family.aliases.items()}
@@ -96,22 +98,22 @@ def config_of(model: Any, family: Family) -> dict[str, Any]:
     return {**facts, **{theirs.get(key, key): value for key, value in found.items()}}
 
 
-def unlike(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
+def find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
     """The first thing in which a model differs from the one that a config describes; None where nothing does."""
     try:
         read = read_config(family, config)
         built = eqx.filter_eval_shape(lambda: family.build(read, key=jax.random.key(0)))
     except ValueError as error:
         return str(error)
-    return next(differences(model, built), None)
+    return next(find_differences(model, built), None)
 
 
-def named(family: Family, config: Mapping[str, Any], is_bare: bool) -> Table:
+def read_name_map(family: Family, config: Mapping[str, Any], lacks_base_prefix: bool) -> NameMap:
     table = family.names(read_config(family, config))
-    return without_prefix(table) if is_bare else table
+    return strip_base_prefix(table) if lacks_base_prefix else table
 
 
-def text_of(config: Mapping[str, Any], model: Any) -> str:
+def format_config(config: Mapping[str, Any], model: Any) -> str:
     """config.json with the dtype that the parameters have, in the spelling that it had."""
     kinds = {np.dtype(x.dtype) for x in jax.tree.leaves(model) if hasattr(x, "dtype")}
     dtypes = {kind for kind in kinds if jax.numpy.issubdtype(kind, jax.numpy.floating)}
@@ -122,21 +124,21 @@ def text_of(config: Mapping[str, Any], model: Any) -> str:
     return json.dumps(found, indent=2, sort_keys=True) + "\n"
 
 
-def write(model: Any, directory: Path, origin: Origin, table: Table, shard_bytes: int) -> None:
-    shapes, tensor = exported(model, table)
-    shards = in_shards(shapes, shard_bytes)
+def write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: NameMap, shard_bytes: int) -> None:
+    shapes, tensor = export_tensors(model, name_map)
+    shards = assign_shards(shapes, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
-    files = [WHOLE] if len(shards) == 1 else numbered
-    texts = {CONFIG: origin.config}
+    files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
+    texts = {CONFIG_NAME: origin.config}
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(map(size_of, shapes.values()))}, "weight_map": weight_map}
-        texts[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        index = {"metadata": {"total_size": sum(map(count_bytes, shapes.values()))}, "weight_map": weight_map}
+        texts[SAFE_WEIGHTS_INDEX_NAME] = json.dumps(index, indent=2, sort_keys=True) + "\n"
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         try:
             for file, names in zip(files, shards, strict=True):
-                write_file(directory / f"{file}.partial", {name: shapes[name] for name in names}, tensor)
+                write_safetensors(directory / f"{file}.partial", {name: shapes[name] for name in names}, tensor)
             for file, text in texts.items():
                 (directory / f"{file}.partial").write_text(text, encoding="utf-8")
         except BaseException:
@@ -146,7 +148,7 @@ def write(model: Any, directory: Path, origin: Origin, table: Table, shard_bytes
         for file in (*files, *texts):
             os.replace(directory / f"{file}.partial", directory / file)
         for old in directory.iterdir():  # what would be read before, or beside, what was just written
-            if OURS.fullmatch(old.name) and old.name not in (*files, *texts):
+            if WEIGHT_FILE_PATTERN.fullmatch(old.name) and old.name not in (*files, *texts):
                 old.unlink()
     else:
         for name in shapes:  # its shards are needed by the process that writes
@@ -155,46 +157,46 @@ def write(model: Any, directory: Path, origin: Origin, table: Table, shard_bytes
         multihost_utils.sync_global_devices("zoo.save")  # nobody reads before it is all there
 
 
-Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
+TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
-def exported(model: PyTree, table: Table) -> tuple[Shapes, Callable[[str], np.ndarray]]:
+def export_tensors(model: PyTree, name_map: NameMap) -> tuple[TensorSpecs, Callable[[str], np.ndarray]]:
     """What a model's tensors are called and shaped in a checkpoint, in order of their names; and a function that puts
     together the one of a name."""
-    leaves, planned = jax.tree.leaves(model), plan(model, table)
-    shapes: Shapes = {}
+    leaves, planned = jax.tree.leaves(model), plan(model, name_map)
+    shapes: TensorSpecs = {}
     for name, of in sorted(planned.items()):
-        dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in of.pieces}
+        dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in of.slices}
         if len(dtypes) > 1:
             told = " and ".join(sorted(map(str, dtypes)))
-            raise CheckpointError(f"{name} is made of {', '.join(of.row.parts)}, which are {told}: cast them alike")
+            raise CheckpointError(f"{name} is made of {', '.join(of.mapping.parts)}, which are {told}: cast them alike")
         shapes[name] = of.shape, dtypes.pop()
 
     def tensor(name: str) -> np.ndarray:
         of = planned[name]
-        parts = [on_host(leaves[piece.leaf], piece.index) for piece in of.pieces]
-        if len(parts) == 1 and not of.row.transposed:
+        parts = [gather_to_host(leaves[piece.leaf], piece.index) for piece in of.slices]
+        if len(parts) == 1 and not of.mapping.transposed:
             return parts[0].reshape(of.shape)
         whole = np.empty(of.shape, parts[0].dtype)
-        for view, part in zip(of.row.views(whole, of.parts, of.lead), parts, strict=True):
+        for view, part in zip(of.mapping.views(whole, of.part_shapes, of.num_stacked_dims), parts, strict=True):
             view[...] = part.reshape(view.shape)
         return whole
 
     return shapes, tensor
 
 
-def size_of(kind: tuple[tuple[int, ...], np.dtype]) -> int:
-    shape, dtype = kind
+def count_bytes(spec: tuple[tuple[int, ...], np.dtype]) -> int:
+    shape, dtype = spec
     return math.prod(shape) * dtype.itemsize
 
 
-def in_shards(shapes: Shapes, most: int) -> list[list[str]]:
+def assign_shards(shapes: TensorSpecs, max_bytes: int) -> list[list[str]]:
     """Names in order, as many in each shard as fit; one that fits in none is alone."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, kind in shapes.items():
-        size = size_of(kind)
-        if shards[-1] and filled + size > most:
+        size = count_bytes(kind)
+        if shards[-1] and filled + size > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
@@ -202,7 +204,7 @@ def in_shards(shapes: Shapes, most: int) -> list[list[str]]:
     return shards
 
 
-def on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
+def gather_to_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
     """`array[index]`, put together from wherever its shards are."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array[index], tiled=True))

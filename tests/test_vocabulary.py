@@ -1,0 +1,221 @@
+"""One word, one meaning: names that can be grepped, first sentences that say something, and the field's own terms."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A layer and the preset that builds a model of it share their paper's name, and are told apart by their folders.
+LAYER_AND_PRESET = {
+    *("DeltaNet", "GatedDeltaNet", "GatedDeltaProduct", "HGRN2", "Mamba", "Mamba2", "MixtureOfExperts"),
+    *("RWKV6", "RWKV7"),
+}
+PRESETS = "zoo/models/presets"
+# Every family file defines the same hooks, and `zoo.models.hf.families` alone calls them.
+FAMILIES, FAMILY_HOOKS = "zoo/models/hf/families", {"build", "names", "memory_names"}
+MOST_MODULES = 2
+LONGEST_TEST_NAME = 60
+
+RIDDLE = re.compile(r"(What|Of|How|Whether|Which)\b")
+# Paraphrases, and the term that a researcher would search for. Spelled in pieces, so that this file passes its own test.
+BANNED = {
+    "trainable": r"\blear" + r"nt\b",
+    "replicated": r"\b(lie|lies|lying|lay|kept|held|stays?) who" + r"le\b|\bwho" + r"le everywhere\b",
+    "sharded": r"\b(is|are|was|were|lies|lie|stored|kept|cut|split) in pie" + r"ces\b|\bshared ou" + r"t over\b",
+    "attention mask": r"\bsig" + r"hts?\b",
+}
+
+
+def parse(root: Path, *patterns: str) -> Iterator[tuple[str, ast.Module]]:
+    """Path below `root` and syntax tree of every Python file that matches."""
+    for pattern in patterns:
+        for path in sorted(root.glob(pattern)):
+            yield path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def find_shared_class_names(root: Path) -> list[str]:
+    """Public class names, or names of functions written like classes, that two folders define."""
+    folders = defaultdict(set)
+    for path, tree in parse(root, "zoo/**/*.py"):
+        for node in tree.body:
+            is_class = isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and node.name[0].isupper())
+            if is_class and not node.name.startswith("_"):
+                folders[node.name].add(str(Path(path).parent))
+    found = []
+    for name, where in sorted(folders.items()):
+        if len(where) > 1 and not (name in LAYER_AND_PRESET and len(where) == 2 and PRESETS in where):
+            found.append(f"{name}: {', '.join(sorted(where))}")
+    return found
+
+
+def find_common_function_names(root: Path) -> list[str]:
+    """Names of top-level functions that three modules or more define."""
+    modules = defaultdict(set)
+    for path, tree in parse(root, "zoo/**/*.py"):
+        for node in tree.body:
+            is_hook = str(Path(path).parent) == FAMILIES and getattr(node, "name", "").lstrip("_") in FAMILY_HOOKS
+            if isinstance(node, ast.FunctionDef) and not is_hook:
+                modules[node.name].add(path)
+    return [
+        f"{name}: {', '.join(sorted(where))}" for name, where in sorted(modules.items()) if len(where) > MOST_MODULES
+    ]
+
+
+def find_docstrings(path: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Where, and the docstring, of a module and of all that is public in it; the text below a field counts as one."""
+
+    def visit(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+        if text := ast.get_docstring(node):  # type: ignore[arg-type]
+            yield name, text
+        body = getattr(node, "body", [])
+        for before, after in zip(body, body[1:], strict=False):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if is_text and isinstance(before, ast.AnnAssign | ast.Assign) and isinstance(after.value.value, str):
+                yield f"{name}, line {after.lineno}", after.value.value
+        for child in body:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef) and not child.name.startswith("_"):
+                yield from visit(child, f"{name}::{child.name}")
+
+    yield from visit(tree, path)
+
+
+def find_riddles(root: Path) -> list[str]:
+    """Public docstrings that begin with a question word instead of a verb or a noun of the field."""
+    found = []
+    for path, tree in parse(root, "zoo/**/*.py", "recipes/*.py", "scripts/**/*.py"):
+        found += [f"{name}: {text[:60]!r}" for name, text in find_docstrings(path, tree) if RIDDLE.match(text)]
+    return found
+
+
+def find_paraphrases(root: Path) -> list[str]:
+    """Lines of source and pages that circumscribe a term of the field."""
+    found = []
+    files = [path for pattern in ("zoo/**/*.py", "recipes/*.py", "scripts/**/*.py") for path in root.glob(pattern)]
+    for path in sorted([*files, *root.glob("docs/**/*.md"), *root.glob("*.md")]):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            for term, pattern in BANNED.items():
+                if match := re.search(pattern, line, re.IGNORECASE):
+                    found.append(f"{path.relative_to(root).as_posix()}:{number}: {match.group()!r}: say {term}")
+    return found
+
+
+def find_long_test_names(root: Path) -> list[str]:
+    """Names of tests that are longer than a line of a report holds."""
+    return [
+        f"{path}:{node.lineno}: {node.name}"
+        for path, tree in parse(root, "tests/**/test_*.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        if node.name.startswith("test_") and len(node.name) > LONGEST_TEST_NAME
+    ]
+
+
+RULES = {
+    "class names": find_shared_class_names,
+    "function names": find_common_function_names,
+    "first sentences": find_riddles,
+    "terms": find_paraphrases,
+    "names of tests": find_long_test_names,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_vocabulary_of_the_repository(rule):
+    found = RULES[rule](ROOT)
+    assert not found, "\n" + "\n".join(found)
+
+
+PLANTED = {
+    "a class in two folders": (
+        "class names",
+        {"zoo/ops/a.py": "class Mask: ...", "zoo/layers/b.py": "class Mask: ..."},
+        ["Mask: zoo/layers, zoo/ops"],
+    ),
+    "a preset in a third folder": (
+        "class names",
+        {f"zoo/{folder}/a.py": "class Mamba: ..." for folder in ("layers", "models/presets", "train")},
+        ["Mamba: zoo/layers, zoo/models/presets, zoo/train"],
+    ),
+    "a function named like a class of elsewhere": (
+        "class names",
+        {"zoo/ops/a.py": "class Mask: ...", "zoo/models/b.py": "def Mask(): ..."},
+        ["Mask: zoo/models, zoo/ops"],
+    ),
+    "a function in three modules": (
+        "function names",
+        {f"zoo/ops/{name}.py": "def follow(): ..." for name in "abc"},
+        ["follow: zoo/ops/a.py, zoo/ops/b.py, zoo/ops/c.py"],
+    ),
+    "a hook outside the families": (
+        "function names",
+        {f"zoo/ops/{name}.py": "def build(): ..." for name in "abc"},
+        ["build: zoo/ops/a.py, zoo/ops/b.py, zoo/ops/c.py"],
+    ),
+    "a module": ("first sentences", {"zoo/a.py": '"""What a module is."""'}, ["zoo/a.py: 'What a module is.'"]),
+    "a method": (
+        "first sentences",
+        {"zoo/a.py": 'class A:\n    def f(self):\n        """How it goes."""'},
+        ["zoo/a.py::A::f: 'How it goes.'"],
+    ),
+    "a field": (
+        "first sentences",
+        {"zoo/a.py": 'class A:\n    x: int = 0\n    """Of all things."""'},
+        ["zoo/a.py::A, line 3: 'Of all things.'"],
+    ),
+    "a recipe": (
+        "first sentences",
+        {"recipes/a.py": '"""Whether it learns."""'},
+        ["recipes/a.py: 'Whether it learns.'"],
+    ),
+    "trainable": ("terms", {"docs/a.md": "A lear" + "nt matrix."}, ["docs/a.md:1: 'lear" + "nt': say trainable"]),
+    "replicated": ("terms", {"zoo/a.py": "# It lies who" + "le."}, ["zoo/a.py:1: 'lies who" + "le': say replicated"]),
+    "sharded": (
+        "terms",
+        {"README.md": "\nstored in pie" + "ces"},
+        ["README.md:2: 'stored in pie" + "ces': say sharded"],
+    ),
+    "attention mask": (
+        "terms",
+        {"recipes/a.py": "sig" + "ht = 1"},
+        ["recipes/a.py:1: 'sig" + "ht': say attention mask"],
+    ),
+    "a long name": (
+        "names of tests",
+        {"tests/test_a.py": f"def test_{'a' * 60}(): ..."},
+        [f"tests/test_a.py:1: test_{'a' * 60}"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("rule", "files", "expected"), PLANTED.values(), ids=PLANTED)
+def test_vocabulary_finds_a_planted_violation(tmp_path, rule, files, expected):
+    for name, source in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    assert RULES[rule](tmp_path) == expected
+
+
+ALLOWED = {
+    "zoo/layers/a.py": '"""Mixers."""\nclass Mamba: ...\nclass _Mask: ...\ndef _f():\n    """What only this file reads."""',
+    "zoo/models/presets/a.py": "def Mamba(): ...",
+    "zoo/train/a.py": "class _Mask: ...\ndef follow(): ...",
+    "zoo/models/hf/families/a.py": "def build(): ...\ndef follow(): ...",
+    "zoo/models/hf/families/b.py": "def build(): ...",
+    "zoo/models/hf/families/c.py": "def build(): ...",
+    "docs/a.md": "Trainable parameters are sharded over fsdp, scales replicated.",
+    "tests/test_a.py": f"def test_{'a' * 50}(): ...",
+}
+
+
+def test_vocabulary_passes_what_is_allowed(tmp_path):
+    for name, source in ALLOWED.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    assert not [line for rule in RULES.values() for line in rule(tmp_path)]

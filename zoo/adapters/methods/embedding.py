@@ -1,0 +1,76 @@
+"""LoRA of an embedding: two narrow tables beside one that is not learnt."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from zoo.layers import AbstractEmbedding, Linear
+from zoo.layers.embedding import lookup_rows
+from zoo.layers.linear import contract
+from zoo.parallel import Dim, adapter_parameter, buffer, materialize, wrapped
+
+from ..base import Strength, full_strength, strength_per_expert, strength_per_row
+from .low_rank import linear_from_weight
+
+
+class EmbeddingLoRA(AbstractEmbedding):
+    """Row t of E + scale Aᵀ Bᵀ, with Aᵀ of shape [vocab, rank] and B [embed, rank]: a row of Aᵀ is looked up, and
+    multiplied with B (Hu et al., arXiv:2106.09685, applied to a table as PEFT does it). A head that is tied to the
+    table sees the same sum.
+
+    Aᵀ starts as zeros and B with normal numbers. FLOPs: 2 rank embed a token.
+    """
+
+    base: AbstractEmbedding = wrapped()
+    down: Float[Array, "vocab rank"] = adapter_parameter()
+    """Aᵀ."""
+    up: Linear = adapter_parameter()
+    """B."""
+    rank: Int[Array, ""]
+    scale: Float[Array, ""] = buffer()
+    strength: Strength = buffer()
+
+    adapter_name: str = eqx.field(static=True)
+    multiplier: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        base: AbstractEmbedding,
+        *,
+        max_rank: int,
+        rank: int | Int[Array, ""],
+        scale: float | Float[Array, ""],
+        adapter_name: str = "lora",
+        key: Key[Array, ""],
+    ):
+        """`largest` is the rank of the arrays, `rank` how much of it counts."""
+        vocab, embed = materialize(base).table_shape
+        self.base, self.multiplier = base, base.multiplier
+        self.rank, self.scale = jnp.asarray(rank, jnp.int32), jnp.asarray(scale, jnp.float32)
+        up = jnp.where(jnp.arange(max_rank) < rank, jax.random.normal(key, (embed, max_rank)), 0)
+        self.down = jnp.zeros((vocab, max_rank))
+        self.up = linear_from_weight(up, in_=Dim("rank"), out=Dim("embed"))
+        self.strength, self.adapter_name = full_strength(), adapter_name
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        rows = lookup_rows(self.down, tokens)
+        factor = self.scale * self.multiplier * strength_per_row(self, rows)
+        return self.base(tokens) + self.up((rows * factor).astype(rows.dtype))
+
+    def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
+        inner = self.up.transposed(x.astype(self.up.weight.dtype))
+        inner = (inner * (self.scale * strength_per_row(self, x))).astype(inner.dtype)
+        return self.base.transposed(x) + contract(inner, self.down, 1).astype(x.dtype)
+
+    @property
+    def dense_weight(self) -> Float[Array, "vocab embed"]:
+        change = jnp.matmul(self.down.astype(jnp.float32), self.up.dense_weight.T, precision="highest")
+        return self.base.dense_weight + self.scale * strength_per_expert(self, self.scale) * change
+
+    def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> AbstractEmbedding:
+        raise NotImplementedError("the table under an adapter is not exchanged: merge the adapter first")
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        return self.base.table_shape

@@ -1,0 +1,1 @@
+"""PEFT's adapter files, read and written."""

@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: routers and the mixture."""

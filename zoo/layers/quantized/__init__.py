@@ -1,0 +1,1 @@
+"""Linear layers whose weight matrix is stored quantized."""

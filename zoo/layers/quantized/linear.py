@@ -1,0 +1,74 @@
+"""Matrices of a finished model in 8 bits or in 4, to learn adapters around."""
+
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int8, UInt8
+
+from zoo.ops.quantized import int8, nf4
+from zoo.parallel import Dim, buffer
+
+from .packed import AbstractPackedLinear
+
+
+class Int8Linear(AbstractPackedLinear):
+    """y = W x + b, with W in whole numbers of 8 bits and a float32 scale a row (`zoo.ops.int8`). Where a mesh splits
+    `in`, each share has the scales of whole rows."""
+
+    codes: Int8[Array, "out in"] = buffer()
+    scales: Float[Array, "out"] = buffer()
+    bias: Float[Array, "out"] | None
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+
+    format: ClassVar[str] = "int8"
+    packed_fields: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    block_size: ClassVar[int] = 1
+    encode = staticmethod(int8.quantize_int8)
+    decode = staticmethod(int8.dequantize_int8)
+
+    def __init__(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None = None, *, in_: Dim, out: Dim):
+        """`matrix` is rounded: see `zoo.ops.int8.encode`. `shift` is the bias."""
+        self.codes, self.scales = jax.jit(int8.quantize_int8)(weight)
+        self.bias, self.in_, self.out = bias, in_, out
+
+    @property
+    def out_size(self) -> int:
+        return self.codes.shape[-2]
+
+
+class NF4Linear(AbstractPackedLinear):
+    """y = W x + b, with W in NF4 (`zoo.ops.nf4`), whose constants take 8 bits too: QLoRA's base (Dettmers et al.,
+    arXiv:2305.14314, section 3). 4.14 bits a number, for 4,096 inputs."""
+
+    codes: UInt8[Array, "out in_blocks 32"] = buffer()
+    constants: UInt8[Array, "out in_blocks"] = buffer()
+    offset: Float[Array, "out"] = buffer()
+    step: Float[Array, "out"] = buffer()
+    bias: Float[Array, "out"] | None
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    in_blocks: Dim = eqx.field(static=True)
+
+    format: ClassVar[str] = "NF4"
+    packed_fields: ClassVar[tuple[str, ...]] = ("codes", "constants", "offset", "step")
+    block_size: ClassVar[int] = nf4.BLOCK_SIZE
+    encode = staticmethod(nf4.quantize_nf4)
+    decode = staticmethod(nf4.dequantize_nf4)
+
+    def __init__(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None = None, *, in_: Dim, out: Dim):
+        """`matrix` is rounded: see `zoo.ops.nf4.encode`. `shift` is the bias.
+
+        **Raises** `ValueError` where inputs, or the inputs of each unit of `in_`, are no whole blocks of 64.
+        """
+        if reason := self.get_packing_error(weight.shape[-1], in_):
+            raise ValueError(f"{reason}: take int8")
+        self.codes, self.constants, self.offset, self.step = jax.jit(nf4.quantize_nf4)(weight)
+        self.bias, self.in_, self.out, self.in_blocks = bias, in_, out, self.get_block_dim(in_)
+
+    @property
+    def out_size(self) -> int:
+        return self.constants.shape[-2]

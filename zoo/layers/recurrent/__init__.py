@@ -1,0 +1,1 @@
+"""Recurrent token mixers: one file per paper, and the pieces they share."""

@@ -1,0 +1,293 @@
+"""Delta rules as layers: what a key was last told is corrected, not added to. The recurrences are those of
+`zoo.ops.delta_rule`.
+
+Queries and keys are silu(conv(W x)), of length one; values silu(conv(W x)); heads are normed before they are read out.
+`negative_eigenvalues` lets beta go to 2, so that a state can be flipped: what tracking a state needs (Grazzi et al.,
+arXiv:2411.12537). Heads are split over `tensor`.
+"""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
+from zoo.parallel import Dim, Module, implementation_option
+
+from ..abstract import AbstractLinear, AbstractMixer
+from ..convolution import ConvState
+from ..linear import Linear
+from ..token_info import TokenInfo
+from .common import (
+    DecayGate,
+    LowRank,
+    OutputGate,
+    QKVProjections,
+    RecurrentState,
+    head_norm_factory,
+    l2_normalize,
+    recurrence_options,
+    resolve_head_dim,
+    split_heads_and_steps,
+)
+from .context import RecurrenceContext
+
+HiddenStates = Float[Array, "batch seq embed"]
+DeltaRuleArrays = tuple[
+    Float[Array, "batch seq heads key_dim"],
+    Float[Array, "batch rows heads key_dim"],
+    Float[Array, "batch rows heads value_dim"],
+    Float[Array, "batch rows heads"],
+]
+
+
+class DeltaInputs(Module):
+    """The queries, keys and values of a delta rule, and its rates beta = highest * sigmoid(W x)."""
+
+    projections: QKVProjections
+    rate: AbstractLinear
+
+    num_householder: int = eqx.field(static=True)
+    """Corrections a token."""
+    max_beta: float = eqx.field(static=True)
+    """1, or 2 with negative eigenvalues."""
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        num_householder: int = 1,
+        conv_width: int,
+        negative_eigenvalues: bool,
+        key: Key[Array, ""],
+    ):
+        input_key, rate_key = jax.random.split(key)
+        self.projections = QKVProjections(
+            embed,
+            heads,
+            key_dim,
+            value_dim,
+            num_householder=num_householder,
+            conv_width=conv_width,
+            activation=jax.nn.silu,
+            key=input_key,
+        )
+        self.rate = Linear(
+            embed, heads * num_householder, in_=Dim("embed"), out=Dim("heads", num_householder), key=rate_key
+        )
+        self.num_householder, self.max_beta = num_householder, 2.0 if negative_eigenvalues else 1.0
+
+    def __call__(
+        self, x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
+    ) -> tuple[DeltaRuleArrays, tuple[ConvState, ...]]:
+        """Queries and keys of length one, values, rates; and the convolutions' last inputs, where those before came.
+        Padding corrects nothing."""
+        query, key, value, windows = self.projections(x, context, None if state is None else state.windows)
+        rate = context.mask_padding(self.max_beta * jax.nn.sigmoid(self.rate(x).astype(jnp.float32)))
+        rate = split_heads_and_steps(rate, self.rate.out_size // self.num_householder, 1)[..., 0]
+        return (l2_normalize(query), l2_normalize(key), value, rate), windows
+
+
+class DeltaNet(AbstractMixer):
+    """y = W_out norm(S_tᵀ q_t) with S_t = S_{t-1} + k_t (beta_t (v_t - S_{t-1}ᵀ k_t))ᵀ (Schlag et al.,
+    arXiv:2102.11174; Yang et al., arXiv:2406.06484, section 3.3)."""
+
+    corrector: DeltaInputs
+    readout: OutputGate
+
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_width: int = 4,
+        negative_eigenvalues: bool = False,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'."""
+        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
+        input_key, out_key = jax.random.split(key)
+        options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
+        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.readout = OutputGate(
+            embed, heads, value_dim, norm=head_norm_factory(value_dim), out_scale=out_scale, key=out_key
+        )
+        self.mode = mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.corrector.projections.init_state(batch, dtype=dtype)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        parts, windows = self.corrector(x, course, state)
+        mixed, after = delta_rule(*parts, **recurrence_options(course, state))
+        return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
+
+
+class GatedDeltaNet(AbstractMixer):
+    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with R_t = exp(g_t) S_{t-1} and
+    S_t = R_t + k_t (beta_t (v_t - R_tᵀ k_t))ᵀ, g_t a number a head (Yang et al., arXiv:2412.06464, section 3)."""
+
+    corrector: DeltaInputs
+    decay: DecayGate
+    readout: OutputGate
+
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_width: int = 4,
+        negative_eigenvalues: bool = False,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'."""
+        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
+        input_key, decay_key, out_key = jax.random.split(key, 3)
+        options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
+        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
+        norm = head_norm_factory(value_dim)
+        self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
+        self.mode = mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.corrector.projections.init_state(batch, dtype=dtype)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        parts, windows = self.corrector(x, course, state)
+        mixed, after = gated_delta_rule(*parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state))
+        return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
+
+
+class KimiDeltaAttention(AbstractMixer):
+    """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)], the gated delta rule with a decay for every key channel: KDA
+    (Kimi Linear, arXiv:2510.26692, section 3). The matrices of decays and gate have the rank of a head."""
+
+    corrector: DeltaInputs
+    decay: DecayGate
+    readout: OutputGate
+
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        rank: int | None = None,
+        conv_width: int = 4,
+        negative_eigenvalues: bool = False,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`, and `rank` too; `width` is the
+        convolutions'."""
+        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
+        input_key, decay_key, out_key = jax.random.split(key, 3)
+        options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
+        low = partial(LowRank, rank=key_dim if rank is None else rank)
+        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.decay = DecayGate(partial(low, embed), heads, key_dim, key=decay_key)
+        norm, gate = head_norm_factory(value_dim), {"gate": low, "activation": jax.nn.sigmoid}
+        self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
+        self.mode = mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.corrector.projections.init_state(batch, dtype=dtype)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        parts, windows = self.corrector(x, course, state)
+        mixed, after = kda(*parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state))
+        return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
+
+
+class GatedDeltaProduct(AbstractMixer):
+    """The layer of `GatedDeltaNet` with several corrections a token, each with a key, value and rate of its own: the
+    state's transition is a product of as many Householder matrices, with negative eigenvalues any rotation of so many
+    planes (DeltaProduct, Siems et al., arXiv:2502.10297, section 4)."""
+
+    corrector: DeltaInputs
+    decay: DecayGate
+    readout: OutputGate
+
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        num_householder: int = 2,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_width: int = 4,
+        negative_eigenvalues: bool = True,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """- `steps`: corrections a token.
+        - `key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'.
+        """
+        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
+        input_key, decay_key, out_key = jax.random.split(key, 3)
+        options = {
+            "num_householder": num_householder,
+            "conv_width": conv_width,
+            "negative_eigenvalues": negative_eigenvalues,
+        }
+        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
+        norm = head_norm_factory(value_dim)
+        self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
+        self.mode = mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.corrector.projections.init_state(batch, dtype=dtype)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        parts, windows = self.corrector(x, course, state)
+        mixed, after = gated_delta_product(
+            *parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state)
+        )
+        return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
+
+
+def resolve_head_dims(embed: int, heads: int, key_dim: int | None, value_dim: int | None) -> tuple[int, int]:
+    """How wide keys and values of a head are."""
+    key_dim = resolve_head_dim(embed, heads, key_dim, "key_dim")
+    return key_dim, key_dim if value_dim is None else value_dim

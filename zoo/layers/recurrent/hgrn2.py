@@ -1,0 +1,85 @@
+"""HGRN2: linear attention whose keys are what its decays leave over. Its recurrence is that of GLA."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.linear_attention import gla
+from zoo.parallel import implementation_option
+
+from ..abstract import AbstractMixer
+from ..token_info import TokenInfo
+from .common import HeadNorm, OutputGate, QKVProjections, RecurrentState, recurrence_options, resolve_head_dim
+from .context import RecurrenceContext
+
+HiddenStates = Float[Array, "batch seq embed"]
+
+
+class HGRN2(AbstractMixer):
+    """y = W_out norm(S_tᵀ q_t) with S_t = diag(f_t) S_{t-1} + (1 - f_t) v_tᵀ, q = silu(W_query x), v = W_value x and
+    f = bound + (1 - bound) sigmoid(W_key x): what a key channel forgets makes room for what comes (Qin et al.,
+    arXiv:2404.07904, section 3). The paper learns a bound for each layer and feature, which grows with depth; here it
+    is one number that a layer is given. Heads are split over `tensor`."""
+
+    projections: QKVProjections
+    readout: OutputGate
+
+    bound: float = eqx.field(static=True)
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        bound: float | int = 0.0,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """- `key_dim`, `value_dim`: `embed / heads` unless given.
+        - `bound`: below what no forget gate falls, at least 0 and below 1.
+        """
+        if not 0 <= bound < 1:
+            raise ValueError(f"a forget gate's bound is at least 0 and below 1, not {bound}")
+        key_dim, value_dim = (
+            resolve_head_dim(embed, heads, key_dim, "key_dim"),
+            resolve_head_dim(embed, heads, value_dim, "value_dim"),
+        )
+        input_key, out_key = jax.random.split(key)
+        self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
+        norm = lambda: HeadNorm(heads, value_dim)
+        self.readout = OutputGate(
+            embed, heads, value_dim, norm=norm, norm_over_heads=True, out_scale=out_scale, key=out_key
+        )
+        self.bound, self.mode = float(bound), mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.projections.init_state(batch)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, gate, value, _ = self.projections(x, course, None)
+        gate = gate.astype(jnp.float32)
+        # log f and 1 - f, each without the other's rounding where f is near 0 or 1.
+        log_decay = jax.nn.log_sigmoid(gate)
+        if self.bound:
+            log_decay = jnp.logaddexp(jnp.log(self.bound), jnp.log1p(-self.bound) + log_decay)
+        key = ((1 - self.bound) * jax.nn.sigmoid(-gate)).astype(value.dtype)
+        mixed, after = gla(
+            jax.nn.silu(query),
+            course.mask_padding(key),
+            value,
+            course.mask_padding(log_decay),
+            scale=1.0,
+            **recurrence_options(course, state),
+        )
+        return self.readout(mixed, x), None if state is None else RecurrentState(after)

@@ -1,0 +1,282 @@
+"""Linear attention and its gated kin as layers: what a token takes from those before it is read from one matrix a head,
+as large after a million tokens as after one. The recurrences are those of `zoo.ops.linear_attention`."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.linear_attention import (
+    gla,
+    lightning_slopes,
+    linear_attention,
+    normalized_linear_attention,
+    retention_log_decays,
+    simple_gla,
+)
+from zoo.ops.rotary import Rotary, apply_rotary
+from zoo.parallel import Dim, implementation_option
+
+from ..abstract import AbstractLinear, AbstractMixer
+from ..kv_cache import require_positions
+from ..norm import RMSNorm
+from ..rotary import compute_cos_sin, rope_stable_length
+from ..token_info import TokenInfo
+from .common import (
+    LowRank,
+    OutputGate,
+    QKVProjections,
+    RecurrentState,
+    head_norm_factory,
+    local_heads,
+    recurrence_options,
+    resolve_head_dim,
+)
+from .context import RecurrenceContext
+
+HiddenStates = Float[Array, "batch seq embed"]
+
+
+def elu_plus_one(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """elu(x) + 1, above 0: the feature map of Katharopoulos et al. (arXiv:2006.16236, equation 7)."""
+    return jax.nn.elu(x) + 1
+
+
+class LinearAttention(AbstractMixer):
+    """y = W_out [phi(q)ᵀ S / phi(q)ᵀ z] with S = sum of phi(k) vᵀ and z = sum of phi(k), over the tokens so far
+    (Katharopoulos et al., arXiv:2006.16236, section 3). Without `normalized` nothing is divided, and the read-out is
+    scaled by head_dim ** -0.5. Heads are split over `tensor`."""
+
+    projections: QKVProjections
+    readout: OutputGate
+
+    feature_map: Callable = eqx.field(static=True)
+    normalized: bool = eqx.field(static=True)
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        feature_map: Callable = elu_plus_one,
+        normalized: bool = True,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """`head_dim` is `embed / heads` unless given; `feature_map` is elementwise, and positive where `normalized`."""
+        size = resolve_head_dim(embed, heads, head_dim)
+        input_key, out_key = jax.random.split(key)
+        self.projections = QKVProjections(embed, heads, size, size, key=input_key)
+        self.readout = OutputGate(embed, heads, size, out_scale=out_scale, key=out_key)
+        self.feature_map, self.normalized, self.mode = feature_map, normalized, mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.projections.init_state(batch, self.projections.value_dim + self.normalized, dtype)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, course, None)
+        query, key = self.feature_map(query), course.mask_padding(self.feature_map(key))
+        mix = normalized_linear_attention if self.normalized else linear_attention
+        mixed, after = mix(query, key, value, **recurrence_options(course, state))
+        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+
+
+class Retention(AbstractMixer):
+    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = gamma_h S_{t-1} + k_t v_tᵀ, queries and keys turned by
+    their positions (RetNet, Sun et al., arXiv:2307.08621, section 2). Heads forget at fixed rates,
+    gamma_h = 1 - 2 ** (-5 - h). Heads are split over `tensor`."""
+
+    projections: QKVProjections
+    readout: OutputGate
+
+    rotary: Rotary | None = eqx.field(static=True)
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        rotary: Rotary | None = None,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """- `key_dim` is `embed / heads` unless given, `value_dim` twice that, as in the paper.
+        - `rotary`: over all of key_dim with base 10,000 unless given.
+
+        **Raises** `ValueError` for a rotation that depends on how long the text is: no state would tell.
+        """
+        if rope_stable_length(rotary) is not None:
+            raise ValueError(
+                "keys that were turned for a shorter text cannot be turned again in a state: give a Retention a rotary "
+                "whose scaling does not depend on the length"
+            )
+        key_dim = resolve_head_dim(embed, heads, key_dim, "key_dim")
+        value_dim = 2 * key_dim if value_dim is None else value_dim
+        input_key, out_key = jax.random.split(key)
+        self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
+        norm = head_norm_factory(value_dim)
+        self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
+        self.rotary, self.mode = Rotary(key_dim) if rotary is None else rotary, mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.projections.init_state(batch)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        """**Raises** `ValueError` for a state without positions."""
+        require_positions(info, state)
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, course, None)
+        if self.rotary is not None:
+            angles = compute_cos_sin(self.rotary, x, info)
+            query, key = (apply_rotary(y, *angles, interleaved=self.rotary.interleaved) for y in (query, key))
+        mixed, after = simple_gla(
+            query,
+            course.mask_padding(key),
+            value,
+            broadcast_log_decay(retention_log_decays, value, course),
+            **recurrence_options(course, state),
+        )
+        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+
+
+class Lightning(AbstractMixer):
+    """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with S_t = exp(-slope_h) S_{t-1} + k_t v_tᵀ and q, k, v each
+    silu(W x) (TransNormerLLM, Qin et al., arXiv:2307.14995, section 3; MiniMax-01, arXiv:2501.08313, section 2.2). The
+    norm is over all heads together. Heads are split over `tensor`, and the norm's mean is summed over them."""
+
+    projections: QKVProjections
+    readout: OutputGate
+
+    depth: float = eqx.field(static=True)
+    """The layer's place, 0 for the first and 1 for the last: the slopes of its decays shrink toward the last."""
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        depth: float | int = 0.0,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """`head_dim` is `embed / heads` unless given. **Raises** `ValueError` for a depth outside 0 to 1."""
+        size = resolve_head_dim(embed, heads, head_dim)
+        lightning_slopes(heads, depth)
+        input_key, out_key = jax.random.split(key)
+        self.projections = QKVProjections(embed, heads, size, size, activation=jax.nn.silu, key=input_key)
+        self.readout = OutputGate(
+            embed,
+            heads,
+            size,
+            norm=partial(RMSNorm, heads * size, features=Dim("heads", size)),
+            norm_over_heads=True,
+            gate=True,
+            activation=jax.nn.sigmoid,
+            out_scale=out_scale,
+            key=out_key,
+        )
+        self.depth, self.mode = float(depth), mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.projections.init_state(batch)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, course, None)
+        mixed, after = simple_gla(
+            query,
+            course.mask_padding(key),
+            value,
+            broadcast_log_decay(lambda heads: -lightning_slopes(heads, self.depth), value, course),
+            scale=1.0,
+            **recurrence_options(course, state),
+        )
+        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+
+
+class GatedLinearAttention(AbstractMixer):
+    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ and
+    g_t = logsigmoid(W_up W_down x + b) / 16: every key channel forgets as the token says (GLA, Yang et al.,
+    arXiv:2312.06635, section 4.4). Heads are split over `tensor`."""
+
+    projections: QKVProjections
+    decay: AbstractLinear
+    readout: OutputGate
+
+    temperature: float = eqx.field(static=True)
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        rank: int = 16,
+        temperature: float | int = 16.0,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """- `key_dim` is half of `embed / heads` unless given, `value_dim` is `embed / heads`, as in the paper.
+        - `rank`: of the matrix that makes the decays. `temperature`: what their logarithms are divided by.
+        """
+        value_dim = resolve_head_dim(embed, heads, value_dim, "value_dim")
+        key_dim = max(value_dim // 2, 1) if key_dim is None else key_dim
+        input_key, decay_key, out_key = jax.random.split(key, 3)
+        self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
+        decays = Dim("heads", key_dim)
+        self.decay = LowRank(embed, heads * key_dim, rank=rank, out=decays, bias=True, key=decay_key)
+        norm = head_norm_factory(value_dim)
+        self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
+        self.temperature, self.mode = float(temperature), mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
+        return self.projections.init_state(batch)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, course, None)
+        log_decay = jax.nn.log_sigmoid(self.decay(x).astype(jnp.float32)) / self.temperature
+        mixed, after = gla(
+            query,
+            course.mask_padding(key),
+            value,
+            course.mask_padding(log_decay.reshape(key.shape)),
+            **recurrence_options(course, state),
+        )
+        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+
+
+def broadcast_log_decay(
+    make: Callable[[int], Float[Array, "heads"]],
+    value: Float[Array, "batch seq heads value_dim"],
+    context: RecurrenceContext,
+) -> Float[Array, "batch seq heads"]:
+    """The log decays that `numbers` gives to so many heads, at every token: those of the heads that live here."""
+    return context.mask_padding(jnp.broadcast_to(local_heads(make, value), value.shape[:3]))

@@ -1,0 +1,183 @@
+"""Mamba-2: state-space duality as a layer. The recurrence is `zoo.ops.mamba2.ssd`."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.mamba2 import ssd
+from zoo.parallel import Dim, Module, full_precision, implementation_option
+
+from ..abstract import AbstractLinear, AbstractMixer
+from ..attention import select_kv_heads
+from ..convolution import ConvState, ShortConvolution
+from ..linear import Linear
+from ..token_info import TokenInfo
+from .common import inverse_softplus, sample_log_uniform
+from .context import RecurrenceContext
+from .gated_norm import GatedGroupNorm
+
+StepLimits = tuple[float | int, float | int]
+
+
+class Mamba2State(Module):
+    """What it remembers, as large after a million tokens as after one: the states of its heads, in float32, and the
+    last inputs of its three convolutions."""
+
+    memory: Float[Array, "batch heads head_dim state"]
+    x: ConvState
+    B: ConvState
+    C: ConvState
+
+
+class Mamba2(AbstractMixer):
+    """The Mamba-2 block (Dao & Gu, arXiv:2405.21060, section 7.1, figure 6, all projections at the block's start):
+
+        x, B, C = silu(conv(W_x u)), silu(conv(W_B u)), silu(conv(W_C u))
+        dt = clip(softplus(W_dt u + dt_bias), *dt_limit),    A = -exp(A_log)
+        h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_tᵀ,           o_t = h_t C_t + D x_t
+        y = W_out norm(o * silu(W_gate u))
+
+    u being the stream; A, D and dt are a number a head, B and C `state` numbers a group of heads, and the norm is over
+    the channels of a group (`GatedGroupNorm`). The papers' letters stay as they are. A_log, D and dt_bias keep their
+    dtype under `cast`; steps and decays are float32 whatever the activations are.
+
+    Heads and groups are split over `tensor`, never cut. Where there are fewer groups than devices along it, their B and
+    C are computed whole, and each device takes those of its heads.
+    """
+
+    gate: AbstractLinear
+    x: AbstractLinear
+    B: AbstractLinear
+    C: AbstractLinear
+    dt: AbstractLinear
+    x_convolution: ShortConvolution
+    B_convolution: ShortConvolution
+    C_convolution: ShortConvolution
+    dt_bias: Float[Array, "heads"] = full_precision()
+    A_log: Float[Array, "heads"] = full_precision()
+    D: Float[Array, "heads"] = full_precision()
+    norm: GatedGroupNorm | None
+    out: AbstractLinear
+
+    head_dim: int = eqx.field(static=True)
+    state_dim: int = eqx.field(static=True)
+    dt_limit: tuple[float, float] = eqx.field(static=True)
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int | None = None,
+        *,
+        head_dim: int = 64,
+        groups: int = 1,
+        state_dim: int = 128,
+        expand: int = 2,
+        conv_width: int = 4,
+        bias: bool = False,
+        conv_bias: bool = True,
+        norm: bool = True,
+        norm_before_gate: bool = False,
+        epsilon: float | int = 1e-5,
+        dt_limit: StepLimits = (0.0, float("inf")),
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """- `heads`, each `head_dim` wide: `expand * embed / head_dim` unless given. They share out over `groups`.
+        - `state`: how many numbers a channel remembers.
+        - `width`: of the convolutions; `convolution_bias`: whether they have biases, as `bias` says of the matrices.
+        - `norm`: without it o * silu(W_gate u) is read out as it is. `norm_before_gate` has norm(o) * silu(W_gate u).
+        - `epsilon`: of that norm. `dt_limit`: the bounds of steps.
+
+        A starts uniform in [-16, -1], D at 1, and dt_bias so that steps are log-uniform in [0.001, 0.1] where W_dt u is
+        0 (the paper's code, and arXiv:2312.00752, section 3.6).
+
+        **Raises** `ValueError` for a size below 1, where heads do not share out over groups or `expand * embed` over
+        heads, and for limits that are no interval of steps.
+        """
+        if heads is None and (head_dim < 1 or expand * embed % head_dim):
+            raise ValueError(f"expand * embed = {expand * embed} does not share out over heads {head_dim} wide")
+        heads = expand * embed // head_dim if heads is None else heads
+        sizes = {"heads": heads, "head_dim": head_dim, "groups": groups, "state": state_dim}
+        if wrong := [name for name, size in sizes.items() if size < 1]:
+            raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
+        if heads % groups:
+            raise ValueError(f"{heads} heads do not share out over {groups} groups")
+        low, high = map(float, dt_limit)
+        if not 0 <= low < high:
+            raise ValueError(f"dt_limit = {tuple(dt_limit)}: steps are at least 0, and the second limit is the larger")
+        keys = jax.random.split(key, 11)
+        stream, channels, grouped = Dim("embed"), Dim("heads", head_dim), Dim("groups", state_dim)
+        read = partial(Linear, embed, in_=stream, bias=bias)
+        self.gate = read(heads * head_dim, out=channels, key=keys[0])
+        self.x = read(heads * head_dim, out=channels, key=keys[1])
+        self.B, self.C = (read(groups * state_dim, out=grouped, key=key) for key in keys[2:4])
+        self.dt = read(heads, out=Dim("heads"), key=keys[4])
+        convolution = partial(ShortConvolution, width=conv_width, bias=conv_bias)
+        self.x_convolution = convolution(heads * head_dim, features=channels, key=keys[5])
+        self.B_convolution, self.C_convolution = (
+            convolution(groups * state_dim, features=grouped, key=key) for key in keys[6:8]
+        )
+        self.dt_bias = inverse_softplus(sample_log_uniform(keys[8], heads, 1e-3, 1e-1))
+        self.A_log = jnp.log(jax.random.uniform(keys[9], (heads,), minval=1.0, maxval=16.0))
+        self.D = jnp.ones(heads)
+        gated_norm = partial(
+            GatedGroupNorm, heads, head_dim, groups, norm_before_gate=norm_before_gate, epsilon=epsilon
+        )
+        self.norm = gated_norm() if norm else None
+        self.out = Linear(heads * head_dim, embed, in_=channels, out=stream, bias=bias, scale=out_scale, key=keys[10])
+        self.head_dim, self.state_dim, self.dt_limit, self.mode = head_dim, state_dim, (low, high), mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Mamba2State:
+        memory = jnp.zeros((batch, self.A_log.shape[0], self.head_dim, self.state_dim), jnp.float32)
+        convolutions = self.x_convolution, self.B_convolution, self.C_convolution
+        return Mamba2State(memory, *(each.init_state(batch, dtype) for each in convolutions))
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: Mamba2State | None = None
+    ) -> tuple[Float[Array, "batch seq embed"], Mamba2State | None]:
+        """With a `state` the tokens follow those that it has seen."""
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        before = (None, None, None) if state is None else (state.x, state.B, state.C)
+        inputs, x_window = self.convolve_heads(self.x(x), self.x_convolution, course, before[0], self.head_dim)
+        B, B_window = self.convolve_heads(self.B(x), self.B_convolution, course, before[1], self.state_dim)
+        C, C_window = self.convolve_heads(self.C(x), self.C_convolution, course, before[2], self.state_dim)
+        y, memory = ssd(
+            inputs,
+            course.mask_padding(self.compute_dt(x)),
+            -jnp.exp(self.A_log.astype(jnp.float32)),
+            select_kv_heads(B, inputs, dim="groups"),
+            select_kv_heads(C, inputs, dim="groups"),
+            self.D,
+            state=None if state is None else state.memory,
+            segment_ids=course.segment_ids,
+            mode=course.mode,
+        )
+        y, gate = y.reshape(*y.shape[:2], -1), self.gate(x)
+        y = self.out(y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate))
+        if x_window is None or B_window is None or C_window is None:
+            return y, None
+        return y, Mamba2State(memory, x_window, B_window, C_window)
+
+    def compute_dt(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq heads"]:
+        """dt of each token."""
+        dt = jax.nn.softplus(self.dt(x).astype(jnp.float32) + self.dt_bias)
+        return dt if self.dt_limit == (0.0, float("inf")) else jnp.clip(dt, *self.dt_limit)
+
+    def convolve_heads(
+        self,
+        x: Float[Array, "batch seq features"],
+        convolution: ShortConvolution,
+        context: RecurrenceContext,
+        state: ConvState | None,
+        size: int,
+    ) -> tuple[Float[Array, "batch seq units {size}"], ConvState | None]:
+        """silu(conv(x)) by heads or groups of this `size`; and its last inputs, where those before came."""
+        y, state = convolution(x, context, state)
+        return jax.nn.silu(y).reshape(*y.shape[:2], -1, size), state

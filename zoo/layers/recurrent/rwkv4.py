@@ -1,0 +1,146 @@
+"""RWKV-4 as layers: time mixing and channel mixing, both of which look back one token. The recurrence is
+`zoo.ops.rwkv4`."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.activations import relu_squared
+from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.rwkv4 import WKVState, rwkv4
+from zoo.ops.recurrence.stabilizer import NO_HISTORY
+from zoo.parallel import Dim, Module, full_precision, implementation_option
+
+from ..abstract import AbstractLinear, AbstractMixer
+from ..convolution import ConvState, init_token_shift, token_shift
+from ..linear import Linear
+from ..token_info import TokenInfo
+from .context import RecurrenceContext
+
+HiddenStates = Float[Array, "batch seq embed"]
+
+
+class RWKV4State(Module):
+    """What time mixing remembers: the weighted sums of each channel, in float32 and kept times exp(-maximum), and the
+    last input."""
+
+    numerator: Float[Array, "batch inner"]
+    denominator: Float[Array, "batch inner"]
+    maximum: Float[Array, "batch inner"]
+    window: ConvState
+
+
+class RWKV4(AbstractMixer):
+    """Time mixing (Peng et al., arXiv:2305.13048, section 3.1): of the stream x_t and of x_{t-1}
+
+        r, k, v = W_r mix_r(x), W_k mix_k(x), W_v mix_v(x),    mix(x)_t = mix x_t + (1 - mix) x_{t-1}
+        y = W_out (sigmoid(r) * wkv(k, v))
+
+    where wkv is the mean of values with weights exp(k) that decay by exp(-exp(decay)) a token, and a bonus for the
+    present one. Decay and bonus keep their dtype under `cast`; the sums are float32. Channels are split over `tensor`.
+    """
+
+    receptance: AbstractLinear
+    key: AbstractLinear
+    value: AbstractLinear
+    out: AbstractLinear
+    receptance_mix: Float[Array, "embed"]
+    key_mix: Float[Array, "embed"]
+    value_mix: Float[Array, "embed"]
+    decay: Float[Array, "inner"] = full_precision()
+    bonus: Float[Array, "inner"] = full_precision()
+
+    mode: RecurrenceMode = implementation_option()
+
+    def __init__(
+        self,
+        embed: int,
+        *,
+        inner: int | None = None,
+        out_scale: float = 1.0,
+        mode: RecurrenceMode = "chunked",
+        key: Key[Array, ""],
+    ):
+        """`inner`: how many channels, `embed` unless given.
+
+        New layers decay by exp(-exp(d)) with d from -5 to 3 along the channels, mix from nothing of the present token
+        to all of it along the features, and have bonuses around log 0.3 (appendix E, that of the first layer).
+
+        **Raises** `ValueError` for a size below 1.
+        """
+        inner = embed if inner is None else inner
+        if inner < 1:
+            raise ValueError(f"inner is {inner}, and a size is at least 1")
+        keys = jax.random.split(key, 4)
+        stream, channels = Dim("embed"), Dim("inner")
+        read = partial(Linear, embed, inner, in_=stream, out=channels)
+        self.receptance, self.key, self.value = (read(key=key) for key in keys[:3])
+        self.out = Linear(inner, embed, in_=channels, out=stream, scale=out_scale, key=keys[3])
+        self.key_mix, self.value_mix, self.receptance_mix = (jnp.linspace(0, 1, embed) ** n for n in (1, 1, 0.5))
+        along = jnp.arange(inner) / max(inner - 1, 1)
+        self.decay = -5 + 8 * along**0.7
+        self.bonus = jnp.log(0.3) + 0.5 * ((jnp.arange(inner) + 1) % 3 - 1)
+        self.mode = mode
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RWKV4State:
+        numerator, denominator = (jnp.zeros((batch, self.decay.shape[0])) for _ in range(2))  # donated one by one
+        maximum = jnp.full((batch, self.decay.shape[0]), NO_HISTORY)
+        return RWKV4State(numerator, denominator, maximum, init_token_shift(batch, self.key_mix.shape[0], dtype))
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: RWKV4State | None = None
+    ) -> tuple[HiddenStates, RWKV4State | None]:
+        """With a `state` the tokens follow those that it has seen."""
+        course = RecurrenceContext.from_info(x, info, state, self.mode)
+        previous, window = token_shift(x, course, None if state is None else state.window)
+        mixed, sums = rwkv4(
+            self.key(lerp(self.key_mix, x, previous)),
+            self.value(lerp(self.value_mix, x, previous)),
+            self.decay,
+            self.bonus,
+            state=None if state is None else WKVState(state.numerator, state.denominator, state.maximum),
+            segment_ids=course.segment_ids,
+            token_mask=course.token_mask,
+            mode=course.mode,
+        )
+        receptance = jax.nn.sigmoid(self.receptance(lerp(self.receptance_mix, x, previous)))
+        return self.out(receptance * mixed), None if window is None else RWKV4State(*sums, window)
+
+
+class RWKV4ChannelMixing(AbstractMixer):
+    """Channel mixing (arXiv:2305.13048, section 3.1): sigmoid(W_r mix_r(x)) * W_v relu(W_k mix_k(x))², mixed with the
+    token before as in `RWKV4`. It stands where others have a feed-forward part, and remembers one token."""
+
+    receptance: AbstractLinear
+    key: AbstractLinear
+    value: AbstractLinear
+    receptance_mix: Float[Array, "embed"]
+    key_mix: Float[Array, "embed"]
+
+    def __init__(self, embed: int, mlp: int, *, out_scale: float = 1.0, key: Key[Array, ""]):
+        """`mlp`: how wide it is inside. Mixing starts as in `RWKV4`."""
+        keys = jax.random.split(key, 3)
+        stream, wide = Dim("embed"), Dim("mlp")
+        self.receptance = Linear(embed, embed, in_=stream, out=Dim("features"), key=keys[0])
+        self.key = Linear(embed, mlp, in_=stream, out=wide, key=keys[1])
+        self.value = Linear(mlp, embed, in_=wide, out=stream, scale=out_scale, key=keys[2])
+        self.receptance_mix, self.key_mix = (jnp.linspace(0, 1, embed) for _ in range(2))
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> ConvState:
+        return init_token_shift(batch, self.key_mix.shape[0], dtype)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: ConvState | None = None
+    ) -> tuple[HiddenStates, ConvState | None]:
+        previous, window = token_shift(x, RecurrenceContext.from_info(x, info, state), state)
+        value = self.value(relu_squared(self.key(lerp(self.key_mix, x, previous))))
+        receptance = jax.nn.sigmoid(self.receptance(lerp(self.receptance_mix, x, previous)))
+        return receptance * value, window
+
+
+def lerp(mix: Float[Array, "embed"], x: HiddenStates, previous: HiddenStates) -> HiddenStates:
+    """mix x + (1 - mix) previous."""
+    return previous + mix.astype(x.dtype) * (x - previous)

@@ -1,0 +1,126 @@
+"""DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention, and after a few dense layers mixtures of many narrow
+experts beside some that every token uses, which are one wide expert here."""
+
+from collections.abc import Callable
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import AbstractRouter, SoftmaxRouter
+from zoo.models.blocks import Block
+from zoo.models.build import make_block_factory, share_factories
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_gated_mlp_factory,
+    make_latent_attention_factory,
+    make_mixture_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from . import dots1, llama
+
+
+def build_deepseek_v2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    if config["num_experts_per_tok"] is None:
+        raise ConfigError("num_experts_per_tok has to be given: the family has no usual value for it")
+    config = Config(config, **read_expert_groups(config))
+    how = {"groups": config["n_group"], "kept_groups": config["topk_group"]}
+    router = partial(SoftmaxRouter, renormalize=False, scale=config["routed_scaling_factor"], **how)
+    return build_latent_decoder(config, router, interleaved=True, mlp_bias=config["mlp_bias"], key=key)
+
+
+def read_expert_groups(config: Config) -> dict[str, int]:
+    """`n_group` and `topk_group`, of which "greedy" takes no notice.
+
+    **Raises** `ConfigError` for another way to choose, and where it needs them and they are not given.
+    """
+    method, found = config["topk_method"], {key: config[key] for key in ("n_group", "topk_group")}
+    if method == "greedy":
+        return dict.fromkeys(found, 1)
+    if method != "group_limited_greedy":
+        raise ConfigError(f"topk_method = {method!r}, and 'greedy' and 'group_limited_greedy' are computed here")
+    if missing := [key for key, value in found.items() if value is None]:
+        raise ConfigError(f"topk_method = {method!r} needs {' and '.join(missing)}")
+    return found
+
+
+def build_latent_decoder(
+    config: Config,
+    router: Callable[..., AbstractRouter],
+    *,
+    interleaved: bool,
+    mlp_bias: bool = False,
+    key: Key[Array, ""],
+) -> Decoder:
+    """Pre-norm layers with latent attention, the first of them dense and the others mixtures with this router."""
+    norm, mixer = make_rms_norm_factory(config), make_latent_attention_factory(config, interleaved=interleaved)
+    dense, width = make_gated_mlp_factory(config, bias=mlp_bias), config["moe_intermediate_size"]
+    shared = make_gated_mlp_factory(config, width=config["n_shared_experts"] * width, bias=mlp_bias)
+    sparse = partial(make_mixture_factory(config, router, config["n_routed_experts"], width=width), shared=shared)
+    kind = lambda is_sparse: make_block_factory(Block, norm=norm, mixer=mixer, ffn=sparse if is_sparse else dense)
+    return build_config_decoder(config, share_factories(dots1.mark_dots1_moe_layers(config), kind), norm, key=key)
+
+
+def map_deepseek_v2_names(config: Config) -> NameMap:
+    return map_deepseek_v2_layers(config, prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES))
+
+
+def map_deepseek_v2_memory_names(config: Config) -> NameMap:
+    return map_deepseek_v2_layers(config, prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES))
+
+
+def map_deepseek_v2_layers(config: Config, experts: NameMap) -> NameMap:
+    projections = {
+        "q_proj": "query",
+        "q_a_proj": "query_down",
+        "q_a_layernorm": "query_norm",
+        "q_b_proj": "query_up",
+        "kv_a_proj_with_mqa": fused("latent", "rotary_key"),
+        "kv_a_layernorm": "latent_norm",
+        "kv_b_proj": fused("key_up", "value_up", groups=config["num_attention_heads"]),
+        "o_proj": "out",
+    }
+    mixture = prefixed("mlp", "mixture_of_experts", {**dots1.MIXTURE_NAMES, **experts})
+    feed_forward = {**prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), **mixture}
+    return llama.map_llama_layers(feed_forward, prefixed("self_attn", "latent_attention", projections))
+
+
+DEFAULTS = {
+    **{key: value for key, value in dots1.DEFAULTS.items() if key != "norm_topk_prob"},
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+IGNORED_KEYS = frozenset({"aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"})
+"""Keys of files on the hub that change no result: of training, of a machine, and a sum of two others."""
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    build=build_deepseek_v2,
+    names=map_deepseek_v2_names,
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 102400,
+        "intermediate_size": 11008,
+        "mlp_bias": False,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": None,
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+    },
+    aliases={"num_experts": "n_routed_experts"},
+    required_values={"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
+    ignored_keys=IGNORED_KEYS
+    | {"norm_topk_prob"},  # transformers multiplies by the scores as they are, whatever it says
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    memory_names=map_deepseek_v2_memory_names,
+)

@@ -1,0 +1,65 @@
+"""DeepSeek-V3 (arXiv:2412.19437): DeepSeek-V2's layers, their experts chosen by sigmoid scores and a bias that no
+gradient moves. Files may hold modules of multi-token prediction (section 2.2) behind the last layer: no model here has
+them."""
+
+import re
+from collections.abc import Collection
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import make_biased_router_factory
+from zoo.models.hf.spec import Config, Family
+
+from . import deepseek_v2, llama
+
+
+def build_deepseek_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    router, interleaved = make_biased_router_factory(config), config["rope_interleave"]
+    return deepseek_v2.build_latent_decoder(config, router, interleaved=interleaved, key=key)
+
+
+LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def find_mtp_tensors(config: Config, tensors: Collection[str]) -> set[str]:
+    """The tensors of modules that predict further tokens: numbered as layers are, from `num_hidden_layers` on. Such a
+    module has a projection `eh_proj` and a layer has none, so that no layer beyond a wrong `num_hidden_layers` is taken
+    for one."""
+    by_name = {name: int(match[1]) for name in tensors if (match := LAYER_NUMBER.search(name))}
+    found = {number for name, number in by_name.items() if name.endswith(".eh_proj.weight")}
+    return {name for name, n in by_name.items() if n in found and n >= config["num_hidden_layers"]}
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    build=build_deepseek_v3,
+    names=deepseek_v2.map_deepseek_v2_names,
+    defaults={
+        **deepseek_v2.DEFAULTS,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "rope_interleave": True,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    required_values={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    ignored_keys=deepseek_v2.IGNORED_KEYS | {"num_nextn_predict_layers", "num_mtp_layers"},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    find_ignored_tensors=find_mtp_tensors,
+    memory_names=deepseek_v2.map_deepseek_v2_memory_names,
+)

@@ -1,0 +1,100 @@
+"""dots.llm1 (Huo et al., arXiv:2506.05767): Qwen3's attention with DeepSeek-V3's mixture of experts, whose router
+chooses by sigmoid scores and a bias that no gradient moves."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_moe_decoder,
+    list_layer_windows,
+    make_biased_router_factory,
+    make_head_norm_factory,
+    make_mixture_factory,
+    read_layer_types,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from ..describe import describe_mixture
+from . import llama, qwen2_moe
+
+
+def build_dots1(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    layers, bias, window = config["num_hidden_layers"], config["attention_bias"], config["sliding_window"]
+    for needed in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
+        if config[needed] is None:
+            raise ConfigError(f"{needed} has to be given: the family has no usual value for it")
+    local = lambda number: window is not None and number >= config["max_window_layers"]
+    usual = ["sliding_attention" if local(number) else "full_attention" for number in range(layers)]
+    experts = make_mixture_factory(
+        config,
+        make_biased_router_factory(config),
+        config["n_routed_experts"],
+        width=config["moe_intermediate_size"],
+        shared=config["n_shared_experts"] * config["moe_intermediate_size"],
+    )
+    options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
+    seen = list_layer_windows(read_layer_types(config, usual), window)
+    return build_moe_decoder(config, mark_dots1_moe_layers(config), experts, windows=seen, key=key, **options)
+
+
+def mark_dots1_moe_layers(config: Config) -> list[bool]:
+    """Which layers are mixtures: all from number `first_k_dense_replace` on."""
+    return [number >= config["first_k_dense_replace"] for number in range(config["num_hidden_layers"])]
+
+
+MIXTURE_NAMES: NameMap = {
+    "gate": "router.scores",
+    "gate.e_score_correction_bias": "router.selection_bias",
+    **prefixed("shared_experts", "shared", llama.GATED_MLP_NAMES),
+}
+
+
+def map_dots1_names(config: Config) -> NameMap:
+    return qwen2_moe.map_qwen2_moe_layers(
+        {**MIXTURE_NAMES, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)}
+    )
+
+
+def map_dots1_memory_names(config: Config) -> NameMap:
+    return qwen2_moe.map_qwen2_moe_layers(
+        {**MIXTURE_NAMES, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
+    )
+
+
+DEFAULTS = {
+    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0,
+}
+
+DOTS1 = Family(
+    name="dots1",
+    architecture="Dots1ForCausalLM",
+    build=build_dots1,
+    names=map_dots1_names,
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 152064,
+        "hidden_size": 4608,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 32,
+        "n_routed_experts": None,
+        "n_shared_experts": None,
+        "num_experts_per_tok": None,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "layer_types": None,
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    required_values={"moe_layer_freq": (1,)},
+    ignored_keys=frozenset({"scoring_func", "topk_method"}),  # there is one of each, whatever they say
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    memory_names=map_dots1_memory_names,
+    describe=describe_mixture,
+)

@@ -1,0 +1,57 @@
+"""Gemma (Mesnard et al., arXiv:2403.08295): LLaMA's layer with norms that multiply by 1 + w, a gate of gelu, and
+embeddings times sqrt(hidden_size)."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.blocks import Block
+from zoo.models.build import make_block_factory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family
+
+from . import llama
+
+
+def build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    # the first releases say "gelu" and mean its tanh form, as transformers reads them
+    config = Config(config, hidden_act="gelu_pytorch_tanh") if config["hidden_act"] == "gelu" else config
+    norm, bias = make_rms_norm_factory(config, offset=1.0), config["attention_bias"]
+    block = make_block_factory(
+        Block,
+        norm=norm,
+        mixer=make_attention_factory(config, bias=bias, out_bias=bias),
+        ffn=make_gated_mlp_factory(config),
+    )
+    kinds = [block] * config["num_hidden_layers"]
+    return build_config_decoder(config, kinds, norm, multiplier=config["hidden_size"] ** 0.5, key=key)
+
+
+DEFAULTS = {
+    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+GEMMA = Family(
+    name="gemma",
+    architecture="GemmaForCausalLM",
+    build=build_gemma,
+    names=llama.map_llama_names,
+    defaults=DEFAULTS,
+    required_values={"hidden_activation": (None, "gelu_pytorch_tanh")},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    describe=llama.describe_dense,
+)

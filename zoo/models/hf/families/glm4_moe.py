@@ -1,0 +1,65 @@
+"""GLM-4.5 (Zeng et al., arXiv:2508.06471): a rotation of half of each head, biases on queries, keys and values, and
+DeepSeek-V3's mixture of experts. Layers that predict further tokens, which files have behind the others, are not
+read."""
+
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_moe_decoder,
+    make_biased_router_factory,
+    make_head_norm_factory,
+    make_mixture_factory,
+)
+from zoo.models.hf.spec import Config, Family
+
+from ..describe import describe_mixture
+from . import dots1, llama
+from .deepseek_v3 import find_mtp_tensors
+
+
+def build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    width, norm = config["moe_intermediate_size"], make_head_norm_factory(config) if config["use_qk_norm"] else None
+    shared, router = config["n_shared_experts"] * width, make_biased_router_factory(config)
+    experts = make_mixture_factory(config, router, config["n_routed_experts"], width=width, shared=shared)
+    return build_moe_decoder(
+        config, dots1.mark_dots1_moe_layers(config), experts, qk_norm=norm, bias=config["attention_bias"], key=key
+    )
+
+
+def describe_glm4_moe(model: Any) -> dict[str, Any]:
+    """Of a rotation that leaves nothing out, too, which other families need not say."""
+    found = describe_mixture(model)
+    return {**found, "rope_parameters": {"partial_rotary_factor": 1.0, **found["rope_parameters"]}}
+
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    build=build_glm4_moe,
+    names=dots1.map_dots1_names,
+    defaults={
+        **dots1.DEFAULTS,
+        "vocab_size": 151552,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    ignored_keys=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    find_ignored_tensors=find_mtp_tensors,
+    memory_names=dots1.map_dots1_memory_names,
+    describe=describe_glm4_moe,
+)

@@ -1,0 +1,78 @@
+"""GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019): learned positions, layer norms,
+biases everywhere; matrices stored (in, out), with queries, keys and values in one."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.blocks import Block
+from zoo.models.build import make_block_factory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+
+def build_gpt2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm, scale = make_layer_norm_factory(config), None if config["scale_attn_weights"] else 1.0
+    mixer = make_attention_factory(config, rotary=None, bias=True, out_bias=True, scale=scale)
+    kinds = [make_block_factory(Block, norm=norm, mixer=mixer, ffn=make_mlp_factory(config))] * config[
+        "num_hidden_layers"
+    ]
+    return build_config_decoder(config, kinds, norm, positions=config["max_position_embeddings"], key=key)
+
+
+def map_gpt2_names(config: Config) -> NameMap:
+    attention = {"c_attn": fused("query", "key", "value", transposed=True), "c_proj": fused("out", transposed=True)}
+    mlp = {"c_fc": fused("up", transposed=True), "c_proj": fused("down", transposed=True)}
+    block = {
+        "ln_1": "mixer_norm",
+        "ln_2": "ffn_norm",
+        **prefixed("attn", "attention", attention),
+        **prefixed("mlp", "mlp", mlp),
+    }
+    shell = {"wte": "embedding", "wpe": "position_embedding", "ln_f": "norm", **prefixed("h.*", "layers.*", block)}
+    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+
+
+GPT2 = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    build=build_gpt2,
+    names=map_gpt2_names,
+    defaults={
+        "vocab_size": 50257,
+        "hidden_size": 768,
+        "intermediate_size": None,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 1024,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+    },
+    aliases={
+        "n_embd": "hidden_size",
+        "n_inner": "intermediate_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+    required_values={
+        "scale_attn_by_inverse_layer_idx": (False,),
+        **dict.fromkeys(("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)),  # nobody reads these words
+    },
+    ignored_keys=frozenset(
+        {
+            *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_activation", "summary_first_dropout"),
+            *("summary_proj_to_labels", "summary_use_proj"),
+        }
+    ),
+    ignored_tensors=(r"\.attn\.bias$", r"\.attn\.masked_bias$"),
+    embedding="transformer.wte",
+)

@@ -1,0 +1,67 @@
+"""GPT-NeoX (Black et al., arXiv:2204.06745) and Pythia (Biderman et al., arXiv:2304.01373): attention and feed-forward
+side by side, a rotation of part of each head; queries, keys and values in one matrix, head by head."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.blocks import Block, ParallelBlock
+from zoo.models.build import make_block_factory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+
+def build_gpt_neox(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm, bias = make_layer_norm_factory(config), config["attention_bias"]
+    block = ParallelBlock if config["use_parallel_residual"] else Block
+    kind = make_block_factory(
+        block, norm=norm, mixer=make_attention_factory(config, bias=bias, out_bias=bias), ffn=make_mlp_factory(config)
+    )
+    return build_config_decoder(config, [kind] * config["num_hidden_layers"], norm, key=key)
+
+
+def map_gpt_neox_names(config: Config) -> NameMap:
+    per_head = fused("query", "key", "value", groups=config["num_attention_heads"])
+    block = {
+        "input_layernorm": "mixer_norm",
+        "post_attention_layernorm": "ffn_norm",
+        **prefixed("attention", "attention", {"query_key_value": per_head, "dense": "out"}),
+        **prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
+    }
+    shell = {"embed_in": "embedding", "final_layer_norm": "norm", **prefixed("layers.*", "layers.*", block)}
+    return {**prefixed("gpt_neox", "", shell), "embed_out": "head"}
+
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    build=build_gpt_neox,
+    names=map_gpt_neox_names,
+    defaults={
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "attention_bias": True,
+        "use_parallel_residual": True,
+    },
+    aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    ignored_tensors=(r"\.attention\.bias$", r"\.attention\.masked_bias$", r"\.rotary_emb\.inv_freq$"),
+    required_values={
+        "rope_theta": (None,),
+        "partial_rotary_factor": (None,),
+    },  # nobody reads them outside of rope_parameters
+    memory_modules={"lm_head": "embed_out"},
+    head="embed_out",
+    embedding="gpt_neox.embed_in",
+)

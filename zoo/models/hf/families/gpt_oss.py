@@ -1,0 +1,116 @@
+"""GPT-OSS (OpenAI, arXiv:2508.10925): experts of a clamped SwiGLU, sinks in the softmax of attention, a window in every
+other layer, biases everywhere. On hubs its experts are packed as MXFP4."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import ClampedGatedMLP, Linear, MXFP4Linear, TopSoftmaxRouter
+from zoo.models.blocks import Block
+from zoo.models.build import make_block_factory, share_factories
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    compute_out_scale,
+    list_layer_windows,
+    make_attention_factory,
+    make_mixture_factory,
+    make_rms_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.stack import BlockFactory
+from zoo.ops.quantized.mxfp4 import BLOCK_SIZE
+
+from . import llama
+
+
+def build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm, bias = make_rms_norm_factory(config), config["attention_bias"]
+    packed = config["quantization_config"] is not None
+    for size in ("hidden_size", "intermediate_size"):
+        if packed and config[size] % BLOCK_SIZE:
+            raise ConfigError(
+                f"quantization_config: {size} = {config[size]} is no multiple of {BLOCK_SIZE}, as MXFP4 needs"
+            )
+    expert = partial(
+        ClampedGatedMLP,
+        config["hidden_size"],
+        config["intermediate_size"],
+        alpha=config["swiglu_alpha"],
+        limit=config["swiglu_limit"],
+        linear=MXFP4Linear if packed else Linear,
+        out_scale=compute_out_scale(config),
+    )
+    experts = make_mixture_factory(config, partial(TopSoftmaxRouter, bias=True), config["num_experts"], expert=expert)
+
+    def kind(window: int | None) -> BlockFactory:
+        mixer = make_attention_factory(config, window=window, bias=bias, out_bias=bias, sinks=True)
+        return make_block_factory(Block, norm=norm, mixer=mixer, ffn=experts)
+
+    usual = [("full_attention" if number % 2 else "sliding_attention") for number in range(config["num_hidden_layers"])]
+    seen = list_layer_windows(read_layer_types(config, usual), config["sliding_window"])
+    return build_config_decoder(config, share_factories(seen, kind), norm, key=key)
+
+
+def map_gpt_oss_names(config: Config) -> NameMap:
+    interleaved = partial(fused, groups=config["intermediate_size"])
+    experts: NameMap = {
+        "gate_up_proj": interleaved("gate.weight", "up.weight", transposed=True),
+        "down_proj": fused("down.weight", transposed=True),
+    }
+    packed: NameMap = {
+        **{f"gate_up_proj_{part}": interleaved(f"gate.{part}", f"up.{part}") for part in ("blocks", "scales")},
+        **{f"down_proj_{part}": f"down.{part}" for part in ("blocks", "scales")},
+    }
+    experts = {
+        **(experts if config["quantization_config"] is None else packed),
+        "gate_up_proj_bias": interleaved("gate.bias", "up.bias"),
+        "down_proj_bias": "down.bias",
+    }
+    attention = prefixed("self_attn", "attention", {**llama.ATTENTION_NAMES, "sinks": "sinks"})
+    mixture = {"router": "router.scores", **prefixed("experts", "experts.*", experts)}
+    return llama.map_llama_layers(prefixed("mlp", "mixture_of_experts", mixture), attention)
+
+
+GPT_OSS = Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    build=build_gpt_oss,
+    names=map_gpt_oss_names,
+    defaults={
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_theta": 150000.0,
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": None,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "quantization_config": None,
+    },
+    aliases={"num_local_experts": "num_experts"},
+    ignored_keys=frozenset(
+        {"hidden_act", "initial_context_length", "experts_per_token"}
+    ),  # transformers reads none of them
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,83 @@
+"""LLaMA 1 to 3 (Touvron et al., arXiv:2302.13971; Llama team, arXiv:2407.21783), and the many that have its shape."""
+
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.models.blocks import Block
+from zoo.models.build import make_block_factory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from ..describe import describe_dense
+
+ATTENTION_NAMES: NameMap = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "out",
+    "q_norm": "query_norm",
+    "k_norm": "key_norm",
+}
+GATED_MLP_NAMES: NameMap = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+FUSED_EXPERT_NAMES: NameMap = {"gate_up_proj": fused("gate.weight", "up.weight"), "down_proj": "down.weight"}
+"""All experts of a layer, as transformers holds them in memory."""
+
+
+def build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm, bias = make_rms_norm_factory(config), config["attention_bias"]
+    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
+    block = make_block_factory(
+        Block, norm=norm, mixer=mixer, ffn=make_gated_mlp_factory(config, bias=config["mlp_bias"])
+    )
+    return build_config_decoder(config, [block] * config["num_hidden_layers"], norm, key=key)
+
+
+def map_llama_names(config: Config) -> NameMap:
+    return map_llama_layers(prefixed("mlp", "gated_mlp", GATED_MLP_NAMES))
+
+
+def map_llama_layers(feed_forward: NameMap, mixer: NameMap | None = None) -> NameMap:
+    """LLaMA's names around those of a feed-forward part; and of a `mixer`, its own unless given."""
+    block = {
+        "input_layernorm": "mixer_norm",
+        "post_attention_layernorm": "ffn_norm",
+        **(prefixed("self_attn", "attention", ATTENTION_NAMES) if mixer is None else mixer),
+        **feed_forward,
+    }
+    shell = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
+    return {**shell, **prefixed("model.layers.*", "layers.*", block)}
+
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 10000.0},
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    build=build_llama,
+    names=map_llama_names,
+    defaults=DEFAULTS,
+    ignored_tensors=(r"\.rotary_emb\.inv_freq$",),
+    describe=describe_dense,
+)

@@ -1,0 +1,129 @@
+"""Mamba (Gu & Dao, arXiv:2312.00752): layers that are a mixer alone."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.layers import Mamba, RMSNorm
+from zoo.models.blocks import MixerBlock
+from zoo.models.build import make_block_factory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from ..describe import check_type, eval_shape_blocks
+
+MIXER_NAMES: NameMap = {
+    "in_proj": fused("x", "gate"),
+    "conv1d": fused("convolution", conv1d_filters=True),
+    "x_proj": fused("dt_down", "B", "C"),
+    "dt_proj.weight": "dt_up.weight",
+    "dt_proj.bias": "dt_bias",
+    "A_log": "A_log",
+    "D": "D",
+    "out_proj": "out",
+}
+
+
+def build_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    return build_mamba_decoder(config, make_mamba_factory(config), key=key)
+
+
+def build_mamba_decoder(config: Config, mixer: Callable[..., Mamba], *, key: Key[Array, ""]) -> Decoder:
+    """The decoder whose layers are this mixer."""
+    norm = make_rms_norm_factory(config)
+    kinds = [make_block_factory(MixerBlock, norm=norm, mixer=mixer, ffn=None)] * config["num_hidden_layers"]
+    return build_config_decoder(config, kinds, norm, hidden_states_skip_embedding=True, key=key)
+
+
+def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
+    embed, rank = config["hidden_size"], config["time_step_rank"]
+    return partial(
+        Mamba,
+        embed,
+        inner=config["intermediate_size"] or config["expand"] * embed,
+        state_dim=config["state_size"],
+        rank=None if rank == "auto" else rank,
+        conv_width=config["conv_kernel"],
+        bias=config["use_bias"],
+        conv_bias=config["use_conv_bias"],
+        out_scale=config["num_hidden_layers"] ** -0.5,
+        **options,
+    )
+
+
+def map_mamba_names(config: Config) -> NameMap:
+    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba", MIXER_NAMES)}
+    shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
+    return {**prefixed("backbone", "", shell), "lm_head": "head"}
+
+
+def describe_mamba(model: Any) -> dict[str, Any]:
+    """**Raises** `ConfigError` for layers of another kind."""
+    model, (block, *others) = eval_shape_blocks(model)
+    check_type("block", block, MixerBlock)
+    check_type("mixer", block.mixer, Mamba)
+    check_type("mixer_norm", block.mixer_norm, RMSNorm)
+    mixer, (vocab, embed) = block.mixer, model.embedding.sizes
+    inner, state = mixer.A_log.shape
+    return {
+        "vocab_size": vocab,
+        "hidden_size": embed,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1 + len(others),
+        "state_size": state,
+        "expand": max(inner // embed, 1),
+        "conv_kernel": mixer.convolution.width,
+        "time_step_rank": mixer.dt_down.out_size,
+        "use_bias": getattr(mixer.out, "bias", None) is not None,
+        "use_conv_bias": mixer.convolution.bias is not None,
+        "rms_norm_eps": block.mixer_norm.epsilon,
+        "tie_word_embeddings": model.head is None,
+    }
+
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50280,
+    "hidden_size": 768,
+    "intermediate_size": None,
+    "num_hidden_layers": 32,
+    "state_size": 16,
+    "expand": 2,
+    "conv_kernel": 4,
+    "time_step_rank": "auto",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+REQUIRED_VALUES: dict[str, tuple] = {
+    "hidden_act": ("silu", "swish"),  # the kernels know no other
+    "rms_norm": (True,),
+    "rms_norm_eps": (None,),  # nobody reads this word
+}
+IGNORED_KEYS = frozenset(
+    {
+        *("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme"),  # of new
+        "rescale_prenorm_residual",  # weights
+        "max_position_embeddings",  # what a recipe says it was trained on: no layer asks
+        *("use_mambapy", "use_associative_scan", "fused_add_norm"),  # how, not what
+        "residual_in_fp32",  # the stream has the dtype of the activations, and in float32 that is the same
+        *("d_inner", "d_model", "n_layer", "ssm_cfg", "pad_vocab_size_multiple"),  # of the code it came from, unread
+    }
+)
+"""Falcon Mamba's, too."""
+
+MAMBA = Family(
+    name="mamba",
+    architecture="MambaForCausalLM",
+    build=build_mamba,
+    names=map_mamba_names,
+    defaults=DEFAULTS,
+    aliases={"layer_norm_epsilon": "rms_norm_eps"},
+    required_values=REQUIRED_VALUES,
+    ignored_keys=IGNORED_KEYS,
+    embedding="backbone.embeddings",
+    describe=describe_mamba,
+)

@@ -1,0 +1,43 @@
+"""Mistral 7B (Jiang et al., arXiv:2310.06825): LLaMA's layer, with a sliding window in all of them or none."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.blocks import Block
+from zoo.models.build import make_block_factory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family
+
+from . import llama
+
+
+def build_mistral(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm = make_rms_norm_factory(config)
+    mixer = make_attention_factory(config, window=config["sliding_window"])
+    block = make_block_factory(Block, norm=norm, mixer=mixer, ffn=make_gated_mlp_factory(config))
+    return build_config_decoder(config, [block] * config["num_hidden_layers"], norm, key=key)
+
+
+DEFAULTS = {
+    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    build=build_mistral,
+    names=llama.map_llama_names,
+    defaults=DEFAULTS,
+    required_values={"layer_types": (None,)},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    describe=llama.describe_dense,
+)

@@ -1,0 +1,54 @@
+"""OLMoE (Muennighoff et al., arXiv:2409.02060): many narrow experts, norms over all heads' queries and keys together,
+and values of all three clipped where a config asks for it."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import RMSNorm, SoftmaxRouter
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_moe_decoder, make_mixture_factory
+from zoo.models.hf.config import ConfigError, is_positive_number
+from zoo.models.hf.spec import Config, Family
+
+from . import llama, qwen2_moe
+
+
+def build_olmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    bias, clip = config["attention_bias"], config["clip_qkv"]
+    if clip is not None and not is_positive_number(clip):
+        raise ConfigError(f"clip_qkv = {clip!r} should be a number above 0")
+    experts = make_mixture_factory(
+        config, partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]), config["num_experts"]
+    )
+    norm = partial(RMSNorm, epsilon=config["rms_norm_eps"])
+    options = {"norm_over_heads": norm, "clip": clip, "bias": bias, "out_bias": bias}
+    return build_moe_decoder(config, [True] * config["num_hidden_layers"], experts, key=key, **options)
+
+
+OMITTED_DEFAULTS = ("head_dim", "mlp_bias")
+
+OLMOE = Family(
+    name="olmoe",
+    architecture="OlmoeForCausalLM",
+    build=build_olmoe,
+    names=qwen2_moe.map_qwen2_moe_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in OMITTED_DEFAULTS},
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "clip_qkv": None,
+    },
+    aliases={"num_local_experts": "num_experts"},
+    required_values={"sliding_window": (None,)},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    memory_names=qwen2_moe.map_qwen2_moe_memory_names,
+)

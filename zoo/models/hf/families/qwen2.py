@@ -1,0 +1,70 @@
+"""Qwen2 and Qwen2.5 (Yang et al., arXiv:2407.10671; arXiv:2412.15115): LLaMA's layer with biases on queries, keys and
+values, the upper layers windowed where a config asks for it."""
+
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.models.blocks import Block
+from zoo.models.build import make_block_factory, share_factories
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    list_layer_windows,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.spec import Config, Family
+from zoo.models.stack import BlockFactory
+
+from . import llama
+
+
+def build_qwen2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    return build_windowed_decoder(config, key=key, bias=True)
+
+
+def build_windowed_decoder(config: Config, *, key: Key[Array, ""], **options: Any) -> Decoder:
+    """LLaMA's layers, with attention of these options and a window from layer `max_window_layers` on."""
+    norm, window = make_rms_norm_factory(config), config["sliding_window"] if config["use_sliding_window"] else None
+    upper = "full_attention" if window is None else "sliding_attention"
+    full = min(config["max_window_layers"], config["num_hidden_layers"])
+    usual = ["full_attention"] * full + [upper] * (config["num_hidden_layers"] - full)
+
+    def kind(window: int | None) -> BlockFactory:
+        return make_block_factory(
+            Block,
+            norm=norm,
+            mixer=make_attention_factory(config, window=window, **options),
+            ffn=make_gated_mlp_factory(config),
+        )
+
+    return build_config_decoder(
+        config, share_factories(list_layer_windows(read_layer_types(config, usual), window), kind), norm, key=key
+    )
+
+
+DEFAULTS = {
+    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    build=build_qwen2,
+    names=llama.map_llama_names,
+    defaults=DEFAULTS,
+    required_values={"use_mrope": (False,)},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    describe=llama.describe_dense,
+)

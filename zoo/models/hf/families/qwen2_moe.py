@@ -1,0 +1,92 @@
+"""Qwen1.5-MoE and Qwen2's mixture of experts (Yang et al., arXiv:2407.10671, section 2.2.2): many narrow experts, and a
+wide one that every token uses, multiplied by a gate of its own; dense layers between where a config asks for them."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import SoftmaxRouter
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_moe_decoder, list_layer_windows, make_mixture_factory, read_layer_types
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import llama, qwen2
+
+
+def build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    window, upper = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]
+    local = lambda number: window is not None and number < upper and number % 2 == 0
+    usual = ["sliding_attention" if local(n) else "full_attention" for n in range(config["num_hidden_layers"])]
+    experts = make_mixture_factory(
+        config,
+        partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]),
+        config["num_experts"],
+        width=config["moe_intermediate_size"],
+        shared=config["shared_expert_intermediate_size"],
+        gate=True,
+    )
+    seen = list_layer_windows(read_layer_types(config, usual), window)
+    return build_moe_decoder(
+        config, mark_qwen2_moe_layers(config), experts, windows=seen, bias=config["qkv_bias"], key=key
+    )
+
+
+def mark_qwen2_moe_layers(config: Config) -> list[bool]:
+    """Which layers are mixtures: every `decoder_sparse_step`-th, without those of `mlp_only_layers`.
+
+    **Raises** `ConfigError` where these are no list of numbers.
+    """
+    dense, step = config["mlp_only_layers"], config["decoder_sparse_step"]
+    if dense is not None and not (isinstance(dense, list) and all(type(number) is int for number in dense)):
+        raise ConfigError(f"mlp_only_layers = {dense!r} should be a list of the numbers of layers")
+    return [n not in (dense or ()) and (n + 1) % step == 0 for n in range(config["num_hidden_layers"])]
+
+
+MIXTURE_NAMES: NameMap = {
+    "gate": "router.scores",
+    "shared_expert_gate": "shared_gate",
+    **prefixed("shared_expert", "shared", llama.GATED_MLP_NAMES),
+}
+
+
+def map_qwen2_moe_names(config: Config) -> NameMap:
+    return map_qwen2_moe_layers({**MIXTURE_NAMES, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
+
+
+def map_qwen2_moe_memory_names(config: Config) -> NameMap:
+    return map_qwen2_moe_layers({**MIXTURE_NAMES, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)})
+
+
+def map_qwen2_moe_layers(mixture: NameMap) -> NameMap:
+    """Of dense layers and of mixtures, both called `mlp`."""
+    return llama.map_llama_layers(
+        {**prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), **prefixed("mlp", "mixture_of_experts", mixture)}
+    )
+
+
+DEFAULTS = {
+    **qwen2.DEFAULTS,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    build=build_qwen2_moe,
+    names=map_qwen2_moe_names,
+    defaults={**DEFAULTS, "shared_expert_intermediate_size": 5632, "qkv_bias": True},
+    required_values=qwen2.QWEN2.required_values,
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    memory_names=map_qwen2_moe_memory_names,
+)

@@ -1,0 +1,28 @@
+"""Qwen3, its dense models (Yang et al., arXiv:2505.09388): RMS norms over each head's query and key, and a width of
+heads that does not follow from the model's."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import make_head_norm_factory
+from zoo.models.hf.spec import Config, Family
+
+from . import llama, qwen2
+
+
+def build_qwen3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    bias = config["attention_bias"]
+    return qwen2.build_windowed_decoder(
+        config, key=key, bias=bias, out_bias=bias, qk_norm=make_head_norm_factory(config)
+    )
+
+
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    build=build_qwen3,
+    names=llama.map_llama_names,
+    defaults={**qwen2.DEFAULTS, "head_dim": 128, "attention_bias": False},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    describe=llama.describe_dense,
+)

@@ -1,0 +1,49 @@
+"""Qwen3's mixture of experts (Yang et al., arXiv:2505.09388, section 2): Qwen3's attention, and experts none of which
+all tokens share."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import SoftmaxRouter
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_moe_decoder, make_head_norm_factory, make_mixture_factory
+from zoo.models.hf.spec import Config, Family
+
+from ..describe import describe_mixture
+from . import llama, qwen2_moe
+
+
+def build_qwen3_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    router = partial(SoftmaxRouter, renormalize=config["norm_topk_prob"])
+    experts = make_mixture_factory(config, router, config["num_local_experts"], width=config["moe_intermediate_size"])
+    sparse, bias = qwen2_moe.mark_qwen2_moe_layers(config), config["attention_bias"]
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    norms = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
+    return build_moe_decoder(config, sparse, experts, windows=[window] * len(sparse), key=key, **norms)
+
+
+OMITTED_DEFAULTS = ("max_window_layers", "layer_types", "num_experts")
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    build=build_qwen3_moe,
+    names=qwen2_moe.map_qwen2_moe_names,
+    defaults={
+        **{key: value for key, value in qwen2_moe.DEFAULTS.items() if key not in OMITTED_DEFAULTS},
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "moe_intermediate_size": 768,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    aliases={"num_experts": "num_local_experts"},  # two words for one thing: transformers 5 writes the second
+    required_values={"layer_types": (None,)},
+    ignored_keys=frozenset({"max_window_layers"}),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    memory_names=qwen2_moe.map_qwen2_moe_memory_names,
+    describe=describe_mixture,
+)

@@ -1,0 +1,75 @@
+"""RWKV-4 (Peng et al., arXiv:2305.13048): time mixing and channel mixing, which both look back one token; and a norm of
+what the embedding gives."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import RWKV4, LayerNorm, RWKV4ChannelMixing
+from zoo.models.blocks import TwoMixerBlock
+from zoo.models.build import make_block_factory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_config_decoder, compute_out_scale, make_layer_norm_factory
+from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
+
+COMMON_MIXING_NAMES: NameMap = {
+    "key": "key",
+    "receptance": "receptance",
+    "value": "value",
+    "time_mix_key": TensorMapping(("key_mix",), leading_ones=2),
+    "time_mix_receptance": TensorMapping(("receptance_mix",), leading_ones=2),
+}
+TIME_MIXING_NAMES: NameMap = {
+    **COMMON_MIXING_NAMES,
+    "output": "out",
+    "time_mix_value": TensorMapping(("value_mix",), leading_ones=2),
+    "time_decay": "decay",
+    "time_first": "bonus",
+}
+
+
+def build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm, embed, scale = make_layer_norm_factory(config), config["hidden_size"], compute_out_scale(config)
+    mixer = partial(RWKV4, embed, inner=config["attention_hidden_size"], out_scale=scale)
+    ffn = partial(RWKV4ChannelMixing, embed, config["intermediate_size"] or 4 * embed, out_scale=scale)
+    kinds = [make_block_factory(TwoMixerBlock, norm=norm, mixer=mixer, ffn=ffn)] * config["num_hidden_layers"]
+    last = partial(LayerNorm, embed, epsilon=1e-5)  # whatever the config says
+    return build_config_decoder(config, kinds, last, embedding_norm=norm, hidden_states_skip_embedding=True, key=key)
+
+
+def map_rwkv_names(config: Config) -> NameMap:
+    block = {
+        "ln1": "mixer_norm",
+        "ln2": "ffn_norm",
+        **prefixed("attention", "rwkv4", TIME_MIXING_NAMES),
+        **prefixed("feed_forward", "rwkv4_channel_mixing", COMMON_MIXING_NAMES),
+    }
+    shell = {"embeddings": "embedding", "blocks.0.pre_ln": "embedding_norm", "ln_out": "norm"}
+    return {**prefixed("rwkv", "", {**shell, **prefixed("blocks.*", "layers.*", block)}), "head": "head"}
+
+
+RWKV = Family(
+    name="rwkv",
+    architecture="RwkvForCausalLM",
+    build=build_rwkv,
+    names=map_rwkv_names,
+    defaults={
+        "vocab_size": 50277,
+        "hidden_size": 4096,
+        "attention_hidden_size": None,
+        "intermediate_size": None,
+        "num_hidden_layers": 32,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    aliases={"layer_norm_epsilon": "layer_norm_eps"},
+    required_values={"layer_norm_eps": (None,)},  # nobody reads this word
+    ignored_keys=frozenset(
+        {
+            *("context_length", "max_position_embeddings"),  # what one kernel can do: the recurrence has no end
+            "rescale_every",  # halves the stream for float16, and so what its hidden states are; the norm undoes it
+        }
+    ),
+    head="head",
+    embedding="rwkv.embeddings",
+)

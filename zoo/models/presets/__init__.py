@@ -1,0 +1,1 @@
+"""Model constructors from scratch, and the sizes of published models."""

@@ -1,0 +1,38 @@
+"""Mamba-2's state-space layer as linear attention with decays: state-space duality."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .chunks import RecurrenceMode
+from .gated_linear import select_gated_linear
+
+
+def ssd(
+    x: Float[Array, "batch seq heads head_dim"],
+    dt: Float[Array, "batch seq heads"],
+    A: Float[Array, "heads"],
+    B: Float[Array, "batch seq groups state"],
+    C: Float[Array, "batch seq groups state"],
+    D: Float[Array, "heads"] | None = None,
+    *,
+    state: Float[Array, "batch heads head_dim state"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    mode: RecurrenceMode = "chunked",
+) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch heads head_dim state"]]:
+    """The state-space model with a number for A (Dao & Gu, arXiv:2405.21060, section 5):
+
+        h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) B_tᵀ         h: [head_dim, state] of each head
+        y_t = h_t C_t + D x_t
+
+    which is `zoo.ops.gated` with queries C, keys B, values dt x and log decays dt A (section 7.2): costs and rounding
+    are its. A head uses the B and C of group h // (heads // groups). A is negative; dt, after its softplus, not below
+    0. The papers' letters stay as they are.
+
+    **Raises** `ValueError` where groups do not divide heads.
+    """
+    dt = dt.astype(jnp.float32)
+    value = (x * dt[..., None]).astype(x.dtype)
+    before = None if state is None else state.swapaxes(-1, -2)
+    y, after = select_gated_linear(mode)(C, B, value, dt * A.astype(jnp.float32), state=before, segment_ids=segment_ids)
+    y = y if D is None else (y + D.astype(jnp.float32)[:, None] * x).astype(x.dtype)
+    return y, after.swapaxes(-1, -2)

@@ -1,0 +1,294 @@
+"""A corpus from files: read, split by hash, tokenized once, memory-mapped ever after.
+
+    corpus = text()                                    # Python's own standard library, as bytes
+    corpus = text((Path("books"),), vocab=4096)        # any files and folders, byte pairs learnt from them
+    corpus = text({"a": "...", "b": "..."})            # any texts by name
+    corpus = text(tokenizer=read_tokenizer(folder))    # with the tokens of a checkpoint
+    print(corpus)                                      # how much there is, what was skipped
+    corpus.train, corpus.validation                    # see data.py
+    corpus.decode(corpus.encode("def main():"))
+
+A document is a file of UTF-8 text, or a text by name. About one in twenty, chosen by a hash of its name and its bytes,
+is held out: the same ones on every machine, whatever else the corpus holds.
+"""
+
+import hashlib
+import lzma
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int, Integer
+
+from zoo._files import read_json, write_json
+
+from .batches import CorpusSplit
+from .tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
+
+CACHE_VERSION = 2  # raised whenever what is written changes
+VALIDATION_FRACTION = 1 / 20
+PASSAGE_BYTES = 32 * 2**10
+MIN_FILES = 20
+BPE_TRAINING_BYTES = 32 * 2**20
+MAX_XZ_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in two parts, and its tokens.
+
+    `xz` is what `xz -9e` needs for the validation text alone, in bits per byte: a floor to show beside a model's loss.
+    `texts` counts what was read, `binary` the files that were not (they hold a NUL, or are not UTF-8). `directory`
+    holds the cached tokens, and its name is a hash of all that made them.
+    """
+
+    train: CorpusSplit
+    validation: CorpusSplit
+    tokenizer: Tokenizer
+    xz_bits_per_byte: float
+    num_texts: int
+    num_binary: int
+    directory: Path
+
+    @property
+    def vocab(self) -> int:
+        """How many tokens there are, the separator included."""
+        return self.tokenizer.vocab
+
+    def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
+        """The tokens of `text`. A prompt that begins a document begins with `tokenizer.separator`: put it before."""
+        return next(iter(self.tokenizer.encode_all([text.encode()]))).astype(np.int32)
+
+    def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
+        """The text of `tokens`; separators are left out, and bytes that are no UTF-8 show as U+FFFD."""
+        return self.tokenizer.decode(np.asarray(tokens)).decode(errors="replace")
+
+    def __str__(self) -> str:
+        parts = (f"{split.name} {split.text_bytes:,} bytes" for split in (self.train, self.validation))
+        skipped = f", {self.num_binary} skipped as binary" if self.num_binary else ""
+        parts = [
+            f"{self.num_texts:,} texts{skipped}",
+            *parts,
+            f"vocabulary {self.vocab:,}",
+            f"xz {self.xz_bits_per_byte:.3f} bits per byte",
+        ]
+        return ", ".join(parts)
+
+
+def load_text(
+    source: Sequence[Path] | Mapping[str, str] = (),
+    *,
+    vocab: int = 256,
+    tokenizer: Tokenizer | None = None,
+    cache: Path | None = None,
+) -> Corpus:
+    """The corpus of `source`: files and folders of text, or texts by name; this Python's standard library where there
+    are none.
+
+    **Arguments:** `vocab` is 256 for bytes, more for byte pairs; a `tokenizer` that is there already stands in for it.
+    Tokens are kept in a folder of `cache` (by default
+    `equizoo` in the user's cache folder), named by a hash of all that made them: another call finds them there.
+
+    **Raises** `FileNotFoundError` for a path that is not there; `ValueError` for a path without text, text that cannot
+    be split, or a vocabulary below 256.
+    """
+    if vocab < 256:
+        raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
+    documents, texts, binary = _read_sources(source) if source else _read_standard_library()
+    train, validation = _split_by_hash(documents)
+    digest = hashlib.blake2b(
+        f"{CACHE_VERSION} {vocab if tokenizer is None else tokenizer.cache_key}".encode(), digest_size=12
+    )
+    for document in documents:
+        digest.update(document.digest)
+    directory = (cache or _default_cache_dir()) / digest.hexdigest()
+    if not directory.exists():
+        _write_cache(directory, train, validation, vocab, tokenizer)
+    about = read_json(directory / "about.json")
+    if tokenizer is None:
+        tokenizer = ByteTokenizer() if vocab == 256 else BPETokenizer(directory / "tokenizer.json", vocab)
+
+    def split(name: str) -> CorpusSplit:
+        tokens = np.memmap(directory / f"{name}.bin", _token_dtype(tokenizer.vocab), "r")
+        size, count = about[name]["bytes"], about[name]["tokens"]
+        return CorpusSplit(name, tokens, tokenizer.token_bytes, size, count, tokenizer.separator)
+
+    return Corpus(split("train"), split("validation"), tokenizer, about["xz"], texts, binary, directory)
+
+
+@dataclass(frozen=True)
+class _Document:
+    """The bytes `start` to `stop` of a file, or of a text, and the hash of its name and of these bytes."""
+
+    name: str
+    source: Path | bytes
+    start: int
+    stop: int
+    digest: bytes
+
+    def read(self) -> bytes:
+        if isinstance(self.source, bytes):
+            return self.source[self.start : self.stop]
+        with self.source.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.stop - self.start)
+
+
+def _read_standard_library() -> tuple[list[_Document], int, int]:
+    """Python's standard library without its tests, tables, installed packages and what describes this one machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    folders = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"}
+    found = [(path.relative_to(root).as_posix(), path) for path in _walk_files(root, folders) if path.suffix == ".py"]
+    out = ("pydoc_data/topics.py", "_sysconfigdata")
+    return _read_documents([(name, path) for name, path in found if not name.startswith(out)], str(root))
+
+
+def _read_sources(source: Sequence[Path] | Mapping[str, str]) -> tuple[list[_Document], int, int]:
+    if isinstance(source, Mapping):
+        return _read_documents([(name, written.encode()) for name, written in source.items()], "the texts given")
+    found = []
+    for path in map(Path, source):
+        if path.is_dir():
+            found += [(file.relative_to(path).as_posix(), file) for file in _walk_files(path)]
+        elif path.exists():
+            found.append((path.name, path))
+        else:
+            raise FileNotFoundError(f"{path}: there is no such file or folder to read text from")
+    return _read_documents(found, ", ".join(map(str, source)))
+
+
+def _walk_files(root: Path, excluded: Iterable[str] = ()) -> Iterable[Path]:
+    """Every file below `root`, hidden ones and folders named in `leave_out` excepted; links to folders not followed."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in excluded]
+        yield from (Path(folder) / name for name in files if not name.startswith("."))
+
+
+def _read_documents(named_sources: Sequence[tuple[str, Path | bytes]], origin: str) -> tuple[list[_Document], int, int]:
+    """The documents in named files or texts, in the order of their names; how many of them were text, how many not."""
+    documents, texts, binary = [], [], 0
+    for name, source in sorted(named_sources):
+        content = _read_content(source)
+        if content and _is_text(content):
+            texts.append((name, source))
+            documents.append(_make_document(name, source, content, 0, len(content)))
+        else:
+            binary += bool(content)
+    if not texts:
+        raise ValueError(
+            f"{origin}: no text there: {binary} files hold NUL bytes or are not UTF-8, all others are empty"
+        )
+    if len(texts) < MIN_FILES:
+        # One large file is one document, which no hash can divide.
+        documents = [passage for name, source in texts for passage in _cut_passages(name, source)]
+    return documents, len(texts), binary
+
+
+def _read_content(source: Path | bytes) -> bytes:
+    return source if isinstance(source, bytes) else source.read_bytes()
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        return b"\0" not in content and bool(content.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _make_document(name: str, source: Path | bytes, content: bytes, start: int, stop: int) -> _Document:
+    digest = hashlib.blake2b(name.encode() + b"\0" + content[start:stop], digest_size=16).digest()
+    return _Document(name, source, start, stop, digest)
+
+
+def _cut_passages(name: str, source: Path | bytes) -> Iterable[_Document]:
+    """A text cut at the ends of lines into passages of at least PASSAGE bytes."""
+    content, start = _read_content(source), 0
+    while start < len(content):
+        stop = content.find(b"\n", start + PASSAGE_BYTES) + 1 or len(content)
+        yield _make_document(name, source, content, start, stop)
+        start = stop
+
+
+def _split_by_hash(documents: Sequence[_Document]) -> tuple[list[_Document], list[_Document]]:
+    """Training and validation documents: a document's own hash decides, neither its place nor its neighbors."""
+    if len(documents) < 2:
+        raise ValueError(
+            f"{documents[0].name}: a single passage of {documents[0].stop} bytes, which cannot be split for training "
+            f"and validation: take more files, or more than {2 * PASSAGE_BYTES:,} bytes"
+        )
+    share = {document: int.from_bytes(document.digest[:8], "big") / 2**64 for document in documents}
+    held_out = {document for document in documents if share[document] < VALIDATION_FRACTION}
+    if not held_out or len(held_out) == len(documents):
+        held_out = {min(documents, key=share.__getitem__)}
+    return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
+
+
+def _write_cache(
+    directory: Path,
+    train: Sequence[_Document],
+    validation: Sequence[_Document],
+    vocab: int,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Write tokens, facts, and byte pairs where they are learnt, into `directory`: made elsewhere and renamed, so it is
+    there whole or not."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
+    try:
+        if tokenizer is None and vocab == 256:
+            tokenizer = ByteTokenizer()
+        elif tokenizer is None:
+            tokenizer = BPETokenizer.train(_sample_documents(train), vocab, part / "tokenizer.json")
+        about: dict[str, Any] = dict(xz=_measure_xz(validation))
+        for name, documents in (("train", train), ("validation", validation)):
+            count = 0
+            with (part / f"{name}.bin").open("wb") as file:
+                for tokens in tokenizer.encode_all(document.read() for document in documents):
+                    file.write(np.append(tokenizer.separator, tokens).astype(_token_dtype(tokenizer.vocab)).tobytes())
+                    count += len(tokens)
+            about[name] = dict(bytes=sum(document.stop - document.start for document in documents), tokens=count)
+        write_json(part / "about.json", about)
+        part.chmod(0o755)
+        try:
+            part.rename(directory)
+        except OSError:
+            # Another process was quicker: what it made is the same.
+            if not (directory / "about.json").exists():
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _sample_documents(documents: Sequence[_Document]) -> Iterable[bytes]:
+    """Documents to learn byte pairs from: all, or a random few of a large corpus."""
+    total = 0
+    for document in sorted(documents, key=lambda document: document.digest):
+        if total > BPE_TRAINING_BYTES:
+            return
+        total += document.stop - document.start
+        yield document.read()
+
+
+def _measure_xz(documents: Sequence[_Document]) -> float:
+    """Bits per byte that xz needs for the documents, of which it reads no more than COMPRESSED_BYTES."""
+    content = b""
+    for document in documents:
+        content += document.read()
+        if len(content) > MAX_XZ_BYTES:
+            break
+    content = content[:MAX_XZ_BYTES]
+    return 8 * len(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)) / len(content)
+
+
+def _token_dtype(vocab: int) -> type[np.unsignedinteger]:
+    return np.uint8 if vocab <= 2**8 else np.uint16 if vocab <= 2**16 else np.uint32
+
+
+def _default_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "equizoo" / "text"

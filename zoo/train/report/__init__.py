@@ -1,0 +1,1 @@
+"""Reports of runs: a static HTML page with curves, heatmaps, scatter plots and parameters."""

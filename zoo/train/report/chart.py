@@ -1,0 +1,212 @@
+"""A line chart as inline SVG, colored by the page's style sheet: no library, no script."""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from ..progress import format_si
+
+MAX_POINTS = 1200
+NUM_COLORS = 8
+"""That the style sheet has for curves; a ninth begins with the first again."""
+LEGEND_LINE_HEIGHT = 20.0
+"""From one line of the legend to the next."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values by step, or by tokens. `smooth` draws the values faintly and an average over them; without it each value
+    is a dot."""
+
+    label: str
+    x: Sequence[int]
+    values: Sequence[float | int]
+    smooth: bool = False
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where data lies on the paper: x and y ranges, and the box in pixels."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def x_pixel(self, x: float | int) -> float:
+        return self.left + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.right - self.left)
+
+    def y_pixel(self, y: float | int) -> float:
+        return self.bottom - (y - self.y[0]) / (self.y[1] - self.y[0]) * (self.bottom - self.top)
+
+    def path(self, xs: Iterable[float | int], ys: Iterable[float | int]) -> str:
+        return "M" + "L".join(f"{self.x_pixel(x):.1f},{self.y_pixel(y):.1f}" for x, y in zip(xs, ys, strict=True))
+
+
+def draw_line_chart(
+    curves: Sequence[Curve],
+    baselines: Mapping[str, float | int],
+    *,
+    unit: str,
+    x_label: str = "steps",
+    width: int = 860,
+    height: int = 400,
+) -> str:
+    """`curves` in `unit` against steps, or what `against` says, and a dashed line across for each of `floors`, as an
+    `<svg>` element.
+
+    Values that are not finite are left out. The first fall of a long curve is cut off at the top, so that the rest has
+    room. Classes that the page colors: `axis`, `grid`, `curve0` ..., `raw`, `dot`, `floor`.
+    """
+    baselines = {label: float(value) for label, value in baselines.items()}
+    data = [(curve, *_drop_nonfinite(curve)) for curve in curves]
+    data = [(curve, at, values) for curve, at, values in data if len(values)]
+    if not data:
+        return "<p>No metrics were logged.</p>"
+    rows = wrap_legend(unit, [curve.label for curve, _, _ in data], width)
+    frame = _fit_frame(data, baselines.values(), width, height, lines=len(rows))
+    parts = [
+        *draw_y_grid(frame, unit),
+        *draw_x_axis(frame, x_label),
+        f'<clipPath id="box{width}">{_draw_clip_box(frame)}</clipPath>',
+        f'<g clip-path="url(#box{width})">',
+    ]
+    for number, (curve, at, values) in enumerate(data):
+        parts += _draw_curve(frame, number % NUM_COLORS, curve, at, values, x_label)
+    parts.append("</g>")
+    for label, value in baselines.items():
+        y = frame.y_pixel(value)
+        parts.append(f'<path class="floor" d="M{frame.left},{y:.1f}H{frame.right}"/>')
+        parts.append(svg_text(frame.right - 4, y - 6, f"{label} {value:.3f}", "end"))
+    parts += _draw_line_legend(frame, rows)
+    return wrap_svg(parts, f"{unit} against {x_label}", width, height)
+
+
+def wrap_svg(parts: Iterable[str], title: str, width: float | int, height: float | int) -> str:
+    """A picture; the style sheet's rules for `chart` color it."""
+    head = f'<svg class="chart" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(title)}">'
+    return head + "".join(parts) + "</svg>"
+
+
+def svg_text(x: float | int, y: float | int, words: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
+
+
+def estimate_text_width(words: str) -> float:
+    """About how wide these words are drawn."""
+    return 6.6 * len(words)
+
+
+def draw_x_axis(frame: Frame, x_label: str) -> list[str]:
+    """The x axis below the frame, from its ticks to its name."""
+    parts = []
+    for x in choose_ticks(*frame.x, count=round((frame.right - frame.left) / 90)):
+        written = format_si(x) if frame.x[1] >= 1e6 else f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:g}"
+        parts.append(f'<path class="axis" d="M{frame.x_pixel(x):.1f},{frame.bottom:g}v5"/>')
+        parts.append(svg_text(frame.x_pixel(x), frame.bottom + 20, written, "middle"))
+    parts.append(f'<path class="axis" d="M{frame.left},{frame.bottom:g}H{frame.right}"/>')
+    parts.append(svg_text((frame.left + frame.right) / 2, frame.bottom + 38, x_label, "middle"))
+    return parts
+
+
+def smooth_values(values: Float[np.ndarray, "points"], share: float = 0.03) -> Float[np.ndarray, "points"]:
+    """Exponential average whose weights fall by e within that share of the points; unbiased at the beginning."""
+    keep = math.exp(-1 / max(share * len(values), 1))
+    out, total, weight = np.empty(len(values)), 0.0, 0.0
+    for i, value in enumerate(values):
+        total, weight = keep * total + value, keep * weight + 1
+        out[i] = total / weight
+    return out
+
+
+def choose_ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _drop_nonfinite(curve: Curve) -> tuple[Float[np.ndarray, "points"], Float[np.ndarray, "points"]]:
+    at, values = np.asarray(curve.x, np.float64), np.asarray(curve.values, np.float64)
+    finite = np.isfinite(values)
+    return at[finite], values[finite]
+
+
+def _fit_frame(data: Sequence, baselines: Iterable[float], width: int, height: int, lines: int) -> Frame:
+    everything = np.concatenate([values for _, _, values in data])
+    high = float(np.quantile(everything, 0.97)) if len(everything) > 50 else float(everything.max())
+    low = min(float(everything.min()), *baselines, high)
+    # A curve that is flat, to what a float can tell, still needs a height.
+    margin = 0.06 * (max(high - low, 1e-6 * abs(high)) or 1.0)
+    low, high = low - margin, high + margin
+    last = max(float(at[-1]) for _, at, _ in data)
+    top = 14.0 + LEGEND_LINE_HEIGHT * lines
+    return Frame((0.0, max(last, 1.0)), (low, high), left=52.0, top=top, right=width - 14.0, bottom=height - 44.0)
+
+
+def draw_y_grid(frame: Frame, unit: str) -> list[str]:
+    """The grid with its numbers, and above them what they are."""
+    parts = []
+    for y in choose_ticks(*frame.y, count=round((frame.bottom - frame.top) / 55)):
+        parts.append(f'<path class="grid" d="M{frame.left},{frame.y_pixel(y):.1f}H{frame.right}"/>')
+        parts.append(svg_text(frame.left - 8, frame.y_pixel(y) + 4, f"{y:.6g}", "end"))
+    parts.append(svg_text(0.0, 16.0, unit, "start"))
+    return parts
+
+
+def _draw_curve(
+    frame: Frame, number: int, curve: Curve, x_values: np.ndarray, values: np.ndarray, x_label: str
+) -> list[str]:
+    stride = math.ceil(len(x_values) / MAX_POINTS)
+    if curve.smooth:
+        return [
+            f'<path class="raw curve{number}" d="{frame.path(x_values[::stride], values[::stride])}"/>',
+            f'<path class="line curve{number}" d="{frame.path(x_values[::stride], smooth_values(values)[::stride])}"/>',
+        ]
+    where = "at step {:,.0f}" if x_label == "steps" else f"after {{:,.0f}} {x_label}"
+    dots = [
+        f'<circle class="dot curve{number}" cx="{frame.x_pixel(x):.1f}" cy="{frame.y_pixel(y):.1f}" r="3.2">'
+        f"<title>{html.escape(curve.label)} {where.format(x)}: {y:.4f}</title></circle>"
+        for x, y in zip(x_values[::stride], values[::stride], strict=True)
+    ]
+    return [f'<path class="line curve{number}" d="{frame.path(x_values[::stride], values[::stride])}"/>', *dots]
+
+
+def wrap_legend(unit: str, labels: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
+    """Numbered labels by line, as many in each as fit; the first line has the unit too."""
+    rows: list[list[tuple[int, str]]] = [[]]
+    room = width - 14.0 - estimate_text_width(unit)
+    for number, label in enumerate(labels):
+        if rows[-1] and room < estimate_text_width(label) + 46:
+            rows.append([])
+            room = width - 14.0
+        rows[-1].append((number, label))
+        room -= estimate_text_width(label) + 46
+    return rows
+
+
+def _draw_line_legend(frame: Frame, rows: Sequence[Sequence[tuple[int, str]]]) -> list[str]:
+    """Labels in the top margin, the last one of a line at the right end, each behind a piece of its line."""
+    parts = []
+    for line, row in enumerate(rows):
+        x, y = frame.right, 16.0 + LEGEND_LINE_HEIGHT * line
+        for number, label in reversed(row):
+            x -= estimate_text_width(label) + 28
+            parts.append(f'<path class="line curve{number % NUM_COLORS}" d="M{x:.1f},{y - 4:g}h20"/>')
+            parts.append(svg_text(x + 26, y, label, "start"))
+            x -= 18
+    return parts
+
+
+def _draw_clip_box(frame: Frame) -> str:
+    # Wider than the data by a dot's radius.
+    width, height = frame.right - frame.left + 5, frame.bottom - frame.top
+    return f'<rect x="{frame.left}" y="{frame.top}" width="{width}" height="{height}"/>'

@@ -1,0 +1,249 @@
+"""One page about a run, or about several, in one file: no scripts, nothing fetched, light or dark as the reader likes.
+
+    write_report(out, title="Transformer", summary="...", curves={"bits_per_byte": "train", "validation": "validation"},
+                 floors={"xz -9e": corpus.xz}, unit="bits per byte", samples=[(prompt, continuation)])
+
+It is made from what the run wrote into its folder, so it can be made again at any time.
+"""
+
+import html
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zoo._files import read_json, write_text
+
+from ..metrics import Record, read_metrics
+from ..progress import RATE_FORMATS, format_duration, format_si
+from .chart import Curve, draw_line_chart
+from .heatmap import Heatmap, draw_heatmaps
+from .style import STYLE
+
+WIDE = {"width": 860, "height": 400}
+NARROW = {"width": 400, "height": 320}
+NUMBER_CLASS = ' class="number"'
+
+
+class ParameterRow(NamedTuple):
+    """A line of the table of parameters."""
+
+    name: str
+    shape: str
+    dims: str
+    layout: str
+    dtype: str
+    count: int
+    bytes: int
+
+
+def write_report(
+    directory: Path,
+    *,
+    title: str,
+    summary: str,
+    curves: Mapping[str, str],
+    unit: str,
+    baselines: Mapping[str, float | int] | None = None,
+    headline: Mapping[str, str] | None = None,
+    samples: Sequence[tuple[str, str]] = (),
+    parameters: Sequence[tuple] = (),
+    runs: Mapping[str, Path] | None = None,
+    tokens_per_step: int = 0,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    heatmaps: Mapping[str, str] | None = None,
+    plots: Mapping[str, Callable[..., str]] | None = None,
+) -> Path:
+    """Write `report.html` into a run's folder, from its metrics, timing, configuration and environment.
+
+    **Arguments:** `summary` is the result in one line. `curves` maps names in the metrics to labels, all in `unit`; the
+    ones that were logged at most steps are smoothed, the others are dots. `floors` are lines across the chart.
+    `figures` stand large on top, name to text. `samples` are prompts and continuations. `parameters` are rows as
+    `ParameterRow` has them.
+
+    `runs` maps labels to the folders of several runs that are compared, each with a curve of its own; their
+    configuration and environment are the first one's. With the number of `tokens` in a step curves are drawn
+    against tokens. `tables` maps titles to rows, each a mapping from heads of columns to what stands there.
+    `shares` maps names in the metrics, of counts "groups rows", to titles of pictures that show how far from even
+    they are over time. `pictures` maps titles to what draws one, called with `width=` and `height=`, as
+    `functools.partial(scatter, ...)` is. Without `curves` there is no chart of them.
+    """
+    directory = Path(directory)
+    folders = {label: Path(folder) for label, folder in (runs or {"": directory}).items()}
+    lines = {label: read_metrics(folder / "metrics.jsonl") for label, folder in folders.items()}
+    first, *others = folders.values()
+    timing = [] if others else read_metrics(first / "timing.jsonl")
+    speed = {} if others else _summarize_speed(next(iter(lines.values())), timing)
+    named = [(run, name, label) for run in folders for name, label in curves.items()]
+    drawn = [
+        _make_curve(lines[run], name, _format_curve_label(run, label, len(curves)), tokens_per_step)
+        for run, name, label in named
+    ]
+    against = "tokens" if tokens_per_step else "steps"
+    drawing = partial(draw_line_chart, drawn, baselines or {}, unit=unit, x_label=against)
+    sections = [
+        f"<header><h1>{_escape(title)}</h1><p>{_escape(summary)}</p></header>",
+        _format_headline({**(headline or {}), **speed}),
+        f"<section>{_draw_both_sizes(drawing)}</section>" if curves else "",
+        *(_format_section(title, _draw_both_sizes(draw)) for title, draw in (plots or {}).items()),
+        *(_format_section(title, _format_table(rows)) for title, rows in (tables or {}).items()),
+        *(
+            _format_section(title, _draw_metric_heatmaps(lines, name, title, tokens_per_step))
+            for name, title in (heatmaps or {}).items()
+        ),
+        _format_section("Samples", "".join(map(_format_sample, samples))),
+        _format_section("Configuration", _format_pairs(_read_json_if_present(first / "config.json"))),
+        _format_section("Parameters", _format_parameters([ParameterRow._make(row) for row in parameters])),
+        _format_section("Timing", _format_pairs(_summarize_timing(timing))),
+        _format_section("Environment", _format_pairs(_read_json_if_present(first / "env.json"))),
+    ]
+    path = directory / "report.html"
+    write_text(path, _format_page(title, "\n".join(section for section in sections if section)))
+    return path
+
+
+def _format_curve_label(run: str, label: str, curves: int) -> str:
+    """A run's name says enough where each run has one curve."""
+    return label if not run else run if curves == 1 else f"{run}, {label}"
+
+
+def _make_curve(metrics: Sequence[Record], name: str, label: str, tokens_per_step: int) -> Curve:
+    points = [(line["step"] * (tokens_per_step or 1), float(line[name])) for line in metrics if name in line]
+    smooth = len(points) > max(20, 0.5 * len(metrics))
+    return Curve(label, [at for at, _ in points], [value for _, value in points], smooth=smooth)
+
+
+def _draw_both_sizes(draw: Callable[..., str]) -> str:
+    """A picture for a page and one for a phone, of which the style sheet shows one."""
+    return f'<div class="wide">{draw(**WIDE)}</div><div class="narrow">{draw(**NARROW)}</div>'
+
+
+def _draw_metric_heatmaps(runs: Mapping[str, Sequence[Record]], name: str, title: str, tokens_per_step: int) -> str:
+    found = {label: [line for line in lines if name in line] for label, lines in runs.items()}
+    heats = [
+        Heatmap(
+            label,
+            [line["step"] * (tokens_per_step or 1) for line in lines],
+            np.array([line[name] for line in lines], float),
+        )
+        for label, lines in found.items()
+        if lines
+    ]
+    against = "tokens" if tokens_per_step else "steps"
+    return _draw_both_sizes(
+        lambda width, **_: draw_heatmaps(heats, unit="multiple of an even share", x_label=against, width=width)
+    )
+
+
+def _summarize_speed(metrics: Sequence[Record], timing: Sequence[Record]) -> dict[str, str]:
+    figures = {"steps": f"{metrics[-1]['step']:,}"} if metrics else {}
+    for name, write in RATE_FORMATS.items():
+        if values := [line[name] for line in timing if name in line]:
+            number, unit = write(statistics.median(values)).split(" ")
+            figures[unit] = number
+    return figures
+
+
+def _summarize_timing(timing: Sequence[Record]) -> dict[str, str]:
+    if not timing:
+        return {}
+    # Each start of the run counts its own seconds: a fall begins another one.
+    seconds = [line["seconds"] for line in timing]
+    ends = [a for a, b in zip(seconds, [*seconds[1:], 0.0], strict=True) if b < a]
+    rows = {
+        "time in all": format_duration(sum(ends)),
+        "starts": str(len(ends)),
+        f"first {timing[0]['step']} steps, compilation included": f"{seconds[0]:.1f} s",
+    }
+    for name in ("steps_per_second", "tokens_per_second", "flops_per_second"):
+        if values := [line[name] for line in timing if name in line]:
+            low, middle, high = (format_si(pick(values)) for pick in (min, statistics.median, max))
+            rows[name.replace("_", " ")] = f"{middle} (median), {low} to {high}"
+    return rows
+
+
+def _format_parameters(rows: Sequence[ParameterRow]) -> str:
+    count, size = sum(row.count for row in rows), sum(row.bytes for row in rows)
+    total = (
+        f'<tr class="total"><td>total</td>{"<td></td>" * 4}{_format_cell(count, True)}{_format_cell(size, True)}</tr>'
+    )
+    return _format_table([row._asdict() for row in rows], total)
+
+
+def _format_table(rows: Sequence[Mapping[str, Any]], total: str = "") -> str:
+    """Rows of the same columns; numbers stand at the right."""
+    if not rows:
+        return ""
+    numeric = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
+    head = "".join(f"<th{NUMBER_CLASS if name in numeric else ''}>{_escape(name)}</th>" for name in rows[0])
+    cells = [[_format_cell(value, name in numeric) for name, value in row.items()] for row in rows]
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}{total}</tbody></table></div>'
+
+
+def _format_cell(value: Any, numeric: bool) -> str:
+    written = (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else _escape(value)
+    )
+    return f"<td{NUMBER_CLASS if numeric else ''}>{written}</td>"
+
+
+def _format_pairs(values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th>{_escape(name)}</th><td>{_escape(_format_value(value))}</td></tr>" for name, value in values.items()
+    )
+    return f'<div class="scroll"><table class="pairs"><tbody>{rows}</tbody></table></div>' if rows else ""
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_format_value(item)}" for name, item in value.items())
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return " ".join(map(_format_value, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _format_headline(headline: Mapping[str, str]) -> str:
+    items = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(text)}</dd></div>" for name, text in headline.items())
+    return f"<dl>{items}</dl>" if items else ""
+
+
+def _format_sample(sample: tuple[str, str]) -> str:
+    prompt, continuation = sample
+    return f"<pre><b>{_escape(prompt)}</b>{_escape(continuation)}</pre>"
+
+
+def _format_section(title: str, content: str) -> str:
+    return f"<section><h2>{_escape(title)}</h2>{content}</section>" if content else ""
+
+
+def _escape(value: Any) -> str:
+    """Text for the page; control characters, which a young model writes, by their pictures."""
+    text = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value))
+    return html.escape(text.replace("\x7f", "\u2421"))
+
+
+def _read_json_if_present(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _format_page(title: str, body: str) -> str:
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta name="color-scheme" content="light dark"/>
+<title>{_escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
