@@ -1,6 +1,7 @@
 """One word, one meaning: names that can be grepped, first sentences that say something, and the field's own terms."""
 
 import ast
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def find_docstrings(path: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
         if text := ast.get_docstring(node):  # type: ignore[arg-type]
             yield name, text
         body = getattr(node, "body", [])
-        for before, after in zip(body, body[1:], strict=False):
+        for before, after in itertools.pairwise(body):
             is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             if is_text and isinstance(before, ast.AnnAssign | ast.Assign) and isinstance(after.value.value, str):
                 yield f"{name}, line {after.lineno}", after.value.value

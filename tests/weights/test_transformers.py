@@ -13,8 +13,8 @@ import zoo
 from zoo.layers import BiasedRouter
 from zoo.models.parameter_paths import find_differences
 from zoo.weights.directory import read_json
-from zoo.weights.parity import compare
 from zoo.weights.from_torch import compute_expectations
+from zoo.weights.parity import compare
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -25,12 +25,12 @@ from .methods.modules_to_save import BiasOption, train_biases_and_modules
 from .methods.vera import VeRA, init_shared_projections
 from .targets import LinearSite, Targets, find_linears, is_linear_site, lookup_by_pattern, match_targets, vmap_stacked
 
-Model = TypeVar("Model")
-AdapterPlan = Callable[[LinearSite], tuple[Callable[..., AbstractAdapter], Mapping[str, np.ndarray]] | None]
+_Model = TypeVar("Model")
+_AdapterPlan = Callable[[LinearSite], tuple[Callable[..., AbstractAdapter], Mapping[str, np.ndarray]] | None]
 """For a matrix: a maker of its adapter, and the numbers that differ between its layers, or None where it stays."""
 
 
-def apply_adapters(model: Model, plan: AdapterPlan, key: Key[Array, ""]) -> Model:
+def apply_adapters(model: _Model, plan: _AdapterPlan, key: Key[Array, ""]) -> _Model:
     """`model` with `make(base, key=..., **numbers)` around each matrix for which `plan` gives a maker. It is called for
     one layer's matrix, with that layer's numbers and a key of its own, and mapped over the dims that are stacked."""
     order = {found.identity: number for number, found in enumerate(find_linears(model, include_embeddings=True))}
@@ -53,7 +53,7 @@ def apply_adapters(model: Model, plan: AdapterPlan, key: Key[Array, ""]) -> Mode
 
 
 def lora(
-    model: Model,
+    model: _Model,
     *,
     targets: Targets = ("query", "value"),
     rank: int = 8,
@@ -67,7 +67,7 @@ def lora(
     modules_to_save: Sequence[str] = (),
     adapter_name: str = "lora",
     key: Key[Array, ""],
-) -> Model:
+) -> _Model:
     """The model with a `LoRA` around each of the targets, and nothing else of it learnt. It computes what it did.
 
     - `targets`: names, patterns, or a function of names, layers' numbers in them: see `zoo.adapters.chooser`.
@@ -82,12 +82,12 @@ def lora(
     **Raises** `ValueError` for a target or pattern that means no matrix, and for a rank below 1.
     """
     make = partial(LoRA, init=init, dropout=check_dropout_rate(dropout), adapter_name=adapter_name)
-    model = apply_ranked(model, make, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilized, key)
+    model = _apply_ranked(model, make, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilized, key)
     return train_biases_and_modules(model, targets, bias, modules_to_save, adapter_name)
 
 
 def dora(
-    model: Model,
+    model: _Model,
     *,
     targets: Targets = ("query", "value"),
     rank: int = 8,
@@ -101,21 +101,21 @@ def dora(
     modules_to_save: Sequence[str] = (),
     adapter_name: str = "dora",
     key: Key[Array, ""],
-) -> Model:
+) -> _Model:
     """The model with a `DoRA` around each of the targets. Arguments and errors are those of `lora`."""
     make = partial(DoRA, init=init, dropout=check_dropout_rate(dropout), adapter_name=adapter_name)
-    model = apply_ranked(model, make, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilized, key)
+    model = _apply_ranked(model, make, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilized, key)
     return train_biases_and_modules(model, targets, bias, modules_to_save, adapter_name)
 
 
 def ia3(
-    model: Model,
+    model: _Model,
     *,
     targets: Targets = ("key", "value", "down"),
     inputs: Targets | None = ("down",),
     adapter_name: str = "ia3",
     key: Key[Array, ""] | None = None,
-) -> Model:
+) -> _Model:
     """The model with an `IA3` around each of the targets; of those that `inputs` means too, it is the inputs that are
     multiplied. **Raises** `ValueError` for a target that means no matrix."""
     found = find_linears(model, include_embeddings=True)
@@ -126,7 +126,7 @@ def ia3(
         applies = found.tabulate(meant, bool)
         if not applies.any():
             return None
-        refuse_embedding(found, "ia3")
+        _refuse_embedding(found, "ia3")
         kinds = {of_inputs(name) for name in found.names().values() if meant(name)}
         if len(kinds) > 1:
             raise ValueError(f"ia3: {found.name} is one array over its layers: multiply the inputs of all, or of none")
@@ -138,14 +138,14 @@ def ia3(
 
 
 def vera(
-    model: Model,
+    model: _Model,
     *,
     targets: Targets = ("query", "value"),
     rank: int = 256,
     d_initial: float = 0.1,
     adapter_name: str = "vera",
     key: Key[Array, ""],
-) -> Model:
+) -> _Model:
     """The model with a `VeRA` around each of the targets, their random matrices cut out of one pair. `first` is what
     `down_scale` starts as. **Raises** `ValueError` for a target that means no matrix, and for a rank below 1."""
     compute_scale(None, rank)
@@ -162,14 +162,14 @@ def vera(
 
 
 def loha(
-    model: Model,
+    model: _Model,
     *,
     targets: Targets = ("query", "value"),
     rank: int = 8,
     alpha: float | int | None = None,
     adapter_name: str = "loha",
     key: Key[Array, ""],
-) -> Model:
+) -> _Model:
     """The model with a `LoHa` around each of the targets, its difference scaled by alpha / rank; `alpha` is `rank`
     unless given. **Raises** `ValueError` for a target that means no matrix, and for a rank below 1."""
     return apply_uniform(
@@ -182,7 +182,7 @@ def loha(
 
 
 def lokr(
-    model: Model,
+    model: _Model,
     *,
     targets: Targets = ("query", "value"),
     rank: int = 8,
@@ -191,7 +191,7 @@ def lokr(
     decompose_both: bool = False,
     adapter_name: str = "lokr",
     key: Key[Array, ""],
-) -> Model:
+) -> _Model:
     """The model with a `LoKr` around each of the targets, its difference scaled by alpha / rank; `alpha` is `rank`
     unless given, `factor` and `both` are `LoKr`'s. **Raises** `ValueError` for a target that means no matrix, and for a
     rank below 1."""
@@ -212,15 +212,15 @@ def compute_scale(alpha: float | int | None, rank: int) -> float:
     return 1.0 if alpha is None else alpha / rank
 
 
-def refuse_embedding(site: LinearSite, method: str) -> None:
+def _refuse_embedding(site: LinearSite, method: str) -> None:
     """**Raises** `ValueError` for a table, around which only a LoRA goes."""
     if isinstance(site.module, AbstractEmbedding):
         raise ValueError(f"{method}: {site.name} is a table that is looked up, which only a LoRA goes around")
 
 
 def apply_uniform(
-    model: Model, make: Callable[..., AbstractAdapter], targets: Targets, key: Key[Array, ""], adapter_name: str
-) -> Model:
+    model: _Model, make: Callable[..., AbstractAdapter], targets: Targets, key: Key[Array, ""], adapter_name: str
+) -> _Model:
     """Adapters that are as large in every layer that has one."""
     meant = match_targets(targets, find_linears(model, include_embeddings=True))
 
@@ -228,14 +228,14 @@ def apply_uniform(
         applies = found.tabulate(meant, bool)
         if not applies.any():
             return None
-        refuse_embedding(found, adapter_name)
+        _refuse_embedding(found, adapter_name)
         return make, {"applies": applies}
 
     return apply_adapters(model, plan, key)
 
 
-def apply_ranked(
-    model: Model,
+def _apply_ranked(
+    model: _Model,
     make: partial[Any],
     targets: Targets,
     rank: int,
@@ -244,7 +244,7 @@ def apply_ranked(
     alpha_pattern: Mapping[str, float | int] | None,
     rank_stabilized: bool,
     key: Key[Array, ""],
-) -> Model:
+) -> _Model:
     """Adapters of two narrow matrices, in each layer of its own rank."""
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     if (least := min([rank, *ranks.values()])) < 1:
@@ -268,16 +268,16 @@ def apply_ranked(
                 "dropout out, or target other modules"
             )
         if isinstance(found.module, AbstractEmbedding):
-            return embedding_factory(make, own, found, scale_of)
+            return _embedding_factory(make, own, found, scale_of)
         return partial(make, largest=int(own.max())), {"rank": own, "scale": found.tabulate(scale_of, np.float32)}
 
     return apply_adapters(model, plan, key)
 
 
-def embedding_factory(make: partial[Any], rank: np.ndarray, site: LinearSite, scale_of: Callable) -> Any:
+def _embedding_factory(make: partial[Any], rank: np.ndarray, site: LinearSite, scale_of: Callable) -> Any:
     """Around an embedding: a LoRA that starts with zeros. **Raises** `ValueError` for another method or start."""
     if make.func is not LoRA:
-        refuse_embedding(site, make.keywords["adapter_name"])
+        _refuse_embedding(site, make.keywords["adapter_name"])
     if make.keywords["init"] != "zero":
         raise ValueError(f"{site.name}: a LoRA of a table starts as zero, not as {make.keywords['start']!r}")
     numbers = {"rank": rank, "scale": site.tabulate(scale_of, np.float32)}

@@ -17,7 +17,7 @@ from .methods.embedding import EmbeddingLoRA
 from .methods.lora import LoRA
 from .targets import vmap_stacked
 
-Model = TypeVar("Model")
+_Model = TypeVar("Model")
 Adapter = AbstractAdapter | EmbeddingLoRA
 
 
@@ -49,7 +49,7 @@ def check_adapter_name(model: Any, adapter_name: str | None) -> None:
         raise ValueError(f"the model has no adapter {adapter_name!r}; it has {', '.join(there)}")
 
 
-def map_adapters(model: Model, function: Any) -> Model:
+def _map_adapters(model: _Model, function: Any) -> _Model:
     """`function(adapter)` in place of every adapter, those beneath it first, and of every parameter that is learnt as a
     whole."""
 
@@ -64,7 +64,7 @@ def map_adapters(model: Model, function: Any) -> Model:
     return jax.tree.map(one, model, is_leaf=is_adapter)
 
 
-def remove(model: Model, adapter_name: str | None = None) -> Model:
+def remove(model: _Model, adapter_name: str | None = None) -> _Model:
     """The model with an adapter of this name, or all of them, taken away: what was there before, but for rounding where
     the adapter had started with a part of it. **Raises** `ValueError` for a name that no adapter has."""
     check_adapter_name(model, adapter_name)
@@ -72,21 +72,21 @@ def remove(model: Model, adapter_name: str | None = None) -> Model:
     model = jax.tree.map(lambda node: node.base if gone(node) else node, model, is_leaf=is_trainable_copy)
 
     def one(name: str, numbers: IndexRanges, adapter: Adapter) -> AbstractLinear | AbstractEmbedding:
-        return vmap_stacked(lambda adapter: unwrap_adapter(adapter, adapter_name), numbers)(adapter)
+        return vmap_stacked(lambda adapter: _unwrap_adapter(adapter, adapter_name), numbers)(adapter)
 
     return map_modules(one, model, is_adapter)
 
 
-def strip_adapters(model: Model) -> Model:
+def strip_adapters(model: _Model) -> _Model:
     """The model without any adapters, if it has some."""
     return remove(model) if adapter_names(model) else model
 
 
-def unwrap_adapter(adapter: Any, adapter_name: str | None) -> Any:
+def _unwrap_adapter(adapter: Any, adapter_name: str | None) -> Any:
     """What is left of one matrix's adapters."""
     if not is_adapter(adapter):
         return adapter
-    base = unwrap_adapter(adapter.base, adapter_name)
+    base = _unwrap_adapter(adapter.base, adapter_name)
     if adapter_name not in (None, adapter.adapter_name):
         return eqx.tree_at(lambda adapter: adapter.base, adapter, base)
     if isinstance(adapter, LoRA) and adapter.first_down is not None and adapter.first_up is not None:
@@ -95,7 +95,7 @@ def unwrap_adapter(adapter: Any, adapter_name: str | None) -> Any:
     return base
 
 
-def set_strength(model: Model, strengths: Mapping[str, float | int]) -> Model:
+def set_strength(model: _Model, strengths: Mapping[str, float | int]) -> _Model:
     """The model with each adapter that is named counting so much: 0 switches it off, and 1 on. The arrays are as large
     as before, so that nothing is compiled anew. **Raises** `ValueError` for a name that no adapter has."""
     for label in strengths:
@@ -108,10 +108,10 @@ def set_strength(model: Model, strengths: Mapping[str, float | int]) -> Model:
             lambda a: a.strength, adapter, jnp.full_like(adapter.strength, strengths[adapter.adapter_name])
         )
 
-    return map_adapters(model, one)
+    return _map_adapters(model, one)
 
 
-def select_per_row(model: Model, rows: Sequence[str | None] | Int[Array, "batch"]) -> Model:
+def select_per_row(model: _Model, rows: Sequence[str | None] | Int[Array, "batch"]) -> _Model:
     """The model with an adapter of its own for each row of a batch: of the others' changes none counts there.
 
     - `rows`: a label for each row, None for none; or the labels' numbers in `labels(model)`, -1 for none: an array that
@@ -137,7 +137,7 @@ def select_per_row(model: Model, rows: Sequence[str | None] | Int[Array, "batch"
         stacked = (adapter.scale if hasattr(adapter, "scale") else adapter.applies).shape
         return eqx.tree_at(lambda a: a.strength, adapter, jnp.broadcast_to(own, (*stacked, len(own))))
 
-    return map_adapters(model, one)
+    return _map_adapters(model, one)
 
 
 def get_base_layer(adapter: Any) -> Any:
@@ -147,6 +147,6 @@ def get_base_layer(adapter: Any) -> Any:
     return adapter
 
 
-def cast_like(changed: Model, before: Model) -> Model:
+def cast_like(changed: _Model, before: _Model) -> _Model:
     """Arrays in the dtypes that they had."""
     return jax.tree.map(lambda new, old: new.astype(old.dtype), changed, before)

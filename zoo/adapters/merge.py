@@ -15,11 +15,11 @@ from .compose import Adapter, cast_like, check_adapter_name, get_base_layer, is_
 from .methods.embedding import EmbeddingLoRA
 from .targets import find_linears, vmap_stacked
 
-Model = TypeVar("Model")
-QuantizedMerge = Literal["refuse", "decode", "round"]
+_Model = TypeVar("Model")
+_QuantizedMerge = Literal["refuse", "decode", "round"]
 
 
-class MergedEmbedding(AbstractEmbedding):
+class _MergedEmbedding(AbstractEmbedding):
     """A table with an adapter merged into it, and beside it what it was made of, so that it can be taken out again."""
 
     base: AbstractEmbedding = wrapped()
@@ -46,7 +46,7 @@ class MergedEmbedding(AbstractEmbedding):
         return self.base.table_shape
 
 
-class MergedLinear(AbstractLinear):
+class _MergedLinear(AbstractLinear):
     """A matrix with an adapter merged into it, and beside it what it was made of, so that it can be taken out again."""
 
     base: AbstractLinear = wrapped()
@@ -84,7 +84,7 @@ class MergedLinear(AbstractLinear):
         return self.base.per_head_transposed(x)
 
 
-def merge(model: Model, *, keep: bool = False, quantized: QuantizedMerge = "refuse") -> Model:
+def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "refuse") -> _Model:
     """The model with the adapters' changes in its matrices: as fast as it was without them.
 
     Matrices are changed in float32, whatever they are stored in, and rounded once. With `keep` the originals stay
@@ -100,8 +100,8 @@ def merge(model: Model, *, keep: bool = False, quantized: QuantizedMerge = "refu
     that are quantized.
     """
     check_adapter_name(model, None)
-    if quantized not in get_args(QuantizedMerge):
-        raise ValueError(f"quantized is one of {', '.join(get_args(QuantizedMerge))}, not {quantized!r}")
+    if quantized not in get_args(_QuantizedMerge):
+        raise ValueError(f"quantized is one of {', '.join(get_args(_QuantizedMerge))}, not {quantized!r}")
     is_packed = lambda adapter: isinstance(get_base_layer(adapter), AbstractPackedLinear)
     packed = [
         one.name or "the matrix" for one in find_linears(model) if is_adapter(one.module) and is_packed(one.module)
@@ -124,18 +124,18 @@ def merge(model: Model, *, keep: bool = False, quantized: QuantizedMerge = "refu
         if not keep:
             return plain
         if isinstance(adapter, EmbeddingLoRA):
-            return MergedEmbedding(
+            return _MergedEmbedding(
                 base=plain, made_of=adapter, adapter_name=adapter.adapter_name, multiplier=adapter.multiplier
             )
-        return MergedLinear(plain, adapter, *get_dims(adapter), adapter.adapter_name)
+        return _MergedLinear(plain, adapter, *get_dims(adapter), adapter.adapter_name)
 
     merged = map_modules(one, model, is_adapter)
     return merged if keep else materialize(merged)
 
 
-def unmerge(model: Model) -> Model:
+def unmerge(model: _Model) -> _Model:
     """What `merge(model, keep=True)` was given. **Raises** `ValueError` where nothing was kept."""
-    is_merged = lambda node: isinstance(node, MergedLinear | MergedEmbedding)
+    is_merged = lambda node: isinstance(node, _MergedLinear | _MergedEmbedding)
     if not any(map(is_merged, jax.tree.leaves(model, is_leaf=is_merged))):
         raise ValueError("no merged adapter was kept in this model: merge with keep=True")
     return jax.tree.map(lambda node: node.made_of if is_merged(node) else node, model, is_leaf=is_merged)

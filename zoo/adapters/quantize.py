@@ -14,13 +14,13 @@ from .compose import get_base_layer
 from .methods.dora import DoRA
 from .targets import ALL_LINEAR, LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
 
-Model = TypeVar("Model")
-PackedFormat = Literal["nf4", "int8"]
+_Model = TypeVar("Model")
+_PackedFormat = Literal["nf4", "int8"]
 
-PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": NF4Linear, "int8": Int8Linear}
+_PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": NF4Linear, "int8": Int8Linear}
 
 
-def quantize(model: Model, format: PackedFormat = "nf4", *, targets: Targets = "all-linear") -> Model:
+def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets = "all-linear") -> _Model:
     """The model with its matrices rounded to 4 bits (`NF4Linear`) or to 8 (`Int8Linear`), which `zoo.trainable` omits:
     what QLoRA puts its adapters around (Dettmers et al., arXiv:2305.14314, section 3). Matrices that have adapters
     already are rounded beneath them.
@@ -35,8 +35,8 @@ def quantize(model: Model, format: PackedFormat = "nf4", *, targets: Targets = "
     for all of them at once, for matrices that cannot be rounded: that are no plain `Linear`, that are stacked with
     layers that `targets` leave out, or, in NF4, whose inputs are no whole blocks of 64.
     """
-    if format not in PACKED_LINEAR_CLASSES:
-        raise ValueError(f"matrices are quantized to {' or '.join(PACKED_LINEAR_CLASSES)}, not {format!r}")
+    if format not in _PACKED_LINEAR_CLASSES:
+        raise ValueError(f"matrices are quantized to {' or '.join(_PACKED_LINEAR_CLASSES)}, not {format!r}")
     found = find_linears(model)
     meant = match_targets(targets, found)
     kept = (
@@ -45,18 +45,20 @@ def quantize(model: Model, format: PackedFormat = "nf4", *, targets: Targets = "
         else set()
     )
     chosen = [one for one in found if f"{one.name}.weight" not in kept and one.tabulate(meant, bool).any()]
-    if wrong := [f"{one.name}: {reason}" for one in chosen for reason in find_quantization_errors(one, meant, format)]:
+    if wrong := [f"{one.name}: {reason}" for one in chosen for reason in _find_quantization_errors(one, meant, format)]:
         raise ValueError(f"these cannot be quantized to {format}:\n  " + "\n  ".join(wrong))
     names = {one.name for one in chosen}
-    made = lambda base: PACKED_LINEAR_CLASSES[format](base.matrix, base.shift, in_=base.in_, out=base.out)
+    made = lambda base: _PACKED_LINEAR_CLASSES[format](base.matrix, base.shift, in_=base.in_, out=base.out)
 
     def one(name: str, numbers: IndexRanges, module: Any) -> Any:
-        return vmap_stacked(map_base_layer(made), numbers)(module) if name in names else module
+        return vmap_stacked(_map_base_layer(made), numbers)(module) if name in names else module
 
     return map_modules(one, model, is_linear_site)
 
 
-def find_quantization_errors(site: LinearSite, is_target: Callable[[str], bool], format: PackedFormat) -> Iterator[str]:
+def _find_quantization_errors(
+    site: LinearSite, is_target: Callable[[str], bool], format: _PackedFormat
+) -> Iterator[str]:
     """Why a matrix that is meant cannot be quantized."""
     base, meant_here = get_base_layer(site.module), site.tabulate(is_target, bool)
     if not meant_here.all():
@@ -64,11 +66,11 @@ def find_quantization_errors(site: LinearSite, is_target: Callable[[str], bool],
         yield f"targets mean {count}: all of them become integers, or none"
     if type(base) is not Linear:
         yield f"it is a {type(base).__name__}, and no Linear"
-    elif reason := PACKED_LINEAR_CLASSES[format].get_packing_error(site.sizes()[1], base.in_):
+    elif reason := _PACKED_LINEAR_CLASSES[format].get_packing_error(site.sizes()[1], base.in_):
         yield f"{reason}: take int8, or leave it out"
 
 
-def dequantize(model: Model) -> Model:
+def dequantize(model: _Model) -> _Model:
     """The model with a float32 `Linear` in place of each matrix that `quantize` has rounded: of the same numbers, in 4
     to 8 times the memory."""
 
@@ -77,12 +79,12 @@ def dequantize(model: Model) -> Model:
 
     def one(name: str, numbers: IndexRanges, module: Any) -> Any:
         packed = isinstance(get_base_layer(module), AbstractPackedLinear)
-        return vmap_stacked(map_base_layer(decoded), numbers)(module) if packed else module
+        return vmap_stacked(_map_base_layer(decoded), numbers)(module) if packed else module
 
     return map_modules(one, model, is_linear_site)
 
 
-def map_base_layer(function: Callable[[Any], AbstractLinear]) -> Callable[[AbstractLinear], AbstractLinear]:
+def _map_base_layer(function: Callable[[Any], AbstractLinear]) -> Callable[[AbstractLinear], AbstractLinear]:
     """`function` of what lies under all adapters, which stay around it. What a DoRA knows of its base is found anew."""
 
     def one(module: AbstractLinear) -> AbstractLinear:

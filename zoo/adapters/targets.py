@@ -95,7 +95,7 @@ def match_targets(targets: Targets, sites: Sequence[LinearSite]) -> Callable[[st
         raise ValueError("targets names no module")
     for one in wanted:
         if not any(matches(one, name) for name in names):
-            raise ValueError(f"no matrix of the model is meant by the target {one!r}. {suggest(one, sites)}")
+            raise ValueError(f"no matrix of the model is meant by the target {one!r}. {_suggest(one, sites)}")
     return lambda name: any(matches(one, name) for one in wanted)
 
 
@@ -111,7 +111,7 @@ def matches(target: str, name: str) -> bool:
         raise ValueError(f"the target {target!r} is no name, and no pattern either: {error}") from None
 
 
-def suggest(target: str, sites: Sequence[LinearSite]) -> str:
+def _suggest(target: str, sites: Sequence[LinearSite]) -> str:
     """What may have been meant, or what there is."""
     words = sorted({name.rpartition(".")[2] for name, *_ in sites})
     return f"{suggest_words(target, words)[:-1]}, or {ALL_LINEAR!r}."

@@ -15,7 +15,7 @@ from .devices import use_cpu
 from .parts import list_weight_files
 from .terminal import format_bytes
 
-COPIED_FILE_PATTERNS = (
+_COPIED_FILE_PATTERNS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
     *("chat_template*", "generation_config.json", "LICENSE*", "README.md"),
 )
@@ -44,7 +44,7 @@ def convert(
         overwrite: Write even if something lies in `out`: files of the same names and other weights are replaced.
     """
     source = resolve_directory(directory)
-    check_output_directory(source, out, overwrite)
+    _check_output_directory(source, out, overwrite)
     if shard_bytes < 1:
         raise ValueError(f"--shard-bytes is at least 1, not {shard_bytes:g}")
     use_cpu()
@@ -52,11 +52,11 @@ def convert(
     made = not out.exists()
     try:
         zoo.save(model, out, shard_bytes=int(shard_bytes))
-        copied, left = list_extra_files(source)
+        copied, left = _list_extra_files(source)
         for file in copied:
             shutil.copyfile(file, out / file.name)
     except BaseException:
-        remove_partial_files(out, made)
+        _remove_partial_files(out, made)
         raise
     numbers = sum(x.size for x in jax.tree.leaves(model))
     print(f"read      {numbers:,} parameters from {source}")
@@ -68,7 +68,7 @@ def convert(
         print(f"left out  {', '.join(left)}")
 
 
-def check_output_directory(source: Path, out: Path, overwrite: bool) -> None:
+def _check_output_directory(source: Path, out: Path, overwrite: bool) -> None:
     """**Raises** `ValueError` for a place that must not be written to, or not without being told."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: name a directory to write to")
@@ -78,7 +78,7 @@ def check_output_directory(source: Path, out: Path, overwrite: bool) -> None:
         raise ValueError(f"{out} holds files already: name an empty directory, or say --overwrite")
 
 
-def list_extra_files(source: Path) -> tuple[list[Path], list[str]]:
+def _list_extra_files(source: Path) -> tuple[list[Path], list[str]]:
     """What is copied, and what is not, with the reason. Hidden files are passed over."""
     weights = {file.name for file in list_weight_files(source)} | {CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME}
     copied, left = [], []
@@ -91,14 +91,14 @@ def list_extra_files(source: Path) -> tuple[list[Path], list[str]]:
             left.append(f"{path.name} (pickled)")
         elif path.suffix == ".safetensors":
             left.append(f"{path.name} (no tensors of this checkpoint)")
-        elif any(fnmatchcase(path.name, pattern) for pattern in COPIED_FILE_PATTERNS):
+        elif any(fnmatchcase(path.name, pattern) for pattern in _COPIED_FILE_PATTERNS):
             copied.append(path)
         else:
             left.append(f"{path.name} (of an unknown kind)")
     return copied, left
 
 
-def remove_partial_files(out: Path, created: bool) -> None:
+def _remove_partial_files(out: Path, created: bool) -> None:
     """Remove what was half written."""
     for pattern in ("model*.partial", f"{CONFIG_NAME}.partial"):
         for file in out.glob(pattern):

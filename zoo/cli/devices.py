@@ -26,7 +26,7 @@ def make_device_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
     devices = jax.devices()
     if -1 in sizes.values():
         return zoo.make_mesh(data, fsdp, tensor=tensor)
-    asked = count_devices(sizes)
+    asked = _count_devices(sizes)
     if asked > len(devices):
         told = " x ".join(f"{axis}={count}" for axis, count in sizes.items() if count > 1)
         hint = ""
@@ -39,13 +39,13 @@ def make_device_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
 def make_abstract_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
     """The same without the devices: enough to ask how a model would lie on them, not to put it there."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    if count_devices(sizes) == 1:
+    if _count_devices(sizes) == 1:
         return None
     shape = [sizes.get(axis, 1) for axis in AXES]
     return Mesh(jax.sharding.Mesh(np.full(shape, jax.devices("cpu")[0]), AXES), zoo.Layout())
 
 
-def count_devices(sizes: dict[str, int]) -> int:
+def _count_devices(sizes: dict[str, int]) -> int:
     """How many devices these are. **Raises** `ValueError` for a size below 1."""
     if bad := [f"{axis}={count}" for axis, count in sizes.items() if count < 1]:
         raise ValueError(f"a mesh axis has a size of at least 1, not {bad[0]}")

@@ -80,8 +80,8 @@ def evaluate(
         raise ValueError("the text is too short: there is no token that another one stands before")
     if limit is not None and limit < len(windows):
         windows = [windows[i * len(windows) // limit] for i in range(limit)]
-    found = {"files": len(files), "windows": len(windows), **evaluate_windows(model, windows, length, batch, mesh)}
-    print(json.dumps(found, indent=2) if as_json else format_results(found))
+    found = {"files": len(files), "windows": len(windows), **_evaluate_windows(model, windows, length, batch, mesh)}
+    print(json.dumps(found, indent=2) if as_json else _format_results(found))
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
@@ -90,7 +90,7 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path}: there is no such file or folder to read text from")
-        for file in sorted(list_files(path)) if path.is_dir() else [path]:
+        for file in sorted(_list_files(path)) if path.is_dir() else [path]:
             content = file.read_bytes()
             try:
                 text = content.decode()
@@ -105,7 +105,7 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     return found
 
 
-def list_files(folder: Path) -> Iterator[Path]:
+def _list_files(folder: Path) -> Iterator[Path]:
     """Every file below a folder, hidden ones left out."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -113,7 +113,7 @@ def list_files(folder: Path) -> Iterator[Path]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoredWindow:
+class _ScoredWindow:
     """Some tokens of a text, those before `first` there to be looked at only."""
 
     tokens: Int[np.ndarray, "tokens"]
@@ -122,7 +122,7 @@ class ScoredWindow:
     """What the tokens that are scored stand for."""
 
 
-def split_into_windows(content: str, text: CheckpointTokenizer, length: int) -> list[ScoredWindow]:
+def split_into_windows(content: str, text: CheckpointTokenizer, length: int) -> list[_ScoredWindow]:
     """Windows that score every token of a text once; its first one only where something stands before it.
 
     **Raises** `ValueError` for a length that holds nothing besides the tokens before a text.
@@ -137,25 +137,25 @@ def split_into_windows(content: str, text: CheckpointTokenizer, length: int) -> 
         start = max(scored - 1, 0)
         stop = min(start + room, len(tokens))
         window = np.concatenate([prefix, tokens[start:stop]])
-        found.append(ScoredWindow(window, len(prefix) + scored - start, int(lengths[scored:stop].sum())))
+        found.append(_ScoredWindow(window, len(prefix) + scored - start, int(lengths[scored:stop].sum())))
         scored = stop
     return found
 
 
-def evaluate_windows(
-    model: zoo.models.Decoder, windows: Sequence[ScoredWindow], length: int, batch: int, mesh: Mesh | None
+def _evaluate_windows(
+    model: zoo.models.Decoder, windows: Sequence[_ScoredWindow], length: int, batch: int, mesh: Mesh | None
 ) -> dict[str, Any]:
     """Mean negative log-likelihood of the tokens that are scored, and what follows from it.
 
     **Raises** `ValueError` where a score is not finite.
     """
     length = min(length, max(len(window.tokens) for window in windows))
-    run = score_on_one_device if mesh is None else zoo.spmd(score_tokens, mesh, out="batch seq")
-    nats, counted, times, bar = 0.0, [], [time.perf_counter()], EvaluationProgress(len(windows))
+    run = _score_on_one_device if mesh is None else zoo.spmd(_score_tokens, mesh, out="batch seq")
+    nats, counted, times, bar = 0.0, [], [time.perf_counter()], _EvaluationProgress(len(windows))
     with bar:
         for start in range(0, len(windows), batch):
             rows = windows[start : start + batch]
-            tokens, weights = pad_windows(rows, batch, length)
+            tokens, weights = _pad_windows(rows, batch, length)
             placed = jnp.asarray(tokens) if mesh is None else zoo.place_batch({"tokens": tokens}, mesh)["tokens"]
             scores = np.asarray(jax.device_get(run(model, placed)), np.float64)
             nats -= float(np.where(weights, scores, 0).sum())
@@ -163,7 +163,7 @@ def evaluate_windows(
                 raise ValueError("a token's log-probability is not finite: try --dtype float32")
             counted.append(int(weights.sum()))
             times.append(time.perf_counter())
-            bar.advance(len(rows), f"perplexity {perplexity(nats / sum(counted)):.4g}")
+            bar.advance(len(rows), f"perplexity {_perplexity(nats / sum(counted)):.4g}")
     # the first batch waits for the compiler: it counts only where there is no other
     skipped = min(1, len(counted) - 1)
     count, text_bytes = sum(counted), sum(window.bytes for window in windows)
@@ -171,21 +171,21 @@ def evaluate_windows(
         "tokens": count,
         "bytes": text_bytes,
         "nats_per_token": nats / count,
-        "perplexity": perplexity(nats / count),
+        "perplexity": _perplexity(nats / count),
         "bits_per_byte": nats / math.log(2) / text_bytes,
         "tokens_per_second": sum(counted[skipped:]) / (times[-1] - times[skipped]),
     }
 
 
-def score_tokens(model: zoo.models.Decoder, tokens: jax.Array) -> jax.Array:
+def _score_tokens(model: zoo.models.Decoder, tokens: jax.Array) -> jax.Array:
     return zoo.score(model, tokens)
 
 
-score_on_one_device = eqx.filter_jit(score_tokens)
+_score_on_one_device = eqx.filter_jit(_score_tokens)
 
 
-def pad_windows(
-    rows: Sequence[ScoredWindow], batch: int, length: int
+def _pad_windows(
+    rows: Sequence[_ScoredWindow], batch: int, length: int
 ) -> tuple[Int[np.ndarray, "batch seq"], Float[np.ndarray, "batch seq-1"]]:
     """Windows as one batch of a fixed shape, and a weight for each score. Padding stands on the right, where no token
     that counts can see it."""
@@ -196,11 +196,11 @@ def pad_windows(
     return tokens, weights
 
 
-def perplexity(nats: float) -> float:
+def _perplexity(nats: float) -> float:
     return math.exp(min(nats, 700))
 
 
-def format_results(results: dict[str, Any]) -> str:
+def _format_results(results: dict[str, Any]) -> str:
     return (
         f"{results['bits_per_byte']:.4f} bits per byte, perplexity {results['perplexity']:.4f} "
         f"({results['nats_per_token']:.4f} nats per token)\n"
@@ -209,7 +209,7 @@ def format_results(results: dict[str, Any]) -> str:
     )
 
 
-class EvaluationProgress:
+class _EvaluationProgress:
     """Progress on standard error, where that is a terminal."""
 
     def __init__(self, total: int):
@@ -222,7 +222,7 @@ class EvaluationProgress:
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._progress.add_task("compiling", total=total)
 
-    def __enter__(self) -> "EvaluationProgress":
+    def __enter__(self) -> "_EvaluationProgress":
         if self._progress is not None:
             self._progress.start()
         return self

@@ -12,7 +12,7 @@ import tyro
 
 from .terminal import align_columns
 
-TRAIN_REQUIREMENTS = ("optax", "grain", "orbax.checkpoint")
+_TRAIN_REQUIREMENTS = ("optax", "grain", "orbax.checkpoint")
 """What `zoo.train` needs, which is not imported here: that takes seconds."""
 
 
@@ -34,10 +34,10 @@ def fork(
         as_list: Show the recipes, with what each does.
         force: Replace a file that is there already.
     """
-    folder = find_recipes_folder()
+    folder = _find_recipes_folder()
     there = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
     if as_list:
-        for line in align_columns([(name, read_first_line(path)) for name, path in there.items()]):
+        for line in align_columns([(name, _read_first_line(path)) for name, path in there.items()]):
             print(line)
         return
     if recipe is None:
@@ -45,8 +45,8 @@ def fork(
     name = recipe.removesuffix(".py").removeprefix("recipes/")
     if name not in there:
         raise ValueError(f"there is no recipe {recipe!r}, but {', '.join(there)}")
-    place = resolve_target(name, target)
-    text = rename_recipe(there[name].read_text(encoding="utf-8"), name, place, others=there.keys() - {name})
+    place = _resolve_target(name, target)
+    text = _rename_recipe(there[name].read_text(encoding="utf-8"), name, place, others=there.keys() - {name})
     try:
         with place.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
@@ -54,14 +54,14 @@ def fork(
         raise ValueError(f"{place} exists already: name another file, or say --force to replace it") from None
     print(f"wrote {place}, a copy of the recipe {name}")
     if missing := [
-        module for module in TRAIN_REQUIREMENTS if importlib.util.find_spec(module.partition(".")[0]) is None
+        module for module in _TRAIN_REQUIREMENTS if importlib.util.find_spec(module.partition(".")[0]) is None
     ]:
         print(f'it needs {", ".join(missing)}: pip install "equizoo[train]"')
-    for command in [*find_prerequisite_commands(text, place), f"python {shlex.quote(str(place))} --steps 20"]:
+    for command in [*_find_prerequisite_commands(text, place), f"python {shlex.quote(str(place))} --steps 20"]:
         print(f"next: {command}")
 
 
-def find_recipes_folder() -> Path:
+def _find_recipes_folder() -> Path:
     """Beside this package's modules where it was installed from a wheel, else beside the package."""
     package = Path(__file__).parents[1]
     for folder in (package / "recipes", package.parent / "recipes"):
@@ -70,12 +70,12 @@ def find_recipes_folder() -> Path:
     raise FileNotFoundError(f"{package / 'recipes'}: there are no recipes; is the installation complete?")
 
 
-def read_first_line(path: Path) -> str:
+def _read_first_line(path: Path) -> str:
     """Of the docstring, without running the file."""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
-def resolve_target(name: str, target: Path | None) -> Path:
+def _resolve_target(name: str, target: Path | None) -> Path:
     """The file to write.
 
     **Raises** `ValueError` for a name that is none or that is another module's, `FileNotFoundError` where the folder is
@@ -89,14 +89,14 @@ def resolve_target(name: str, target: Path | None) -> Path:
         )
     if not place.parent.is_dir():
         raise FileNotFoundError(f"{place.parent}: there is no such folder to write {place.name} to")
-    if is_shadowing_module(place):
+    if _is_shadowing_module(place):
         raise ValueError(
             f"{place.name} would hide the module {place.stem!r} from everything that it imports: name it otherwise"
         )
     return place
 
 
-def is_shadowing_module(path: Path) -> bool:
+def _is_shadowing_module(path: Path) -> bool:
     """Whether an import would find this file in place of a module: a program's own folder is looked through first."""
     if not path.stem.isidentifier():
         return False
@@ -106,7 +106,7 @@ def is_shadowing_module(path: Path) -> bool:
     return found is not None and found.origin is not None and Path(found.origin) != path.resolve()
 
 
-def rename_recipe(text: str, name: str, path: Path, *, others: set[str]) -> str:
+def _rename_recipe(text: str, name: str, path: Path, *, others: set[str]) -> str:
     """A recipe's text with its new name: where it says how it is run and where its runs lie. Of other recipes it says
     how they are copied, since they are not there."""
     file = shlex.quote(path.name)
@@ -117,11 +117,11 @@ def rename_recipe(text: str, name: str, path: Path, *, others: set[str]) -> str:
         for other in others:
             new = re.sub(rf"\bpython recipes/{other}\.py\b", f"zoo fork {other} && python {other}.py", new)
             new = re.sub(rf"\brecipes/{other}\.py\b", f"{other}.py (zoo fork {other})", new)
-        lines.append(line if new == line else align_comment(new, line.find("  # ")))
+        lines.append(line if new == line else _align_comment(new, line.find("  # ")))
     return "".join(lines)
 
 
-def find_prerequisite_commands(text: str, path: Path) -> list[str]:
+def _find_prerequisite_commands(text: str, path: Path) -> list[str]:
     """What the docstring runs before the file itself: another recipe, whose result it starts from."""
     docstring = ast.get_docstring(ast.parse(text)) or ""
     usage = [line.strip().partition("  # ")[0].rstrip() for line in docstring.splitlines() if line.startswith("    ")]
@@ -129,7 +129,7 @@ def find_prerequisite_commands(text: str, path: Path) -> list[str]:
     return usage[: own.index(True)] if True in own else []
 
 
-def align_comment(line: str, column: int) -> str:
+def _align_comment(line: str, column: int) -> str:
     """The line with its comment where it was, as far as there is room."""
     before, mark, comment = line.partition("  # ")
     if column < 0 or not mark:

@@ -17,7 +17,7 @@ from zoo.weights.directory import CONFIG_NAME, read_json, resolve_directory
 
 from .devices import make_device_mesh
 
-GENERATION_CONFIG_FILE = "generation_config.json"
+_GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def generate(
@@ -69,10 +69,10 @@ def generate(
     model = zoo.load(path, mesh=mesh, dtype=dtype)
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)
-    prompts = list(tokens) or [encode_prompt(text, each, path) for each in prompt]
+    prompts = list(tokens) or [_encode_prompt(text, each, path) for each in prompt]
     stops = [token for token in read_stop_tokens(path) if token < vocab] if stop_token is None else stop_token
     batch, mask = pad_left(prompts)
-    shown = TokenPrinter(text, prompts)
+    shown = _TokenPrinter(text, prompts)
     zoo.generate(
         model,
         jnp.asarray(batch),
@@ -91,7 +91,7 @@ def generate(
     shown.close()
 
 
-def encode_prompt(text: CheckpointTokenizer | None, prompt: str, directory: Path) -> tuple[int, ...]:
+def _encode_prompt(text: CheckpointTokenizer | None, prompt: str, directory: Path) -> tuple[int, ...]:
     """The tokens of a prompt. **Raises** `ValueError` where there is no tokenizer, or no token."""
     if text is None:
         raise ValueError(f"{directory} has no {TOKENIZER_FILE}: give ids of tokens, --tokens 3 5 7")
@@ -103,7 +103,7 @@ def encode_prompt(text: CheckpointTokenizer | None, prompt: str, directory: Path
 
 def read_stop_tokens(directory: Path) -> list[int]:
     """What ends a text, as the checkpoint says it: one id, several, or none."""
-    for name in (GENERATION_CONFIG_FILE, CONFIG_NAME):
+    for name in (_GENERATION_CONFIG_FILE, CONFIG_NAME):
         if (directory / name).is_file():
             found = read_json(directory / name).get("eos_token_id")
             found = found if isinstance(found, list) else [found]
@@ -121,11 +121,11 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return batch, np.arange(longest) >= longest - np.array([len(row) for row in prompts])[:, None]
 
 
-class TokenPrinter:
+class _TokenPrinter:
     """Prints what comes, and at the end how fast it came: the tokens after the second, by when all is compiled."""
 
     def __init__(self, text: CheckpointTokenizer | None, prompts: Sequence[Sequence[int]]):
-        decode = text.decode if text else format_token_ids
+        decode = text.decode if text else _format_token_ids
         self._streams = [StreamDecoder(decode, prompt) for prompt in prompts]
         self._pieces: list[list[str]] = [[] for _ in prompts]
         self._start = time.perf_counter()
@@ -153,5 +153,5 @@ class TokenPrinter:
         print(told, file=sys.stderr)
 
 
-def format_token_ids(tokens: Sequence[int]) -> str:
+def _format_token_ids(tokens: Sequence[int]) -> str:
     return "".join(f"{token} " for token in tokens)

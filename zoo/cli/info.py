@@ -51,11 +51,13 @@ def info(
     else:
         raise ValueError("name a directory to look into, or --preset and a model; `zoo presets` lists them")
     print(
-        json.dumps(build_json(found, preset), indent=2) if as_json else "\n".join(format_summary(found, preset, names))
+        json.dumps(_build_json(found, preset), indent=2)
+        if as_json
+        else "\n".join(_format_summary(found, preset, names))
     )
 
 
-def build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
+def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     parts = [
         {
             "name": row.name,
@@ -95,7 +97,7 @@ def build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     }
 
 
-def format_summary(summary: Summary, preset: str | None, names: bool) -> list[str]:
+def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[str]:
     facts = [] if preset is None else [("preset", f"{preset}, of the sizes of {find_preset(preset).source}")]
     facts += [
         ("family", f"{summary.family} ({summary.architecture} in transformers)"),
@@ -127,24 +129,24 @@ def format_summary(summary: Summary, preset: str | None, names: bool) -> list[st
             f"{format_bytes(summary.bytes_per_device)} of parameters on each of {summary.mesh.devices.size} devices"
         )
         facts.append(("mesh", f"{summary.mesh}: {per_device}"))
-    return [*align_columns(facts), "", *format_table(summary, names)]
+    return [*align_columns(facts), "", *_format_table(summary, names)]
 
 
-def format_table(summary: Summary, names: bool) -> list[str]:
+def _format_table(summary: Summary, names: bool) -> list[str]:
     """A line for each parameter, those of a part together, below what the part has in all."""
     lines = [["parameter", "layers", "dims", "shape", "dtype", "share"]]
     lines[0] += [] if summary.mesh is None else ["on the mesh", "a device"]
     for part in dict.fromkeys(row.part for row in summary.rows):
         rows = [row for row in summary.rows if row.part == part]
         count = sum(row.count for row in rows)
-        lines.append([f"{part}: {count:,}", "", "", "", "", format_percentage(count, summary.count)])
+        lines.append([f"{part}: {count:,}", "", "", "", "", _format_percentage(count, summary.count)])
         for row in rows:
-            lines.append(format_cells(row, summary))
+            lines.append(_format_cells(row, summary))
             lines += [[f"    {name}"] for name in row.tensors] if names else []
     return align_columns(lines, right=(5, 7))
 
 
-def format_cells(row: ParameterSummary, summary: Summary) -> list[str]:
+def _format_cells(row: ParameterSummary, summary: Summary) -> list[str]:
     layers = format_ranges(row.layers) if row.layers else ""
     shape = " x ".join(map(str, row.shape))
     here = [
@@ -153,10 +155,10 @@ def format_cells(row: ParameterSummary, summary: Summary) -> list[str]:
         row.dims,
         shape,
         ", ".join(row.dtypes),
-        format_percentage(row.count, summary.count),
+        _format_percentage(row.count, summary.count),
     ]
     return here if row.spec is None else [*here, str(row.spec), format_bytes(row.bytes_per_device)]
 
 
-def format_percentage(count: int, total: int) -> str:
+def _format_percentage(count: int, total: int) -> str:
     return f"{100 * count / total:.2f}%"

@@ -9,12 +9,12 @@ import tyro
 
 from zoo.weights import CheckpointError, load_family
 from zoo.weights.directory import read_json, resolve_directory
-from zoo.weights.parity import TOLERANCE, Comparison, ParityReport, compare, read_expectations
 from zoo.weights.from_torch import compute_expectations
+from zoo.weights.parity import TOLERANCE, Comparison, ParityReport, compare, read_expectations
 
 from .terminal import align_columns
 
-EXPECTED_FILE = "expected.safetensors"
+_EXPECTED_FILE = "expected.safetensors"
 
 
 def parity(
@@ -41,14 +41,14 @@ def parity(
         as_json: Print one JSON object instead.
     """
     directory = resolve_directory(directory)
-    stored = directory / EXPECTED_FILE if expected is None and (directory / EXPECTED_FILE).exists() else expected
+    stored = directory / _EXPECTED_FILE if expected is None and (directory / _EXPECTED_FILE).exists() else expected
     if stored is not None and not stored.is_file():
         raise CheckpointError(f"there is no file {stored}")
     if stored is None:
         print("computing with transformers", file=sys.stderr)
     results = compute_expectations(directory) if stored is None else read_expectations(stored)
     meta = directory / "meta.json"
-    norms = read_json(meta).get("grad_norm") if stored == directory / EXPECTED_FILE and meta.exists() else None
+    norms = read_json(meta).get("grad_norm") if stored == directory / _EXPECTED_FILE and meta.exists() else None
     report = compare(
         directory,
         results,
@@ -56,24 +56,24 @@ def parity(
         tolerance=tolerance,
         family=None if family is None else load_family(family),
     )
-    print(format_json(report) if as_json else "\n".join(format_report(report, every)))
+    print(_format_json(report) if as_json else "\n".join(_format_report(report, every)))
     if not report.passed:
         sys.exit(1)
 
 
-def format_json(report: ParityReport) -> str:
+def _format_json(report: ParityReport) -> str:
     lines = [{**vars(line), "passed": line.passed} for line in report.comparisons]
     return json.dumps(
         {"passed": report.passed, "first": report.first_failure and report.first_failure.name, "lines": lines}
     )
 
 
-def format_report(report: ParityReport, every_gradient: bool) -> list[str]:
+def _format_report(report: ParityReport, every_gradient: bool) -> list[str]:
     computed = [line for line in report.comparisons if "gradient" not in line.name]
     gradients = sorted((line for line in report.comparisons if "gradient" in line.name), key=lambda line: -line.error)
     shown = gradients if every_gradient else gradients[:5]
     head = ["", "float32", "alone", "bfloat16", "PyTorch's", ""]
-    table = align_columns([head, *map(format_line, [*computed, *shown])], right=(1, 2, 3, 4))
+    table = align_columns([head, *map(_format_line, [*computed, *shown])], right=(1, 2, 3, 4))
     if len(shown) < len(gradients):
         table.append(f"and {len(gradients) - len(shown)} gradients no farther off (--all shows them)")
     first = report.first_failure
@@ -87,7 +87,7 @@ def format_report(report: ParityReport, every_gradient: bool) -> list[str]:
     ]
 
 
-def format_line(line: Comparison) -> list[str]:
+def _format_line(line: Comparison) -> list[str]:
     figures = [line.error, line.own, line.bfloat16, line.theirs]
     return [
         line.name,

@@ -49,7 +49,7 @@ class ParameterSummary:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredFiles:
+class _StoredFiles:
     """What there is of a model on disk."""
 
     files: int
@@ -66,7 +66,7 @@ class Summary:
     tied: bool
     active: int
     """How many of the parameters a token meets: fewer than all where there are experts."""
-    stored: StoredFiles | None
+    stored: _StoredFiles | None
     """None for a preset."""
     dtypes: dict[str, int]
     """How many numbers are stored, or made, in each."""
@@ -106,11 +106,11 @@ def summarize(directory: Path, mesh: Mesh | None = None) -> Summary:
         for piece in tensor.slices:
             dtypes[piece.leaf][checkpoint.tensors[name].dtype] = None
     files, tensors = list_weight_files(path), open_tensors(path)
-    stored = StoredFiles(len(files), sum(file.stat().st_size for file in files), len(tensors))
-    found = summarize_shapes(
+    stored = _StoredFiles(len(files), sum(file.stat().st_size for file in files), len(tensors))
+    found = _summarize_shapes(
         checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, [*map(list, dtypes)], mesh
     )
-    return dataclasses.replace(found, stored=stored, dtypes=count_by_dtype(tensors.values()))
+    return dataclasses.replace(found, stored=stored, dtypes=_count_by_dtype(tensors.values()))
 
 
 def summarize_preset(name: str, mesh: Mesh | None = None) -> Summary:
@@ -122,10 +122,10 @@ def summarize_preset(name: str, mesh: Mesh | None = None) -> Summary:
     family = model.origin.family
     config = read_config(family, json.loads(model.origin.config))
     dtypes = [[np.dtype(x.dtype)] for x in jax.tree.leaves(model)]
-    return summarize_shapes(family, config, model, family.names(config), dtypes, mesh)
+    return _summarize_shapes(family, config, model, family.names(config), dtypes, mesh)
 
 
-def summarize_shapes(
+def _summarize_shapes(
     family: Family,
     config: Config,
     model: Any,
@@ -140,13 +140,13 @@ def summarize_shapes(
         tied=getattr(model, "head", model) is None,
         active=count_active_parameters(model),
         stored=None,
-        dtypes=count_by_dtype(jax.tree.leaves(model)),
+        dtypes=_count_by_dtype(jax.tree.leaves(model)),
         segments=[
-            [len(segment.blocks), segment.local_repeats] for stack in find_stacks(model) for segment in stack.segments
+            [len(segment.blocks), segment.local_repeats] for stack in _find_stacks(model) for segment in stack.segments
         ],
-        cache=measure_cache(model, [held[0] for held in dtypes], config.get("max_position_embeddings")),
+        cache=_measure_cache(model, [held[0] for held in dtypes], config.get("max_position_embeddings")),
         mesh=mesh,
-        rows=tuple(summarize_parameters(model, table, [tuple(map(str, held)) for held in dtypes], mesh)),
+        rows=tuple(_summarize_parameters(model, table, [tuple(map(str, held)) for held in dtypes], mesh)),
     )
 
 
@@ -159,7 +159,7 @@ def list_weight_files(directory: Path) -> list[Path]:
     ]
 
 
-def count_by_dtype(tensors: Iterable[LazyTensor | jax.ShapeDtypeStruct]) -> dict[str, int]:
+def _count_by_dtype(tensors: Iterable[LazyTensor | jax.ShapeDtypeStruct]) -> dict[str, int]:
     """How many numbers there are of each dtype, most first."""
     found: dict[str, int] = {}
     for tensor in tensors:
@@ -167,11 +167,11 @@ def count_by_dtype(tensors: Iterable[LazyTensor | jax.ShapeDtypeStruct]) -> dict
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def find_stacks(model: Any) -> list[Stack]:
+def _find_stacks(model: Any) -> list[Stack]:
     return [x for x in jax.tree.leaves(model, is_leaf=is_stack) if isinstance(x, Stack)]
 
 
-def summarize_parameters(
+def _summarize_parameters(
     model: Any, table: NameMap, dtypes: Sequence[tuple[str, ...]], mesh: Mesh | None
 ) -> list[ParameterSummary]:
     """A row for each of our names and shapes: arrays that differ only in the layers they hold are one."""
@@ -187,16 +187,16 @@ def summarize_parameters(
         held = tuple(dict.fromkeys(dtype for _, _, own in arrays for dtype in own))
         width = np.dtype(held[0]).itemsize
         specs = [None if mesh is None else mesh.spec(place.dims, own, place.name) for place, own, _ in arrays]
-        lying = [math.prod(own) // count_shards(spec, mesh) for (_, own, _), spec in zip(arrays, specs, strict=True)]
+        lying = [math.prod(own) // _count_shards(spec, mesh) for (_, own, _), spec in zip(arrays, specs, strict=True)]
         rows.append(
             ParameterSummary(
                 name=name,
-                part=get_part_name(name),
+                part=_get_part_name(name),
                 layers=tuple(sorted(layers)),
                 dims=" ".join(dim.name for dim in place.dims),
                 shape=(len(layers), *shape) if layers else shape,
                 dtypes=held,
-                tensors=(format_tensor_name(place, ours),),
+                tensors=(_format_tensor_name(place, ours),),
                 spec=specs[0],
                 bytes_per_device=sum(lying) * width,
                 trainable=place.leaf.learnt,
@@ -207,7 +207,7 @@ def summarize_parameters(
     return sorted(rows, key=lambda row: -1 if "embedding" in row.part else last.get(row.part, parts.index(row.part)))
 
 
-def count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
+def _count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
     """Into how many shares an array is cut."""
     if spec is None or mesh is None:
         return 1
@@ -215,13 +215,13 @@ def count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def get_part_name(name: str) -> str:
+def _get_part_name(name: str) -> str:
     """The part of a model that a parameter belongs to: the first word of its name below the layers."""
     word = name.removeprefix("layers.*.").partition(".")[0]
     return "norms" if word == "norm" or word.endswith("_norm") else word
 
 
-def format_tensor_name(path: ParameterPath, ours: Mapping[str, Any]) -> str:
+def _format_tensor_name(path: ParameterPath, ours: Mapping[str, Any]) -> str:
     """The name of their tensor, and which part of it where there are several."""
     name, row, number = find_mapping(path, ours)
     told = [f"part {number + 1} of {len(row.parts)}"] if len(row.parts) > 1 else []
@@ -230,7 +230,7 @@ def format_tensor_name(path: ParameterPath, ours: Mapping[str, Any]) -> str:
     return name + (f" ({', '.join(told)})" if told else "")
 
 
-def measure_cache(model: Any, dtypes: Sequence[np.dtype], max_length: int | None) -> dict[str, Any] | None:
+def _measure_cache(model: Any, dtypes: Sequence[np.dtype], max_length: int | None) -> dict[str, Any] | None:
     """What a model remembers of a row, in bytes: for each token, however many there are, and of `longest` tokens."""
     if not isinstance(model, Decoder) or not isinstance(model.stack, Stack):
         return None

@@ -65,12 +65,12 @@ def prefill(
         newest=newest,
         positions=newest,
         done=jnp.zeros_like(newest, bool),
-        seen=None if options.penalty is None else mark_seen_tokens(tokens, positions >= 0, logits),
+        seen=None if options.penalty is None else _mark_seen_tokens(tokens, positions >= 0, logits),
         keys=None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, rows),
         step=jnp.int32(0),
         running=jnp.array(True),
     )
-    return append_token(start, logits, options)
+    return _append_token(start, logits, options)
 
 
 def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
@@ -82,14 +82,14 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
         tokens = jnp.maximum(state.newest, 0)
         stream, states = model.hidden(tokens[:, None], TokenInfo(positions[:, None]), state.states)
         state = dataclasses.replace(state, states=() if states is None else states)
-        return append_token(state, model.logits(stream.x[:, 0]), options)
+        return _append_token(state, model.logits(stream.x[:, 0]), options)
 
     return lax.while_loop(lambda state: (state.step < until) & state.running, step, state)
 
 
-def append_token(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> DecodeState:
+def _append_token(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> DecodeState:
     """The state with one more token, chosen by the logits: those of a device's share of the vocabulary."""
-    newest = jnp.where(state.done, -1, sample_token(state, logits.astype(jnp.float32), options))
+    newest = jnp.where(state.done, -1, _sample_token(state, logits.astype(jnp.float32), options))
     done, seen = state.done, state.seen
     if options.stop is not None:
         done |= (newest[:, None] == options.stop).any(1)
@@ -109,7 +109,7 @@ def append_token(state: DecodeState, logits: Float[Array, "batch vocab"], option
     )
 
 
-def sample_token(
+def _sample_token(
     state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions
 ) -> Int[Array, "batch"]:
     if state.seen is not None and options.penalty is not None:
@@ -123,7 +123,7 @@ def sample_token(
     return sample_tokens(logits, jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)).astype(jnp.int32)
 
 
-def mark_seen_tokens(
+def _mark_seen_tokens(
     tokens: Int[Array, "batch seq"], real: Bool[Array, "batch seq"], logits: Float[Array, "batch vocab"]
 ) -> Bool[Array, "batch vocab"]:
     """Which ids occur, of those whose logits live here."""
@@ -136,11 +136,11 @@ def mark_seen_tokens(
 
 def unstack_layers(model: Decoder, mesh: Mesh | None) -> Decoder:
     """The model with its layers taken out of their stack; as it is where they stand alone already."""
-    return swap_stack(model, lambda stack: unstack(stack, mesh) if isinstance(stack, Stack) else stack)
+    return swap_stack(model, lambda stack: _unstack(stack, mesh) if isinstance(stack, Stack) else stack)
 
 
 @eqx.filter_jit
-def unstack(stack: Stack, mesh: Mesh | None) -> AbstractStack:
+def _unstack(stack: Stack, mesh: Mesh | None) -> AbstractStack:
     layers = stack.unstack()
     return layers if mesh is None else place(layers, mesh)
 
@@ -154,10 +154,10 @@ def run_program(program: Callable, mesh: Mesh | None, fixed: tuple, *args: Any, 
     )
 
 
-def call_program(kept: tuple[Callable, tuple], args: tuple) -> DecodeState:
+def _call_program(kept: tuple[Callable, tuple], args: tuple) -> DecodeState:
     program, fixed = kept
     return program(fixed, *args)
 
 
-call_program_keeping = eqx.filter_jit(call_program)
-call_program_donating = eqx.filter_jit(call_program, donate="all-except-first")
+call_program_keeping = eqx.filter_jit(_call_program)
+call_program_donating = eqx.filter_jit(_call_program, donate="all-except-first")

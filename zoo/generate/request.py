@@ -15,9 +15,9 @@ from zoo.layers import AbstractMixer
 from zoo.models import Decoder
 from zoo.parallel import Mesh, Module
 
-Number = float | int
+_Number = float | int
 
-MIN_BUCKET = 16
+_MIN_BUCKET = 16
 """Prompts and caches hold at least so many tokens, so that short ones share a program."""
 
 
@@ -35,11 +35,11 @@ class SamplingOptions(Module):
     @classmethod
     def from_arguments(
         cls,
-        temperature: Number,
+        temperature: _Number,
         top_k: int | None,
-        top_p: Number | None,
-        min_p: Number | None,
-        penalty: Number | None,
+        top_p: _Number | None,
+        min_p: _Number | None,
+        penalty: _Number | None,
         stop_tokens: Sequence[int],
         vocab: int,
     ) -> "SamplingOptions":
@@ -47,7 +47,7 @@ class SamplingOptions(Module):
         stop = [int(token) for token in stop_tokens]
         if outside := [token for token in stop if not 0 <= token < vocab]:
             raise ValueError(f"stop_tokens: {outside[0]} is outside the vocabulary of {vocab} tokens")
-        stop += [-1] * (round_up_to_power_of_two(len(stop), 4) - len(stop))
+        stop += [-1] * (_round_up_to_power_of_two(len(stop), 4) - len(stop))
 
         def number(x, dtype=jnp.float32):
             return None if x is None else jnp.asarray(x, dtype)
@@ -64,11 +64,11 @@ class SamplingOptions(Module):
 
 def check_sampling_options(
     max_new_tokens: int,
-    temperature: Number,
+    temperature: _Number,
     top_k: int | None,
-    top_p: Number | None,
-    min_p: Number | None,
-    penalty: Number | None,
+    top_p: _Number | None,
+    min_p: _Number | None,
+    penalty: _Number | None,
     has_key: bool,
 ) -> None:
     """**Raises** `ValueError` for the first number that is out of its range, by name."""
@@ -103,7 +103,7 @@ def check_prompt(tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"]
             f"generate needs a prompt of at least 1 row and 1 token, and its mask: {tokens.shape}{of_mask}"
         )
     real = np.ones(tokens.shape, bool)
-    if mask is not None and is_host_readable(mask):
+    if mask is not None and _is_host_readable(mask):
         real = np.asarray(jax.device_get(mask))
         if len(empty := np.flatnonzero(~real.any(1))):
             raise ValueError(f"row {empty[0]} of the prompt has no real token: mask is False all along it")
@@ -112,7 +112,7 @@ def check_prompt(tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"]
                 f"prompts are padded on the left: once a token of a row is real so are all after it, and in row "
                 f"{rows[0]} of mask they are not"
             )
-    if is_host_readable(tokens) and (mask is None or is_host_readable(mask)):
+    if _is_host_readable(tokens) and (mask is None or _is_host_readable(mask)):
         ids = np.asarray(jax.device_get(tokens))[real]
         if len(outside := ids[(ids < 0) | (ids >= vocab)]):
             raise ValueError(f"the prompt holds {outside[0]}, which is outside the vocabulary of {vocab} tokens")
@@ -142,7 +142,7 @@ def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | Non
                 f"length={length} does not hold {prompt} tokens of the prompt and {new} new ones: {needed}"
             )
         return length
-    rounded = round_up_to_power_of_two(needed)
+    rounded = _round_up_to_power_of_two(needed)
     mixers = jax.tree.leaves(model.stack, is_leaf=lambda x: isinstance(x, AbstractMixer))
     settled = [
         x.rope_stable_length for x in mixers if isinstance(x, AbstractMixer) and x.rope_stable_length is not None
@@ -150,19 +150,19 @@ def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | Non
     if rounded > min(settled, default=rounded):
         return needed
     try:
-        try_init_state(model, rounded)
+        _try_init_state(model, rounded)
     except (ValueError, NotImplementedError):
         return needed
     return rounded
 
 
 @eqx.filter_jit
-def try_init_state(model: Decoder, length: int) -> None:
+def _try_init_state(model: Decoder, length: int) -> None:
     """Raises where a model cannot hold so many tokens; compiled, so that it is asked once and not at every call."""
     model.init_state(1, length)
 
 
-def round_up_to_power_of_two(size: int, minimum: int = MIN_BUCKET) -> int:
+def _round_up_to_power_of_two(size: int, minimum: int = _MIN_BUCKET) -> int:
     """The smallest power of two that holds `size`, and at least `smallest`."""
     return max(minimum, 1 << (size - 1).bit_length())
 
@@ -178,16 +178,16 @@ def pad_prompt(
     (count, seq), shares = tokens.shape, 1 if mesh is None else math.prod(mesh.shape[a] for a in mesh.axes("batch"))
     real: Any = np.ones(tokens.shape, bool) if mask is None else mask
     # On the host where that is possible: no program is compiled for each length of a prompt.
-    known = is_host_readable(tokens) and (mask is None or is_host_readable(mask))
+    known = _is_host_readable(tokens) and (mask is None or _is_host_readable(mask))
     xp: Any = np if known else jnp
     ids, real = jax.device_get((tokens, real)) if known else (tokens, real)
     rows = np.minimum(np.arange(-(-count // shares) * shares), count - 1)
-    pad = (0, 0), (min(round_up_to_power_of_two(seq), length) - seq, 0)
+    pad = (0, 0), (min(_round_up_to_power_of_two(seq), length) - seq, 0)
     positions = xp.pad(xp.where(real, xp.cumsum(real, axis=1) - 1, -1), pad, constant_values=-1)
     prompt = xp.pad(xp.where(real, ids, 0), pad)  # padding may be any id, and an unknown one is NaN
     return jax.device_put(tuple(x.astype(np.int32) for x in (prompt[rows], positions[rows], rows)))
 
 
-def is_host_readable(x: Array) -> bool:
+def _is_host_readable(x: Array) -> bool:
     """Whether the numbers of an array can be read: not under `jit`, nor where other processes hold some."""
     return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)

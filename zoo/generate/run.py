@@ -14,7 +14,7 @@ from zoo.parallel import Mesh, place
 from . import request
 from .decode import DecodeState, decode_until, prefill, run_program, unstack_layers
 
-Number = float | int
+_Number = float | int
 
 
 def generate(
@@ -23,11 +23,11 @@ def generate(
     *,
     max_new_tokens: int,
     mask: Bool[Array, "batch seq"] | None = None,
-    temperature: Number = 0.0,
+    temperature: _Number = 0.0,
     top_k: int | None = None,
-    top_p: Number | None = None,
-    min_p: Number | None = None,
-    repetition_penalty: Number | None = None,
+    top_p: _Number | None = None,
+    min_p: _Number | None = None,
+    repetition_penalty: _Number | None = None,
     stop_tokens: Sequence[int] = (),
     length: int | None = None,
     mesh: Mesh | None = None,
@@ -81,13 +81,13 @@ def generate(
     if max_new_tokens > 1:
         model = unstack_layers(model, mesh)
     if callback is not None:
-        state = decode_with_callback(callback, mesh, (model, options), state, len(tokens), max_new_tokens)
+        state = _decode_with_callback(callback, mesh, (model, options), state, len(tokens), max_new_tokens)
     elif max_new_tokens > 1:
         state = run_program(decode_until, mesh, (model, options), state, jnp.int32(max_new_tokens), donate=True)
     return state.tokens[: len(tokens), :max_new_tokens]
 
 
-def decode_with_callback(
+def _decode_with_callback(
     callback: Callable,
     mesh: Mesh | None,
     fixed: tuple[Decoder, request.SamplingOptions],

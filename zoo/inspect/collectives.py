@@ -11,17 +11,17 @@ import numpy as np
 
 from .hlo import Execution, Instruction, count_shape_bytes
 
-COLLECTIVE_OPCODES = (
+_COLLECTIVE_OPCODES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-DeviceGroups = frozenset[frozenset[int]]
+_DeviceGroups = frozenset[frozenset[int]]
 """Which devices, by their places in the program's list of them, take part together."""
 
-EXPLICIT_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
-IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-MESH_AXES_GROUPS = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
-SOURCE_TARGET_PAIRS = re.compile(r"source_target_pairs=\{((?:\{[\d,]*\},?)*)\}")
+_EXPLICIT_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_AXES_GROUPS = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
+_SOURCE_TARGET_PAIRS = re.compile(r"source_target_pairs=\{((?:\{[\d,]*\},?)*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def sum_collectives(
     sums: dict[tuple, list[int]] = {}
     for one in executions:
         kind = one.instruction.opcode.removesuffix("-start")
-        if kind not in COLLECTIVE_OPCODES:
+        if kind not in _COLLECTIVE_OPCODES:
             continue
         groups = parse_groups(one.instruction, devices)
         axes = None if groups is None else find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
@@ -59,7 +59,7 @@ def sum_collectives(
             if name in one.computation
         ]
         wide = max(map(len, groups or ()), default=1) if kind == "all-gather" else 1
-        key = kind, axes, "" if axes is not None else format_groups(one.instruction)
+        key = kind, axes, "" if axes is not None else _format_groups(one.instruction)
         total = sums.setdefault(key, [0, 0, 0])
         for place, more in enumerate((1, len(sizes), sum(sizes) * wide)):
             total[place] += one.times * more
@@ -67,7 +67,7 @@ def sum_collectives(
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, str(row.axes))))
 
 
-def parse_groups(instruction: Instruction, devices: int) -> DeviceGroups | None:
+def parse_groups(instruction: Instruction, devices: int) -> _DeviceGroups | None:
     """Who takes part together. XLA writes it in four ways; None where this one is none of them.
 
     - `replica_groups={{0,1},{2,3}}`: as they are; empty braces are all devices in one group.
@@ -77,42 +77,42 @@ def parse_groups(instruction: Instruction, devices: int) -> DeviceGroups | None:
     - `source_target_pairs={{0,1},{1,0}}`, of a permutation: a pair is a group.
     """
     text = instruction.attributes
-    if found := SOURCE_TARGET_PAIRS.search(text) or EXPLICIT_GROUPS.search(text):
-        sets = frozenset(frozenset(parse_integers(inner)) for inner in re.findall(r"\{([\d,]*)\}", found[1]))
+    if found := _SOURCE_TARGET_PAIRS.search(text) or _EXPLICIT_GROUPS.search(text):
+        sets = frozenset(frozenset(_parse_integers(inner)) for inner in re.findall(r"\{([\d,]*)\}", found[1]))
         return sets or frozenset([frozenset(range(devices))])
-    if found := IOTA_GROUPS.search(text):
-        return rows_to_groups(
-            iota(parse_integers(found[2]), parse_integers(found[3] or "")).reshape(parse_integers(found[1]))
+    if found := _IOTA_GROUPS.search(text):
+        return _rows_to_groups(
+            _iota(_parse_integers(found[2]), _parse_integers(found[3] or "")).reshape(_parse_integers(found[1]))
         )
-    if found := MESH_AXES_GROUPS.search(text):
+    if found := _MESH_AXES_GROUPS.search(text):
         sizes = {name.strip("'\" "): int(size) for name, size in (part.split("=") for part in found[1].split(","))}
-        ids = parse_device_ids(found[2] or "", math.prod(sizes.values()))
-        return rows_to_groups(
-            group_device_ids(ids, sizes, [part.strip() for part in found[3].split(",") if part.strip()])
+        ids = _parse_device_ids(found[2] or "", math.prod(sizes.values()))
+        return _rows_to_groups(
+            _group_device_ids(ids, sizes, [part.strip() for part in found[3].split(",") if part.strip()])
         )
     return None
 
 
-def parse_integers(text: str) -> list[int]:
+def _parse_integers(text: str) -> list[int]:
     return list(map(int, re.findall(r"\d+", text)))
 
 
-def iota(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
+def _iota(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose(order) if order else ids
 
 
-def parse_device_ids(text: str, devices: int) -> np.ndarray:
+def _parse_device_ids(text: str, devices: int) -> np.ndarray:
     """`[4,2]T(1,0)`, or a list of them, or nothing: in order."""
     shape, _, order = text.partition("T")
     if order:
-        return iota(parse_integers(shape), parse_integers(order))
-    return np.array(parse_integers(text)) if text and not text.startswith("[") else np.arange(devices)
+        return _iota(_parse_integers(shape), _parse_integers(order))
+    return np.array(_parse_integers(text)) if text and not text.startswith("[") else np.arange(devices)
 
 
-def group_device_ids(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.ndarray:
+def _group_device_ids(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.ndarray:
     """A row for each group: the named axes, or parts of them, last."""
-    chosen = [parse_axis(axis, sizes) for axis in axes]
+    chosen = [_parse_axis(axis, sizes) for axis in axes]
     shape, last = [], []
     for name, size in sizes.items():
         own = [(start, stop) for of, start, stop in chosen if of == name]
@@ -124,20 +124,20 @@ def group_device_ids(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]
     return ids.reshape(shape).transpose(others + last).reshape(-1, math.prod(shape[place] for place in last))
 
 
-def parse_axis(axis: str, sizes: dict[str, int]) -> tuple[str, int, int]:
+def _parse_axis(axis: str, sizes: dict[str, int]) -> tuple[str, int, int]:
     """`'b':(2)3` is the part of axis b between the parts of size 2 and 2 x 3, outermost first; `'b'` is all of it."""
     name, _, part = axis.partition(":")
     name = name.strip("'\"")
-    before, own = parse_integers(part) if part else (1, sizes[name])
+    before, own = _parse_integers(part) if part else (1, sizes[name])
     return name, before, before * own
 
 
-def rows_to_groups(ids: np.ndarray) -> DeviceGroups:
+def _rows_to_groups(ids: np.ndarray) -> _DeviceGroups:
     return frozenset(frozenset(row.tolist()) for row in ids)
 
 
 def find_mesh_axes(
-    groups: DeviceGroups, mesh: jax.sharding.Mesh | None, *, permute: bool = False
+    groups: _DeviceGroups, mesh: jax.sharding.Mesh | None, *, permute: bool = False
 ) -> tuple[str, ...] | None:
     """The mesh axes whose groups these are; of a permutation, those along which its pairs differ. None where there are
     no such axes: a group may be part of an axis, or cut across several."""
@@ -154,13 +154,13 @@ def find_mesh_axes(
         for axes in itertools.combinations(range(len(sizes)), count):
             others = [axis for axis in range(len(sizes)) if axis not in axes]
             wide = math.prod(ids.shape[axis] for axis in axes)
-            if rows_to_groups(ids.transpose(*others, *axes).reshape(-1, wide)) == groups:
+            if _rows_to_groups(ids.transpose(*others, *axes).reshape(-1, wide)) == groups:
                 return tuple(list(sizes)[axis] for axis in axes)
     return None
 
 
-def format_groups(instruction: Instruction) -> str:
-    for pattern in (EXPLICIT_GROUPS, IOTA_GROUPS, MESH_AXES_GROUPS, SOURCE_TARGET_PAIRS):
+def _format_groups(instruction: Instruction) -> str:
+    for pattern in (_EXPLICIT_GROUPS, _IOTA_GROUPS, _MESH_AXES_GROUPS, _SOURCE_TARGET_PAIRS):
         if found := pattern.search(instruction.attributes):
             return found[0].partition("=")[2]
     return "unknown"

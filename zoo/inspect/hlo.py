@@ -25,15 +25,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-COMPUTATION_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) .*\{\s*$")
-INSTRUCTION_NAME = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>\S+) = ")
-ARRAY_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]")
-TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-INPUT_OUTPUT_ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
+_COMPUTATION_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) .*\{\s*$")
+_INSTRUCTION_NAME = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>\S+) = ")
+_ARRAY_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_INPUT_OUTPUT_ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 
-RESHAPE_OPCODES = ("bitcast", "reshape")
-SLICE_OPCODES = ("slice", "dynamic-slice", "gather")
-NO_TRAFFIC_OPCODES = (
+_RESHAPE_OPCODES = ("bitcast", "reshape")
+_SLICE_OPCODES = ("slice", "dynamic-slice", "gather")
+_NO_TRAFFIC_OPCODES = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "optimization-barrier", "domain", "add-dependency", "token"),
 )
@@ -56,7 +56,7 @@ class Instruction:
         return () if found is None else tuple(name.strip("%") for name in re.split(r"[{},\s]+", found[1]) if name)
 
 
-Computation = Mapping[str, Instruction]
+_Computation = Mapping[str, Instruction]
 """Its instructions by name, in order; the last is its result, unless one is marked as the root."""
 
 
@@ -65,7 +65,7 @@ class HloModule:
     """A compiled program: the first line of its text, its computations by name, and where it begins."""
 
     header: str
-    computations: Mapping[str, Computation]
+    computations: Mapping[str, _Computation]
     entry: str
     roots: Mapping[str, str]
     """The instruction that is a computation's result, by the computation's name."""
@@ -76,7 +76,7 @@ class Execution:
     """An instruction that runs, and how often: `times` is the product of the trip counts of the loops around it."""
 
     instruction: Instruction
-    computation: Computation
+    computation: _Computation
     times: int
 
 
@@ -89,12 +89,12 @@ def parse_module(text: str) -> HloModule:
             header = line
         elif line.startswith("}"):
             inside = None
-        elif inside is not None and (found := INSTRUCTION_NAME.match(line)):
+        elif inside is not None and (found := _INSTRUCTION_NAME.match(line)):
             instruction = parse_instruction(found["name"], line[found.end() :])
             computations[inside][instruction.name] = instruction
             if found["root"] or inside not in roots:
                 roots[inside] = instruction.name
-        elif not line.startswith(" ") and (found := COMPUTATION_HEADER.match(line)):
+        elif not line.startswith(" ") and (found := _COMPUTATION_HEADER.match(line)):
             inside = found["name"]
             computations[inside] = {}
             entry = inside if found["entry"] else entry
@@ -105,16 +105,16 @@ def parse_module(text: str) -> HloModule:
 
 def parse_instruction(name: str, rest: str) -> Instruction:
     """An instruction, from what stands after its `name = `."""
-    end = find_closing_bracket(rest, 0) if rest.startswith("(") else rest.index(" ")
+    end = _find_closing_bracket(rest, 0) if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opening = rest.index("(")
-    end = find_closing_bracket(rest, opening)
+    end = _find_closing_bracket(rest, opening)
     inner = re.sub(r"/\*.*?\*/", "", rest[opening + 1 : end - 1])
-    operands = tuple(part.split()[-1].lstrip("%") for part in split_at_commas(inner) if part.strip())
+    operands = tuple(part.split()[-1].lstrip("%") for part in _split_at_commas(inner) if part.strip())
     return Instruction(name, shape, rest[:opening], operands, rest[end:])
 
 
-def find_closing_bracket(text: str, start: int) -> int:
+def _find_closing_bracket(text: str, start: int) -> int:
     """The place after the bracket that closes the one at `start`; the end where none does."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
@@ -124,7 +124,7 @@ def find_closing_bracket(text: str, start: int) -> int:
     return len(text)
 
 
-def split_at_commas(text: str) -> Iterator[str]:
+def _split_at_commas(text: str) -> Iterator[str]:
     """Parts between the commas that stand in no bracket."""
     depth, start = 0, 0
     for found in re.finditer(r"[(){}\[\],]", text):
@@ -141,7 +141,7 @@ def split_at_commas(text: str) -> Iterator[str]:
 def count_shape_bytes(shape: str) -> int:
     """Bytes of a shape, or of all in a tuple; tokens and opaque values have none."""
     total = 0
-    for dtype, sizes in ARRAY_SHAPE.findall(shape):
+    for dtype, sizes in _ARRAY_SHAPE.findall(shape):
         bits = 8 if dtype == "pred" else int(digits[0]) if (digits := re.findall(r"\d+", dtype)) else 0
         elements = 1
         for size in re.findall(r"\d+", sizes):
@@ -163,7 +163,7 @@ def count_devices(module: HloModule) -> int:
 
 def find_aliased_parameters(module: HloModule) -> frozenset[int]:
     """The arguments whose memory an output takes over."""
-    return frozenset(map(int, INPUT_OUTPUT_ALIAS.findall(module.header)))
+    return frozenset(map(int, _INPUT_OUTPUT_ALIAS.findall(module.header)))
 
 
 def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
@@ -178,7 +178,7 @@ def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
         for instruction in module.computations.get(name, {}).values():
             match instruction.opcode:
                 case "while":
-                    trips = TRIP_COUNT.search(instruction.attributes)
+                    trips = _TRIP_COUNT.search(instruction.attributes)
                     if trips is None:
                         endless.append(instruction.name)
                     for body in instruction.called_computations("body"):
@@ -210,16 +210,16 @@ def count_bytes_moved(module: HloModule, executions: list[Execution]) -> int:
     return sum(one.times * count_instruction_bytes(module, one.instruction, one.computation) for one in executions)
 
 
-def count_instruction_bytes(module: HloModule, instruction: Instruction, computation: Computation) -> int:
+def count_instruction_bytes(module: HloModule, instruction: Instruction, computation: _Computation) -> int:
     sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
     whole = count_shape_bytes(instruction.shape)
     match instruction.opcode:
-        case opcode if opcode in NO_TRAFFIC_OPCODES:
+        case opcode if opcode in _NO_TRAFFIC_OPCODES:
             return 0
         case "fusion" if (called := instruction.called_computations("calls")) and called[0] in module.computations:
             fused = module.computations[called[0]]
-            return count_fusion_reads(fused, sizes) + count_bytes_written(fused, module.roots[called[0]])
-        case opcode if opcode in SLICE_OPCODES:
+            return _count_fusion_reads(fused, sizes) + _count_bytes_written(fused, module.roots[called[0]])
+        case opcode if opcode in _SLICE_OPCODES:
             return 2 * whole + sum(sizes[1:])
         case "dynamic-update-slice" if len(sizes) > 1:
             return 2 * sizes[1]
@@ -229,41 +229,41 @@ def count_instruction_bytes(module: HloModule, instruction: Instruction, computa
             return sum(sizes) + whole
 
 
-def count_fusion_reads(fused: Computation, sizes: list[int]) -> int:
+def _count_fusion_reads(fused: _Computation, sizes: list[int]) -> int:
     """What a fusion reads of its operands, whose sizes these are."""
     numbers = {one.name: int(one.operands[0]) for one in fused.values() if one.opcode == "parameter"}
     total = 0
     for name, number in numbers.items():
-        parts = [count_bytes_read(use, source) for use, source in find_uses(fused, name)]
+        parts = [_count_bytes_read(use, source) for use, source in _find_uses(fused, name)]
         size = sizes[number] if number < len(sizes) else 0
         total += size if None in parts else min(size, sum(filter(None, parts)))
     return total
 
 
-def find_uses(fused: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
+def _find_uses(fused: _Computation, name: str) -> Iterator[tuple[Instruction, str]]:
     """The instructions that use `name`, and the name under which they do: it may have been reshaped on the way."""
     for one in fused.values():
         if name in one.operands:
-            if one.opcode in RESHAPE_OPCODES:
-                yield from find_uses(fused, one.name)
+            if one.opcode in _RESHAPE_OPCODES:
+                yield from _find_uses(fused, one.name)
             else:
                 yield one, name
 
 
-def count_bytes_read(use: Instruction, source: str) -> int | None:
+def _count_bytes_read(use: Instruction, source: str) -> int | None:
     """How many bytes of `source` this reads; None for all."""
     first_only = use.operands[0] == source and source not in use.operands[1:]
-    if use.opcode in SLICE_OPCODES and first_only:
+    if use.opcode in _SLICE_OPCODES and first_only:
         return count_shape_bytes(use.shape)
     return 0 if use.opcode == "dynamic-update-slice" and first_only else None
 
 
-def count_bytes_written(fused: Computation, root: str) -> int:
+def _count_bytes_written(fused: _Computation, root: str) -> int:
     one = fused[root]
     if one.opcode == "tuple":
-        return sum(count_bytes_written(fused, name) for name in one.operands)
-    if one.opcode in RESHAPE_OPCODES and one.operands[0] in fused:
-        return count_bytes_written(fused, one.operands[0])
+        return sum(_count_bytes_written(fused, name) for name in one.operands)
+    if one.opcode in _RESHAPE_OPCODES and one.operands[0] in fused:
+        return _count_bytes_written(fused, one.operands[0])
     if one.opcode == "dynamic-update-slice" and one.operands[1] in fused:
         return count_shape_bytes(fused[one.operands[1]].shape)
     return count_shape_bytes(one.shape)

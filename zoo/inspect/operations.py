@@ -13,7 +13,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-OPAQUE_PRIMITIVES = ("pallas_call", "ffi_call", "pure_callback", "io_callback", "tpu_custom_call", "triton_kernel_call")
+_OPAQUE_PRIMITIVES = (
+    "pallas_call",
+    "ffi_call",
+    "pure_callback",
+    "io_callback",
+    "tpu_custom_call",
+    "triton_kernel_call",
+)
 """Primitives that hide what they compute; attention as cuDNN has it is one more."""
 
 
@@ -38,40 +45,40 @@ def count_flops(jaxpr: Any) -> Flops:
     with the most, of a `shard_map` what one device does times the devices."""
     total = Flops(0)
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        total += count_equation_flops(equation)
+        total += _count_equation_flops(equation)
     return total
 
 
-def count_equation_flops(equation: Any) -> Flops:
+def _count_equation_flops(equation: Any) -> Flops:
     name, options = equation.primitive.name, equation.params
     match name:
         case "dot_general":
-            return Flops(count_dot_flops(equation))
+            return Flops(_count_dot_flops(equation))
         case "ragged_dot_general" | "ragged_dot":
-            return Flops(count_ragged_dot_flops(equation))
+            return Flops(_count_ragged_dot_flops(equation))
         case "conv_general_dilated":
-            return Flops(count_convolution_flops(equation))
+            return Flops(_count_convolution_flops(equation))
         case "scan":
             return count_flops(options["jaxpr"]) * options["length"]
         case "cond":
             return max(map(count_flops, options["branches"]), key=lambda branch: branch.total)
         case "while":
             body = count_flops(options["body_jaxpr"]) + count_flops(options["cond_jaxpr"])
-            return body + Flops(0, (f"while loop {format_scope(equation)}",)) if body.total else body
+            return body + Flops(0, (f"while loop {_format_scope(equation)}",)) if body.total else body
         case "shard_map":
             sizes = options["mesh"].shape
             axes = options.get("newly_manual_axes", options.get("manual_axes", sizes))  # the name has moved
             return count_flops(options["jaxpr"]) * math.prod(sizes[axis] for axis in axes)
-        case _ if name in OPAQUE_PRIMITIVES or name.startswith("dot_product_attention"):
+        case _ if name in _OPAQUE_PRIMITIVES or name.startswith("dot_product_attention"):
             estimate = getattr(options.get("cost_estimate"), "flops", None)
-            return Flops(0, (f"{name} {format_scope(equation)}",)) if estimate is None else Flops(int(estimate))
+            return Flops(0, (f"{name} {_format_scope(equation)}",)) if estimate is None else Flops(int(estimate))
     total = Flops(0)
-    for inner in find_subjaxprs(options):
+    for inner in _find_subjaxprs(options):
         total += count_flops(inner)
     return total
 
 
-def find_subjaxprs(options: Any) -> Iterator[Any]:
+def _find_subjaxprs(options: Any) -> Iterator[Any]:
     """Those that an equation carries: what jit, remat and custom gradients call."""
     for value in options.values():
         for one in value if isinstance(value, tuple | list) else (value,):
@@ -79,41 +86,43 @@ def find_subjaxprs(options: Any) -> Iterator[Any]:
                 yield one
 
 
-def count_dot_flops(equation: Any) -> int:
+def _count_dot_flops(equation: Any) -> int:
     left, right = (x.aval for x in equation.invars[:2])
     (_, contracted), (_, batch) = equation.params["dimension_numbers"]
-    return 2 * get_complex_factor(equation) * left.size * multiply_sizes_except(right.shape, (*contracted, *batch))
+    return 2 * _get_complex_factor(equation) * left.size * _multiply_sizes_except(right.shape, (*contracted, *batch))
 
 
-def count_ragged_dot_flops(equation: Any) -> int:
+def _count_ragged_dot_flops(equation: Any) -> int:
     """Every row with the one group that is its own; what a backend multiplies beyond that does not count."""
     left, right = (x.aval for x in equation.invars[:2])
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     return (
         2
-        * get_complex_factor(equation)
+        * _get_complex_factor(equation)
         * left.size
-        * multiply_sizes_except(right.shape, (*contracted, *batch, *numbers.rhs_group_dimensions))
+        * _multiply_sizes_except(right.shape, (*contracted, *batch, *numbers.rhs_group_dimensions))
     )
 
 
-def count_convolution_flops(equation: Any) -> int:
+def _count_convolution_flops(equation: Any) -> int:
     """For each result a sum over the window and the input features of its group; padding counts as data does."""
     kernel = equation.invars[1].aval.shape
     features = equation.params["dimension_numbers"].rhs_spec[0]
-    return 2 * get_complex_factor(equation) * equation.outvars[0].aval.size * multiply_sizes_except(kernel, (features,))
+    return (
+        2 * _get_complex_factor(equation) * equation.outvars[0].aval.size * _multiply_sizes_except(kernel, (features,))
+    )
 
 
-def multiply_sizes_except(shape: tuple[int, ...], excluded: tuple[int, ...]) -> int:
+def _multiply_sizes_except(shape: tuple[int, ...], excluded: tuple[int, ...]) -> int:
     return math.prod(size for place, size in enumerate(shape) if place not in excluded)
 
 
-def get_complex_factor(equation: Any) -> int:
+def _get_complex_factor(equation: Any) -> int:
     return 4 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1
 
 
-def format_scope(equation: Any) -> str:
+def _format_scope(equation: Any) -> str:
     """The scopes that an equation was traced in."""
     stack = str(equation.source_info.name_stack)
     return f"in {stack}" if stack else "outside any module"

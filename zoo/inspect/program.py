@@ -18,7 +18,7 @@ from .collectives import Collective, sum_collectives
 from .operations import Flops, count_flops
 from .report import format_program
 
-CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class DonationError(ValueError):
@@ -137,13 +137,13 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     jaxpr = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0].jaxpr
     calls = [equation for equation in jaxpr.eqns if "donated_invars" in equation.params]
     if len(calls) != 1:
-        raise TypeError(f"{get_step_name(step)} is not one jitted function: pass what eqx.filter_jit or jax.jit gave")
+        raise TypeError(f"{_get_step_name(step)} is not one jitted function: pass what eqx.filter_jit or jax.jit gave")
     traced = time.perf_counter()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # `donations` says which
         stage: Any = step.lower(*args, **kwargs)
     lowered = time.perf_counter()
-    with CacheHitListener() as hits:
+    with _CacheHitListener() as hits:
         stage = stage.compile()
     seconds = CompileTimes(traced - start, lowered - traced, time.perf_counter() - lowered, bool(hits))
     executable = getattr(stage, "compiled", stage)  # Equinox wraps JAX's own
@@ -151,23 +151,23 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     module = hlo.parse_module(text)
     found, endless = hlo.list_executions(module)
     devices = hlo.count_devices(module)
-    mesh = find_mesh(jaxpr, (args, kwargs), devices)
+    mesh = _find_mesh(jaxpr, (args, kwargs), devices)
     return CompiledProgram(
-        name=get_step_name(step),
+        name=_get_step_name(step),
         mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
         devices=devices,
         seconds=seconds,
         flops=count_flops(jaxpr),
         bytes_moved=hlo.count_bytes_moved(module, found),
         endless=tuple(endless),
-        memory=read_memory_stats(executable),
+        memory=_read_memory_stats(executable),
         collectives=sum_collectives(found, mesh, devices),
-        donations=tuple(check_donations(calls[0], name_arguments(step, jaxpr, args, kwargs), executable, module)),
+        donations=tuple(_check_donations(calls[0], _name_arguments(step, jaxpr, args, kwargs), executable, module)),
         text=text,
     )
 
 
-class CacheHitListener:
+class _CacheHitListener:
     """What comes out of the persistent compilation cache, in this thread."""
 
     def __enter__(self) -> list[str]:
@@ -180,31 +180,33 @@ class CacheHitListener:
         jax.monitoring.unregister_event_listener(self.record)
 
     def record(self, event: str, **_: Any) -> None:
-        if event == CACHE_HIT_EVENT and threading.get_ident() == self.thread:
+        if event == _CACHE_HIT_EVENT and threading.get_ident() == self.thread:
             self.hits.append(event)
 
 
-def get_step_name(step: Any) -> str:
+def _get_step_name(step: Any) -> str:
     return getattr(step, "__name__", type(step).__name__)
 
 
-def find_mesh(jaxpr: Any, args: Any, devices: int) -> Mesh | None:
+def _find_mesh(jaxpr: Any, args: Any, devices: int) -> Mesh | None:
     """The mesh that the arguments lie on, or that the step itself brings; None where there is none of so many devices.
     The program numbers its devices as the mesh does."""
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)] + list(find_meshes(jaxpr))
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)] + list(
+        _find_meshes(jaxpr)
+    )
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size == devices), None)
 
 
-def find_meshes(jaxpr: Any) -> Iterator[Any]:
+def _find_meshes(jaxpr: Any) -> Iterator[Any]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "shard_map":
             yield equation.params["mesh"]
         elif "jaxpr" in equation.params:
-            yield from find_meshes(equation.params["jaxpr"])
+            yield from _find_meshes(equation.params["jaxpr"])
 
 
-def read_memory_stats(executable: Any) -> MemoryStats | None:
+def _read_memory_stats(executable: Any) -> MemoryStats | None:
     stats = executable.memory_analysis()
     if stats is None:
         return None
@@ -218,10 +220,10 @@ def read_memory_stats(executable: Any) -> MemoryStats | None:
     )
 
 
-def name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
+def _name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
     """Name and array of each argument, by the identity of its variable in the jaxpr: a literal has no hash."""
     paths, _ = jax.tree_util.tree_flatten_with_path(eqx.filter((args, kwargs), eqx.is_array))
-    words, named = name_positional_arguments(step, len(args)), {}
+    words, named = _name_positional_arguments(step, len(args)), {}
     for variable, ((part, key, *path), x) in zip(jaxpr.invars, paths, strict=True):
         first = words[key.idx] if part.idx == 0 else key.key
         rest = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
@@ -229,7 +231,7 @@ def name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int
     return named
 
 
-def name_positional_arguments(step: Any, count: int) -> list[str]:
+def _name_positional_arguments(step: Any, count: int) -> list[str]:
     """What the step calls its first `count` positional arguments."""
     parameters = inspect.signature(step).parameters.values()
     own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -237,7 +239,7 @@ def name_positional_arguments(step: Any, count: int) -> list[str]:
     return [own[place] if place < len(own) else f"{more}.{place - len(own)}" for place in range(count)]
 
 
-def check_donations(
+def _check_donations(
     call: Any, known: dict[int, tuple[str, Any]], executable: Any, module: hlo.HloModule
 ) -> Iterator[Donation]:
     """The donated among the arguments of a jitted call, held against what the program says.
@@ -251,11 +253,11 @@ def check_donations(
     for variable, donated, use in zip(call.invars, call.params["donated_invars"], used, strict=True):
         if donated:
             name, x = known.get(id(variable), ("an array that the step closes over", variable.aval))
-            yield Donation(name, count_device_bytes(x), use and place in taken, use)
+            yield Donation(name, _count_device_bytes(x), use and place in taken, use)
         place += use
 
 
-def count_device_bytes(x: Any) -> int:
+def _count_device_bytes(x: Any) -> int:
     """On one device."""
     shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
     return math.prod(shape) * x.dtype.itemsize

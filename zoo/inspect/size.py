@@ -28,13 +28,13 @@ class ModelSize:
 def measure_size(model: PyTree) -> ModelSize:
     """Numbers and bytes of a model, or of its shapes alone. Learnt or not, all floating numbers are counted; what is
     packed counts decoded, and integers beside it take bytes only."""
-    nodes = jax.tree.leaves(model, is_leaf=is_packed)
-    packed = [node for node in nodes if is_packed(node)]
+    nodes = jax.tree.leaves(model, is_leaf=_is_packed)
+    packed = [node for node in nodes if _is_packed(node)]
     arrays = [x for x in nodes if hasattr(x, "dtype")] + [node.bias for node in packed if node.bias is not None]
     numbers = sum(x.size for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
     numbers += sum(math.prod(jax.eval_shape(node.decode, *node.packed).shape) for node in packed)
     return ModelSize(numbers, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "dtype")))
 
 
-def is_packed(node: Any) -> bool:
+def _is_packed(node: Any) -> bool:
     return isinstance(node, AbstractPackedLinear)

@@ -55,9 +55,9 @@ class ShortConvolution(Module):
         self, x: Float[Array, "batch seq features"], context: RecurrenceContext, state: ConvState | None = None
     ) -> tuple[Float[Array, "batch seq features"], ConvState | None]:
         """The sums; and the last inputs, where those before came."""
-        seen = prepend_history(x, self.width - 1, context, state)
+        seen = _prepend_history(x, self.width - 1, context, state)
         y = causal_conv1d(seen, self.weight, self.bias, context.segment_ids)
-        return y.astype(x.dtype), update_conv_state(seen, self.width - 1, state)
+        return y.astype(x.dtype), _update_conv_state(seen, self.width - 1, state)
 
 
 def init_token_shift(batch: int, size: int, dtype: Any, *, features: Dim = Dim("features")) -> ConvState:
@@ -70,11 +70,11 @@ def token_shift(
 ) -> tuple[Float[Array, "batch seq features"], ConvState | None]:
     """The token before each, zero before the first; and the last, where the one before came: RWKV's token shift (Peng
     et al., arXiv:2305.13048, section 3.1)."""
-    seen = prepend_history(x, 1, context, state)
-    return lag_inputs(seen, 1, x.shape[1], context.segment_ids), update_conv_state(seen, 1, state)
+    seen = _prepend_history(x, 1, context, state)
+    return lag_inputs(seen, 1, x.shape[1], context.segment_ids), _update_conv_state(seen, 1, state)
 
 
-def prepend_history(
+def _prepend_history(
     x: Float[Array, "batch seq features"], count: int, context: RecurrenceContext, state: ConvState | None
 ) -> Float[Array, "batch _ features"]:
     """The inputs, and in front of them the `count` before: zeros without a state.
@@ -92,7 +92,7 @@ def prepend_history(
     return jax.vmap(place)(together, state.inputs.astype(x.dtype), padding)
 
 
-def update_conv_state(seen: Float[Array, "batch _ features"], count: int, state: ConvState | None) -> ConvState | None:
+def _update_conv_state(seen: Float[Array, "batch _ features"], count: int, state: ConvState | None) -> ConvState | None:
     """What the next tokens will want of these, where there was a state."""
     if state is None:
         return None

@@ -16,7 +16,7 @@ from zoo.parallel import Module
 
 from .token_info import TokenInfo
 
-KVHeads = Float[Array, "batch seq kv_heads head_dim"]
+_KVHeads = Float[Array, "batch seq kv_heads head_dim"]
 
 
 class KeyValueCache(Module):
@@ -47,14 +47,14 @@ class KeyValueCache(Module):
     ) -> "KeyValueCache":
         """The cache after these tokens; of more than it has slots, it keeps the last."""
         return type(self)(
-            write_slots(self.key, key.swapaxes(1, 2), self.written, 2),
-            write_slots(self.value, value.swapaxes(1, 2), self.written, 2),
-            write_slots(self.positions, positions, self.written, 1),
+            _write_slots(self.key, key.swapaxes(1, 2), self.written, 2),
+            _write_slots(self.value, value.swapaxes(1, 2), self.written, 2),
+            _write_slots(self.positions, positions, self.written, 1),
             self.written + positions.shape[1],
             self.length,
         )
 
-    def read(self) -> tuple[KVHeads, KVHeads, Int[Array, "batch seq"]]:
+    def read(self) -> tuple[_KVHeads, _KVHeads, Int[Array, "batch seq"]]:
         """Keys, values and positions as `write` takes them, slots along seq."""
         return self.key.swapaxes(1, 2), self.value.swapaxes(1, 2), self.positions
 
@@ -78,8 +78,8 @@ class LatentCache(Module):
     def write(self, features: Float[Array, "batch seq features"], positions: Int[Array, "batch seq"]) -> "LatentCache":
         """The cache after these tokens; of more than it has slots, it keeps the last."""
         return type(self)(
-            write_slots(self.features, features, self.written, 1),
-            write_slots(self.positions, positions, self.written, 1),
+            _write_slots(self.features, features, self.written, 1),
+            _write_slots(self.positions, positions, self.written, 1),
             self.written + positions.shape[1],
             self.length,
         )
@@ -91,28 +91,30 @@ def require_positions(info: TokenInfo, state: Any) -> None:
         raise ValueError("with a cache the place of each token is not known: give positions, -1 for padding")
 
 
-def write_slots(ring: Array, new: Array, written: Int[Array, ""], axis: int) -> Array:
+def _write_slots(ring: Array, new: Array, written: Int[Array, ""], axis: int) -> Array:
     """A ring of slots along `axis` after these new ones, the next behind so many that were `written`; of more than it
     has slots, it keeps the last."""
     slots, seq = ring.shape[axis], new.shape[axis]
     at = (written + jnp.arange(seq)[-slots:]) % slots
     new = lax.slice_in_dim(new, max(seq - slots, 0), seq, axis=axis).astype(ring.dtype)
     if seq == 1:
-        return lax.platform_dependent(ring, new, at, cpu=scatter_slot_twice(axis), default=update_slot_slice(axis))
-    return scatter_slots(axis)(ring, new, at)
+        return lax.platform_dependent(ring, new, at, cpu=_scatter_slot_twice(axis), default=_update_slot_slice(axis))
+    return _scatter_slots(axis)(ring, new, at)
 
 
-def scatter_slots(axis: int) -> Callable:
+def _scatter_slots(axis: int) -> Callable:
     """Write slots `at` of a ring, wherever they are."""
     return lambda ring, new, at: ring.at[(slice(None),) * axis + (at,)].set(new)
 
 
-def update_slot_slice(axis: int) -> Callable:
+def _update_slot_slice(axis: int) -> Callable:
     """One slot, which cannot wrap round: a slice, written in place."""
     return lambda ring, new, at: lax.dynamic_update_slice_in_dim(ring, new, at[0], axis=axis)
 
 
-def scatter_slot_twice(axis: int) -> Callable:
+def _scatter_slot_twice(axis: int) -> Callable:
     """One slot, as if it were two. On a CPU XLA makes a slice of one, and writes it once for each that reads the ring,
     which it therefore copies: where one row or one head lives, attention took twice as long (jax 0.10)."""
-    return lambda ring, new, at: scatter_slots(axis)(ring, jnp.concatenate([new, new], axis), jnp.concatenate([at, at]))
+    return lambda ring, new, at: _scatter_slots(axis)(
+        ring, jnp.concatenate([new, new], axis), jnp.concatenate([at, at])
+    )

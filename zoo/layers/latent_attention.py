@@ -20,8 +20,8 @@ from .norm import RMSNorm
 from .rotary import compute_cos_sin, rope_stable_length
 from .token_info import TokenInfo
 
-HeadVectors = Float[Array, "batch seq heads _"]
-LatentFeatures = Float[Array, "batch key_seq features"]
+_HeadVectors = Float[Array, "batch seq heads _"]
+_LatentFeatures = Float[Array, "batch key_seq features"]
 
 
 class LatentAttention(AbstractMixer):
@@ -127,7 +127,7 @@ class LatentAttention(AbstractMixer):
         self.value_up = Linear(latent, heads * value_dim, in_=latents, out=values, key=value_key)
         self.out = Linear(heads * value_dim, embed, in_=values, out=stream, bias=bias, scale=out_scale, key=out_key)
         self.head_dim, self.rotary, self.implementation = head_dim, rotary, implementation
-        self.scale = wide**-0.5 * yarn_mscale(rotary) ** 2 if scale is None else float(scale)
+        self.scale = wide**-0.5 * _yarn_mscale(rotary) ** 2 if scale is None else float(scale)
 
     @property
     def rope_stable_length(self) -> int | None:
@@ -158,7 +158,7 @@ class LatentAttention(AbstractMixer):
         mixed = mix(query, features, sight)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
-    def project_queries(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> HeadVectors:
+    def project_queries(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> _HeadVectors:
         """Of however many heads live here: `head_dim` values, and behind them those that were turned."""
         if self.query is not None:
             query = self.query(x)
@@ -169,15 +169,15 @@ class LatentAttention(AbstractMixer):
         still, turning = jnp.split(query, [self.head_dim], axis=-1)
         return jnp.concatenate([still, self.rotate(turning, angles)], axis=-1)
 
-    def project_features(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> LatentFeatures:
+    def project_features(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> _LatentFeatures:
         """What is remembered of each token: its latent, and behind it its rotary key."""
         rotary_key = self.rotate(self.rotary_key(x)[:, :, None], angles)[:, :, 0]
         return jnp.concatenate([self.latent_norm(self.latent(x)), rotary_key], axis=-1)
 
-    def rotate(self, x: Float[Array, "batch seq heads _"], angles: tuple[Array, Array]) -> HeadVectors:
+    def rotate(self, x: Float[Array, "batch seq heads _"], angles: tuple[Array, Array]) -> _HeadVectors:
         return apply_rotary(x, *angles, interleaved=self.rotary.interleaved)
 
-    def attend_expanded(self, query: HeadVectors, features: LatentFeatures, mask: AttentionMask) -> HeadVectors:
+    def attend_expanded(self, query: _HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> _HeadVectors:
         """What each head mixes of values, keys and values of all heads written out."""
         latent, rotary_key = jnp.split(features, [self.latent.out_size], axis=-1)
         of_heads = (*latent.shape[:2], query.shape[2])
@@ -185,7 +185,7 @@ class LatentAttention(AbstractMixer):
         rotary_key = jnp.broadcast_to(rotary_key[:, :, None], (*of_heads, self.rotary.dim))
         return self.implementation(query, jnp.concatenate([key, rotary_key], axis=-1), value, mask, scale=self.scale)
 
-    def attend_absorbed(self, query: HeadVectors, features: LatentFeatures, mask: AttentionMask) -> HeadVectors:
+    def attend_absorbed(self, query: _HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> _HeadVectors:
         """The same, by queries in the space of latents. They meet the features as these lie, and mix them whole: to cut
         the latents out of a cache would be to copy it at every token."""
         still, turned = jnp.split(query, [self.head_dim], axis=-1)
@@ -195,7 +195,7 @@ class LatentAttention(AbstractMixer):
         return self.value_up.per_head(mixed[..., : self.latent.out_size])
 
 
-def yarn_mscale(rotary: Rotary) -> float:
+def _yarn_mscale(rotary: Rotary) -> float:
     """By how much YaRN as DeepSeek uses it stretches queries and keys beyond what cos and sin do already."""
     scaling = rotary.scaling
     if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:

@@ -72,11 +72,11 @@ class Linear(AbstractLinear):
         return add_expert_biases(grouped_matmul(x, self.weight, sizes), self.bias, sizes, self.in_)
 
     def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
-        y = reduce(contract_per_head("rui,uoi->ruo", x, self.split_heads(self.weight)), over=self.in_.name)
+        y = reduce(_contract_per_head("rui,uoi->ruo", x, self.split_heads(self.weight)), over=self.in_.name)
         return y if self.bias is None else y + self.split_heads(self.bias)
 
     def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
-        return contract_per_head("ruo,uoi->rui", x, self.split_heads(self.weight))
+        return _contract_per_head("ruo,uoi->rui", x, self.split_heads(self.weight))
 
     def split_heads(self, parameter: Float[Array, "out *rest"]) -> Float[Array, "units unit *rest"]:
         """The rows of each of the units that `out` counts."""
@@ -109,7 +109,7 @@ def add_expert_biases(
     return y + jnp.where(first, expand_group_values(biases, sizes, len(y)), 0)
 
 
-def contract_per_head(
+def _contract_per_head(
     spec: str, x: Float[Array, "*rows u k"], weight: Float[Array, "u _ _"]
 ) -> Float[Array, "*rows u n"]:
     """A product for each unit u. The rows are one dim in it."""

@@ -13,7 +13,7 @@ from zoo.parallel import Dim
 from .abstract import AbstractFeedForward, AbstractLinear
 from .linear import Linear
 
-EMBED, MLP_DIM = Dim("embed"), Dim("mlp")
+_EMBED, _MLP_DIM = Dim("embed"), Dim("mlp")
 
 
 class MLP(AbstractFeedForward):
@@ -35,8 +35,8 @@ class MLP(AbstractFeedForward):
         key: Key[Array, ""],
     ):
         up_key, down_key = jax.random.split(key)
-        self.up = Linear(embed, mlp, in_=EMBED, out=MLP_DIM, bias=bias, key=up_key)
-        self.down = Linear(mlp, embed, in_=MLP_DIM, out=EMBED, bias=bias, scale=out_scale, key=down_key)
+        self.up = Linear(embed, mlp, in_=_EMBED, out=_MLP_DIM, bias=bias, key=up_key)
+        self.down = Linear(mlp, embed, in_=_MLP_DIM, out=_EMBED, bias=bias, scale=out_scale, key=down_key)
         self.activation = activation
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -65,7 +65,7 @@ class GatedMLP(AbstractFeedForward):
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        self.gate, self.up, self.down = make_gated_projections(embed, mlp, Linear, bias, out_scale, key)
+        self.gate, self.up, self.down = _make_gated_projections(embed, mlp, Linear, bias, out_scale, key)
         self.activation = activation
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -104,7 +104,7 @@ class ClampedGatedMLP(AbstractFeedForward):
         """
         if not 0 < limit < math.inf:
             raise ValueError(f"values are clipped to a limit above 0, not to {limit}")
-        self.gate, self.up, self.down = make_gated_projections(embed, mlp, linear, bias, out_scale, key)
+        self.gate, self.up, self.down = _make_gated_projections(embed, mlp, linear, bias, out_scale, key)
         self.alpha, self.limit = float(alpha), float(limit)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -115,13 +115,13 @@ class ClampedGatedMLP(AbstractFeedForward):
         return self.down.grouped(clamped_swiglu(gate, up, alpha=self.alpha, limit=self.limit), sizes)
 
 
-def make_gated_projections(
+def _make_gated_projections(
     embed: int, mlp: int, linear: Callable[..., AbstractLinear], bias: bool, out_scale: float, key: Key[Array, ""]
 ) -> tuple[AbstractLinear, AbstractLinear, AbstractLinear]:
     """Gate, up and down of a gated layer."""
     gate_key, up_key, down_key = jax.random.split(key, 3)
     return (
-        linear(embed, mlp, in_=EMBED, out=MLP_DIM, bias=bias, key=gate_key),
-        linear(embed, mlp, in_=EMBED, out=MLP_DIM, bias=bias, key=up_key),
-        linear(mlp, embed, in_=MLP_DIM, out=EMBED, bias=bias, scale=out_scale, key=down_key),
+        linear(embed, mlp, in_=_EMBED, out=_MLP_DIM, bias=bias, key=gate_key),
+        linear(embed, mlp, in_=_EMBED, out=_MLP_DIM, bias=bias, key=up_key),
+        linear(mlp, embed, in_=_MLP_DIM, out=_EMBED, bias=bias, scale=out_scale, key=down_key),
     )

@@ -38,7 +38,7 @@ class RMSNorm(AbstractNorm):
         self.features, self.epsilon, self.offset = features, epsilon, offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
-        mean = partial(sharded_mean, self.features.name)
+        mean = partial(_sharded_mean, self.features.name)
         return rms_norm(x, self.weight, epsilon=self.epsilon, offset=self.offset, mean=mean)
 
 
@@ -57,11 +57,11 @@ class LayerNorm(AbstractNorm):
         self.features, self.epsilon = features, epsilon
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
-        mean = partial(sharded_mean, self.features.name)
+        mean = partial(_sharded_mean, self.features.name)
         return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, mean=mean)
 
 
-def sharded_mean(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:
+def _sharded_mean(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:
     """The mean over the last dim, of which each device may hold a share."""
     parts = num_shards(x, dim)
     return reduce(x.sum(-1, keepdims=True), over=dim) / (x.shape[-1] * parts) if parts > 1 else mean_last_dim(x)

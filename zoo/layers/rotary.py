@@ -8,29 +8,29 @@ from zoo.parallel import num_shards, reduce
 
 from .token_info import TokenInfo, token_positions
 
-LENGTH_DEPENDENT = (DynamicScaling, LongRopeScaling)
+_LENGTH_DEPENDENT = (DynamicScaling, LongRopeScaling)
 """Scalings of rotary embeddings that depend on how long the text is so far."""
 
-Angles = Float[Array, "*batch seq pairs"]
+_Angles = Float[Array, "*batch seq pairs"]
 
 
 def rope_stable_length(rotary: Rotary | None) -> int | None:
     """Up to how many tokens the rotation does not depend on the length of the text; None where it never does."""
     scaling = None if rotary is None else rotary.scaling
-    return scaling.original_length if isinstance(scaling, LENGTH_DEPENDENT) else None
+    return scaling.original_length if isinstance(scaling, _LENGTH_DEPENDENT) else None
 
 
 def compute_cos_sin(
     rotary: Rotary, x: Float[Array, "batch seq embed"], info: TokenInfo, length: int | None = None
-) -> tuple[Angles, Angles]:
+) -> tuple[_Angles, _Angles]:
     """Those of each token's angles. Where they depend on the length of the text it is `length`, which a cache was made
     for, or else that of the longest row."""
-    if length is None and isinstance(rotary.scaling, LENGTH_DEPENDENT):
-        return rotary(token_positions(x, info), length=max_row_length(x, info))
+    if length is None and isinstance(rotary.scaling, _LENGTH_DEPENDENT):
+        return rotary(token_positions(x, info), length=_max_row_length(x, info))
     return rotary(token_positions(x, info), length=length)
 
 
-def max_row_length(x: Float[Array, "batch seq embed"], info: TokenInfo) -> int | Int[Array, ""]:
+def _max_row_length(x: Float[Array, "batch seq embed"], info: TokenInfo) -> int | Int[Array, ""]:
     """How long the longest row is, wherever it lives."""
     if info.positions is None:
         return x.shape[1] * num_shards(x, "seq")

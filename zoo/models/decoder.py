@@ -22,7 +22,7 @@ from .blocks import Hidden
 from .hf.spec import Origin
 from .stack import AbstractStack, LayerStates
 
-EMBEDDING_DROPOUT_SITE = 2**32 - 1
+_EMBEDDING_DROPOUT_SITE = 2**32 - 1
 """The site of the embedding's dropout: keys of layers are folded by their numbers, and none is as large."""
 
 
@@ -83,7 +83,7 @@ class Decoder(Module):
             x = x + gather(self.position_embedding)(token_positions(x, info))
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
-        return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
+        return Hidden(self.dropout(x, info, site=_EMBEDDING_DROPOUT_SITE))
 
     def hidden(
         self, tokens: Int[Array, "batch seq"], info: TokenInfo, states: LayerStates | None = None
@@ -96,10 +96,10 @@ class Decoder(Module):
         """Of hidden vectors. Over a vocabulary that is split, a device gives those of its share."""
         return self.gather_unembedding()(x)
 
-    def gather_unembedding(self) -> "Unembedding":
+    def gather_unembedding(self) -> "_Unembedding":
         """The head by itself, its parameters gathered."""
         table = gather(self.embedding if self.head is None else self.head)
-        return Unembedding(table, self.soft_cap, self.logits_multiplier)
+        return _Unembedding(table, self.soft_cap, self.logits_multiplier)
 
     def init_state(self, batch: int, length: int) -> LayerStates:
         """Empty states, one a layer, for `batch` rows of up to `length` tokens, in the dtype of the activations.
@@ -117,7 +117,7 @@ class Decoder(Module):
             )
 
 
-class Unembedding(Module):
+class _Unembedding(Module):
     """From hidden vectors to logits: a head, or an embedding used backward."""
 
     table: AbstractLinear | AbstractEmbedding

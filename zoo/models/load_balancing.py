@@ -21,10 +21,10 @@ def tokens_per_expert(routing: Routing, mask: Bool[Array, "batch seq"] | None = 
     In a loss on a mesh these are a device's own: return them as `aux`, and `zoo.value_and_grad` adds them up.
     `real` leaves out padding.
     """
-    return count_row_tokens_per_expert(routing, mask).sum(0)
+    return _count_row_tokens_per_expert(routing, mask).sum(0)
 
 
-def count_row_tokens_per_expert(
+def _count_row_tokens_per_expert(
     routing: Routing, mask: Bool[Array, "batch seq"] | None
 ) -> Float[Array, "batch choices"]:
     hits = (routing.chosen[..., None] == jnp.arange(routing.logits.shape[-1])).sum(2)
@@ -53,23 +53,23 @@ def balance_loss(
     """
     if not routing:
         raise ValueError("there is no router whose balance could be a loss: the model has no mixture of experts")
-    both = [sum_row_counts_and_scores(one, mask, score) for one in routing]
+    both = [_sum_row_counts_and_scores(one, mask, score) for one in routing]
     used, liked = (jnp.stack(x) for x in zip(*both, strict=True))
-    tokens = count_row_tokens(routing[0], mask)
+    tokens = _count_row_tokens(routing[0], mask)
     if over == "row":
         own = jnp.maximum(tokens, 1)[:, None]
         rows = (used / own * liked / own).sum(-1).mean(0)
-        product = reduce_over_tokens(rows.sum()) / reduce_over_tokens((tokens > 0).astype(jnp.float32).sum())
+        product = _reduce_over_tokens(rows.sum()) / _reduce_over_tokens((tokens > 0).astype(jnp.float32).sum())
     else:
-        count = reduce_over_tokens(tokens.sum())
-        used, liked = (reduce_over_tokens(x.sum(1)) / count for x in (used, liked))
+        count = _reduce_over_tokens(tokens.sum())
+        used, liked = (_reduce_over_tokens(x.sum(1)) / count for x in (used, liked))
         if over == "layers":
             used, liked = used.mean(0), liked.mean(0)
         product = (used * liked).sum(-1).mean()
     return product * used.shape[-1]
 
 
-def sum_row_counts_and_scores(routing: Routing, mask: Any, score: str) -> tuple[Float[Array, "batch choices"], Array]:
+def _sum_row_counts_and_scores(routing: Routing, mask: Any, score: str) -> tuple[Float[Array, "batch choices"], Array]:
     """Of each row: the visits of every expert, and the sum of its scores."""
     if score == "softmax":
         scores = jax.nn.softmax(routing.logits, axis=-1)
@@ -77,15 +77,15 @@ def sum_row_counts_and_scores(routing: Routing, mask: Any, score: str) -> tuple[
         raw = jax.nn.sigmoid(routing.logits)
         scores = raw / raw.sum(-1, keepdims=True)
     scores = scores if mask is None else jnp.where(mask[..., None], scores, 0)
-    return count_row_tokens_per_expert(routing, mask), scores.sum(1)
+    return _count_row_tokens_per_expert(routing, mask), scores.sum(1)
 
 
-def count_row_tokens(routing: Routing, mask: Bool[Array, "batch seq"] | None) -> Float[Array, "batch"]:
+def _count_row_tokens(routing: Routing, mask: Bool[Array, "batch seq"] | None) -> Float[Array, "batch"]:
     here = jnp.ones_like(routing.logits[..., 0]) if mask is None else mask.astype(jnp.float32)
     return here.sum(1)
 
 
-def reduce_over_tokens(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def _reduce_over_tokens(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """The sum over all devices that split tokens."""
     return reduce(reduce(x, over="batch"), over="seq")
 
@@ -97,7 +97,7 @@ def router_z_loss(routing: Sequence[Routing], mask: Bool[Array, "batch seq"] | N
         raise ValueError("there is no router whose scores could be kept small: the model has no mixture of experts")
     squares = jnp.stack([jax.nn.logsumexp(one.logits, axis=-1) ** 2 for one in routing]).mean(0)
     squares = squares if mask is None else jnp.where(mask, squares, 0)
-    return reduce_over_tokens(squares.sum()) / reduce_over_tokens(count_row_tokens(routing[0], mask).sum())
+    return _reduce_over_tokens(squares.sum()) / _reduce_over_tokens(_count_row_tokens(routing[0], mask).sum())
 
 
 def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], *, rate: float | int = 1e-3) -> PyTree:
@@ -111,14 +111,14 @@ def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], 
     found = list_parameter_paths(model)
     scored = {n for place in found if ".router." in place.name for n in place.ranges[0]}
     order = {layer: i for i, layer in enumerate(sorted(scored))}
-    if not any(is_selection_bias(place.name) for place in found):
+    if not any(_is_selection_bias(place.name) for place in found):
         raise ValueError("no router of this model chooses with a bias: make it with zoo.layers.BiasedRouter")
     if len(loads) != len(order):
         raise ValueError(f"{len(loads)} loads were given, and {len(order)} layers have a router")
     leaves, treedef = jax.tree.flatten(model)
 
     def moved(place: Any, x: Array) -> Array:
-        if not is_selection_bias(place.name):
+        if not _is_selection_bias(place.name):
             return x
         own = jnp.stack([loads[order[layer]] for layer in place.numbers[0]])
         return x + rate * jnp.sign(own.mean(-1, keepdims=True) - own).astype(x.dtype)
@@ -126,7 +126,7 @@ def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], 
     return jax.tree.unflatten(treedef, list(map(moved, found, leaves)))
 
 
-def is_selection_bias(name: str) -> bool:
+def _is_selection_bias(name: str) -> bool:
     return name.endswith(".router.selection_bias")
 
 
@@ -135,12 +135,12 @@ def count_active_parameters(model: PyTree) -> int:
     Embeddings count whole, as in `zoo.count`."""
     learnt = trainable(model)
     idle = 0
-    for mixture in filter(is_mixture, jax.tree.leaves(learnt, is_leaf=is_mixture)):
+    for mixture in filter(_is_mixture, jax.tree.leaves(learnt, is_leaf=_is_mixture)):
         experts = mixture.router.scores.out_size
         size = sum(x.size for x in jax.tree.leaves(mixture.experts))
         idle += size // experts * (experts - mixture.router.top)
     return sum(x.size for x in jax.tree.leaves(learnt)) - idle
 
 
-def is_mixture(x: Any) -> bool:
+def _is_mixture(x: Any) -> bool:
     return isinstance(x, MixtureOfExperts)

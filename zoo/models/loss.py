@@ -108,11 +108,11 @@ def chunked_cross_entropy(
     # a custom gradient must vary as its operands do: made alike here, the cast's own gradient does the sum
     axes = frozenset().union(*map(varying, padded))
     chunks = [y.reshape(-1, size, *y.shape[1:]) for y in vary(padded, axes)]
-    return sum_chunk_losses(one, vary(parameters, axes), vary(fixed, axes), *chunks)
+    return _sum_chunk_losses(one, vary(parameters, axes), vary(fixed, axes), *chunks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_chunk_losses(
+def _sum_chunk_losses(
     chunk_loss: Callable, parameters: Any, fixed: Any, x: Array, targets: Array, weights: Array
 ) -> Float[Array, ""]:
     def step(total, now):
@@ -121,7 +121,7 @@ def sum_chunk_losses(
     return scan(step, jnp.zeros(()), (x, targets, weights))[0]
 
 
-def sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
+def _sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
     """A sum is linear: its gradient, up to one factor, is known as soon as a chunk is. So nothing is kept of a chunk
     but the gradient of its rows, and the head's is added up. What nobody asks for, as of a head that is frozen under
     adapters, is not computed: JAX marks what is perturbed."""
@@ -148,10 +148,10 @@ def sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
     return total, (jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, learnt), d_x, d_weights)
 
 
-def sum_chunk_losses_bwd(chunk_loss: Callable, residuals: Any, cotangent: Any):
+def _sum_chunk_losses_bwd(chunk_loss: Callable, residuals: Any, cotangent: Any):
     cotangent = jnp.zeros(()) if isinstance(cotangent, SymbolicZero) else cotangent
     parameters, d_x, d_weights = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), residuals)
     return parameters, None, d_x, None, d_weights
 
 
-sum_chunk_losses.defvjp(sum_chunk_losses_fwd, sum_chunk_losses_bwd, symbolic_zeros=True)
+_sum_chunk_losses.defvjp(_sum_chunk_losses_fwd, _sum_chunk_losses_bwd, symbolic_zeros=True)

@@ -74,7 +74,7 @@ def walk_parameters(
             period, repeats = len(segment.blocks), segment.num_repeats
             for place, block in enumerate(segment.blocks):
                 run = range(start + place, start + period * repeats, period)
-                yield from walk_parameters(block, join_path(name, "*"), (*ranges, run), is_leaf)
+                yield from walk_parameters(block, _join_path(name, "*"), (*ranges, run), is_leaf)
             start += period * repeats
     elif isinstance(node, Module):
         around = any(WRAPPED in field.metadata for field in array_fields(node))
@@ -85,20 +85,20 @@ def walk_parameters(
                 continue
             word = "layers" if isinstance(child, Stack) else field.name
             word = to_snake_case(type(child).__name__) if NAMED_BY_CLASS in field.metadata else word
-            word = join_path(getattr(node, "adapter_name", ""), word) if around else word
+            word = _join_path(getattr(node, "adapter_name", ""), word) if around else word
             if STACKED in field.metadata and jax.tree.leaves(child):
                 run = range(jax.tree.leaves(child)[0].shape[len(ranges)])
-                yield from walk_parameters(child, join_path(name, word, "*"), (*ranges, run), is_leaf)
+                yield from walk_parameters(child, _join_path(name, word, "*"), (*ranges, run), is_leaf)
             else:
-                yield from walk_parameters(child, join_path(name, word), ranges, is_leaf)
+                yield from walk_parameters(child, _join_path(name, word), ranges, is_leaf)
     elif isinstance(node, TrainableCopy):
         yield from walk_parameters(node.base, name, ranges, is_leaf)
         for word in ("array", "applies", "strength"):
-            own = node.adapter_name if word == "array" else join_path(node.adapter_name, word)
-            yield from walk_parameters(getattr(node, word), join_path(name, own), ranges, is_leaf)
+            own = node.adapter_name if word == "array" else _join_path(node.adapter_name, word)
+            yield from walk_parameters(getattr(node, word), _join_path(name, own), ranges, is_leaf)
     elif isinstance(node, tuple | list):
         for i, item in enumerate(node):
-            yield from walk_parameters(item, join_path(name, str(i)), ranges, is_leaf)
+            yield from walk_parameters(item, _join_path(name, str(i)), ranges, is_leaf)
     else:
         yield from ((name, ranges) for _ in jax.tree.leaves(node))
 
@@ -112,7 +112,7 @@ def map_modules(function: Callable, tree: PyTree, is_leaf: Callable[[Any], bool]
     return jax.tree.unflatten(treedef, mapped)
 
 
-def join_path(*words: str) -> str:
+def _join_path(*words: str) -> str:
     return ".".join(filter(None, words))
 
 
@@ -137,32 +137,32 @@ def find_differences(first: Any, second: Any, name: str = "") -> Iterator[str]:
     """Where two models would not compute the same of the same numbers: shapes, statics, kinds of layers. What only
     says how a result is computed (declared `manner()`) and the numbers themselves are not looked at. Nor are holes: a
     gradient has none of what is declared `buffer()`."""
-    if is_array(first) and is_array(second):
+    if _is_array(first) and _is_array(second):
         if first.shape != second.shape:
             yield f"{name} has the shape {list(first.shape)}, not {list(second.shape)}"
     elif type(first) is not type(second):
-        yield f"{name or 'the model'} is {format_value(first)}, not {format_value(second)}"
+        yield f"{name or 'the model'} is {_format_value(first)}, not {_format_value(second)}"
     elif isinstance(first, Module):
         for field in dataclasses.fields(first):
             mine, theirs = getattr(first, field.name), getattr(second, field.name)
             hole = mine is None and not field.metadata.get(TRAINABLE, True)
             if IMPLEMENTATION_OPTION not in field.metadata and not hole:
-                yield from find_differences(mine, theirs, join_path(name, field.name))
+                yield from find_differences(mine, theirs, _join_path(name, field.name))
     elif isinstance(first, tuple) and len(first) != len(second):
         yield f"{name} has {len(first)} parts, not {len(second)}"
     elif isinstance(first, tuple):
         for i, (mine, theirs) in enumerate(zip(first, second, strict=True)):
-            yield from find_differences(mine, theirs, join_path(name, str(i)))
+            yield from find_differences(mine, theirs, _join_path(name, str(i)))
     elif first != second:
-        yield f"{name} is {format_value(first)}, not {format_value(second)}"
+        yield f"{name} is {_format_value(first)}, not {_format_value(second)}"
 
 
-def is_array(x: Any) -> bool:
+def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def format_value(value: Any) -> str:
-    if is_array(value):
+def _format_value(value: Any) -> str:
+    if _is_array(value):
         return "an array"
     if isinstance(value, Module):
         return f"a {type(value).__name__}"

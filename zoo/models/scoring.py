@@ -30,13 +30,13 @@ def hidden_states(
     among them, it counts otherwise (`model.lists_outputs`): the output of each layer, then the last after the final
     norm. Arguments as the model's own.
     """
-    return compute_hidden_states(
+    return _compute_hidden_states(
         model, tokens, token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
     )
 
 
 @eqx.filter_jit
-def compute_hidden_states(
+def _compute_hidden_states(
     model: Decoder, tokens: Int[Array, "batch seq"], info: TokenInfo
 ) -> tuple[Float[Array, "batch seq embed"], ...]:
     stream = model.embed(tokens, info)
@@ -79,7 +79,7 @@ def score(
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
     stream, _ = model.hidden(tokens, info)
     x = stream.x[:, :-1]
-    scores = -chunked_token_losses(
+    scores = -_chunked_token_losses(
         model.gather_unembedding(), x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1), chunk
     )
     scores = scores.reshape(x.shape[:2])
@@ -91,7 +91,7 @@ def score(
     return jnp.where(counted, scores, 0)
 
 
-def chunked_token_losses(
+def _chunked_token_losses(
     head: eqx.Module, x: Float[Array, "tokens embed"], targets: Int[Array, "tokens"], chunk: int
 ) -> Float[Array, "tokens"]:
     size = min(chunk, len(x))

@@ -20,7 +20,7 @@ BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
 """A maker of blocks, `key -> block`. Two layers of the same maker are of one kind."""
 LayerStates = tuple[Any, ...]
 """One state a layer, each of its own shape."""
-FIRST_LINEAR_SITE = 2**16
+_FIRST_LINEAR_SITE = 2**16
 """Of the matrices of a layer: sites below it are those of the layer's own dropout."""
 
 
@@ -100,7 +100,7 @@ class Stack(AbstractStack):
         """The block of each layer, taken out of its stack."""
         for segment in self.segments:
             for i in range(segment.local_repeats):
-                yield from (index_tree(block, i) for block in segment.blocks)
+                yield from (_index_tree(block, i) for block in segment.blocks)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LayerStates:
         return tuple(block.init_state(batch, length, dtype) for block in self.iter_blocks())
@@ -127,11 +127,11 @@ class Stack(AbstractStack):
         arrays, static = eqx.partition(segment.blocks, eqx.is_array)
         period, repeats = len(segment.blocks), segment.local_repeats
         numbers = first + period * (jnp.arange(repeats) + shard_offset(jax.tree.leaves(arrays)[0], "layers", repeats))
-        by_place = None if states is None else tuple(stack_trees(states[place::period]) for place in range(period))
+        by_place = None if states is None else tuple(_stack_trees(states[place::period]) for place in range(period))
 
         def layer(place: int, stream: Hidden, arrays: Any, number: Int[Array, ""], state: Any):
             own = info.fold_keys(number + place)
-            return fold_dropout_keys(gather(eqx.combine(arrays, static[place])), own)(stream, own, state)
+            return _fold_dropout_keys(gather(eqx.combine(arrays, static[place])), own)(stream, own, state)
 
         pattern = [rematerialize(partial(layer, place), self.remat) for place in range(period)]
 
@@ -147,9 +147,9 @@ class Stack(AbstractStack):
 
         x, (after, decided) = scan(repeat, hidden.x, (arrays, numbers, by_place))
         each = [(i % period, i // period) for i in range(period * repeats)]
-        routing = [one for place, i in each for one in index_tree(decided[place], i)]
+        routing = [one for place, i in each for one in _index_tree(decided[place], i)]
         hidden = Hidden(x, (*hidden.routing, *routing))
-        return hidden, None if after is None else tuple(index_tree(after[place], i) for place, i in each)
+        return hidden, None if after is None else tuple(_index_tree(after[place], i) for place, i in each)
 
 
 class Unstacked(AbstractStack):
@@ -167,27 +167,27 @@ class Unstacked(AbstractStack):
         for number, block in enumerate(self.blocks):
             state = None if states is None else states[number]
             own = info.fold_keys(number)
-            hidden, state = fold_dropout_keys(gather(block), own)(hidden, own, state)
+            hidden, state = _fold_dropout_keys(gather(block), own)(hidden, own, state)
             after.append(state)
         return hidden, None if states is None else tuple(after)
 
 
-def fold_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:
+def _fold_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:
     """The block with a layer's random keys in what of its matrices drops values: that of adapters."""
     if info.keys is None:
         return block
-    sites = itertools.count(FIRST_LINEAR_SITE)
+    sites = itertools.count(_FIRST_LINEAR_SITE)
     is_matrix = lambda node: isinstance(node, AbstractLinear)
     one = lambda node: node.with_dropout_keys(info, next(sites)) if is_matrix(node) else node
     return jax.tree.map(one, block, is_leaf=is_matrix)
 
 
-def index_tree(tree: Any, i: int) -> Any:
+def _index_tree(tree: Any, i: int) -> Any:
     """Element `i` along the first dim of every array."""
     return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, tree)
 
 
-def stack_trees(trees: Sequence[Any]) -> Any:
+def _stack_trees(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 

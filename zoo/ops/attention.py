@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zoo.ops.matmul import einsum_fp32_accum
 
-MASK_VALUE = -1e30  # finite, so that a row without anything else has a softmax
+_MASK_VALUE = -1e30  # finite, so that a row without anything else has a softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +117,9 @@ def reference_attention(
     key, wide_value = (jnp.repeat(x, group, axis=2) for x in (key, wide_value))
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
-    scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
+    scores = _scale_scores(scores, query.shape[-1], scale, soft_cap)
     mask = jnp.ones_like(scores, bool) if mask is None else jnp.broadcast_to(mask[:, None], scores.shape)
-    highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASK_VALUE)
+    highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=_MASK_VALUE)
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(query.shape[2], 1, 1)
     highest = lax.stop_gradient(highest if sinks is None else jnp.maximum(highest, sinks))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0)), 0)
@@ -156,18 +156,18 @@ def grouped_query_attention(
             query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
         )
         scores = einsum_fp32_accum("bnrd,bnkd->bnrk", rows, key[:, :, keys], dtype=jnp.float32)
-        scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
+        scores = _scale_scores(scores, query.shape[-1], scale, soft_cap)
         if mask is not None:
-            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASK_VALUE)
+            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, _MASK_VALUE)
         own = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
-        weights = softmax_with_sinks(scores, own).astype(value.dtype)
+        weights = _softmax_with_sinks(scores, own).astype(value.dtype)
         output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights, value[:, :, keys])
         return rearrange(output, "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim", group=group)
 
     output = jnp.concatenate(
         [span(*which) for which in make_query_blocks(attention_mask, query.shape[1], key.shape[2])], axis=1
     )
-    return output if attention_mask.is_structural else zero_masked_queries(output, mask)
+    return output if attention_mask.is_structural else _zero_masked_queries(output, mask)
 
 
 def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
@@ -218,10 +218,10 @@ def fused_attention(
         behind = None if attention_mask.window is None else attention_mask.window - 1
         bounds = None if behind is None else (behind, 0 if attention_mask.causal else behind)
         return attend(query, key, value, is_causal=attention_mask.causal, local_window_size=bounds)
-    return zero_masked_queries(attend(query, key, value, mask=mask[:, None]), mask)
+    return _zero_masked_queries(attend(query, key, value, mask=mask[:, None]), mask)
 
 
-def scale_scores(
+def _scale_scores(
     scores: Float[Array, "..."], head_dim: int, scale: float | None, soft_cap: float | None
 ) -> Float[Array, "..."]:
     """Products of queries and keys as the softmax takes them: scaled, and capped where there is a cap."""
@@ -229,7 +229,7 @@ def scale_scores(
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def softmax_with_sinks(
+def _softmax_with_sinks(
     scores: Float[Array, "batch kv_heads rows keys"], sinks: Float[Array, "kv_heads rows 1"] | None
 ) -> Float[Array, "batch kv_heads rows keys"]:
     """Over keys, in float32, with a sink for each row where there are any."""
@@ -248,6 +248,6 @@ def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
     return heads // kv_heads
 
 
-def zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
+def _zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
     """The output with zeros for queries that see nothing: their softmax is flat, and means nothing."""
     return output if mask is None else jnp.where(mask.any(axis=-1)[:, :, None, None], output, 0)

@@ -22,14 +22,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .varying import vary, varying
 
-InputsWithHistory = Float[Array, "batch _ features"]
+_InputsWithHistory = Float[Array, "batch _ features"]
 """Inputs, and in front of them the width - 1 before."""
-Taps = Float[Array, "features conv"]
+_Taps = Float[Array, "features conv"]
 
 
 def causal_conv1d(
-    inputs: InputsWithHistory,
-    weight: Taps,
+    inputs: _InputsWithHistory,
+    weight: _Taps,
     bias: Float[Array, "features"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq features"]:
@@ -38,12 +38,12 @@ def causal_conv1d(
     There is no forward-mode differentiation, which JAX says with a `TypeError`.
     """
     given = (inputs, weight, bias, segment_ids)
-    return causal_conv1d_custom_vjp(*vary(given, frozenset().union(*(varying(x) for x in given if x is not None))))
+    return _causal_conv1d_custom_vjp(*vary(given, frozenset().union(*(varying(x) for x in given if x is not None))))
 
 
 def causal_conv1d_reference(
-    inputs: InputsWithHistory,
-    weight: Taps,
+    inputs: _InputsWithHistory,
+    weight: _Taps,
     bias: Float[Array, "features"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq features"]:
@@ -56,16 +56,16 @@ def causal_conv1d_reference(
 
 
 def lag_inputs(
-    inputs: InputsWithHistory, lag: int, seq: int, segment_ids: Int[Array, "batch seq"] | None = None
+    inputs: _InputsWithHistory, lag: int, seq: int, segment_ids: Int[Array, "batch seq"] | None = None
 ) -> Float[Array, "batch seq features"]:
     """What stood `lag` tokens before each of the last `seq`; zero where that is another segment's."""
     first = inputs.shape[1] - seq - lag
     x = inputs[:, first : first + seq]
-    same = is_same_segment(segment_ids, lag)
+    same = _is_same_segment(segment_ids, lag)
     return x if same is None else jnp.where(same[..., None], x, 0)
 
 
-def is_same_segment(segment_ids: Int[Array, "batch seq"] | None, lag: int) -> Bool[Array, "batch seq"] | None:
+def _is_same_segment(segment_ids: Int[Array, "batch seq"] | None, lag: int) -> Bool[Array, "batch seq"] | None:
     """Where the token `lag` earlier is of a token's own segment, as what was before the first token is. None where all
     are."""
     if segment_ids is None or lag == 0:
@@ -75,15 +75,15 @@ def is_same_segment(segment_ids: Int[Array, "batch seq"] | None, lag: int) -> Bo
     return jnp.pad(same, [(0, 0), (min(lag, seq), 0)], constant_values=True)[:, :seq]
 
 
-causal_conv1d_custom_vjp = jax.custom_vjp(causal_conv1d_reference)
+_causal_conv1d_custom_vjp = jax.custom_vjp(causal_conv1d_reference)
 
 
-def causal_conv1d_fwd(*operands: Any) -> tuple:
+def _causal_conv1d_fwd(*operands: Any) -> tuple:
     """The output, and what its gradient needs: the inputs."""
     return causal_conv1d_reference(*operands), operands
 
 
-def causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq features"]) -> tuple:
+def _causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq features"]) -> tuple:
     """With gradients of outputs beside the inputs that they took with a lag, a tap's is the sum of their products."""
     seen, weight, bias, segment_ids = residuals
     rest, along = weight.shape[-1] - 1, seen.shape[1]
@@ -92,18 +92,18 @@ def causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq featur
     of_seen, of_taps = jnp.zeros_like(seen, jnp.float32), []
     for lag in range(rest, -1, -1):
         reached = gradient[:, lag : lag + along]
-        same = is_same_segment(segment_ids, lag)
+        same = _is_same_segment(segment_ids, lag)
         if same is not None:
             same = jnp.pad(same, [(0, 0), (rest, rest)])[:, lag : lag + along]
             reached = jnp.where(same[..., None], reached, 0)
         of_seen = of_seen + weight[:, ~lag] * reached
-        of_taps.append(sum_over_rows(reached * seen))
+        of_taps.append(_sum_over_rows(reached * seen))
     of_weight = jnp.stack(of_taps, axis=-1).astype(weight.dtype)
-    of_bias = None if bias is None else sum_over_rows(gradient[:, :along]).astype(bias.dtype)
+    of_bias = None if bias is None else _sum_over_rows(gradient[:, :along]).astype(bias.dtype)
     return of_seen.astype(seen.dtype), of_weight, of_bias, None
 
 
-def sum_over_rows(x: Float[Array, "batch _ features"]) -> Float[Array, "features"]:
+def _sum_over_rows(x: Float[Array, "batch _ features"]) -> Float[Array, "features"]:
     """The sum over all rows. Its first step is an addition of halves: XLA makes a sum over two dims of any other, even
     of one that was reshaped, and those it takes in one thread, ten times as slowly."""
     rows = x.reshape(-1, x.shape[-1])
@@ -112,4 +112,4 @@ def sum_over_rows(x: Float[Array, "batch _ features"]) -> Float[Array, "features
     return rows.sum(0)
 
 
-causal_conv1d_custom_vjp.defvjp(causal_conv1d_fwd, causal_conv1d_bwd)
+_causal_conv1d_custom_vjp.defvjp(_causal_conv1d_fwd, _causal_conv1d_bwd)

@@ -44,12 +44,12 @@ def dropout(
     if rate == 0:
         return x
     keep = partial(
-        make_dropout_mask, (x.shape[1], x.shape[2]), rate=rate, seq_offset=seq_offset, feature_offset=feature_offset
+        _make_dropout_mask, (x.shape[1], x.shape[2]), rate=rate, seq_offset=seq_offset, feature_offset=feature_offset
     )
     return jnp.where(jax.vmap(keep)(jax.random.key_data(keys)), x / (1 - rate), 0)
 
 
-def make_dropout_mask(
+def _make_dropout_mask(
     shape: tuple[int, int],
     key: UInt32[Array, "2"],
     *,

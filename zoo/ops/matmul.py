@@ -32,15 +32,15 @@ def einsum_fp32_accum(
 
     **Raises** `ValueError` for a letter that stands in one term only.
     """
-    left, right, out = parse_einsum_terms(spec)
+    left, right, out = _parse_einsum_terms(spec)
     dtype = jnp.result_type(x, y) if dtype is None else dtype
     if x.dtype != y.dtype or x.dtype not in HALF_DTYPES:
         return einsum_dot_general(left, right, out, x, y, dtype)
     axes = varying(x) | varying(y)
-    return half_precision_einsum((left, right, out, dtype), vary(x, axes), vary(y, axes))
+    return _half_precision_einsum((left, right, out, dtype), vary(x, axes), vary(y, axes))
 
 
-def parse_einsum_terms(spec: str) -> tuple[str, str, str]:
+def _parse_einsum_terms(spec: str) -> tuple[str, str, str]:
     """`"ab,cb->ac"` as its three terms."""
     operands, _, out = spec.partition("->")
     left, _, right = operands.partition(",")
@@ -53,7 +53,7 @@ def parse_einsum_terms(spec: str) -> tuple[str, str, str]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def half_precision_einsum(
+def _half_precision_einsum(
     terms_and_dtype: tuple[str, str, str, Any], x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> Float[Array, "..."]:
     """The product of two arrays in half precision, `how` being its three terms and the result's dtype."""
@@ -61,14 +61,14 @@ def half_precision_einsum(
     return einsum_round_once(left, right, out, x, y, dtype)
 
 
-def half_precision_einsum_fwd(
+def _half_precision_einsum_fwd(
     terms_and_dtype: tuple[str, str, str, Any], x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> tuple:
     """The product, and what its gradient needs."""
-    return half_precision_einsum(terms_and_dtype, x, y), (x, y)
+    return _half_precision_einsum(terms_and_dtype, x, y), (x, y)
 
 
-def half_precision_einsum_bwd(
+def _half_precision_einsum_bwd(
     terms_and_dtype: tuple[str, str, str, Any], residuals: tuple, gradient: Float[Array, "..."]
 ) -> tuple:
     """An einsum for each operand, with the terms exchanged."""
@@ -81,7 +81,7 @@ def half_precision_einsum_bwd(
     )
 
 
-half_precision_einsum.defvjp(half_precision_einsum_fwd, half_precision_einsum_bwd)
+_half_precision_einsum.defvjp(_half_precision_einsum_fwd, _half_precision_einsum_bwd)
 
 
 def add_matmul(
@@ -91,32 +91,32 @@ def add_matmul(
     rest is computed again, the sum is kept, and neither y nor W x beside it."""
     flat = lambda z: z.reshape(-1, z.shape[-1])
     axes = varying(y) | varying(x) | varying(weight)
-    return add_matmul_custom_vjp(vary(flat(y), axes), vary(flat(x), axes), vary(weight, axes)).reshape(y.shape)
+    return _add_matmul_custom_vjp(vary(flat(y), axes), vary(flat(x), axes), vary(weight, axes)).reshape(y.shape)
 
 
 @jax.custom_vjp
-def add_matmul_custom_vjp(
+def _add_matmul_custom_vjp(
     y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
 ) -> Float[Array, "rows out"]:
     """`plus_product`, of arrays that vary alike over a mesh."""
     return y + einsum_fp32_accum("ri,oi->ro", x, weight).astype(y.dtype)
 
 
-def add_matmul_fwd(
+def _add_matmul_fwd(
     y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
 ) -> tuple[Float[Array, "rows out"], tuple]:
     """The sum, and what its gradient needs."""
-    return add_matmul_custom_vjp(y, x, weight), (x, weight)
+    return _add_matmul_custom_vjp(y, x, weight), (x, weight)
 
 
-def add_matmul_bwd(residuals: tuple, gradient: Float[Array, "rows out"]) -> tuple:
+def _add_matmul_bwd(residuals: tuple, gradient: Float[Array, "rows out"]) -> tuple:
     """What comes in for y, and a product for each of the others."""
     x, weight = residuals
     theirs = gradient.astype(x.dtype)
     return gradient, einsum_fp32_accum("ro,oi->ri", theirs, weight), einsum_fp32_accum("ro,ri->oi", theirs, x)
 
 
-add_matmul_custom_vjp.defvjp(add_matmul_fwd, add_matmul_bwd)
+_add_matmul_custom_vjp.defvjp(_add_matmul_fwd, _add_matmul_bwd)
 
 
 def einsum_round_once(

@@ -26,12 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-Number = int | float  # a config file writes 8 and 8.0 alike
-Length = int | Int[Array, ""]
-Frequencies = Float[np.ndarray, "pairs"] | Float[Array, "pairs"]
+_Number = int | float  # a config file writes 8 and 8.0 alike
+_Length = int | Int[Array, ""]
+_Frequencies = Float[np.ndarray, "pairs"] | Float[Array, "pairs"]
 
 
-def inverse_frequencies(dim: int, base: Number) -> Float[np.ndarray, "pairs"]:
+def _inverse_frequencies(dim: int, base: _Number) -> Float[np.ndarray, "pairs"]:
     """base ** (-2 i / dim), in float64: from 1 radian a token down to almost 1 / base."""
     return base ** -(np.arange(0, dim, 2) / dim)
 
@@ -40,7 +40,7 @@ class RopeScaling(abc.ABC):
     """A way to stretch rotary embeddings."""
 
     @abc.abstractmethod
-    def __call__(self, dim: int, base: Number, length: Length) -> tuple[Frequencies, float]:
+    def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
         """The frequencies in a sequence of `length` tokens, and the magnitude of cos and sin."""
 
 
@@ -48,10 +48,10 @@ class RopeScaling(abc.ABC):
 class LinearScaling(RopeScaling):
     """Positions divided by `factor` (Chen et al., Position Interpolation, arXiv 2306.15595, section 2.3)."""
 
-    factor: Number
+    factor: _Number
 
-    def __call__(self, dim: int, base: Number, length: Length) -> tuple[Frequencies, float]:
-        return inverse_frequencies(dim, base) / self.factor, 1.0
+    def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
+        return _inverse_frequencies(dim, base) / self.factor, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +68,15 @@ class DynamicScaling(RopeScaling):
     Source: bloc97 and emozilla; written down in YaRN, arXiv 2309.00071, sections 3.1 and 3.3.
     """
 
-    factor: Number
+    factor: _Number
     original_length: int
 
-    def __call__(self, dim: int, base: Number, length: Length) -> tuple[Frequencies, float]:
+    def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
         excess = jnp.maximum(length - self.original_length, 0) / self.original_length
         slowness = np.linspace(
             0, 1, dim // 2, dtype=np.float32
         )  # 2 i / (dim - 2), the exponent of `stretch` for pair i
-        return inverse_frequencies(dim, base).astype(np.float32) * (1 + self.factor * excess) ** -slowness, 1.0
+        return _inverse_frequencies(dim, base).astype(np.float32) * (1 + self.factor * excess) ** -slowness, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +87,13 @@ class Llama3Scaling(RopeScaling):
     `high_frequency_factor`. Source: Llama 3.1, in transformers and in Meta's llama-models (`apply_scaling`).
     """
 
-    factor: Number
-    low_frequency_factor: Number
-    high_frequency_factor: Number
+    factor: _Number
+    low_frequency_factor: _Number
+    high_frequency_factor: _Number
     original_length: int
 
-    def __call__(self, dim: int, base: Number, length: Length) -> tuple[Frequencies, float]:
-        plain = inverse_frequencies(dim, base)
+    def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
+        plain = _inverse_frequencies(dim, base)
         turns = self.original_length * plain / (2 * math.pi)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -111,17 +111,17 @@ class YarnScaling(RopeScaling):
     paper mixes linearly in the number of turns, its code, and everybody since, in the number of the pair.
     """
 
-    factor: Number
+    factor: _Number
     original_length: int
-    beta_fast: Number = 32
-    beta_slow: Number = 1
-    attention_factor: Number | None = None
-    mscale: Number | None = None
-    mscale_all_dim: Number | None = None
+    beta_fast: _Number = 32
+    beta_slow: _Number = 1
+    attention_factor: _Number | None = None
+    mscale: _Number | None = None
+    mscale_all_dim: _Number | None = None
     truncate: bool = True
 
-    def __call__(self, dim: int, base: Number, length: Length) -> tuple[Frequencies, float]:
-        def pair(turns: Number) -> float:
+    def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
+        def pair(turns: _Number) -> float:
             return dim / 2 * math.log(self.original_length / (2 * math.pi * turns)) / math.log(base)
 
         first, last = pair(self.beta_fast), pair(self.beta_slow)
@@ -130,7 +130,7 @@ class YarnScaling(RopeScaling):
         first, last = max(first, 0), min(last, dim - 1)
         width = last - first or 0.001  # transformers' guard: one pair alone is a step, not a division by zero
         kept = 1 - np.clip((np.arange(dim // 2) - first) / width, 0, 1)
-        return inverse_frequencies(dim, base) * (kept + (1 - kept) / self.factor), self.magnitude
+        return _inverse_frequencies(dim, base) * (kept + (1 - kept) / self.factor), self.magnitude
 
     @property
     def magnitude(self) -> float:
@@ -141,7 +141,7 @@ class YarnScaling(RopeScaling):
         return yarn_get_mscale(self.factor)
 
 
-def yarn_get_mscale(factor: Number, mscale: Number = 1) -> float:
+def yarn_get_mscale(factor: _Number, mscale: _Number = 1) -> float:
     """0.1 weight ln(factor) + 1, and 1 for a factor up to 1 (arXiv 2309.00071, section 3.4).
 
     DeepSeek multiplies the scale of its scores by the square of yarn_magnitude(factor, mscale_all_dim).
@@ -160,20 +160,20 @@ class LongRopeScaling(RopeScaling):
     **Raises** `ValueError`, when called, where a set is not one factor for each pair.
     """
 
-    short_factors: tuple[Number, ...]
-    long_factors: tuple[Number, ...]
+    short_factors: tuple[_Number, ...]
+    long_factors: tuple[_Number, ...]
     original_length: int
-    factor: Number
-    attention_factor: Number | None = None
+    factor: _Number
+    attention_factor: _Number | None = None
 
-    def __call__(self, dim: int, base: Number, length: Length) -> tuple[Frequencies, float]:
+    def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
         if not len(self.short_factors) == len(self.long_factors) == dim // 2:
             raise ValueError(
                 f"LongRope: {dim // 2} pairs are turned, and there are {len(self.short_factors)} short and "
                 f"{len(self.long_factors)} long factors."
             )
         short, long = (
-            (inverse_frequencies(dim, base) / np.asarray(factors)).astype(np.float32)
+            (_inverse_frequencies(dim, base) / np.asarray(factors)).astype(np.float32)
             for factors in (self.short_factors, self.long_factors)
         )
         return jnp.where(length > self.original_length, long, short), self.magnitude
@@ -196,7 +196,7 @@ class Rotary:
     """
 
     dim: int
-    base: Number = 10000.0
+    base: _Number = 10000.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
 
@@ -208,7 +208,7 @@ class Rotary:
         self,
         positions: Int[Array, "*batch seq"],
         *,
-        length: Length | None = None,
+        length: _Length | None = None,
     ) -> tuple[Float[Array, "*batch seq pairs"], Float[Array, "*batch seq pairs"]]:
         """cos and sin of each token's angles, in float32 and times the scaling's magnitude.
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-Number = float | int | Float[Array, ""] | Int[Array, ""]
+_Number = float | int | Float[Array, ""] | Int[Array, ""]
 
 
 def penalize_repetition(
-    logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], penalty: Number
+    logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], penalty: _Number
 ) -> Float[Array, "batch vocab"]:
     """Tokens already seen made less likely: logit / penalty where it is positive, logit * penalty where it is not.
 
@@ -24,7 +24,7 @@ def penalize_repetition(
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def apply_temperature(logits: Float[Array, "batch vocab"], temperature: Number) -> Float[Array, "batch vocab"]:
+def apply_temperature(logits: Float[Array, "batch vocab"], temperature: _Number) -> Float[Array, "batch vocab"]:
     """logits / temperature, shifted so that the largest is 0: no temperature above 0, however low, overflows."""
     return (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
 
@@ -32,9 +32,9 @@ def apply_temperature(logits: Float[Array, "batch vocab"], temperature: Number) 
 def filter_logits(
     logits: Float[Array, "batch vocab"],
     *,
-    top_k: Number | None = None,
-    top_p: Number | None = None,
-    min_p: Number | None = None,
+    top_k: _Number | None = None,
+    top_p: _Number | None = None,
+    min_p: _Number | None = None,
 ) -> Float[Array, "batch vocab"]:
     """The logits with -inf for tokens that are not to be drawn; the likeliest always stays.
 
@@ -51,20 +51,20 @@ def filter_logits(
     if top_p is not None:
         ids = jnp.broadcast_to(jnp.arange(logits.shape[1]), logits.shape)
         rising, sorted_ids = lax.sort((-logits, ids), num_keys=1, is_stable=True)  # of the negative: largest first
-        falling = -rising if top_k is None else jnp.where(-rising >= kth_largest(-rising, top_k), -rising, -jnp.inf)
+        falling = -rising if top_k is None else jnp.where(-rising >= _kth_largest(-rising, top_k), -rising, -jnp.inf)
         # Summed from the small end: the tail that is cut would be lost to rounding in a sum from the large end.
         tail = lax.cumsum(jax.nn.softmax(falling), axis=1, reverse=True)
         count = jnp.maximum((tail > 1 - top_p).sum(-1, keepdims=True), 1)
         last, last_id = (jnp.take_along_axis(x, count - 1, axis=1) for x in (falling, sorted_ids))
         kept = (logits > last) | ((logits == last) & (ids <= last_id))
     elif top_k is not None:
-        kept = logits >= kth_largest(-lax.sort(-logits), top_k)
+        kept = logits >= _kth_largest(-lax.sort(-logits), top_k)
     if min_p is not None:
         kept &= logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)
     return jnp.where(kept, logits, -jnp.inf)
 
 
-def kth_largest(sorted_logits: Float[Array, "batch vocab"], k: Number) -> Float[Array, "batch 1"]:
+def _kth_largest(sorted_logits: Float[Array, "batch vocab"], k: _Number) -> Float[Array, "batch 1"]:
     """The k-th largest of each row, or the last where there are fewer."""
     return lax.dynamic_slice_in_dim(sorted_logits, jnp.clip(k, 1, sorted_logits.shape[1]) - 1, 1, axis=1)
 

@@ -20,10 +20,10 @@ def varying(x: Any) -> frozenset[str]:
 def vary(tree: PyTree, axes: frozenset[str] | tuple[str, ...]) -> PyTree:
     """Cast every array to vary over `axes` too. The gradient of the cast is a sum: cast where it should happen once."""
     named = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
-    return jax.tree.map(lambda x: vary_array(x, named), tree) if named else tree
+    return jax.tree.map(lambda x: _vary_array(x, named), tree) if named else tree
 
 
-def vary_array(x: Any, axes: list[str]) -> Any:
+def _vary_array(x: Any, axes: list[str]) -> Any:
     """One array, cast to vary over those of the axes over which it does not yet."""
     already = varying(x)
     missing = tuple(axis for axis in axes if axis not in already)

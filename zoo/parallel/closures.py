@@ -18,7 +18,7 @@ import jax
 def refuse_closed_over_arrays(fn: Callable) -> None:
     """**Raises** `ValueError`, by name, where `fn` holds an array that is not passed to it: in its closure, in a global
     variable that it reads, in a `functools.partial`, or in the object whose method it is."""
-    for name, value in find_closed_over_arrays(fn, set()):
+    for name, value in _find_closed_over_arrays(fn, set()):
         kind = type(value).__name__ if isinstance(value, eqx.Module) else "array"
         own = getattr(inspect.unwrap(fn), "__name__", type(fn).__name__)
         raise ValueError(
@@ -27,27 +27,27 @@ def refuse_closed_over_arrays(fn: Callable) -> None:
         )
 
 
-def find_closed_over_arrays(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _find_closed_over_arrays(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(fn) in seen:
         return
     seen.add(id(fn))
     if isinstance(fn, functools.partial):
-        yield from yield_if_has_array("partial", (fn.args, fn.keywords))
-        yield from find_closed_over_arrays(fn.func, seen)
+        yield from _yield_if_has_array("partial", (fn.args, fn.keywords))
+        yield from _find_closed_over_arrays(fn.func, seen)
     elif hasattr(fn, "__self__") and hasattr(fn, "__func__"):  # a method; those of equinox are a class of their own
-        yield from yield_if_has_array("self", fn.__self__)
-        yield from find_closed_over_arrays(fn.__func__, seen)
+        yield from _yield_if_has_array("self", fn.__self__)
+        yield from _find_closed_over_arrays(fn.__func__, seen)
     elif isinstance(fn, types.FunctionType):
-        for name, value in iterate_outer_variables(fn):
-            yield from yield_if_has_array(name, value)
+        for name, value in _iterate_outer_variables(fn):
+            yield from _yield_if_has_array(name, value)
             same_file = getattr(value, "__module__", None) == fn.__module__
             if same_file or isinstance(value, functools.partial):
-                yield from find_closed_over_arrays(value, seen)
+                yield from _find_closed_over_arrays(value, seen)
     else:
-        yield from yield_if_has_array(type(fn).__name__, fn)
+        yield from _yield_if_has_array(type(fn).__name__, fn)
 
 
-def iterate_outer_variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _iterate_outer_variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What `fn` reads from around it: its closure, and the globals that it or a function inside it names."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
@@ -63,6 +63,6 @@ def iterate_outer_variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]
         yield from ((name, fn.__globals__[name]) for name in sorted(read) if name in fn.__globals__)
 
 
-def yield_if_has_array(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _yield_if_has_array(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(value)):
         yield name, value

@@ -19,10 +19,10 @@ from .module import is_parameter, leaves, map_leaves
 from .trainable_copy import materialize
 
 Remat = Literal["none", "elementwise", "dots", "full"]
-GatherDims = tuple[tuple[int, tuple[str, ...]], ...]
+_GatherDims = tuple[tuple[int, tuple[str, ...]], ...]
 
 
-class Shard(eqx.Module):
+class _Shard(eqx.Module):
     """A parameter that is stored in pieces and still lies in pieces; `dtype` is what it is to be once gathered.
 
     Stands in for the array between `cast` and `gather`, so that the cast and the gather have one common gradient.
@@ -44,7 +44,7 @@ def cast(model: PyTree, dtype: Any) -> PyTree:
         if leaf.full_precision or not is_parameter(leaf, x):
             return x
         in_pieces = mesh is not None and leaf.dims is not None and mesh.find_gather_dims(leaf.dims)
-        return Shard(x, jnp.dtype(dtype)) if in_pieces else x.astype(dtype)
+        return _Shard(x, jnp.dtype(dtype)) if in_pieces else x.astype(dtype)
 
     return map_leaves(one, model)
 
@@ -60,36 +60,36 @@ def gather(module: PyTree) -> PyTree:
     mesh = current_mesh()
     if mesh is None:
         return materialize(module)
-    values, treedef = jax.tree.flatten(module, is_leaf=is_shard)
+    values, treedef = jax.tree.flatten(module, is_leaf=_is_shard)
 
     def one(leaf, x):
         places = tuple(mesh.find_gather_dims(leaf.dims)) if leaf.dims is not None else ()
-        shard = x if is_shard(x) else Shard(x, x.dtype) if places else None
-        return x if shard is None else all_gather_parameter(places, shard.dtype, shard.array.dtype, shard.array)
+        shard = x if _is_shard(x) else _Shard(x, x.dtype) if places else None
+        return x if shard is None else _all_gather_parameter(places, shard.dtype, shard.array.dtype, shard.array)
 
     return materialize(jax.tree.unflatten(treedef, list(map(one, leaves(module), values))))
 
 
-def is_shard(x: Any) -> bool:
-    return isinstance(x, Shard)
+def _is_shard(x: Any) -> bool:
+    return isinstance(x, _Shard)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def all_gather_parameter(gather_dims: GatherDims, dtype: Any, stored_dtype: Any, shard: Array) -> Array:
+def _all_gather_parameter(gather_dims: _GatherDims, dtype: Any, stored_dtype: Any, shard: Array) -> Array:
     whole = shard.astype(dtype)
     for place, axes in gather_dims:
         whole = lax.all_gather(whole, axes, axis=place, tiled=True)
     return whole
 
 
-def all_gather_parameter_fwd(
-    gather_dims: GatherDims, dtype: Any, stored_dtype: Any, shard: Array
+def _all_gather_parameter_fwd(
+    gather_dims: _GatherDims, dtype: Any, stored_dtype: Any, shard: Array
 ) -> tuple[Array, None]:
-    return all_gather_parameter(gather_dims, dtype, stored_dtype, shard), None
+    return _all_gather_parameter(gather_dims, dtype, stored_dtype, shard), None
 
 
-def all_gather_parameter_bwd(
-    gather_dims: GatherDims, dtype: Any, stored_dtype: Any, _: None, gradient: Array
+def _all_gather_parameter_bwd(
+    gather_dims: _GatherDims, dtype: Any, stored_dtype: Any, _: None, gradient: Array
 ) -> tuple[Array]:
     pieces = gradient.astype(jnp.float32)
     for place, axes in reversed(gather_dims):
@@ -97,16 +97,16 @@ def all_gather_parameter_bwd(
     return (pieces.astype(stored_dtype),)
 
 
-all_gather_parameter.defvjp(all_gather_parameter_fwd, all_gather_parameter_bwd)
+_all_gather_parameter.defvjp(_all_gather_parameter_fwd, _all_gather_parameter_bwd)
 
 
-REMAT_POLICIES = {
+_REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
     "elementwise": jax.checkpoint_policies.dots_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-ALWAYS_RECOMPUTED = ("all_gather", "all_gather_invariant", "pvary", "pcast")
+_ALWAYS_RECOMPUTED = ("all_gather", "all_gather_invariant", "pvary", "pcast")
 
 
 def rematerialize(function: Callable, remat: Remat) -> Callable:
@@ -117,8 +117,8 @@ def rematerialize(function: Callable, remat: Remat) -> Callable:
     Whatever the choice, parameters that were gathered are not kept for the backward pass but gathered again: else a
     scan over layers would hold every layer whole.
     """
-    if remat not in REMAT_POLICIES:
-        raise ValueError(f"remat is one of {', '.join(REMAT_POLICIES)}, not {remat!r}")
+    if remat not in _REMAT_POLICIES:
+        raise ValueError(f"remat is one of {', '.join(_REMAT_POLICIES)}, not {remat!r}")
     mesh = current_mesh()
     in_pieces = mesh is not None and any(
         mesh.shape[axis] > 1 for row in mesh.layout.parameters.values() for axis in row
@@ -130,7 +130,7 @@ def rematerialize(function: Callable, remat: Remat) -> Callable:
         calls = [(primitive, arguments, parameters)]  # what has a gradient of its own comes as one call
         inside = getattr(parameters.get("call_jaxpr"), "eqns", ())
         calls += [(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in inside]
-        gathers = any(primitive.name in ALWAYS_RECOMPUTED for primitive, _, _ in calls)
-        return not gathers and any(REMAT_POLICIES[remat](one, *given, **options) for one, given, options in calls)
+        gathers = any(primitive.name in _ALWAYS_RECOMPUTED for primitive, _, _ in calls)
+        return not gathers and any(_REMAT_POLICIES[remat](one, *given, **options) for one, given, options in calls)
 
     return jax.checkpoint(function, policy=policy, prevent_cse=False)

@@ -26,7 +26,7 @@ def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches:
     """The loss of `value_and_grad` alone: `value(loss_fn, mesh)(model, batch, *rest, key=None)`. For validation."""
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        sums = LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=False)
+        sums = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=False)
         loss, aux, _ = run_sharded(sums, (model, batch, *rest), key)
         return (loss, aux) if has_aux else loss
 
@@ -51,7 +51,7 @@ def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, micr
     """
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        sums = LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True)
+        sums = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True)
         loss, aux, gradients = run_sharded(sums, (model, batch, *rest), key)
         return ((loss, aux) if has_aux else loss), gradients
 
@@ -59,7 +59,7 @@ def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, micr
 
 
 @dataclasses.dataclass(frozen=True)
-class LossAndGrad(ShardMapProgram):
+class _LossAndGrad(ShardMapProgram):
     """A loss as a sum and a count, over devices and micro-batches, with its gradient or without."""
 
     has_aux: bool
@@ -72,7 +72,7 @@ class LossAndGrad(ShardMapProgram):
     def __call__(self, args, keys):
         model, *others = args
         learnt, fixed = eqx.partition(model, map_leaves(is_trainable, model))
-        rows, whole = eqx.partition((others, keys), map_leaves(is_batch_array, (others, keys)))
+        rows, whole = eqx.partition((others, keys), map_leaves(_is_batch_array, (others, keys)))
         # Cast once, here: where parameters became varying at each use, each use would sum its gradient over devices.
         learnt = vary(learnt, self.token_axes)
 
@@ -84,9 +84,9 @@ class LossAndGrad(ShardMapProgram):
 
         def part(rows):
             if not self.with_grad:
-                return (*flatten_result(sums(learnt, rows)), None)
+                return (*_flatten_result(sums(learnt, rows)), None)
             result, gradients = jax.value_and_grad(sums, has_aux=True)(learnt, rows)
-            return (*flatten_result(result), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+            return (*_flatten_result(result), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
 
         total, count, aux, gradients = self.sum_over_microbatches(part, learnt, rows)
         if self.token_axes:
@@ -103,14 +103,14 @@ class LossAndGrad(ShardMapProgram):
             wanted = "(total, count), aux" if self.has_aux else "total, count"
             raise ValueError(
                 f"with has_aux={self.has_aux} a loss returns `{wanted}`: the loss summed over the tokens it was given, "
-                f"and how many they are. {function_name(self.fn)} returned {type(result).__name__}."
+                f"and how many they are. {_function_name(self.fn)} returned {type(result).__name__}."
             ) from None
         for what, x in (("total", total), ("count", count)):
             if jnp.ndim(x) != 0:
-                raise ValueError(f"the {what} that {function_name(self.fn)} returns is a scalar, not {jnp.shape(x)}")
-            refuse_varying(x, self.token_axes, f"the {what} that {function_name(self.fn)} returns")
+                raise ValueError(f"the {what} that {_function_name(self.fn)} returns is a scalar, not {jnp.shape(x)}")
+            _refuse_varying(x, self.token_axes, f"the {what} that {_function_name(self.fn)} returns")
         for x in jax.tree.leaves(aux):
-            refuse_varying(x, self.token_axes, f"what {function_name(self.fn)} returns in aux")
+            _refuse_varying(x, self.token_axes, f"what {_function_name(self.fn)} returns in aux")
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, lax.stop_gradient(count)))
         return vary((*scalars, jax.tree.map(jnp.asarray, aux)), self.token_axes)
 
@@ -145,7 +145,7 @@ class LossAndGrad(ShardMapProgram):
         return PartitionSpec(), PartitionSpec(), self.mesh.optimizer.specs(trainable(model)) if self.with_grad else None
 
 
-def refuse_varying(x: Array | float | int, allowed: tuple[str, ...], what: str) -> None:
+def _refuse_varying(x: Array | float | int, allowed: tuple[str, ...], what: str) -> None:
     if axes := sorted(varying(x) - set(allowed)):
         raise ValueError(
             f"{what} still differs between devices along {' and '.join(map(repr, axes))}, which splits no tokens. "
@@ -154,14 +154,14 @@ def refuse_varying(x: Array | float | int, allowed: tuple[str, ...], what: str) 
         )
 
 
-def is_batch_array(leaf: Leaf, x: Any) -> bool:
+def _is_batch_array(leaf: Leaf, x: Any) -> bool:
     return leaf.dims is None and eqx.is_array(x) and x.ndim > 0
 
 
-def flatten_result(result: tuple) -> tuple:
+def _flatten_result(result: tuple) -> tuple:
     total, (count, aux) = result
     return total, count, aux
 
 
-def function_name(fn: Callable) -> str:
+def _function_name(fn: Callable) -> str:
     return getattr(fn, "__name__", type(fn).__name__)

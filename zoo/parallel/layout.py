@@ -15,7 +15,7 @@ from .module import Dim, leaves
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The axes of every mesh, outermost first: what talks most lies closest."""
 
-COMPUTE: dict[str, tuple[str, ...]] = {
+_COMPUTE: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "seq": ("context",),
     "key_seq": ("context",),
@@ -27,11 +27,11 @@ COMPUTE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("in", "out", "features", "new", "slots", "choices", "top", "key_dim", "value_dim"), ()),
     **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs"), ()),
 }
-PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
+_PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 
-REPLICATED_IF_FEWER = ("kv_heads", "groups")
+_REPLICATED_IF_FEWER = ("kv_heads", "groups")
 """Dims that lie whole on an axis larger than their count: a device picks those that its queries use."""
-REPLICATED_IF_UNEVEN = ("vocab",)
+_REPLICATED_IF_UNEVEN = ("vocab",)
 """Dims that lie whole wherever their axes do not divide them."""
 
 
@@ -47,8 +47,8 @@ class Layout:
     `Layout()` is the table of the documentation; `Layout().with_dims(sensors=("tensor",))` adds a dim of your own.
     """
 
-    compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=COMPUTE.copy)
-    parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=PARAMETERS.copy)
+    compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_COMPUTE.copy)
+    parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_PARAMETERS.copy)
     optimizer: Mapping[str, tuple[str, ...]] | None = None
 
     def __post_init__(self):
@@ -81,7 +81,7 @@ class Layout:
         return self.compute[dim]
 
 
-ZERO1 = Layout(parameters={}, optimizer=PARAMETERS)
+ZERO1 = Layout(parameters={}, optimizer=_PARAMETERS)
 """Parameters whole on every device of `fsdp`, gradients and the optimizer's state split (ZeRO stages 1 and 2)."""
 
 
@@ -143,11 +143,11 @@ class Mesh:
         shares = math.prod(self.devices.shape[axis] for axis in axes)
         if count % shares == 0:
             return True
-        if dim.name in REPLICATED_IF_UNEVEN or (dim.name in REPLICATED_IF_FEWER and shares % count == 0):
+        if dim.name in _REPLICATED_IF_UNEVEN or (dim.name in _REPLICATED_IF_FEWER and shares % count == 0):
             return False
         sizes = " x ".join(f"{axis}={self.devices.shape[axis]}" for axis in axes)
         fitting = [str(n) for n in range(1, min(count, 4096) + 1) if count % n == 0]
-        fitting += [f"a multiple of {count}"] if dim.name in REPLICATED_IF_FEWER else []
+        fitting += [f"a multiple of {count}"] if dim.name in _REPLICATED_IF_FEWER else []
         what = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
             f"{name}: {count} {what} do not share out over {sizes}. Use a multiple of {shares} {what}, "
@@ -168,14 +168,14 @@ class Mesh:
     def shardings(self, tree: PyTree, default_dims: Sequence[str] = ()) -> PyTree:
         """`specs` as shardings, for JAX's own functions."""
         specs = self.specs(tree, default_dims)
-        return jax.tree.map(lambda spec: NamedSharding(self.devices, spec), specs, is_leaf=is_spec)
+        return jax.tree.map(lambda spec: NamedSharding(self.devices, spec), specs, is_leaf=_is_spec)
 
     def __str__(self) -> str:
         split = [f"{axis} {size}" for axis, size in self.shape.items() if size > 1]
         return " x ".join(split) or "one device"
 
 
-def is_spec(x: Any) -> bool:
+def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
@@ -232,7 +232,7 @@ def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
         for dim, size in zip(leaf.dims or (), x.shape, strict=False):
             axes = mesh.axes(dim.name)
             if (
-                dim.name in REPLICATED_IF_UNEVEN
+                dim.name in _REPLICATED_IF_UNEVEN
                 and axes
                 and not mesh.is_divisible(dim, size // dim.unit, axes, leaf.name)
             ):

@@ -18,7 +18,7 @@ from jaxtyping import AbstractArray, PyTree, jaxtyped
 from .scope import SCOPED_METHODS, scoped
 from .trainable_copy import TrainableCopy
 
-STACKED, TRAINABLE, FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
+STACKED, TRAINABLE, _FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
 NAMED_BY_CLASS, IMPLEMENTATION_OPTION = "zoo.either", "zoo.manner"
 WRAPPED, ADAPTER_PARAMETER = "zoo.transparent", "zoo.tuned"
 
@@ -49,7 +49,7 @@ def buffer(**options: Any) -> Any:
 def full_precision(**options: Any) -> Any:
     """A field whose arrays keep their own dtype under `cast`: scales of norms, routers, anything used in float32. Of a
     field that holds a module it holds for all below."""
-    return eqx.field(metadata={FULL_PRECISION: True}, **options)
+    return eqx.field(metadata={_FULL_PRECISION: True}, **options)
 
 
 def named_by_class() -> Any:
@@ -72,7 +72,7 @@ def wrapped() -> Any:
 def adapter_parameter(*, full_precision: bool = False) -> Any:
     """A field that is learnt on top of a finished model, and, if it says so, keeps its own dtype under `cast`. Where a
     tree has any, `trainable` leaves out all else."""
-    return eqx.field(metadata={ADAPTER_PARAMETER: True, FULL_PRECISION: full_precision})
+    return eqx.field(metadata={ADAPTER_PARAMETER: True, _FULL_PRECISION: full_precision})
 
 
 @dataclass_transform(
@@ -96,12 +96,12 @@ class Module(eqx.Module):
                 setattr(cls, name, scoped(method, NAMED_BY_CLASS))
 
     def __check_init__(self):
-        arrays = [(field, x) for field in array_fields(self) for x in find_bare_arrays(getattr(self, field.name))]
+        arrays = [(field, x) for field in array_fields(self) for x in _find_bare_arrays(getattr(self, field.name))]
         with jaxtyped("context"):  # one scope for all fields: "out" is one number in the weight and in the bias
             for field, x in arrays:
-                dims = resolve_dims(self, field, x.ndim)
-                if not any(isinstance(x, annotation) for annotation in find_array_types(field.type)):
-                    raise TypeError(format_mismatch(self, field, x, arrays))
+                dims = _resolve_dims(self, field, x.ndim)
+                if not any(isinstance(x, annotation) for annotation in _find_array_types(field.type)):
+                    raise TypeError(_format_mismatch(self, field, x, arrays))
                 for dim, size in zip(dims, x.shape, strict=True):
                     if size % dim.unit:
                         raise TypeError(
@@ -110,13 +110,13 @@ class Module(eqx.Module):
                         )
 
 
-def format_mismatch(
+def _format_mismatch(
     module: Module, field: dataclasses.Field, x: Any, arrays: list[tuple[dataclasses.Field, Any]]
 ) -> str:
     shapes = ", ".join(f"{f.name} {list(array.shape)}" for f, array in arrays)
     return (
         f"{type(module).__name__}.{field.name} is {x.dtype.name}{list(x.shape)}, which does not fit its annotation "
-        f"{format_annotation(field.type)}. The arrays of this module: {shapes}."
+        f"{_format_annotation(field.type)}. The arrays of this module: {shapes}."
     )
 
 
@@ -124,26 +124,26 @@ def array_fields(module: Module) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(module) if not field.metadata.get("static", False)]
 
 
-def find_bare_arrays(value: Any) -> list[Any]:
+def _find_bare_arrays(value: Any) -> list[Any]:
     """The arrays in a field's value that no module of its own describes."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Module))
     return [x for x in leaves if eqx.is_array(x)]
 
 
-def find_array_types(annotation: Any) -> Iterator[Any]:
+def _find_array_types(annotation: Any) -> Iterator[Any]:
     """The jaxtyping types inside an annotation: `Float[Array, "out"] | None`, `tuple[Float[Array, "out"], ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
         yield annotation
     for inner in typing.get_args(annotation):
-        yield from find_array_types(inner)
+        yield from _find_array_types(inner)
 
 
-def format_annotation(annotation: Any) -> str:
-    names = [f'{t.dtype.__name__}[Array, "{t.dim_str}"]' for t in find_array_types(annotation)]
+def _format_annotation(annotation: Any) -> str:
+    names = [f'{t.dtype.__name__}[Array, "{t.dim_str}"]' for t in _find_array_types(annotation)]
     return " | ".join(names) or str(annotation)
 
 
-def resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
+def _resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
     """The dims that a field's annotation names for an array of `ndim` dims, as this instance calls them."""
     place = f"{type(module).__name__}.{field.name}"
     if isinstance(field.type, str):
@@ -151,17 +151,17 @@ def resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[D
             f"{place} is annotated with the string {field.type!r}: remove `from __future__ import annotations` and "
             "quotes around types from the file, so that the dims can be read."
         )
-    named = {names for t in find_array_types(field.type) if (names := read_dim_names(t)) is not None}
+    named = {names for t in _find_array_types(field.type) if (names := _read_dim_names(t)) is not None}
     fitting = [names for names in named if len(names) == ndim]
     if len(fitting) != 1:
         raise TypeError(
-            f"{place} holds an array of {ndim} dims, but its annotation {format_annotation(field.type)} does not name {ndim} "
+            f"{place} holds an array of {ndim} dims, but its annotation {_format_annotation(field.type)} does not name {ndim} "
             'dims. Annotate it with one fixed name a dim: weight: Float[Array, "out in"].'
         )
-    return tuple(resolve_dim(module, name) for name in fitting[0])
+    return tuple(_resolve_dim(module, name) for name in fitting[0])
 
 
-def read_dim_names(annotation: Any) -> tuple[str, ...] | None:
+def _read_dim_names(annotation: Any) -> tuple[str, ...] | None:
     """The names in one jaxtyping annotation, a number standing for itself; None where they are not fixed."""
     if not isinstance(annotation.dims, tuple):
         return None  # "..." alone
@@ -170,7 +170,7 @@ def read_dim_names(annotation: Any) -> tuple[str, ...] | None:
     return tuple(map(str, names)) if fixed else None
 
 
-def resolve_dim(module: Module, name: str) -> Dim:
+def _resolve_dim(module: Module, name: str) -> Dim:
     own = getattr(module, name, None)
     own = own if isinstance(own, Dim) else getattr(module, f"{name}_", None)  # `in` is a keyword: the field is `in_`
     return own if isinstance(own, Dim) else Dim(name)
@@ -199,13 +199,13 @@ def leaves(tree: PyTree) -> list[Leaf]:
     **Raises** `TypeError` where an array in a module is not what its annotation says.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = [resolve_leaf(tree, path, x) for path, x in paths]
+    found = [_resolve_leaf(tree, path, x) for path, x in paths]
     if not any(leaf.adapter_parameter for leaf in found):
         return found
     return [dataclasses.replace(leaf, frozen=not leaf.adapter_parameter) for leaf in found]
 
 
-def resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
+def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     node, words, front = tree, [], []
     owner, declared, numbers_of_whole = None, None, False
     learnt, full, tuned = True, False, False
@@ -216,24 +216,24 @@ def resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
             owner, declared = node, next(f for f in dataclasses.fields(node) if f.name == word)
             front += [Dim(declared.metadata[STACKED])] if STACKED in declared.metadata else []
             learnt &= declared.metadata.get(TRAINABLE, True)
-            full |= declared.metadata.get(FULL_PRECISION, False)
+            full |= declared.metadata.get(_FULL_PRECISION, False)
             tuned |= declared.metadata.get(ADAPTER_PARAMETER, False)
         elif isinstance(node, TrainableCopy):
             tuned |= word == "array"
             numbers_of_whole = word in ("applies", "strength")
-        node = get_child(node, step, word)
+        node = _get_child(node, step, word)
     if owner is None or declared is None or not hasattr(array, "ndim"):
         return Leaf(".".join(words), None)
     if numbers_of_whole:
         return Leaf(".".join(words), tuple(front), trainable=False)
     try:
-        dims = (*front, *resolve_dims(owner, declared, array.ndim - len(front)))
+        dims = (*front, *_resolve_dims(owner, declared, array.ndim - len(front)))
     except TypeError as error:
         raise TypeError(f"{'.'.join(words)}: {error}") from None
     return Leaf(".".join(words), dims, learnt, full, tuned)
 
 
-def get_child(node: Any, step: Any, word: str) -> Any:
+def _get_child(node: Any, step: Any, word: str) -> Any:
     if isinstance(step, jax.tree_util.GetAttrKey):
         return getattr(node, word)
     if isinstance(step, jax.tree_util.SequenceKey | jax.tree_util.DictKey):

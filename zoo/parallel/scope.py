@@ -17,7 +17,7 @@ import jax
 SCOPED_METHODS = ("__call__", "transposed", "hidden", "logits", "routed", "grouped", "per_head", "per_head_transposed")
 """The methods of modules that compute: those that are a scope, wherever a class defines them."""
 
-calling_module: contextvars.ContextVar[Any] = contextvars.ContextVar("within", default=None)
+_calling_module: contextvars.ContextVar[Any] = contextvars.ContextVar("within", default=None)
 """The module whose method is being run, in this thread."""
 
 
@@ -27,20 +27,20 @@ def scoped(method: Callable, named_by_class: str) -> Callable:
 
     @functools.wraps(method)
     def named(self, *args, **kwargs):
-        parent = calling_module.get()
+        parent = _calling_module.get()
         if parent is self:
             return method(self, *args, **kwargs)
-        token = calling_module.set(self)
+        token = _calling_module.set(self)
         try:
-            with jax.named_scope(scope_name(self, parent, named_by_class)):
+            with jax.named_scope(_scope_name(self, parent, named_by_class)):
                 return method(self, *args, **kwargs)
         finally:
-            calling_module.reset(token)
+            _calling_module.reset(token)
 
     return named
 
 
-def scope_name(module: Any, parent: Any, named_by_class: str) -> str:
+def _scope_name(module: Any, parent: Any, named_by_class: str) -> str:
     """What `parent` calls `module`: the field that holds it, or the only one that holds its class, since `gather` and
     transformations make a new object of it."""
     own = type(module)

@@ -68,11 +68,11 @@ def run_sharded(program: ShardMapProgram, args: tuple, key: PRNGKeyArray | None)
                 f"{type(arg).__name__} is a module whose annotations name no dims: nothing says how it lies on a mesh. "
                 "Derive it from zoo.parallel.Module."
             )
-    rows = count_rows(args, program.mesh, program.microbatches)
-    return run_jitted((program, args), (), None if key is None else split_row_keys(key, rows))
+    rows = _count_rows(args, program.mesh, program.microbatches)
+    return run_jitted((program, args), (), None if key is None else _split_row_keys(key, rows))
 
 
-def call_shard_map(kept: tuple[ShardMapProgram, tuple], args: tuple, keys: Key[Array, "batch"] | None) -> Any:
+def _call_shard_map(kept: tuple[ShardMapProgram, tuple], args: tuple, keys: Key[Array, "batch"] | None) -> Any:
     """A `shard_map` outside `jit` is slow at every call, and compiled at every call: here it is compiled once.
 
     `kept` has the program and its first arguments, `args` those after: `donating` gives the memory of these to the
@@ -92,11 +92,11 @@ def call_shard_map(kept: tuple[ShardMapProgram, tuple], args: tuple, keys: Key[A
     return share(on_one_device, out_specs=program.out_specs(share, on_one_device, arrays))(arrays)
 
 
-run_jitted = eqx.filter_jit(call_shard_map)
-run_jitted_donating = eqx.filter_jit(call_shard_map, donate="all-except-first")
+run_jitted = eqx.filter_jit(_call_shard_map)
+run_jitted_donating = eqx.filter_jit(_call_shard_map, donate="all-except-first")
 
 
-def count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
+def _count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
     """How many rows the batch has, None where no array is batch.
 
     **Raises** `ValueError` where its arrays disagree, or devices and micro-batches do not divide it.
@@ -119,7 +119,7 @@ def count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
     return rows
 
 
-def split_row_keys(key: PRNGKeyArray, rows: int | None) -> Key[Array, "batch"]:
+def _split_row_keys(key: PRNGKeyArray, rows: int | None) -> Key[Array, "batch"]:
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError("key is a typed PRNG key, made by jax.random.key(seed), not by jax.random.PRNGKey")
     if rows is None:

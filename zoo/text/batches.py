@@ -22,8 +22,8 @@ from zoo._optional import import_optional
 
 from .tokenizers import SEPARATOR
 
-Row = dict[str, Shaped[np.ndarray, "..."]]
-Batch = dict[str, Shaped[np.ndarray, "batch ..."]]
+_Row = dict[str, Shaped[np.ndarray, "..."]]
+_Batch = dict[str, Shaped[np.ndarray, "batch ..."]]
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> _Row: ...
 
 
 @runtime_checkable
@@ -68,7 +68,7 @@ class TokenWindows:
     def __len__(self) -> int:
         return math.ceil(max(len(self.tokens) - 1, 0) / self.seq_len)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> _Row:
         start = index * self.seq_len
         window = np.asarray(self.tokens[start : start + self.seq_len + 1], np.int32)
         window = np.pad(window, (0, self.seq_len + 1 - len(window)), constant_values=self.separator)
@@ -77,7 +77,7 @@ class TokenWindows:
         return row | compute_segments(tokens, self.separator) if self.with_segments else row
 
 
-def compute_segments(tokens: Integer[np.ndarray, "seq"], separator: int = SEPARATOR) -> Row:
+def compute_segments(tokens: Integer[np.ndarray, "seq"], separator: int = SEPARATOR) -> _Row:
     """`segment_ids` and `positions` of a window: a separator is a document's first token."""
     starts = tokens == separator
     starts[0] = True
@@ -182,7 +182,7 @@ class ShuffledBatches(Iterator):
         self._endless = self._grain.MapDataset.source(dataset).seed(seed).shuffle().repeat(None)
         self._iterator = None
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> _Batch:
         if self._iterator is None:
             index, count = self._process
             # Batched by this process's rows first, strided over the processes after: rows of a process are contiguous
@@ -230,7 +230,7 @@ class OrderedBatches:
     def __len__(self) -> int:
         return len(self._chosen) // self.batch_size
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[_Batch]:
         for number in range(len(self)):
             first = number * self.batch_size + self._process[0] * self._rows
             rows = [self._windows[int(index)] for index in self._chosen[first : first + self._rows]]

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 TOKENIZER_FILE = "tokenizer.json"
-REPLACEMENT_CHARACTER = "\ufffd"
+_REPLACEMENT_CHARACTER = "\ufffd"
 """What bytes show as that are no whole letter (yet)."""
 
 
@@ -106,7 +106,7 @@ class StreamDecoder:
         """What can be shown once `token` has come."""
         self._tokens.append(token)
         new = self.flush()
-        if not new or new.endswith(REPLACEMENT_CHARACTER):
+        if not new or new.endswith(_REPLACEMENT_CHARACTER):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
         return new

@@ -31,12 +31,12 @@ from zoo._files import read_json, write_json
 from .batches import CorpusSplit
 from .tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
 
-CACHE_VERSION = 2  # raised whenever what is written changes
-VALIDATION_FRACTION = 1 / 20
-PASSAGE_BYTES = 32 * 2**10
-MIN_FILES = 20
-BPE_TRAINING_BYTES = 32 * 2**20
-MAX_XZ_BYTES = 16 * 2**20
+_CACHE_VERSION = 2  # raised whenever what is written changes
+_VALIDATION_FRACTION = 1 / 20
+_PASSAGE_BYTES = 32 * 2**10
+_MIN_FILES = 20
+_BPE_TRAINING_BYTES = 32 * 2**20
+_MAX_XZ_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def load_text(
     documents, texts, binary = _read_sources(source) if source else _read_standard_library()
     train, validation = _split_by_hash(documents)
     digest = hashlib.blake2b(
-        f"{CACHE_VERSION} {vocab if tokenizer is None else tokenizer.cache_key}".encode(), digest_size=12
+        f"{_CACHE_VERSION} {vocab if tokenizer is None else tokenizer.cache_key}".encode(), digest_size=12
     )
     for document in documents:
         digest.update(document.digest)
@@ -184,7 +184,7 @@ def _read_documents(named_sources: Sequence[tuple[str, Path | bytes]], origin: s
         raise ValueError(
             f"{origin}: no text there: {binary} files hold NUL bytes or are not UTF-8, all others are empty"
         )
-    if len(texts) < MIN_FILES:
+    if len(texts) < _MIN_FILES:
         # One large file is one document, which no hash can divide.
         documents = [passage for name, source in texts for passage in _cut_passages(name, source)]
     return documents, len(texts), binary
@@ -210,7 +210,7 @@ def _cut_passages(name: str, source: Path | bytes) -> Iterable[_Document]:
     """A text cut at the ends of lines into passages of at least PASSAGE bytes."""
     content, start = _read_content(source), 0
     while start < len(content):
-        stop = content.find(b"\n", start + PASSAGE_BYTES) + 1 or len(content)
+        stop = content.find(b"\n", start + _PASSAGE_BYTES) + 1 or len(content)
         yield _make_document(name, source, content, start, stop)
         start = stop
 
@@ -220,10 +220,10 @@ def _split_by_hash(documents: Sequence[_Document]) -> tuple[list[_Document], lis
     if len(documents) < 2:
         raise ValueError(
             f"{documents[0].name}: a single passage of {documents[0].stop} bytes, which cannot be split for training "
-            f"and validation: take more files, or more than {2 * PASSAGE_BYTES:,} bytes"
+            f"and validation: take more files, or more than {2 * _PASSAGE_BYTES:,} bytes"
         )
     share = {document: int.from_bytes(document.digest[:8], "big") / 2**64 for document in documents}
-    held_out = {document for document in documents if share[document] < VALIDATION_FRACTION}
+    held_out = {document for document in documents if share[document] < _VALIDATION_FRACTION}
     if not held_out or len(held_out) == len(documents):
         held_out = {min(documents, key=share.__getitem__)}
     return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
@@ -269,7 +269,7 @@ def _sample_documents(documents: Sequence[_Document]) -> Iterable[bytes]:
     """Documents to learn byte pairs from: all, or a random few of a large corpus."""
     total = 0
     for document in sorted(documents, key=lambda document: document.digest):
-        if total > BPE_TRAINING_BYTES:
+        if total > _BPE_TRAINING_BYTES:
             return
         total += document.stop - document.start
         yield document.read()
@@ -280,9 +280,9 @@ def _measure_xz(documents: Sequence[_Document]) -> float:
     content = b""
     for document in documents:
         content += document.read()
-        if len(content) > MAX_XZ_BYTES:
+        if len(content) > _MAX_XZ_BYTES:
             break
-    content = content[:MAX_XZ_BYTES]
+    content = content[:_MAX_XZ_BYTES]
     return 8 * len(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)) / len(content)
 
 

@@ -19,8 +19,8 @@ from zoo._files import read_json, write_json
 from zoo._optional import import_optional
 
 SEPARATOR = 0
-TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
-TOKENIZER_FILE_PATTERNS = (
+_TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER_FILE_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -76,7 +76,7 @@ class ByteTokenizer:
         separator |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         begun = [{"SpecialToken": {"id": "\0", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
         write_json(
-            directory / TOKENIZER_FILE,
+            directory / _TOKENIZER_FILE,
             {
                 "version": "1.0",
                 "added_tokens": [separator],
@@ -152,9 +152,9 @@ class BPETokenizer:
         return b"".join(self._texts[token] for token in tokens.tolist())
 
     def save(self, directory: Path) -> None:
-        for path in sorted({path for pattern in TOKENIZER_FILE_PATTERNS for path in self._path.parent.glob(pattern)}):
+        for path in sorted({path for pattern in _TOKENIZER_FILE_PATTERNS for path in self._path.parent.glob(pattern)}):
             shutil.copyfile(path, directory / path.name)
-        if not (self._path.parent / TOKENIZER_CONFIG_FILE).exists():
+        if not (self._path.parent / _TOKENIZER_CONFIG_FILE).exists():
             _write_tokenizer_config(directory, self._words[self.separator])
 
 
@@ -164,7 +164,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
     **Raises** `FileNotFoundError` where one of the files is missing, and `ValueError` where they do not fit.
     """
-    path, config = directory / TOKENIZER_FILE, directory / "config.json"
+    path, config = directory / _TOKENIZER_FILE, directory / "config.json"
     for file in (path, config):
         if not file.exists():
             raise FileNotFoundError(f"{file}: there is no such file, which says how text becomes the model's tokens")
@@ -218,4 +218,4 @@ def _make_token_decoder(path: Path) -> Callable[[str], bytes]:
 def _write_tokenizer_config(directory: Path, separator: str) -> None:
     """What tools need beside tokenizer.json: which of its tokens begins and ends a text."""
     facts: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    write_json(directory / TOKENIZER_CONFIG_FILE, facts | {"bos_token": separator, "eos_token": separator})
+    write_json(directory / _TOKENIZER_CONFIG_FILE, facts | {"bos_token": separator, "eos_token": separator})

@@ -26,10 +26,10 @@ from zoo._optional import import_optional
 
 from .fingerprint import fingerprint_arrays, require_same_fingerprints
 
-log = logging.getLogger("zoo")
+_log = logging.getLogger("zoo")
 
-MANIFEST_FILE = "files.json"
-UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
+_MANIFEST_FILE = "files.json"
+_UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
 
 
 class RestoredCheckpoint(NamedTuple):
@@ -89,7 +89,7 @@ class Checkpoints:
         for later in [other for other in self._manager.all_steps() if other >= step]:
             self._manager.delete(later)
         if jax.process_index() == 0:
-            for unfinished in self.directory.glob(f"*{UNFINISHED_SUFFIX}*"):
+            for unfinished in self.directory.glob(f"*{_UNFINISHED_SUFFIX}*"):
                 shutil.rmtree(unfinished)
         arrays = _flatten_with_names(eqx.filter(state, eqx.is_array))
         about = dict(step=step, data=data, config=config or {}, leaves=_describe_arrays(arrays), frozen=self._frozen)
@@ -113,7 +113,7 @@ class Checkpoints:
     def restorable_steps(self) -> list[int]:
         """The steps that can be restored, oldest first. Says, once for each, which ones are passed over and why."""
         self.wait()
-        for path in sorted(self.directory.glob(f"*{UNFINISHED_SUFFIX}*")):
+        for path in sorted(self.directory.glob(f"*{_UNFINISHED_SUFFIX}*")):
             self._warn_skipped(path, "it was never finished")
         found = {step: self._find_damage(step) for step in sorted(self._manager.all_steps())}
         for step, damage in found.items():
@@ -184,7 +184,7 @@ class Checkpoints:
 
     def _warn_skipped(self, path: Path, reason: str) -> None:
         if path not in self._told:
-            log.warning("%s: passed over, %s", path, reason)
+            _log.warning("%s: passed over, %s", path, reason)
             self._told.add(path)
 
     def _read_metadata(self, step: int) -> dict[str, Any]:
@@ -193,10 +193,10 @@ class Checkpoints:
     def _write_manifest(self) -> None:
         """List the files of a checkpoint that is complete but has not got its final name yet."""
         if jax.process_index() == 0:
-            for folder in self.directory.glob(f"{self._saving}{UNFINISHED_SUFFIX}*"):
+            for folder in self.directory.glob(f"{self._saving}{_UNFINISHED_SUFFIX}*"):
                 files = [path for path in folder.glob("*/**/*") if path.is_file()]
                 write_json(
-                    folder / MANIFEST_FILE,
+                    folder / _MANIFEST_FILE,
                     {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)},
                 )
 
@@ -204,9 +204,9 @@ class Checkpoints:
         """What is wrong with a checkpoint, found by names and sizes: Orbax's own errors come late and do not say."""
         folder = self.directory / str(step)
         try:
-            files = read_json(folder / MANIFEST_FILE)
+            files = read_json(folder / _MANIFEST_FILE)
         except (OSError, ValueError):
-            return f"its list of files ({MANIFEST_FILE}) is missing or cut off"
+            return f"its list of files ({_MANIFEST_FILE}) is missing or cut off"
         for name, size in files.items():
             path = folder / name
             if not path.exists():

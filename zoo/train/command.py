@@ -34,13 +34,13 @@ def run_cli(
             chosen, args=words, prog=program, description=about.strip(), config=(tyro.conf.FlagCreatePairsOff,)
         )
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
-        if not is_user_error(error, main):
+        if not _is_user_error(error, main):
             raise
         print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def is_user_error(error: Exception, main: Callable[..., Any]) -> bool:
+def _is_user_error(error: Exception, main: Callable[..., Any]) -> bool:
     """Whether the error comes from a `raise` in this library or in the file of `main`."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     library = Path(__file__).parents[1]

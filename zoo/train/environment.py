@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-PACKAGES = ("equizoo", "jax", "jaxlib", "equinox", "optax", "grain", "orbax-checkpoint", "tokenizers", "numpy")
+_PACKAGES = ("equizoo", "jax", "jaxlib", "equinox", "optax", "grain", "orbax-checkpoint", "tokenizers", "numpy")
 
 
 def collect_environment() -> dict[str, Any]:
@@ -21,7 +21,7 @@ def collect_environment() -> dict[str, Any]:
         commit=_git_commit(),
         python=platform.python_version(),
         platform=platform.platform(),
-        packages={name: version for name in PACKAGES if (version := _package_version(name))},
+        packages={name: version for name in _PACKAGES if (version := _package_version(name))},
         backend=jax.default_backend(),
         devices={
             kind: sum(d.device_kind == kind for d in devices) for kind in sorted({d.device_kind for d in devices})

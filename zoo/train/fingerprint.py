@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree, Shaped, UInt32
 
 from zoo.parallel import leaves, map_leaves
 
-HASH_SEEDS = (0x243F6A88, 0x13198A2E)
+_HASH_SEEDS = (0x243F6A88, 0x13198A2E)
 """Where two sums start that have nothing else in common: of pi's fraction, in hexadecimals, words 1 and 3."""
 
 
@@ -50,7 +50,7 @@ def require_same_fingerprints(
     """**Raises** `ValueError`, with the first names, unless a run was saved beside the same numbers that it has now."""
     names = [*current, *(name for name in saved if name not in current)]
     lines = [
-        f"  {name}: {describe_difference(saved.get(name), current.get(name))}"
+        f"  {name}: {_describe_difference(saved.get(name), current.get(name))}"
         for name in names
         if saved.get(name) != current.get(name)
     ]
@@ -64,7 +64,7 @@ def require_same_fingerprints(
         )
 
 
-def describe_difference(saved: str | None, current: str | None) -> str:
+def _describe_difference(saved: str | None, current: str | None) -> str:
     """How two prints differ."""
     kinds = ["absent" if one is None else one.partition("]")[0] + "]" for one in (saved, current)]
     return "the numbers differ" if kinds[0] == kinds[1] else f"{kinds[0]} in the checkpoint, {kinds[1]} here"
@@ -72,32 +72,32 @@ def describe_difference(saved: str | None, current: str | None) -> str:
 
 @jax.jit
 def hash_array(x: Shaped[Array, "..."]) -> list[UInt32[Array, ""]]:
-    return [hash_words(bitcast_to_words(x), start) for start in HASH_SEEDS]
+    return [_hash_words(_bitcast_to_words(x), start) for start in _HASH_SEEDS]
 
 
-def bitcast_to_words(x: Shaped[Array, "*shape"]) -> UInt32[Array, "..."]:
+def _bitcast_to_words(x: Shaped[Array, "*shape"]) -> UInt32[Array, "..."]:
     """The bits of an array's numbers; of eight bytes two words."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype != bool:
-        x = lax.bitcast_convert_type(x, UINT_BY_BITS[min(jax.dtypes.itemsize_bits(x.dtype), 32)])
+        x = lax.bitcast_convert_type(x, _UINT_BY_BITS[min(jax.dtypes.itemsize_bits(x.dtype), 32)])
     return x.astype(jnp.uint32)
 
 
-UINT_BY_BITS = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+_UINT_BY_BITS = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
-def hash_words(words: UInt32[Array, "..."], seed: int) -> UInt32[Array, ""]:
+def _hash_words(words: UInt32[Array, "..."], seed: int) -> UInt32[Array, ""]:
     """The sum of mix(word + place), modulo 2^32: it does not matter who adds what to what first."""
     place = jnp.full(words.shape, seed, jnp.uint32)
     for dim in range(words.ndim):  # one by one: an array may hold more numbers than a word can count
-        place = fmix32(place + lax.broadcasted_iota(jnp.uint32, words.shape, dim))
-    return fmix32(place ^ fmix32(words + np.uint32(seed))).sum(dtype=jnp.uint32)
+        place = _fmix32(place + lax.broadcasted_iota(jnp.uint32, words.shape, dim))
+    return _fmix32(place ^ _fmix32(words + np.uint32(seed))).sum(dtype=jnp.uint32)
 
 
-def fmix32(word: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+def _fmix32(word: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """A word whose every bit depends on every bit of the one given, and one to one (MurmurHash3's last step, Appleby,
     2011)."""
     word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)

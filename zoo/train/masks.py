@@ -5,12 +5,12 @@ from jaxtyping import PyTree
 
 from zoo.parallel import Leaf, map_leaves
 
-STACKED_DIMS = ("layers", "experts")
+_STACKED_DIMS = ("layers", "experts")
 
 
 def matrix_mask(params: PyTree) -> PyTree:
     """True for every array that is a matrix once stacked dims are set aside: for Muon, Shampoo and their like."""
-    return map_leaves(lambda leaf, x: count_unstacked_dims(leaf, x.ndim) == 2, params)
+    return map_leaves(lambda leaf, x: _count_unstacked_dims(leaf, x.ndim) == 2, params)
 
 
 def decay_mask(params: PyTree) -> PyTree:
@@ -18,8 +18,8 @@ def decay_mask(params: PyTree) -> PyTree:
 
     For the `mask` of optax: `optax.adamw(schedule, mask=train.decay_mask)`.
     """
-    return map_leaves(lambda leaf, x: count_unstacked_dims(leaf, x.ndim) >= 2, params)
+    return map_leaves(lambda leaf, x: _count_unstacked_dims(leaf, x.ndim) >= 2, params)
 
 
-def count_unstacked_dims(leaf: Leaf, ndim: int) -> int:
-    return ndim if leaf.dims is None else sum(dim.name not in STACKED_DIMS for dim in leaf.dims)
+def _count_unstacked_dims(leaf: Leaf, ndim: int) -> int:
+    return ndim if leaf.dims is None else sum(dim.name not in _STACKED_DIMS for dim in leaf.dims)

@@ -9,9 +9,9 @@ import numpy as np
 
 from .trace import write_perfetto_trace
 
-WARMUP_STEPS = 2
+_WARMUP_STEPS = 2
 """Steps before the trace: the first compiles."""
-TRACED_STEPS = 5
+_TRACED_STEPS = 5
 
 
 class Profile:
@@ -46,8 +46,8 @@ class Profile:
     def step(self, number: int) -> Iterator[None]:
         """Around all that belongs to step `number`."""
         self._begun += 1
-        if self._begun == WARMUP_STEPS + 1:
-            wait_for_devices()  # what earlier steps still compute is not in the trace
+        if self._begun == _WARMUP_STEPS + 1:
+            _wait_for_devices()  # what earlier steps still compute is not in the trace
             jax.profiler.start_trace(self.directory)
             self._active = True
         if not self._active:
@@ -56,7 +56,7 @@ class Profile:
         self._steps.append(number)
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             yield
-        if len(self._steps) == TRACED_STEPS:
+        if len(self._steps) == _TRACED_STEPS:
             self._stop()
 
     def close(self) -> None:
@@ -65,12 +65,12 @@ class Profile:
             self._stop()
         elif not self._steps:
             self._say(
-                f"no trace: {self._begun} steps were run, and a trace begins after {WARMUP_STEPS}, which may compile"
+                f"no trace: {self._begun} steps were run, and a trace begins after {_WARMUP_STEPS}, which may compile"
             )
 
     def _stop(self) -> None:
         self._active = False
-        wait_for_devices()
+        _wait_for_devices()
         jax.profiler.stop_trace()
         trace = write_perfetto_trace(self.directory)
         self._say(
@@ -79,6 +79,6 @@ class Profile:
         )
 
 
-def wait_for_devices() -> None:
+def _wait_for_devices() -> None:
     """Wait until the devices have done all that was asked of them: a device takes its work in order."""
     jax.block_until_ready([jax.device_put(np.zeros(()), device) + 1 for device in jax.local_devices()])

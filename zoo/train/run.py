@@ -32,7 +32,7 @@ from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
 from .trackers import Tracker
 
-log = logging.getLogger("zoo")
+_log = logging.getLogger("zoo")
 
 
 class Run:
@@ -109,7 +109,7 @@ class Run:
         if self._newest is None:
             return like
         for line in diff_configs(self.checkpoints.read_config(self._newest), self.config):
-            log.warning("%s: the configuration differs: %s", self.directory, line)
+            _log.warning("%s: the configuration differs: %s", self.directory, line)
         self.step, state, data, _ = self.checkpoints.restore(like, self._newest)
         if batches is not None:
             if data is None:

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Key, PyTree, Shaped
 
 from zoo.parallel import trainable
 
-Batch = Mapping[str, Shaped[Array, "batch ..."]]
-Step = Callable[[Batch, PyTree, PyTree, Float[Array, "runs"]], tuple[PyTree, PyTree, Float[Array, "runs"]]]
+_Batch = Mapping[str, Shaped[Array, "batch ..."]]
+_Step = Callable[[_Batch, PyTree, PyTree, Float[Array, "runs"]], tuple[PyTree, PyTree, Float[Array, "runs"]]]
 
 
 def sweep_grid(
@@ -62,9 +62,9 @@ def sweep_map(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sweep_step(
-    loss_fn: Callable[[Any, Batch], tuple[Float[Array, ""], Float[Array, ""]]],
+    loss_fn: Callable[[Any, _Batch], tuple[Float[Array, ""], Float[Array, ""]]],
     optimizer: optax.GradientTransformation,
-) -> Step:
+) -> _Step:
     """A compiled `(batch, models, opt_states, rates) -> (models, opt_states, losses)` for stacked models.
 
     Each run r moves by p_r + rate_r * update_r, where `update` is what the optimizer does at a learning rate of 1: for
@@ -74,7 +74,7 @@ def sweep_step(
     - `loss_fn`: as `zoo.value_and_grad` takes it, a sum and a count; gradients and `losses` are of their quotient.
     """
 
-    def one(model: PyTree, opt_state: PyTree, rate: Float[Array, ""], batch: Batch) -> tuple[PyTree, PyTree, Array]:
+    def one(model: PyTree, opt_state: PyTree, rate: Float[Array, ""], batch: _Batch) -> tuple[PyTree, PyTree, Array]:
         learnt = trainable(model)
 
         def loss_of(learnt: PyTree) -> Float[Array, ""]:
@@ -88,7 +88,7 @@ def sweep_step(
 
     @eqx.filter_jit(donate="all-except-first")
     def step(
-        shared: tuple[Batch, Float[Array, "runs"]], models: PyTree, opt_states: PyTree
+        shared: tuple[_Batch, Float[Array, "runs"]], models: PyTree, opt_states: PyTree
     ) -> tuple[PyTree, PyTree, Float[Array, "runs"]]:
         batch, rates = shared
         mapped = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), eqx.if_array(0), 0, None))

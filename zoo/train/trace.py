@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-TRANSFORM_PATTERN = re.compile(r"(\w+)\((.*)\)")
-JAX_SCOPES = {
+_TRANSFORM_PATTERN = re.compile(r"(\w+)\((.*)\)")
+_JAX_SCOPES = {
     *("jit", "pjit", "shard_map", "while", "body", "cond"),
     *("closed_call", "eval_jaxpr", "checkpoint", "rematted_computation"),
 }
@@ -55,10 +55,10 @@ def format_scope(scope: str) -> str:
     words, when = [], ""
     for word in re.split(r"/(?![^(]*\))", scope):
         when = "recomputed " if word == "rematted_computation" else when
-        while found := TRANSFORM_PATTERN.fullmatch(word):
+        while found := _TRANSFORM_PATTERN.fullmatch(word):
             when = when or ("backward " if found[1] == "transpose" else "")
-            word = found[2] if found[1] not in JAX_SCOPES else ""
-        if word and word not in JAX_SCOPES:
+            word = found[2] if found[1] not in _JAX_SCOPES else ""
+        if word and word not in _JAX_SCOPES:
             words.append(word)
     return when + "/".join(words)
 
@@ -72,20 +72,20 @@ def read_operations(profile: bytes, programs: Set[str]) -> Iterator[tuple[str, s
     for plane in read_fields(profile, 1):
         if next(read_fields(plane, 2), b"") != b"/host:metadata":
             continue
-        for program in read_nested_fields(plane, 4, 2, 5, 6, 1):
+        for program in _read_nested_fields(plane, 4, 2, 5, 6, 1):
             module = next(read_fields(program, 1), b"").decode()
             if module not in programs:
                 continue
-            for instruction in read_nested_fields(program, 3, 2):
-                name, scope = next(read_fields(instruction, 1), b""), next(read_nested_fields(instruction, 7, 2), b"")
+            for instruction in _read_nested_fields(program, 3, 2):
+                name, scope = next(read_fields(instruction, 1), b""), next(_read_nested_fields(instruction, 7, 2), b"")
                 if scope:
                     yield module, name.decode(), scope.decode()
 
 
-def read_nested_fields(message: bytes, first: int, *path: int) -> Iterator[bytes]:
+def _read_nested_fields(message: bytes, first: int, *path: int) -> Iterator[bytes]:
     for value in read_fields(message, first):
         if path:
-            yield from read_nested_fields(value, *path)
+            yield from _read_nested_fields(value, *path)
         else:
             yield value
 
@@ -94,16 +94,16 @@ def read_fields(message: bytes, number: int) -> Iterator[bytes]:
     """The values of one length-delimited field of a protocol buffer."""
     place = 0
     while place < len(message):
-        key, place = read_varint(message, place)
+        key, place = _read_varint(message, place)
         match key & 7:
             case 0:
-                _, place = read_varint(message, place)
+                _, place = _read_varint(message, place)
             case 1:
                 place += 8
             case 5:
                 place += 4
             case 2:
-                size, place = read_varint(message, place)
+                size, place = _read_varint(message, place)
                 if key >> 3 == number:
                     yield message[place : place + size]
                 place += size
@@ -111,7 +111,7 @@ def read_fields(message: bytes, number: int) -> Iterator[bytes]:
                 raise ValueError(f"no protocol buffer: a field of kind {kind} at byte {place}")
 
 
-def read_varint(message: bytes, offset: int) -> tuple[int, int]:
+def _read_varint(message: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = message[offset]

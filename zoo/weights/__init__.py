@@ -1,9 +1,9 @@
 """Checkpoint directories in and out, by the families' tables of names."""
 
 from .family_file import load_family
+from .from_torch import from_torch
 from .load import load
 from .safetensors import CheckpointError
 from .save import save
-from .from_torch import from_torch
 
 __all__ = ["CheckpointError", "from_torch", "load", "load_family", "save"]

@@ -70,7 +70,7 @@ def open_tensors(directory: Path) -> dict[str, LazyTensor]:
     if os.path.isfile(directory / SAFE_WEIGHTS_NAME):
         return open_safetensors(directory / SAFE_WEIGHTS_NAME)
     if os.path.isfile(directory / SAFE_WEIGHTS_INDEX_NAME):
-        return open_shards(directory)
+        return _open_shards(directory)
     there = sorted(path.name for path in directory.iterdir())
     pickled = [name for name in there if name.endswith(PICKLE_SUFFIXES)]
     if pickled:
@@ -84,7 +84,7 @@ def open_tensors(directory: Path) -> dict[str, LazyTensor]:
     )
 
 
-def open_shards(directory: Path) -> dict[str, LazyTensor]:
+def _open_shards(directory: Path) -> dict[str, LazyTensor]:
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):

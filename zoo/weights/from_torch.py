@@ -45,11 +45,11 @@ def from_torch(
     state = weights.state_dict() if hasattr(weights, "state_dict") else weights
     if not isinstance(state, Mapping):
         raise CheckpointError(f"a module or a state dict was expected, not {type(weights).__name__}")
-    given = to_config_dict(getattr(weights, "config", None) if config is None else config)
+    given = _to_config_dict(getattr(weights, "config", None) if config is None else config)
     family = find_family(given, Path(CONFIG_NAME)) if family is None else family
-    source = {to_file_name(name, family): view_torch_tensor(name, x) for name, x in state.items()}
+    source = {_to_file_name(name, family): _view_torch_tensor(name, x) for name, x in state.items()}
     checkpoint = resolve_checkpoint(
-        given, source, with_memory_names(family, source), ignore, "the config: ", "what was passed"
+        given, source, _with_memory_names(family, source), ignore, "the config: ", "what was passed"
     )
     origin = checkpoint.model.origin
     assert origin is not None  # it was understood
@@ -57,7 +57,7 @@ def from_torch(
     return read_parameters(dataclasses.replace(checkpoint, model=model), mesh, dtype)
 
 
-def with_memory_names(family: Family, names: Collection[str]) -> Family:
+def _with_memory_names(family: Family, names: Collection[str]) -> Family:
     """The family, with the table by which a module's tensors are named. Before version 5 of transformers a module had
     its experts one by one, as the files have them."""
     if family.memory_names is None or any(".experts.0." in name for name in names):
@@ -65,7 +65,7 @@ def with_memory_names(family: Family, names: Collection[str]) -> Family:
     return dataclasses.replace(family, names=family.memory_names)
 
 
-def to_config_dict(source: Any) -> dict[str, Any]:
+def _to_config_dict(source: Any) -> dict[str, Any]:
     """A config as the mapping that config.json would hold."""
     if isinstance(source, str | Path):
         path = Path(source)
@@ -79,7 +79,7 @@ def to_config_dict(source: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dict(found), default=str))
 
 
-def to_file_name(name: str, family: Family) -> str:
+def _to_file_name(name: str, family: Family) -> str:
     """What the files call a tensor of the module."""
     for live, stored in family.memory_modules.items():
         if name.startswith(f"{live}."):
@@ -87,7 +87,7 @@ def to_file_name(name: str, family: Family) -> str:
     return name
 
 
-def view_torch_tensor(name: str, x: Any) -> LazyTensor:
+def _view_torch_tensor(name: str, x: Any) -> LazyTensor:
     import torch  # pyright: ignore[reportMissingImports]
 
     if not isinstance(x, torch.Tensor):
@@ -100,7 +100,7 @@ def view_torch_tensor(name: str, x: Any) -> LazyTensor:
     return LazyTensor(numbers.dtype, numbers.shape, lambda: numbers, zero_copy=True)
 
 
-def to_file_layout(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+def _to_file_layout(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors of a module as its files name and arrange them: transformers has all experts in one since version 5."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
@@ -146,9 +146,9 @@ def compute_expectations(
         found |= {f"{prefix}logits": out.logits}
         if not prefix:
             out.loss.backward()
-            gradients = to_file_layout(
+            gradients = _to_file_layout(
                 model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             )
-            found |= {f"grad.{to_file_name(name, family) if family else name}": x for name, x in gradients.items()}
+            found |= {f"grad.{_to_file_name(name, family) if family else name}": x for name, x in gradients.items()}
             found |= {"input_ids": tokens, "loss": out.loss}
     return {name: (x if name == "input_ids" else x.detach().float()).numpy() for name, x in found.items()}

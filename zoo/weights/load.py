@@ -59,7 +59,7 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> De
     planned, source, place = checkpoint.tensor_plans, checkpoint.tensors, checkpoint.location
     if checkpoint.tied is not None:
         head, embedding = checkpoint.tied
-        if not is_equal_tensor(source[head], source[embedding]):
+        if not _is_equal_tensor(source[head], source[embedding]):
             raise CheckpointError(f"{place}: {head} is not {embedding}, and the config says that they are tied")
     leaves, treedef = jax.tree.flatten(checkpoint.model)
     homes: list[dict[tuple[int, ...], tuple[str, int]]] = [{} for _ in leaves]
@@ -68,9 +68,9 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> De
             homes[piece.leaf][piece.index] = name, part
     learnt = [leaf.trainable for leaf in annotated(checkpoint.model)]
     dtypes = [
-        resolve_dtype(home, source, place, dtype, own)
-        if is_floating(x.dtype)
-        else resolve_code_dtype(home, source, place, x.dtype)
+        _resolve_dtype(home, source, place, dtype, own)
+        if _is_floating(x.dtype)
+        else _resolve_code_dtype(home, source, place, x.dtype)
         for home, own, x in zip(homes, learnt, leaves, strict=True)
     ]
     shapes = [jax.ShapeDtypeStruct(x.shape, of) for x, of in zip(leaves, dtypes, strict=True)]
@@ -81,18 +81,18 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> De
         warn_replicated(abstract, mesh)
     arrays = []
     for home, leaf, sharding in zip(homes, shapes, on_mesh or [alone] * len(shapes), strict=True):
-        shard = make_shard_reader(home, leaf, planned, source, place)
+        shard = _make_shard_reader(home, leaf, planned, source, place)
         arrays.append(jax.make_array_from_callback(leaf.shape, sharding, shard))
         for name, _ in home.values():
             source[name].release()
     return jax.tree.unflatten(treedef, arrays)
 
 
-def is_equal_tensor(first: LazyTensor, second: LazyTensor) -> bool:
+def _is_equal_tensor(first: LazyTensor, second: LazyTensor) -> bool:
     return (first.dtype, first.shape) == (second.dtype, second.shape) and np.array_equal(first.read(), second.read())
 
 
-def resolve_dtype(
+def _resolve_dtype(
     sources: Mapping[tuple[int, ...], tuple[str, int]],
     tensors: Mapping[str, LazyTensor],
     location: str,
@@ -106,7 +106,7 @@ def resolve_dtype(
     """
     held = {tensors[name].dtype: name for name, _ in sources.values()}
     for found, name in held.items():
-        if np.dtype(found).itemsize == 1 or not is_floating(found):
+        if np.dtype(found).itemsize == 1 or not _is_floating(found):
             raise CheckpointError(
                 f"{location}: {name} is stored as {found}, where float64, float32, bfloat16 or float16 was expected; "
                 "quantized checkpoints are not read"
@@ -118,12 +118,12 @@ def resolve_dtype(
         )
     wanted = np.dtype(next(iter(held)) if dtype is None else dtype)
     wanted = wanted if is_trainable else max([wanted, *held], key=lambda kind: np.dtype(kind).itemsize)
-    if not is_floating(wanted):
+    if not _is_floating(wanted):
         raise CheckpointError(f"dtype={wanted}: parameters are floating point, say float32, bfloat16 or float16")
     return np.dtype(jax.dtypes.canonicalize_dtype(wanted))
 
 
-def resolve_code_dtype(
+def _resolve_code_dtype(
     sources: Mapping[tuple[int, ...], tuple[str, int]],
     tensors: Mapping[str, LazyTensor],
     location: str,
@@ -137,11 +137,11 @@ def resolve_code_dtype(
     return np.dtype(dtype)
 
 
-def is_floating(dtype: Any) -> bool:
+def _is_floating(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.numpy.floating)
 
 
-def make_shard_reader(
+def _make_shard_reader(
     sources: Mapping[tuple[int, ...], tuple[str, int]],
     leaf: jax.ShapeDtypeStruct,
     tensor_plans: Mapping[str, TensorPlan],
@@ -170,14 +170,14 @@ def make_shard_reader(
             buffer = empty_aligned(map(len, chosen), leaf.dtype) if kept is None else kept
             for here, numbers in iterate_indices(chosen[:stars]):
                 name, numbers_of_piece = piece(numbers)
-                write_checked(buffer, here, numbers_of_piece[slices[stars:]], f"{location}: {name}", copy=kept is None)
+                _write_checked(buffer, here, numbers_of_piece[slices[stars:]], f"{location}: {name}", copy=kept is None)
             made[str(slices)] = buffer
         return made[str(slices)]
 
     return shard
 
 
-def write_checked(buffer: np.ndarray, index: tuple[int, ...], numbers: np.ndarray, name: str, *, copy: bool) -> None:
+def _write_checked(buffer: np.ndarray, index: tuple[int, ...], numbers: np.ndarray, name: str, *, copy: bool) -> None:
     """**Raises** `CheckpointError` for numbers that are not finite, or that the dtype does not hold."""
     if copy:
         with np.errstate(over="ignore"):

@@ -14,7 +14,7 @@ from zoo.ops.quantized.mxfp4 import BLOCK_SIZE, dequantize_mxfp4_numpy
 from .safetensors import CheckpointError, LazyTensor
 
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
-BLOCK_BYTES = BLOCK_SIZE // 2
+_BLOCK_BYTES = BLOCK_SIZE // 2
 
 
 def unpack_mxfp4(tensors: Mapping[str, LazyTensor], location: str) -> dict[str, LazyTensor]:
@@ -26,7 +26,7 @@ def unpack_mxfp4(tensors: Mapping[str, LazyTensor], location: str) -> dict[str, 
     not go together.
     """
     names = [name.removesuffix(BLOCKS_SUFFIX) for name in tensors if name.endswith(BLOCKS_SUFFIX)]
-    if wrong := [*find_packing_errors(tensors, names)]:
+    if wrong := [*_find_packing_errors(tensors, names)]:
         raise CheckpointError(f"{location} has tensors that are no MXFP4: " + "; ".join(sorted(wrong)[:8]))
     rest = {name: x for name, x in tensors.items() if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
     floating = [x for x in rest.values() if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -37,12 +37,12 @@ def unpack_mxfp4(tensors: Mapping[str, LazyTensor], location: str) -> dict[str, 
         return beside.dtype if beside in floating else usual
 
     return rest | {
-        name: decode_lazily(tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX], dtype_of(name))
+        name: _decode_lazily(tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX], dtype_of(name))
         for name in names
     }
 
 
-def find_packing_errors(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterator[str]:
+def _find_packing_errors(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterator[str]:
     for name in tensors:
         if name.endswith(SCALES_SUFFIX) and name.removesuffix(SCALES_SUFFIX) not in names:
             yield f"{name} has no {name.removesuffix(SCALES_SUFFIX)}{BLOCKS_SUFFIX} beside it"
@@ -51,15 +51,15 @@ def find_packing_errors(tensors: Mapping[str, LazyTensor], names: Sequence[str])
             yield f"{name}{BLOCKS_SUFFIX} has no {name}{SCALES_SUFFIX} beside it"
             continue
         blocks, scales = tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX]
-        fit = blocks.shape[-1:] == (BLOCK_BYTES,) and blocks.shape[:-1] == scales.shape and len(scales.shape) >= 2
+        fit = blocks.shape[-1:] == (_BLOCK_BYTES,) and blocks.shape[:-1] == scales.shape and len(scales.shape) >= 2
         if not fit or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
             yield (
                 f"{name}{BLOCKS_SUFFIX} is {blocks.dtype}{list(blocks.shape)} and {name}{SCALES_SUFFIX} "
-                f"{scales.dtype}{list(scales.shape)}, where uint8[..., N, {BLOCK_BYTES}] and uint8[..., N] were expected"
+                f"{scales.dtype}{list(scales.shape)}, where uint8[..., N, {_BLOCK_BYTES}] and uint8[..., N] were expected"
             )
 
 
-def decode_lazily(blocks: LazyTensor, scales: LazyTensor, dtype: np.dtype) -> LazyTensor:
+def _decode_lazily(blocks: LazyTensor, scales: LazyTensor, dtype: np.dtype) -> LazyTensor:
     """A tensor whose numbers are decoded while it is read. One of its parts is indexed before that, so that no more is
     decoded than is asked for."""
     *front, out, blocks_of_a_row, _ = blocks.shape
@@ -69,11 +69,11 @@ def decode_lazily(blocks: LazyTensor, scales: LazyTensor, dtype: np.dtype) -> La
 
     def parts(row: TensorMapping, shapes: Sequence[Shape], lead: int) -> list[Any]:
         row = dataclasses.replace(row, transposed=not row.transposed)  # packed they are (out, in)
-        whole = blocks.read().view(np.dtype((np.void, BLOCK_BYTES)))[
+        whole = blocks.read().view(np.dtype((np.void, _BLOCK_BYTES)))[
             ..., 0
         ]  # a block is one element: a matrix as any other
         both = row.views(whole, shapes, lead), row.views(scales.read(), shapes, lead)
-        return [PackedView(*pair) for pair in zip(*both, strict=True)]
+        return [_PackedView(*pair) for pair in zip(*both, strict=True)]
 
     def forget() -> None:
         blocks.release()
@@ -83,16 +83,16 @@ def decode_lazily(blocks: LazyTensor, scales: LazyTensor, dtype: np.dtype) -> La
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedView:
+class _PackedView:
     """What is read of an array, for one whose numbers, float32, are decoded when it is indexed."""
 
     blocks: np.ndarray
     """16 bytes an element."""
     scales: np.ndarray
 
-    def reshape(self, shape: Shape) -> "PackedView":
+    def reshape(self, shape: Shape) -> "_PackedView":
         shape = (*shape[:-1], shape[-1] // BLOCK_SIZE)
-        return PackedView(self.blocks.reshape(shape), self.scales.reshape(shape))
+        return _PackedView(self.blocks.reshape(shape), self.scales.reshape(shape))
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """With a slice, of step 1 and with both ends, for each dim."""

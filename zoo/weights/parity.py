@@ -98,38 +98,38 @@ def compare(
     read = partial(load, directory, family=family, packed=packed)
     model, narrow = read(dtype=jnp.float32), read(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
     with jax.default_matmul_precision("highest"):
-        lines = [*compare_activations(model, narrow, tokens, expected, tolerance)]
-        lines += compare_routers(model, tokens, expected, tolerance)
-        lines += compare_gradients(model, tokens, expected, gradient_norms or {}, 2 * tolerance)
+        lines = [*_compare_activations(model, narrow, tokens, expected, tolerance)]
+        lines += _compare_routers(model, tokens, expected, tolerance)
+        lines += _compare_gradients(model, tokens, expected, gradient_norms or {}, 2 * tolerance)
     return ParityReport(tuple(lines))
 
 
-def compare_activations(
+def _compare_activations(
     model: Decoder, bfloat16_model: Decoder | None, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
 ) -> Iterator[Comparison]:
     ours = hidden_states(model, tokens)
     halves = None if bfloat16_model is None else hidden_states(bfloat16_model, tokens)
     blocks = unstack_blocks(model)
-    alone = run_layers_alone(model, blocks, expected)
+    alone = _run_layers_alone(model, blocks, expected)
     for number, state in enumerate(ours):
         name = f"hidden_states.{number}"
         if name in expected:
             wanted = expected[name]
-            half, theirs = compute_bfloat16_errors(name, None if halves is None else halves[number], expected)
+            half, theirs = _compute_bfloat16_errors(name, None if halves is None else halves[number], expected)
             own = None if number not in alone else relative_error(alone[number], wanted)
             yield Comparison(
-                name_hidden_state(model, blocks, number), relative_error(state, wanted), tolerance, own, half, theirs
+                _name_hidden_state(model, blocks, number), relative_error(state, wanted), tolerance, own, half, theirs
             )
     logits = eqx.filter_jit(Decoder.logits)
     if "logits" in expected:
         narrowed = None if bfloat16_model is None or halves is None else logits(bfloat16_model, halves[-1])
-        half, theirs = compute_bfloat16_errors("logits", narrowed, expected)
+        half, theirs = _compute_bfloat16_errors("logits", narrowed, expected)
         yield Comparison(
             "logits", relative_error(logits(model, ours[-1]), expected["logits"]), tolerance, None, half, theirs
         )
 
 
-def name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> str:
+def _name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> str:
     """What made one of the hidden states of the one before."""
     layer = number if model.hidden_states_skip_embedding else number - 1
     if layer == len(blocks):
@@ -141,7 +141,7 @@ def name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> str
     return f"layer {layer} ({words})" + (" and the final norm" if number == len(blocks) else "")
 
 
-def run_layers_alone(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
+def _run_layers_alone(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
     """What each layer makes of PyTorch's input to it, where that is known, by the number of the hidden state."""
 
     @eqx.filter_jit
@@ -161,7 +161,7 @@ def run_layers_alone(model: Decoder, blocks: Sequence[Any], expected: Mapping[st
     return found
 
 
-def compare_routers(
+def _compare_routers(
     model: Decoder, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
 ) -> Iterator[Comparison]:
     wanted = {name: x for name, x in expected.items() if name.startswith("router_logits.")}
@@ -173,7 +173,7 @@ def compare_routers(
         yield Comparison(name, relative_error(ours[name], wanted[name]) if name in ours else float("inf"), tolerance)
 
 
-def compute_bfloat16_errors(
+def _compute_bfloat16_errors(
     name: str, ours: Any, expected: Mapping[str, np.ndarray]
 ) -> tuple[float | None, float | None]:
     """Our error in bfloat16, and PyTorch's."""
@@ -191,7 +191,7 @@ def relative_error(ours: Any, expected: np.ndarray) -> float:
     return float(np.abs(ours - expected).max() / np.abs(expected).max())
 
 
-def compare_gradients(
+def _compare_gradients(
     model: Decoder,
     tokens: Any,
     expected: Mapping[str, np.ndarray],
@@ -202,7 +202,7 @@ def compare_gradients(
     stored = {name.removeprefix("grad."): wanted for name, wanted in expected.items() if name.startswith("grad.")}
     if not stored and not gradient_norms and "loss" not in expected:
         return
-    loss, found, fixed = compute_loss_and_gradients(model, tokens)
+    loss, found, fixed = _compute_loss_and_gradients(model, tokens)
     gradient_norms = {name: norm for name, norm in gradient_norms.items() if name not in fixed}
     sizes = {name: float(np.linalg.norm(wanted)) for name, wanted in stored.items()}
     smallest = max({**gradient_norms, **sizes}.values(), default=0.0) * GRADIENT_FLOOR / tolerance
@@ -224,7 +224,7 @@ def compare_gradients(
         yield Comparison(f"norm of the gradient of {name}", far, tolerance)
 
 
-def compute_loss_and_gradients(
+def _compute_loss_and_gradients(
     model: Decoder, tokens: Any
 ) -> tuple[Any, Callable[[str], np.ndarray | None], Collection[str]]:
     """The loss; a function from the checkpoint's name of a parameter to its gradient; and the names of what has none,

@@ -11,7 +11,7 @@ from zoo.models.parameter_paths import ParameterPath, format_path, iterate_indic
 
 
 @dataclasses.dataclass(frozen=True)
-class ArraySlice:
+class _ArraySlice:
     """`leaf[index]` of our tree: one part of one of their tensors."""
 
     leaf: int
@@ -26,7 +26,7 @@ class TensorPlan:
     """One of their tensors."""
 
     mapping: TensorMapping
-    slices: tuple[ArraySlice, ...]
+    slices: tuple[_ArraySlice, ...]
     """One a part of the row."""
     num_stacked_dims: int
     """How many stacked dims the tensor keeps: 1 for all experts in one."""
@@ -47,12 +47,12 @@ def plan(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
     are in the tree; `ValueError` for two rows with one part: mistakes in a family's table.
     """
     ours = invert_name_map(name_map)
-    found: dict[str, tuple[TensorMapping, dict[int, ArraySlice], int]] = {}
+    found: dict[str, tuple[TensorMapping, dict[int, _ArraySlice], int]] = {}
     for leaf, (place, x) in enumerate(zip(list_parameter_paths(tree), jax.tree.leaves(tree), strict=True)):
         theirs, row, part = find_mapping(place, ours)
         stars = theirs.count("*")
         for index, numbers in iterate_indices(place.ranges[:stars]):
-            piece = ArraySlice(leaf, index, tuple(x.shape[stars:]))
+            piece = _ArraySlice(leaf, index, tuple(x.shape[stars:]))
             name = format_path(theirs, numbers)
             found.setdefault(name, (row, {}, len(place.ranges) - stars))[1][part] = piece
     for name, (row, pieces, _) in found.items():

@@ -19,7 +19,7 @@ from .packed import unpack_mxfp4
 from .plan import TensorPlan, plan, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor
 
-QUANTIZATION_KEY = "quantization_config"
+_QUANTIZATION_KEY = "quantization_config"
 """The key of a config that says that matrices are packed."""
 
 
@@ -69,12 +69,12 @@ def resolve_checkpoint(
     given, decode = {key: value for key, value in given.items() if key not in ignore}, False
     try:
         config = read_config(family, given)
-        if config.get(QUANTIZATION_KEY) is None and packed:
+        if config.get(_QUANTIZATION_KEY) is None and packed:
             raise ConfigError(
-                f"packed=True, and without a {QUANTIZATION_KEY} nothing in the checkpoint is packed: leave it out"
+                f"packed=True, and without a {_QUANTIZATION_KEY} nothing in the checkpoint is packed: leave it out"
             )
-        if config.get(QUANTIZATION_KEY) is not None and not packed:
-            given = {key: value for key, value in given.items() if key != QUANTIZATION_KEY}
+        if config.get(_QUANTIZATION_KEY) is not None and not packed:
+            given = {key: value for key, value in given.items() if key != _QUANTIZATION_KEY}
             config, decode = read_config(family, given), True
         layers = config["num_hidden_layers"]
         if layers > len(tensors):  # so many would take forever to describe
@@ -91,14 +91,14 @@ def resolve_checkpoint(
     head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
     tied = config.get("tie_word_embeddings") and {head, embedding} <= tensors.keys()
     unread = () if family.find_ignored_tensors is None else family.find_ignored_tensors(config, tensors)
-    check_tensors(planned, tensors, family, location, allowed=(head, *unread) if tied else unread)
+    _check_tensors(planned, tensors, family, location, allowed=(head, *unread) if tied else unread)
     return Checkpoint(location, family, config, model, table, planned, tensors, (head, embedding) if tied else None)
 
 
-MAX_LISTED = 20
+_MAX_LISTED = 20
 
 
-def check_tensors(
+def _check_tensors(
     tensor_plans: Mapping[str, TensorPlan],
     tensors: Mapping[str, LazyTensor],
     family: Family,
@@ -108,7 +108,7 @@ def check_tensors(
     """**Raises** `CheckpointError` that tells of every tensor that is missing, too many, or of another shape."""
     wrong, surplus = [], tensors.keys() - tensor_plans.keys() - set(allowed)
     for number, name in enumerate(sorted(tensor_plans.keys() - tensors.keys())):
-        hint = suggest_nearest(name, surplus) if number < MAX_LISTED else ""
+        hint = suggest_nearest(name, surplus) if number < _MAX_LISTED else ""
         wrong.append(f"{name} {list(tensor_plans[name].shape)} is missing{hint}")
     for name in surplus:
         if not any(re.search(pattern, name) for pattern in family.ignored_tensors):
@@ -118,8 +118,8 @@ def check_tensors(
             theirs, ours = list(tensors[name].shape), list(tensor_plans[name].shape)
             wrong.append(f"{name} is {theirs} in the file, and the config asks for {ours}")
     if wrong:
-        listed = "\n  ".join(sorted(wrong)[:MAX_LISTED])
-        more = f"\n  and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
+        listed = "\n  ".join(sorted(wrong)[:_MAX_LISTED])
+        more = f"\n  and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
         raise CheckpointError(
             f"{location} does not hold the {family.name} that its config describes:\n  {listed}{more}"
         )

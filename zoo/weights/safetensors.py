@@ -26,14 +26,14 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
 }
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
-DTYPE_ORDER: Sequence[str] = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
+_DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_DTYPE_ORDER: Sequence[str] = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
 """In which `safetensors` writes tensors: by dtype, and those of one dtype by name."""
-MAX_HEADER_BYTES = 100_000_000
-ALIGNMENT = 64  # JAX takes a buffer on the CPU as it is, without a copy, where it begins at a multiple of this
+_MAX_HEADER_BYTES = 100_000_000
+_ALIGNMENT = 64  # JAX takes a buffer on the CPU as it is, without a copy, where it begins at a multiple of this
 
 
-MAX_ERROR_LENGTH = 1600
+_MAX_ERROR_LENGTH = 1600
 
 
 class CheckpointError(ValueError):
@@ -43,8 +43,8 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, message: str):
-        if len(message) > MAX_ERROR_LENGTH:
-            message = f"{message[: MAX_ERROR_LENGTH - 400]} [...] {message[-400:]}"
+        if len(message) > _MAX_ERROR_LENGTH:
+            message = f"{message[: _MAX_ERROR_LENGTH - 400]} [...] {message[-400:]}"
         super().__init__(message.encode(errors="backslashreplace").decode())
 
 
@@ -81,7 +81,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(
                 f"{path}: no safetensors file, or a truncated one: {size} bytes, which should begin with the length of "
                 "a header that fits into them"
@@ -95,7 +95,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is damaged: a table of tensors was expected")
     header.pop("__metadata__", None)
-    found = {name: parse_header_entry(path, name, facts) for name, facts in header.items()}
+    found = {name: _parse_header_entry(path, name, facts) for name, facts in header.items()}
     end = 0
     for name, (_, _, start, stop) in sorted(found.items(), key=lambda item: item[1][2:]):
         if start != end:
@@ -129,14 +129,14 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def parse_header_entry(path: Path, name: str, header_entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+def _parse_header_entry(path: Path, name: str, header_entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
     """What a header says of one tensor. **Raises** `CheckpointError` where that is not possible."""
     if not isinstance(header_entry, dict) or header_entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: its header is damaged at {name!r}: dtype, shape and data_offsets were expected")
     code, shape, offsets = header_entry["dtype"], header_entry["shape"], header_entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointError(f"{path}: {name} has the dtype {code!r}, and we read {', '.join(DTYPES)}")
-    if not (is_count_list(shape) and is_count_list(offsets) and len(offsets) == 2):
+    if not (_is_count_list(shape) and _is_count_list(offsets) and len(offsets) == 2):
         raise CheckpointError(f"{path}: its header is damaged at {name!r}: {shape=}, data_offsets={offsets}")
     start, stop = offsets
     size = math.prod(shape) * DTYPES[code].itemsize
@@ -148,18 +148,18 @@ def parse_header_entry(path: Path, name: str, header_entry: Any) -> tuple[np.dty
     return DTYPES[code], tuple(shape), start, stop
 
 
-def is_count_list(value: Any) -> bool:
+def _is_count_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**62 for x in value)
 
 
 def write_safetensors(path: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
     """A file of these tensors, as `safetensors` itself writes it. `tensor(name)` is called for one after another."""
-    shapes = dict(sorted(shapes.items(), key=lambda item: (DTYPE_ORDER.index(DTYPE_CODES[item[1][1]]), item[0])))
+    shapes = dict(sorted(shapes.items(), key=lambda item: (_DTYPE_ORDER.index(_DTYPE_CODES[item[1][1]]), item[0])))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in shapes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -172,6 +172,6 @@ def empty_aligned(shape: Iterable[int], dtype: Any) -> np.ndarray:
     """An array that JAX takes on the CPU without a copy."""
     shape, dtype = tuple(shape), np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

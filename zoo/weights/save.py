@@ -23,7 +23,7 @@ from .directory import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .plan import plan, strip_base_prefix
 from .safetensors import CheckpointError, write_safetensors
 
-WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def save(
@@ -52,18 +52,18 @@ def save(
     and where parts that are stored in one tensor have several dtypes.
     """
     origin, table = resolve_origin(model, family, dict(config or {}))
-    write_checkpoint(model, Path(directory), origin, table, shard_bytes)
+    _write_checkpoint(model, Path(directory), origin, table, shard_bytes)
 
 
 def resolve_origin(model: Any, asked: str | Family | None, more: dict[str, Any]) -> tuple[Origin, NameMap]:
     """The config that a model is written with, and the names of its tensors."""
-    family = get_family(asked) if isinstance(asked, str) else asked
+    family = _get_family(asked) if isinstance(asked, str) else asked
     origin, reasons = getattr(model, "origin", None), []
     if origin is not None and family in (None, origin.family):
         config = {**json.loads(origin.config), **more}
-        reason = find_config_mismatch(model, origin.family, config)
+        reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
-            return Origin(origin.family, format_config(config, model), origin.bare), read_name_map(
+            return Origin(origin.family, _format_config(config, model), origin.bare), read_name_map(
                 origin.family, config, origin.bare
             )
         family = origin.family  # it was changed since: what it is now may still be of the family
@@ -73,23 +73,23 @@ def resolve_origin(model: Any, asked: str | Family | None, more: dict[str, Any])
             reasons.append(f"{candidate.name}: only models that were read from such a checkpoint can be written as one")
             continue
         try:
-            config = {**describe_config(model, candidate), **more}
-            reason = find_config_mismatch(model, candidate, config)
+            config = {**_describe_config(model, candidate), **more}
+            reason = _find_config_mismatch(model, candidate, config)
         except ConfigError as error:
             reason = str(error)
         if reason is None:
-            return Origin(candidate, format_config(config, model)), read_name_map(candidate, config, False)
+            return Origin(candidate, _format_config(config, model)), read_name_map(candidate, config, False)
         reasons.append(f"{candidate.name}: {reason}")
     raise CheckpointError("no checkpoint could be read as this model:\n  " + "\n  ".join(reasons))
 
 
-def get_family(name: str) -> Family:
+def _get_family(name: str) -> Family:
     if name not in FAMILIES:
         raise CheckpointError(f"there is no family {name!r}{suggest_nearest(name, FAMILIES)}")
     return FAMILIES[name]
 
 
-def describe_config(model: Any, family: Family) -> dict[str, Any]:
+def _describe_config(model: Any, family: Family) -> dict[str, Any]:
     """What a family's config.json says of a model made from scratch."""
     assert family.describe is not None
     theirs = {usual: word for word, usual in family.aliases.items()}
@@ -98,7 +98,7 @@ def describe_config(model: Any, family: Family) -> dict[str, Any]:
     return {**facts, **{theirs.get(key, key): value for key, value in found.items()}}
 
 
-def find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
+def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
     """The first thing in which a model differs from the one that a config describes; None where nothing does."""
     try:
         read = read_config(family, config)
@@ -113,7 +113,7 @@ def read_name_map(family: Family, config: Mapping[str, Any], lacks_base_prefix: 
     return strip_base_prefix(table) if lacks_base_prefix else table
 
 
-def format_config(config: Mapping[str, Any], model: Any) -> str:
+def _format_config(config: Mapping[str, Any], model: Any) -> str:
     """config.json with the dtype that the parameters have, in the spelling that it had."""
     kinds = {np.dtype(x.dtype) for x in jax.tree.leaves(model) if hasattr(x, "dtype")}
     dtypes = {kind for kind in kinds if jax.numpy.issubdtype(kind, jax.numpy.floating)}
@@ -124,15 +124,15 @@ def format_config(config: Mapping[str, Any], model: Any) -> str:
     return json.dumps(found, indent=2, sort_keys=True) + "\n"
 
 
-def write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: NameMap, shard_bytes: int) -> None:
+def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: NameMap, shard_bytes: int) -> None:
     shapes, tensor = export_tensors(model, name_map)
-    shards = assign_shards(shapes, shard_bytes)
+    shards = _assign_shards(shapes, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
     texts = {CONFIG_NAME: origin.config}
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(map(count_bytes, shapes.values()))}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(map(_count_bytes, shapes.values()))}, "weight_map": weight_map}
         texts[SAFE_WEIGHTS_INDEX_NAME] = json.dumps(index, indent=2, sort_keys=True) + "\n"
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: Name
         for file in (*files, *texts):
             os.replace(directory / f"{file}.partial", directory / file)
         for old in directory.iterdir():  # what would be read before, or beside, what was just written
-            if WEIGHT_FILE_PATTERN.fullmatch(old.name) and old.name not in (*files, *texts):
+            if _WEIGHT_FILE_PATTERN.fullmatch(old.name) and old.name not in (*files, *texts):
                 old.unlink()
     else:
         for name in shapes:  # its shards are needed by the process that writes
@@ -157,14 +157,14 @@ def write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: Name
         multihost_utils.sync_global_devices("zoo.save")  # nobody reads before it is all there
 
 
-TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
+_TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
-def export_tensors(model: PyTree, name_map: NameMap) -> tuple[TensorSpecs, Callable[[str], np.ndarray]]:
+def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
     """What a model's tensors are called and shaped in a checkpoint, in order of their names; and a function that puts
     together the one of a name."""
     leaves, planned = jax.tree.leaves(model), plan(model, name_map)
-    shapes: TensorSpecs = {}
+    shapes: _TensorSpecs = {}
     for name, of in sorted(planned.items()):
         dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in of.slices}
         if len(dtypes) > 1:
@@ -185,17 +185,17 @@ def export_tensors(model: PyTree, name_map: NameMap) -> tuple[TensorSpecs, Calla
     return shapes, tensor
 
 
-def count_bytes(spec: tuple[tuple[int, ...], np.dtype]) -> int:
+def _count_bytes(spec: tuple[tuple[int, ...], np.dtype]) -> int:
     shape, dtype = spec
     return math.prod(shape) * dtype.itemsize
 
 
-def assign_shards(shapes: TensorSpecs, max_bytes: int) -> list[list[str]]:
+def _assign_shards(shapes: _TensorSpecs, max_bytes: int) -> list[list[str]]:
     """Names in order, as many in each shard as fit; one that fits in none is alone."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, kind in shapes.items():
-        size = count_bytes(kind)
+        size = _count_bytes(kind)
         if shards[-1] and filled + size > max_bytes:
             shards.append([])
             filled = 0

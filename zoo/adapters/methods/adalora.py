@@ -18,7 +18,7 @@ from ..base import AbstractAdapter, Matrix, Strength, full_strength, get_dims, g
 from ..targets import Targets, find_linears, vmap_stacked
 from .low_rank import linear_from_weight
 
-Model = TypeVar("Model")
+_Model = TypeVar("Model")
 RANK_EPSILON = 1e-5
 """What PEFT adds to the rank that it divides by."""
 
@@ -143,14 +143,14 @@ def find_adalora(model: Any) -> list[tuple[IndexRanges, AdaLoRA]]:
 
 
 def adalora(
-    model: Model,
+    model: _Model,
     *,
     targets: Targets = ("query", "value"),
     rank: int = 12,
     alpha: float | int | None = None,
     adapter_name: str = "adalora",
     key: Key[Array, ""],
-) -> Model:
+) -> _Model:
     """The model with an `AdaLoRA` around each of the targets, its change scaled by alpha / (rank + 1e-5), as PEFT has
     it; `alpha` is `rank` unless given. **Raises** `ValueError` for a target that means no matrix, and for a rank below
     1."""

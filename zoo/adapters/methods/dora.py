@@ -14,7 +14,7 @@ from ..base import Matrix, Strength
 from .lora import LoRA, LoRAInit
 from .low_rank import AbstractLowRankAdapter, linear_from_weight, low_rank_product
 
-Rows = Float[Array, "*rows out"]
+_Rows = Float[Array, "*rows out"]
 
 
 class DoRA(AbstractLowRankAdapter):
@@ -121,7 +121,7 @@ class DoRA(AbstractLowRankAdapter):
 
     def get_magnitude_ratios(
         self, base_times_down: Float[Array, "rank out"], strength: Float[Array, "..."]
-    ) -> tuple[Rows, Rows]:
+    ) -> tuple[_Rows, _Rows]:
         """What W x and what scale B A x is multiplied with, `seen` being W Aᵀ: m over the length, or as much of it as
         the adapter `counts`."""
         up, down = self.up.weight.astype(jnp.float32), self.down.weight.astype(jnp.float32)

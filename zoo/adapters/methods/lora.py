@@ -76,9 +76,9 @@ class LoRA(AbstractLowRankAdapter):
         elif init == "zero":
             down = jax.random.uniform(key, (max_rank, in_size), minval=-(in_size**-0.5), maxval=in_size**-0.5)
         else:
-            down, up = factorize_weight(base.dense_weight, max_rank, jnp.where(scale == 0, 1, scale), init)
+            down, up = _factorize_weight(base.dense_weight, max_rank, jnp.where(scale == 0, 1, scale), init)
             up = jnp.where(counts, up, 0)
-            base = subtract_from_base(base, scale * jnp.matmul(up, down, precision="highest"))
+            base = _subtract_from_base(base, scale * jnp.matmul(up, down, precision="highest"))
             self.first_down, self.first_up = jnp.where(counts[:, None], down, 0), up
         self.base = base
         self.down = linear_from_weight(jnp.where(counts[:, None], down, 0), in_=self.in_, out=Dim("rank"))
@@ -103,7 +103,7 @@ class LoRA(AbstractLowRankAdapter):
         return weight + self.scale * self.strength_per_expert(self.scale) * low_rank_product(self.down, self.up)
 
 
-def factorize_weight(
+def _factorize_weight(
     matrix: Matrix, rank: int, scale: Float[Array, ""], init: LoRAInit
 ) -> tuple[Float[Array, "rank in"], Float[Array, "out rank"]]:
     """A and B whose product, scaled, is the largest part of a matrix that a rank can hold; or, of its QR decomposition,
@@ -120,7 +120,7 @@ def factorize_weight(
     return roots[:, None] * right[:rank], left[:, :rank] * roots
 
 
-def subtract_from_base(base: AbstractLinear, part: Matrix) -> AbstractLinear:
+def _subtract_from_base(base: AbstractLinear, part: Matrix) -> AbstractLinear:
     """The base without a part of its matrix, in the dtypes that it has."""
     return jax.tree.map(
         lambda new, old: new.astype(old.dtype), base.with_weight(base.dense_weight - part, base.dense_bias), base

@@ -31,7 +31,10 @@ class AbstractLowRankAdapter(AbstractAdapter):
         keys = info.fold_keys(site).keys if self.dropout else None
         where = lambda adapter: (adapter.base, adapter.keys)
         return eqx.tree_at(
-            where, self, (self.base.with_dropout_keys(info, site + BASE_SITE_OFFSET), keys), is_leaf=lambda x: x is None
+            where,
+            self,
+            (self.base.with_dropout_keys(info, site + _BASE_SITE_OFFSET), keys),
+            is_leaf=lambda x: x is None,
         )
 
     def drop_inputs(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows in"]:
@@ -62,7 +65,7 @@ class AbstractLowRankAdapter(AbstractAdapter):
         return (inner * factor).astype(inner.dtype)
 
 
-BASE_SITE_OFFSET = 2**20
+_BASE_SITE_OFFSET = 2**20
 """Between the sites of an adapter and of what lies under it."""
 
 

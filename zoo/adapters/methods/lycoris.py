@@ -17,7 +17,7 @@ from ..base import AbstractAdapter, Matrix, Strength, full_strength, get_dims, g
 from .low_rank import linear_from_weight
 
 
-class AbstractDeltaAdapter(AbstractAdapter):
+class _AbstractDeltaAdapter(AbstractAdapter):
     """y = W x + b + scale D x. FLOPs: the base's again, and those that make D, once a call."""
 
     applies: eqx.AbstractVar[Bool[Array, ""]]
@@ -51,7 +51,7 @@ class AbstractDeltaAdapter(AbstractAdapter):
         return weight + self.strength_per_expert(self.applies) * self.get_scaled_delta_weight()
 
 
-class LoHa(AbstractDeltaAdapter):
+class LoHa(_AbstractDeltaAdapter):
     """D = (B1 A1) ∘ (B2 A2), number by number: of a rank up to the square of the factors' (FedPara, Hyeon-Woo et al.,
     arXiv:2108.06098, section 2.2; as an adapter: LyCORIS, arXiv:2309.14859). B2 starts as zeros."""
 
@@ -92,10 +92,10 @@ class LoHa(AbstractDeltaAdapter):
         self.strength, self.adapter_name = full_strength(), adapter_name
 
     def get_delta_weight(self) -> Matrix:
-        return matmul_fp32(self.up, self.down) * matmul_fp32(self.other_up, self.other_down)
+        return _matmul_fp32(self.up, self.down) * _matmul_fp32(self.other_up, self.other_down)
 
 
-class LoKr(AbstractDeltaAdapter):
+class LoKr(_AbstractDeltaAdapter):
     """D = L ⊗ R, the Kronecker product of two small matrices, of which either may be a product of two narrow ones
     (LyCORIS, arXiv:2309.14859, section 3.2).
 
@@ -139,7 +139,7 @@ class LoKr(AbstractDeltaAdapter):
             get_linear_shape(base),
             jax.random.split(key, 3),
         )
-        (left_out, right_out), (left_in, right_in) = factorization(out_size, factor), factorization(in_size, factor)
+        (left_out, right_out), (left_in, right_in) = _factorization(out_size, factor), _factorization(in_size, factor)
         uniform = lambda key, *shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * shape[-1] ** -0.5
         self.base = base
         self.left = self.left_up = self.left_down = self.right = self.right_up = self.right_down = None
@@ -155,13 +155,13 @@ class LoKr(AbstractDeltaAdapter):
         self.strength, self.adapter_name = full_strength(), adapter_name
 
     def get_delta_weight(self) -> Matrix:
-        left = matmul_fp32(self.left_up, self.left_down) if self.left is None else self.left.astype(jnp.float32)
-        right = matmul_fp32(self.right_up, self.right_down) if self.right is None else self.right.astype(jnp.float32)
+        left = _matmul_fp32(self.left_up, self.left_down) if self.left is None else self.left.astype(jnp.float32)
+        right = _matmul_fp32(self.right_up, self.right_down) if self.right is None else self.right.astype(jnp.float32)
         whole = (left[:, None, :, None] * right[None, :, None, :]).reshape(len(left) * len(right), -1)
-        return slice_local_shard(slice_local_shard(whole, 0, self.base, self.out), 1, self.base, self.in_)
+        return _slice_local_shard(_slice_local_shard(whole, 0, self.base, self.out), 1, self.base, self.in_)
 
 
-def slice_local_shard(
+def _slice_local_shard(
     matrix: Float[Array, "_ _"], dim: int, base: AbstractLinear, sharded_dim: Dim
 ) -> Float[Array, "_ _"]:
     """Of a whole matrix, the rows or columns of this device's share of the base."""
@@ -171,12 +171,12 @@ def slice_local_shard(
     return lax.dynamic_slice_in_dim(matrix, shard_offset(base.dense_weight, sharded_dim.name, here), here, dim)
 
 
-def matmul_fp32(up: Float[Array, "out rank"] | None, down: Float[Array, "rank in"] | None) -> Matrix:
+def _matmul_fp32(up: Float[Array, "out rank"] | None, down: Float[Array, "rank in"] | None) -> Matrix:
     assert up is not None and down is not None
     return jnp.matmul(up.astype(jnp.float32), down.astype(jnp.float32), precision="highest")
 
 
-def factorization(size: int, factor: int) -> tuple[int, int]:
+def _factorization(size: int, factor: int) -> tuple[int, int]:
     """Two numbers whose product is `size`, the first the smaller: `factor` and the rest where that divides, else the
     pair nearest to a square whose first is at most `factor`, if that is given (LyCORIS' rule)."""
     if factor > 0 and size % factor == 0:

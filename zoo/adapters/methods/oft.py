@@ -17,8 +17,8 @@ from ..apply import apply_uniform
 from ..base import AbstractAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
 from ..targets import Targets
 
-Model = TypeVar("Model")
-Blocks = Float[Array, "blocks size size"]
+_Model = TypeVar("Model")
+_Blocks = Float[Array, "blocks size size"]
 
 
 class OFT(AbstractAdapter):
@@ -69,7 +69,7 @@ class OFT(AbstractAdapter):
         blocks of one input, which nothing turns.
         """
         (self.in_, self.out), (_, in_size) = get_dims(base), get_linear_shape(base)
-        self.block_size = size = resolve_block_size(in_size, block_size, blocks)
+        self.block_size = size = _resolve_block_size(in_size, block_size, blocks)
         pairs = size * (size - 1) // 2
         self.base, self.applies, self.strength, self.adapter_name = (
             base,
@@ -100,7 +100,7 @@ class OFT(AbstractAdapter):
         turned = grouped_matmul(cut.swapaxes(0, 1).reshape(-1, self.block_size), groups.astype(x.dtype), runs)
         return self.base.grouped(turned.reshape(count, len(x), -1).swapaxes(0, 1).reshape(x.shape), sizes)
 
-    def compute_rotations(self) -> Blocks:
+    def compute_rotations(self) -> _Blocks:
         """R, block by block, or its one block: float32."""
         pairs = self.shared[None] if self.shared is not None else self.blocks
         assert pairs is not None
@@ -111,7 +111,7 @@ class OFT(AbstractAdapter):
         counted = jnp.where(self.applies, self.strength, 0) * pairs.astype(jnp.float32)
         return cayley_transform(skew_symmetric(counted, self.block_size), self.neumann_terms)
 
-    def rotate(self, x: Float[Array, "*rows in"], rotations: Blocks) -> Float[Array, "*rows in"]:
+    def rotate(self, x: Float[Array, "*rows in"], rotations: _Blocks) -> Float[Array, "*rows in"]:
         """x R of each row."""
         cut = self.split_blocks(x)
         if len(rotations) == 1:
@@ -135,7 +135,7 @@ class OFT(AbstractAdapter):
         return jnp.einsum("rbi,boi->rbo", cut, every, precision="highest").reshape(weight.shape)
 
 
-def resolve_block_size(in_size: int, block_size: int | None, blocks: int | None) -> int:
+def _resolve_block_size(in_size: int, block_size: int | None, blocks: int | None) -> int:
     if (block_size is None) == (blocks is None):
         raise ValueError("an OFT is told how large its blocks are, or how many: block_size or blocks")
     size = block_size if blocks is None else in_size // max(blocks, 1)
@@ -146,7 +146,7 @@ def resolve_block_size(in_size: int, block_size: int | None, blocks: int | None)
     return size
 
 
-def skew_symmetric(pairs: Float[Array, "blocks pairs"], size: int) -> Blocks:
+def skew_symmetric(pairs: Float[Array, "blocks pairs"], size: int) -> _Blocks:
     """Matrices with Qᵀ = -Q, of the numbers above their diagonals, row after row."""
     rows, columns = np.triu_indices(size, 1)
     index, sign = np.zeros((size, size), np.int32), np.zeros((size, size), np.float32)
@@ -155,7 +155,7 @@ def skew_symmetric(pairs: Float[Array, "blocks pairs"], size: int) -> Blocks:
     return pairs[:, index] * sign
 
 
-def cayley_transform(skewed: Blocks, neumann_terms: int | None) -> Blocks:
+def cayley_transform(skewed: _Blocks, neumann_terms: int | None) -> _Blocks:
     """The Cayley transform of each block, or, with `terms`, the first ones of its series with the last counted once:
     of 3 one more is taken, as PEFT takes them."""
     identity = jnp.eye(skewed.shape[-1])
@@ -172,7 +172,7 @@ def cayley_transform(skewed: Blocks, neumann_terms: int | None) -> Blocks:
 
 
 def oft(
-    model: Model,
+    model: _Model,
     *,
     targets: Targets = ("query", "value"),
     block_size: int | None = None,
@@ -181,7 +181,7 @@ def oft(
     neumann_terms: int | None = 5,
     adapter_name: str = "oft",
     key: Key[Array, ""] | None = None,
-) -> Model:
+) -> _Model:
     """The model with an `OFT` around each of the targets, in blocks of `block_size` inputs, 32 unless given, or in so
     many `blocks` a matrix; `shared` and `terms` are `OFT`'s. **Raises** `ValueError` for a target that means no matrix,
     and where inputs are no whole blocks."""

@@ -12,7 +12,7 @@ from zoo.weights.directory import read_json
 
 CONFIG_FILE = "adapter_config.json"
 
-COMMON_DEFAULTS: Mapping[str, Any] = {
+_COMMON_DEFAULTS: Mapping[str, Any] = {
     "auto_mapping": None, "base_model_name_or_path": None, "exclude_modules": None, "inference_mode": True,
     "modules_to_save": None, "peft_type": None, "peft_version": None, "revision": None, "target_modules": None,
     "task_type": None, "layers_pattern": None, "layers_to_transform": None, "fan_in_fan_out": False, "bias": "none",
@@ -21,11 +21,11 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 """Keys of every method, with what PEFT has where a file omits them. Which modules have an adapter we read off the
 tensors, and how a base's matrix lies in its file off the family's table."""
 
-LORA_DEFAULTS: Mapping[str, Any] = {
+_LORA_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
     "lora_dropout": 0.0, "init_lora_weights": True,
 }  # fmt: skip
-LORA_IGNORED_KEYS = (
+_LORA_IGNORED_KEYS = (
     "corda_config",
     "eva_config",
     "lora_ga_config",
@@ -34,47 +34,47 @@ LORA_IGNORED_KEYS = (
     "qalora_group_size",
 )
 """How factors were started, or what another switch brings into play."""
-LORA_REQUIRED_VALUES: Mapping[str, tuple] = {
+_LORA_REQUIRED_VALUES: Mapping[str, tuple] = {
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,), "layer_replication": (None,),
     "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,), "target_parameters": (None, []),
     "trainable_token_indices": (None,), "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
 }  # fmt: skip
 
-ADALORA_DEFAULTS: Mapping[str, Any] = {"init_r": 12, "lora_alpha": 8, "lora_dropout": 0.0, "init_lora_weights": True}
-ADALORA_IGNORED_KEYS = (
-    *LORA_IGNORED_KEYS, "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
+_ADALORA_DEFAULTS: Mapping[str, Any] = {"init_r": 12, "lora_alpha": 8, "lora_dropout": 0.0, "init_lora_weights": True}
+_ADALORA_IGNORED_KEYS = (
+    *_LORA_IGNORED_KEYS, "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
     "rank_pattern", "alpha_pattern", "use_rslora",
 )  # fmt: skip
 """How ranks are allocated, which we read off the tensors; and LoRA's keys that PEFT does not heed here."""
-ADALORA_REQUIRED_VALUES: Mapping[str, tuple] = {**LORA_REQUIRED_VALUES, "use_dora": (False,)}
+_ADALORA_REQUIRED_VALUES: Mapping[str, tuple] = {**_LORA_REQUIRED_VALUES, "use_dora": (False,)}
 
-OFT_DEFAULTS: Mapping[str, Any] = {
+_OFT_DEFAULTS: Mapping[str, Any] = {
     "module_dropout": 0.0, "block_share": False, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5,
 }  # fmt: skip
-OFT_IGNORED_KEYS = ("r", "oft_block_size", "init_weights", "eps")
+_OFT_IGNORED_KEYS = ("r", "oft_block_size", "init_weights", "eps")
 """Sizes and numbers of blocks, which we read off the tensors, and how they were started."""
 
-LYCORIS_DEFAULTS: Mapping[str, Any] = {
+_LYCORIS_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "alpha": 8, "alpha_pattern": {}, "rank_dropout": 0.0, "module_dropout": 0.0, "rank_dropout_scale": False,
 }  # fmt: skip
-LYCORIS_REQUIRED_VALUES: Mapping[str, tuple] = {"rank_pattern": ({},)}
+_LYCORIS_REQUIRED_VALUES: Mapping[str, tuple] = {"rank_pattern": ({},)}
 
-METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tuple]]] = {
-    "LORA": (LORA_DEFAULTS, LORA_IGNORED_KEYS, LORA_REQUIRED_VALUES),
+_METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tuple]]] = {
+    "LORA": (_LORA_DEFAULTS, _LORA_IGNORED_KEYS, _LORA_REQUIRED_VALUES),
     "IA3": ({"feedforward_modules": None, "init_ia3_weights": True}, (), {}),
-    "LOHA": (LYCORIS_DEFAULTS, ("init_weights", "use_effective_conv2d"), LYCORIS_REQUIRED_VALUES),
+    "LOHA": (_LYCORIS_DEFAULTS, ("init_weights", "use_effective_conv2d"), _LYCORIS_REQUIRED_VALUES),
     "LOKR": (
-        LYCORIS_DEFAULTS | {"decompose_both": False, "decompose_factor": -1},
+        _LYCORIS_DEFAULTS | {"decompose_both": False, "decompose_factor": -1},
         ("init_weights", "use_effective_conv2d"),
-        LYCORIS_REQUIRED_VALUES,
+        _LYCORIS_REQUIRED_VALUES,
     ),
     "VERA": (
         {"r": 256, "save_projection": True, "vera_dropout": 0.0, "d_initial": 0.1},
         ("init_weights", "projection_prng_key"),
         {},
     ),
-    "OFT": (OFT_DEFAULTS, OFT_IGNORED_KEYS, {"coft": (False,)}),
-    "ADALORA": (ADALORA_DEFAULTS, ADALORA_IGNORED_KEYS, ADALORA_REQUIRED_VALUES),
+    "OFT": (_OFT_DEFAULTS, _OFT_IGNORED_KEYS, {"coft": (False,)}),
+    "ADALORA": (_ADALORA_DEFAULTS, _ADALORA_IGNORED_KEYS, _ADALORA_REQUIRED_VALUES),
 }
 """A method's own keys with their defaults, those that change nothing, and those with the values that we compute."""
 
@@ -85,42 +85,42 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     given = read_json(path)
     method = given.get("peft_type")
-    if not isinstance(method, str) or method not in METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
-            f"{path} has the peft_type {method!r}{suggest_nearest(str(method), METHODS) or '.'} Methods that are read: "
-            f"{', '.join(METHODS)}"
+            f"{path} has the peft_type {method!r}{suggest_nearest(str(method), _METHODS) or '.'} Methods that are read: "
+            f"{', '.join(_METHODS)}"
         )
-    defaults, inert, refused = METHODS[method]
+    defaults, inert, refused = _METHODS[method]
     for key, value in given.items():
         if key in refused and value not in refused[key]:
             allowed = " or ".join(map(repr, refused[key]))
             raise CheckpointError(f"{path}: {key} = {value!r} is not computed here; it is read where it is {allowed}")
-        if key not in {*COMMON_DEFAULTS, *defaults, *inert, *refused}:
-            known = {*COMMON_DEFAULTS, *defaults}
+        if key not in {*_COMMON_DEFAULTS, *defaults, *inert, *refused}:
+            known = {*_COMMON_DEFAULTS, *defaults}
             raise CheckpointError(f"{path}: the key {key!r} is not known{suggest_nearest(key, known) or ' to us.'}")
-    for fault in find_config_errors({key: value for key, value in {**defaults, **given}.items() if key not in inert}):
+    for fault in _find_config_errors({key: value for key, value in {**defaults, **given}.items() if key not in inert}):
         raise CheckpointError(f"{path}: {fault}")
-    if method == "OFT" and (told := find_version_error(given)):
+    if method == "OFT" and (told := _find_version_error(given)):
         raise CheckpointError(f"{path}: {told}")
     honored = ("none", "lora_only", "all") if method == "LORA" else ("none",)
     if given.get("bias", "none") not in honored:
         told = f"{given['bias']!r} is not read with this method; it is {' or '.join(map(repr, honored))}"
         raise CheckpointError(f"{path}: bias = {told}")
-    return {**COMMON_DEFAULTS, **defaults, **given}
+    return {**_COMMON_DEFAULTS, **defaults, **given}
 
 
-def find_config_errors(config: Mapping[str, Any]) -> Iterator[str]:
+def _find_config_errors(config: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the numbers and patterns of a config."""
     for key, what in {"r": "a rank", "init_r": "a rank", "num_cayley_neumann_terms": "a number"}.items():
         number = config.get(key, 1)
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             yield f"{key} = {number!r}, where {what} of at least 1 was expected"
     for key in ("lora_alpha", "alpha"):
-        if key in config and not is_number(config[key]):
+        if key in config and not _is_number(config[key]):
             yield f"{key} = {config[key]!r}, where a number was expected"
     for key in ("rank_pattern", "alpha_pattern"):
         table = config.get(key) or {}
-        if not isinstance(table, dict) or not all(map(is_number, table.values())):
+        if not isinstance(table, dict) or not all(map(_is_number, table.values())):
             yield f"{key} = {table!r}, where a table of numbers was expected"
             continue
         for pattern in table:
@@ -130,7 +130,7 @@ def find_config_errors(config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{key} has the pattern {pattern!r}, which is none: {error}"
 
 
-def find_version_error(config: Mapping[str, Any]) -> str:
+def _find_version_error(config: Mapping[str, Any]) -> str:
     """Why an OFT of an older PEFT is not what is computed now, or nothing."""
     if "oft_block_size" not in config:
         return "it has no oft_block_size: before PEFT 0.14 an OFT turned outputs, which is not computed here"
@@ -140,11 +140,11 @@ def find_version_error(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def matches_pattern(pattern: str, module: str) -> bool:
+def _matches_pattern(pattern: str, module: str) -> bool:
     """Whether a key of rank_pattern or alpha_pattern means a module: the end of its name, or a regular expression that
     fits it up to the end."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
@@ -153,5 +153,5 @@ def matches_pattern(pattern: str, module: str) -> bool:
 def scale_from_config(config: Mapping[str, Any], module: str, rank: int) -> float:
     """What a change of so many ranks is multiplied with."""
     default = config["lora_alpha"] if "lora_alpha" in config else config["alpha"]
-    alpha = next((a for pattern, a in config["alpha_pattern"].items() if matches_pattern(pattern, module)), default)
+    alpha = next((a for pattern, a in config["alpha_pattern"].items() if _matches_pattern(pattern, module)), default)
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)

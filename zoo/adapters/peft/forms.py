@@ -13,11 +13,11 @@ from ..methods.oft import OFT
 from ..targets import LinearSite
 from .names import PeftModule
 
-LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
+_LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
 
 
 @runtime_checkable
-class AdapterSource(Protocol):
+class _AdapterSource(Protocol):
     """The tensors of one adapter, and what its config says."""
 
     config: Mapping[str, Any]
@@ -27,7 +27,7 @@ class AdapterSource(Protocol):
     def read_tensor(self, module: PeftModule, suffix: str, *, has_rows: bool = False) -> np.ndarray | None: ...
 
 
-def read_oft(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
+def read_oft(source: _AdapterSource, module: PeftModule) -> dict[str, Any] | None:
     pairs = source.read_tensor(module, "oft_R.weight")
     if pairs is None:
         return None
@@ -43,7 +43,7 @@ def read_oft(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None
     return {"size": size, "pairs": pairs[0] if shared else pairs}
 
 
-def plan_oft(source: AdapterSource, site: LinearSite, parts: LayerArrays) -> Any:
+def plan_oft(source: _AdapterSource, site: LinearSite, parts: _LayerArrays) -> Any:
     runs, one, sizes = [len(run) for run in site.numbers], next(iter(parts.values())), set()
     pairs, applies = np.zeros((*runs, *one["pairs"].shape), one["pairs"].dtype), np.zeros(runs, bool)
     for index, part in parts.items():
@@ -79,7 +79,7 @@ def build_oft_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dic
     }
     tried = [(word, sorted({own for _, own in pairs})) for word, pairs in wanted.items()]
     tried += [(word, range(1, max(inputs for inputs, _ in every) + 1)) for word in wanted]
-    fits = lambda word, asked: all(find_nearest_divisor(inputs, asked) == own for inputs, own in wanted[word])
+    fits = lambda word, asked: all(_find_nearest_divisor(inputs, asked) == own for inputs, own in wanted[word])
     found = next(({word: asked} for word, numbers in tried for asked in numbers if fits(word, asked)), None)
     kinds = {(adapter.shared is not None, adapter.terms) for _, adapter in every}
     if found is None or len(kinds) > 1:
@@ -93,14 +93,14 @@ def build_oft_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dic
     }  # fmt: skip
 
 
-def find_nearest_divisor(inputs: int, requested: int) -> int:
+def _find_nearest_divisor(inputs: int, requested: int) -> int:
     """What PEFT makes of a size of blocks, or of their number: the divisor nearest to it, of two the smaller."""
     if requested >= inputs:
         return inputs
     return min((n for n in range(1, inputs + 1) if inputs % n == 0), key=lambda n: (abs(n - requested), n))
 
 
-def read_adalora(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
+def read_adalora(source: _AdapterSource, module: PeftModule) -> dict[str, Any] | None:
     down, values = source.read_tensor(module, "lora_A"), source.read_tensor(module, "lora_E")
     up = source.read_tensor(module, "lora_B", has_rows=True)
     if down is None and up is None and values is None:
@@ -118,7 +118,7 @@ def read_adalora(source: AdapterSource, module: PeftModule) -> dict[str, Any] | 
     return {"down": down, "up": up, "values": values[:, 0], "scale": scale}
 
 
-def plan_adalora(source: AdapterSource, site: LinearSite, parts: LayerArrays) -> Any:
+def plan_adalora(source: _AdapterSource, site: LinearSite, parts: _LayerArrays) -> Any:
     """Factors of the largest rank for all layers, those of fewer ranks filled up with zeros."""
     runs, (outputs, inputs) = [len(run) for run in site.numbers], site.sizes()
     largest = max(1, *(len(part["down"]) for part in parts.values()))

@@ -32,10 +32,10 @@ from .config import read_config, scale_from_config
 from .forms import plan_adalora, plan_oft, read_adalora, read_oft
 from .names import LYCORIS_FIELDS, PREFIX, VERA_SHARED, WEIGHTS_FILE, PeftModule, get_name_table, list_peft_modules
 
-Model = TypeVar("Model")
+_Model = TypeVar("Model")
 
 
-def load(model: Model, directory: str | Path, *, dropout: float | int = 0.0, adapter_name: str = "default") -> Model:
+def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, adapter_name: str = "default") -> _Model:
     """The model with the adapter of a PEFT directory around its matrices. `model` is, or has the names of, a checkpoint
     that we read: `zoo.load` gives one.
 
@@ -48,7 +48,7 @@ def load(model: Model, directory: str | Path, *, dropout: float | int = 0.0, ada
     path = resolve_directory(directory)
     config, source = read_config(path), open_safetensors(path / WEIGHTS_FILE)
     table = get_name_table(model)
-    reader = AdapterReader(config, source, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
+    reader = _AdapterReader(config, source, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
     for module in list_peft_modules(model, table):
         reader.read_module(module)
     tied = getattr(model, "head", True) is None and not config["ensure_weight_tying"]
@@ -64,7 +64,7 @@ def load(model: Model, directory: str | Path, *, dropout: float | int = 0.0, ada
     return make_trainable(apply_adapters(model, reader.plan_adapter, jax.random.key(0)), values, adapter_name)
 
 
-class AdapterReader:
+class _AdapterReader:
     """The tensors of one adapter, as they are found for the modules of a model."""
 
     def __init__(
@@ -80,7 +80,7 @@ class AdapterReader:
         self.read_so_far: set[str] = set()
         self.parts: dict[tuple[str, IndexRanges], dict[tuple[int, ...], dict[str, Any]]] = {}
         """Place of ours -> index -> its arrays."""
-        self.method = READERS[config["peft_type"]]
+        self.method = _READERS[config["peft_type"]]
 
     def read_vector(self, module: PeftModule, suffix: str, size: int, *, has_rows: bool = False) -> np.ndarray | None:
         """One that has a number for each of `size`. **Raises** `CheckpointError` where it has not."""
@@ -127,10 +127,10 @@ class AdapterReader:
         """For one of the model's matrices, a maker of its adapter."""
         if site.identity not in self.parts:
             return None
-        return PLANNERS[self.config["peft_type"]](self, site, self.parts[site.identity])
+        return _PLANNERS[self.config["peft_type"]](self, site, self.parts[site.identity])
 
 
-def read_lora(reader: AdapterReader, module: PeftModule) -> dict[str, Any] | None:
+def _read_lora(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
     is_table = isinstance(module.site.module, AbstractEmbedding)
     words = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
     down, up = reader.read_tensor(module, words[0]), reader.read_tensor(module, words[1], has_rows=True)
@@ -157,7 +157,7 @@ def read_lora(reader: AdapterReader, module: PeftModule) -> dict[str, Any] | Non
     return found
 
 
-def plan_lora(reader: AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+def _plan_lora(reader: _AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
     """Factors of the largest rank for all layers, those of fewer ranks filled up with zeros."""
     if reader.dropout and not site.supports_dropout:
         raise CheckpointError(
@@ -198,7 +198,7 @@ def plan_lora(reader: AdapterReader, site: LinearSite, parts: Mapping[tuple[int,
     return make, tables
 
 
-def read_ia3(reader: AdapterReader, module: PeftModule) -> dict[str, Any] | None:
+def _read_ia3(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
     name = f"{PREFIX}{module.peft_name}.ia3_l"
     if name not in reader.source:
         return None
@@ -207,7 +207,7 @@ def read_ia3(reader: AdapterReader, module: PeftModule) -> dict[str, Any] | None
     return {"inputs": inputs, "gate": gate}
 
 
-def plan_ia3(reader: AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+def _plan_ia3(reader: _AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
     runs = [len(run) for run in site.numbers]
     kinds = {part["inputs"] for part in parts.values()}
     if len(kinds) > 1:
@@ -225,7 +225,7 @@ def plan_ia3(reader: AdapterReader, site: LinearSite, parts: Mapping[tuple[int, 
     return make, {"gate": gates, "applies": applies}
 
 
-def read_vera(reader: AdapterReader, module: PeftModule) -> dict[str, Any] | None:
+def _read_vera(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
     shared = reader.source.get(next(iter(VERA_SHARED)))
     down = reader.read_vector(module, "vera_lambda_d", reader.config["r"] if shared is None else shared.shape[0])
     up = reader.read_vector(module, "vera_lambda_b", module.site.sizes()[0], has_rows=True)
@@ -236,7 +236,7 @@ def read_vera(reader: AdapterReader, module: PeftModule) -> dict[str, Any] | Non
     return {"down_scale": down, "up_scale": up}
 
 
-def plan_vera(reader: AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+def _plan_vera(reader: _AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
     if missing := [name for name in VERA_SHARED if name not in reader.source]:
         raise CheckpointError(
             f"{reader.path} has no {missing[0]}: PEFT drew it from PyTorch's generator, and saves it with "
@@ -262,7 +262,7 @@ def plan_vera(reader: AdapterReader, site: LinearSite, parts: Mapping[tuple[int,
     return make, tables
 
 
-def read_lycoris(reader: AdapterReader, module: PeftModule) -> dict[str, Any] | None:
+def _read_lycoris(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
     method = reader.config["peft_type"]
     by_rows = method == "LOHA"
     arrays = {
@@ -280,7 +280,7 @@ def read_lycoris(reader: AdapterReader, module: PeftModule) -> dict[str, Any] | 
     return {"scale": scale_from_config(reader.config, module.peft_name, reader.config["r"]), **arrays}
 
 
-def plan_lycoris(reader: AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+def _plan_lycoris(reader: _AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
     runs, one = [len(run) for run in site.numbers], next(iter(parts.values()))
     tables = {word: np.zeros((*runs, *np.shape(numbers)), np.float32) for word, numbers in one.items()}
     tables["applies"] = np.zeros(runs, bool)
@@ -301,7 +301,7 @@ def plan_lycoris(reader: AdapterReader, site: LinearSite, parts: Mapping[tuple[i
     return make, tables
 
 
-READERS = {"LORA": read_lora, "IA3": read_ia3, "VERA": read_vera, "LOHA": read_lycoris, "LOKR": read_lycoris}
-READERS |= {"OFT": read_oft, "ADALORA": read_adalora}
-PLANNERS = {"LORA": plan_lora, "IA3": plan_ia3, "VERA": plan_vera, "LOHA": plan_lycoris, "LOKR": plan_lycoris}
-PLANNERS |= {"OFT": plan_oft, "ADALORA": plan_adalora}
+_READERS = {"LORA": _read_lora, "IA3": _read_ia3, "VERA": _read_vera, "LOHA": _read_lycoris, "LOKR": _read_lycoris}
+_READERS |= {"OFT": read_oft, "ADALORA": read_adalora}
+_PLANNERS = {"LORA": _plan_lora, "IA3": _plan_ia3, "VERA": _plan_vera, "LOHA": _plan_lycoris, "LOKR": _plan_lycoris}
+_PLANNERS |= {"OFT": plan_oft, "ADALORA": plan_adalora}

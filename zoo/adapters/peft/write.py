@@ -38,7 +38,7 @@ from .names import (
     list_peft_tensors,
 )
 
-ModuleParts = Mapping[int, tuple[PeftModule, Any, Any]]
+_ModuleParts = Mapping[int, tuple[PeftModule, Any, Any]]
 """Of one of their modules, which part it is -> its place, our adapter, and what the arrays are taken from."""
 
 
@@ -55,9 +55,9 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None) 
 
     **Raises** `CheckpointError` for a model without such an adapter, and for one whose kind PEFT's files do not have.
     """
-    adapter_name = resolve_adapter_name(model, adapter_name)
+    adapter_name = _resolve_adapter_name(model, adapter_name)
     found = collect_tensors(model, adapter_name=adapter_name)
-    config = build_adapter_config(model, adapter_name)
+    config = _build_adapter_config(model, adapter_name)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shapes = {name: (numbers.shape, numbers.dtype) for name, numbers in found.items()}
@@ -74,7 +74,7 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None) 
         os.replace(path / f"{name}.partial", path / name)
 
 
-def resolve_adapter_name(model: Any, adapter_name: str | None) -> str:
+def _resolve_adapter_name(model: Any, adapter_name: str | None) -> str:
     try:
         check_adapter_name(model, adapter_name)
     except ValueError as error:
@@ -90,19 +90,19 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     gradients, those of parts that share an array are added up."""
     found: dict[str, np.ndarray] = {}
     table = get_name_table(model)
-    by_module = group_by_module(model, tree, table, adapter_name)
+    by_module = _group_by_module(model, tree, table, adapter_name)
     for theirs, parts in by_module.items():
         for field in list_peft_tensors(next(iter(parts.values()))[1]):
-            put_together = join_parts if tree is None else sum_parts
+            put_together = _join_parts if tree is None else _sum_parts
             found[f"{PREFIX}{theirs}.{field.suffix}"] = put_together(field, parts)
         _, adapter, value = next(iter(parts.values()))
         if isinstance(adapter, VeRA) and tree is None:
-            found |= keep_largest_shared(found, value, next(iter(parts.values()))[0].index)
+            found |= _keep_largest_shared(found, value, next(iter(parts.values()))[0].index)
     of_base, _ = base_tensors.collect_base_tensors(model, tree, table, adapter_name, set(by_module))
     return dict(sorted((found | {PREFIX + name: numbers for name, numbers in of_base.items()}).items()))
 
 
-def group_by_module(
+def _group_by_module(
     model: Any, tree: Any, table: NameMap, adapter_name: str
 ) -> dict[str, dict[int, tuple[PeftModule, Any, Any]]]:
     """Their module -> its parts."""
@@ -111,27 +111,27 @@ def group_by_module(
     }
     found: dict[str, dict[int, tuple[PeftModule, Any, Any]]] = {}
     for module in list_peft_modules(model, table):
-        adapter = find_adapter(module.site.module, adapter_name)
-        if adapter is not None and has_adapter(adapter, module.index):
-            value = find_adapter(values[module.site.identity], adapter_name)
+        adapter = _find_adapter(module.site.module, adapter_name)
+        if adapter is not None and _has_adapter(adapter, module.index):
+            value = _find_adapter(values[module.site.identity], adapter_name)
             found.setdefault(module.peft_name, {})[module.part] = module, adapter, value
     return found
 
 
-def find_adapter(node: Any, adapter_name: str) -> Any:
+def _find_adapter(node: Any, adapter_name: str) -> Any:
     """The adapter of this name, of those around one matrix."""
     while is_adapter(node) and node.adapter_name != adapter_name:
         node = node.base
     return node if is_adapter(node) else None
 
 
-def has_adapter(adapter: Any, index: tuple[int, ...]) -> bool:
+def _has_adapter(adapter: Any, index: tuple[int, ...]) -> bool:
     """Whether one layer has it."""
     counts = adapter.rank if isinstance(adapter, LoRA | DoRA | EmbeddingLoRA) else adapter.applies
     return bool(np.asarray(counts)[index])
 
 
-def get_layer_array(field: PeftTensor, module: PeftModule, adapter: Any, value: Any) -> np.ndarray:
+def _get_layer_array(field: PeftTensor, module: PeftModule, adapter: Any, value: Any) -> np.ndarray:
     """One layer's array, of its own rank."""
     numbers = gather_to_host(field.get(value), module.index)
     if field.rank_dim is None:
@@ -146,21 +146,21 @@ def get_layer_array(field: PeftTensor, module: PeftModule, adapter: Any, value: 
     return np.concatenate([numbers, first], axis=field.rank_dim)
 
 
-def join_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
+def _join_parts(field: PeftTensor, parts: _ModuleParts) -> np.ndarray:
     """The array of a whole module of theirs."""
-    arrays = {part: get_layer_array(field, *one) for part, one in parts.items()}
+    arrays = {part: _get_layer_array(field, *one) for part, one in parts.items()}
     module, adapter, _ = next(iter(parts.values()))
     if len(module.mapping.parts) == 1:
         return arrays[0]
     if not isinstance(adapter, LoRA | DoRA):
         if field.has_rows:
-            return join_rows(module, arrays)
+            return _join_rows(module, arrays)
         if any(not np.array_equal(x, next(iter(arrays.values()))) for x in arrays.values()):
             raise CheckpointError(
                 f"{module.peft_name} has one {field.suffix} in PEFT's files, and its parts have several"
             )
         return next(iter(arrays.values()))
-    downs = {part: get_layer_array(list_peft_tensors(adapter)[0], *one) for part, one in parts.items()}
+    downs = {part: _get_layer_array(list_peft_tensors(adapter)[0], *one) for part, one in parts.items()}
     distinct = {down.tobytes(): down for down in downs.values()}
     if field.rank_dim == 0:
         return np.concatenate(list(distinct.values()))
@@ -171,17 +171,17 @@ def join_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
             first = starts[downs[part].tobytes()]
             arrays[part] = np.zeros((len(up), total), up.dtype)
             arrays[part][:, first : first + up.shape[1]] = up
-    return join_rows(module, arrays)
+    return _join_rows(module, arrays)
 
 
-def sum_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
+def _sum_parts(field: PeftTensor, parts: _ModuleParts) -> np.ndarray:
     """The gradient of a whole module's array, its parts sharing what has no rows."""
-    arrays = {part: get_layer_array(field, *one) for part, one in parts.items()}
+    arrays = {part: _get_layer_array(field, *one) for part, one in parts.items()}
     module = next(iter(parts.values()))[0]
-    return join_rows(module, arrays) if field.has_rows else sum(arrays.values(), start=np.zeros((), np.float32))
+    return _join_rows(module, arrays) if field.has_rows else sum(arrays.values(), start=np.zeros((), np.float32))
 
 
-def join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
+def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
     """Rows of parts put together as those of the matrix are; zeros for a part that has no adapter."""
     one = next(iter(arrays.values()))
     whole = np.zeros((sum(module.part_sizes), *one.shape[1:]), one.dtype)
@@ -192,16 +192,16 @@ def join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarra
     return whole
 
 
-def keep_largest_shared(found: Mapping[str, np.ndarray], vera: VeRA, index: tuple[int, ...]) -> dict[str, np.ndarray]:
+def _keep_largest_shared(found: Mapping[str, np.ndarray], vera: VeRA, index: tuple[int, ...]) -> dict[str, np.ndarray]:
     """VeRA's shared arrays, of which every matrix has as much as it needs: those of the largest."""
     for_this = {name: gather_to_host(get(vera), index) for name, get in VERA_SHARED.items()}
     return {name: x if name not in found or x.size > found[name].size else found[name] for name, x in for_this.items()}
 
 
-def build_adapter_config(model: Any, adapter_name: str) -> dict[str, Any]:
+def _build_adapter_config(model: Any, adapter_name: str) -> dict[str, Any]:
     """What PEFT has to know of an adapter."""
     table = get_name_table(model)
-    by_module = group_by_module(model, None, table, adapter_name)
+    by_module = _group_by_module(model, None, table, adapter_name)
     if not by_module:
         raise CheckpointError(
             f"{adapter_name!r} is no adapter around matrices: whole parameters alone are zoo.save's to write"
@@ -229,15 +229,16 @@ def build_adapter_config(model: Any, adapter_name: str) -> dict[str, Any]:
                 "init_weights": True,
             }  # fmt: skip
         case LoHa() | LoKr():
-            return config | build_lycoris_config(adapters)
+            return config | _build_lycoris_config(adapters)
         case OFT():
             return config | build_oft_config(adapters)
         case AdaLoRA():
             return config | build_adalora_config(adapters)
     ranks = {
-        theirs: len(join_parts(list_peft_tensors(adapters[theirs][1])[0], parts)) for theirs, parts in by_module.items()
+        theirs: len(_join_parts(list_peft_tensors(adapters[theirs][1])[0], parts))
+        for theirs, parts in by_module.items()
     }
-    alphas = {theirs: get_module_scale(parts) * ranks[theirs] for theirs, parts in by_module.items()}
+    alphas = {theirs: _get_module_scale(parts) * ranks[theirs] for theirs, parts in by_module.items()}
     rank, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
     dropped = [one.dropout for _, one, _ in adapters.values() if isinstance(one, LoRA | DoRA)]
     return config | {
@@ -254,7 +255,7 @@ def build_adapter_config(model: Any, adapter_name: str) -> dict[str, Any]:
     }
 
 
-def build_lycoris_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, Any]:
+def _build_lycoris_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, Any]:
     """Of LoHa and LoKr, of whose scale the files know alpha and rank: any two that give it would do."""
     _, adapter, _ = next(iter(adapters.values()))
     narrow = adapter.down if isinstance(adapter, LoHa) else adapter.right_down
@@ -274,7 +275,7 @@ def build_lycoris_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) ->
     }
 
 
-def get_module_scale(parts: ModuleParts) -> float | int:
+def _get_module_scale(parts: _ModuleParts) -> float | int:
     """alpha / rank of one module. **Raises** `CheckpointError` where its parts have several."""
     scales = {float(np.asarray(adapter.scale)[module.index]) for module, adapter, _ in parts.values()}
     if len(scales) > 1:

@@ -15,7 +15,7 @@ from ..abstract import AbstractLinear
 from ..linear import Linear
 from .routing import Routing
 
-RoutingWeights = Float[Array, "batch seq top"]
+_RoutingWeights = Float[Array, "batch seq top"]
 
 
 class AbstractRouter(Module):
@@ -25,10 +25,10 @@ class AbstractRouter(Module):
     top: eqx.AbstractVar[int]
 
     @abc.abstractmethod
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         """What each token's experts are weighted with, and which they are."""
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[RoutingWeights, Routing]:
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[_RoutingWeights, Routing]:
         logits = self.scores(x.astype(jnp.float32))
         weights, chosen = self.choose(logits)
         return weights, Routing(logits, chosen)
@@ -60,11 +60,11 @@ class SoftmaxRouter(AbstractRouter):
     ):
         """**Raises** `ValueError` where a token cannot go to so many experts."""
         check_routing_sizes(experts, top, groups, kept_groups)
-        self.scores = make_score_projection(embed, experts, bias, key)
+        self.scores = _make_score_projection(embed, experts, bias, key)
         self.top, self.renormalize, self.scale = top, renormalize, float(scale)
         self.groups, self.kept_groups = groups, kept_groups
 
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         how = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups}
         return softmax_top_k(logits, self.top, renormalize=self.renormalize, **how)
 
@@ -79,9 +79,9 @@ class TopSoftmaxRouter(AbstractRouter):
     def __init__(self, embed: int, experts: int, top: int, *, bias: bool = False, key: Key[Array, ""]):
         """**Raises** `ValueError` where a token cannot go to so many experts."""
         check_routing_sizes(experts, top, 1, 1)
-        self.scores, self.top = make_score_projection(embed, experts, bias, key), top
+        self.scores, self.top = _make_score_projection(embed, experts, bias, key), top
 
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         return top_k_softmax(logits, self.top)
 
 
@@ -121,18 +121,18 @@ class BiasedRouter(AbstractRouter):
         check_routing_sizes(experts, top, groups, kept_groups)
         if score not in ("sigmoid", "softmax"):
             raise ValueError(f"a score is 'sigmoid' or 'softmax', not {score!r}")
-        self.scores, self.selection_bias = make_score_projection(embed, experts, False, key), jnp.zeros(experts)
+        self.scores, self.selection_bias = _make_score_projection(embed, experts, False, key), jnp.zeros(experts)
         self.top, self.score, self.renormalize, self.scale = top, score, renormalize, float(scale)
         self.groups, self.kept_groups, self.smallest = groups, kept_groups, smallest
 
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         scores = jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         how = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups, "smallest": self.smallest}
         bias = self.selection_bias.astype(jnp.float32)
         return biased_top_k(scores, bias, self.top, renormalize=self.renormalize, **how)
 
 
-def make_score_projection(embed: int, experts: int, bias: bool, key: Key[Array, ""]) -> Linear:
+def _make_score_projection(embed: int, experts: int, bias: bool, key: Key[Array, ""]) -> Linear:
     """Its outputs are choices, not experts: of a mixture that is split, every device scores all of them."""
     return Linear(embed, experts, in_=Dim("embed"), out=Dim("choices"), bias=bias, key=key)
 

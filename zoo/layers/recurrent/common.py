@@ -19,9 +19,9 @@ from ..linear import Linear
 from ..norm import RMSNorm
 from .context import RecurrenceContext
 
-HeadVectors = Float[Array, "batch seq heads _"]
-HeadRows = Float[Array, "batch rows heads _"]
-LogDecays = Float[Array, "batch seq heads"] | Float[Array, "batch seq heads key_dim"]
+_HeadVectors = Float[Array, "batch seq heads _"]
+_HeadRows = Float[Array, "batch rows heads _"]
+_LogDecays = Float[Array, "batch seq heads"] | Float[Array, "batch seq heads key_dim"]
 
 
 class RecurrentState(Module):
@@ -85,7 +85,7 @@ class QKVProjections(Module):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: RecurrenceContext, conv_states: tuple[ConvState, ...] | None
-    ) -> tuple[HeadVectors, HeadRows, HeadRows, tuple[ConvState, ...]]:
+    ) -> tuple[_HeadVectors, _HeadRows, _HeadRows, tuple[ConvState, ...]]:
         """Of however many heads live here, keys and values with `steps` rows a token; and the convolutions' last
         inputs, where those before came."""
         made, after = [part(x) for part in (self.query, self.key, self.value)], []
@@ -110,7 +110,7 @@ class QKVProjections(Module):
         return RecurrentState(matrix, tuple(each.init_state(batch, dtype) for each in self.convolutions))
 
 
-def split_heads_and_steps(x: Float[Array, "batch seq features"], heads: int, size: int) -> HeadRows:
+def split_heads_and_steps(x: Float[Array, "batch seq features"], heads: int, size: int) -> _HeadRows:
     """Heads of this size; those of one head and token, where there are several, one after another along seq."""
     x = x.reshape(*x.shape[:2], heads, -1, size).swapaxes(2, 3)
     return x.reshape(x.shape[0], -1, heads, size)
@@ -248,7 +248,7 @@ class DecayGate(Module):
         self.A_log = jnp.log(jax.random.uniform(decay_key, (heads,), minval=1.0, maxval=16.0))
         self.bias = inverse_softplus(sample_log_uniform(bias_key, heads * per_head, 1e-3, 1e-1))
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> LogDecays:
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> _LogDecays:
         steps = jax.nn.softplus(self.step(x).astype(jnp.float32) + self.bias)
         rate = -jnp.exp(self.A_log)
         return rate * steps if self.out.unit == 1 else rate[:, None] * steps.reshape(*x.shape[:2], -1, self.out.unit)
@@ -264,13 +264,13 @@ def inverse_softplus(x: Float[Array, "size"]) -> Float[Array, "size"]:
     return x + jnp.log(-jnp.expm1(-x))
 
 
-def l2_normalize(x: HeadVectors) -> HeadVectors:
+def l2_normalize(x: _HeadVectors) -> _HeadVectors:
     """x / sqrt(sum(x²) + 1e-6) over the last dim, in float32: keys and queries of delta rules (arXiv:2406.06484,
     section 3.3)."""
     return (x.shape[-1] ** -0.5 * rms_norm(x, epsilon=1e-6 / x.shape[-1]).astype(jnp.float32)).astype(x.dtype)
 
 
-def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) -> Float[Array, "_"]:
+def local_heads(make: Callable[[int], Float[Array, "heads"]], x: _HeadVectors) -> Float[Array, "_"]:
     """Of the numbers that belong to all heads, those of the heads of `x` that live here."""
     here = x.shape[2]
     return lax.dynamic_slice_in_dim(make(here * num_shards(x, "heads")), shard_offset(x, "heads", here), here)

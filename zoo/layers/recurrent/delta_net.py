@@ -36,8 +36,8 @@ from .common import (
 )
 from .context import RecurrenceContext
 
-HiddenStates = Float[Array, "batch seq embed"]
-DeltaRuleArrays = tuple[
+_HiddenStates = Float[Array, "batch seq embed"]
+_DeltaRuleArrays = tuple[
     Float[Array, "batch seq heads key_dim"],
     Float[Array, "batch rows heads key_dim"],
     Float[Array, "batch rows heads value_dim"],
@@ -45,7 +45,7 @@ DeltaRuleArrays = tuple[
 ]
 
 
-class DeltaInputs(Module):
+class _DeltaInputs(Module):
     """The queries, keys and values of a delta rule, and its rates beta = highest * sigmoid(W x)."""
 
     projections: QKVProjections
@@ -85,8 +85,8 @@ class DeltaInputs(Module):
         self.num_householder, self.max_beta = num_householder, 2.0 if negative_eigenvalues else 1.0
 
     def __call__(
-        self, x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
-    ) -> tuple[DeltaRuleArrays, tuple[ConvState, ...]]:
+        self, x: _HiddenStates, context: RecurrenceContext, state: RecurrentState | None
+    ) -> tuple[_DeltaRuleArrays, tuple[ConvState, ...]]:
         """Queries and keys of length one, values, rates; and the convolutions' last inputs, where those before came.
         Padding corrects nothing."""
         query, key, value, windows = self.projections(x, context, None if state is None else state.windows)
@@ -99,7 +99,7 @@ class DeltaNet(AbstractMixer):
     """y = W_out norm(S_tᵀ q_t) with S_t = S_{t-1} + k_t (beta_t (v_t - S_{t-1}ᵀ k_t))ᵀ (Schlag et al.,
     arXiv:2102.11174; Yang et al., arXiv:2406.06484, section 3.3)."""
 
-    corrector: DeltaInputs
+    corrector: _DeltaInputs
     readout: OutputGate
 
     mode: RecurrenceMode = implementation_option()
@@ -118,10 +118,10 @@ class DeltaNet(AbstractMixer):
         key: Key[Array, ""],
     ):
         """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'."""
-        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
+        key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, out_key = jax.random.split(key)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
-        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.readout = OutputGate(
             embed, heads, value_dim, norm=head_norm_factory(value_dim), out_scale=out_scale, key=out_key
         )
@@ -131,8 +131,8 @@ class DeltaNet(AbstractMixer):
         return self.corrector.projections.init_state(batch, dtype=dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         parts, windows = self.corrector(x, course, state)
         mixed, after = delta_rule(*parts, **recurrence_options(course, state))
@@ -143,7 +143,7 @@ class GatedDeltaNet(AbstractMixer):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with R_t = exp(g_t) S_{t-1} and
     S_t = R_t + k_t (beta_t (v_t - R_tᵀ k_t))ᵀ, g_t a number a head (Yang et al., arXiv:2412.06464, section 3)."""
 
-    corrector: DeltaInputs
+    corrector: _DeltaInputs
     decay: DecayGate
     readout: OutputGate
 
@@ -163,10 +163,10 @@ class GatedDeltaNet(AbstractMixer):
         key: Key[Array, ""],
     ):
         """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'."""
-        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
+        key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
-        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
@@ -176,8 +176,8 @@ class GatedDeltaNet(AbstractMixer):
         return self.corrector.projections.init_state(batch, dtype=dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         parts, windows = self.corrector(x, course, state)
         mixed, after = gated_delta_rule(*parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state))
@@ -188,7 +188,7 @@ class KimiDeltaAttention(AbstractMixer):
     """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)], the gated delta rule with a decay for every key channel: KDA
     (Kimi Linear, arXiv:2510.26692, section 3). The matrices of decays and gate have the rank of a head."""
 
-    corrector: DeltaInputs
+    corrector: _DeltaInputs
     decay: DecayGate
     readout: OutputGate
 
@@ -210,11 +210,11 @@ class KimiDeltaAttention(AbstractMixer):
     ):
         """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`, and `rank` too; `width` is the
         convolutions'."""
-        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
+        key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
         low = partial(LowRank, rank=key_dim if rank is None else rank)
-        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(low, embed), heads, key_dim, key=decay_key)
         norm, gate = head_norm_factory(value_dim), {"gate": low, "activation": jax.nn.sigmoid}
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
@@ -224,8 +224,8 @@ class KimiDeltaAttention(AbstractMixer):
         return self.corrector.projections.init_state(batch, dtype=dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         parts, windows = self.corrector(x, course, state)
         mixed, after = kda(*parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state))
@@ -237,7 +237,7 @@ class GatedDeltaProduct(AbstractMixer):
     state's transition is a product of as many Householder matrices, with negative eigenvalues any rotation of so many
     planes (DeltaProduct, Siems et al., arXiv:2502.10297, section 4)."""
 
-    corrector: DeltaInputs
+    corrector: _DeltaInputs
     decay: DecayGate
     readout: OutputGate
 
@@ -260,14 +260,14 @@ class GatedDeltaProduct(AbstractMixer):
         """- `steps`: corrections a token.
         - `key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'.
         """
-        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
+        key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {
             "num_householder": num_householder,
             "conv_width": conv_width,
             "negative_eigenvalues": negative_eigenvalues,
         }
-        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
@@ -277,8 +277,8 @@ class GatedDeltaProduct(AbstractMixer):
         return self.corrector.projections.init_state(batch, dtype=dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         parts, windows = self.corrector(x, course, state)
         mixed, after = gated_delta_product(
@@ -287,7 +287,7 @@ class GatedDeltaProduct(AbstractMixer):
         return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
 
 
-def resolve_head_dims(embed: int, heads: int, key_dim: int | None, value_dim: int | None) -> tuple[int, int]:
+def _resolve_head_dims(embed: int, heads: int, key_dim: int | None, value_dim: int | None) -> tuple[int, int]:
     """How wide keys and values of a head are."""
     key_dim = resolve_head_dim(embed, heads, key_dim, "key_dim")
     return key_dim, key_dim if value_dim is None else value_dim

@@ -16,7 +16,7 @@ from ..token_info import TokenInfo
 from .common import HeadNorm, OutputGate, QKVProjections, RecurrentState, recurrence_options, resolve_head_dim
 from .context import RecurrenceContext
 
-HiddenStates = Float[Array, "batch seq embed"]
+_HiddenStates = Float[Array, "batch seq embed"]
 
 
 class HGRN2(AbstractMixer):
@@ -64,8 +64,8 @@ class HGRN2(AbstractMixer):
         return self.projections.init_state(batch)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, gate, value, _ = self.projections(x, course, None)
         gate = gate.astype(jnp.float32)

@@ -39,10 +39,10 @@ from .common import (
 )
 from .context import RecurrenceContext
 
-HiddenStates = Float[Array, "batch seq embed"]
+_HiddenStates = Float[Array, "batch seq embed"]
 
 
-def elu_plus_one(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+def _elu_plus_one(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """elu(x) + 1, above 0: the feature map of Katharopoulos et al. (arXiv:2006.16236, equation 7)."""
     return jax.nn.elu(x) + 1
 
@@ -65,7 +65,7 @@ class LinearAttention(AbstractMixer):
         heads: int,
         *,
         head_dim: int | None = None,
-        feature_map: Callable = elu_plus_one,
+        feature_map: Callable = _elu_plus_one,
         normalized: bool = True,
         out_scale: float = 1.0,
         mode: RecurrenceMode = "chunked",
@@ -82,8 +82,8 @@ class LinearAttention(AbstractMixer):
         return self.projections.init_state(batch, self.projections.value_dim + self.normalized, dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, key, value, _ = self.projections(x, course, None)
         query, key = self.feature_map(query), course.mask_padding(self.feature_map(key))
@@ -137,8 +137,8 @@ class Retention(AbstractMixer):
         return self.projections.init_state(batch)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         """**Raises** `ValueError` for a state without positions."""
         require_positions(info, state)
         course = RecurrenceContext.from_info(x, info, state, self.mode)
@@ -150,7 +150,7 @@ class Retention(AbstractMixer):
             query,
             course.mask_padding(key),
             value,
-            broadcast_log_decay(retention_log_decays, value, course),
+            _broadcast_log_decay(retention_log_decays, value, course),
             **recurrence_options(course, state),
         )
         return self.readout(mixed, x), None if state is None else RecurrentState(after)
@@ -201,15 +201,15 @@ class Lightning(AbstractMixer):
         return self.projections.init_state(batch)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, key, value, _ = self.projections(x, course, None)
         mixed, after = simple_gla(
             query,
             course.mask_padding(key),
             value,
-            broadcast_log_decay(lambda heads: -lightning_slopes(heads, self.depth), value, course),
+            _broadcast_log_decay(lambda heads: -lightning_slopes(heads, self.depth), value, course),
             scale=1.0,
             **recurrence_options(course, state),
         )
@@ -258,8 +258,8 @@ class GatedLinearAttention(AbstractMixer):
         return self.projections.init_state(batch)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, key, value, _ = self.projections(x, course, None)
         log_decay = jax.nn.log_sigmoid(self.decay(x).astype(jnp.float32)) / self.temperature
@@ -273,7 +273,7 @@ class GatedLinearAttention(AbstractMixer):
         return self.readout(mixed, x), None if state is None else RecurrentState(after)
 
 
-def broadcast_log_decay(
+def _broadcast_log_decay(
     make: Callable[[int], Float[Array, "heads"]],
     value: Float[Array, "batch seq heads value_dim"],
     context: RecurrenceContext,

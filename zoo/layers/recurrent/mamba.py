@@ -119,13 +119,13 @@ class Mamba(AbstractMixer):
         course, gate = RecurrenceContext.from_info(x, info, state, self.mode), jax.nn.silu(self.gate(x))
         convolved, window = self.convolution(self.x(x), course, None if state is None else state.window)
         inputs = jax.nn.silu(convolved)
-        steps = self.dt_up(apply_norm(self.dt_norm, self.dt_down(inputs))).astype(jnp.float32)
+        steps = self.dt_up(_apply_norm(self.dt_norm, self.dt_down(inputs))).astype(jnp.float32)
         y, memory = selective_scan(
             inputs,
             course.mask_padding(jax.nn.softplus(steps + self.dt_bias)),
             -jnp.exp(self.A_log.astype(jnp.float32)),
-            apply_norm(self.B_norm, self.B(inputs)),
-            apply_norm(self.C_norm, self.C(inputs)),
+            _apply_norm(self.B_norm, self.B(inputs)),
+            _apply_norm(self.C_norm, self.C(inputs)),
             self.D,
             state=None if state is None else state.memory,
             segment_ids=course.segment_ids,
@@ -134,5 +134,5 @@ class Mamba(AbstractMixer):
         return self.out(y * gate), None if window is None else MambaState(memory, window)
 
 
-def apply_norm(norm: AbstractNorm | None, x: Float[Array, "batch seq features"]) -> Float[Array, "batch seq features"]:
+def _apply_norm(norm: AbstractNorm | None, x: Float[Array, "batch seq features"]) -> Float[Array, "batch seq features"]:
     return x if norm is None else norm(x)

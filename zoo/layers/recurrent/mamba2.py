@@ -21,10 +21,10 @@ from .common import inverse_softplus, sample_log_uniform
 from .context import RecurrenceContext
 from .gated_norm import GatedGroupNorm
 
-StepLimits = tuple[float | int, float | int]
+_StepLimits = tuple[float | int, float | int]
 
 
-class Mamba2State(Module):
+class _Mamba2State(Module):
     """What it remembers, as large after a million tokens as after one: the states of its heads, in float32, and the
     last inputs of its three convolutions."""
 
@@ -84,7 +84,7 @@ class Mamba2(AbstractMixer):
         norm: bool = True,
         norm_before_gate: bool = False,
         epsilon: float | int = 1e-5,
-        dt_limit: StepLimits = (0.0, float("inf")),
+        dt_limit: _StepLimits = (0.0, float("inf")),
         out_scale: float = 1.0,
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
@@ -134,14 +134,14 @@ class Mamba2(AbstractMixer):
         self.out = Linear(heads * head_dim, embed, in_=channels, out=stream, bias=bias, scale=out_scale, key=keys[10])
         self.head_dim, self.state_dim, self.dt_limit, self.mode = head_dim, state_dim, (low, high), mode
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Mamba2State:
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba2State:
         memory = jnp.zeros((batch, self.A_log.shape[0], self.head_dim, self.state_dim), jnp.float32)
         convolutions = self.x_convolution, self.B_convolution, self.C_convolution
-        return Mamba2State(memory, *(each.init_state(batch, dtype) for each in convolutions))
+        return _Mamba2State(memory, *(each.init_state(batch, dtype) for each in convolutions))
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: Mamba2State | None = None
-    ) -> tuple[Float[Array, "batch seq embed"], Mamba2State | None]:
+        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: _Mamba2State | None = None
+    ) -> tuple[Float[Array, "batch seq embed"], _Mamba2State | None]:
         """With a `state` the tokens follow those that it has seen."""
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         before = (None, None, None) if state is None else (state.x, state.B, state.C)
@@ -163,7 +163,7 @@ class Mamba2(AbstractMixer):
         y = self.out(y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate))
         if x_window is None or B_window is None or C_window is None:
             return y, None
-        return y, Mamba2State(memory, x_window, B_window, C_window)
+        return y, _Mamba2State(memory, x_window, B_window, C_window)
 
     def compute_dt(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq heads"]:
         """dt of each token."""

@@ -18,10 +18,10 @@ from ..token_info import TokenInfo
 from .common import HeadNorm, OutputGate, QKVProjections, resolve_head_dim
 from .context import RecurrenceContext
 
-HiddenStates = Float[Array, "batch seq embed"]
+_HiddenStates = Float[Array, "batch seq embed"]
 
 
-class MLSTMState(Module):
+class _MLSTMState(Module):
     """What an mLSTM remembers, in float32: see `zoo.ops.mlstm.MatrixMemory`."""
 
     sums: Float[Array, "batch heads key_dim value_dim"]
@@ -82,13 +82,13 @@ class MLSTM(AbstractMixer):
         )
         self.gate_cap, self.mode = float(gate_cap), mode
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> MLSTMState:
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _MLSTMState:
         memory = self.projections.init_state(batch, self.projections.value_dim + 1)
-        return MLSTMState(memory.matrix, jnp.zeros(memory.matrix.shape[:2], jnp.float32))
+        return _MLSTMState(memory.matrix, jnp.zeros(memory.matrix.shape[:2], jnp.float32))
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: MLSTMState | None = None
-    ) -> tuple[HiddenStates, MLSTMState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: _MLSTMState | None = None
+    ) -> tuple[_HiddenStates, _MLSTMState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, key, value, _ = self.projections(x, course, None)
         wide = x.astype(jnp.float32)
@@ -105,4 +105,4 @@ class MLSTM(AbstractMixer):
             segment_ids=course.segment_ids,
             mode=course.mode,
         )
-        return self.readout(mixed, x), None if state is None else MLSTMState(after.sums, after.maximum)
+        return self.readout(mixed, x), None if state is None else _MLSTMState(after.sums, after.maximum)

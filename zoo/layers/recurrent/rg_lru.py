@@ -22,10 +22,10 @@ from ..token_info import TokenInfo
 from .common import inverse_softplus
 from .context import RecurrenceContext
 
-HiddenStates = Float[Array, "batch seq embed"]
+_HiddenStates = Float[Array, "batch seq embed"]
 
 
-class RGLRUState(Module):
+class _RGLRUState(Module):
     """What it remembers: the unit's state, in float32, and the last inputs of its convolution."""
 
     hidden: Float[Array, "batch features"]
@@ -83,13 +83,13 @@ class RGLRU(AbstractMixer):
         self.out = Linear(inner, embed, in_=self.features, out=stream, scale=out_scale, key=keys[6])
         self.mode = mode
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RGLRUState:
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _RGLRUState:
         hidden = jnp.zeros((batch, self.decay.shape[0]), jnp.float32)
-        return RGLRUState(hidden, self.convolution.init_state(batch, dtype), self.features)
+        return _RGLRUState(hidden, self.convolution.init_state(batch, dtype), self.features)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RGLRUState | None = None
-    ) -> tuple[HiddenStates, RGLRUState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: _RGLRUState | None = None
+    ) -> tuple[_HiddenStates, _RGLRUState | None]:
         """**Raises** `ValueError` for a state without positions: the first token of a text comes in whole."""
         require_positions(info, state)
         course = RecurrenceContext.from_info(x, info, state, self.mode)
@@ -110,4 +110,4 @@ class RGLRU(AbstractMixer):
             mode=course.mode,
         )
         y = self.out(jax.nn.gelu(self.gate(x)) * mixed)
-        return y, None if window is None else RGLRUState(hidden, window, self.features)
+        return y, None if window is None else _RGLRUState(hidden, window, self.features)

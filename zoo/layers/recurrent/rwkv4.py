@@ -20,7 +20,7 @@ from ..linear import Linear
 from ..token_info import TokenInfo
 from .context import RecurrenceContext
 
-HiddenStates = Float[Array, "batch seq embed"]
+_HiddenStates = Float[Array, "batch seq embed"]
 
 
 class RWKV4State(Module):
@@ -91,14 +91,14 @@ class RWKV4(AbstractMixer):
         return RWKV4State(numerator, denominator, maximum, init_token_shift(batch, self.key_mix.shape[0], dtype))
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RWKV4State | None = None
-    ) -> tuple[HiddenStates, RWKV4State | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RWKV4State | None = None
+    ) -> tuple[_HiddenStates, RWKV4State | None]:
         """With a `state` the tokens follow those that it has seen."""
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         previous, window = token_shift(x, course, None if state is None else state.window)
         mixed, sums = rwkv4(
-            self.key(lerp(self.key_mix, x, previous)),
-            self.value(lerp(self.value_mix, x, previous)),
+            self.key(_lerp(self.key_mix, x, previous)),
+            self.value(_lerp(self.value_mix, x, previous)),
             self.decay,
             self.bonus,
             state=None if state is None else WKVState(state.numerator, state.denominator, state.maximum),
@@ -106,7 +106,7 @@ class RWKV4(AbstractMixer):
             token_mask=course.token_mask,
             mode=course.mode,
         )
-        receptance = jax.nn.sigmoid(self.receptance(lerp(self.receptance_mix, x, previous)))
+        receptance = jax.nn.sigmoid(self.receptance(_lerp(self.receptance_mix, x, previous)))
         return self.out(receptance * mixed), None if window is None else RWKV4State(*sums, window)
 
 
@@ -133,14 +133,14 @@ class RWKV4ChannelMixing(AbstractMixer):
         return init_token_shift(batch, self.key_mix.shape[0], dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: ConvState | None = None
-    ) -> tuple[HiddenStates, ConvState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: ConvState | None = None
+    ) -> tuple[_HiddenStates, ConvState | None]:
         previous, window = token_shift(x, RecurrenceContext.from_info(x, info, state), state)
-        value = self.value(relu_squared(self.key(lerp(self.key_mix, x, previous))))
-        receptance = jax.nn.sigmoid(self.receptance(lerp(self.receptance_mix, x, previous)))
+        value = self.value(relu_squared(self.key(_lerp(self.key_mix, x, previous))))
+        receptance = jax.nn.sigmoid(self.receptance(_lerp(self.receptance_mix, x, previous)))
         return receptance * value, window
 
 
-def lerp(mix: Float[Array, "embed"], x: HiddenStates, previous: HiddenStates) -> HiddenStates:
+def _lerp(mix: Float[Array, "embed"], x: _HiddenStates, previous: _HiddenStates) -> _HiddenStates:
     """mix x + (1 - mix) previous."""
     return previous + mix.astype(x.dtype) * (x - previous)

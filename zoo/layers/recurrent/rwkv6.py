@@ -33,10 +33,10 @@ from .common import (
 )
 from .context import RecurrenceContext
 
-HiddenStates = Float[Array, "batch seq embed"]
+_HiddenStates = Float[Array, "batch seq embed"]
 
 
-class TokenShift(Module):
+class _TokenShift(Module):
     """x + (previous - x) * weight: between a token's vector and the one before (Peng et al., RWKV, arXiv:2305.13048,
     section 3.1). With `adjust` the weight depends on the token: weight + adjust(mixture), the data-dependent shift of
     RWKV-6 (arXiv:2404.05892, section 4.1)."""
@@ -48,22 +48,22 @@ class TokenShift(Module):
         """Weights start at a half."""
         self.weight, self.adjust = jnp.full(embed, 0.5), adjust
 
-    def __call__(self, x: HiddenStates, delta: HiddenStates, mixture: HiddenStates | None = None) -> HiddenStates:
+    def __call__(self, x: _HiddenStates, delta: _HiddenStates, mixture: _HiddenStates | None = None) -> _HiddenStates:
         """`change` is the previous vector less the present one; `mixture`, what `adjust` reads."""
         if self.adjust is None or mixture is None:
             return x + delta * self.weight
         return x + delta * (self.weight + self.adjust(mixture))
 
 
-def compute_token_delta(
-    x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
-) -> tuple[HiddenStates, tuple[ConvState, ...]]:
+def _compute_token_delta(
+    x: _HiddenStates, context: RecurrenceContext, state: RecurrentState | None
+) -> tuple[_HiddenStates, tuple[ConvState, ...]]:
     """The vector before each token's, less its own; and the window that remembers the last."""
     previous, window = token_shift(x, context, None if state is None else state.windows[0])
     return previous - x, () if window is None else (window,)
 
 
-def init_rwkv_state(batch: int, heads: int, head_dim: int, embed: int, dtype: Any) -> RecurrentState:
+def _init_rwkv_state(batch: int, heads: int, head_dim: int, embed: int, dtype: Any) -> RecurrentState:
     """A memory before the first token."""
     return RecurrentState(
         jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32), (init_token_shift(batch, embed, dtype),)
@@ -78,9 +78,9 @@ class RWKV6(AbstractMixer):
     r, the receptance, is called `query` here. The paper keeps the five shifts' first matrices in one.
     """
 
-    shift: TokenShift
+    shift: _TokenShift
     """What the others' adjustments read."""
-    shifts: tuple[TokenShift, ...]
+    shifts: tuple[_TokenShift, ...]
     """Of queries, keys, values, gate and decay."""
     query: AbstractLinear
     key: AbstractLinear
@@ -113,8 +113,8 @@ class RWKV6(AbstractMixer):
         inner = Dim("heads", size)
         read = partial(Linear, embed, heads * size, in_=Dim("embed"), out=inner)
         adjust = partial(LowRank, embed, embed, rank=rank, out=Dim("embed"), activation=jnp.tanh)
-        self.shift = TokenShift(embed)
-        self.shifts = tuple(TokenShift(embed, adjust=adjust(key=own)) for own in keys[:5])
+        self.shift = _TokenShift(embed)
+        self.shifts = tuple(_TokenShift(embed, adjust=adjust(key=own)) for own in keys[:5])
         self.query, self.key, self.value, self.gate = (read(key=own) for own in keys[5:9])
         low = LowRank(embed, heads * size, rank=decay_rank, out=inner, bias=True, activation=jnp.tanh, key=keys[9])
         self.decay = eqx.tree_at(lambda low: low.up.bias, low, jnp.tile(jnp.linspace(-6.0, -1.0, size), heads))
@@ -125,13 +125,13 @@ class RWKV6(AbstractMixer):
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         heads = self.query.out_size // self.head_dim
-        return init_rwkv_state(batch, heads, self.head_dim, self.shift.weight.shape[0], dtype)
+        return _init_rwkv_state(batch, heads, self.head_dim, self.shift.weight.shape[0], dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
-        change, windows = compute_token_delta(x, course, state)
+        change, windows = _compute_token_delta(x, course, state)
         mixture = self.shift(x, change)
         parts = (self.query, self.key, self.value, self.gate, self.decay)
         query, key, value, gate, decay = (
@@ -165,7 +165,7 @@ class RWKV7(AbstractMixer):
     r, the receptance, is called `query` here. The paper's values also take some of the first layer's; these do not.
     """
 
-    shifts: tuple[TokenShift, ...]
+    shifts: tuple[_TokenShift, ...]
     """Of queries, keys, values, gate, decay and rate."""
     query: AbstractLinear
     key: AbstractLinear
@@ -201,7 +201,7 @@ class RWKV7(AbstractMixer):
         inner, stream = Dim("heads", size), Dim("embed")
         read = partial(Linear, embed, heads * size, in_=stream, out=inner)
         low = partial(LowRank, embed, heads * size, rank=rank, out=inner)
-        self.shifts = tuple(TokenShift(embed) for _ in range(6))
+        self.shifts = tuple(_TokenShift(embed) for _ in range(6))
         self.query, self.key, self.value = (read(key=own) for own in keys[:3])
         self.gate = low(activation=jax.nn.sigmoid, key=keys[3])
         decay = low(bias=True, activation=jnp.tanh, key=keys[4])
@@ -216,13 +216,13 @@ class RWKV7(AbstractMixer):
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         heads = self.query.out_size // self.head_dim
-        return init_rwkv_state(batch, heads, self.head_dim, self.shifts[0].weight.shape[0], dtype)
+        return _init_rwkv_state(batch, heads, self.head_dim, self.shifts[0].weight.shape[0], dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[_HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
-        change, windows = compute_token_delta(x, course, state)
+        change, windows = _compute_token_delta(x, course, state)
         parts = (self.query, self.key, self.value, self.gate, self.decay, self.rate)
         made = [part(shift(x, change)) for part, shift in zip(parts, self.shifts, strict=True)]
         heads = made[0].shape[-1] // self.head_dim

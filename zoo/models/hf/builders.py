@@ -40,7 +40,7 @@ from ..stack import BlockFactory
 from .config import ConfigError, suggest_nearest
 from .spec import Config
 
-ACTIVATIONS: dict[str, Callable] = {
+_ACTIVATIONS: dict[str, Callable] = {
     **dict.fromkeys(("silu", "swish"), jax.nn.silu),
     **dict.fromkeys(("gelu", "gelu_python"), activations.gelu),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), activations.gelu_tanh),
@@ -50,17 +50,17 @@ ACTIVATIONS: dict[str, Callable] = {
 """What configs call activations. Several words for the tanh form of gelu differ in rounding only."""
 
 
-def find_activation(config: Config) -> Callable:
+def _find_activation(config: Config) -> Callable:
     """**Raises** `ConfigError` for a word that is not in `ACTIVATIONS`."""
     word = config["hidden_act"]
-    if word not in ACTIVATIONS:
-        raise ConfigError(f"activation {word!r} is none that we know{suggest_nearest(word, ACTIVATIONS)}")
-    return ACTIVATIONS[word]
+    if word not in _ACTIVATIONS:
+        raise ConfigError(f"activation {word!r} is none that we know{suggest_nearest(word, _ACTIVATIONS)}")
+    return _ACTIVATIONS[word]
 
 
 def find_activation_name(function: Callable) -> str:
     """What a config calls an activation. **Raises** `ConfigError` for one that it has no word for."""
-    words = [word for word, known in ACTIVATIONS.items() if known is function]
+    words = [word for word, known in _ACTIVATIONS.items() if known is function]
     if not words:
         raise ConfigError(f"no config has a word for the activation {function}")
     return words[0]
@@ -83,10 +83,10 @@ def build_rotary(config: Config, *, interleaved: bool = False) -> Rotary:
         raise ConfigError(
             f"rotary embeddings turn pairs of values, and {dim} of the {read_head_sizes(config)[2]} of each head are to be turned"
         )
-    return Rotary(dim, facts["rope_theta"], interleaved, build_rope_scaling(config, facts, dim // 2))
+    return Rotary(dim, facts["rope_theta"], interleaved, _build_rope_scaling(config, facts, dim // 2))
 
 
-def build_rope_scaling(config: Config, rope_parameters: dict[str, Any], num_pairs: int) -> RopeScaling | None:
+def _build_rope_scaling(config: Config, rope_parameters: dict[str, Any], num_pairs: int) -> RopeScaling | None:
     original = rope_parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
     given = {key: value for key, value in rope_parameters.items() if value is not None}
     match rope_parameters["rope_type"]:
@@ -161,14 +161,16 @@ def make_latent_attention_factory(config: Config, *, interleaved: bool) -> Calla
 def make_gated_mlp_factory(config: Config, *, width: int | None = None, bias: bool = False) -> Callable[..., GatedMLP]:
     """`width` is that of the config unless given: an expert has its own."""
     sizes = config["hidden_size"], config["intermediate_size"] if width is None else width
-    return partial(GatedMLP, *sizes, activation=find_activation(config), bias=bias, out_scale=compute_out_scale(config))
+    return partial(
+        GatedMLP, *sizes, activation=_find_activation(config), bias=bias, out_scale=compute_out_scale(config)
+    )
 
 
 def make_mlp_factory(config: Config, *, bias: bool = True) -> Callable[..., MLP]:
     """`intermediate_size` is four times `hidden_size` where it is not given."""
     embed = config["hidden_size"]
     sizes = embed, config["intermediate_size"] or 4 * embed
-    return partial(MLP, *sizes, activation=find_activation(config), bias=bias, out_scale=compute_out_scale(config))
+    return partial(MLP, *sizes, activation=_find_activation(config), bias=bias, out_scale=compute_out_scale(config))
 
 
 def make_mixture_factory(

@@ -79,13 +79,13 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
             if value not in only[key]:
                 allowed = " or ".join(map(repr, only[key]))
                 wrong.append(
-                    f"{key} = {shorten_repr(value)} would change the result, and only {allowed} is computed here"
+                    f"{key} = {_shorten_repr(value)} would change the result, and only {allowed} is computed here"
                 )
         elif usual in ROPE_CONFIG_KEYS and usual in known:
             continue
         elif usual in family.defaults:
-            if complaint := validate_value(value, family.defaults[usual], usual):
-                wrong.append(f"{key} = {shorten_repr(value)} {complaint}")
+            if complaint := _validate_value(value, family.defaults[usual], usual):
+                wrong.append(f"{key} = {_shorten_repr(value)} {complaint}")
             elif usual in said and given[said[usual]] != value:
                 wrong.append(f"{key} and {said[usual]} are two words for one thing and say different things")
             else:
@@ -93,11 +93,11 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
                 said[usual] = key
         elif key not in known and value is not None:
             wrong.append(
-                f"{key} = {shorten_repr(value)} is not a key of {family.name} that we know{suggest_nearest(key, known)}"
+                f"{key} = {_shorten_repr(value)} is not a key of {family.name} that we know{suggest_nearest(key, known)}"
             )
     if "rope_parameters" in family.defaults:
         try:
-            config["rope_parameters"] = read_rope_parameters(
+            config["rope_parameters"] = _read_rope_parameters(
                 family, {key: given[key] for key in given.keys() - only.keys()}
             )
         except ConfigError as error:
@@ -108,8 +108,8 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     return config
 
 
-MAX_VALUE = 1e30  # a number of a config that is larger is a mistake, and float32 does not go much further
-MAX_COUNT = 2**31
+_MAX_VALUE = 1e30  # a number of a config that is larger is a mistake, and float32 does not go much further
+_MAX_COUNT = 2**31
 COUNT_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
@@ -117,23 +117,23 @@ COUNT_KEYS = (
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("state_size", "conv_kernel", "n_groups", "expand", "time_step_rank", "attention_hidden_size"),
 )
-NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
+_NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
 """Counts that may be null though a family has a default of its own."""
-ZERO_ALLOWED_KEYS = ("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index")
+_ZERO_ALLOWED_KEYS = ("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index")
 """Counts that may be 0: Qwen2-MoE's class writes a window of 0 where there is none."""
 
 
-def validate_value(value: Any, default: Any, key: str) -> str:
+def _validate_value(value: Any, default: Any, key: str) -> str:
     """What is wrong with a value, seen from the default's type; "" where nothing is."""
     if key == "time_step_rank" and value == "auto":
         return ""
     if key == "time_step_limit":
-        return "" if is_interval(value) else "should be two numbers not below 0, the second the larger"
-    if key in COUNT_KEYS or key in ZERO_ALLOWED_KEYS or key.startswith("num_"):
-        if value is None and (default is None or key in NULLABLE_COUNT_KEYS):
+        return "" if _is_interval(value) else "should be two numbers not below 0, the second the larger"
+    if key in COUNT_KEYS or key in _ZERO_ALLOWED_KEYS or key.startswith("num_"):
+        if value is None and (default is None or key in _NULLABLE_COUNT_KEYS):
             return ""
-        least, told = (0, "not below 0") if key in ZERO_ALLOWED_KEYS else (1, "above 0")
-        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_COUNT
+        least, told = (0, "not below 0") if key in _ZERO_ALLOWED_KEYS else (1, "above 0")
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MAX_COUNT
         return "" if fits else f"should be a whole number {told}, and not beyond 2 ** 31"
     if key == "quantization_config" and value is not None:
         return "" if is_mxfp4(value) else "would change the result, and only quant_method 'mxfp4' is read here"
@@ -142,11 +142,11 @@ def validate_value(value: Any, default: Any, key: str) -> str:
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "should be true or false"
     if isinstance(default, int):
-        return "" if is_number(value) and isinstance(value, int) else "should be a whole number"
+        return "" if _is_number(value) and isinstance(value, int) else "should be a whole number"
     if isinstance(default, float) and key.endswith("_eps"):
-        return "" if is_number(value) and 0 <= value < MAX_VALUE else "should be a number, and not below 0"
+        return "" if _is_number(value) and 0 <= value < _MAX_VALUE else "should be a number, and not below 0"
     if isinstance(default, float):
-        return "" if is_number(value) and abs(value) < MAX_VALUE else "should be a number"
+        return "" if _is_number(value) and abs(value) < _MAX_VALUE else "should be a number"
     if isinstance(default, str):
         return "" if isinstance(value, str) else "should be a word"
     return ""
@@ -162,15 +162,15 @@ def is_mxfp4(value: Any) -> bool:
     return listed and value.keys() <= {"quant_method", "modules_to_not_convert", "dequantize"}
 
 
-def is_interval(value: Any) -> bool:
+def _is_interval(value: Any) -> bool:
     """Two numbers, the second the larger. It may be infinite, which transformers writes as a table of one word."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
     low, high = (float("inf") if x == {"__float__": "Infinity"} else x for x in value)
-    return is_number(low) and is_number(high) and 0 <= low < high
+    return _is_number(low) and _is_number(high) and 0 <= low < high
 
 
-def is_number(value: Any) -> TypeGuard[int | float]:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -194,11 +194,11 @@ ROPE_TYPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Kinds of rotary embedding: the keys that each needs, and those that it may have."""
 
 
-ROPE_BASE_KEYS = ("rope_theta", "partial_rotary_factor")
+_ROPE_BASE_KEYS = ("rope_theta", "partial_rotary_factor")
 """What is said of a rotary embedding whatever its kind."""
 
 
-def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     """The one spelling of rotary embeddings that we use, from whichever the file has. Where it has none, the family's
     default may be one that stretches them.
 
@@ -208,16 +208,16 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
     default = family.defaults["rope_parameters"]
     scaling = usual.get("rope_scaling") or usual.get("rope_parameters")
     scaling = (
-        {key: value for key, value in default.items() if key not in ROPE_BASE_KEYS} if scaling is None else scaling
+        {key: value for key, value in default.items() if key not in _ROPE_BASE_KEYS} if scaling is None else scaling
     )
     if not isinstance(scaling, Mapping):
-        raise ConfigError(f"rope_parameters = {shorten_repr(scaling)} should be a table of names and numbers")
-    found = {key: usual.get(key, default.get(key)) for key in ROPE_BASE_KEYS if key in default or key in usual}
+        raise ConfigError(f"rope_parameters = {_shorten_repr(scaling)} should be a table of names and numbers")
+    found = {key: usual.get(key, default.get(key)) for key in _ROPE_BASE_KEYS if key in default or key in usual}
     found |= {key: value for key, value in scaling.items() if key != "type" and value is not None}
     outside = usual.get("original_max_position_embeddings")
-    if outside is not None and read_rope_type(scaling) in ("llama3", "yarn", "longrope"):
+    if outside is not None and _read_rope_type(scaling) in ("llama3", "yarn", "longrope"):
         found["original_max_position_embeddings"] = outside  # phi3 has it there, and there it counts for more
-    kind = read_rope_type(scaling)
+    kind = _read_rope_type(scaling)
     if not isinstance(kind, str) or kind not in ROPE_TYPE_KEYS:
         raise ConfigError(f"rope_type = {kind!r} is no kind that we know{suggest_nearest(str(kind), ROPE_TYPE_KEYS)}")
     needed, possible = ROPE_TYPE_KEYS[kind]
@@ -232,16 +232,16 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
     if unknown := [key for key, value in found.items() if key not in known and value is not None]:
         raise ConfigError(f"rope_type {kind!r} has no key {unknown[0]!r}{suggest_nearest(unknown[0], known)}")
     for key, value in found.items():
-        if complaint := validate_rope_value(value, key):
-            raise ConfigError(f"{key} = {shorten_repr(value)} of rope_type {kind!r} should be {complaint}")
+        if complaint := _validate_rope_value(value, key):
+            raise ConfigError(f"{key} = {_shorten_repr(value)} of rope_type {kind!r} should be {complaint}")
     return {**found, "rope_type": kind}
 
 
-def read_rope_type(scaling: Mapping[str, Any]) -> Any:
+def _read_rope_type(scaling: Mapping[str, Any]) -> Any:
     return scaling.get("rope_type", scaling.get("type", "default"))
 
 
-def validate_rope_value(value: Any, key: str) -> str:
+def _validate_rope_value(value: Any, key: str) -> str:
     """What a value of a rotary embedding should be; "" where it is that."""
     if key in ("rope_type", "truncate"):
         return "" if isinstance(value, str if key == "rope_type" else bool) else "true or false"
@@ -252,24 +252,24 @@ def validate_rope_value(value: Any, key: str) -> str:
 
 
 def is_positive_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MAX_VALUE
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_VALUE
 
 
 def suggest_nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean ...?`, or nothing where no known word is like it."""
     known = sorted(known)
     if len(known) > 300:  # the tensors of a checkpoint: difflib would take a second for each word
-        known = heapq.nlargest(30, known, key=lambda other: count_shared_ends(word, other))
+        known = heapq.nlargest(30, known, key=lambda other: _count_shared_ends(word, other))
     alike = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean {alike[0]!r}?" if alike else ""
 
 
-def count_shared_ends(first: str, second: str) -> int:
+def _count_shared_ends(first: str, second: str) -> int:
     """How many characters two words begin and end with alike."""
     alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return alike(zip(first, second, strict=False)) + alike(zip(reversed(first), reversed(second), strict=False))
 
 
-def shorten_repr(value: Any) -> str:
+def _shorten_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -28,7 +28,7 @@ def describe_dense(model: Any) -> dict[str, Any]:
     **Raises** `ConfigError` for layers of another kind.
     """
     model, blocks = eval_shape_blocks(model)
-    found, ffn = describe_common(model, blocks), blocks[0].ffn
+    found, ffn = _describe_common(model, blocks), blocks[0].ffn
     check_type("ffn", ffn, GatedMLP)
     return found | {
         "intermediate_size": ffn.gate.out_size,
@@ -44,7 +44,7 @@ def describe_mixture(model: Any) -> dict[str, Any]:
     **Raises** `ConfigError` for a model without a mixture, and for layers of another kind.
     """
     model, blocks = eval_shape_blocks(model)
-    found, mixer = describe_common(model, blocks), blocks[0].mixer
+    found, mixer = _describe_common(model, blocks), blocks[0].mixer
     sparse = [isinstance(getattr(block, "ffn", None), MixtureOfExperts) for block in blocks]
     if not any(sparse):
         raise ConfigError("none of its layers is a mixture of experts")
@@ -93,7 +93,7 @@ def check_type(name: str, part: Any, expected_type: type) -> None:
         raise ConfigError(f"its {name} is a {type(part).__name__}, not a {expected_type.__name__}")
 
 
-def describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
+def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
     """What does not depend on the feed-forward part."""
     first = blocks[0]
     check_type("block", first, Block)
@@ -116,7 +116,7 @@ def describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
         "max_position_embeddings": getattr(scaling, "original_length", 2048),
         "rms_norm_eps": first.mixer_norm.epsilon,
         "tie_word_embeddings": model.head is None,
-        "rope_parameters": describe_rope_parameters(mixer.rotary, mixer.head_dim),
+        "rope_parameters": _describe_rope_parameters(mixer.rotary, mixer.head_dim),
         **dict.fromkeys(("attention_bias", "qkv_bias"), getattr(mixer.query, "bias", None) is not None),
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -124,14 +124,14 @@ def describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def describe_rope_parameters(rotary: Rotary, head_dim: int) -> dict[str, Any]:
-    kind, facts = describe_rope_scaling(rotary.scaling)
+def _describe_rope_parameters(rotary: Rotary, head_dim: int) -> dict[str, Any]:
+    kind, facts = _describe_rope_scaling(rotary.scaling)
     partial = {} if rotary.dim == head_dim else {"partial_rotary_factor": rotary.dim / head_dim}
     given = {key: list(x) if isinstance(x, tuple) else x for key, x in facts.items() if x is not None}
     return {"rope_type": kind, "rope_theta": rotary.base, **partial, **given}
 
 
-def describe_rope_scaling(scaling: RopeScaling | None) -> tuple[str, dict[str, Any]]:
+def _describe_rope_scaling(scaling: RopeScaling | None) -> tuple[str, dict[str, Any]]:
     match scaling:
         case None:
             return "default", {}

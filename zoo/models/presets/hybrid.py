@@ -13,7 +13,7 @@ from ..build import build_decoder, make_block_factory, share_factories
 from ..decoder import Decoder
 
 MixerFactory = Callable[..., AbstractMixer]
-FeedForwardFactory = Callable[..., AbstractFeedForward]
+_FeedForwardFactory = Callable[..., AbstractFeedForward]
 
 
 def Hybrid(
@@ -23,7 +23,7 @@ def Hybrid(
     layers: int,
     pattern: Sequence[MixerFactory],
     mlp: int | None = None,
-    ffns: Sequence[FeedForwardFactory | None] = (None,),
+    ffns: Sequence[_FeedForwardFactory | None] = (None,),
     tied: bool = True,
     dropout: float = 0.0,
     epsilon: float = 1e-6,
@@ -64,7 +64,7 @@ def Hybrid(
     writers = layers + sum(ffn is not None for _, ffn in parts)
     norm = partial(RMSNorm, embed, epsilon=epsilon)
 
-    def kind(parts: tuple[MixerFactory, FeedForwardFactory | None]):
+    def kind(parts: tuple[MixerFactory, _FeedForwardFactory | None]):
         own, after = parts
         mixer = partial(own, embed, out_scale=writers**-0.5)
         ffn = None if after is None else partial(after, embed, out_scale=writers**-0.5)

@@ -51,7 +51,7 @@ def Mamba(
         MambaLayer, embed, inner=expand * embed, state_dim=state_dim, rank=rank, conv_width=conv_width, mode=mode
     )
     parts = {"tied": tied, "dropout": dropout, "epsilon": epsilon, "remat": remat}
-    return build_mixer_only_decoder(mixer, vocab=vocab, embed=embed, layers=layers, **parts, key=key)
+    return _build_mixer_only_decoder(mixer, vocab=vocab, embed=embed, layers=layers, **parts, key=key)
 
 
 def Mamba2(
@@ -83,10 +83,10 @@ def Mamba2(
     sizes = {"head_dim": head_dim, "groups": groups, "state_dim": state_dim, "expand": expand, "conv_width": conv_width}
     mixer = partial(Mamba2Layer, embed, **sizes, epsilon=epsilon, mode=mode)
     parts = {"tied": tied, "dropout": dropout, "epsilon": epsilon, "remat": remat}
-    return build_mixer_only_decoder(mixer, vocab=vocab, embed=embed, layers=layers, **parts, key=key)
+    return _build_mixer_only_decoder(mixer, vocab=vocab, embed=embed, layers=layers, **parts, key=key)
 
 
-def build_mixer_only_decoder(
+def _build_mixer_only_decoder(
     mixer: Callable[..., AbstractMixer],
     *,
     vocab: int,

@@ -32,56 +32,56 @@ class Preset:
     """Whether `active` leaves out the embedding, of which a token meets one row; `count_active` counts all of it."""
 
 
-def transformer_sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int | None = None) -> dict[str, Any]:
+def _transformer_sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int | None = None) -> dict[str, Any]:
     """A row of a table of sizes, in the words of a config."""
     sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
     return sizes if kv_heads is None else sizes | {"num_key_value_heads": kv_heads}
 
 
-def gpt2_sizes(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _gpt2_sizes(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {"n_embd": hidden, "n_layer": layers, "n_head": heads}
 
 
-def mixer_sizes(hidden: int, layers: int) -> dict[str, Any]:
+def _mixer_sizes(hidden: int, layers: int) -> dict[str, Any]:
     return {"hidden_size": hidden, "num_hidden_layers": layers}
 
 
-def mamba2_sizes(hidden: int, layers: int) -> dict[str, Any]:
-    return TIED | {"hidden_size": hidden, "num_hidden_layers": layers, "num_heads": hidden // 32, **MAMBA2}
+def _mamba2_sizes(hidden: int, layers: int) -> dict[str, Any]:
+    return _TIED | {"hidden_size": hidden, "num_hidden_layers": layers, "num_heads": hidden // 32, **_MAMBA2}
 
 
-TIED: dict[str, Any] = {"tie_word_embeddings": True}
-LONG_CONTEXT: dict[str, Any] = {"max_position_embeddings": 131072}
-EPSILON: dict[str, Any] = {"rms_norm_eps": 1e-5}
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_LONG_CONTEXT: dict[str, Any] = {"max_position_embeddings": 131072}
+_EPSILON: dict[str, Any] = {"rms_norm_eps": 1e-5}
 
-LLAMA2 = EPSILON | {"max_position_embeddings": 4096}
-LLAMA3 = EPSILON | {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0}
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-LLAMA31 = LLAMA3 | LONG_CONTEXT | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **LLAMA3_ROPE}}
-LLAMA32 = LLAMA3 | LONG_CONTEXT | TIED | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **LLAMA3_ROPE}}
-SMOLLM2 = EPSILON | TIED | {"vocab_size": 49152, "max_position_embeddings": 8192}
-MISTRAL = EPSILON | transformer_sizes(4096, 14336, 32, 32, 8) | {"max_position_embeddings": 32768}
-MISTRAL3 = MISTRAL | {"vocab_size": 32768, "sliding_window": None, "rope_theta": 1000000.0}
-QWEN = {"rope_theta": 1000000.0}
-QWEN3 = QWEN | {"max_position_embeddings": 40960}
-QWEN_LARGE_VOCAB = {"vocab_size": 152064}
-PYTHIA = {"vocab_size": 50304}
-GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
-GRANITE |= TIED | {"logits_scaling": 6.0, "vocab_size": 49155, "max_position_embeddings": 4096}
-GLM = {"rope_theta": 1000000.0, "attention_bias": True, "head_dim": 128}
-DEEPSEEK = {"max_position_embeddings": 163840}
-DEEPSEEK_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
-DEEPSEEK2 = DEEPSEEK | {"rope_scaling": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}
-DEEPSEEK2 |= {"first_k_dense_replace": 1, "num_experts_per_tok": 6}
-MAMBA2 = {"n_groups": 1, "vocab_size": 50288}
+_LLAMA2 = _EPSILON | {"max_position_embeddings": 4096}
+_LLAMA3 = _EPSILON | {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0}
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA31 = _LLAMA3 | _LONG_CONTEXT | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **_LLAMA3_ROPE}}
+_LLAMA32 = _LLAMA3 | _LONG_CONTEXT | _TIED | {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, **_LLAMA3_ROPE}}
+_SMOLLM2 = _EPSILON | _TIED | {"vocab_size": 49152, "max_position_embeddings": 8192}
+_MISTRAL = _EPSILON | _transformer_sizes(4096, 14336, 32, 32, 8) | {"max_position_embeddings": 32768}
+_MISTRAL3 = _MISTRAL | {"vocab_size": 32768, "sliding_window": None, "rope_theta": 1000000.0}
+_QWEN = {"rope_theta": 1000000.0}
+_QWEN3 = _QWEN | {"max_position_embeddings": 40960}
+_QWEN_LARGE_VOCAB = {"vocab_size": 152064}
+_PYTHIA = {"vocab_size": 50304}
+_GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+_GRANITE |= _TIED | {"logits_scaling": 6.0, "vocab_size": 49155, "max_position_embeddings": 4096}
+_GLM = {"rope_theta": 1000000.0, "attention_bias": True, "head_dim": 128}
+_DEEPSEEK = {"max_position_embeddings": 163840}
+_DEEPSEEK_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+_DEEPSEEK2 = _DEEPSEEK | {"rope_scaling": {**_DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}
+_DEEPSEEK2 |= {"first_k_dense_replace": 1, "num_experts_per_tok": 6}
+_MAMBA2 = {"n_groups": 1, "vocab_size": 50288}
 
 PRESETS: dict[str, Preset] = {
     "deepseek-v2": Preset(
         "deepseek_v2",
         "deepseek-ai/DeepSeek-V2",
         235_741_434_880,
-        DEEPSEEK2
-        | transformer_sizes(5120, 12288, 60, 128)
+        _DEEPSEEK2
+        | _transformer_sizes(5120, 12288, 60, 128)
         | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
         | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
         21_000_000_000,
@@ -90,23 +90,23 @@ PRESETS: dict[str, Preset] = {
         "deepseek_v2",
         "deepseek-ai/DeepSeek-V2-Lite",
         15_706_484_224,
-        DEEPSEEK2 | transformer_sizes(2048, 10944, 27, 16) | {"q_lora_rank": None, "moe_intermediate_size": 1408},
+        _DEEPSEEK2 | _transformer_sizes(2048, 10944, 27, 16) | {"q_lora_rank": None, "moe_intermediate_size": 1408},
     ),
     "deepseek-v3": Preset(
         "deepseek_v3",
         "deepseek-ai/DeepSeek-V3",
         671_026_404_352,
-        DEEPSEEK
-        | transformer_sizes(7168, 18432, 61, 128, 128)
-        | {"rope_scaling": {**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        _DEEPSEEK
+        | _transformer_sizes(7168, 18432, 61, 128, 128)
+        | {"rope_scaling": {**_DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
         37_000_000_000,
     ),
     "dots.llm1": Preset(
         "dots1",
         "rednote-hilab/dots.llm1.base",
         142_774_373_888,
-        EPSILON
-        | transformer_sizes(4096, 10944, 62, 32, 32)
+        _EPSILON
+        | _transformer_sizes(4096, 10944, 62, 32, 32)
         | {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
         | {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
         | {"max_position_embeddings": 32768, "rope_theta": 10000000.0},
@@ -116,34 +116,34 @@ PRESETS: dict[str, Preset] = {
         "ernie4_5_moe",
         "baidu/ERNIE-4.5-21B-A3B-PT",
         21_825_436_160,
-        transformer_sizes(2560, 12288, 28, 20, 4),
+        _transformer_sizes(2560, 12288, 28, 20, 4),
         3_000_000_000,
     ),
     "falcon-mamba-7b": Preset(
         "falcon_mamba",
         "tiiuae/falcon-mamba-7b",
         7_272_665_088,
-        mixer_sizes(4096, 64) | {"vocab_size": 65024, "tie_word_embeddings": False},
+        _mixer_sizes(4096, 64) | {"vocab_size": 65024, "tie_word_embeddings": False},
     ),
-    "gemma-2b": Preset("gemma", "google/gemma-2b", 2_506_172_416, transformer_sizes(2048, 16384, 18, 8, 1)),
-    "gemma-7b": Preset("gemma", "google/gemma-7b", 8_537_680_896, transformer_sizes(3072, 24576, 28, 16, 16)),
+    "gemma-2b": Preset("gemma", "google/gemma-2b", 2_506_172_416, _transformer_sizes(2048, 16384, 18, 8, 1)),
+    "gemma-7b": Preset("gemma", "google/gemma-7b", 8_537_680_896, _transformer_sizes(3072, 24576, 28, 16, 16)),
     "glm-4.5": Preset(
         "glm4_moe",
         "zai-org/GLM-4.5",
         352_797_814_784,
-        GLM
-        | transformer_sizes(5120, 12288, 92, 96, 8)
+        _GLM
+        | _transformer_sizes(5120, 12288, 92, 96, 8)
         | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3}
         | {"use_qk_norm": True, "routed_scaling_factor": 2.5},
     ),
     "glm-4.5-air": Preset(
-        "glm4_moe", "zai-org/GLM-4.5-Air", 106_852_245_504, GLM | transformer_sizes(4096, 10944, 46, 96, 8)
+        "glm4_moe", "zai-org/GLM-4.5-Air", 106_852_245_504, _GLM | _transformer_sizes(4096, 10944, 46, 96, 8)
     ),
     "gpt-neox-20b": Preset(
         "gpt_neox",
         "EleutherAI/gpt-neox-20b",
         20_554_567_680,
-        transformer_sizes(6144, 24576, 44, 64) | {"hidden_act": "gelu_fast"},
+        _transformer_sizes(6144, 24576, 44, 64) | {"hidden_act": "gelu_fast"},
     ),
     "gpt-oss-20b": Preset(
         "gpt_oss",
@@ -156,233 +156,241 @@ PRESETS: dict[str, Preset] = {
     "gpt-oss-120b": Preset(
         "gpt_oss", "openai/gpt-oss-120b", 116_829_156_672, {}, 5_130_000_000, active_excludes_embedding=True
     ),
-    "gpt2": Preset("gpt2", "openai-community/gpt2", 124_439_808, gpt2_sizes(768, 12, 12)),
-    "gpt2-medium": Preset("gpt2", "openai-community/gpt2-medium", 354_823_168, gpt2_sizes(1024, 24, 16)),
-    "gpt2-large": Preset("gpt2", "openai-community/gpt2-large", 774_030_080, gpt2_sizes(1280, 36, 20)),
-    "gpt2-xl": Preset("gpt2", "openai-community/gpt2-xl", 1_557_611_200, gpt2_sizes(1600, 48, 25)),
+    "gpt2": Preset("gpt2", "openai-community/gpt2", 124_439_808, _gpt2_sizes(768, 12, 12)),
+    "gpt2-medium": Preset("gpt2", "openai-community/gpt2-medium", 354_823_168, _gpt2_sizes(1024, 24, 16)),
+    "gpt2-large": Preset("gpt2", "openai-community/gpt2-large", 774_030_080, _gpt2_sizes(1280, 36, 20)),
+    "gpt2-xl": Preset("gpt2", "openai-community/gpt2-xl", 1_557_611_200, _gpt2_sizes(1600, 48, 25)),
     "granite-3.0-1b-a400m": Preset(
         "granitemoe",
         "ibm-granite/granite-3.0-1b-a400m-base",
         1_334_628_352,
-        GRANITE | transformer_sizes(1024, 512, 24, 16, 8) | {"num_local_experts": 32, "num_experts_per_tok": 8},
+        _GRANITE | _transformer_sizes(1024, 512, 24, 16, 8) | {"num_local_experts": 32, "num_experts_per_tok": 8},
         400_000_000,
     ),
     "granite-3.0-3b-a800m": Preset(
         "granitemoe",
         "ibm-granite/granite-3.0-3b-a800m-base",
         3_298_793_472,
-        GRANITE | transformer_sizes(1536, 512, 32, 24, 8) | {"num_local_experts": 40, "num_experts_per_tok": 8},
+        _GRANITE | _transformer_sizes(1536, 512, 32, 24, 8) | {"num_local_experts": 40, "num_experts_per_tok": 8},
         800_000_000,
     ),
     "llama2-7b": Preset(
-        "llama", "meta-llama/Llama-2-7b-hf", 6_738_415_616, LLAMA2 | transformer_sizes(4096, 11008, 32, 32)
+        "llama", "meta-llama/Llama-2-7b-hf", 6_738_415_616, _LLAMA2 | _transformer_sizes(4096, 11008, 32, 32)
     ),
     "llama2-13b": Preset(
-        "llama", "meta-llama/Llama-2-13b-hf", 13_015_864_320, LLAMA2 | transformer_sizes(5120, 13824, 40, 40)
+        "llama", "meta-llama/Llama-2-13b-hf", 13_015_864_320, _LLAMA2 | _transformer_sizes(5120, 13824, 40, 40)
     ),
     "llama2-70b": Preset(
-        "llama", "meta-llama/Llama-2-70b-hf", 68_976_648_192, LLAMA2 | transformer_sizes(8192, 28672, 80, 64, 8)
+        "llama", "meta-llama/Llama-2-70b-hf", 68_976_648_192, _LLAMA2 | _transformer_sizes(8192, 28672, 80, 64, 8)
     ),
     "llama3-8b": Preset(
-        "llama", "meta-llama/Meta-Llama-3-8B", 8_030_261_248, LLAMA3 | transformer_sizes(4096, 14336, 32, 32, 8)
+        "llama", "meta-llama/Meta-Llama-3-8B", 8_030_261_248, _LLAMA3 | _transformer_sizes(4096, 14336, 32, 32, 8)
     ),
     "llama3-70b": Preset(
-        "llama", "meta-llama/Meta-Llama-3-70B", 70_553_706_496, LLAMA3 | transformer_sizes(8192, 28672, 80, 64, 8)
+        "llama", "meta-llama/Meta-Llama-3-70B", 70_553_706_496, _LLAMA3 | _transformer_sizes(8192, 28672, 80, 64, 8)
     ),
     "llama3.1-8b": Preset(
-        "llama", "meta-llama/Llama-3.1-8B", 8_030_261_248, LLAMA31 | transformer_sizes(4096, 14336, 32, 32, 8)
+        "llama", "meta-llama/Llama-3.1-8B", 8_030_261_248, _LLAMA31 | _transformer_sizes(4096, 14336, 32, 32, 8)
     ),
     "llama3.1-70b": Preset(
-        "llama", "meta-llama/Llama-3.1-70B", 70_553_706_496, LLAMA31 | transformer_sizes(8192, 28672, 80, 64, 8)
+        "llama", "meta-llama/Llama-3.1-70B", 70_553_706_496, _LLAMA31 | _transformer_sizes(8192, 28672, 80, 64, 8)
     ),
     "llama3.1-405b": Preset(
-        "llama", "meta-llama/Llama-3.1-405B", 405_853_388_800, LLAMA31 | transformer_sizes(16384, 53248, 126, 128, 8)
+        "llama", "meta-llama/Llama-3.1-405B", 405_853_388_800, _LLAMA31 | _transformer_sizes(16384, 53248, 126, 128, 8)
     ),
     "llama3.2-1b": Preset(
         "llama",
         "meta-llama/Llama-3.2-1B",
         1_235_814_400,
-        LLAMA32 | transformer_sizes(2048, 8192, 16, 32, 8) | {"head_dim": 64},
+        _LLAMA32 | _transformer_sizes(2048, 8192, 16, 32, 8) | {"head_dim": 64},
     ),
     "llama3.2-3b": Preset(
         "llama",
         "meta-llama/Llama-3.2-3B",
         3_212_749_824,
-        LLAMA32 | transformer_sizes(3072, 8192, 28, 24, 8) | {"head_dim": 128},
+        _LLAMA32 | _transformer_sizes(3072, 8192, 28, 24, 8) | {"head_dim": 128},
     ),
-    "mamba-codestral-7b": Preset("mamba2", "mistralai/Mamba-Codestral-7B-v0.1", 7_285_403_648, mixer_sizes(4096, 64)),
-    "mamba-130m": Preset("mamba", "state-spaces/mamba-130m-hf", 129_135_360, mixer_sizes(768, 24)),
-    "mamba-370m": Preset("mamba", "state-spaces/mamba-370m-hf", 371_516_416, mixer_sizes(1024, 48)),
-    "mamba-790m": Preset("mamba", "state-spaces/mamba-790m-hf", 793_204_224, mixer_sizes(1536, 48)),
-    "mamba-1.4b": Preset("mamba", "state-spaces/mamba-1.4b-hf", 1_372_178_432, mixer_sizes(2048, 48)),
-    "mamba-2.8b": Preset("mamba", "state-spaces/mamba-2.8b-hf", 2_768_345_600, mixer_sizes(2560, 64)),
-    "mamba2-130m": Preset("mamba2", "AntonV/mamba2-130m-hf", 128_989_632, mamba2_sizes(768, 24)),
-    "mamba2-370m": Preset("mamba2", "AntonV/mamba2-370m-hf", 368_346_624, mamba2_sizes(1024, 48)),
-    "mamba2-780m": Preset("mamba2", "AntonV/mamba2-780m-hf", 780_161_280, mamba2_sizes(1536, 48)),
-    "mamba2-1.3b": Preset("mamba2", "AntonV/mamba2-1.3b-hf", 1_343_757_312, mamba2_sizes(2048, 48)),
-    "mamba2-2.7b": Preset("mamba2", "AntonV/mamba2-2.7b-hf", 2_702_599_680, mamba2_sizes(2560, 64)),
-    "mistral-7b-v0.1": Preset("mistral", "mistralai/Mistral-7B-v0.1", 7_241_732_096, MISTRAL),
-    "mistral-7b-v0.3": Preset("mistral", "mistralai/Mistral-7B-v0.3", 7_248_023_552, MISTRAL3),
+    "mamba-codestral-7b": Preset("mamba2", "mistralai/Mamba-Codestral-7B-v0.1", 7_285_403_648, _mixer_sizes(4096, 64)),
+    "mamba-130m": Preset("mamba", "state-spaces/mamba-130m-hf", 129_135_360, _mixer_sizes(768, 24)),
+    "mamba-370m": Preset("mamba", "state-spaces/mamba-370m-hf", 371_516_416, _mixer_sizes(1024, 48)),
+    "mamba-790m": Preset("mamba", "state-spaces/mamba-790m-hf", 793_204_224, _mixer_sizes(1536, 48)),
+    "mamba-1.4b": Preset("mamba", "state-spaces/mamba-1.4b-hf", 1_372_178_432, _mixer_sizes(2048, 48)),
+    "mamba-2.8b": Preset("mamba", "state-spaces/mamba-2.8b-hf", 2_768_345_600, _mixer_sizes(2560, 64)),
+    "mamba2-130m": Preset("mamba2", "AntonV/mamba2-130m-hf", 128_989_632, _mamba2_sizes(768, 24)),
+    "mamba2-370m": Preset("mamba2", "AntonV/mamba2-370m-hf", 368_346_624, _mamba2_sizes(1024, 48)),
+    "mamba2-780m": Preset("mamba2", "AntonV/mamba2-780m-hf", 780_161_280, _mamba2_sizes(1536, 48)),
+    "mamba2-1.3b": Preset("mamba2", "AntonV/mamba2-1.3b-hf", 1_343_757_312, _mamba2_sizes(2048, 48)),
+    "mamba2-2.7b": Preset("mamba2", "AntonV/mamba2-2.7b-hf", 2_702_599_680, _mamba2_sizes(2560, 64)),
+    "mistral-7b-v0.1": Preset("mistral", "mistralai/Mistral-7B-v0.1", 7_241_732_096, _MISTRAL),
+    "mistral-7b-v0.3": Preset("mistral", "mistralai/Mistral-7B-v0.3", 7_248_023_552, _MISTRAL3),
     "mixtral-8x7b": Preset(
         "mixtral",
         "mistralai/Mixtral-8x7B-v0.1",
         46_702_792_704,
-        transformer_sizes(4096, 14336, 32, 32, 8) | {"max_position_embeddings": 32768},
+        _transformer_sizes(4096, 14336, 32, 32, 8) | {"max_position_embeddings": 32768},
         12_900_000_000,
     ),
     "mixtral-8x22b": Preset(
         "mixtral",
         "mistralai/Mixtral-8x22B-v0.1",
         140_620_634_112,
-        transformer_sizes(6144, 16384, 56, 48, 8) | {"max_position_embeddings": 65536},
+        _transformer_sizes(6144, 16384, 56, 48, 8) | {"max_position_embeddings": 65536},
         39_000_000_000,
     ),
     "olmoe-1b-7b": Preset(
-        "olmoe", "allenai/OLMoE-1B-7B-0924", 6_919_161_856, transformer_sizes(2048, 1024, 16, 16, 16), 1_300_000_000
+        "olmoe", "allenai/OLMoE-1B-7B-0924", 6_919_161_856, _transformer_sizes(2048, 1024, 16, 16, 16), 1_300_000_000
     ),
-    "pythia-70m": Preset("gpt_neox", "EleutherAI/pythia-70m", 70_426_624, PYTHIA | transformer_sizes(512, 2048, 6, 8)),
+    "pythia-70m": Preset(
+        "gpt_neox", "EleutherAI/pythia-70m", 70_426_624, _PYTHIA | _transformer_sizes(512, 2048, 6, 8)
+    ),
     "pythia-160m": Preset(
-        "gpt_neox", "EleutherAI/pythia-160m", 162_322_944, PYTHIA | transformer_sizes(768, 3072, 12, 12)
+        "gpt_neox", "EleutherAI/pythia-160m", 162_322_944, _PYTHIA | _transformer_sizes(768, 3072, 12, 12)
     ),
     "pythia-410m": Preset(
-        "gpt_neox", "EleutherAI/pythia-410m", 405_334_016, PYTHIA | transformer_sizes(1024, 4096, 24, 16)
+        "gpt_neox", "EleutherAI/pythia-410m", 405_334_016, _PYTHIA | _transformer_sizes(1024, 4096, 24, 16)
     ),
     "pythia-1b": Preset(
-        "gpt_neox", "EleutherAI/pythia-1b", 1_011_781_632, PYTHIA | transformer_sizes(2048, 8192, 16, 8)
+        "gpt_neox", "EleutherAI/pythia-1b", 1_011_781_632, _PYTHIA | _transformer_sizes(2048, 8192, 16, 8)
     ),
     "pythia-1.4b": Preset(
-        "gpt_neox", "EleutherAI/pythia-1.4b", 1_414_647_808, PYTHIA | transformer_sizes(2048, 8192, 24, 16)
+        "gpt_neox", "EleutherAI/pythia-1.4b", 1_414_647_808, _PYTHIA | _transformer_sizes(2048, 8192, 24, 16)
     ),
     "pythia-2.8b": Preset(
-        "gpt_neox", "EleutherAI/pythia-2.8b", 2_775_208_960, PYTHIA | transformer_sizes(2560, 10240, 32, 32)
+        "gpt_neox", "EleutherAI/pythia-2.8b", 2_775_208_960, _PYTHIA | _transformer_sizes(2560, 10240, 32, 32)
     ),
-    "pythia-6.9b": Preset("gpt_neox", "EleutherAI/pythia-6.9b", 6_857_302_016, transformer_sizes(4096, 16384, 32, 32)),
+    "pythia-6.9b": Preset("gpt_neox", "EleutherAI/pythia-6.9b", 6_857_302_016, _transformer_sizes(4096, 16384, 32, 32)),
     "pythia-12b": Preset(
         "gpt_neox",
         "EleutherAI/pythia-12b",
         11_846_072_320,
-        transformer_sizes(5120, 20480, 36, 40) | {"vocab_size": 50688},
+        _transformer_sizes(5120, 20480, 36, 40) | {"vocab_size": 50688},
     ),
     "qwen1.5-moe-a2.7b": Preset(
         "qwen2_moe",
         "Qwen/Qwen1.5-MoE-A2.7B",
         14_315_784_192,
-        QWEN | transformer_sizes(2048, 5632, 24, 16, 16) | {"max_position_embeddings": 8192},
+        _QWEN | _transformer_sizes(2048, 5632, 24, 16, 16) | {"max_position_embeddings": 8192},
         2_700_000_000,
     ),
     "qwen2-0.5b": Preset(
-        "qwen2", "Qwen/Qwen2-0.5B", 494_032_768, QWEN | TIED | LONG_CONTEXT | transformer_sizes(896, 4864, 24, 14, 2)
+        "qwen2",
+        "Qwen/Qwen2-0.5B",
+        494_032_768,
+        _QWEN | _TIED | _LONG_CONTEXT | _transformer_sizes(896, 4864, 24, 14, 2),
     ),
     "qwen2-1.5b": Preset(
-        "qwen2", "Qwen/Qwen2-1.5B", 1_543_714_304, QWEN | TIED | LONG_CONTEXT | transformer_sizes(1536, 8960, 28, 12, 2)
+        "qwen2",
+        "Qwen/Qwen2-1.5B",
+        1_543_714_304,
+        _QWEN | _TIED | _LONG_CONTEXT | _transformer_sizes(1536, 8960, 28, 12, 2),
     ),
     "qwen2-7b": Preset(
         "qwen2",
         "Qwen/Qwen2-7B",
         7_615_616_512,
-        QWEN | QWEN_LARGE_VOCAB | LONG_CONTEXT | transformer_sizes(3584, 18944, 28, 28, 4),
+        _QWEN | _QWEN_LARGE_VOCAB | _LONG_CONTEXT | _transformer_sizes(3584, 18944, 28, 28, 4),
     ),
     "qwen2-57b-a14b": Preset(
         "qwen2_moe",
         "Qwen/Qwen2-57B-A14B",
         57_408_658_944,
-        QWEN
-        | LONG_CONTEXT
-        | transformer_sizes(3584, 18944, 28, 28, 4)
+        _QWEN
+        | _LONG_CONTEXT
+        | _transformer_sizes(3584, 18944, 28, 28, 4)
         | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
         | {"shared_expert_intermediate_size": 20480},
         14_000_000_000,
     ),
     "qwen2.5-0.5b": Preset(
-        "qwen2", "Qwen/Qwen2.5-0.5B", 494_032_768, QWEN | TIED | transformer_sizes(896, 4864, 24, 14, 2)
+        "qwen2", "Qwen/Qwen2.5-0.5B", 494_032_768, _QWEN | _TIED | _transformer_sizes(896, 4864, 24, 14, 2)
     ),
     "qwen2.5-1.5b": Preset(
         "qwen2",
         "Qwen/Qwen2.5-1.5B",
         1_543_714_304,
-        QWEN | TIED | LONG_CONTEXT | transformer_sizes(1536, 8960, 28, 12, 2),
+        _QWEN | _TIED | _LONG_CONTEXT | _transformer_sizes(1536, 8960, 28, 12, 2),
     ),
     "qwen2.5-3b": Preset(
-        "qwen2", "Qwen/Qwen2.5-3B", 3_085_938_688, QWEN | TIED | transformer_sizes(2048, 11008, 36, 16, 2)
+        "qwen2", "Qwen/Qwen2.5-3B", 3_085_938_688, _QWEN | _TIED | _transformer_sizes(2048, 11008, 36, 16, 2)
     ),
     "qwen2.5-7b": Preset(
         "qwen2",
         "Qwen/Qwen2.5-7B",
         7_615_616_512,
-        QWEN | QWEN_LARGE_VOCAB | LONG_CONTEXT | transformer_sizes(3584, 18944, 28, 28, 4),
+        _QWEN | _QWEN_LARGE_VOCAB | _LONG_CONTEXT | _transformer_sizes(3584, 18944, 28, 28, 4),
     ),
     "qwen2.5-14b": Preset(
         "qwen2",
         "Qwen/Qwen2.5-14B",
         14_770_033_664,
-        QWEN | QWEN_LARGE_VOCAB | LONG_CONTEXT | EPSILON | transformer_sizes(5120, 13824, 48, 40, 8),
+        _QWEN | _QWEN_LARGE_VOCAB | _LONG_CONTEXT | _EPSILON | _transformer_sizes(5120, 13824, 48, 40, 8),
     ),
     "qwen2.5-32b": Preset(
         "qwen2",
         "Qwen/Qwen2.5-32B",
         32_763_876_352,
-        QWEN | QWEN_LARGE_VOCAB | LONG_CONTEXT | EPSILON | transformer_sizes(5120, 27648, 64, 40, 8),
+        _QWEN | _QWEN_LARGE_VOCAB | _LONG_CONTEXT | _EPSILON | _transformer_sizes(5120, 27648, 64, 40, 8),
     ),
     "qwen2.5-72b": Preset(
         "qwen2",
         "Qwen/Qwen2.5-72B",
         72_706_203_648,
-        QWEN | QWEN_LARGE_VOCAB | LONG_CONTEXT | EPSILON | transformer_sizes(8192, 29568, 80, 64, 8),
+        _QWEN | _QWEN_LARGE_VOCAB | _LONG_CONTEXT | _EPSILON | _transformer_sizes(8192, 29568, 80, 64, 8),
     ),
     "qwen3-0.6b": Preset(
-        "qwen3", "Qwen/Qwen3-0.6B", 596_049_920, QWEN3 | TIED | transformer_sizes(1024, 3072, 28, 16, 8)
+        "qwen3", "Qwen/Qwen3-0.6B", 596_049_920, _QWEN3 | _TIED | _transformer_sizes(1024, 3072, 28, 16, 8)
     ),
     "qwen3-1.7b": Preset(
-        "qwen3", "Qwen/Qwen3-1.7B", 1_720_574_976, QWEN3 | TIED | transformer_sizes(2048, 6144, 28, 16, 8)
+        "qwen3", "Qwen/Qwen3-1.7B", 1_720_574_976, _QWEN3 | _TIED | _transformer_sizes(2048, 6144, 28, 16, 8)
     ),
     "qwen3-4b": Preset(
-        "qwen3", "Qwen/Qwen3-4B", 4_022_468_096, QWEN3 | TIED | transformer_sizes(2560, 9728, 36, 32, 8)
+        "qwen3", "Qwen/Qwen3-4B", 4_022_468_096, _QWEN3 | _TIED | _transformer_sizes(2560, 9728, 36, 32, 8)
     ),
-    "qwen3-8b": Preset("qwen3", "Qwen/Qwen3-8B", 8_190_735_360, QWEN3 | transformer_sizes(4096, 12288, 36, 32, 8)),
-    "qwen3-14b": Preset("qwen3", "Qwen/Qwen3-14B", 14_768_307_200, QWEN3 | transformer_sizes(5120, 17408, 40, 40, 8)),
-    "qwen3-32b": Preset("qwen3", "Qwen/Qwen3-32B", 32_762_123_264, QWEN3 | transformer_sizes(5120, 25600, 64, 64, 8)),
+    "qwen3-8b": Preset("qwen3", "Qwen/Qwen3-8B", 8_190_735_360, _QWEN3 | _transformer_sizes(4096, 12288, 36, 32, 8)),
+    "qwen3-14b": Preset("qwen3", "Qwen/Qwen3-14B", 14_768_307_200, _QWEN3 | _transformer_sizes(5120, 17408, 40, 40, 8)),
+    "qwen3-32b": Preset("qwen3", "Qwen/Qwen3-32B", 32_762_123_264, _QWEN3 | _transformer_sizes(5120, 25600, 64, 64, 8)),
     "qwen3-30b-a3b": Preset(
         "qwen3_moe",
         "Qwen/Qwen3-30B-A3B",
         30_532_122_624,
-        QWEN3 | transformer_sizes(2048, 6144, 48, 32, 4) | {"head_dim": 128, "norm_topk_prob": True},
+        _QWEN3 | _transformer_sizes(2048, 6144, 48, 32, 4) | {"head_dim": 128, "norm_topk_prob": True},
         3_300_000_000,
     ),
     "qwen3-235b-a22b": Preset(
         "qwen3_moe",
         "Qwen/Qwen3-235B-A22B",
         235_093_634_560,
-        QWEN3
-        | transformer_sizes(4096, 12288, 94, 64, 4)
+        _QWEN3
+        | _transformer_sizes(4096, 12288, 94, 64, 4)
         | {"head_dim": 128, "norm_topk_prob": True, "moe_intermediate_size": 1536},
         22_000_000_000,
     ),
-    "rwkv-4-169m": Preset("rwkv", "RWKV/rwkv-4-169m-pile", 169_342_464, mixer_sizes(768, 12)),
-    "rwkv-4-430m": Preset("rwkv", "RWKV/rwkv-4-430m-pile", 430_397_440, mixer_sizes(1024, 24)),
-    "rwkv-4-1b5": Preset("rwkv", "RWKV/rwkv-4-1b5-pile", 1_515_106_304, mixer_sizes(2048, 24)),
-    "rwkv-4-3b": Preset("rwkv", "RWKV/rwkv-4-3b-pile", 2_984_627_200, mixer_sizes(2560, 32)),
-    "rwkv-4-7b": Preset("rwkv", "RWKV/rwkv-4-7b-pile", 7_392_649_216, mixer_sizes(4096, 32)),
-    "rwkv-4-14b": Preset("rwkv", "RWKV/rwkv-4-14b-pile", 14_148_597_760, mixer_sizes(5120, 40)),
+    "rwkv-4-169m": Preset("rwkv", "RWKV/rwkv-4-169m-pile", 169_342_464, _mixer_sizes(768, 12)),
+    "rwkv-4-430m": Preset("rwkv", "RWKV/rwkv-4-430m-pile", 430_397_440, _mixer_sizes(1024, 24)),
+    "rwkv-4-1b5": Preset("rwkv", "RWKV/rwkv-4-1b5-pile", 1_515_106_304, _mixer_sizes(2048, 24)),
+    "rwkv-4-3b": Preset("rwkv", "RWKV/rwkv-4-3b-pile", 2_984_627_200, _mixer_sizes(2560, 32)),
+    "rwkv-4-7b": Preset("rwkv", "RWKV/rwkv-4-7b-pile", 7_392_649_216, _mixer_sizes(4096, 32)),
+    "rwkv-4-14b": Preset("rwkv", "RWKV/rwkv-4-14b-pile", 14_148_597_760, _mixer_sizes(5120, 40)),
     "smollm2-135m": Preset(
         "llama",
         "HuggingFaceTB/SmolLM2-135M",
         134_515_008,
-        SMOLLM2 | transformer_sizes(576, 1536, 30, 9, 3) | {"rope_theta": 1e5},
+        _SMOLLM2 | _transformer_sizes(576, 1536, 30, 9, 3) | {"rope_theta": 1e5},
     ),
     "smollm2-360m": Preset(
         "llama",
         "HuggingFaceTB/SmolLM2-360M",
         361_821_120,
-        SMOLLM2 | transformer_sizes(960, 2560, 32, 15, 5) | {"rope_theta": 1e5},
+        _SMOLLM2 | _transformer_sizes(960, 2560, 32, 15, 5) | {"rope_theta": 1e5},
     ),
     "smollm2-1.7b": Preset(
         "llama",
         "HuggingFaceTB/SmolLM2-1.7B",
         1_711_376_384,
-        SMOLLM2 | transformer_sizes(2048, 8192, 24, 32, 32) | {"rope_theta": 1.3e5},
+        _SMOLLM2 | _transformer_sizes(2048, 8192, 24, 32, 32) | {"rope_theta": 1.3e5},
     ),
     "tinyllama-1.1b": Preset(
-        "llama", "TinyLlama/TinyLlama_v1.1", 1_100_048_384, EPSILON | transformer_sizes(2048, 5632, 22, 32, 4)
+        "llama", "TinyLlama/TinyLlama_v1.1", 1_100_048_384, _EPSILON | _transformer_sizes(2048, 5632, 22, 32, 4)
     ),
 }
 """Every preset by name. Sizes are those of the source's config.json. Where the counts stand: those of GPT-NeoX-20B and
@@ -413,7 +421,7 @@ def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:
     family's config does not have or that do not go together.
     """
     found = find_preset(name)
-    family, config = FAMILIES[found.family], override_config(found, changes)
+    family, config = FAMILIES[found.family], _override_config(found, changes)
     try:
         model = family.build(read_config(family, config, ignore=None), key=key)
     except ValueError as error:  # keys by themselves, or sizes that do not go together
@@ -436,7 +444,7 @@ def find_preset(name: str) -> Preset:
     raise ValueError(f"there is no preset {name!r}; {told}")
 
 
-def override_config(preset_entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _override_config(preset_entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of the preset, in which these keys have other values."""
     family = FAMILIES[preset_entry.family]
     if "model_type" in changes:

@@ -16,29 +16,29 @@ from zoo.ops.rotary import Rotary
 from ..decoder import Decoder
 from .hybrid import Hybrid, MixerFactory
 
-HYBRID_OPTIONS = frozenset(inspect.signature(Hybrid).parameters) - {"pattern"}
+_HYBRID_OPTIONS = frozenset(inspect.signature(Hybrid).parameters) - {"pattern"}
 
 
-def build_hybrid(pattern: Callable[..., list[MixerFactory]], options: dict[str, Any]) -> Decoder:
+def _build_hybrid(pattern: Callable[..., list[MixerFactory]], options: dict[str, Any]) -> Decoder:
     """A `Hybrid` of the mixers that `pattern` makes of those of the options that are not `Hybrid`'s own."""
-    shell = {name: value for name, value in options.items() if name in HYBRID_OPTIONS}
-    own = {name: value for name, value in options.items() if name not in HYBRID_OPTIONS}
+    shell = {name: value for name, value in options.items() if name in _HYBRID_OPTIONS}
+    own = {name: value for name, value in options.items() if name not in _HYBRID_OPTIONS}
     return Hybrid(**shell, pattern=pattern(**own))
 
 
-def build_uniform_hybrid(mixer: MixerFactory, heads: int, options: dict[str, Any]) -> Decoder:
+def _build_uniform_hybrid(mixer: MixerFactory, heads: int, options: dict[str, Any]) -> Decoder:
     """A `Hybrid` of one mixer."""
-    return build_hybrid(lambda **own: [partial(mixer, heads=heads, **own)], options)
+    return _build_hybrid(lambda **own: [partial(mixer, heads=heads, **own)], options)
 
 
 def LinearTransformer(*, heads: int, **options: Any) -> Decoder:
     """Linear attention (Katharopoulos et al., arXiv:2006.16236): see `zoo.layers.LinearAttention`."""
-    return build_uniform_hybrid(mixers.LinearAttention, heads, options)
+    return _build_uniform_hybrid(mixers.LinearAttention, heads, options)
 
 
 def RetNet(*, heads: int, **options: Any) -> Decoder:
     """Retention (Sun et al., arXiv:2307.08621): see `zoo.layers.Retention`."""
-    return build_uniform_hybrid(mixers.Retention, heads, options)
+    return _build_uniform_hybrid(mixers.Retention, heads, options)
 
 
 def LightningTransformer(*, heads: int, **options: Any) -> Decoder:
@@ -49,37 +49,37 @@ def LightningTransformer(*, heads: int, **options: Any) -> Decoder:
     def pattern(**own: Any) -> list[MixerFactory]:
         return [partial(mixers.Lightning, heads=heads, depth=i / max(depth - 1, 1), **own) for i in range(depth)]
 
-    return build_hybrid(pattern, options)
+    return _build_hybrid(pattern, options)
 
 
 def GLA(*, heads: int, **options: Any) -> Decoder:
     """Gated linear attention (Yang et al., arXiv:2312.06635): see `zoo.layers.GatedLinearAttention`."""
-    return build_uniform_hybrid(mixers.GatedLinearAttention, heads, options)
+    return _build_uniform_hybrid(mixers.GatedLinearAttention, heads, options)
 
 
 def HGRN2(*, heads: int, **options: Any) -> Decoder:
     """HGRN2 (Qin et al., arXiv:2404.07904): see `zoo.layers.HGRN2`."""
-    return build_uniform_hybrid(mixers.HGRN2, heads, options)
+    return _build_uniform_hybrid(mixers.HGRN2, heads, options)
 
 
 def XLSTM(*, heads: int, **options: Any) -> Decoder:
     """xLSTM of mLSTM blocks alone, as xLSTM 7B (Beck et al., arXiv:2503.13427): see `zoo.layers.MLSTM`."""
-    return build_uniform_hybrid(mixers.MLSTM, heads, options)
+    return _build_uniform_hybrid(mixers.MLSTM, heads, options)
 
 
 def DeltaNet(*, heads: int, **options: Any) -> Decoder:
     """DeltaNet (Yang et al., arXiv:2406.06484): see `zoo.layers.DeltaNet`."""
-    return build_uniform_hybrid(mixers.DeltaNet, heads, options)
+    return _build_uniform_hybrid(mixers.DeltaNet, heads, options)
 
 
 def GatedDeltaNet(*, heads: int, **options: Any) -> Decoder:
     """Gated DeltaNet (Yang et al., arXiv:2412.06464): see `zoo.layers.GatedDeltaNet`."""
-    return build_uniform_hybrid(mixers.GatedDeltaNet, heads, options)
+    return _build_uniform_hybrid(mixers.GatedDeltaNet, heads, options)
 
 
 def GatedDeltaProduct(*, heads: int, **options: Any) -> Decoder:
     """Gated DeltaProduct (Siems et al., arXiv:2502.10297): see `zoo.layers.GatedDeltaProduct`."""
-    return build_uniform_hybrid(mixers.GatedDeltaProduct, heads, options)
+    return _build_uniform_hybrid(mixers.GatedDeltaProduct, heads, options)
 
 
 def KimiLinear(*, heads: int, **options: Any) -> Decoder:
@@ -90,17 +90,17 @@ def KimiLinear(*, heads: int, **options: Any) -> Decoder:
         recurrent = partial(mixers.KimiDeltaAttention, heads=heads, **own)
         return [recurrent, recurrent, recurrent, partial(mixers.Attention, heads=heads)]
 
-    return build_hybrid(pattern, options)
+    return _build_hybrid(pattern, options)
 
 
 def RWKV6(*, heads: int, **options: Any) -> Decoder:
     """The time mixing of RWKV-6 (Peng et al., arXiv:2404.05892), with SwiGLUs between: see `zoo.layers.RWKV6`."""
-    return build_uniform_hybrid(mixers.RWKV6, heads, options)
+    return _build_uniform_hybrid(mixers.RWKV6, heads, options)
 
 
 def RWKV7(*, heads: int, **options: Any) -> Decoder:
     """The time mixing of RWKV-7 (Peng et al., arXiv:2503.14456), with SwiGLUs between: see `zoo.layers.RWKV7`."""
-    return build_uniform_hybrid(mixers.RWKV7, heads, options)
+    return _build_uniform_hybrid(mixers.RWKV7, heads, options)
 
 
 def Griffin(*, heads: int, window: int = 1024, **options: Any) -> Decoder:
@@ -112,4 +112,4 @@ def Griffin(*, heads: int, window: int = 1024, **options: Any) -> Decoder:
         rotary = Rotary(options.get("embed", 0) // heads)
         return [recurrent, recurrent, partial(mixers.Attention, heads=heads, kv_heads=1, window=window, rotary=rotary)]
 
-    return build_hybrid(pattern, options)
+    return _build_hybrid(pattern, options)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from ..varying import vary, varying
 
 
-class DispatchIndices(NamedTuple):
+class _DispatchIndices(NamedTuple):
     """Where visits stand once they are sorted by expert. A visit is token * top + its place among the token's own."""
 
     assignments: Int[Array, "rows"]
@@ -28,7 +28,7 @@ class DispatchIndices(NamedTuple):
     """How many rows each expert has."""
 
 
-def sort_by_expert(selected_experts: Int[Array, "tokens top"], experts: int) -> DispatchIndices:
+def sort_by_expert(selected_experts: Int[Array, "tokens top"], experts: int) -> _DispatchIndices:
     """Rows by expert; those of one expert in the order of tokens."""
     flat, rows = selected_experts.reshape(-1), selected_experts.size
     if rows * experts < 2**31:
@@ -39,56 +39,56 @@ def sort_by_expert(selected_experts: Int[Array, "tokens top"], experts: int) -> 
         visits = jnp.argsort(flat, stable=True)
         ends = jnp.searchsorted(flat[visits], jnp.arange(experts), side="right")
     places = jnp.zeros_like(visits).at[visits].set(jnp.arange(rows, dtype=visits.dtype), unique_indices=True)
-    return DispatchIndices(visits, places.reshape(selected_experts.shape), jnp.diff(ends, prepend=0).astype(jnp.int32))
+    return _DispatchIndices(visits, places.reshape(selected_experts.shape), jnp.diff(ends, prepend=0).astype(jnp.int32))
 
 
-def dispatch(x: Float[Array, "tokens embed"], indices: DispatchIndices) -> Float[Array, "rows embed"]:
+def dispatch(x: Float[Array, "tokens embed"], indices: _DispatchIndices) -> Float[Array, "rows embed"]:
     """A token's vector for each of its visits, sorted by expert."""
     axes = varying(x) | varying(indices.assignments)
-    return gather_tokens(*vary((x, indices.assignments, indices.row_indices), axes))
+    return _gather_tokens(*vary((x, indices.assignments, indices.row_indices), axes))
 
 
 def combine(
-    rows: Float[Array, "rows embed"], weights: Float[Array, "tokens top"], indices: DispatchIndices
+    rows: Float[Array, "rows embed"], weights: Float[Array, "tokens top"], indices: _DispatchIndices
 ) -> Float[Array, "tokens embed"]:
     """Of each token the sum of its rows, each times its weight: in float32, rounded to the rows' dtype."""
     axes = varying(rows) | varying(weights) | varying(indices.assignments)
-    return combine_rows(*vary((rows, weights, indices.assignments, indices.row_indices), axes))
+    return _combine_rows(*vary((rows, weights, indices.assignments, indices.row_indices), axes))
 
 
 @jax.custom_vjp
-def gather_tokens(
+def _gather_tokens(
     x: Float[Array, "tokens embed"], assignments: Int[Array, "rows"], row_indices: Int[Array, "tokens top"]
 ) -> Array:
     """Rows in the order of visits."""
     return x[assignments // row_indices.shape[1]]
 
 
-def gather_tokens_fwd(x: Array, assignments: Array, row_indices: Array) -> tuple[Array, Array]:
+def _gather_tokens_fwd(x: Array, assignments: Array, row_indices: Array) -> tuple[Array, Array]:
     """The rows, and where each token's stand."""
-    return gather_tokens(x, assignments, row_indices), row_indices
+    return _gather_tokens(x, assignments, row_indices), row_indices
 
 
-def gather_tokens_bwd(row_indices: Array, gradient: Array) -> tuple[Any, ...]:
+def _gather_tokens_bwd(row_indices: Array, gradient: Array) -> tuple[Any, ...]:
     """A token's gradient is the sum of its rows'."""
-    return sum_in_choice_order(gradient, row_indices, None).astype(gradient.dtype), None, None
+    return _sum_in_choice_order(gradient, row_indices, None).astype(gradient.dtype), None, None
 
 
-gather_tokens.defvjp(gather_tokens_fwd, gather_tokens_bwd)
+_gather_tokens.defvjp(_gather_tokens_fwd, _gather_tokens_bwd)
 
 
 @jax.custom_vjp
-def combine_rows(rows: Array, weights: Array, assignments: Array, row_indices: Array) -> Float[Array, "tokens embed"]:
+def _combine_rows(rows: Array, weights: Array, assignments: Array, row_indices: Array) -> Float[Array, "tokens embed"]:
     """The weighted sum of each token's rows."""
-    return sum_in_choice_order(rows, row_indices, weights).astype(rows.dtype)
+    return _sum_in_choice_order(rows, row_indices, weights).astype(rows.dtype)
 
 
-def combine_rows_fwd(rows: Array, weights: Array, assignments: Array, row_indices: Array) -> tuple[Array, tuple]:
+def _combine_rows_fwd(rows: Array, weights: Array, assignments: Array, row_indices: Array) -> tuple[Array, tuple]:
     """The sums, and what their gradient needs."""
-    return combine_rows(rows, weights, assignments, row_indices), (rows, weights, assignments, row_indices)
+    return _combine_rows(rows, weights, assignments, row_indices), (rows, weights, assignments, row_indices)
 
 
-def combine_rows_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
+def _combine_rows_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
     """A row's gradient is its token's times its weight; a weight's is the product of the two."""
     rows, weights, visits, places = residuals
     to_rows = gradient[visits // places.shape[1]] * weights.reshape(-1)[visits][:, None]
@@ -96,10 +96,10 @@ def combine_rows_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
     return to_rows.astype(rows.dtype), jnp.stack(along, 1).astype(weights.dtype), None, None
 
 
-combine_rows.defvjp(combine_rows_fwd, combine_rows_bwd)
+_combine_rows.defvjp(_combine_rows_fwd, _combine_rows_bwd)
 
 
-def sum_in_choice_order(
+def _sum_in_choice_order(
     rows: Array, row_indices: Int[Array, "tokens top"], weights: Array | None
 ) -> Float[Array, "tokens embed"]:
     """Each token's rows, weighted where weights are given, added up one after another in float32."""
@@ -112,7 +112,7 @@ def sum_in_choice_order(
 
 def sort_into_slots(
     selected_experts: Int[Array, "tokens top"], experts: int, capacity: int
-) -> tuple[DispatchIndices, Array]:
+) -> tuple[_DispatchIndices, Array]:
     """Each expert has `capacity` rows, one expert's after another's, and takes no more visits: all first choices go
     before any second one, earlier tokens before later. Which visits were taken comes beside (True).
 
@@ -133,4 +133,4 @@ def sort_into_slots(
     )
     nowhere = jnp.full((1, top), behind, places.dtype)
     sizes = jnp.full(experts, capacity, jnp.int32)
-    return DispatchIndices(visits, jnp.concatenate([places, nowhere]), sizes), taken
+    return _DispatchIndices(visits, jnp.concatenate([places, nowhere]), sizes), taken

@@ -27,9 +27,9 @@ from ..varying import vary, varying
 
 MAX_BLOCK_ROWS = 64
 """How many rows a step of the loop over what did not fit takes at most."""
-SLACK = 16
+_SLACK = 16
 """A box holds an even share and one part more of so many: loads that are about even then need no loop at all."""
-MIN_ROWS_PER_BUCKET = 4
+_MIN_ROWS_PER_BUCKET = 4
 """From how many rows an expert on boxes are worth it: below, they would read matrices that no row asks for."""
 
 
@@ -69,7 +69,7 @@ def grouped_matmul_padded(
 ) -> Float[Array, "rows out"]:
     """Boxes for an even share of the rows, and a loop over blocks for the rest."""
     axes = varying(x) | varying(weight) | varying(group_sizes)
-    return bucketed_matmul(*vary((x, weight, group_sizes), axes))
+    return _bucketed_matmul(*vary((x, weight, group_sizes), axes))
 
 
 def find_row_experts(group_sizes: Int[Array, "experts"], rows: int) -> Int[Array, "rows"]:
@@ -86,29 +86,31 @@ def expand_group_values(
 
 
 @jax.custom_vjp
-def bucketed_matmul(x: Array, weight: Array, group_sizes: Array) -> Float[Array, "rows out"]:
+def _bucketed_matmul(x: Array, weight: Array, group_sizes: Array) -> Float[Array, "rows out"]:
     """`padded`, of arrays that vary alike over a mesh."""
-    return multiply_by_expert(x, weight, group_sizes, "oi")
+    return _multiply_by_expert(x, weight, group_sizes, "oi")
 
 
-def bucketed_matmul_fwd(x: Array, weight: Array, group_sizes: Array) -> tuple[Array, tuple]:
+def _bucketed_matmul_fwd(x: Array, weight: Array, group_sizes: Array) -> tuple[Array, tuple]:
     """The product, and what its gradient needs."""
-    return bucketed_matmul(x, weight, group_sizes), (x, weight, group_sizes)
+    return _bucketed_matmul(x, weight, group_sizes), (x, weight, group_sizes)
 
 
-def bucketed_matmul_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
+def _bucketed_matmul_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
     """The rows' gradient is the same product with the matrices the other way round; the matrices' sums over rows."""
     x, weight, sizes = residuals
     gradient = gradient.astype(x.dtype)
-    return multiply_by_expert(gradient, weight, sizes, "io"), sum_outer_products(gradient, x, sizes), None
+    return _multiply_by_expert(gradient, weight, sizes, "io"), _sum_outer_products(gradient, x, sizes), None
 
 
-bucketed_matmul.defvjp(bucketed_matmul_fwd, bucketed_matmul_bwd)
+_bucketed_matmul.defvjp(_bucketed_matmul_fwd, _bucketed_matmul_bwd)
 
 
-def multiply_by_expert(x: Array, weight: Array, group_sizes: Array, weight_subscripts: str) -> Float[Array, "rows out"]:
+def _multiply_by_expert(
+    x: Array, weight: Array, group_sizes: Array, weight_subscripts: str
+) -> Float[Array, "rows out"]:
     """Each row by its expert's matrix, contracting the dim of the weight that `how`, "oi" or "io", calls i."""
-    places = ExpertBuckets(group_sizes, len(x))
+    places = _ExpertBuckets(group_sizes, len(x))
     out = weight.shape[1 + weight_subscripts.index("o")]
     y = jnp.zeros((len(x), out), x.dtype)
     if places.bucket_size:
@@ -117,23 +119,23 @@ def multiply_by_expert(x: Array, weight: Array, group_sizes: Array, weight_subsc
         )
         y = jnp.where(places.is_real_row[:, None], boxes.reshape(-1, out)[places.bucket_index], 0)
 
-    def write(y: Array, block: RowBlock) -> Array:
+    def write(y: Array, block: _RowBlock) -> Array:
         new = einsum_in_dtype("ri", weight_subscripts, "ro", block.slice_rows(x), index_expert(weight, block.expert))
         return lax.dynamic_update_slice_in_dim(y, jnp.where(block.row_mask, new, block.slice_rows(y)), block.start, 0)
 
     return places.loop_over_overflow(write, y)
 
 
-def sum_outer_products(gradient: Array, x: Array, group_sizes: Array) -> Float[Array, "experts out in"]:
+def _sum_outer_products(gradient: Array, x: Array, group_sizes: Array) -> Float[Array, "experts out in"]:
     """Of each expert the sum over its rows of gradient xᵀ, in float32 and rounded once."""
-    places = ExpertBuckets(group_sizes, len(x))
+    places = _ExpertBuckets(group_sizes, len(x))
     total = jnp.zeros((len(group_sizes), gradient.shape[1], x.shape[1]))
     if places.bucket_size:
         total = einsum_dot_general(
             "ero", "eri", "eoi", places.fill_buckets(gradient, zero_fill=True), places.fill_buckets(x), jnp.float32
         )
 
-    def add(total: Array, block: RowBlock) -> Array:
+    def add(total: Array, block: _RowBlock) -> Array:
         own = jnp.where(block.row_mask, block.slice_rows(gradient), 0)
         more = index_expert(total, block.expert) + einsum_dot_general(
             "ro", "ri", "oi", own, block.slice_rows(x), jnp.float32
@@ -143,7 +145,7 @@ def sum_outer_products(gradient: Array, x: Array, group_sizes: Array) -> Float[A
     return places.loop_over_overflow(add, total).astype(x.dtype)
 
 
-class RowBlock(NamedTuple):
+class _RowBlock(NamedTuple):
     """Some rows one after another, those of one expert among them."""
 
     expert: Int[Array, ""]
@@ -156,12 +158,14 @@ class RowBlock(NamedTuple):
         return lax.dynamic_slice_in_dim(x, self.start, len(self.row_mask))
 
 
-class ExpertBuckets:
+class _ExpertBuckets:
     """Which rows stand in the box of their expert, and which are taken a block at a time."""
 
     def __init__(self, group_sizes: Int[Array, "experts"], rows: int):
         self.group_sizes, self.rows, experts = group_sizes, rows, len(group_sizes)
-        self.bucket_size = -(-rows * (SLACK + 1) // (SLACK * experts)) if rows >= MIN_ROWS_PER_BUCKET * experts else 0
+        self.bucket_size = (
+            -(-rows * (_SLACK + 1) // (_SLACK * experts)) if rows >= _MIN_ROWS_PER_BUCKET * experts else 0
+        )
         self.ends = jnp.cumsum(group_sizes)
         self.starts = self.ends - group_sizes
         expert = jnp.minimum(find_row_experts(group_sizes, rows), experts - 1)
@@ -177,7 +181,7 @@ class ExpertBuckets:
         found = x[jnp.minimum(index, self.rows - 1)]
         return jnp.where((index < self.ends[:, None])[..., None], found, 0) if zero_fill else found
 
-    def loop_over_overflow(self, step: Callable[[Array, RowBlock], Array], carry: Array) -> Array:
+    def loop_over_overflow(self, step: Callable[[Array, _RowBlock], Array], carry: Array) -> Array:
         """`step(carry, block)` for each block of rows that no box holds."""
         size = min(MAX_BLOCK_ROWS, self.rows)
         blocks = -(-jnp.maximum(self.group_sizes - self.bucket_size, 0) // size)
@@ -189,7 +193,7 @@ class ExpertBuckets:
             start = jnp.minimum(first, self.rows - size)  # the last block reaches back, not beyond the array
             row = start + jnp.arange(size)
             own = (first <= row) & (row < self.ends[expert])
-            return step(carry, RowBlock(expert, start, own[:, None]))
+            return step(carry, _RowBlock(expert, start, own[:, None]))
 
         return lax.fori_loop(0, last[-1], one, vary(carry, varying(self.group_sizes)))
 

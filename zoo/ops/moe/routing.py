@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-TopKResult = tuple[Float[Array, "*tokens top"], Int[Array, "*tokens top"]]
+_TopKResult = tuple[Float[Array, "*tokens top"], Int[Array, "*tokens top"]]
 
 
 def softmax_top_k(
@@ -25,7 +25,7 @@ def softmax_top_k(
     scale: float | int = 1.0,
     groups: int = 1,
     kept_groups: int = 1,
-) -> TopKResult:
+) -> _TopKResult:
     """The largest of softmax(logits); with `renormalize`, divided by their sum.
 
     Source: Shazeer et al., arXiv 1701.06538, section 2.1, as in Switch (arXiv 2101.03961), Qwen and OLMoE; renormalized
@@ -40,7 +40,7 @@ def softmax_top_k(
     return weights * scale, chosen
 
 
-def top_k_softmax(logits: Float[Array, "*tokens choices"], top: int) -> TopKResult:
+def top_k_softmax(logits: Float[Array, "*tokens choices"], top: int) -> _TopKResult:
     """softmax over the `top` largest logits alone.
 
     Source: Shazeer et al., arXiv 1701.06538, equations 3 and 5; so in Granite and GPT-OSS (arXiv 2508.10925,
@@ -60,7 +60,7 @@ def biased_top_k(
     groups: int = 1,
     kept_groups: int = 1,
     smallest: float = 1e-20,
-) -> TopKResult:
+) -> _TopKResult:
     """The experts with the largest scores + bias, weighted by their scores: the bias chooses and does nothing else.
 
     `scores` are not negative: sigmoid(logits) in DeepSeek-V3, softmax(logits) in ERNIE 4.5. `renormalize` divides by

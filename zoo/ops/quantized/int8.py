@@ -11,23 +11,23 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
-MAX_CODE = 127
+_MAX_CODE = 127
 
-Codes = Int8[Array, "*rows values"]
-Scales = Float[Array, "*rows"]
+_Codes = Int8[Array, "*rows values"]
+_Scales = Float[Array, "*rows"]
 
 
-def dequantize_int8(codes: Codes, scales: Scales, dtype: Any = jnp.float32) -> Float[Array, "*rows values"]:
+def dequantize_int8(codes: _Codes, scales: _Scales, dtype: Any = jnp.float32) -> Float[Array, "*rows values"]:
     """The numbers: multiplied in float32, and rounded to `dtype`."""
     return (codes.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
-def quantize_int8(x: Float[Array, "*rows values"]) -> tuple[Codes, Scales]:
+def quantize_int8(x: Float[Array, "*rows values"]) -> tuple[_Codes, _Scales]:
     """Codes and scales, float32, of rows of numbers. Each becomes the nearest: none is off by more than half a scale,
     1/254 of its row's largest magnitude. Zeros stay zeros. A row with a number that is not finite becomes not a number
     as a whole."""
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=-1)
-    scales = jnp.where(jnp.isfinite(largest), largest / MAX_CODE, jnp.nan)
+    scales = jnp.where(jnp.isfinite(largest), largest / _MAX_CODE, jnp.nan)
     codes = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
-    return jnp.clip(codes, -MAX_CODE, MAX_CODE).astype(jnp.int8), scales
+    return jnp.clip(codes, -_MAX_CODE, _MAX_CODE).astype(jnp.int8), scales

@@ -21,20 +21,20 @@ BLOCK_SIZE = 32
 """How many numbers share a scale."""
 NAN_SCALE = 255
 
-Blocks = UInt8[Array, "*rows blocks 16"]
-Scales = UInt8[Array, "*rows blocks"]
+_Blocks = UInt8[Array, "*rows blocks 16"]
+_Scales = UInt8[Array, "*rows blocks"]
 
-MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-ALL_BYTES = np.arange(256)
-BYTE_VALUES = np.stack(
-    [np.concatenate([MAGNITUDES, -MAGNITUDES])[half] for half in (ALL_BYTES & 15, ALL_BYTES >> 4)], axis=1
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_ALL_BYTES = np.arange(256)
+_BYTE_VALUES = np.stack(
+    [np.concatenate([_MAGNITUDES, -_MAGNITUDES])[half] for half in (_ALL_BYTES & 15, _ALL_BYTES >> 4)], axis=1
 )
-SCALE_VALUES = np.append(np.exp2(ALL_BYTES[:255] - 127.0), np.nan).astype(np.float32)
-ROUND_TIES_UP = (False, True) * 3 + (False,)
+_SCALE_VALUES = np.append(np.exp2(_ALL_BYTES[:255] - 127.0), np.nan).astype(np.float32)
+_ROUND_TIES_UP = (False, True) * 3 + (False,)
 """Of each two neighbors, whether what lies in the middle becomes the larger: the one whose code is even does."""
 
 
-def dequantize_mxfp4(blocks: Blocks, scales: Scales, dtype: Any = jnp.float32) -> Float[Array, "*rows values"]:
+def dequantize_mxfp4(blocks: _Blocks, scales: _Scales, dtype: Any = jnp.float32) -> Float[Array, "*rows values"]:
     """The numbers, 32 for each block. No table is looked up: two halves of a byte are shifted to where float32 has
     exponent and mantissa, which costs a few operations a number on any backend, and fuses with what reads them."""
     codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], BLOCK_SIZE).astype(jnp.uint32)
@@ -52,13 +52,13 @@ def dequantize_mxfp4_numpy(
     blocks: UInt8[np.ndarray, "*rows blocks 16"], scales: UInt8[np.ndarray, "*rows blocks"]
 ) -> Float[np.ndarray, "*rows values"]:
     """The same for numpy's arrays, in float32: from a table of what each byte holds."""
-    numbers = np.take(BYTE_VALUES.view(np.uint64)[:, 0], blocks).view(np.float32)
+    numbers = np.take(_BYTE_VALUES.view(np.uint64)[:, 0], blocks).view(np.float32)
     with np.errstate(over="ignore"):
-        numbers *= SCALE_VALUES[scales][..., None]
+        numbers *= _SCALE_VALUES[scales][..., None]
     return numbers.reshape(*blocks.shape[:-2], -1)
 
 
-def quantize_mxfp4(x: Float[Array, "*rows values"]) -> tuple[Blocks, Scales]:
+def quantize_mxfp4(x: Float[Array, "*rows values"]) -> tuple[_Blocks, _Scales]:
     """Blocks and scales of numbers whose last dim is a multiple of 32.
 
     A block's scale is that of section 6.3 of the specification: 2^(floor(log2 of its largest magnitude) - 2), so that
@@ -76,14 +76,14 @@ def quantize_mxfp4(x: Float[Array, "*rows values"]) -> tuple[Blocks, Scales]:
     scales = jnp.maximum(exponent_of(largest) - 2, 0)
     powers = lax.bitcast_convert_type((254 - scales).astype(jnp.uint32) << 23, jnp.float32)
     scales = jnp.where(jnp.isfinite(largest), scales, NAN_SCALE).astype(jnp.uint8)
-    codes = nearest_e2m1_code(jnp.abs(x) * powers[..., None]) | (jnp.signbit(x).astype(jnp.uint8) << 3)
+    codes = _nearest_e2m1_code(jnp.abs(x) * powers[..., None]) | (jnp.signbit(x).astype(jnp.uint8) << 3)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
 
 
-def nearest_e2m1_code(magnitudes: Float[Array, "*dims"]) -> UInt8[Array, "*dims"]:
+def _nearest_e2m1_code(magnitudes: Float[Array, "*dims"]) -> UInt8[Array, "*dims"]:
     """The three bits of the magnitude that each is nearest to."""
-    middles = (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2
+    middles = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / 2
     above = [
-        magnitudes >= middle if up else magnitudes > middle for middle, up in zip(middles, ROUND_TIES_UP, strict=True)
+        magnitudes >= middle if up else magnitudes > middle for middle, up in zip(middles, _ROUND_TIES_UP, strict=True)
     ]
     return jnp.stack(above).sum(0, dtype=jnp.uint8)

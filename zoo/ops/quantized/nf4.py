@@ -35,28 +35,30 @@ CODEBOOK = np.array(
     np.float32,
 )
 """What each code stands for: the paper's table."""
-CONSTANT_LEVELS = 255
+_CONSTANT_LEVELS = 255
 
-Codes = UInt8[Array, "*rows blocks 32"]
-Constants = UInt8[Array, "*rows blocks"]
-RowScalars = Float[Array, "*rows"]
+_Codes = UInt8[Array, "*rows blocks 32"]
+_Constants = UInt8[Array, "*rows blocks"]
+_RowScalars = Float[Array, "*rows"]
 
 
 def dequantize_nf4(
-    codes: Codes, constants: Constants, offset: RowScalars, step: RowScalars, dtype: Any = jnp.float32
+    codes: _Codes, constants: _Constants, offset: _RowScalars, step: _RowScalars, dtype: Any = jnp.float32
 ) -> Float[Array, "*rows values"]:
     """The numbers, 64 for each block: multiplied in float32, and rounded to `dtype`."""
     both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], BLOCK_SIZE)
-    numbers = lookup_codebook(both) * dequantize_constants(constants, offset, step)[..., None]
+    numbers = _lookup_codebook(both) * _dequantize_constants(constants, offset, step)[..., None]
     return numbers.astype(dtype).reshape(*codes.shape[:-2], -1)
 
 
-def dequantize_constants(constants: Constants, offset: RowScalars, step: RowScalars) -> Float[Array, "*rows blocks"]:
+def _dequantize_constants(
+    constants: _Constants, offset: _RowScalars, step: _RowScalars
+) -> Float[Array, "*rows blocks"]:
     """What each block's values are multiplied with."""
     return offset[..., None] + step[..., None] * constants.astype(jnp.float32)
 
 
-def lookup_codebook(codes: UInt8[Array, "*dims"]) -> Float[Array, "*dims"]:
+def _lookup_codebook(codes: UInt8[Array, "*dims"]) -> Float[Array, "*dims"]:
     """The value of each code. Its bits choose half of the book, a quarter, an eighth, one: a few operations a number on
     any backend, that fuse with what reads them, where a table would be looked up one number after another."""
     values = [jnp.float32(value) for value in CODEBOOK]
@@ -66,7 +68,7 @@ def lookup_codebook(codes: UInt8[Array, "*dims"]) -> Float[Array, "*dims"]:
     return values[0]
 
 
-def quantize_nf4(x: Float[Array, "*rows values"]) -> tuple[Codes, Constants, RowScalars, RowScalars]:
+def quantize_nf4(x: Float[Array, "*rows values"]) -> tuple[_Codes, _Constants, _RowScalars, _RowScalars]:
     """Codes, constants, offset and step of rows of numbers whose length is a multiple of 64.
 
     Each number becomes the nearest that its block's constant, as it is rounded, can give. A constant is off by at most
@@ -86,15 +88,15 @@ def quantize_nf4(x: Float[Array, "*rows values"]) -> tuple[Codes, Constants, Row
     largest = jnp.abs(x).max(axis=-1)
     offset, top = largest.min(axis=-1), largest.max(axis=-1)
     offset = jnp.where(jnp.isfinite(top), offset, jnp.nan)
-    step = (top - offset) / CONSTANT_LEVELS
+    step = (top - offset) / _CONSTANT_LEVELS
     distances = (largest - offset[..., None]) / jnp.where(step == 0, 1, step)[..., None]
-    constants = jnp.clip(jnp.round(distances), 0, CONSTANT_LEVELS).astype(jnp.uint8)
-    scale = dequantize_constants(constants, offset, step)[..., None]
-    codes = nearest_nf4_code(x / jnp.where(scale == 0, 1, scale))
+    constants = jnp.clip(jnp.round(distances), 0, _CONSTANT_LEVELS).astype(jnp.uint8)
+    scale = _dequantize_constants(constants, offset, step)[..., None]
+    codes = _nearest_nf4_code(x / jnp.where(scale == 0, 1, scale))
     return codes[..., 0::2] | (codes[..., 1::2] << 4), constants, offset, step
 
 
-def nearest_nf4_code(values: Float[Array, "*dims"]) -> UInt8[Array, "*dims"]:
+def _nearest_nf4_code(values: Float[Array, "*dims"]) -> UInt8[Array, "*dims"]:
     """The place in the book of what each is nearest to."""
     middles = (CODEBOOK[:-1] + CODEBOOK[1:]) / 2
     return sum((jnp.uint8(values > middle) for middle in middles), start=jnp.zeros(values.shape, jnp.uint8))

@@ -24,16 +24,16 @@ from ..moe.grouped_matmul import MAX_BLOCK_ROWS as ROWS
 from ..moe.grouped_matmul import einsum_in_dtype, index_expert
 from ..varying import vary, varying
 
-TILE_ELEMENTS = 1 << 22
+_TILE_ELEMENTS = 1 << 22
 """How many numbers of a matrix are decoded at a time, at most, unless told: 16 MiB in float32."""
 
-Dequantize = Callable[..., Float[Array, "out in"]]
+_Dequantize = Callable[..., Float[Array, "out in"]]
 """A function of a module, since programs are compiled by which it is."""
 
 
 def packed_matmul(
-    x: Float[Array, "rows _"], packed: tuple[Shaped[Array, "out ..."], ...], dequantize: Dequantize, weight_subscripts: str, *,
-    tile_elements: int = TILE_ELEMENTS,
+    x: Float[Array, "rows _"], packed: tuple[Shaped[Array, "out ..."], ...], dequantize: _Dequantize, weight_subscripts: str, *,
+    tile_elements: int = _TILE_ELEMENTS,
 ) -> Float[Array, "rows _"]:  # fmt: skip
     """W x of each row with `how="oi"`, Wᵀ x with `how="io"`.
 
@@ -43,12 +43,12 @@ def packed_matmul(
     FLOPs: 2 rows in out, and as many again for a gradient. Bytes: what is packed once, and the matrix, piece by piece,
     written and read once in the dtype of the rows; with "io" float32 sums too, a piece.
     """
-    x, packed = align_packed_varying(x, packed)
-    return tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed)
+    x, packed = _align_packed_varying(x, packed)
+    return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed)
 
 
 def grouped_packed_matmul(
-    x: Float[Array, "rows in"], packed: tuple[Shaped[Array, "experts out ..."], ...], dequantize: Dequantize,
+    x: Float[Array, "rows in"], packed: tuple[Shaped[Array, "experts out ..."], ...], dequantize: _Dequantize,
     group_sizes: Int[Array, "experts"],
 ) -> Float[Array, "rows out"]:  # fmt: skip
     """`grouped_matmul` with packed matrices: W[e] x of each row, the first `sizes[0]` rows being expert 0's.
@@ -59,11 +59,11 @@ def grouped_packed_matmul(
 
     Rows beyond the sum of `sizes` give zeros.
     """
-    x, packed, group_sizes = align_packed_varying(x, packed, group_sizes)
-    return expertwise_matmul(dequantize, x, packed, group_sizes)
+    x, packed, group_sizes = _align_packed_varying(x, packed, group_sizes)
+    return _expertwise_matmul(dequantize, x, packed, group_sizes)
 
 
-def align_packed_varying(x: Array, packed: tuple[Array, ...], *rest: Array) -> Any:
+def _align_packed_varying(x: Array, packed: tuple[Array, ...], *rest: Array) -> Any:
     """Everything varying as all of it does over a mesh, and else as it came.
 
     For its backward pass a scan over layers holds on to the matrices that it was given at no cost, but to a copy of
@@ -73,17 +73,17 @@ def align_packed_varying(x: Array, packed: tuple[Array, ...], *rest: Array) -> A
     return vary((x, packed, *rest), axes)
 
 
-def get_matrix_shape(dequantize: Dequantize, packed: tuple[Array, ...]) -> tuple[int, int]:
+def _get_matrix_shape(dequantize: _Dequantize, packed: tuple[Array, ...]) -> tuple[int, int]:
     """Outputs and inputs of a matrix, or of each of those that are stacked, without decoding it."""
     return jax.eval_shape(dequantize, *packed).shape[-2:]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def tiled_matmul(
-    dequantize: Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: tuple[Array, ...]
+def _tiled_matmul(
+    dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: tuple[Array, ...]
 ) -> Float[Array, "rows _"]:
     """`packed_matmul`, of arrays that vary alike over a mesh."""
-    out, in_size = get_matrix_shape(dequantize, packed)
+    out, in_size = _get_matrix_shape(dequantize, packed)
     size = max(1, min(out, tile_elements // in_size))
     if size == out:
         return einsum_in_dtype("ri", weight_subscripts, "ro", x, dequantize(*packed, x.dtype))
@@ -107,54 +107,54 @@ def tiled_matmul(
     return lax.fori_loop(0, -(-out // size), step, start).astype(x.dtype)
 
 
-def tiled_matmul_fwd(
-    dequantize: Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: tuple[Array, ...]
+def _tiled_matmul_fwd(
+    dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: tuple[Array, ...]
 ) -> tuple[Array, Any]:
     """The product, and what its gradient needs."""
-    return tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed), packed
+    return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed), packed
 
 
-def tiled_matmul_bwd(
-    dequantize: Dequantize, weight_subscripts: str, tile_elements: int, packed: tuple[Array, ...], gradient: Array
+def _tiled_matmul_bwd(
+    dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, packed: tuple[Array, ...], gradient: Array
 ) -> tuple[Array, None]:
     """The same product with the matrix the other way round. It waits for the gradient: else the compiler would find
     that the matrix was decoded before, and keep it."""
     gradient, packed = lax.optimization_barrier((gradient, packed))
-    return tiled_matmul(dequantize, weight_subscripts[::-1], tile_elements, gradient, packed), None
+    return _tiled_matmul(dequantize, weight_subscripts[::-1], tile_elements, gradient, packed), None
 
 
-tiled_matmul.defvjp(tiled_matmul_fwd, tiled_matmul_bwd)
+_tiled_matmul.defvjp(_tiled_matmul_fwd, _tiled_matmul_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def expertwise_matmul(
-    dequantize: Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array
+def _expertwise_matmul(
+    dequantize: _Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array
 ) -> Float[Array, "rows out"]:
     """`grouped_packed_matmul`, of arrays that vary alike over a mesh."""
-    return loop_over_experts(dequantize, x, packed, group_sizes, "oi")
+    return _loop_over_experts(dequantize, x, packed, group_sizes, "oi")
 
 
-def expertwise_matmul_fwd(
-    dequantize: Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array
+def _expertwise_matmul_fwd(
+    dequantize: _Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array
 ) -> tuple[Array, tuple]:
     """The product, and what its gradient needs."""
-    return expertwise_matmul(dequantize, x, packed, group_sizes), (packed, group_sizes)
+    return _expertwise_matmul(dequantize, x, packed, group_sizes), (packed, group_sizes)
 
 
-def expertwise_matmul_bwd(dequantize: Dequantize, residuals: tuple, gradient: Array) -> tuple[Array, None, None]:
+def _expertwise_matmul_bwd(dequantize: _Dequantize, residuals: tuple, gradient: Array) -> tuple[Array, None, None]:
     """The rows' gradient is the same product with the matrices the other way round."""
     packed, sizes = residuals
-    return loop_over_experts(dequantize, gradient, packed, sizes, "io"), None, None
+    return _loop_over_experts(dequantize, gradient, packed, sizes, "io"), None, None
 
 
-expertwise_matmul.defvjp(expertwise_matmul_fwd, expertwise_matmul_bwd)
+_expertwise_matmul.defvjp(_expertwise_matmul_fwd, _expertwise_matmul_bwd)
 
 
-def loop_over_experts(
-    dequantize: Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array, weight_subscripts: str
+def _loop_over_experts(
+    dequantize: _Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array, weight_subscripts: str
 ) -> Float[Array, "rows _"]:
     """Each row by its expert's matrix, contracting the dim that `how`, "oi" or "io", calls i."""
-    features = get_matrix_shape(dequantize, packed)[weight_subscripts.index("o")]
+    features = _get_matrix_shape(dequantize, packed)[weight_subscripts.index("o")]
     size = min(ROWS, 1 << (len(x) - 1).bit_length())
     ends = jnp.cumsum(group_sizes)
     visited = jnp.argsort(group_sizes == 0)  # stable: experts that have rows, in their order, then the others

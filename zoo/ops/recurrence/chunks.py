@@ -17,7 +17,7 @@ from zoo.ops.matmul import einsum_fp32_accum
 RecurrenceMode = Literal["recurrent", "chunked"]
 """How a recurrence is computed: token after token, or in products over chunks. Both give the same."""
 
-MAX_PAIRWISE_SIZE = 4
+_MAX_PAIRWISE_SIZE = 4
 """Up to so many tokens, decays between two tokens are written out for each pair."""
 
 
@@ -59,23 +59,23 @@ def decay_from_start(
 ) -> Float[Array, "*lead size dim"]:
     """The decay from the chunk's start to each token, its own step included, or not (`before`)."""
     total = log_decay.cumsum(-2)
-    return jnp.exp(shift_right(total) if exclusive else total)
+    return jnp.exp(_shift_right(total) if exclusive else total)
 
 
 def decay_to_end(log_decay: Float[Array, "*lead size dim"]) -> Float[Array, "*lead size dim"]:
     """The decay of what each token writes, until the chunk's end."""
-    return jnp.exp(reverse_exclusive_cumsum(log_decay))
+    return jnp.exp(_reverse_exclusive_cumsum(log_decay))
 
 
-def shift_right(x: Float[Array, "*lead size dim"]) -> Float[Array, "*lead size dim"]:
+def _shift_right(x: Float[Array, "*lead size dim"]) -> Float[Array, "*lead size dim"]:
     """What stood one token earlier; zero at the first."""
     return jnp.concatenate([jnp.zeros_like(x[..., :1, :]), x[..., :-1, :]], axis=-2)
 
 
-def reverse_exclusive_cumsum(log_decay: Float[Array, "*lead size dim"]) -> Float[Array, "*lead size dim"]:
+def _reverse_exclusive_cumsum(log_decay: Float[Array, "*lead size dim"]) -> Float[Array, "*lead size dim"]:
     """The sum over all later tokens. A sum of its own, from the end: a difference of two long sums would have their
     rounding, and a small result deserves a small error."""
-    return jnp.flip(shift_right(jnp.flip(log_decay, -2).cumsum(-2)), -2)
+    return jnp.flip(_shift_right(jnp.flip(log_decay, -2).cumsum(-2)), -2)
 
 
 def decayed_product(
@@ -97,8 +97,8 @@ def decayed_product(
     secondary chunks, arXiv:2312.06635, section 4.3, are two levels of this). `size` is a power of two.
     """
     size = rows.shape[-2]
-    if size <= MAX_PAIRWISE_SIZE:
-        return decayed_product_pairwise(rows, columns, log_decay, strict=strict, exclusive=exclusive)
+    if size <= _MAX_PAIRWISE_SIZE:
+        return _decayed_product_pairwise(rows, columns, log_decay, strict=strict, exclusive=exclusive)
     halves = [x.reshape(*x.shape[:-2], 2, size // 2, x.shape[-1]) for x in (rows, columns, log_decay)]
     within = decayed_product(*halves, strict=strict, exclusive=exclusive)
     row, column, decay = (x[..., half, :, :] for x, half in zip(halves, (1, 0, 1), strict=True))
@@ -109,7 +109,7 @@ def decayed_product(
     return jnp.concatenate([above, jnp.concatenate([across, within[..., 1, :, :]], axis=-1)], axis=-2)
 
 
-def decayed_product_pairwise(
+def _decayed_product_pairwise(
     rows: Float[Array, "*lead size dim"],
     columns: Float[Array, "*lead size dim"],
     log_decay: Float[Array, "*lead size dim"],
@@ -119,7 +119,7 @@ def decayed_product_pairwise(
 ) -> Float[Array, "*lead size size"]:
     """`decayed_product` with every pair's decay written out."""
     total = log_decay.cumsum(-2)
-    reached = shift_right(total) if exclusive else total
+    reached = _shift_right(total) if exclusive else total
     seen = causal_mask(rows.shape[-2], strict=strict or exclusive)
     between = jnp.exp(jnp.where(seen[..., None], reached[..., :, None, :] - total[..., None, :, :], -jnp.inf))
     rows = rows.astype(jnp.float32)

@@ -16,76 +16,76 @@ from jaxtyping import Array, Float, Int
 from .chunks import RecurrenceMode
 from .generalized_delta import Decay, MatrixState, select_delta
 
-Queries = Float[Array, "batch seq heads key_dim"]
-Values = Float[Array, "batch seq heads value_dim"]
-SegmentIds = Int[Array, "batch seq"]
+_Queries = Float[Array, "batch seq heads key_dim"]
+_Values = Float[Array, "batch seq heads value_dim"]
+_SegmentIds = Int[Array, "batch seq"]
 
 
 def delta_rule(
-    query: Queries,
-    key: Queries,
-    value: Values,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     beta: Float[Array, "batch seq heads"],
     *,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """S_t = S_{t-1} + k_t (beta_t (v_t - k_t · S_{t-1}))ᵀ,  o_t = key_dim ** -0.5 q_t · S_t."""
-    return apply_delta_rule(query, key, value, beta, None, 1, state, segment_ids, mode)
+    return _apply_delta_rule(query, key, value, beta, None, 1, state, segment_ids, mode)
 
 
 def gated_delta_rule(
-    query: Queries,
-    key: Queries,
-    value: Values,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     beta: Float[Array, "batch seq heads"],
     log_decay: Float[Array, "batch seq heads"],
     *,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """R_t = exp(g_t) S_{t-1},  S_t = R_t + k_t (beta_t (v_t - k_t · R_t))ᵀ,  o_t = key_dim ** -0.5 q_t · S_t."""
-    return apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, mode)
+    return _apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, mode)
 
 
 def kda(
-    query: Queries,
-    key: Queries,
-    value: Values,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     beta: Float[Array, "batch seq heads"],
-    log_decay: Queries,
+    log_decay: _Queries,
     *,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """The gated delta rule with R_t = diag(exp(g_t)) S_{t-1}, a decay for each row of the state."""
-    return apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, mode)
+    return _apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, mode)
 
 
 def gated_delta_product(
-    query: Queries,
+    query: _Queries,
     key: Float[Array, "batch rows heads key_dim"],
     value: Float[Array, "batch rows heads value_dim"],
     beta: Float[Array, "batch rows heads"],
     log_decay: Float[Array, "batch seq heads"],
     *,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """exp(g_t) S_{t-1}, then n delta rules one after another with rows n t to n t + n - 1, then the query reads.
 
     n is rows / seq, 2 in DeltaProduct's models. **Raises** `ValueError` where that is no whole number.
     """
-    return apply_delta_rule(
+    return _apply_delta_rule(
         query, key, value, beta, log_decay, key.shape[1] // query.shape[1], state, segment_ids, mode
     )
 
 
-def apply_delta_rule(
+def _apply_delta_rule(
     query: Array,
     key: Array,
     value: Array,

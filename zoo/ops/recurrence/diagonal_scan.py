@@ -39,7 +39,7 @@ from jaxtyping import Array, Float, Int
 from zoo.ops.recurrence.chunks import find_segment_starts
 from zoo.ops.varying import vary, varying
 
-UNROLL = 4
+_UNROLL = 4
 """How many tokens a step of the loops takes."""
 
 
@@ -55,7 +55,7 @@ def recurrent_diagonal(
     `state` is what earlier tokens left, None zero. Where a token's segment is not that of the one before, h_{t-1}
     counts for nothing; the first token goes on from `state`.
     """
-    factor, wide, state = prepare_diagonal_operands(log_decay, x, state, segment_ids)
+    factor, wide, state = _prepare_diagonal_operands(log_decay, x, state, segment_ids)
 
     def step(h: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
         factor, x = now
@@ -79,8 +79,8 @@ def chunked_diagonal(
 
     **Raises** `ValueError` for a chunk below 1.
     """
-    factor, wide, state = prepare_diagonal_operands(log_decay, x, state, segment_ids)
-    every, last = linear_scan(
+    factor, wide, state = _prepare_diagonal_operands(log_decay, x, state, segment_ids)
+    every, last = _linear_scan(
         flatten_features(factor, 2), flatten_features(wide, 2), flatten_features(state, 1), chunk_size=chunk_size
     )
     return every.reshape(x.shape).astype(x.dtype), last.reshape(state.shape)
@@ -104,7 +104,7 @@ def affine_diagonal(
     return decay, own
 
 
-def prepare_diagonal_operands(
+def _prepare_diagonal_operands(
     log_decay: Array, x: Array, state: Array | None, segment_ids: Array | None
 ) -> tuple[Array, Array, Array]:
     """Factors, inputs and the first state in float32, varying alike; a factor is zero where a segment starts."""
@@ -143,7 +143,7 @@ class Semiring(NamedTuple):
 REAL_SEMIRING = Semiring(jnp.multiply, jnp.add, 1.0, 0.0)
 
 
-def linear_scan(
+def _linear_scan(
     factor: Float[Array, "batch seq channels"],
     x: Float[Array, "batch seq channels"],
     state: Float[Array, "batch channels"],
@@ -151,22 +151,22 @@ def linear_scan(
     chunk_size: int = 64,
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch channels"]]:
     """h_t = a_t h_{t-1} + x_t by factors themselves, float32: every h and the last. The operands vary alike."""
-    return linear_scan_custom_vjp(chunk_size, factor, x, state)
+    return _linear_scan_custom_vjp(chunk_size, factor, x, state)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear_scan_custom_vjp(chunk_size: int, factor: Array, x: Array, state: Array) -> tuple[Array, Array]:
+def _linear_scan_custom_vjp(chunk_size: int, factor: Array, x: Array, state: Array) -> tuple[Array, Array]:
     """`linear`, with the gradient that the module describes."""
     return semiring_scan(REAL_SEMIRING, factor, x, state, chunk_size=chunk_size)
 
 
-def linear_scan_fwd(chunk_size: int, factor: Array, x: Array, state: Array) -> tuple[tuple[Array, Array], tuple]:
+def _linear_scan_fwd(chunk_size: int, factor: Array, x: Array, state: Array) -> tuple[tuple[Array, Array], tuple]:
     """The result, and what its gradient needs."""
-    every, last = linear_scan_custom_vjp(chunk_size, factor, x, state)
+    every, last = _linear_scan_custom_vjp(chunk_size, factor, x, state)
     return (every, last), (factor, every, state)
 
 
-def linear_scan_bwd(chunk_size: int, residuals: tuple, gradient: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+def _linear_scan_bwd(chunk_size: int, residuals: tuple, gradient: tuple[Array, Array]) -> tuple[Array, Array, Array]:
     """The recurrence run backward, the last state's cotangent being what it starts from."""
     factor, every, state = residuals
     of_every, of_last = gradient
@@ -176,7 +176,7 @@ def linear_scan_bwd(chunk_size: int, residuals: tuple, gradient: tuple[Array, Ar
     return previous * of_x, of_x, factor[:, 0] * of_x[:, 0]
 
 
-linear_scan_custom_vjp.defvjp(linear_scan_fwd, linear_scan_bwd)
+_linear_scan_custom_vjp.defvjp(_linear_scan_fwd, _linear_scan_bwd)
 
 
 def semiring_scan(
@@ -198,7 +198,7 @@ def semiring_scan(
     seq = x.shape[1]
     chunks = -(-seq // chunk_size)
     size = -(-seq // chunks)
-    factor, x = pad_into_chunks(factor, size, semiring.one), pad_into_chunks(x, size, semiring.zero)
+    factor, x = _pad_into_chunks(factor, size, semiring.one), _pad_into_chunks(x, size, semiring.zero)
 
     def at(i: Array) -> tuple[Array, tuple[Array, Array]]:
         i = size - 1 - i if reverse else i
@@ -219,7 +219,7 @@ def semiring_scan(
         h = semiring.plus(semiring.times(factor, h), x)
         return h, lax.dynamic_update_index_in_dim(every, h, i, 2)
 
-    loop = functools.partial(lax.fori_loop, 0, size, unroll=min(UNROLL, size))
+    loop = functools.partial(lax.fori_loop, 0, size, unroll=min(_UNROLL, size))
     if chunks > 1:
         neutral = (jnp.full_like(x[:, :, 0], semiring.one), jnp.full_like(x[:, :, 0], semiring.zero))
         summary = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), loop(summarize, neutral))
@@ -231,7 +231,7 @@ def semiring_scan(
     return every.reshape(len(x), -1, x.shape[-1])[:, :seq], last
 
 
-def pad_into_chunks(
+def _pad_into_chunks(
     x: Float[Array, "batch seq channels"], size: int, fill: float
 ) -> Float[Array, "batch chunks size channels"]:
     """Time in chunks of `size`, the last filled up."""

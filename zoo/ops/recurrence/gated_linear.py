@@ -50,14 +50,14 @@ from .chunks import (
     split_into_chunks,
 )
 
-CHUNK_SIZE = 64
+_CHUNK_SIZE = 64
 """Tokens in a chunk: a power of two. Half of the work is then in the chunk where key_dim is 64."""
 
-Decay = Float[Array, "batch seq heads"] | Float[Array, "batch seq heads key_dim"]
+_Decay = Float[Array, "batch seq heads"] | Float[Array, "batch seq heads key_dim"]
 MatrixState = Float[Array, "batch heads key_dim value_dim"]
 
 
-class DiagonalAffineMap(NamedTuple):
+class _DiagonalAffineMap(NamedTuple):
     """What a stretch of tokens does to the state: S -> factor S + added. Two stretches one after the other are
     (f2 f1, f2 a1 + a2), which is how a sequence that is split over devices learns its incoming states."""
 
@@ -75,7 +75,7 @@ def recurrent_gated_linear(
     query: Float[Array, "batch seq groups key_dim"],
     key: Float[Array, "batch seq groups key_dim"],
     value: Float[Array, "batch seq heads value_dim"],
-    log_decay: Decay | None = None,
+    log_decay: _Decay | None = None,
     *,
     bonus: Float[Array, "heads key_dim"] | None = None,
     scale: float | int = 1.0,
@@ -89,8 +89,8 @@ def recurrent_gated_linear(
     **Raises** `ValueError` where groups do not divide heads, or where heads with vectors for decays share keys.
     """
     dtype = value.dtype
-    group = heads_per_group(query, value, log_decay)
-    query, key, value, decays, bonus, initial = prepare_gated_operands(query, key, value, log_decay, bonus, state)
+    group = _heads_per_group(query, value, log_decay)
+    query, key, value, decays, bonus, initial = _prepare_gated_operands(query, key, value, log_decay, bonus, state)
     query, key = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (query, key))
     first = jnp.zeros(value.shape[:2], bool) if segment_ids is None else find_segment_starts(segment_ids)
 
@@ -111,26 +111,26 @@ def chunked_gated_linear(
     query: Float[Array, "batch seq groups key_dim"],
     key: Float[Array, "batch seq groups key_dim"],
     value: Float[Array, "batch seq heads value_dim"],
-    log_decay: Decay | None = None,
+    log_decay: _Decay | None = None,
     *,
     bonus: Float[Array, "heads key_dim"] | None = None,
     scale: float | int = 1.0,
     state: MatrixState | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int = _CHUNK_SIZE,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], MatrixState]:
     """The same in matrix products over chunks of `chunk` tokens, a power of two. What it raises, too, is the same."""
     dtype, seq = value.dtype, value.shape[1]
-    group = heads_per_group(query, value, log_decay)
-    query, key, value, decays, bonus, initial = prepare_gated_operands(query, key, value, log_decay, bonus, state)
+    group = _heads_per_group(query, value, log_decay)
+    query, key, value, decays, bonus, initial = _prepare_gated_operands(query, key, value, log_decay, bonus, state)
     count = count_segment_starts(segment_ids, seq, chunk_size)[:, :, None]
     query, key, value, decays = (split_into_chunks(x, chunk_size) for x in (query, key, value, decays))
-    scores = compute_intra_chunk_scores(
+    scores = _compute_intra_chunk_scores(
         query, key, decays, bonus, count, no_decay=log_decay is None
     )  # [batch chunks heads size size]
     within = batched_matmul(scores.astype(dtype), value)
-    through, written = compute_chunk_states(key, value, decays, count)
-    after, before = lax.scan(pass_state, initial, (through.swapaxes(0, 1), written.swapaxes(0, 1)))
+    through, written = _compute_chunk_states(key, value, decays, count)
+    after, before = lax.scan(_pass_state, initial, (through.swapaxes(0, 1), written.swapaxes(0, 1)))
     before = before.swapaxes(0, 1)  # [batch chunks heads key_dim value_dim]
     unbroken = (count == 0)[..., None]
     if decays.ndim == 5:
@@ -138,8 +138,8 @@ def chunked_gated_linear(
         carried = batched_matmul((query * reach).astype(query.dtype), before.astype(query.dtype))
     else:
         reach = jnp.where(unbroken, decay_from_start(decays[..., None]), 0)
-        carried = reach * split_head_groups(
-            batched_matmul(query, merge_head_groups(before, group).astype(query.dtype)), group
+        carried = reach * _split_head_groups(
+            batched_matmul(query, _merge_head_groups(before, group).astype(query.dtype)), group
         )
     return join_chunks((scale * (within + carried)).astype(dtype), seq), after
 
@@ -147,25 +147,25 @@ def chunked_gated_linear(
 def affine_gated_linear(
     key: Float[Array, "batch seq groups key_dim"],
     value: Float[Array, "batch seq heads value_dim"],
-    log_decay: Decay | None = None,
+    log_decay: _Decay | None = None,
     *,
     segment_ids: Int[Array, "batch seq"] | None = None,
-    chunk_size: int = CHUNK_SIZE,
-) -> DiagonalAffineMap:
+    chunk_size: int = _CHUNK_SIZE,
+) -> _DiagonalAffineMap:
     """What these tokens do to any state before them; the first token's segment goes on from before."""
-    heads_per_group(key, value, log_decay)
+    _heads_per_group(key, value, log_decay)
     seq = value.shape[1]
-    _, key, value, decays, _, state = prepare_gated_operands(key, key, value, log_decay, None, None)
+    _, key, value, decays, _, state = _prepare_gated_operands(key, key, value, log_decay, None, None)
     key, value, decays = (split_into_chunks(x, chunk_size) for x in (key, value, decays))
-    through, written = compute_chunk_states(
+    through, written = _compute_chunk_states(
         key, value, decays, count_segment_starts(segment_ids, seq, chunk_size)[:, :, None]
     )
-    state, _ = lax.scan(pass_state, state, (through.swapaxes(0, 1), written.swapaxes(0, 1)))
+    state, _ = lax.scan(_pass_state, state, (through.swapaxes(0, 1), written.swapaxes(0, 1)))
     factor = through.prod(1)
-    return DiagonalAffineMap(factor if decays.ndim == 5 else factor[..., 0], state)
+    return _DiagonalAffineMap(factor if decays.ndim == 5 else factor[..., 0], state)
 
 
-def heads_per_group(query: Array, value: Array, log_decay: Array | None) -> int:
+def _heads_per_group(query: Array, value: Array, log_decay: Array | None) -> int:
     """How many value heads share a query head. **Raises** `ValueError` where that cannot be."""
     groups, heads = query.shape[2], value.shape[2]
     if heads % groups:
@@ -178,7 +178,7 @@ def heads_per_group(query: Array, value: Array, log_decay: Array | None) -> int:
     return heads // groups
 
 
-def prepare_gated_operands(query, key, value, log_decay, bonus, state) -> tuple[Any, ...]:
+def _prepare_gated_operands(query, key, value, log_decay, bonus, state) -> tuple[Any, ...]:
     """Every array varying over the same mesh axes; decays and states written out, in float32."""
     if log_decay is None:
         log_decay = jnp.zeros(value.shape[:3], jnp.float32)
@@ -188,7 +188,7 @@ def prepare_gated_operands(query, key, value, log_decay, bonus, state) -> tuple[
     return vary(given, frozenset().union(*(varying(x) for x in given if x is not None)))
 
 
-def compute_intra_chunk_scores(
+def _compute_intra_chunk_scores(
     query: Float[Array, "batch chunks groups size key_dim"],
     key: Float[Array, "batch chunks groups size key_dim"],
     log_decay: Float[Array, "batch chunks heads size *key_dim"],
@@ -212,7 +212,7 @@ def compute_intra_chunk_scores(
     return scores + jnp.where(jnp.eye(query.shape[-2], dtype=bool), present[..., None], 0)
 
 
-def compute_chunk_states(
+def _compute_chunk_states(
     key: Float[Array, "batch chunks groups size key_dim"],
     value: Float[Array, "batch chunks heads size value_dim"],
     log_decay: Float[Array, "batch chunks heads size *key_dim"],
@@ -226,12 +226,12 @@ def compute_chunk_states(
     if log_decay.ndim == 5:
         return through, batched_matmul((key * left).astype(key.dtype).mT, value)
     group = value.shape[2] // key.shape[2]
-    return through, split_head_groups(
-        batched_matmul(key.mT, merge_head_groups((value * left).astype(value.dtype), group)), group
+    return through, _split_head_groups(
+        batched_matmul(key.mT, _merge_head_groups((value * left).astype(value.dtype), group)), group
     )
 
 
-def pass_state(
+def _pass_state(
     state: MatrixState, chunk: tuple[Float[Array, "batch heads _"], MatrixState]
 ) -> tuple[MatrixState, MatrixState]:
     """The state after a chunk, and before it."""
@@ -239,7 +239,7 @@ def pass_state(
     return through[..., None] * state + written, state
 
 
-def merge_head_groups(
+def _merge_head_groups(
     x: Float[Array, "batch chunks heads rows dim"], group: int
 ) -> Float[Array, "batch chunks groups rows _"]:
     """The heads that share one of the keys, side by side in the last dim: one product for all of them."""
@@ -250,7 +250,7 @@ def merge_head_groups(
     return x.swapaxes(3, 4).reshape(batch, chunks, heads // group, rows, group * dim)
 
 
-def split_head_groups(
+def _split_head_groups(
     x: Float[Array, "batch chunks groups rows _"], group: int
 ) -> Float[Array, "batch chunks heads rows dim"]:
     """`beside`, undone."""

@@ -48,16 +48,16 @@ from ..varying import vary, varying
 from .chunks import RecurrenceMode, find_segment_starts, join_chunks
 from .generalized_delta_chunks import DeltaChunks, DeltaOperands, scan_chunks
 
-CHUNK_SIZE = 64
+_CHUNK_SIZE = 64
 """Rows in a chunk, `steps` for each token: a power of two."""
 
 Decay = Float[Array, "batch seq heads"] | Float[Array, "batch seq heads key_dim"]
 MatrixState = Float[Array, "batch heads key_dim value_dim"]
-RowKeys = Float[Array, "batch rows heads key_dim"]
-RowValues = Float[Array, "batch rows heads value_dim"]
+_RowKeys = Float[Array, "batch rows heads key_dim"]
+_RowValues = Float[Array, "batch rows heads value_dim"]
 
 
-class DenseAffineMap(NamedTuple):
+class _DenseAffineMap(NamedTuple):
     """What a stretch of tokens does to the state: S -> factor S + added. Two stretches one after the other are
     (f2 f1, f2 a1 + a2), which is how a sequence that is split over devices learns its incoming states."""
 
@@ -73,12 +73,12 @@ def select_delta(mode: RecurrenceMode) -> Callable:
 
 def recurrent_delta(
     query: Float[Array, "batch seq heads key_dim"],
-    read: RowKeys,
-    write: RowKeys,
-    write_value: RowValues | None = None,
+    read: _RowKeys,
+    write: _RowKeys,
+    write_value: _RowValues | None = None,
     *,
-    key: RowKeys | None = None,
-    value: RowValues | None = None,
+    key: _RowKeys | None = None,
+    value: _RowValues | None = None,
     log_decay: Decay | None = None,
     steps: int = 1,
     read_before_decay: bool = False,
@@ -125,19 +125,19 @@ def recurrent_delta(
 
 def chunked_delta(
     query: Float[Array, "batch seq heads key_dim"],
-    read: RowKeys,
-    write: RowKeys,
-    write_value: RowValues | None = None,
+    read: _RowKeys,
+    write: _RowKeys,
+    write_value: _RowValues | None = None,
     *,
-    key: RowKeys | None = None,
-    value: RowValues | None = None,
+    key: _RowKeys | None = None,
+    value: _RowValues | None = None,
     log_decay: Decay | None = None,
     steps: int = 1,
     read_before_decay: bool = False,
     scale: float | int = 1.0,
     state: MatrixState | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int = _CHUNK_SIZE,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], MatrixState]:
     """The same in matrix products over chunks of up to `chunk` rows, a power of two.
 
@@ -152,18 +152,18 @@ def chunked_delta(
 
 
 def affine_delta(
-    read: RowKeys,
-    write: RowKeys,
-    write_value: RowValues | None = None,
+    read: _RowKeys,
+    write: _RowKeys,
+    write_value: _RowValues | None = None,
     *,
-    key: RowKeys | None = None,
-    value: RowValues | None = None,
+    key: _RowKeys | None = None,
+    value: _RowValues | None = None,
     log_decay: Decay | None = None,
     steps: int = 1,
     read_before_decay: bool = False,
     segment_ids: Int[Array, "batch seq"] | None = None,
-    chunk_size: int = CHUNK_SIZE,
-) -> DenseAffineMap:
+    chunk_size: int = _CHUNK_SIZE,
+) -> _DenseAffineMap:
     """What these tokens do to any state before them; the first token's segment goes on from before.
 
     The columns of the identity and a state of zeros go through the chunks side by side. **Raises** as `chunked` does.
@@ -178,4 +178,4 @@ def affine_delta(
     none = lambda x: None if x is None else beside(jnp.zeros((*x.shape[:-1], width), x.dtype), x)
     transition = transition._replace(constant=none(transition.constant), added=none(transition.kv_update))
     state, _, _ = scan_chunks(beside(unit, given.state), transition)
-    return DenseAffineMap(state[..., :width], state[..., width:])
+    return _DenseAffineMap(state[..., :width], state[..., width:])

@@ -20,7 +20,7 @@ from .chunks import (
 from .triangular import solve_unit_triangular
 
 
-class ChunkTransition(NamedTuple):
+class _ChunkTransition(NamedTuple):
     """What chunks do to the state: U = read S + constant,  S' = through S + writeᵀ U + added."""
 
     chunk_decay: Float[Array, "*chunks dim"]
@@ -114,11 +114,11 @@ class DeltaChunks:
             None if operands.key is None or operands.value is None else (rows(operands.key), rows(operands.value))
         )
         self.log_decay = split_into_chunks(operands.log_decay, tokens)
-        self.row_decay = expand_decay_to_rows(self.log_decay, steps)
+        self.row_decay = _expand_decay_to_rows(self.log_decay, steps)
         self.count = None if segment_ids is None else count_segment_starts(segment_ids, seq, tokens)[:, :, None]
         self.steps, self.read_before_decay = steps, read_before_decay
 
-    def compute_transition(self) -> ChunkTransition:
+    def compute_transition(self) -> _ChunkTransition:
         """What each chunk does to the state, chunks first."""
         reach = self.mask_after_segment_start(
             decay_from_start(self.row_decay, exclusive=self.read_before_decay), self.steps
@@ -126,7 +126,7 @@ class DeltaChunks:
         constant = 0 if self.write_value is None else self.write_value
         if self.key_value is not None:
             key, value = self.key_value
-            constant = constant + apply_scores(self.decayed_scores(self.read, key, strict=True), value)
+            constant = constant + _apply_scores(self.decayed_scores(self.read, key, strict=True), value)
         right = jnp.concatenate([self.read * reach, constant], axis=-1).astype(self.read.dtype)
         solution = solve_unit_triangular(self.decayed_scores(self.read, self.write, strict=True), right)
         left = decay_to_end(self.row_decay)
@@ -138,7 +138,7 @@ class DeltaChunks:
         keep = lambda rows: (rows * left).astype(rows.dtype)
         added = None if self.key_value is None else batched_matmul(keep(self.key_value[0]).mT, self.key_value[1])
         width = self.read.shape[-1]
-        found = ChunkTransition(through, solution[..., :width], solution[..., width:], keep(self.write), added)
+        found = _ChunkTransition(through, solution[..., :width], solution[..., width:], keep(self.write), added)
         return jax.tree.map(lambda x: x.swapaxes(0, 1), found)
 
     def compute_output(self, borders: Array, updates: Array) -> Array:
@@ -146,10 +146,10 @@ class DeltaChunks:
         reach = self.mask_after_segment_start(decay_from_start(self.log_decay), 1)
         carried = (self.query * reach).astype(self.query.dtype)
         output = batched_matmul(carried, borders.swapaxes(0, 1).astype(carried.dtype))
-        output = output + apply_scores(self.decayed_scores(self.query, self.write), updates.swapaxes(0, 1))
+        output = output + _apply_scores(self.decayed_scores(self.query, self.write), updates.swapaxes(0, 1))
         if self.key_value is not None:
             key, value = self.key_value
-            output = output + apply_scores(self.decayed_scores(self.query, key), value)
+            output = output + _apply_scores(self.decayed_scores(self.query, key), value)
         return output
 
     def decayed_scores(self, rows: Array, columns: Array, *, strict: bool = False) -> Array:
@@ -191,7 +191,7 @@ class DeltaChunks:
         return jnp.where((jnp.repeat(self.count, repeats, axis=-1) == 0)[..., None], reach, 0)
 
 
-def expand_decay_to_rows(x: Float[Array, "*lead tokens dim"], steps: int) -> Float[Array, "*lead rows dim"]:
+def _expand_decay_to_rows(x: Float[Array, "*lead tokens dim"], steps: int) -> Float[Array, "*lead rows dim"]:
     """Decays of tokens as those of rows: the first of a token has it, the others none."""
     rows = jnp.pad(x[..., None, :], [(0, 0)] * (x.ndim - 1) + [(0, steps - 1), (0, 0)])
     return rows.reshape(*x.shape[:-2], -1, x.shape[-1])
@@ -199,7 +199,7 @@ def expand_decay_to_rows(x: Float[Array, "*lead tokens dim"], steps: int) -> Flo
 
 @jax.custom_vjp
 def scan_chunks(
-    state: Float[Array, "batch heads key_dim dim"], chunks: ChunkTransition
+    state: Float[Array, "batch heads key_dim dim"], chunks: _ChunkTransition
 ) -> tuple[
     Float[Array, "batch heads key_dim dim"],
     Float[Array, "chunks batch heads key_dim dim"],
@@ -211,7 +211,7 @@ def scan_chunks(
     products over rows, are then batched over all chunks, where JAX's would be made one after another.
     """
 
-    def step(state: Array, chunk: ChunkTransition) -> tuple[Array, tuple[Array, Array]]:
+    def step(state: Array, chunk: _ChunkTransition) -> tuple[Array, tuple[Array, Array]]:
         update = chunk.constant + batched_matmul(chunk.read, state.astype(chunk.read.dtype))
         update = update.astype(chunk.write.dtype)
         after = chunk.chunk_decay[..., None] * state + batched_matmul(chunk.write.mT, update)
@@ -221,13 +221,13 @@ def scan_chunks(
     return state, borders, updates
 
 
-def scan_chunks_fwd(state: Array, chunks: ChunkTransition) -> tuple[tuple, tuple]:
+def _scan_chunks_fwd(state: Array, chunks: _ChunkTransition) -> tuple[tuple, tuple]:
     """The states, and what their gradient needs."""
     found = scan_chunks(state, chunks)
     return found, (chunks, *found[1:])
 
 
-def scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, ChunkTransition]:
+def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkTransition]:
     """With D the cotangent of the state after a chunk, that of its u is b h D + dU, and that of the state before it
     f_C D + Wᵀ of this."""
     chunks, borders, updates = residuals
@@ -247,12 +247,12 @@ def scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, ChunkTra
     outer = lambda rows, state, like: batched_matmul(rows, state.mT.astype(rows.dtype)).astype(like.dtype)
     read, write = outer(update, borders, chunks.read), outer(updates, after, chunks.write)
     added = None if chunks.added is None else after
-    return first, ChunkTransition(through, read, update.astype(chunks.constant.dtype), write, added)
+    return first, _ChunkTransition(through, read, update.astype(chunks.constant.dtype), write, added)
 
 
-scan_chunks.defvjp(scan_chunks_fwd, scan_chunks_bwd)
+scan_chunks.defvjp(_scan_chunks_fwd, _scan_chunks_bwd)
 
 
-def apply_scores(scores: Float[Array, "*lead rows columns"], x: Float[Array, "*lead columns dim"]) -> Array:
+def _apply_scores(scores: Float[Array, "*lead rows columns"], x: Float[Array, "*lead columns dim"]) -> Array:
     """Rows taken together by float32 scores, which are rounded to the dtype of the rows first."""
     return batched_matmul(scores.astype(x.dtype), x)

@@ -17,37 +17,37 @@ from jaxtyping import Array, Float, Int
 from .chunks import RecurrenceMode
 from .gated_linear import MatrixState, select_gated_linear
 
-Queries = Float[Array, "batch seq heads key_dim"]
-Values = Float[Array, "batch seq heads value_dim"]
-SegmentIds = Int[Array, "batch seq"]
-NormalizedState = Float[Array, "batch heads key_dim value_dim+1"]
+_Queries = Float[Array, "batch seq heads key_dim"]
+_Values = Float[Array, "batch seq heads value_dim"]
+_SegmentIds = Int[Array, "batch seq"]
+_NormalizedState = Float[Array, "batch heads key_dim value_dim+1"]
 
 
 def linear_attention(
-    query: Queries,
-    key: Queries,
-    value: Values,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     *,
     scale: float | int | None = None,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """S_t = S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t. A feature map of queries and keys is the caller's."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return select_gated_linear(mode)(query, key, value, scale=scale, state=state, segment_ids=segment_ids)
 
 
 def normalized_linear_attention(
-    query: Queries,
-    key: Queries,
-    value: Values,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     *,
     epsilon: float | int = 0.0,
-    state: NormalizedState | None = None,
-    segment_ids: SegmentIds | None = None,
+    state: _NormalizedState | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, NormalizedState]:
+) -> tuple[_Values, _NormalizedState]:
     """The same divided by its weights' sum: z_t = z_{t-1} + k_t; o_t = q_tᵀ S_t / (q_t · z_t + epsilon).
 
     z is one more column of the state: the state is "batch heads key_dim value_dim+1". Where q · z + epsilon is 0, as
@@ -63,16 +63,16 @@ def normalized_linear_attention(
 
 
 def retention(
-    query: Queries,
-    key: Queries,
-    value: Values,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     *,
     log_decay: Float[Array, "heads"] | None = None,
     scale: float | int | None = None,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """S_t = gamma_h S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t, with gamma_h = 1 - 2 ** (-5 - h) of head h.
 
     `log_decay` is log(gamma) of each head, for other decays and for a device that holds some of the heads.
@@ -90,17 +90,17 @@ def retention(
     )
 
 
-def lightning_attention(
-    query: Queries,
-    key: Queries,
-    value: Values,
+def _lightning_attention(
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     slopes: Float[Array, "heads"],
     *,
     scale: float | int = 1.0,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """S_t = exp(-slope_h) S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t: retention whose decays are ALiBi's slopes.
 
     See `lightning_slopes`. The paper computes it in blocks for the sake of memory traffic, which is `chunked`.
@@ -110,32 +110,32 @@ def lightning_attention(
 
 
 def simple_gla(
-    query: Queries,
-    key: Queries,
-    value: Values,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     log_decay: Float[Array, "batch seq heads"],
     *,
     scale: float | int | None = None,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """S_t = exp(g_t) S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t, g_t a number of each head."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return select_gated_linear(mode)(query, key, value, log_decay, scale=scale, state=state, segment_ids=segment_ids)
 
 
 def gla(
-    query: Queries,
-    key: Queries,
-    value: Values,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
     log_decay: Float[Array, "batch seq heads key_dim"],
     *,
     scale: float | int | None = None,
     state: MatrixState | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t, g_t a number of each key channel."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return select_gated_linear(mode)(query, key, value, log_decay, scale=scale, state=state, segment_ids=segment_ids)

@@ -76,9 +76,9 @@ def recurrent_selective_scan(
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, "batch seq inner"], Float[Array, "batch inner state"]]:
     """The definition, one token after another. Its gradient holds the states of all tokens."""
-    inputs, wide_A, wide_D, h = prepare_scan_inputs(x, dt, A, B, C, D, state, segment_ids)
+    inputs, wide_A, wide_D, h = _prepare_scan_inputs(x, dt, A, B, C, D, state, segment_ids)
 
-    def step(h: Array, now: ScanInputs) -> tuple[Array, Array]:
+    def step(h: Array, now: _ScanInputs) -> tuple[Array, Array]:
         if now.keep is not None:
             h = now.keep[:, None, None] * h
         h = jnp.exp(now.dt[..., None] * wide_A) * h + (now.dt * now.x)[..., None] * now.B[:, None]
@@ -107,12 +107,12 @@ def chunked_selective_scan(
     """
     if chunk_size < 1:
         raise ValueError(f"mamba: chunk is {chunk_size}; a chunk has at least one token.")
-    inputs, wide_A, wide_D, h = prepare_scan_inputs(x, dt, A, B, C, D, state, segment_ids)
+    inputs, wide_A, wide_D, h = _prepare_scan_inputs(x, dt, A, B, C, D, state, segment_ids)
     seq, chunk_size = x.shape[1], min(chunk_size, x.shape[1])
     filled = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -seq % chunk_size), *[(0, 0)] * (x.ndim - 2)]), inputs)
     if filled.keep is not None:
         filled = filled._replace(keep=jnp.where(jnp.arange(filled.keep.shape[1]) < seq, filled.keep, 1))
-    output, h = checkpointed_scan(chunk_size, filled, wide_A.T, h.mT)
+    output, h = _checkpointed_scan(chunk_size, filled, wide_A.T, h.mT)
     return (output[:, :seq] + wide_D * inputs.x).astype(x.dtype), h.mT
 
 
@@ -138,7 +138,7 @@ def affine_selective_scan(
     return decay, own
 
 
-class ScanInputs(NamedTuple):
+class _ScanInputs(NamedTuple):
     """What a token brings, in float32; `keep` is 0 where a segment starts and 1 elsewhere."""
 
     x: Array
@@ -148,60 +148,60 @@ class ScanInputs(NamedTuple):
     keep: Array | None
 
 
-def prepare_scan_inputs(
+def _prepare_scan_inputs(
     x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array, state: Array | None, segment_ids: Array | None
-) -> tuple[ScanInputs, Array, Array, Array]:
+) -> tuple[_ScanInputs, Array, Array, Array]:
     """The tokens, A, D and the first state in float32, varying alike."""
     x, dt, A, B, C, D, state, segment_ids = align_varying(x, dt, A, B, C, D, state, segment_ids)
     keep = None if segment_ids is None else (~find_segment_starts(segment_ids)).astype(jnp.float32)
     x, dt, A, B, C, D = (x.astype(jnp.float32) for x in (x, dt, A, B, C, D))
     h = jnp.zeros_like(x[:, 0, :, None] * A) if state is None else state.astype(jnp.float32)
-    return ScanInputs(x, dt, B, C, keep), A, D, h
+    return _ScanInputs(x, dt, B, C, keep), A, D, h
 
 
-def decay_state(A: Array, dt: Array, keep: Array | None, h: Array) -> Array:
+def _decay_state(A: Array, dt: Array, keep: Array | None, h: Array) -> Array:
     """exp(dt A) h, or zero where a segment starts, [batch, state, inner]."""
     h = jnp.exp(dt[:, None] * A) * h
     return h if keep is None else keep[:, None, None] * h
 
 
-def index_token(x: Any, i: Array) -> Any:
+def _index_token(x: Any, i: Array) -> Any:
     """The i-th token of an array, or of each of a tuple, [batch, seq, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 1, keepdims=False), x)
 
 
-def slice_chunk(x: Any, k: Array, chunk_size: int) -> Any:
+def _slice_chunk(x: Any, k: Array, chunk_size: int) -> Any:
     """The k-th chunk of an array, or of each of a tuple, [batch, seq, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, k * chunk_size, chunk_size, 1), x)
 
 
-def set_token(into: Array, x: Array, i: Array | int) -> Array:
+def _set_token(into: Array, x: Array, i: Array | int) -> Array:
     """`x` as the i-th token's."""
     return lax.dynamic_update_index_in_dim(into, x, i, 1)
 
 
-def sum_over_state(spec: str, h: Array, weights: Array) -> Array:
+def _sum_over_state(spec: str, h: Array, weights: Array) -> Array:
     """Sums over a channel's state. As a product: XLA's CPU backend takes ten times as long to sum one row's."""
     return jnp.einsum(spec, h, weights, precision="highest")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def checkpointed_scan(chunk_size: int, inputs: ScanInputs, A: Array, state: Array) -> tuple[Array, Array]:
+def _checkpointed_scan(chunk_size: int, inputs: _ScanInputs, A: Array, state: Array) -> tuple[Array, Array]:
     """C_t . h_t of whole chunks, and the last h, with A and h laid out with inner last: vector units run along it."""
-    output, last, _ = scan_with_boundary_states(chunk_size, inputs, A, state)
+    output, last, _ = _scan_with_boundary_states(chunk_size, inputs, A, state)
     return output, last
 
 
-def scan_with_boundary_states(
-    chunk_size: int, inputs: ScanInputs, A: Array, state: Array
+def _scan_with_boundary_states(
+    chunk_size: int, inputs: _ScanInputs, A: Array, state: Array
 ) -> tuple[Array, Array, Array]:
     """The same, and the states that chunks start from, [chunks, batch, state, inner]."""
 
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         h, output = carry
-        now = index_token(inputs, i)
-        h = decay_state(A, now.dt, now.keep, h) + (now.dt * now.x)[:, None] * now.B[..., None]
-        return h, set_token(output, sum_over_state("bsi,bs->bi", h, now.C), i)
+        now = _index_token(inputs, i)
+        h = _decay_state(A, now.dt, now.keep, h) + (now.dt * now.x)[:, None] * now.B[..., None]
+        return h, _set_token(output, _sum_over_state("bsi,bs->bi", h, now.C), i)
 
     def over(carry: tuple[Array, Array], k: Array) -> tuple[tuple[Array, Array], Array]:
         def within(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -214,55 +214,55 @@ def scan_with_boundary_states(
     return output, last, borders
 
 
-def checkpointed_scan_fwd(
-    chunk_size: int, inputs: ScanInputs, A: Array, state: Array
+def _checkpointed_scan_fwd(
+    chunk_size: int, inputs: _ScanInputs, A: Array, state: Array
 ) -> tuple[tuple[Array, Array], tuple]:
     """The result, and what its gradient needs."""
-    output, last, borders = scan_with_boundary_states(chunk_size, inputs, A, state)
+    output, last, borders = _scan_with_boundary_states(chunk_size, inputs, A, state)
     return (output, last), (inputs, A, borders)
 
 
-def checkpointed_scan_bwd(
+def _checkpointed_scan_bwd(
     chunk_size: int, residuals: tuple, gradient: tuple[Array, Array]
-) -> tuple[ScanInputs, Array, Array]:
+) -> tuple[_ScanInputs, Array, Array]:
     """Chunks from the last to the first: their states again, then the cotangents, as the module describes them."""
     inputs, A, borders = residuals
     of_output, of_last = gradient
     loop = functools.partial(lax.fori_loop, 0, chunk_size)
 
-    def over(carry: tuple[Array, Array], chunk_of: tuple[Array, Array]) -> tuple[tuple[Array, Array], ScanInputs]:
+    def over(carry: tuple[Array, Array], chunk_of: tuple[Array, Array]) -> tuple[tuple[Array, Array], _ScanInputs]:
         k, border = chunk_of
-        here, y = slice_chunk(inputs, k, chunk_size), slice_chunk(of_output, k, chunk_size)
+        here, y = _slice_chunk(inputs, k, chunk_size), _slice_chunk(of_output, k, chunk_size)
         u = here.dt * here.x
 
         def again(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             h, states = carry
-            now = index_token(here, i)
-            h = decay_state(A, now.dt, now.keep, h) + (now.dt * now.x)[:, None] * now.B[..., None]
-            return h, set_token(states, h, i + 1)
+            now = _index_token(here, i)
+            h = _decay_state(A, now.dt, now.keep, h) + (now.dt * now.x)[:, None] * now.B[..., None]
+            return h, _set_token(states, h, i + 1)
 
         def back(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             passed, of_A, of_states, of_dt = carry
             i = chunk_size - 1 - i
-            now = index_token(here, i)
-            of_h = passed + now.C[..., None] * index_token(y, i)[:, None]
-            passed = decay_state(A, now.dt, now.keep, of_h)
-            q = passed * index_token(states, i)
+            now = _index_token(here, i)
+            of_h = passed + now.C[..., None] * _index_token(y, i)[:, None]
+            passed = _decay_state(A, now.dt, now.keep, of_h)
+            q = passed * _index_token(states, i)
             of_A = of_A + now.dt[:, None] * q
             return (
                 passed,
                 of_A,
-                set_token(of_states, of_h, i),
-                set_token(of_dt, sum_over_state("bsi,s->bi", q * A, jnp.ones_like(A[:, 0])), i),
+                _set_token(of_states, of_h, i),
+                _set_token(of_dt, _sum_over_state("bsi,s->bi", q * A, jnp.ones_like(A[:, 0])), i),
             )
 
         states = jnp.zeros_like(border, shape=(len(border), chunk_size + 1, *border.shape[1:]))
-        _, states = loop(again, (border, set_token(states, border, 0)))
+        _, states = loop(again, (border, _set_token(states, border, 0)))
         passed, of_A, of_states, of_dt = loop(back, (*carry, jnp.zeros_like(states[:, 1:]), jnp.zeros_like(y)))
         of_C = jnp.einsum("btsi,bti->bts", states[:, 1:], y, precision="highest")
         of_B = jnp.einsum("btsi,bti->bts", of_states, u, precision="highest")
-        of_u = sum_over_state("btsi,bts->bti", of_states, here.B)
-        return (passed, of_A), ScanInputs(here.dt * of_u, of_dt + here.x * of_u, of_B, of_C, None)
+        of_u = _sum_over_state("btsi,bts->bti", of_states, here.B)
+        return (passed, of_A), _ScanInputs(here.dt * of_u, of_dt + here.x * of_u, of_B, of_C, None)
 
     (of_state, of_A), of_inputs = lax.scan(
         over, (of_last, jnp.zeros_like(of_last)), (jnp.arange(len(borders)), borders), reverse=True
@@ -272,4 +272,4 @@ def checkpointed_scan_bwd(
     return of_inputs._replace(keep=keep), of_A.sum(0), of_state
 
 
-checkpointed_scan.defvjp(checkpointed_scan_fwd, checkpointed_scan_bwd)
+_checkpointed_scan.defvjp(_checkpointed_scan_fwd, _checkpointed_scan_bwd)

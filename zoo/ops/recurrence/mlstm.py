@@ -10,8 +10,8 @@ from .chunks import RecurrenceMode, find_segment_starts
 from .gated_linear import select_gated_linear
 from .stabilizer import stabilize
 
-EPSILON = 1e-6
-MAX_EXPONENT = 80.0
+_EPSILON = 1e-6
+_MAX_EXPONENT = 80.0
 """What exponents are bounded to: outputs divided by more than exp(80) are zeros to all intents; inf has no gradient."""
 
 
@@ -68,6 +68,6 @@ def mlstm(
         segment_ids=segment_ids,
     )
     sums = sums.astype(jnp.float32)
-    least = jnp.exp(jnp.minimum(-maximum, MAX_EXPONENT))[..., None]
-    divisor = jnp.maximum(jnp.abs(sums[..., -1:]), least) + EPSILON
+    least = jnp.exp(jnp.minimum(-maximum, _MAX_EXPONENT))[..., None]
+    divisor = jnp.maximum(jnp.abs(sums[..., -1:]), least) + _EPSILON
     return (sums[..., :-1] / divisor).astype(value.dtype), MatrixMemory(after, maximum[:, -1])

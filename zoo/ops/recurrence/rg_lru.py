@@ -20,7 +20,7 @@ from zoo.ops.recurrence.chunks import RecurrenceMode, find_segment_starts
 
 SHARPNESS = 8.0
 """The paper's constant c."""
-MIN_SQRT_ARGUMENT = 1e-36
+_MIN_SQRT_ARGUMENT = 1e-36
 """Below this, 1 - a^2 counts as this."""
 
 
@@ -43,7 +43,7 @@ def rg_lru(
     """
     gate = jax.nn.sigmoid(r.astype(jnp.float32))
     log_a = -SHARPNESS * gate * jax.nn.softplus(a_param.astype(jnp.float32))
-    root = jnp.sqrt(jnp.maximum(-jnp.expm1(2 * log_a), MIN_SQRT_ARGUMENT))
+    root = jnp.sqrt(jnp.maximum(-jnp.expm1(2 * log_a), _MIN_SQRT_ARGUMENT))
     if segment_ids is not None:
         root = jnp.where(find_segment_starts(segment_ids)[..., None], 1, root)
     if is_first is not None:

@@ -62,12 +62,12 @@ def rwkv4(
     if token_mask is not None:
         wide_k = jnp.where(token_mask[..., None], wide_k, NO_HISTORY)
         log_decay = jnp.where(token_mask[..., None], log_decay, 0)
-    run = recurrent_rwkv4 if mode == "recurrent" else chunked_rwkv4
+    run = _recurrent_rwkv4 if mode == "recurrent" else _chunked_rwkv4
     output, state = run(wide_k, wide_v, log_decay, bonus, state, segment_ids)
     return output.astype(v.dtype), state
 
 
-def recurrent_rwkv4(
+def _recurrent_rwkv4(
     k: Float[Array, "batch seq channels"],
     v: Float[Array, "batch seq channels"],
     log_decay: Float[Array, "batch seq channels"],
@@ -85,8 +85,8 @@ def recurrent_rwkv4(
             state = WKVState(*(jnp.where(started, new, old) for new, old in zip(fresh, state, strict=True)))
         maximum = lax.stop_gradient(jnp.maximum(log_decay + state.maximum, k))
         before = jnp.exp(log_decay + (lax.stop_gradient(state.maximum) - maximum))
-        entering = exp_key(k, maximum)
-        output = weighted_average(k, v, bonus, state)
+        entering = _exp_key(k, maximum)
+        output = _weighted_average(k, v, bonus, state)
         numerator = before * state.numerator + entering * v
         return WKVState(numerator, before * state.denominator + entering, maximum), output
 
@@ -95,7 +95,7 @@ def recurrent_rwkv4(
     return jnp.moveaxis(output, 0, 1), last
 
 
-def chunked_rwkv4(
+def _chunked_rwkv4(
     k: Float[Array, "batch seq channels"],
     v: Float[Array, "batch seq channels"],
     log_decay: Float[Array, "batch seq channels"],
@@ -105,22 +105,22 @@ def chunked_rwkv4(
 ) -> tuple[Float[Array, "batch seq channels"], WKVState]:
     """The same, of whole stretches: the maxima, numerators and denominators of all tokens, then all outputs."""
     decay, _, maximum = stabilize(log_decay, k, state=state.maximum, segment_ids=segment_ids, stop_gradient=True)
-    entering = exp_key(k, maximum)
+    entering = _exp_key(k, maximum)
     run = lambda x, first: diagonal_scan.chunked_diagonal(decay, x, state=first, segment_ids=segment_ids)[0]
     every = WKVState(run(entering * v, state.numerator), run(entering, state.denominator), maximum)
     before = [jnp.concatenate([first[:, None], x[:, :-1]], axis=1) for first, x in zip(state, every, strict=True)]
     if segment_ids is not None:
         started = find_segment_starts(segment_ids)[..., None]
         before = [jnp.where(started, fill, x) for x, fill in zip(before, (0, 0, NO_HISTORY), strict=True)]
-    return weighted_average(k, v, bonus, WKVState(*before)), WKVState(*(x[:, -1] for x in every))
+    return _weighted_average(k, v, bonus, WKVState(*before)), WKVState(*(x[:, -1] for x in every))
 
 
-def exp_key(k: Array, maximum: Array) -> Array:
+def _exp_key(k: Array, maximum: Array) -> Array:
     """exp(k - maximum), and nothing for padding, though there be no history whose maximum were above it."""
     return jnp.where(k > NO_HISTORY, jnp.exp(k - maximum), 0)
 
 
-def weighted_average(k: Array, v: Array, bonus: Array, state: WKVState) -> Array:
+def _weighted_average(k: Array, v: Array, bonus: Array, state: WKVState) -> Array:
     """The output of a token with key `k` and value `v`, after those that left `before`."""
     highest = lax.stop_gradient(jnp.maximum(state.maximum, bonus + k))
     old, new = jnp.exp(lax.stop_gradient(state.maximum) - highest), jnp.exp(bonus + (k - highest))

@@ -11,22 +11,22 @@ from jaxtyping import Array, Float, Int
 from .chunks import RecurrenceMode
 from .generalized_delta import MatrixState, select_delta
 
-Queries = Float[Array, "batch seq heads key_dim"]
-Values = Float[Array, "batch seq heads value_dim"]
+_Queries = Float[Array, "batch seq heads key_dim"]
+_Values = Float[Array, "batch seq heads value_dim"]
 
 
 def rwkv7(
-    query: Queries,
-    key: Queries,
-    value: Values,
-    log_decay: Queries,
-    read: Queries,
-    write: Queries,
+    query: _Queries,
+    key: _Queries,
+    value: _Values,
+    log_decay: _Queries,
+    read: _Queries,
+    write: _Queries,
     *,
     state: MatrixState | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Values, MatrixState]:
+) -> tuple[_Values, MatrixState]:
     """S_t = diag(exp(g_t)) S_{t-1} + write_t (read_t · S_{t-1})ᵀ + k_t v_tᵀ,  o_t = q_t · S_t, without a scale.
 
     What is read is the state before the decay. Gives the outputs, in the dtype of `value`, and the state after the

@@ -39,8 +39,8 @@ from zoo.ops.recurrence.diagonal_scan import (
 NO_HISTORY = -1e30
 """The maximum of a state that nothing has been written to. Finite, so that sums with it are no NaN."""
 
-MAX_PLUS_SEMIRING = Semiring(jnp.add, jnp.maximum, 0.0, NO_HISTORY)
-CHUNK_SIZE = 64
+_MAX_PLUS_SEMIRING = Semiring(jnp.add, jnp.maximum, 0.0, NO_HISTORY)
+_CHUNK_SIZE = 64
 
 
 def stabilize(
@@ -73,7 +73,7 @@ def stabilize(
     if stop_gradient:
         given = lax.stop_gradient(given)
         state = given[2]
-    highest = running_maximum(
+    highest = _running_maximum(
         flatten_features(given[0], 2), flatten_features(given[1], 2), flatten_features(given[2], 1)
     ).reshape(log_input.shape)
     previous = jnp.concatenate([state[:, None], highest[:, :-1]], axis=1)
@@ -84,27 +84,27 @@ def stabilize(
 
 
 @jax.custom_vjp
-def running_maximum(log_decay: Array, log_input: Array, state: Array) -> Float[Array, "batch seq channels"]:
+def _running_maximum(log_decay: Array, log_input: Array, state: Array) -> Float[Array, "batch seq channels"]:
     """m_t = max(g_t + m_{t-1}, i_t) of operands that vary alike."""
-    return semiring_scan(MAX_PLUS_SEMIRING, log_decay, log_input, state, chunk_size=CHUNK_SIZE)[0]
+    return semiring_scan(_MAX_PLUS_SEMIRING, log_decay, log_input, state, chunk_size=_CHUNK_SIZE)[0]
 
 
-def running_maximum_fwd(log_decay: Array, log_input: Array, state: Array) -> tuple[Array, tuple[Array, Array]]:
+def _running_maximum_fwd(log_decay: Array, log_input: Array, state: Array) -> tuple[Array, tuple[Array, Array]]:
     """The maxima, and where the decayed one was the higher."""
-    highest = running_maximum(log_decay, log_input, state)
+    highest = _running_maximum(log_decay, log_input, state)
     return highest, (highest > log_input, state)
 
 
-def running_maximum_bwd(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array, Array]:
+def _running_maximum_bwd(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array, Array]:
     """Along the branch that won."""
     decayed, state = residuals
     factor = decayed.astype(jnp.float32)
     following = jnp.concatenate([factor[:, 1:], jnp.ones_like(factor[:, :1])], axis=1)
     total, _ = semiring_scan(
-        REAL_SEMIRING, following, gradient, jnp.zeros_like(state), chunk_size=CHUNK_SIZE, reverse=True
+        REAL_SEMIRING, following, gradient, jnp.zeros_like(state), chunk_size=_CHUNK_SIZE, reverse=True
     )
     of_decay = factor * total
     return of_decay, total - of_decay, of_decay[:, 0]
 
 
-running_maximum.defvjp(running_maximum_fwd, running_maximum_bwd)
+_running_maximum.defvjp(_running_maximum_fwd, _running_maximum_bwd)

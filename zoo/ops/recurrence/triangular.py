@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from .chunks import batched_matmul
 
-BASE_BLOCK_SIZE = 8
+_BASE_BLOCK_SIZE = 8
 """Up to so many rows are solved one after another, in all blocks at once; smaller products cost more than they do."""
 
 
@@ -32,24 +32,24 @@ def solve_unit_triangular(
     The inverse is float32 throughout, then rounded to the dtype of `right` for its product. There is no forward-mode
     differentiation, which JAX says with a `TypeError`.
     """
-    return solve_unit_triangular_fwd(lower, right)[0]
+    return _solve_unit_triangular_fwd(lower, right)[0]
 
 
-def solve_unit_triangular_fwd(lower: Array, right: Array) -> tuple[Array, tuple]:
+def _solve_unit_triangular_fwd(lower: Array, right: Array) -> tuple[Array, tuple]:
     """The solution, and what its gradient needs."""
     inverted = invert_unit_triangular(lower).astype(right.dtype)
     solution = batched_matmul(inverted, right).astype(right.dtype)
     return solution, (inverted, solution)
 
 
-def solve_unit_triangular_bwd(residuals: tuple, gradient: Array) -> tuple[Array, Array]:
+def _solve_unit_triangular_bwd(residuals: tuple, gradient: Array) -> tuple[Array, Array]:
     """The transposed system, and the outer products of its solution."""
     inverted, solution = residuals
     right = batched_matmul(inverted.mT, gradient).astype(solution.dtype)
     return batched_matmul(right, solution.mT), right
 
 
-solve_unit_triangular.defvjp(solve_unit_triangular_fwd, solve_unit_triangular_bwd)
+solve_unit_triangular.defvjp(_solve_unit_triangular_fwd, _solve_unit_triangular_bwd)
 
 
 def invert_unit_triangular(lower: Float[Array, "*lead size size"]) -> Float[Array, "*lead size size"]:
@@ -58,12 +58,12 @@ def invert_unit_triangular(lower: Float[Array, "*lead size size"]) -> Float[Arra
     whole = 1 << (size - 1).bit_length()
     lower = lower.astype(jnp.float32).reshape(-1, size, size)
     lower = jnp.pad(lower, [(0, 0), (0, whole - size), (0, whole - size)])
-    block = min(BASE_BLOCK_SIZE, whole)
-    inverted = forward_substitute(extract_blocks(lower, block, 0))
+    block = min(_BASE_BLOCK_SIZE, whole)
+    inverted = _forward_substitute(_extract_blocks(lower, block, 0))
     while block < whole:
         first, second = inverted[:, 0::2], inverted[:, 1::2]
         corner = jnp.matmul(
-            jnp.matmul(second, extract_blocks(lower, block, 1), precision="highest"), first, precision="highest"
+            jnp.matmul(second, _extract_blocks(lower, block, 1), precision="highest"), first, precision="highest"
         )
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         inverted = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
@@ -74,7 +74,7 @@ def invert_unit_triangular(lower: Float[Array, "*lead size size"]) -> Float[Arra
     return inverted[:, :size, :size].reshape(shape)
 
 
-def extract_blocks(
+def _extract_blocks(
     lower: Float[Array, "count size size"], block: int, block_offset: int
 ) -> Float[Array, "count blocks block block"]:
     """The blocks on the diagonal (`below` 0), or those that stand left of every second one of them (1)."""
@@ -83,7 +83,7 @@ def extract_blocks(
     return jnp.stack(cut, axis=1)
 
 
-def forward_substitute(lower: Float[Array, "*lead size size"]) -> Float[Array, "*lead size size"]:
+def _forward_substitute(lower: Float[Array, "*lead size size"]) -> Float[Array, "*lead size size"]:
     """The inverse of small blocks, a row after those above it: T_i = e_i + sum over j < i of L_ij T_j."""
     unit = jnp.eye(lower.shape[-1])
     rows = [jnp.zeros_like(lower[..., 0, :]) + unit[0]]

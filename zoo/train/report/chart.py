@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from ..progress import format_si
 
-MAX_POINTS = 1200
+_MAX_POINTS = 1200
 NUM_COLORS = 8
 """That the style sheet has for curves; a ninth begins with the first again."""
 LEGEND_LINE_HEIGHT = 20.0
@@ -165,7 +165,7 @@ def draw_y_grid(frame: Frame, unit: str) -> list[str]:
 def _draw_curve(
     frame: Frame, number: int, curve: Curve, x_values: np.ndarray, values: np.ndarray, x_label: str
 ) -> list[str]:
-    stride = math.ceil(len(x_values) / MAX_POINTS)
+    stride = math.ceil(len(x_values) / _MAX_POINTS)
     if curve.smooth:
         return [
             f'<path class="raw curve{number}" d="{frame.path(x_values[::stride], values[::stride])}"/>',

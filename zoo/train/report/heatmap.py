@@ -10,11 +10,11 @@ from jaxtyping import Float
 
 from .chart import Frame, draw_x_axis, estimate_text_width, svg_text, wrap_svg
 
-LEVEL_EDGES = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
+_LEVEL_EDGES = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
 LEVELS = ("less3", "less2", "less1", "even", "more1", "more2", "more3")
 """Classes that the page colors: below the first border, between each two, above the last."""
-MAX_GROUPS = 8
-LEFT, TITLE, GAP = 70.0, 34.0, 6.0
+_MAX_GROUPS = 8
+_LEFT, _TITLE, _GAP = 70.0, 34.0, 6.0
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ def draw_heatmaps(
     heatmaps = [heat for heat in heatmaps if heat.counts.size]
     if not heatmaps:
         return "<p>No metrics were logged.</p>"
-    left, right = LEFT, width - 14.0
+    left, right = _LEFT, width - 14.0
     last = float(max(heat.x[-1] for heat in heatmaps))
     legend, bottom = _draw_level_legend(unit, width)
     parts = list(legend)
     for heat in heatmaps:
-        parts.append(svg_text(0.0, bottom + TITLE - 10, heat.label, "start"))
-        frame = Frame((0.0, max(last, 1.0)), (0.0, 1.0), left, bottom + TITLE, right, bottom + TITLE)
+        parts.append(svg_text(0.0, bottom + _TITLE - 10, heat.label, "start"))
+        frame = Frame((0.0, max(last, 1.0)), (0.0, 1.0), left, bottom + _TITLE, right, bottom + _TITLE)
         drawn, bottom = _draw_panel(frame, heat, group, row)
         parts += drawn
     parts += draw_x_axis(Frame((0.0, max(last, 1.0)), (0.0, 1.0), left, 0.0, right, bottom), x_label)
@@ -67,7 +67,7 @@ def _draw_panel(frame: Frame, heatmap: Heatmap, group: str, row: str) -> tuple[l
     columns = np.array_split(np.arange(len(shares)), min(len(shares), int(frame.right - frame.left) // 8))
     means = np.stack([shares[column].mean(0) for column in columns])
     edges = [frame.left, *(frame.x_pixel(heatmap.x[column[-1]]) for column in columns)]
-    shown = sorted({round(i * (groups - 1) / max(min(groups, MAX_GROUPS) - 1, 1)) for i in range(MAX_GROUPS)})
+    shown = sorted({round(i * (groups - 1) / max(min(groups, _MAX_GROUPS) - 1, 1)) for i in range(_MAX_GROUPS)})
     tall = min(max(72 / rows, 1.5), 12.0)
     parts, top = [], frame.top
     for number in (n for n in shown if n < groups):
@@ -77,8 +77,8 @@ def _draw_panel(frame: Frame, heatmap: Heatmap, group: str, row: str) -> tuple[l
             said = f"{heatmap.label}, {group} {number + 1}, {row} {n + 1}: {shares[-1, number, n]:.2f} in the end"
             stripes = _draw_stripes(means[:, number, n], edges, top + n * tall, tall)
             parts.append(f"<g><title>{html.escape(said)}</title>{''.join(stripes)}</g>")
-        top += rows * tall + GAP
-    return parts, top - GAP
+        top += rows * tall + _GAP
+    return parts, top - _GAP
 
 
 def _divide_by_group_mean(heatmap: Heatmap) -> Float[np.ndarray, "times groups rows"]:
@@ -90,7 +90,7 @@ def _draw_stripes(
     values: Float[np.ndarray, "columns"], edges: Sequence[float], top: float, row_height: float
 ) -> Iterable[str]:
     """One path for each level, with neighbors of one level as one rectangle."""
-    levels = np.searchsorted(LEVEL_EDGES, values, side="right")
+    levels = np.searchsorted(_LEVEL_EDGES, values, side="right")
     starts = [0, *(i for i in range(1, len(levels)) if levels[i] != levels[i - 1]), len(levels)]
     drawn: dict[str, list[str]] = {}
     for start, stop in itertools.pairwise(starts):
@@ -118,5 +118,5 @@ def _draw_level_legend(unit: str, width: int) -> tuple[list[str], float]:
         if name != "even":
             parts.append(f'<path class="{name}" d="{_rectangle_path(x, y, wide, 12)}"/>')
         if place:
-            parts.append(svg_text(x, y + 26, f"{LEVEL_EDGES[place - 1]:g}", "middle"))
+            parts.append(svg_text(x, y + 26, f"{_LEVEL_EDGES[place - 1]:g}", "middle"))
     return parts, y + 30

@@ -23,9 +23,9 @@ from .chart import Curve, draw_line_chart
 from .heatmap import Heatmap, draw_heatmaps
 from .style import STYLE
 
-WIDE = {"width": 860, "height": 400}
-NARROW = {"width": 400, "height": 320}
-NUMBER_CLASS = ' class="number"'
+_WIDE = {"width": 860, "height": 400}
+_NARROW = {"width": 400, "height": 320}
+_NUMBER_CLASS = ' class="number"'
 
 
 class ParameterRow(NamedTuple):
@@ -118,7 +118,7 @@ def _make_curve(metrics: Sequence[Record], name: str, label: str, tokens_per_ste
 
 def _draw_both_sizes(draw: Callable[..., str]) -> str:
     """A picture for a page and one for a phone, of which the style sheet shows one."""
-    return f'<div class="wide">{draw(**WIDE)}</div><div class="narrow">{draw(**NARROW)}</div>'
+    return f'<div class="wide">{draw(**_WIDE)}</div><div class="narrow">{draw(**_NARROW)}</div>'
 
 
 def _draw_metric_heatmaps(runs: Mapping[str, Sequence[Record]], name: str, title: str, tokens_per_step: int) -> str:
@@ -178,7 +178,7 @@ def _format_table(rows: Sequence[Mapping[str, Any]], total: str = "") -> str:
     if not rows:
         return ""
     numeric = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
-    head = "".join(f"<th{NUMBER_CLASS if name in numeric else ''}>{_escape(name)}</th>" for name in rows[0])
+    head = "".join(f"<th{_NUMBER_CLASS if name in numeric else ''}>{_escape(name)}</th>" for name in rows[0])
     cells = [[_format_cell(value, name in numeric) for name, value in row.items()] for row in rows]
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}{total}</tbody></table></div>'
@@ -188,7 +188,7 @@ def _format_cell(value: Any, numeric: bool) -> str:
     written = (
         f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if isinstance(value, float) else _escape(value)
     )
-    return f"<td{NUMBER_CLASS if numeric else ''}>{written}</td>"
+    return f"<td{_NUMBER_CLASS if numeric else ''}>{written}</td>"
 
 
 def _format_pairs(values: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from .chart import (
     wrap_svg,
 )
 
-MARKER_RADIUS = 4.5
+_MARKER_RADIUS = 4.5
 MARKER_SHAPES = ("circle", "square", "triangle")
 """Of the points of the first eight groups, of the next eight, and so on: there are no more colors than eight."""
 
@@ -76,7 +76,7 @@ def _draw_log_axis(frame: Frame, powers: tuple[int, int], x_label: str) -> list[
 def _draw_marker(number: int, x: float, y: float, tooltip: str = "") -> str:
     """A point of a group with this number, and what it says of itself."""
     title = f"<title>{html.escape(tooltip)}</title>" if tooltip else ""
-    shape, r = MARKER_SHAPES[number // NUM_COLORS % len(MARKER_SHAPES)], MARKER_RADIUS
+    shape, r = MARKER_SHAPES[number // NUM_COLORS % len(MARKER_SHAPES)], _MARKER_RADIUS
     drawn = {
         "circle": f"M{x - r:.1f},{y:.1f}a{r},{r} 0 1 0 {2 * r},0a{r},{r} 0 1 0 {-2 * r},0z",
         "square": f"M{x - r:.1f},{y - r:.1f}h{2 * r}v{2 * r}h{-2 * r}z",

@@ -46,7 +46,7 @@ CHART = """
 .chart .less2, .chart .more2 { fill-opacity: 0.6; }
 """
 
-PAGE = """
+_PAGE = """
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--paper); color: var(--ink); -webkit-text-size-adjust: 100%;
@@ -84,4 +84,4 @@ pre b { color: var(--train); font-weight: 600; }
 }
 """
 
-STYLE = COLORS + PAGE + CHART
+STYLE = COLORS + _PAGE + CHART

@@ -23,16 +23,16 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 from . import dots1, llama
 
 
-def build_deepseek_v2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_deepseek_v2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     if config["num_experts_per_tok"] is None:
         raise ConfigError("num_experts_per_tok has to be given: the family has no usual value for it")
-    config = Config(config, **read_expert_groups(config))
+    config = Config(config, **_read_expert_groups(config))
     how = {"groups": config["n_group"], "kept_groups": config["topk_group"]}
     router = partial(SoftmaxRouter, renormalize=False, scale=config["routed_scaling_factor"], **how)
     return build_latent_decoder(config, router, interleaved=True, mlp_bias=config["mlp_bias"], key=key)
 
 
-def read_expert_groups(config: Config) -> dict[str, int]:
+def _read_expert_groups(config: Config) -> dict[str, int]:
     """`n_group` and `topk_group`, of which "greedy" takes no notice.
 
     **Raises** `ConfigError` for another way to choose, and where it needs them and they are not given.
@@ -65,14 +65,14 @@ def build_latent_decoder(
 
 
 def map_deepseek_v2_names(config: Config) -> NameMap:
-    return map_deepseek_v2_layers(config, prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES))
+    return _map_deepseek_v2_layers(config, prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES))
 
 
 def map_deepseek_v2_memory_names(config: Config) -> NameMap:
-    return map_deepseek_v2_layers(config, prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES))
+    return _map_deepseek_v2_layers(config, prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES))
 
 
-def map_deepseek_v2_layers(config: Config, experts: NameMap) -> NameMap:
+def _map_deepseek_v2_layers(config: Config, experts: NameMap) -> NameMap:
     projections = {
         "q_proj": "query",
         "q_a_proj": "query_down",
@@ -102,7 +102,7 @@ IGNORED_KEYS = frozenset({"aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"}
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    build=build_deepseek_v2,
+    build=_build_deepseek_v2,
     names=map_deepseek_v2_names,
     defaults={
         **DEFAULTS,

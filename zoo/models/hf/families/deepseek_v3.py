@@ -14,19 +14,19 @@ from zoo.models.hf.spec import Config, Family
 from . import deepseek_v2, llama
 
 
-def build_deepseek_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_deepseek_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
     router, interleaved = make_biased_router_factory(config), config["rope_interleave"]
     return deepseek_v2.build_latent_decoder(config, router, interleaved=interleaved, key=key)
 
 
-LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def find_mtp_tensors(config: Config, tensors: Collection[str]) -> set[str]:
     """The tensors of modules that predict further tokens: numbered as layers are, from `num_hidden_layers` on. Such a
     module has a projection `eh_proj` and a layer has none, so that no layer beyond a wrong `num_hidden_layers` is taken
     for one."""
-    by_name = {name: int(match[1]) for name in tensors if (match := LAYER_NUMBER.search(name))}
+    by_name = {name: int(match[1]) for name in tensors if (match := _LAYER_NUMBER.search(name))}
     found = {number for name, number in by_name.items() if name.endswith(".eh_proj.weight")}
     return {name for name, n in by_name.items() if n in found and n >= config["num_hidden_layers"]}
 
@@ -34,7 +34,7 @@ def find_mtp_tensors(config: Config, tensors: Collection[str]) -> set[str]:
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    build=build_deepseek_v3,
+    build=_build_deepseek_v3,
     names=deepseek_v2.map_deepseek_v2_names,
     defaults={
         **deepseek_v2.DEFAULTS,

@@ -19,7 +19,7 @@ from ..describe import describe_mixture
 from . import llama, qwen2_moe
 
 
-def build_dots1(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_dots1(config: Config, *, key: Key[Array, ""]) -> Decoder:
     layers, bias, window = config["num_hidden_layers"], config["attention_bias"], config["sliding_window"]
     for needed in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
         if config[needed] is None:
@@ -76,7 +76,7 @@ DEFAULTS = {
 DOTS1 = Family(
     name="dots1",
     architecture="Dots1ForCausalLM",
-    build=build_dots1,
+    build=_build_dots1,
     names=map_dots1_names,
     defaults={
         **DEFAULTS,

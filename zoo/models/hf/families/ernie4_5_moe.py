@@ -13,25 +13,25 @@ from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 
 from . import llama, qwen2_moe
 
-MIN_WEIGHT_SUM = 1e-12
+_MIN_WEIGHT_SUM = 1e-12
 """What the sum of a token's weights is at least, before they are divided by it."""
 
 
-def build_ernie4_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_ernie4_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     width, shared = config["moe_intermediate_size"], config["moe_num_shared_experts"]
     experts = make_mixture_factory(
         config,
-        partial(BiasedRouter, score="softmax", smallest=MIN_WEIGHT_SUM),
+        partial(BiasedRouter, score="softmax", smallest=_MIN_WEIGHT_SUM),
         config["num_experts"],
         width=width,
         shared=shared * width if shared else None,
     )
     return build_moe_decoder(
-        config, mark_ernie4_5_moe_layers(config), experts, rotary=build_rotary(config, interleaved=True), key=key
+        config, _mark_ernie4_5_moe_layers(config), experts, rotary=build_rotary(config, interleaved=True), key=key
     )
 
 
-def mark_ernie4_5_moe_layers(config: Config) -> list[bool]:
+def _mark_ernie4_5_moe_layers(config: Config) -> list[bool]:
     """Which layers are mixtures: every `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`,
     that one included; -1 is the last."""
     layers, step = config["num_hidden_layers"], config["moe_layer_interval"]
@@ -42,7 +42,7 @@ def mark_ernie4_5_moe_layers(config: Config) -> list[bool]:
     return [(number + 1) % step == 0 and first <= number <= last for number in range(layers)]
 
 
-def map_mixture_names(bias: str) -> NameMap:
+def _map_mixture_names(bias: str) -> NameMap:
     return {
         "gate": "router.scores",
         bias: TensorMapping(("router.selection_bias",), leading_ones=1),
@@ -50,21 +50,21 @@ def map_mixture_names(bias: str) -> NameMap:
     }
 
 
-def map_ernie4_5_moe_names(config: Config) -> NameMap:
-    mixture = map_mixture_names("moe_statics.e_score_correction_bias")
+def _map_ernie4_5_moe_names(config: Config) -> NameMap:
+    mixture = _map_mixture_names("moe_statics.e_score_correction_bias")
     return qwen2_moe.map_qwen2_moe_layers({**mixture, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
 
 
-def map_ernie4_5_moe_memory_names(config: Config) -> NameMap:
-    mixture = map_mixture_names("gate.moe_statics.e_score_correction_bias")
+def _map_ernie4_5_moe_memory_names(config: Config) -> NameMap:
+    mixture = _map_mixture_names("gate.moe_statics.e_score_correction_bias")
     return qwen2_moe.map_qwen2_moe_layers({**mixture, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)})
 
 
 ERNIE4_5_MOE = Family(
     name="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
-    build=build_ernie4_5_moe,
-    names=map_ernie4_5_moe_names,
+    build=_build_ernie4_5_moe,
+    names=_map_ernie4_5_moe_names,
     defaults={
         **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
         "vocab_size": 103424,
@@ -88,11 +88,11 @@ ERNIE4_5_MOE = Family(
     aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
     required_values={
         "use_bias": (False,),
-        "moe_norm_min": (MIN_WEIGHT_SUM,),
+        "moe_norm_min": (_MIN_WEIGHT_SUM,),
         "moe_gate": ("topk",),
         "moe_use_aux_free": (True,),
     },
     ignored_keys=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
     ignored_tensors=(*llama.LLAMA.ignored_tensors, r"^model\.mtp_"),
-    memory_names=map_ernie4_5_moe_memory_names,
+    memory_names=_map_ernie4_5_moe_memory_names,
 )

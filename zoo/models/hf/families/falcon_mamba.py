@@ -11,7 +11,7 @@ from zoo.models.hf.spec import Config, Family
 from .mamba import DEFAULTS, IGNORED_KEYS, REQUIRED_VALUES, build_mamba_decoder, make_mamba_factory, map_mamba_names
 
 
-def build_falcon_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_falcon_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm = partial(RMSNorm, epsilon=config["mixer_rms_eps"], scaled=False)
     return build_mamba_decoder(config, make_mamba_factory(config, norm=norm), key=key)
 
@@ -19,7 +19,7 @@ def build_falcon_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
 FALCON_MAMBA = Family(
     name="falcon_mamba",
     architecture="FalconMambaForCausalLM",
-    build=build_falcon_mamba,
+    build=_build_falcon_mamba,
     names=map_mamba_names,
     defaults=DEFAULTS | {"mixer_rms_eps": 1e-6},
     aliases={"layer_norm_epsilon": "rms_norm_eps"},

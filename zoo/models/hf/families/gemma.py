@@ -17,7 +17,7 @@ from zoo.models.hf.spec import Config, Family
 from . import llama
 
 
-def build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
     # the first releases say "gelu" and mean its tanh form, as transformers reads them
     config = Config(config, hidden_act="gelu_pytorch_tanh") if config["hidden_act"] == "gelu" else config
     norm, bias = make_rms_norm_factory(config, offset=1.0), config["attention_bias"]
@@ -31,7 +31,7 @@ def build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, kinds, norm, multiplier=config["hidden_size"] ** 0.5, key=key)
 
 
-DEFAULTS = {
+_DEFAULTS = {
     **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
     "vocab_size": 256000,
     "hidden_size": 3072,
@@ -48,9 +48,9 @@ DEFAULTS = {
 GEMMA = Family(
     name="gemma",
     architecture="GemmaForCausalLM",
-    build=build_gemma,
+    build=_build_gemma,
     names=llama.map_llama_names,
-    defaults=DEFAULTS,
+    defaults=_DEFAULTS,
     required_values={"hidden_activation": (None, "gelu_pytorch_tanh")},
     ignored_tensors=llama.LLAMA.ignored_tensors,
     describe=llama.describe_dense,

@@ -20,7 +20,7 @@ from . import dots1, llama
 from .deepseek_v3 import find_mtp_tensors
 
 
-def build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     width, norm = config["moe_intermediate_size"], make_head_norm_factory(config) if config["use_qk_norm"] else None
     shared, router = config["n_shared_experts"] * width, make_biased_router_factory(config)
     experts = make_mixture_factory(config, router, config["n_routed_experts"], width=width, shared=shared)
@@ -29,7 +29,7 @@ def build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     )
 
 
-def describe_glm4_moe(model: Any) -> dict[str, Any]:
+def _describe_glm4_moe(model: Any) -> dict[str, Any]:
     """Of a rotation that leaves nothing out, too, which other families need not say."""
     found = describe_mixture(model)
     return {**found, "rope_parameters": {"partial_rotary_factor": 1.0, **found["rope_parameters"]}}
@@ -38,7 +38,7 @@ def describe_glm4_moe(model: Any) -> dict[str, Any]:
 GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    build=build_glm4_moe,
+    build=_build_glm4_moe,
     names=dots1.map_dots1_names,
     defaults={
         **dots1.DEFAULTS,
@@ -61,5 +61,5 @@ GLM4_MOE = Family(
     ignored_tensors=llama.LLAMA.ignored_tensors,
     find_ignored_tensors=find_mtp_tensors,
     memory_names=dots1.map_dots1_memory_names,
-    describe=describe_glm4_moe,
+    describe=_describe_glm4_moe,
 )

@@ -15,7 +15,7 @@ from zoo.models.hf.builders import (
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 
-def build_gpt2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_gpt2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, scale = make_layer_norm_factory(config), None if config["scale_attn_weights"] else 1.0
     mixer = make_attention_factory(config, rotary=None, bias=True, out_bias=True, scale=scale)
     kinds = [make_block_factory(Block, norm=norm, mixer=mixer, ffn=make_mlp_factory(config))] * config[
@@ -24,7 +24,7 @@ def build_gpt2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, kinds, norm, positions=config["max_position_embeddings"], key=key)
 
 
-def map_gpt2_names(config: Config) -> NameMap:
+def _map_gpt2_names(config: Config) -> NameMap:
     attention = {"c_attn": fused("query", "key", "value", transposed=True), "c_proj": fused("out", transposed=True)}
     mlp = {"c_fc": fused("up", transposed=True), "c_proj": fused("down", transposed=True)}
     block = {
@@ -40,8 +40,8 @@ def map_gpt2_names(config: Config) -> NameMap:
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
-    build=build_gpt2,
-    names=map_gpt2_names,
+    build=_build_gpt2,
+    names=_map_gpt2_names,
     defaults={
         "vocab_size": 50257,
         "hidden_size": 768,

@@ -15,7 +15,7 @@ from zoo.models.hf.builders import (
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 
-def build_gpt_neox(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_gpt_neox(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, bias = make_layer_norm_factory(config), config["attention_bias"]
     block = ParallelBlock if config["use_parallel_residual"] else Block
     kind = make_block_factory(
@@ -24,7 +24,7 @@ def build_gpt_neox(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, [kind] * config["num_hidden_layers"], norm, key=key)
 
 
-def map_gpt_neox_names(config: Config) -> NameMap:
+def _map_gpt_neox_names(config: Config) -> NameMap:
     per_head = fused("query", "key", "value", groups=config["num_attention_heads"])
     block = {
         "input_layernorm": "mixer_norm",
@@ -39,8 +39,8 @@ def map_gpt_neox_names(config: Config) -> NameMap:
 GPT_NEOX = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
-    build=build_gpt_neox,
-    names=map_gpt_neox_names,
+    build=_build_gpt_neox,
+    names=_map_gpt_neox_names,
     defaults={
         "vocab_size": 50432,
         "hidden_size": 6144,

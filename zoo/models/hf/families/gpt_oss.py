@@ -26,7 +26,7 @@ from zoo.ops.quantized.mxfp4 import BLOCK_SIZE
 from . import llama
 
 
-def build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, bias = make_rms_norm_factory(config), config["attention_bias"]
     packed = config["quantization_config"] is not None
     for size in ("hidden_size", "intermediate_size"):
@@ -54,7 +54,7 @@ def build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, share_factories(seen, kind), norm, key=key)
 
 
-def map_gpt_oss_names(config: Config) -> NameMap:
+def _map_gpt_oss_names(config: Config) -> NameMap:
     interleaved = partial(fused, groups=config["intermediate_size"])
     experts: NameMap = {
         "gate_up_proj": interleaved("gate.weight", "up.weight", transposed=True),
@@ -77,8 +77,8 @@ def map_gpt_oss_names(config: Config) -> NameMap:
 GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
-    build=build_gpt_oss,
-    names=map_gpt_oss_names,
+    build=_build_gpt_oss,
+    names=_map_gpt_oss_names,
     defaults={
         "vocab_size": 201088,
         "hidden_size": 2880,

@@ -23,7 +23,7 @@ from ..describe import describe_mixture
 from . import llama
 
 
-def build_granitemoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_granitemoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, bias, scale = make_rms_norm_factory(config), config["attention_bias"], config["attention_multiplier"]
     if config["logits_scaling"] == 0:
         raise ConfigError("logits_scaling = 0: logits are divided by it")
@@ -37,13 +37,13 @@ def build_granitemoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, kinds, norm, key=key, **multipliers)
 
 
-def map_granitemoe_names(config: Config) -> NameMap:
+def _map_granitemoe_names(config: Config) -> NameMap:
     fusion = fused("experts.gate", "experts.up")  # of all experts in one
     mixture = {"router.layer": "router.scores", "input_linear": fusion, "output_linear": "experts.down"}
     return llama.map_llama_layers(prefixed("block_sparse_moe", "mixture_of_experts", mixture))
 
 
-def map_granitemoe_memory_names(config: Config) -> NameMap:
+def _map_granitemoe_memory_names(config: Config) -> NameMap:
     mixture = {"router": "router.scores", **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
     return llama.map_llama_layers(prefixed("block_sparse_moe", "mixture_of_experts", mixture))
 
@@ -51,8 +51,8 @@ def map_granitemoe_memory_names(config: Config) -> NameMap:
 GRANITEMOE = Family(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    build=build_granitemoe,
-    names=map_granitemoe_names,
+    build=_build_granitemoe,
+    names=_map_granitemoe_names,
     defaults={
         **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
         "embedding_multiplier": 1.0,
@@ -63,6 +63,6 @@ GRANITEMOE = Family(
         "num_experts_per_tok": 2,
     },
     ignored_tensors=llama.LLAMA.ignored_tensors,
-    memory_names=map_granitemoe_memory_names,
+    memory_names=_map_granitemoe_memory_names,
     describe=describe_mixture,
 )

@@ -30,7 +30,7 @@ FUSED_EXPERT_NAMES: NameMap = {"gate_up_proj": fused("gate.weight", "up.weight")
 """All experts of a layer, as transformers holds them in memory."""
 
 
-def build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, bias = make_rms_norm_factory(config), config["attention_bias"]
     mixer = make_attention_factory(config, bias=bias, out_bias=bias)
     block = make_block_factory(
@@ -75,7 +75,7 @@ DEFAULTS: dict[str, Any] = {
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
-    build=build_llama,
+    build=_build_llama,
     names=map_llama_names,
     defaults=DEFAULTS,
     ignored_tensors=(r"\.rotary_emb\.inv_freq$",),

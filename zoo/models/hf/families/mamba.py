@@ -15,7 +15,7 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from ..describe import check_type, eval_shape_blocks
 
-MIXER_NAMES: NameMap = {
+_MIXER_NAMES: NameMap = {
     "in_proj": fused("x", "gate"),
     "conv1d": fused("convolution", conv1d_filters=True),
     "x_proj": fused("dt_down", "B", "C"),
@@ -27,7 +27,7 @@ MIXER_NAMES: NameMap = {
 }
 
 
-def build_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_mamba_decoder(config, make_mamba_factory(config), key=key)
 
 
@@ -55,12 +55,12 @@ def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
 
 
 def map_mamba_names(config: Config) -> NameMap:
-    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba", MIXER_NAMES)}
+    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba", _MIXER_NAMES)}
     shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
     return {**prefixed("backbone", "", shell), "lm_head": "head"}
 
 
-def describe_mamba(model: Any) -> dict[str, Any]:
+def _describe_mamba(model: Any) -> dict[str, Any]:
     """**Raises** `ConfigError` for layers of another kind."""
     model, (block, *others) = eval_shape_blocks(model)
     check_type("block", block, MixerBlock)
@@ -118,12 +118,12 @@ IGNORED_KEYS = frozenset(
 MAMBA = Family(
     name="mamba",
     architecture="MambaForCausalLM",
-    build=build_mamba,
+    build=_build_mamba,
     names=map_mamba_names,
     defaults=DEFAULTS,
     aliases={"layer_norm_epsilon": "rms_norm_eps"},
     required_values=REQUIRED_VALUES,
     ignored_keys=IGNORED_KEYS,
     embedding="backbone.embeddings",
-    describe=describe_mamba,
+    describe=_describe_mamba,
 )

@@ -16,7 +16,7 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from ..describe import check_type, eval_shape_blocks
 
-MIXER_NAMES: NameMap = {
+_MIXER_NAMES: NameMap = {
     "in_proj": fused("gate", "x", "B", "C", "dt"),
     "conv1d": fused("x_convolution", "B_convolution", "C_convolution", conv1d_filters=True),
     "dt_bias": "dt_bias",
@@ -27,15 +27,15 @@ MIXER_NAMES: NameMap = {
 }
 
 
-def build_mamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_mamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm = make_rms_norm_factory(config)
-    kind = make_block_factory(MixerBlock, norm=norm, mixer=make_mamba2_factory(config), ffn=None)
+    kind = make_block_factory(MixerBlock, norm=norm, mixer=_make_mamba2_factory(config), ffn=None)
     return build_config_decoder(
         config, [kind] * config["num_hidden_layers"], norm, hidden_states_skip_embedding=True, key=key
     )
 
 
-def make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
+def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
     """**Raises** `ConfigError` where heads are not as wide together as `expand` says, or do not share out."""
     embed, heads, groups = (config[key] for key in ("hidden_size", "num_heads", "n_groups"))
     inner = config["expand"] * embed
@@ -55,24 +55,24 @@ def make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
         bias=config["use_bias"],
         conv_bias=config["use_conv_bias"],
         epsilon=config["rms_norm_eps"],
-        dt_limit=read_dt_limits(config),
+        dt_limit=_read_dt_limits(config),
         out_scale=config["num_hidden_layers"] ** -0.5,
     )
 
 
-def read_dt_limits(config: Config) -> tuple[float, float]:
+def _read_dt_limits(config: Config) -> tuple[float, float]:
     """The bounds of steps. transformers writes infinity as a word, since JSON has no number for it."""
     low, high = (float(x["__float__"]) if isinstance(x, dict) else float(x) for x in config["time_step_limit"])
     return low, high
 
 
-def map_mamba2_names(config: Config) -> NameMap:
-    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba2", MIXER_NAMES)}
+def _map_mamba2_names(config: Config) -> NameMap:
+    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba2", _MIXER_NAMES)}
     shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
     return {**prefixed("backbone", "", shell), "lm_head": "head"}
 
 
-def describe_mamba2(model: Any) -> dict[str, Any]:
+def _describe_mamba2(model: Any) -> dict[str, Any]:
     """**Raises** `ConfigError` for layers of another kind."""
     model, (block, *others) = eval_shape_blocks(model)
     check_type("block", block, MixerBlock)
@@ -102,8 +102,8 @@ def describe_mamba2(model: Any) -> dict[str, Any]:
 MAMBA2 = Family(
     name="mamba2",
     architecture="Mamba2ForCausalLM",
-    build=build_mamba2,
-    names=map_mamba2_names,
+    build=_build_mamba2,
+    names=_map_mamba2_names,
     defaults={
         "vocab_size": 32768,
         "hidden_size": 4096,
@@ -137,5 +137,5 @@ MAMBA2 = Family(
         }
     ),
     embedding="backbone.embeddings",
-    describe=describe_mamba2,
+    describe=_describe_mamba2,
 )

@@ -16,7 +16,7 @@ from zoo.models.hf.spec import Config, Family
 from . import llama
 
 
-def build_mistral(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_mistral(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm = make_rms_norm_factory(config)
     mixer = make_attention_factory(config, window=config["sliding_window"])
     block = make_block_factory(Block, norm=norm, mixer=mixer, ffn=make_gated_mlp_factory(config))
@@ -34,7 +34,7 @@ DEFAULTS = {
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
-    build=build_mistral,
+    build=_build_mistral,
     names=llama.map_llama_names,
     defaults=DEFAULTS,
     required_values={"layer_types": (None,)},

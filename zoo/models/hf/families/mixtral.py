@@ -21,7 +21,7 @@ from . import llama, mistral
 EXPERT_NAMES: NameMap = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
-def build_mixtral(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_mixtral(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, mixer = make_rms_norm_factory(config), make_attention_factory(config, window=config["sliding_window"])
     block = make_block_factory(
         Block, norm=norm, mixer=mixer, ffn=make_mixture_factory(config, SoftmaxRouter, config["num_experts"])
@@ -29,12 +29,12 @@ def build_mixtral(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, [block] * config["num_hidden_layers"], norm, key=key)
 
 
-def map_mixtral_names(config: Config) -> NameMap:
+def _map_mixtral_names(config: Config) -> NameMap:
     mixture = {"gate": "router.scores", **prefixed("experts.*", "experts.*", EXPERT_NAMES)}
     return llama.map_llama_layers(prefixed("block_sparse_moe", "mixture_of_experts", mixture))
 
 
-def map_mixtral_memory_names(config: Config) -> NameMap:
+def _map_mixtral_memory_names(config: Config) -> NameMap:
     mixture = {"gate": "router.scores", **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
     return llama.map_llama_layers(prefixed("mlp", "mixture_of_experts", mixture))
 
@@ -42,8 +42,8 @@ def map_mixtral_memory_names(config: Config) -> NameMap:
 MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    build=build_mixtral,
-    names=map_mixtral_names,
+    build=_build_mixtral,
+    names=_map_mixtral_names,
     defaults={
         **mistral.DEFAULTS,
         "rms_norm_eps": 1e-5,
@@ -55,6 +55,6 @@ MIXTRAL = Family(
     aliases={"num_local_experts": "num_experts"},
     required_values=mistral.MISTRAL.required_values,
     ignored_tensors=llama.LLAMA.ignored_tensors,
-    memory_names=map_mixtral_memory_names,
+    memory_names=_map_mixtral_memory_names,
     describe=describe_mixture,
 )

@@ -14,7 +14,7 @@ from zoo.models.hf.spec import Config, Family
 from . import llama, qwen2_moe
 
 
-def build_olmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_olmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     bias, clip = config["attention_bias"], config["clip_qkv"]
     if clip is not None and not is_positive_number(clip):
         raise ConfigError(f"clip_qkv = {clip!r} should be a number above 0")
@@ -26,15 +26,15 @@ def build_olmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_moe_decoder(config, [True] * config["num_hidden_layers"], experts, key=key, **options)
 
 
-OMITTED_DEFAULTS = ("head_dim", "mlp_bias")
+_OMITTED_DEFAULTS = ("head_dim", "mlp_bias")
 
 OLMOE = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
-    build=build_olmoe,
+    build=_build_olmoe,
     names=qwen2_moe.map_qwen2_moe_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in OMITTED_DEFAULTS},
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
         "vocab_size": 50304,
         "hidden_size": 2048,
         "intermediate_size": 2048,

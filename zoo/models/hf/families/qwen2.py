@@ -22,7 +22,7 @@ from zoo.models.stack import BlockFactory
 from . import llama
 
 
-def build_qwen2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_qwen2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_windowed_decoder(config, key=key, bias=True)
 
 
@@ -61,7 +61,7 @@ DEFAULTS = {
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    build=build_qwen2,
+    build=_build_qwen2,
     names=llama.map_llama_names,
     defaults=DEFAULTS,
     required_values={"use_mrope": (False,)},

@@ -14,7 +14,7 @@ from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 from . import llama, qwen2
 
 
-def build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     window, upper = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]
     local = lambda number: window is not None and number < upper and number % 2 == 0
     usual = ["sliding_attention" if local(n) else "full_attention" for n in range(config["num_hidden_layers"])]
@@ -43,7 +43,7 @@ def mark_qwen2_moe_layers(config: Config) -> list[bool]:
     return [n not in (dense or ()) and (n + 1) % step == 0 for n in range(config["num_hidden_layers"])]
 
 
-MIXTURE_NAMES: NameMap = {
+_MIXTURE_NAMES: NameMap = {
     "gate": "router.scores",
     "shared_expert_gate": "shared_gate",
     **prefixed("shared_expert", "shared", llama.GATED_MLP_NAMES),
@@ -51,11 +51,11 @@ MIXTURE_NAMES: NameMap = {
 
 
 def map_qwen2_moe_names(config: Config) -> NameMap:
-    return map_qwen2_moe_layers({**MIXTURE_NAMES, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
+    return map_qwen2_moe_layers({**_MIXTURE_NAMES, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
 
 
 def map_qwen2_moe_memory_names(config: Config) -> NameMap:
-    return map_qwen2_moe_layers({**MIXTURE_NAMES, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)})
+    return map_qwen2_moe_layers({**_MIXTURE_NAMES, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)})
 
 
 def map_qwen2_moe_layers(mixture: NameMap) -> NameMap:
@@ -83,7 +83,7 @@ DEFAULTS = {
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    build=build_qwen2_moe,
+    build=_build_qwen2_moe,
     names=map_qwen2_moe_names,
     defaults={**DEFAULTS, "shared_expert_intermediate_size": 5632, "qkv_bias": True},
     required_values=qwen2.QWEN2.required_values,

@@ -10,7 +10,7 @@ from zoo.models.hf.spec import Config, Family
 from . import llama, qwen2
 
 
-def build_qwen3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_qwen3(config: Config, *, key: Key[Array, ""]) -> Decoder:
     bias = config["attention_bias"]
     return qwen2.build_windowed_decoder(
         config, key=key, bias=bias, out_bias=bias, qk_norm=make_head_norm_factory(config)
@@ -20,7 +20,7 @@ def build_qwen3(config: Config, *, key: Key[Array, ""]) -> Decoder:
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    build=build_qwen3,
+    build=_build_qwen3,
     names=llama.map_llama_names,
     defaults={**qwen2.DEFAULTS, "head_dim": 128, "attention_bias": False},
     ignored_tensors=llama.LLAMA.ignored_tensors,

@@ -14,7 +14,7 @@ from ..describe import describe_mixture
 from . import llama, qwen2_moe
 
 
-def build_qwen3_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_qwen3_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     router = partial(SoftmaxRouter, renormalize=config["norm_topk_prob"])
     experts = make_mixture_factory(config, router, config["num_local_experts"], width=config["moe_intermediate_size"])
     sparse, bias = qwen2_moe.mark_qwen2_moe_layers(config), config["attention_bias"]
@@ -23,15 +23,15 @@ def build_qwen3_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_moe_decoder(config, sparse, experts, windows=[window] * len(sparse), key=key, **norms)
 
 
-OMITTED_DEFAULTS = ("max_window_layers", "layer_types", "num_experts")
+_OMITTED_DEFAULTS = ("max_window_layers", "layer_types", "num_experts")
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    build=build_qwen3_moe,
+    build=_build_qwen3_moe,
     names=qwen2_moe.map_qwen2_moe_names,
     defaults={
-        **{key: value for key, value in qwen2_moe.DEFAULTS.items() if key not in OMITTED_DEFAULTS},
+        **{key: value for key, value in qwen2_moe.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
         "intermediate_size": 6144,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,

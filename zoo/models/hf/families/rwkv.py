@@ -12,15 +12,15 @@ from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, compute_out_scale, make_layer_norm_factory
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 
-COMMON_MIXING_NAMES: NameMap = {
+_COMMON_MIXING_NAMES: NameMap = {
     "key": "key",
     "receptance": "receptance",
     "value": "value",
     "time_mix_key": TensorMapping(("key_mix",), leading_ones=2),
     "time_mix_receptance": TensorMapping(("receptance_mix",), leading_ones=2),
 }
-TIME_MIXING_NAMES: NameMap = {
-    **COMMON_MIXING_NAMES,
+_TIME_MIXING_NAMES: NameMap = {
+    **_COMMON_MIXING_NAMES,
     "output": "out",
     "time_mix_value": TensorMapping(("value_mix",), leading_ones=2),
     "time_decay": "decay",
@@ -28,7 +28,7 @@ TIME_MIXING_NAMES: NameMap = {
 }
 
 
-def build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, embed, scale = make_layer_norm_factory(config), config["hidden_size"], compute_out_scale(config)
     mixer = partial(RWKV4, embed, inner=config["attention_hidden_size"], out_scale=scale)
     ffn = partial(RWKV4ChannelMixing, embed, config["intermediate_size"] or 4 * embed, out_scale=scale)
@@ -37,12 +37,12 @@ def build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, kinds, last, embedding_norm=norm, hidden_states_skip_embedding=True, key=key)
 
 
-def map_rwkv_names(config: Config) -> NameMap:
+def _map_rwkv_names(config: Config) -> NameMap:
     block = {
         "ln1": "mixer_norm",
         "ln2": "ffn_norm",
-        **prefixed("attention", "rwkv4", TIME_MIXING_NAMES),
-        **prefixed("feed_forward", "rwkv4_channel_mixing", COMMON_MIXING_NAMES),
+        **prefixed("attention", "rwkv4", _TIME_MIXING_NAMES),
+        **prefixed("feed_forward", "rwkv4_channel_mixing", _COMMON_MIXING_NAMES),
     }
     shell = {"embeddings": "embedding", "blocks.0.pre_ln": "embedding_norm", "ln_out": "norm"}
     return {**prefixed("rwkv", "", {**shell, **prefixed("blocks.*", "layers.*", block)}), "head": "head"}
@@ -51,8 +51,8 @@ def map_rwkv_names(config: Config) -> NameMap:
 RWKV = Family(
     name="rwkv",
     architecture="RwkvForCausalLM",
-    build=build_rwkv,
-    names=map_rwkv_names,
+    build=_build_rwkv,
+    names=_map_rwkv_names,
     defaults={
         "vocab_size": 50277,
         "hidden_size": 4096,

@@ -1,0 +1,27 @@
+"""Array shapes that several modules annotate, each named once.
+
+    batch       rows of a batch; on a mesh, those of this device
+    seq         tokens of a row
+    embed       features of the residual stream
+    heads       query heads; fewer key and value heads are `kv_heads`
+    key_dim     features of a key, and rows of a recurrent state
+    value_dim   features of a value, and columns of a recurrent state
+
+The annotation of a parameter is also its sharding (`zoo.parallel.module`), so parameters spell their dims out where they
+are declared; the aliases are for activations, states and what describes tokens.
+"""
+
+from jaxtyping import Array, Bool, Float, Int
+
+Tokens = Int[Array, "batch seq"]
+SegmentIds = Int[Array, "batch seq"]
+Positions = Int[Array, "batch seq"]
+PaddingMask = Bool[Array, "batch seq"]
+
+HiddenStates = Float[Array, "batch seq embed"]
+HeadVectors = Float[Array, "batch seq heads _"]
+
+Queries = Float[Array, "batch seq heads key_dim"]
+Values = Float[Array, "batch seq heads value_dim"]
+LogDecays = Float[Array, "batch seq heads"] | Float[Array, "batch seq heads key_dim"]
+MatrixState = Float[Array, "batch heads key_dim value_dim"]
