@@ -53,7 +53,7 @@ def far(a, b):
 def by_hand(layer, x):
     """The formulas of the docstring, one head after another."""
     cos, sin = layer.rotary(jnp.arange(x.shape[1]))
-    turned = lambda b: layer.turned(b[:, :, None], (cos, sin))[:, :, 0]
+    turned = lambda b: layer.rotate(b[:, :, None], (cos, sin))[:, :, 0]
     c, r = layer.latent_norm(layer.latent(x)), turned(layer.rotary_key(x))
     read = x if layer.query is not None else layer.query_norm(layer.query_down(x))
     rows = (layer.query or layer.query_up).weight.reshape(-1, layer.head_dim + layer.rotary.dim, read.shape[-1])
@@ -74,7 +74,7 @@ def test_it_is_its_formula(name):
     layer, x = made(name), activations()
     assert far(whole(layer, x), by_hand(layer, x)) < 1e-5
     if name == "small":
-        assert far(whole(made(name, form=reference_attention), x), by_hand(layer, x)) < 1e-5
+        assert far(whole(made(name, implementation=reference_attention), x), by_hand(layer, x)) < 1e-5
 
 
 @eqx.filter_jit
@@ -83,13 +83,13 @@ def both_forms(layer, x, cotangent, segments):
 
     def run(form, inputs):
         layer, x = inputs
-        return getattr(layer, form)(layer.project_queries(x, angles), layer.features(x, angles), sight)
+        return getattr(layer, form)(layer.project_queries(x, angles), layer.project_features(x, angles), sight)
 
     def values_and_gradients(form):
         out, back = eqx.filter_vjp(partial(run, form), (layer, x))
         return out, back(cotangent)
 
-    return values_and_gradients("expanded"), values_and_gradients("absorbed")
+    return values_and_gradients("attend_expanded"), values_and_gradients("attend_absorbed")
 
 
 @given(name=st.sampled_from(sorted(SIZES)), seed=st.integers(0, 2**20), segmented=st.booleans())

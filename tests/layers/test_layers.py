@@ -57,7 +57,7 @@ def test_a_norm_over_a_split_dim_is_that_of_all_of_it(kind):
 
 
 def test_attention_norms_all_heads_together_and_then_clips():
-    options = {"kv_heads": 2, "whole_norm": partial(RMSNorm, epsilon=1e-3), "clip": 0.7}
+    options = {"kv_heads": 2, "norm_over_heads": partial(RMSNorm, epsilon=1e-3), "clip": 0.7}
     attention = Attention(16, 4, **options, key=KEY)
     scales = jnp.linspace(0.5, 2, 16), jnp.linspace(2, 0.5, 8)
     attention = eqx.tree_at(lambda a: (a.query_norm.weight, a.key_norm.weight), attention, scales)
@@ -85,7 +85,7 @@ def whole_normed(key):
 
     def kind(key):
         mixer_key, ffn_key = jax.random.split(key)
-        norms = {"whole_norm": RMSNorm, "clip": 1.3, "rotary": Rotary(8)}  # no value lies within rounding of the clip
+        norms = {"norm_over_heads": RMSNorm, "clip": 1.3, "rotary": Rotary(8)}  # no value lies within rounding of the clip
         mixer = Attention(32, 4, kv_heads=2, **norms, key=mixer_key)
         return Block(RMSNorm(32), mixer, RMSNorm(32), MLP(32, 64, key=ffn_key), Dropout(0.0), residual_multiplier=0.5)
 

@@ -71,13 +71,13 @@ def by_hand_mamba(layer, x):
 def by_hand_mamba2(layer, x):
     heads = lambda y, size: y.reshape(*y.shape[:2], -1, size)
     u = heads(conv(layer.x_convolution, layer.x(x)), layer.head_dim)
-    groups = layer.B.out_size // layer.state
+    groups = layer.B.out_size // layer.state_dim
     B, C = (
-        jnp.repeat(heads(conv(convolution, linear(x)), layer.state), u.shape[2] // groups, axis=2)
+        jnp.repeat(heads(conv(convolution, linear(x)), layer.state_dim), u.shape[2] // groups, axis=2)
         for convolution, linear in ((layer.B_convolution, layer.B), (layer.C_convolution, layer.C))
     )
     dt = jnp.clip(jax.nn.softplus(layer.dt(x) + layer.dt_bias), *layer.dt_limit)
-    A, h, out = -jnp.exp(layer.A_log), jnp.zeros((len(x), *u.shape[2:], layer.state)), []
+    A, h, out = -jnp.exp(layer.A_log), jnp.zeros((len(x), *u.shape[2:], layer.state_dim)), []
     for t in range(x.shape[1]):
         h = jnp.exp(dt[:, t] * A)[..., None, None] * h
         h = h + dt[:, t, :, None, None] * u[:, t, :, :, None] * B[:, t, :, None]
@@ -130,8 +130,8 @@ def test_it_is_its_formula_in_both_forms(name):
     layer, x = made(name), activations()
     expected = eqx.filter_jit(BY_HAND[type(layer)])(layer, x)
     assert far(whole(layer, x), expected) < 1e-5
-    if hasattr(layer, "form"):
-        assert far(whole(made(name, form="recurrent"), x), expected) < 1e-5
+    if hasattr(layer, "mode"):
+        assert far(whole(made(name, mode="recurrent"), x), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["rwkv4 channels"])

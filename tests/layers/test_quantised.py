@@ -19,7 +19,7 @@ def both(kind, in_size, out_size, *, in_=Dim("in"), out=Dim("out"), bias=True):
     linear = Linear(in_size, out_size, in_=in_, out=out, bias=bias, key=KEY)
     linear = eqx.tree_at(lambda x: x.bias, linear, jnp.arange(out_size) / 7.0) if bias else linear
     packed = kind(linear.dense_weight, linear.dense_bias, in_=in_, out=out)
-    return packed, packed.unpacked(packed.matrix, packed.shift)
+    return packed, packed.to_linear(packed.dense_weight, packed.dense_bias)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -27,10 +27,10 @@ def test_alone(kind):
     packed, plain = both(kind, 128, 5)
     x, y = jax.random.normal(KEY, (2, 3, 128)), jax.random.normal(KEY, (2, 3, 5))
     assert type(plain) is Linear and packed.out_size == 5
-    np.testing.assert_array_equal(packed.matrix, plain.weight)
-    np.testing.assert_array_equal(packed.shift, plain.bias)
+    np.testing.assert_array_equal(packed.dense_weight, plain.weight)
+    np.testing.assert_array_equal(packed.dense_bias, plain.bias)
     drawn = Linear(128, 5, key=KEY).weight
-    assert 0 < jnp.abs(packed.matrix - drawn).max() < 0.17 * jnp.abs(drawn).max()
+    assert 0 < jnp.abs(packed.dense_weight - drawn).max() < 0.17 * jnp.abs(drawn).max()
     np.testing.assert_allclose(packed(x), plain(x), atol=1e-5)
     np.testing.assert_allclose(packed.transposed(y), plain.transposed(y), atol=1e-5)
     half = zoo.cast(packed, jnp.bfloat16)(x.astype(jnp.bfloat16))
@@ -44,7 +44,7 @@ def test_as_experts(kind):
     weights = jax.vmap(lambda key: jax.random.normal(key, (5, 64)))(keys)
     make = lambda weight: kind(weight, weight[:, 0], in_=Dim("in"), out=Dim("out"))
     packed = eqx.filter_vmap(make)(weights)
-    plain = eqx.filter_vmap(lambda packed: packed.unpacked(packed.matrix, packed.shift))(packed)
+    plain = eqx.filter_vmap(lambda packed: packed.to_linear(packed.dense_weight, packed.dense_bias))(packed)
     assert packed.out_size == 5
     x, sizes = jax.random.normal(KEY, (9, 64)), jnp.array([4, 0, 3])
     np.testing.assert_allclose(packed.grouped(x, sizes), plain.grouped(x, sizes), atol=1e-4)
@@ -56,9 +56,9 @@ def test_only_its_bias_is_learnt_and_cast(kind):
     packed, _ = both(kind, 64, 5)
     assert [x.shape for x in jax.tree.leaves(zoo.trainable(packed))] == [(5,)] and zoo.count(packed) == 5
     half = zoo.cast(packed, jnp.bfloat16)
-    assert [x.dtype for x in half.packed] == [x.dtype for x in packed.packed]
+    assert [x.dtype for x in half.packed_arrays] == [x.dtype for x in packed.packed_arrays]
     assert half.bias.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(half.matrix, packed.matrix)
+    np.testing.assert_array_equal(half.dense_weight, packed.dense_weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,8 +69,8 @@ def test_packed_again(kind):
     again = zoo.cast(packed, jnp.bfloat16).repack(other, jnp.ones(5))
     expected = kind(other, jnp.ones(5, jnp.bfloat16), in_=packed.in_, out=packed.out)
     assert eqx.tree_equal(again, expected)
-    assert packed.unpacked(other, None).bias is None
-    with pytest.raises(NotImplementedError, match=f"in {kind.form} is rounded.*'pissa' or 'olora'"):
+    assert packed.to_linear(other, None).bias is None
+    with pytest.raises(NotImplementedError, match=f"in {kind.format} is rounded.*'pissa' or 'olora'"):
         packed.with_weight(other, None)
 
 

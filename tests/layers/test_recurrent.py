@@ -56,7 +56,7 @@ MAKERS = {
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),
     "rwkv7": partial(RWKV7, rank=3),
     "rg_lru": partial(RGLRU, inner=16),
-    "mamba": without_heads(Mamba, state=3, rank=2, norm=partial(RMSNorm, scaled=False), bias=True),
+    "mamba": without_heads(Mamba, state_dim=3, rank=2, norm=partial(RMSNorm, scaled=False), bias=True),
     "mamba2": partial(Mamba2, head_dim=8, groups=2, state_dim=3, bias=True),
     "mamba2, bounded": partial(
         Mamba2, head_dim=4, state_dim=5, conv_width=2, dt_limit=(0.05, 0.5), norm_before_gate=True
@@ -127,7 +127,7 @@ def near(a, b, scale=None):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_a_mixer_promises(name):
-    layer, by_definition = made(MAKERS[name]), made(partial(MAKERS[name], form="recurrent"))
+    layer, by_definition = made(MAKERS[name]), made(partial(MAKERS[name], mode="recurrent"))
     x = activations()
     got = everything(layer, by_definition, x, activations(2)[:, 0])
     near(got["recurrent"], got["whole"])
@@ -159,7 +159,7 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one():
         ),
         (partial(DeltaNet, 12, 2, key_dim=0), "key_dim is 0"),
         (partial(DeltaNet, 12, 2, conv_width=0), "a convolution is at least 1 token wide"),
-        (partial(GatedDeltaProduct, 12, 2, num_householder=0), "steps is 0"),
+        (partial(GatedDeltaProduct, 12, 2, num_householder=0), "num_householder is 0"),
         (partial(Lightning, 12, 2, depth=1.5), "a depth is 0 for the first layer"),
         (partial(HGRN2, 12, 2, bound=1.0), "at least 0 and below 1"),
         (partial(RGLRU, 12, 5), "inner=12 features do not share out over 5 heads"),

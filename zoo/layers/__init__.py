@@ -13,8 +13,8 @@ from .moe.mixture import MixtureOfExperts
 from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
 from .moe.routing import Routing
 from .norm import LayerNorm, RMSNorm
-from .quantized.linear import Int8Linear, NF4Linear
-from .quantized.packed import AbstractPackedLinear, MXFP4Linear
+from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
+from .quantized.packed import AbstractPackedLinear
 from .recurrent.common import HeadNorm, LowRank, RecurrentState
 from .recurrent.context import RecurrenceContext
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
@@ -26,7 +26,8 @@ from .recurrent.mamba2 import Mamba2
 from .recurrent.mlstm import MLSTM
 from .recurrent.rg_lru import RGLRU
 from .recurrent.rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
-from .recurrent.rwkv6 import RWKV6, RWKV7
+from .recurrent.rwkv6 import RWKV6
+from .recurrent.rwkv7 import RWKV7
 from .token_info import TokenInfo, token_positions
 
 __all__ = [

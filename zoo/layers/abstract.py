@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.parallel import Module
+from zoo.shapes import HiddenStates
 
 from .moe.routing import Routing
 from .token_info import TokenInfo
@@ -75,9 +76,9 @@ class AbstractFeedForward(Module):
     """A map of each token by itself."""
 
     @abc.abstractmethod
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]: ...
+    def __call__(self, x: HiddenStates) -> HiddenStates: ...
 
-    def routed(self, x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "batch seq embed"], tuple[Routing, ...]]:
+    def routed(self, x: HiddenStates) -> tuple[HiddenStates, tuple[Routing, ...]]:
         """The same, and what a router decided on the way, where there is one."""
         return self(x), ()
 
@@ -91,9 +92,7 @@ class AbstractMixer(Module):
     """What lets tokens see those before them: attention, or a recurrence."""
 
     @abc.abstractmethod
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: Any = None
-    ) -> tuple[Float[Array, "batch seq embed"], Any]:
+    def __call__(self, x: HiddenStates, info: TokenInfo, state: Any = None) -> tuple[HiddenStates, Any]:
         """What each token takes from those it sees; and the state after them, where one came."""
 
     @abc.abstractmethod

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.attention import AttentionMask, grouped_query_attention
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, full_precision, implementation_option, num_shards, shard_offset, sharded_axes
+from zoo.shapes import HiddenStates
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .kv_cache import KeyValueCache, require_positions
-from .linear import Linear
-from .recurrent.common import resolve_head_dim
+from .linear import Linear, resolve_head_dim
 from .rotary import compute_cos_sin, rope_stable_length
 from .token_info import TokenInfo
 
@@ -41,7 +41,7 @@ class Attention(AbstractMixer):
     out: AbstractLinear
     query_norm: AbstractNorm | None
     key_norm: AbstractNorm | None
-    sinks: Float[Array, "split_heads"] | None = full_precision()
+    sinks: Float[Array, "heads"] | None = full_precision()
 
     head_dim: int = eqx.field(static=True)
     rotary: Rotary | None = eqx.field(static=True)
@@ -125,8 +125,8 @@ class Attention(AbstractMixer):
         return KeyValueCache.empty(batch, slots, kv_heads, self.head_dim, dtype, length)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: KeyValueCache | None = None
-    ) -> tuple[Float[Array, "batch seq embed"], KeyValueCache | None]:
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
+    ) -> tuple[HiddenStates, KeyValueCache | None]:
         """With a `state`, the tokens follow those that it holds, and `info.positions` says which is which.
 
         **Raises** `ValueError` for a state without positions.

@@ -1,9 +1,8 @@
 """Dropout that does not know how a batch is dealt out."""
 
-from jaxtyping import Array, Float
-
 from zoo.ops.dropout import dropout
 from zoo.parallel import Module, implementation_option, shard_offset
+from zoo.shapes import HiddenStates
 
 from .token_info import TokenInfo
 
@@ -21,9 +20,7 @@ class Dropout(Module):
         if not 0 <= self.rate < 1:
             raise ValueError(f"a dropout rate is at least 0 and less than 1, not {self.rate}")
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], info: TokenInfo, *, site: int
-    ) -> Float[Array, "batch seq embed"]:
+    def __call__(self, x: HiddenStates, info: TokenInfo, *, site: int) -> HiddenStates:
         """`site` tells apart the places of one layer that drop values."""
         keys = info.fold_keys(site).keys
         if keys is None or self.rate == 0:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.parallel import Module, num_shards, reduce, shard_offset
+from zoo.shapes import HiddenStates
 
 from .linear import contract, truncated_normal
 
@@ -17,7 +18,7 @@ class AbstractEmbedding(Module):
     multiplier: eqx.AbstractVar[float]
 
     @abc.abstractmethod
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> HiddenStates:
         """`multiplier` times the row of each token."""
 
     @abc.abstractmethod
@@ -62,7 +63,7 @@ class Embedding(AbstractEmbedding):
         self.weight = truncated_normal(key, (vocab, embed), scale)
         self.multiplier = float(multiplier)
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> HiddenStates:
         """An id outside the vocabulary gives NaN, on one device and on any mesh."""
         found = lookup_rows(self.weight, tokens)
         return found if self.multiplier == 1 else found * self.multiplier

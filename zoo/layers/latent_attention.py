@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.attention import AttentionMask, grouped_query_attention
 from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
 from zoo.parallel import Dim, implementation_option
+from zoo.shapes import HeadVectors, HiddenStates
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .kv_cache import LatentCache, require_positions
@@ -20,7 +21,6 @@ from .norm import RMSNorm
 from .rotary import compute_cos_sin, rope_stable_length
 from .token_info import TokenInfo
 
-_HeadVectors = Float[Array, "batch seq heads _"]
 _LatentFeatures = Float[Array, "batch key_seq features"]
 
 
@@ -139,8 +139,8 @@ class LatentAttention(AbstractMixer):
         return LatentCache.empty(batch, self.latent.out_size + self.rotary.dim, dtype, length)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: LatentCache | None = None
-    ) -> tuple[Float[Array, "batch seq embed"], LatentCache | None]:
+        self, x: HiddenStates, info: TokenInfo, state: LatentCache | None = None
+    ) -> tuple[HiddenStates, LatentCache | None]:
         """With a `state`, the tokens follow those that it holds, and `info.positions` says which is which. One such
         token is `absorbed`; several, and those without a state, are `expanded`.
 
@@ -158,7 +158,7 @@ class LatentAttention(AbstractMixer):
         mixed = mix(query, features, sight)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
-    def project_queries(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> _HeadVectors:
+    def project_queries(self, x: HiddenStates, angles: tuple[Array, Array]) -> HeadVectors:
         """Of however many heads live here: `head_dim` values, and behind them those that were turned."""
         if self.query is not None:
             query = self.query(x)
@@ -169,15 +169,15 @@ class LatentAttention(AbstractMixer):
         still, turning = jnp.split(query, [self.head_dim], axis=-1)
         return jnp.concatenate([still, self.rotate(turning, angles)], axis=-1)
 
-    def project_features(self, x: Float[Array, "batch seq embed"], angles: tuple[Array, Array]) -> _LatentFeatures:
+    def project_features(self, x: HiddenStates, angles: tuple[Array, Array]) -> _LatentFeatures:
         """What is remembered of each token: its latent, and behind it its rotary key."""
         rotary_key = self.rotate(self.rotary_key(x)[:, :, None], angles)[:, :, 0]
         return jnp.concatenate([self.latent_norm(self.latent(x)), rotary_key], axis=-1)
 
-    def rotate(self, x: Float[Array, "batch seq heads _"], angles: tuple[Array, Array]) -> _HeadVectors:
+    def rotate(self, x: Float[Array, "batch seq heads _"], angles: tuple[Array, Array]) -> HeadVectors:
         return apply_rotary(x, *angles, interleaved=self.rotary.interleaved)
 
-    def attend_expanded(self, query: _HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> _HeadVectors:
+    def attend_expanded(self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """What each head mixes of values, keys and values of all heads written out."""
         latent, rotary_key = jnp.split(features, [self.latent.out_size], axis=-1)
         of_heads = (*latent.shape[:2], query.shape[2])
@@ -185,7 +185,7 @@ class LatentAttention(AbstractMixer):
         rotary_key = jnp.broadcast_to(rotary_key[:, :, None], (*of_heads, self.rotary.dim))
         return self.implementation(query, jnp.concatenate([key, rotary_key], axis=-1), value, mask, scale=self.scale)
 
-    def attend_absorbed(self, query: _HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> _HeadVectors:
+    def attend_absorbed(self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """The same, by queries in the space of latents. They meet the features as these lie, and mix them whole: to cut
         the latents out of a cache would be to copy it at every token."""
         still, turned = jnp.split(query, [self.head_dim], axis=-1)

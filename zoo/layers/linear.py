@@ -121,3 +121,10 @@ def truncated_normal(key: Key[Array, ""], shape: tuple[int, ...], deviation: flo
     """Normal numbers, none beyond two standard deviations, with exactly this `deviation` after the cut."""
     left_by_the_cut = 0.87962566103423978
     return jax.random.truncated_normal(key, -2, 2, shape) * (deviation / left_by_the_cut)
+
+
+def resolve_head_dim(embed: int, heads: int, size: int | None, name: str = "head_dim") -> int:
+    """The given size of a head, or that of `embed` shared out. **Raises** `ValueError` where it does not."""
+    if size is None and embed % heads:
+        raise ValueError(f"embed={embed} does not share out over {heads} heads: give {name}")
+    return embed // heads if size is None else size

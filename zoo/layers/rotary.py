@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary
 from zoo.parallel import num_shards, reduce
+from zoo.shapes import HiddenStates
 
 from .token_info import TokenInfo, token_positions
 
@@ -21,7 +22,7 @@ def rope_stable_length(rotary: Rotary | None) -> int | None:
 
 
 def compute_cos_sin(
-    rotary: Rotary, x: Float[Array, "batch seq embed"], info: TokenInfo, length: int | None = None
+    rotary: Rotary, x: HiddenStates, info: TokenInfo, length: int | None = None
 ) -> tuple[_Angles, _Angles]:
     """Those of each token's angles. Where they depend on the length of the text it is `length`, which a cache was made
     for, or else that of the longest row."""
@@ -30,7 +31,7 @@ def compute_cos_sin(
     return rotary(token_positions(x, info), length=length)
 
 
-def _max_row_length(x: Float[Array, "batch seq embed"], info: TokenInfo) -> int | Int[Array, ""]:
+def _max_row_length(x: HiddenStates, info: TokenInfo) -> int | Int[Array, ""]:
     """How long the longest row is, wherever it lives."""
     if info.positions is None:
         return x.shape[1] * num_shards(x, "seq")

@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from zoo.parallel import Module, shard_offset
+from zoo.shapes import HiddenStates
 
 
 class TokenInfo(Module):
@@ -27,6 +28,6 @@ class TokenInfo(Module):
         return type(self)(self.positions, self.segment_ids, keys)
 
 
-def token_positions(x: Float[Array, "batch seq embed"], info: TokenInfo) -> Int[Array, "*batch seq"]:
+def token_positions(x: HiddenStates, info: TokenInfo) -> Int[Array, "*batch seq"]:
     """The place of each token: as `info` has it, or counted from the first of the row."""
     return jnp.arange(x.shape[1]) + shard_offset(x, "seq", x.shape[1]) if info.positions is None else info.positions

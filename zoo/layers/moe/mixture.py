@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert, sort_into_slots
 from zoo.parallel import num_shards, reduce, stacked
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractFeedForward, AbstractLinear
 from .router import AbstractRouter
@@ -66,10 +67,10 @@ class MixtureOfExperts(AbstractFeedForward):
         self.shared_gate = None if shared_gate is None else shared_gate(key=gate_key)
         self.capacity_factor = None if capacity_factor is None else float(capacity_factor)
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    def __call__(self, x: HiddenStates) -> HiddenStates:
         return self.routed(x)[0]
 
-    def routed(self, x: Float[Array, "batch seq embed"]) -> tuple[Float[Array, "batch seq embed"], tuple[Routing, ...]]:
+    def routed(self, x: HiddenStates) -> tuple[HiddenStates, tuple[Routing, ...]]:
         weights, routing = self.router(x)
         mix = self.mix_dropless if self.capacity_factor is None else self.mix_with_capacity
         y = mix(x, weights, routing)
@@ -78,17 +79,15 @@ class MixtureOfExperts(AbstractFeedForward):
             y = y + gate * self.shared(x)
         return y, (routing,)
 
-    def mix_dropless(
-        self, x: Float[Array, "batch seq embed"], weights: Float[Array, "batch seq top"], routing: Routing
-    ) -> Float[Array, "batch seq embed"]:
+    def mix_dropless(self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing) -> HiddenStates:
         flat = x.reshape(-1, x.shape[-1])
         order = sort_by_expert(routing.chosen.reshape(len(flat), -1), routing.logits.shape[-1])
         rows = self.experts.grouped(dispatch(flat, order), order.group_sizes)
         return reduce(combine(rows, weights.reshape(len(flat), -1), order), over="mlp").reshape(x.shape)
 
     def mix_with_capacity(
-        self, x: Float[Array, "batch seq embed"], weights: Float[Array, "batch seq top"], routing: Routing
-    ) -> Float[Array, "batch seq embed"]:
+        self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing
+    ) -> HiddenStates:
         if num_shards(x, "seq") > 1:
             raise NotImplementedError(
                 "a capacity counts along the sequence, which this mesh splits: leave context at 1"

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.moe.routing import biased_top_k, softmax_top_k, top_k_softmax
 from zoo.parallel import Dim, Module, buffer, full_precision
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear
 from ..linear import Linear
@@ -28,7 +29,7 @@ class AbstractRouter(Module):
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         """What each token's experts are weighted with, and which they are."""
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[_RoutingWeights, Routing]:
+    def __call__(self, x: HiddenStates) -> tuple[_RoutingWeights, Routing]:
         logits = self.scores(x.astype(jnp.float32))
         weights, chosen = self.choose(logits)
         return weights, Routing(logits, chosen)

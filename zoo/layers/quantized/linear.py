@@ -4,11 +4,13 @@ from typing import ClassVar
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Int8, UInt8
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8, Key, UInt8
 
-from zoo.ops.quantized import int8, nf4
+from zoo.ops.quantized import int8, mxfp4, nf4
 from zoo.parallel import Dim, buffer
 
+from ..linear import truncated_normal
 from .packed import AbstractPackedLinear
 
 
@@ -72,3 +74,47 @@ class NF4Linear(AbstractPackedLinear):
     @property
     def out_size(self) -> int:
         return self.constants.shape[-2]
+
+
+class MXFP4Linear(AbstractPackedLinear):
+    """y = W x + b, with W in MXFP4 (`zoo.ops.mxfp4`): 4.25 bits a number in place of 16 or 32."""
+
+    blocks: UInt8[Array, "out in_blocks 16"] = buffer()
+    scales: UInt8[Array, "out in_blocks"] = buffer()
+    bias: Float[Array, "out"] | None
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    in_blocks: Dim = eqx.field(static=True)
+
+    format: ClassVar[str] = "MXFP4"
+    packed_fields: ClassVar[tuple[str, ...]] = ("blocks", "scales")
+    block_size: ClassVar[int] = mxfp4.BLOCK_SIZE
+    encode = staticmethod(mxfp4.quantize_mxfp4)
+    decode = staticmethod(mxfp4.dequantize_mxfp4)
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        in_: Dim = Dim("in"),
+        out: Dim = Dim("out"),
+        bias: bool = False,
+        scale: float = 1.0,
+        key: Key[Array, ""],
+    ):
+        """Weights start as those of a `Linear` of the same key do, rounded to what MXFP4 holds.
+
+        **Raises** `ValueError` where inputs, or the inputs of each unit of `in_`, are no whole blocks of 32.
+        """
+        if reason := self.get_packing_error(in_size, in_):
+            raise ValueError(f"{reason}: take a Linear")
+        weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
+        self.blocks, self.scales = mxfp4.quantize_mxfp4(weight)
+        self.bias = jnp.zeros(out_size) if bias else None
+        self.in_, self.out, self.in_blocks = in_, out, self.get_block_dim(in_)
+
+    @property
+    def out_size(self) -> int:
+        return self.scales.shape[-2]

@@ -1,19 +1,16 @@
 """Matrices that stay packed in memory and are decoded while they are multiplied."""
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Float, Int
 
-from zoo.ops.quantized import mxfp4
 from zoo.ops.quantized.packed_matmul import grouped_packed_matmul, packed_matmul
-from zoo.parallel import Dim, buffer, reduce
+from zoo.parallel import Dim, reduce
 
 from ..abstract import AbstractLinear
-from ..linear import Linear, add_expert_biases, truncated_normal
+from ..linear import Linear, add_expert_biases
 
 
 class AbstractPackedLinear(AbstractLinear):
@@ -70,7 +67,7 @@ class AbstractPackedLinear(AbstractLinear):
 
     def repack(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> "AbstractPackedLinear":
         """The same with another W, rounded to what its packing holds, and another b, in the dtype that this has."""
-        where = lambda x: (*(getattr(x, part) for part in x.parts), x.bias)
+        where = lambda x: (*(getattr(x, name) for name in x.packed_fields), x.bias)
         new = (*jax.jit(self.encode)(weight), self.cast_bias(bias))
         return eqx.tree_at(where, self, new, is_leaf=lambda x: x is None)
 
@@ -102,47 +99,3 @@ class AbstractPackedLinear(AbstractLinear):
     def contract(self, x: Float[Array, "*rows _"], weight_order: str) -> Float[Array, "*rows _"]:
         y = packed_matmul(x.reshape(-1, x.shape[-1]), self.packed_arrays, self.decode, weight_order)
         return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-class MXFP4Linear(AbstractPackedLinear):
-    """y = W x + b, with W in MXFP4 (`zoo.ops.mxfp4`): 4.25 bits a number in place of 16 or 32."""
-
-    blocks: UInt8[Array, "out in_blocks 16"] = buffer()
-    scales: UInt8[Array, "out in_blocks"] = buffer()
-    bias: Float[Array, "out"] | None
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    in_blocks: Dim = eqx.field(static=True)
-
-    format: ClassVar[str] = "MXFP4"
-    packed_fields: ClassVar[tuple[str, ...]] = ("blocks", "scales")
-    block_size: ClassVar[int] = mxfp4.BLOCK_SIZE
-    encode = staticmethod(mxfp4.quantize_mxfp4)
-    decode = staticmethod(mxfp4.dequantize_mxfp4)
-
-    def __init__(
-        self,
-        in_size: int,
-        out_size: int,
-        *,
-        in_: Dim = Dim("in"),
-        out: Dim = Dim("out"),
-        bias: bool = False,
-        scale: float = 1.0,
-        key: Key[Array, ""],
-    ):
-        """Weights start as those of a `Linear` of the same key do, rounded to what MXFP4 holds.
-
-        **Raises** `ValueError` where inputs, or the inputs of each unit of `in_`, are no whole blocks of 32.
-        """
-        if reason := self.get_packing_error(in_size, in_):
-            raise ValueError(f"{reason}: take a Linear")
-        weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
-        self.blocks, self.scales = mxfp4.quantize_mxfp4(weight)
-        self.bias = jnp.zeros(out_size) if bias else None
-        self.in_, self.out, self.in_blocks = in_, out, self.get_block_dim(in_)
-
-    @property
-    def out_size(self) -> int:
-        return self.scales.shape[-2]

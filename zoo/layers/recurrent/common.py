@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.normalization import layer_norm, rms_norm
 from zoo.parallel import Dim, Module, full_precision, num_shards, shard_offset
+from zoo.shapes import HeadVectors, HiddenStates, LogDecays
 
 from ..abstract import AbstractLinear, AbstractNorm
 from ..convolution import ConvState, ShortConvolution
@@ -19,9 +20,7 @@ from ..linear import Linear
 from ..norm import RMSNorm
 from .context import RecurrenceContext
 
-_HeadVectors = Float[Array, "batch seq heads _"]
 _HeadRows = Float[Array, "batch rows heads _"]
-_LogDecays = Float[Array, "batch seq heads"] | Float[Array, "batch seq heads key_dim"]
 
 
 class RecurrentState(Module):
@@ -84,8 +83,8 @@ class QKVProjections(Module):
         self.key_dim, self.value_dim, self.activation = key_dim, value_dim, activation
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: RecurrenceContext, conv_states: tuple[ConvState, ...] | None
-    ) -> tuple[_HeadVectors, _HeadRows, _HeadRows, tuple[ConvState, ...]]:
+        self, x: HiddenStates, context: RecurrenceContext, conv_states: tuple[ConvState, ...] | None
+    ) -> tuple[HeadVectors, _HeadRows, _HeadRows, tuple[ConvState, ...]]:
         """Of however many heads live here, keys and values with `steps` rows a token; and the convolutions' last
         inputs, where those before came."""
         made, after = [part(x) for part in (self.query, self.key, self.value)], []
@@ -153,9 +152,7 @@ class OutputGate(Module):
         self.out = Linear(heads * value_dim, embed, in_=values, out=stream, scale=out_scale, key=out_key)
         self.activation, self.norm_over_heads = activation, norm_over_heads
 
-    def __call__(
-        self, mixed: Float[Array, "batch seq heads value_dim"], x: Float[Array, "batch seq embed"]
-    ) -> Float[Array, "batch seq embed"]:
+    def __call__(self, mixed: Float[Array, "batch seq heads value_dim"], x: HiddenStates) -> HiddenStates:
         if self.norm is not None and not self.norm_over_heads:
             mixed = self.norm(mixed)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
@@ -248,7 +245,7 @@ class DecayGate(Module):
         self.A_log = jnp.log(jax.random.uniform(decay_key, (heads,), minval=1.0, maxval=16.0))
         self.bias = inverse_softplus(sample_log_uniform(bias_key, heads * per_head, 1e-3, 1e-1))
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> _LogDecays:
+    def __call__(self, x: HiddenStates) -> LogDecays:
         steps = jax.nn.softplus(self.step(x).astype(jnp.float32) + self.bias)
         rate = -jnp.exp(self.A_log)
         return rate * steps if self.out.unit == 1 else rate[:, None] * steps.reshape(*x.shape[:2], -1, self.out.unit)
@@ -264,23 +261,16 @@ def inverse_softplus(x: Float[Array, "size"]) -> Float[Array, "size"]:
     return x + jnp.log(-jnp.expm1(-x))
 
 
-def l2_normalize(x: _HeadVectors) -> _HeadVectors:
+def l2_normalize(x: HeadVectors) -> HeadVectors:
     """x / sqrt(sum(x²) + 1e-6) over the last dim, in float32: keys and queries of delta rules (arXiv:2406.06484,
     section 3.3)."""
     return (x.shape[-1] ** -0.5 * rms_norm(x, epsilon=1e-6 / x.shape[-1]).astype(jnp.float32)).astype(x.dtype)
 
 
-def local_heads(make: Callable[[int], Float[Array, "heads"]], x: _HeadVectors) -> Float[Array, "_"]:
+def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) -> Float[Array, "_"]:
     """Of the numbers that belong to all heads, those of the heads of `x` that live here."""
     here = x.shape[2]
     return lax.dynamic_slice_in_dim(make(here * num_shards(x, "heads")), shard_offset(x, "heads", here), here)
-
-
-def resolve_head_dim(embed: int, heads: int, size: int | None, name: str = "head_dim") -> int:
-    """The given size of a head, or that of `embed` shared out. **Raises** `ValueError` where it does not."""
-    if size is None and embed % heads:
-        raise ValueError(f"embed={embed} does not share out over {heads} heads: give {name}")
-    return embed // heads if size is None else size
 
 
 def head_norm_factory(value_dim: int) -> Callable[[], RMSNorm]:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.shapes import HiddenStates
 
 from ..token_info import TokenInfo
 
@@ -25,7 +26,7 @@ class RecurrenceContext(NamedTuple):
 
     @classmethod
     def from_info(
-        cls, x: Float[Array, "batch seq embed"], info: TokenInfo, state: Any, mode: RecurrenceMode = "chunked"
+        cls, x: HiddenStates, info: TokenInfo, state: Any, mode: RecurrenceMode = "chunked"
     ) -> "RecurrenceContext":
         """One token is a single step of the recurrence, whatever the `form`."""
         mode = "recurrent" if x.shape[1] == 1 else mode

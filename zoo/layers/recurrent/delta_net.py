@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
 from zoo.parallel import Dim, Module, implementation_option
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..convolution import ConvState
-from ..linear import Linear
+from ..linear import Linear, resolve_head_dim
 from ..token_info import TokenInfo
 from .common import (
     DecayGate,
@@ -31,12 +32,10 @@ from .common import (
     head_norm_factory,
     l2_normalize,
     recurrence_options,
-    resolve_head_dim,
     split_heads_and_steps,
 )
 from .context import RecurrenceContext
 
-_HiddenStates = Float[Array, "batch seq embed"]
 _DeltaRuleArrays = tuple[
     Float[Array, "batch seq heads key_dim"],
     Float[Array, "batch rows heads key_dim"],
@@ -85,7 +84,7 @@ class _DeltaInputs(Module):
         self.num_householder, self.max_beta = num_householder, 2.0 if negative_eigenvalues else 1.0
 
     def __call__(
-        self, x: _HiddenStates, context: RecurrenceContext, state: RecurrentState | None
+        self, x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
     ) -> tuple[_DeltaRuleArrays, tuple[ConvState, ...]]:
         """Queries and keys of length one, values, rates; and the convolutions' last inputs, where those before came.
         Padding corrects nothing."""
@@ -131,8 +130,8 @@ class DeltaNet(AbstractMixer):
         return self.corrector.projections.init_state(batch, dtype=dtype)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         parts, windows = self.corrector(x, course, state)
         mixed, after = delta_rule(*parts, **recurrence_options(course, state))
@@ -176,8 +175,8 @@ class GatedDeltaNet(AbstractMixer):
         return self.corrector.projections.init_state(batch, dtype=dtype)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         parts, windows = self.corrector(x, course, state)
         mixed, after = gated_delta_rule(*parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state))
@@ -224,8 +223,8 @@ class KimiDeltaAttention(AbstractMixer):
         return self.corrector.projections.init_state(batch, dtype=dtype)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         parts, windows = self.corrector(x, course, state)
         mixed, after = kda(*parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state))
@@ -277,8 +276,8 @@ class GatedDeltaProduct(AbstractMixer):
         return self.corrector.projections.init_state(batch, dtype=dtype)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         parts, windows = self.corrector(x, course, state)
         mixed, after = gated_delta_product(

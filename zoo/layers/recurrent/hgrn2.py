@@ -5,18 +5,18 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.linear_attention import gla
 from zoo.parallel import implementation_option
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractMixer
+from ..linear import resolve_head_dim
 from ..token_info import TokenInfo
-from .common import HeadNorm, OutputGate, QKVProjections, RecurrentState, recurrence_options, resolve_head_dim
+from .common import HeadNorm, OutputGate, QKVProjections, RecurrentState, recurrence_options
 from .context import RecurrenceContext
-
-_HiddenStates = Float[Array, "batch seq embed"]
 
 
 class HGRN2(AbstractMixer):
@@ -64,8 +64,8 @@ class HGRN2(AbstractMixer):
         return self.projections.init_state(batch)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, gate, value, _ = self.projections(x, course, None)
         gate = gate.astype(jnp.float32)

@@ -21,9 +21,11 @@ from zoo.ops.recurrence.linear_attention import (
 )
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, implementation_option
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..kv_cache import require_positions
+from ..linear import resolve_head_dim
 from ..norm import RMSNorm
 from ..rotary import compute_cos_sin, rope_stable_length
 from ..token_info import TokenInfo
@@ -35,11 +37,8 @@ from .common import (
     head_norm_factory,
     local_heads,
     recurrence_options,
-    resolve_head_dim,
 )
 from .context import RecurrenceContext
-
-_HiddenStates = Float[Array, "batch seq embed"]
 
 
 def _elu_plus_one(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
@@ -82,8 +81,8 @@ class LinearAttention(AbstractMixer):
         return self.projections.init_state(batch, self.projections.value_dim + self.normalized, dtype)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, key, value, _ = self.projections(x, course, None)
         query, key = self.feature_map(query), course.mask_padding(self.feature_map(key))
@@ -137,8 +136,8 @@ class Retention(AbstractMixer):
         return self.projections.init_state(batch)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         """**Raises** `ValueError` for a state without positions."""
         require_positions(info, state)
         course = RecurrenceContext.from_info(x, info, state, self.mode)
@@ -201,8 +200,8 @@ class Lightning(AbstractMixer):
         return self.projections.init_state(batch)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, key, value, _ = self.projections(x, course, None)
         mixed, after = simple_gla(
@@ -258,8 +257,8 @@ class GatedLinearAttention(AbstractMixer):
         return self.projections.init_state(batch)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[_HiddenStates, RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
+    ) -> tuple[HiddenStates, RecurrentState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, key, value, _ = self.projections(x, course, None)
         log_decay = jax.nn.log_sigmoid(self.decay(x).astype(jnp.float32)) / self.temperature

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.mamba import selective_scan
 from zoo.parallel import Dim, Module, full_precision, implementation_option
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from ..convolution import ConvState, ShortConvolution
@@ -113,8 +114,8 @@ class Mamba(AbstractMixer):
         return MambaState(memory, self.convolution.init_state(batch, dtype))
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: MambaState | None = None
-    ) -> tuple[Float[Array, "batch seq embed"], MambaState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: MambaState | None = None
+    ) -> tuple[HiddenStates, MambaState | None]:
         """With a `state` the tokens follow those that it has seen."""
         course, gate = RecurrenceContext.from_info(x, info, state, self.mode), jax.nn.silu(self.gate(x))
         convolved, window = self.convolution(self.x(x), course, None if state is None else state.window)

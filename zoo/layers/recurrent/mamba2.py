@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.mamba2 import ssd
 from zoo.parallel import Dim, Module, full_precision, implementation_option
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..attention import select_kv_heads
@@ -140,8 +141,8 @@ class Mamba2(AbstractMixer):
         return _Mamba2State(memory, *(each.init_state(batch, dtype) for each in convolutions))
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: _Mamba2State | None = None
-    ) -> tuple[Float[Array, "batch seq embed"], _Mamba2State | None]:
+        self, x: HiddenStates, info: TokenInfo, state: _Mamba2State | None = None
+    ) -> tuple[HiddenStates, _Mamba2State | None]:
         """With a `state` the tokens follow those that it has seen."""
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         before = (None, None, None) if state is None else (state.x, state.B, state.C)
@@ -165,7 +166,7 @@ class Mamba2(AbstractMixer):
             return y, None
         return y, _Mamba2State(memory, x_window, B_window, C_window)
 
-    def compute_dt(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq heads"]:
+    def compute_dt(self, x: HiddenStates) -> Float[Array, "batch seq heads"]:
         """dt of each token."""
         dt = jax.nn.softplus(self.dt(x).astype(jnp.float32) + self.dt_bias)
         return dt if self.dt_limit == (0.0, float("inf")) else jnp.clip(dt, *self.dt_limit)

@@ -11,14 +11,13 @@ from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.mlstm import MatrixMemory, mlstm
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear, AbstractMixer
-from ..linear import Linear
+from ..linear import Linear, resolve_head_dim
 from ..token_info import TokenInfo
-from .common import HeadNorm, OutputGate, QKVProjections, resolve_head_dim
+from .common import HeadNorm, OutputGate, QKVProjections
 from .context import RecurrenceContext
-
-_HiddenStates = Float[Array, "batch seq embed"]
 
 
 class _MLSTMState(Module):
@@ -87,8 +86,8 @@ class MLSTM(AbstractMixer):
         return _MLSTMState(memory.matrix, jnp.zeros(memory.matrix.shape[:2], jnp.float32))
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: _MLSTMState | None = None
-    ) -> tuple[_HiddenStates, _MLSTMState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: _MLSTMState | None = None
+    ) -> tuple[HiddenStates, _MLSTMState | None]:
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         query, key, value, _ = self.projections(x, course, None)
         wide = x.astype(jnp.float32)

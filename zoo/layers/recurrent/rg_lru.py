@@ -13,6 +13,7 @@ from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.rg_lru import SHARPNESS, rg_lru
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..convolution import ConvState, ShortConvolution
@@ -21,8 +22,6 @@ from ..linear import Linear
 from ..token_info import TokenInfo
 from .common import inverse_softplus
 from .context import RecurrenceContext
-
-_HiddenStates = Float[Array, "batch seq embed"]
 
 
 class _RGLRUState(Module):
@@ -88,8 +87,8 @@ class RGLRU(AbstractMixer):
         return _RGLRUState(hidden, self.convolution.init_state(batch, dtype), self.features)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: _RGLRUState | None = None
-    ) -> tuple[_HiddenStates, _RGLRUState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: _RGLRUState | None = None
+    ) -> tuple[HiddenStates, _RGLRUState | None]:
         """**Raises** `ValueError` for a state without positions: the first token of a text comes in whole."""
         require_positions(info, state)
         course = RecurrenceContext.from_info(x, info, state, self.mode)

@@ -13,14 +13,13 @@ from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.rwkv4 import WKVState, rwkv4
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
+from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..convolution import ConvState, init_token_shift, token_shift
 from ..linear import Linear
 from ..token_info import TokenInfo
 from .context import RecurrenceContext
-
-_HiddenStates = Float[Array, "batch seq embed"]
 
 
 class RWKV4State(Module):
@@ -91,8 +90,8 @@ class RWKV4(AbstractMixer):
         return RWKV4State(numerator, denominator, maximum, init_token_shift(batch, self.key_mix.shape[0], dtype))
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: RWKV4State | None = None
-    ) -> tuple[_HiddenStates, RWKV4State | None]:
+        self, x: HiddenStates, info: TokenInfo, state: RWKV4State | None = None
+    ) -> tuple[HiddenStates, RWKV4State | None]:
         """With a `state` the tokens follow those that it has seen."""
         course = RecurrenceContext.from_info(x, info, state, self.mode)
         previous, window = token_shift(x, course, None if state is None else state.window)
@@ -133,14 +132,14 @@ class RWKV4ChannelMixing(AbstractMixer):
         return init_token_shift(batch, self.key_mix.shape[0], dtype)
 
     def __call__(
-        self, x: _HiddenStates, info: TokenInfo, state: ConvState | None = None
-    ) -> tuple[_HiddenStates, ConvState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: ConvState | None = None
+    ) -> tuple[HiddenStates, ConvState | None]:
         previous, window = token_shift(x, RecurrenceContext.from_info(x, info, state), state)
         value = self.value(relu_squared(self.key(_lerp(self.key_mix, x, previous))))
         receptance = jax.nn.sigmoid(self.receptance(_lerp(self.receptance_mix, x, previous)))
         return receptance * value, window
 
 
-def _lerp(mix: Float[Array, "embed"], x: _HiddenStates, previous: _HiddenStates) -> _HiddenStates:
+def _lerp(mix: Float[Array, "embed"], x: HiddenStates, previous: HiddenStates) -> HiddenStates:
     """mix x + (1 - mix) previous."""
     return previous + mix.astype(x.dtype) * (x - previous)

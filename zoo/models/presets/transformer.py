@@ -6,7 +6,7 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, Attention, GatedMLP, RMSNorm
-from zoo.layers.recurrent.common import resolve_head_dim
+from zoo.layers.linear import resolve_head_dim
 from zoo.ops.attention import grouped_query_attention
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Remat
