@@ -1,10 +1,10 @@
 """Compare ways to adapt a model at equal numbers learnt: LoRA, rsLoRA and DoRA come within 0.02 bits per byte.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
-    python recipes/adapters_compared.py                   # ten methods at one size: two minutes
-    python recipes/adapters_compared.py --methods lora dora full --ranks 1 4 16   # a curve each
-    python recipes/adapters_compared.py --resume          # after Ctrl-C: what is complete is read back
-    python recipes/adapters_compared.py --start ~/llama --data ~/books --seq 2048 --batch 64 --steps 2000 --fsdp 8
+    python recipes/compare_adapters.py                   # ten methods at one size: two minutes
+    python recipes/compare_adapters.py --methods lora dora full --ranks 1 4 16   # a curve each
+    python recipes/compare_adapters.py --resume          # after Ctrl-C: what is complete is read back
+    python recipes/compare_adapters.py --checkpoint ~/llama --data ~/books --seq-len 2048 --batch-size 64 --steps 2000 --fsdp 8
 
 On text that was held out, English prose goes in 40 steps from 2.84 to 2.42 bits per byte with LoRA (40,960 numbers),
 to 2.43 with rsLoRA and DoRA, 2.45 with OLoRA, LoHa and LoKr, 2.49 with VeRA (12,800) and 2.36 where all 886,400 are
@@ -96,7 +96,7 @@ def main(
     zero_stage: Literal[1, 3] = 3,
     eval_every: int = 40,
     seed: int = 0,
-    out: Path = Path("runs/adapters_compared"),
+    out: Path = Path("runs/compare_adapters"),
     resume: bool = False,
     profile: bool = False,
 ) -> None:
@@ -105,25 +105,25 @@ def main(
     Args:
         methods: Which ones.
         ranks: Of LoRA, each of which sets a size that the other methods come near.
-        largest: The largest rank that is searched.
-        start: The directory of the model to start from: config.json, safetensors and tokenizer.json.
+        max_rank: The largest rank that is searched.
+        checkpoint: The directory of the model to start from: config.json, safetensors and tokenizer.json.
         data: Files and folders of new text; Python's language reference, by topic, where there are none.
-        old: Files and folders of what the model knew, of which the part that is held out is measured; the standard
+        pretraining_data: Files and folders of what the model knew, of which the part that is held out is measured; the standard
             library where there are none.
         targets: Matrices that get an adapter: ends of names, patterns, or all-linear for all but the head's.
-        seq: Tokens in a row.
-        batch: Rows in a step, on all devices together.
+        seq_len: Tokens in a row.
+        batch_size: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimizer steps of each run.
         learning_rate: Peak of the learning rate of all methods; each has its own unless given.
-        warmup: Steps of warm-up.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         dtype: What models compute in; parameters and their updates are float32.
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
-        validate_every: Steps between validations, each with a checkpoint.
+        zero_stage: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
+        eval_every: Steps between validations, each with a checkpoint.
         seed: Of the adapters and the order of the text.
         out: The folder of all runs.
         resume: Go on from the newest checkpoints in `out`; `start` is read all the same.

@@ -3,7 +3,7 @@
     python recipes/transformer.py                         # makes the checkpoint to start from, once
     python recipes/finetune.py                            # 200 steps, a minute on two cores
     python recipes/finetune.py --resume                   # after Ctrl-C; on another mesh too
-    python recipes/finetune.py --start ~/llama --data ~/books --seq 2048 --batch 64 --learning-rate 2e-5 --fsdp 8
+    python recipes/finetune.py --checkpoint ~/llama --data ~/books --seq-len 2048 --batch-size 64 --learning-rate 2e-5 --fsdp 8
 
 On text that was held out, English prose goes from 2.83 to 1.82 bits per byte. What is gained is paid for: the sources
 go from 2.29 to 2.66. How this differs from transformer.py:
@@ -57,23 +57,23 @@ def main(
     """Load, train on new text, validate, sample, export, read again.
 
     Args:
-        start: The directory of the model to start from: config.json, safetensors and tokenizer.json.
+        checkpoint: The directory of the model to start from: config.json, safetensors and tokenizer.json.
         data: Files and folders of new text; Python's language reference, by topic, where there are none.
-        old: Files and folders of what the model knew, of which the part that is held out is measured; the standard
+        pretraining_data: Files and folders of what the model knew, of which the part that is held out is measured; the standard
             library where there are none.
-        seq: Tokens in a row.
-        batch: Rows in a step, on all devices together.
+        seq_len: Tokens in a row.
+        batch_size: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimizer steps.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
-        warmup: Steps of warm-up.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         dtype: What the model computes in; parameters and their updates are float32.
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
-        validate_every: Steps between validations, each with a checkpoint.
+        zero_stage: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
+        eval_every: Steps between validations, each with a checkpoint.
         seed: Of the order of the text and the samples.
         out: The run's folder.
         resume: Go on from the newest checkpoint in `out`; `start` is read all the same, to compare with.

@@ -2,7 +2,7 @@
 
     python recipes/linear_attention.py                    # five models, one after another, on two cores
     python recipes/linear_attention.py --resume           # after Ctrl-C; on another mesh too
-    python recipes/linear_attention.py --mixers attention rwkv7 --embed 512 --depth 12 --heads 8 --seq 2048 --fsdp 8
+    python recipes/linear_attention.py --mixers attention rwkv7 --embed 512 --layers 12 --heads 8 --seq-len 2048 --fsdp 8
 
 All see the same batches of Python's standard library in the same order, and differ in one thing: what lets a token see
 those before it. The SwiGLUs between make up for what one mixer has in parameters and another has not. Each run has a
@@ -91,21 +91,21 @@ def main(
         data: Files and folders of text; this Python's standard library where there are none.
         vocab: 256 for bytes; more for byte pairs, learnt from the text on the spot.
         embed: Width of the residual stream.
-        depth: Number of blocks.
+        layers: Number of blocks.
         heads: Heads of a mixer, embed / heads wide each.
-        mlp: Width of the gated MLP beside attention. The others' is what makes their parameters as many.
-        seq: Tokens in a row.
-        batch: Rows in a step, on all devices together.
+        mlp_dim: Width of the gated MLP beside attention. The others' is what makes their parameters as many.
+        seq_len: Tokens in a row.
+        batch_size: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimizer steps of each run.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
-        warmup: Steps of warm-up.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         dtype: What models compute in; parameters and their updates are float32, and so are states and decays.
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        validate_every: Steps between validations, each with a checkpoint.
+        eval_every: Steps between validations, each with a checkpoint.
         seed: Of parameters and the order of the text.
         out: The folder of all runs.
         resume: Go on from the newest checkpoint in `out`.

@@ -2,9 +2,9 @@
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
     python recipes/lora.py                                # 120 steps of each kind
-    python recipes/lora.py --no-compare                   # LoRA alone
+    python recipes/lora.py --no-compare-full                   # LoRA alone
     python recipes/lora.py --resume                       # after Ctrl-C; on another mesh too
-    python recipes/lora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --rank 16 --no-compare --fsdp 8
+    python recipes/lora.py --checkpoint ~/llama --data ~/books --seq-len 2048 --batch-size 64 --rank 16 --no-compare-full --fsdp 8
 
 On text that was held out, English prose goes from 2.83 to 2.04 bits per byte with LoRA, to 1.96 where all is trained.
 Parameters and moments take 4.6 MB in place of 10.7; what the backward pass works in, which LoRA does not save,
@@ -68,29 +68,29 @@ def main(
     """Load, train all parameters, train an adapter, validate, sample, export, read again.
 
     Args:
-        start: The directory of the model to start from: config.json, safetensors and tokenizer.json.
+        checkpoint: The directory of the model to start from: config.json, safetensors and tokenizer.json.
         data: Files and folders of new text; Python's language reference, by topic, where there are none.
-        old: Files and folders of what the model knew, of which the part that is held out is measured; the standard
+        pretraining_data: Files and folders of what the model knew, of which the part that is held out is measured; the standard
             library where there are none.
         targets: Matrices that get an adapter: ends of names, patterns, or all-linear for all but the head's.
         rank: Of B A.
         alpha: What B A is scaled with, divided by the rank.
         rank_stabilized: Divide alpha by the root of the rank instead (rsLoRA).
-        compare: Train all parameters, too.
-        seq: Tokens in a row.
-        batch: Rows in a step, on all devices together.
+        compare_full: Train all parameters, too.
+        seq_len: Tokens in a row.
+        batch_size: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimizer steps of each kind.
         learning_rate: Peak of the adapter's learning rate, after warm-up; it falls to a tenth as a cosine does.
         full_learning_rate: That of all parameters.
-        warmup: Steps of warm-up.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         dtype: What the model computes in; parameters and their updates are float32.
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
-        validate_every: Steps between validations, each with a checkpoint.
+        zero_stage: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
+        eval_every: Steps between validations, each with a checkpoint.
         seed: Of the adapter, the order of the text and the samples.
         out: The folder of both runs.
         resume: Go on from the newest checkpoints in `out`; `start` is read all the same.

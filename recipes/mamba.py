@@ -28,8 +28,8 @@ import zoo
 PRESETS = {
     "cpu": {},
     "1b": {
-        "vocab": 32768, "embed": 2048, "layers": 48, "state": 128, "head_dim": 64, "seq": 4096, "batch": 64,
-        "steps": 20_000, "learning_rate": 4e-4, "warmup": 1000, "dtype": "bfloat16", "remat": "dots",
+        "vocab": 32768, "embed": 2048, "layers": 48, "state": 128, "head_dim": 64, "seq_len": 4096, "batch_size": 64,
+        "steps": 20_000, "learning_rate": 4e-4, "warmup_steps": 1000, "dtype": "bfloat16", "remat": "dots",
     },
 }  # fmt: skip
 
@@ -72,18 +72,18 @@ def main(
         state: Numbers that a channel remembers.
         head_dim: Channels of a head, which share their decays; of Mamba-2.
         expand: Channels of a mixer, as a multiple of embed.
-        seq: Tokens in a row.
-        batch: Rows in a step, on all devices together.
+        seq_len: Tokens in a row.
+        batch_size: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimizer steps.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
-        warmup: Steps of warm-up.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         dtype: What the model computes in; parameters and their updates are float32, and so are states and decays.
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share the channels of each layer and the vocabulary. All that remain split the batch.
-        validate_every: Steps between validations, each with a checkpoint.
+        eval_every: Steps between validations, each with a checkpoint.
         seed: Of parameters, the order of the text and the samples.
         out: The run's folder.
         resume: Go on from the newest checkpoint in `out`.

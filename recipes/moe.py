@@ -2,7 +2,7 @@
 
     python recipes/moe.py                                 # four runs, one after another, on two cores
     python recipes/moe.py --resume                        # after Ctrl-C; on another mesh too
-    python recipes/moe.py --experts 64 --top 8 --shared 256 --router biased --embed 512 --layers 12 --fsdp 8
+    python recipes/moe.py --experts 64 --top-k 8 --shared-mlp-dim 256 --router biased --embed 512 --layers 12 --fsdp 8
 
 All runs see the same batches of Python's standard library in the same order:
 
@@ -98,28 +98,28 @@ def main(
         layers: Number of blocks.
         heads: Attention heads, embed / heads wide each.
         kv_heads: Heads of keys and values, shared by several queries each; as many as heads unless given.
-        mlp: Width of an expert. The dense model's is top * mlp + shared.
+        mlp_dim: Width of an expert. The dense model's is top * mlp + shared.
         experts: Experts in a layer.
-        top: Experts that a token goes to.
-        shared: Width of one more expert, which every token goes to.
+        top_k: Experts that a token goes to.
+        shared_mlp_dim: Width of one more expert, which every token goes to.
         router: What scores are: softmax, as in Mixtral; or the sigmoid of DeepSeek-V3, whose router has a bias in every
             run and moves it in one.
         capacity_factor: Visits that an expert takes of a row, as a multiple of an even share; the rest are dropped.
             None are unless given.
-        balance: How much of the loss on uneven experts is added, in the run that has it.
+        balance_weight: How much of the loss on uneven experts is added, in the run that has it.
         bias_rate: By how much a step moves the bias, in the run that moves it.
-        seq: Tokens in a row.
-        batch: Rows in a step, on all devices together.
+        seq_len: Tokens in a row.
+        batch_size: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimizer steps of each run.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
-        warmup: Steps of warm-up.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         dtype: What models compute in; parameters and their updates are float32, and so are routers.
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, expert and vocabulary. All that remain split the batch.
-        validate_every: Steps between validations, each with a checkpoint.
+        eval_every: Steps between validations, each with a checkpoint.
         seed: Of parameters and the order of the text.
         out: The folder of all runs.
         resume: Go on from the newest checkpoint in `out`.

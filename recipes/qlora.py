@@ -2,9 +2,9 @@
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
     python recipes/qlora.py                               # 60 steps of each kind
-    python recipes/qlora.py --kind int8                   # twice the bits
+    python recipes/qlora.py --quantization int8                   # twice the bits
     python recipes/qlora.py --resume                      # after Ctrl-C; on another mesh too
-    python recipes/qlora.py --start ~/llama --data ~/books --seq 2048 --batch 64 --dtype bfloat16
+    python recipes/qlora.py --checkpoint ~/llama --data ~/books --seq-len 2048 --batch-size 64 --dtype bfloat16
 
 On text that was held out, English prose goes from 2.83 bits per byte to 2.85 when matrices are rounded to NF4, and to
 2.22 by learning; LoRA around matrices as they were takes it to 2.21, training of all to 2.15. The base takes 5.6 bits a
@@ -71,31 +71,31 @@ def main(
     """Load, round, train an adapter on either, validate, sample, export, read again.
 
     Args:
-        start: The directory of the model to start from: config.json, safetensors and tokenizer.json.
+        checkpoint: The directory of the model to start from: config.json, safetensors and tokenizer.json.
         data: Files and folders of new text; Python's language reference, by topic, where there are none.
-        old: Files and folders of what the model knew, of which the part that is held out is measured; the standard
+        pretraining_data: Files and folders of what the model knew, of which the part that is held out is measured; the standard
             library where there are none.
-        kind: What matrices of the base are rounded to.
-        rounded: Which ones: ends of names, patterns, or all-linear for all but the head's.
+        quantization: What matrices of the base are rounded to.
+        quantize_targets: Which ones: ends of names, patterns, or all-linear for all but the head's.
         targets: Matrices that get an adapter: ends of names, patterns, or all-linear for all but the head's.
         rank: Of B A.
         alpha: What B A is scaled with, divided by the rank.
         rank_stabilized: Divide alpha by the root of the rank instead (rsLoRA).
-        compare: Train the model as it was read, too: all of its parameters, and an adapter.
-        seq: Tokens in a row.
-        batch: Rows in a step, on all devices together.
+        compare_full: Train the model as it was read, too: all of its parameters, and an adapter.
+        seq_len: Tokens in a row.
+        batch_size: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimizer steps of each kind.
         learning_rate: Peak of the learning rate of an adapter, after warm-up; it falls to a tenth as a cosine does.
         full_learning_rate: The peak where all parameters are trained.
-        warmup: Steps of warm-up.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
         dtype: What the model computes in; parameters and their updates are float32.
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
-        validate_every: Steps between validations, each with a checkpoint.
+        zero_stage: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
+        eval_every: Steps between validations, each with a checkpoint.
         seed: Of the adapter, the order of the text and the samples.
         out: The folder of all runs.
         resume: Go on from the newest checkpoints in `out`; `start` is read all the same.

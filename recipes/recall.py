@@ -3,7 +3,7 @@
     python recipes/recall.py                              # all mixers at two widths, one after another
     python recipes/recall.py --mixers attention delta-net --widths 32
     python recipes/recall.py --resume                     # after Ctrl-C: what is complete is read back
-    python recipes/recall.py paper --seq 512 --pairs 64   # the sizes of the paper, for an accelerator
+    python recipes/recall.py paper --seq-len 512 --num-pairs 64   # the sizes of the paper, for an accelerator
 
 Multi-query associative recall (Zoology, arXiv:2312.04927, section 4): a row holds `pairs` keys, each followed by its
 value, and later asks for every key once; the model says its value. Queries come the sooner the likelier, at gaps of a
@@ -52,8 +52,8 @@ from zoo.parallel import Dim
 PRESETS = {
     "small": {},
     "paper": {
-        "widths": (64, 128, 256, 512), "vocab": 8192, "seq": 256, "pairs": 16, "batch": 256, "steps": 25_000,
-        "rates": (1e-4, 4.6e-4, 2.2e-3, 1e-2), "rows": 3_000,
+        "widths": (64, 128, 256, 512), "vocab": 8192, "seq_len": 256, "num_pairs": 16, "batch_size": 256, "steps": 25_000,
+        "rates": (1e-4, 4.6e-4, 2.2e-3, 1e-2), "eval_rows": 3_000,
     },
 }  # fmt: skip
 
@@ -175,17 +175,17 @@ def main(
         mixers: Which ones.
         widths: Of the residual stream, which are those of the mixers' heads too.
         vocab: Tokens, half of them keys, half values.
-        seq: Tokens in a row.
-        pairs: Keys with values in a row, and queries.
-        power: Of the law of gaps: a gap g has probability proportional to g ** (power - 1).
-        batch: Rows in a step.
+        seq_len: Tokens in a row.
+        num_pairs: Keys with values in a row, and queries.
+        gap_exponent: Of the law of gaps: a gap g has probability proportional to g ** (power - 1).
+        batch_size: Rows in a step.
         steps: Optimizer steps of each run.
         rates: Peaks of the learning rate, after warm-up; each falls to zero as a cosine does.
-        seeds: How many initial parameters each rate is tried with; the mean counts.
-        warmup: Steps of warm-up.
+        num_seeds: How many initial parameters each rate is tried with; the mean counts.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
-        rows: Of held-out rows, what accuracy is measured on.
-        validate_every: Steps between measurements, each with a checkpoint.
+        eval_rows: Of held-out rows, what accuracy is measured on.
+        eval_every: Steps between measurements, each with a checkpoint.
         seed: Of rows, and the first of the seeds of parameters.
         out: The folder of all runs.
         resume: Go on from the newest checkpoints in `out`.

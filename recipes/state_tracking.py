@@ -132,17 +132,17 @@ def main(
         embed: Width of the residual stream.
         layers: Number of blocks.
         heads: Of each mixer, embed / heads wide.
-        mlp: Width of the SwiGLU after each mixer; a mixer is the whole block unless given.
-        seq: Tokens in a row of training.
-        longer: Tokens in a row that is measured on.
-        batch: Rows in a step.
+        mlp_dim: Width of the SwiGLU after each mixer; a mixer is the whole block unless given.
+        seq_len: Tokens in a row of training.
+        eval_seq_len: Tokens in a row that is measured on.
+        batch_size: Rows in a step.
         steps: Optimizer steps of each run.
         rates: Peaks of the learning rate, after warm-up; each falls to zero as a cosine does.
-        seeds: How many initial parameters each rate is tried with.
-        warmup: Steps of warm-up.
+        num_seeds: How many initial parameters each rate is tried with.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
-        rows: Of held-out rows, what accuracy is measured on.
-        validate_every: Steps between measurements, each with a checkpoint.
+        eval_rows: Of held-out rows, what accuracy is measured on.
+        eval_every: Steps between measurements, each with a checkpoint.
         seed: Of rows, and the first of the seeds of parameters.
         out: The folder of all runs.
         resume: Go on from the newest checkpoints in `out`.

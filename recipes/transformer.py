@@ -25,8 +25,8 @@ import zoo
 PRESETS = {
     "cpu": {},
     "1b": {
-        "vocab": 32768, "embed": 2048, "layers": 20, "heads": 16, "mlp": 5632, "seq": 4096, "batch": 64,
-        "steps": 20_000, "learning_rate": 4e-4, "warmup": 1000, "dtype": "bfloat16", "remat": "dots",
+        "vocab": 32768, "embed": 2048, "layers": 20, "heads": 16, "mlp_dim": 5632, "seq_len": 4096, "batch_size": 64,
+        "steps": 20_000, "learning_rate": 4e-4, "warmup_steps": 1000, "dtype": "bfloat16", "remat": "dots",
     },
 }  # fmt: skip
 
@@ -69,22 +69,22 @@ def main(
         layers: Number of blocks.
         heads: Attention heads, embed / heads wide each.
         kv_heads: Heads of keys and values, shared by several queries each; as many as heads unless given.
-        mlp: Width of the gated MLP.
+        mlp_dim: Width of the gated MLP.
         dropout: Share of values dropped after embedding, attention and MLP.
-        seq: Tokens in a row.
-        batch: Rows in a step, on all devices together.
+        seq_len: Tokens in a row.
+        batch_size: Rows in a step, on all devices together.
         microbatches: Parts in which a device takes its rows, one after another, to save memory.
         steps: Optimizer steps.
         learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
-        warmup: Steps of warm-up.
+        warmup_steps: Steps of warm-up.
         weight_decay: Of matrices and embeddings, as in AdamW.
-        ema: Decay of an average of the weights, say 0.999, which is then what is validated and sampled.
+        ema_decay: Decay of an average of the weights, say 0.999, which is then what is validated and sampled.
         dtype: What the model computes in; parameters and their updates are float32.
         remat: What the backward pass computes again to save memory.
         fsdp: Devices that share each copy of the parameters.
         tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
-        validate_every: Steps between validations, each with a checkpoint.
+        zero_stage: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
+        eval_every: Steps between validations, each with a checkpoint.
         seed: Of parameters, dropout, the order of the text and the samples.
         out: The run's folder.
         resume: Go on from the newest checkpoint in `out`.

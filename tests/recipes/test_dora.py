@@ -14,8 +14,8 @@ from recipes import dora
 from zoo import train
 
 TINY = {
-    "seq": 16, "batch": 8, "steps": 2, "warmup": 1, "validate_every": 1, "rank": 2, "targets": ("query", "down"),
-    "compare": False, "fsdp": 2, "tensor": 2,
+    "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "rank": 2, "targets": ("query", "down"),
+    "compare_full": False, "fsdp": 2, "tensor": 2,
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_movements_are_those_of_the_paper(start):
 
 def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    given = ["--start", start, "--data", text, "--old", text, "--seq", 16]
+    given = ["--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16]
     for words, said in [
         ([], "runs/transformer/export: no model there; `python recipes/transformer.py`"),
         ([*given, "--targets", "querry"], "no matrix of the model is meant by the target 'querry'"),
@@ -83,9 +83,30 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
 
 
 FLAGS = [
-    *("start", "data", "old", "targets", "rank", "alpha", "compare", "seq", "batch", "microbatches"),
-    *("steps", "learning_rate", "full_learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor"),
-    *("zero", "validate_every", "seed", "out", "resume", "profile"),
+    *(
+        "checkpoint",
+        "data",
+        "pretraining_data",
+        "targets",
+        "rank",
+        "alpha",
+        "compare_full",
+        "seq_len",
+        "batch_size",
+        "microbatches",
+    ),
+    *(
+        "steps",
+        "learning_rate",
+        "full_learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "dtype",
+        "remat",
+        "fsdp",
+        "tensor",
+    ),
+    *("zero_stage", "eval_every", "seed", "out", "resume", "profile"),
 ]
 
 

@@ -12,7 +12,7 @@ import zoo
 from recipes import finetune
 from zoo import train
 
-TINY = {"seq": 16, "batch": 8, "steps": 4, "warmup": 1, "validate_every": 2}
+TINY = {"seq_len": 16, "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 2}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_the_other_options_work_together_on_byte_pairs(text, tmp_path):
     corpus = train.load_text((text,), vocab=300)
     sizes = {"vocab": 300, "embed": 16, "layers": 2, "heads": 4, "mlp": 32}
     model = zoo.models.Transformer(**sizes, key=jax.random.key(0))
-    start = train.export(model, corpus, tmp_path / "start", seq_len=16)
-    options = {"dtype": "bfloat16", "microbatches": 2, "zero": 1, "fsdp": 4, "tensor": 2, "remat": "dots"}
-    changes = {"steps": 2, "batch": 16, "seq": 20}
+    start = train.export(model, corpus, tmp_path / "checkpoint", seq_len=16)
+    options = {"dtype": "bfloat16", "microbatches": 2, "zero_stage": 1, "fsdp": 4, "tensor": 2, "remat": "dots"}
+    changes = {"steps": 2, "batch_size": 16, "seq_len": 20}
     finetune.main(
         checkpoint=start, data=(text,), pretraining_data=(text,), out=tmp_path / "run", **TINY | changes | options
     )
@@ -100,18 +100,29 @@ def test_bad_input_is_one_clear_line(text, start, unbroken, tmp_path, monkeypatc
     shutil.copytree(start, few)
     facts = json.loads((few / "config.json").read_text())
     (few / "config.json").write_text(json.dumps(facts | {"vocab_size": 200}))
-    assert "has 256 tokens, and the model that" in complaint(capsys, "--start", few, "--data", text)
+    assert "has 256 tokens, and the model that" in complaint(capsys, "--checkpoint", few, "--data", text)
     (few / "tokenizer.json").unlink()
-    assert "tokenizer.json: there is no such file" in complaint(capsys, "--start", few, "--data", text)
-    given = ("--start", start, "--data", text, "--old", text)
-    assert "do not share out over data=8" in complaint(capsys, *given, "--batch", 12, "--seq", 16)
-    assert "resume it" in complaint(capsys, *given, "--out", unbroken, "--seq", 16)
+    assert "tokenizer.json: there is no such file" in complaint(capsys, "--checkpoint", few, "--data", text)
+    given = ("--checkpoint", start, "--data", text, "--pretraining-data", text)
+    assert "do not share out over data=8" in complaint(capsys, *given, "--batch-size", 12, "--seq-len", 16)
+    assert "resume it" in complaint(capsys, *given, "--out", unbroken, "--seq-len", 16)
     assert not (tmp_path / "runs").exists()
 
 
 FLAGS = [
-    *("start", "data", "old", "seq", "batch", "microbatches", "steps", "learning_rate", "warmup", "weight_decay"),
-    *("dtype", "remat", "fsdp", "tensor", "zero", "validate_every", "seed", "out", "resume", "profile"),
+    *(
+        "checkpoint",
+        "data",
+        "pretraining_data",
+        "seq_len",
+        "batch_size",
+        "microbatches",
+        "steps",
+        "learning_rate",
+        "warmup_steps",
+        "weight_decay",
+    ),
+    *("dtype", "remat", "fsdp", "tensor", "zero_stage", "eval_every", "seed", "out", "resume", "profile"),
 ]
 
 

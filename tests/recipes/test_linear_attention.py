@@ -12,8 +12,8 @@ from recipes import linear_attention
 from zoo import train
 
 TINY = {
-    "mixers": ("attention", "gated-delta-net"), "embed": 16, "depth": 1, "heads": 2, "mlp": 96, "seq": 16, "batch": 8,
-    "steps": 4, "warmup": 1, "validate_every": 2, "remat": "none", "tensor": 2,
+    "mixers": ("attention", "gated-delta-net"), "embed": 16, "layers": 1, "heads": 2, "mlp_dim": 96, "seq_len": 16, "batch_size": 8,
+    "steps": 4, "warmup_steps": 1, "eval_every": 2, "remat": "none", "tensor": 2,
 }  # fmt: skip
 
 
@@ -63,9 +63,15 @@ def test_stopped_and_resumed_the_metrics_are_the_same_bit_for_bit(text, unbroken
 def test_each_mixer_gets_as_many_parameters_as_attention_has(text, tmp_path, monkeypatch):
     """And is laid out on a mesh, before anything is computed."""
     counts = []
-    monkeypatch.setattr(train, "parameter_rows", lambda model, mesh: counts.append(zoo.count(model)))
+    monkeypatch.setattr(train, "tabulate_parameters", lambda model, mesh: counts.append(zoo.count(model)))
     monkeypatch.setattr(zoo, "init", lambda *_: pytest.fail("reached on purpose", pytrace=False))
-    options = TINY | {"mixers": tuple(linear_attention.makers(32, 2)), "embed": 32, "mlp": 256, "tensor": 1, "depth": 2}
+    options = TINY | {
+        "mixers": tuple(linear_attention.makers(32, 2)),
+        "embed": 32,
+        "mlp_dim": 256,
+        "tensor": 1,
+        "layers": 2,
+    }
     with pytest.raises(pytest.fail.Exception, match="reached on purpose"):
         linear_attention.main(data=(text,), out=tmp_path / "run", **options)
     step_of_widths = 3 * 32 * 2 * 8
@@ -79,8 +85,8 @@ def test_each_mixer_gets_as_many_parameters_as_attention_has(text, tmp_path, mon
         ({"mixers": ("attention", "telepathy")}, "name one or more of the mixers attention, .*, not .*telepathy"),
         ({"mixers": ()}, "name one or more of the mixers attention, .*, not none"),
         ({"steps": 0}, "steps=0 are at least 1"),
-        ({"mlp": 8, "mixers": ("rwkv7",)}, "rwkv7 has more parameters without an MLP than attention with one"),
-        ({"batch": 6}, "6 rows do not share out over data=4"),
+        ({"mlp_dim": 8, "mixers": ("rwkv7",)}, "rwkv7 has more parameters without an MLP than attention with one"),
+        ({"batch_size": 6}, "6 rows do not share out over data=4"),
     ],
 )
 def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes, message):
@@ -90,8 +96,20 @@ def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes,
 
 
 FLAGS = [
-    *("mixers", "data", "vocab", "embed", "depth", "heads", "mlp", "seq", "batch", "microbatches", "steps"),
-    *("learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor", "validate_every", "seed", "out"),
+    *(
+        "mixers",
+        "data",
+        "vocab",
+        "embed",
+        "layers",
+        "heads",
+        "mlp_dim",
+        "seq_len",
+        "batch_size",
+        "microbatches",
+        "steps",
+    ),
+    *("learning_rate", "warmup_steps", "weight_decay", "dtype", "remat", "fsdp", "tensor", "eval_every", "seed", "out"),
     *("resume", "profile"),
 ]
 

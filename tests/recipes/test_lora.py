@@ -13,7 +13,7 @@ import zoo
 from recipes import lora
 from zoo import train
 
-TINY = {"seq": 16, "batch": 16, "steps": 4, "warmup": 1, "validate_every": 2, "rank": 2, "alpha": 4.0}
+TINY = {"seq_len": 16, "batch_size": 16, "steps": 4, "warmup_steps": 1, "eval_every": 2, "rank": 2, "alpha": 4.0}
 OPTIONS = {"rank_stabilized": True, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -83,17 +83,39 @@ def complaint(capsys, *words):
 def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "runs/transformer/export: no model there; `python recipes/transformer.py`" in complaint(capsys)
-    given = ("--start", start, "--data", text, "--old", text, "--seq", 16)
+    given = ("--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16)
     assert "no matrix of the model is meant by the target 'querry'" in complaint(capsys, *given, "--targets", "querry")
     assert "a rank is at least 1, not 0" in complaint(capsys, *given, "--rank", 0)
-    assert "do not share out over data=8" in complaint(capsys, *given, "--batch", 12)
+    assert "do not share out over data=8" in complaint(capsys, *given, "--batch-size", 12)
     assert not (tmp_path / "runs").exists()
 
 
 FLAGS = [
-    *("start", "data", "old", "targets", "rank", "alpha", "rank_stabilized", "compare", "seq", "batch", "microbatches"),
-    *("steps", "learning_rate", "full_learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor"),
-    *("zero", "validate_every", "seed", "out", "resume", "profile"),
+    *(
+        "checkpoint",
+        "data",
+        "pretraining_data",
+        "targets",
+        "rank",
+        "alpha",
+        "rank_stabilized",
+        "compare_full",
+        "seq_len",
+        "batch_size",
+        "microbatches",
+    ),
+    *(
+        "steps",
+        "learning_rate",
+        "full_learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "dtype",
+        "remat",
+        "fsdp",
+        "tensor",
+    ),
+    *("zero_stage", "eval_every", "seed", "out", "resume", "profile"),
 ]
 
 

@@ -12,8 +12,8 @@ from recipes import mamba
 from zoo import train
 
 TINY = {
-    "embed": 16, "layers": 1, "state": 4, "head_dim": 8, "seq": 16, "batch": 8, "steps": 4, "warmup": 1,
-    "validate_every": 2, "remat": "none", "tensor": 2,
+    "embed": 16, "layers": 1, "state": 4, "head_dim": 8, "seq_len": 16, "batch_size": 8, "steps": 4, "warmup_steps": 1,
+    "eval_every": 2, "remat": "none", "tensor": 2,
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_a_run_and_what_it_leaves(generation, text, tmp_path, monkeypatch):
     [
         ({"generation": 3}, "there is a Mamba and a Mamba-2, and generation=3 is neither"),
         ({"head_dim": 7}, "does not share out over heads 7 wide"),
-        ({"batch": 6}, "6 rows do not share out over data=4"),
+        ({"batch_size": 6}, "6 rows do not share out over data=4"),
     ],
 )
 def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes, message):
@@ -65,8 +65,31 @@ def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes,
 
 
 FLAGS = [
-    *("generation", "data", "vocab", "embed", "layers", "state", "head_dim", "expand", "seq", "batch", "microbatches"),
-    *("steps", "learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor", "validate_every", "seed"),
+    *(
+        "generation",
+        "data",
+        "vocab",
+        "embed",
+        "layers",
+        "state",
+        "head_dim",
+        "expand",
+        "seq_len",
+        "batch_size",
+        "microbatches",
+    ),
+    *(
+        "steps",
+        "learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "dtype",
+        "remat",
+        "fsdp",
+        "tensor",
+        "eval_every",
+        "seed",
+    ),
     *("out", "resume", "profile"),
 ]
 

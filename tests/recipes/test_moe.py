@@ -19,8 +19,8 @@ from zoo.cli import main as command
 
 ROOT = Path(__file__).parents[2]
 TINY = {
-    "embed": 16, "layers": 2, "heads": 4, "mlp": 16, "experts": 4, "seq": 16, "batch": 8, "steps": 4, "warmup": 1,
-    "validate_every": 2, "remat": "none",
+    "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 16, "experts": 4, "seq_len": 16, "batch_size": 8, "steps": 4, "warmup_steps": 1,
+    "eval_every": 2, "remat": "none",
 }  # fmt: skip
 
 
@@ -120,8 +120,16 @@ def test_a_copy_runs_on_one_device_with_the_same_numbers(text, unbroken, tmp_pat
 
 
 def test_the_other_options_work_together(text, tmp_path):
-    options = {"router": "biased", "shared": 8, "capacity_factor": 1.25, "dtype": "bfloat16", "microbatches": 2}
-    options |= {"vocab": 300, "runs": ("loss-free",), "fsdp": 2, "tensor": 2, "remat": "dots", "steps": 1, "seq": 20}
+    options = {"router": "biased", "shared_mlp_dim": 8, "capacity_factor": 1.25, "dtype": "bfloat16", "microbatches": 2}
+    options |= {
+        "vocab": 300,
+        "runs": ("loss-free",),
+        "fsdp": 2,
+        "tensor": 2,
+        "remat": "dots",
+        "steps": 1,
+        "seq_len": 20,
+    }
     moe.main(data=(text,), out=tmp_path / "run", **TINY | options)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["loss-free", "report.html"]
 
@@ -129,16 +137,16 @@ def test_the_other_options_work_together(text, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top": 5}, "a token goes to at least 1 and at most all of 4 experts, not 5"),
+        ({"top_k": 5}, "a token goes to at least 1 and at most all of 4 experts, not 5"),
         ({"experts": 0}, "a mixture has at least 1 expert, not 0"),
         ({"capacity_factor": -1.0}, "a capacity_factor is above 0, .* not -1.0"),
         ({"router": "lottery"}, "there is no router 'lottery', but softmax, biased"),
         ({"runs": ("dense", "sparse")}, "name one or more of the runs dense, unbalanced, .*, not dense, sparse"),
         ({"runs": ()}, "name one or more of the runs dense, .*, not none"),
-        ({"balance": -0.1}, "balance=-0.1 and bias_rate=0.001 at least 0"),
+        ({"balance_weight": -0.1}, "balance=-0.1 and bias_rate=0.001 at least 0"),
         ({"steps": 0}, "steps=0 are at least 1"),
-        ({"mlp": 18, "tensor": 4}, "mlp"),
-        ({"batch": 12}, "12 rows do not share out over data=8"),
+        ({"mlp_dim": 18, "tensor": 4}, "mlp_dim"),
+        ({"batch_size": 12}, "12 rows do not share out over data=8"),
     ],
 )
 def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes, message):
@@ -155,9 +163,32 @@ def test_an_unknown_router_ends_the_command_with_a_clear_line(capsys):
 
 
 FLAGS = [
-    *("runs", "data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp", "experts", "top", "shared", "router"),
-    *("capacity_factor", "balance", "bias_rate", "seq", "batch", "microbatches", "steps", "learning_rate", "warmup"),
-    *("weight_decay", "dtype", "remat", "fsdp", "tensor", "validate_every", "seed", "out", "resume", "profile"),
+    *(
+        "runs",
+        "data",
+        "vocab",
+        "embed",
+        "layers",
+        "heads",
+        "kv_heads",
+        "mlp_dim",
+        "experts",
+        "top_k",
+        "shared_mlp_dim",
+        "router",
+    ),
+    *(
+        "capacity_factor",
+        "balance_weight",
+        "bias_rate",
+        "seq_len",
+        "batch_size",
+        "microbatches",
+        "steps",
+        "learning_rate",
+        "warmup_steps",
+    ),
+    *("weight_decay", "dtype", "remat", "fsdp", "tensor", "eval_every", "seed", "out", "resume", "profile"),
 ]
 
 

@@ -13,8 +13,8 @@ from recipes import qlora
 from zoo import train
 
 TINY = {
-    "seq": 16, "batch": 8, "steps": 2, "warmup": 1, "validate_every": 1, "rank": 2, "targets": ("query", "up"),
-    "fsdp": 2, "rounded": ("query", "up"), "dtype": "bfloat16",
+    "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "rank": 2, "targets": ("query", "up"),
+    "fsdp": 2, "quantize_targets": ("query", "up"), "dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_it_learns_exports_and_reports(unbroken, start):
     lines = train.read_metrics(unbroken / "qlora" / "metrics.jsonl")
     assert [line["step"] for line in lines if "new" in line and "old" in line] == [1, 2]
     assert lines[-1]["new"] < lines[0]["new"]
-    small = zoo.adapters.quantize(zoo.load(start), "nf4", targets=TINY["rounded"])
+    small = zoo.adapters.quantize(zoo.load(start), "nf4", targets=TINY["quantize_targets"])
     tuned, merged = zoo.adapters.load(small, unbroken / "adapter"), zoo.load(unbroken / "export")
     tokens = jnp.arange(32).reshape(2, 16)
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
@@ -61,10 +61,10 @@ def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, t
 
 def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    given = ["--start", start, "--data", text, "--old", text, "--seq", 16]
+    given = ["--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16]
     for words, said in [
         ([], "runs/transformer/export: no model there; `python recipes/transformer.py`"),
-        ([*given, "--rounded", "querry"], "no matrix of the model is meant by the target 'querry'"),
+        ([*given, "--quantize-targets", "querry"], "no matrix of the model is meant by the target 'querry'"),
         ([*given, "--rank", 0], "a rank is at least 1, not 0"),
     ]:
         with pytest.raises(SystemExit) as stopped:
@@ -74,9 +74,30 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
 
 
 FLAGS = [
-    *("start", "data", "old", "kind", "rounded", "targets", "rank", "alpha", "rank_stabilized", "compare", "seq"),
-    *("batch", "microbatches", "steps", "learning_rate", "full_learning_rate", "warmup", "weight_decay", "dtype"),
-    *("remat", "fsdp", "tensor", "zero", "validate_every", "seed", "out", "resume", "profile"),
+    *(
+        "checkpoint",
+        "data",
+        "pretraining_data",
+        "quantization",
+        "quantize_targets",
+        "targets",
+        "rank",
+        "alpha",
+        "rank_stabilized",
+        "compare_full",
+        "seq_len",
+    ),
+    *(
+        "batch_size",
+        "microbatches",
+        "steps",
+        "learning_rate",
+        "full_learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "dtype",
+    ),
+    *("remat", "fsdp", "tensor", "zero_stage", "eval_every", "seed", "out", "resume", "profile"),
 ]
 
 

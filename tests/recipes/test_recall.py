@@ -16,8 +16,8 @@ from zoo import train
 from zoo.inspect import state_bytes
 
 TINY = {
-    "mixers": ("attention", "delta-net"), "widths": (8,), "vocab": 16, "seq": 16, "pairs": 3, "batch": 4, "steps": 3,
-    "rates": (1e-3, 1e-2), "seeds": 2, "rows": 4, "validate_every": 1,
+    "mixers": ("attention", "delta-net"), "widths": (8,), "vocab": 16, "seq_len": 16, "num_pairs": 3, "batch_size": 4, "steps": 3,
+    "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4, "eval_every": 1,
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_what_two_mixers_leave(unbroken):
     report = (unbroken / "report.html").read_text()
     assert "bytes of state a row" in report and "<title>delta-net: " in report and "http" not in report
     assert list(inspect.signature(recall.main).parameters)[-5:] == [
-        "validate_every",
+        "eval_every",
         "seed",
         "out",
         "resume",
@@ -130,8 +130,8 @@ def test_every_mixer_makes_a_model_whose_memory_is_counted(mixer):
     [
         ({"mixers": ("attention", "memory")}, "name one or more of the mixers attention, .*, not attention, memory"),
         ({"mixers": ()}, "name one or more of the mixers .*, not none"),
-        ({"pairs": 5}, "5 pairs and as many queries want rows of at least 20 tokens, not 16"),
-        ({"pairs": 4, "vocab": 8}, "a vocabulary of more than 9, not 8"),
+        ({"num_pairs": 5}, "5 pairs and as many queries want rows of at least 20 tokens, not 16"),
+        ({"num_pairs": 4, "vocab": 8}, "a vocabulary of more than 9, not 8"),
         ({"steps": 0}, "steps=0, .* are at least 1"),
         ({"widths": ()}, "at least 1"),
         ({"rates": (0.0,)}, "a sweep wants learning rates above 0"),

@@ -16,8 +16,8 @@ from zoo import train
 from zoo.layers import TokenInfo
 
 TINY = {
-    "groups": ("s3",), "mixers": ("attention", "delta-net-negative"), "embed": 8, "mlp": 8, "seq": 4, "longer": 40,
-    "batch": 4, "steps": 3, "rates": (1e-3, 1e-2), "seeds": 2, "rows": 4, "validate_every": 1,
+    "groups": ("s3",), "mixers": ("attention", "delta-net-negative"), "embed": 8, "mlp_dim": 8, "seq_len": 4, "eval_seq_len": 40,
+    "batch_size": 4, "steps": 3, "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4, "eval_every": 1,
 }  # fmt: skip
 NAMES = ("s3-attention", "s3-delta-net-negative")
 
@@ -98,8 +98,8 @@ def test_every_mixer_is_made_of_a_width_and_heads(name):
         ({"mixers": ("attention", "memory")}, "name one or more of the mixers attention, .*, not attention, memory"),
         ({"groups": ("s4",)}, "name one or more of the groups parity, s3, a4, s5, not s4"),
         ({"groups": ()}, "name one or more of the groups .*, not none"),
-        ({"longer": 4}, "longer=4 is more than that"),
-        ({"seeds": 0}, "seeds=0, .* are at least 1"),
+        ({"eval_seq_len": 4}, "eval_seq_len=4 is more than that"),
+        ({"num_seeds": 0}, "num_seeds=0, .* are at least 1"),
         ({"rates": ()}, "a sweep wants learning rates above 0"),
     ],
 )

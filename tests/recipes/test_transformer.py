@@ -24,8 +24,8 @@ from zoo import train
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "transformer.py"
 TINY = {
-    "embed": 16, "layers": 2, "heads": 4, "mlp": 32, "seq": 16, "batch": 8, "steps": 60, "warmup": 5, "dropout": 0.1,
-    "validate_every": 10,
+    "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 32, "seq_len": 16, "batch_size": 8, "steps": 60, "warmup_steps": 5, "dropout": 0.1,
+    "eval_every": 10,
 }  # fmt: skip
 
 
@@ -164,8 +164,16 @@ def test_two_steps_with_all_defaults_on_one_device(tmp_path):
 
 
 def test_the_other_options_work_together(text, tmp_path):
-    options = {"fsdp": 4, "tensor": 2, "dtype": "bfloat16", "microbatches": 2, "zero": 1, "ema": 0.9, "vocab": 300}
-    transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"steps": 2, "batch": 16} | options)
+    options = {
+        "fsdp": 4,
+        "tensor": 2,
+        "dtype": "bfloat16",
+        "microbatches": 2,
+        "zero_stage": 1,
+        "ema_decay": 0.9,
+        "vocab": 300,
+    }
+    transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"steps": 2, "batch_size": 16} | options)
     assert (tmp_path / "run" / "report.html").exists()
     assert train.read_tokenizer(tmp_path / "run" / "export").vocab == 300
     assert zoo.load(tmp_path / "run" / "export").embedding.weight.shape == (300, 16)
@@ -181,10 +189,10 @@ def test_help_explains_every_flag():
 
 
 FLAGS = [
-    *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp", "dropout"),
-    *("seq", "batch", "microbatches", "steps", "learning_rate", "warmup", "weight_decay", "ema"),
-    *("dtype", "remat", "fsdp", "tensor", "zero"),
-    *("validate_every", "seed", "out", "resume", "profile"),
+    *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout"),
+    *("seq_len", "batch_size", "microbatches", "steps", "learning_rate", "warmup_steps", "weight_decay", "ema_decay"),
+    *("dtype", "remat", "fsdp", "tensor", "zero_stage"),
+    *("eval_every", "seed", "out", "resume", "profile"),
 ]
 
 
@@ -222,7 +230,7 @@ def test_bad_input_is_one_clear_line(text, tmp_path, more, message):
 
 def test_a_batch_that_the_mesh_does_not_divide_raises_before_anything_compiles(text, tmp_path):
     with pytest.raises(ValueError, match="12 rows do not share out over data=8. Use a multiple of 8 rows"):
-        transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"batch": 12})
+        transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"batch_size": 12})
     assert not (tmp_path / "run").exists()
 
 

@@ -13,7 +13,7 @@ from recipes import compare_adapters
 from zoo import train
 
 TINY = {
-    "seq": 16, "batch": 8, "steps": 2, "warmup": 1, "validate_every": 1, "methods": ("vera", "full"), "ranks": (2,),
+    "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "methods": ("vera", "full"), "ranks": (2,),
     "targets": ("query", "value"), "fsdp": 2,
 }  # fmt: skip
 
@@ -74,11 +74,11 @@ def test_the_nearest_rank():
 
 def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    given = ["--start", start, "--data", text, "--old", text, "--seq", 16]
+    given = ["--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16]
     for words, said in [
         ([], "runs/transformer/export: no model there; `python recipes/transformer.py`"),
         (["--ranks", 0], "are at least 1"),
-        (["--largest", 3], "at least the largest of them"),
+        (["--max-rank", 3], "at least the largest of them"),
         ([*given, "--targets", "querry"], "no matrix of the model is meant by the target 'querry'"),
     ]:
         with pytest.raises(SystemExit) as stopped:
@@ -88,8 +88,20 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
 
 
 FLAGS = [
-    *("methods", "ranks", "largest", "start", "data", "old", "targets", "seq", "batch", "microbatches", "steps"),
-    *("learning_rate", "warmup", "weight_decay", "dtype", "remat", "fsdp", "tensor", "zero", "validate_every"),
+    *(
+        "methods",
+        "ranks",
+        "max_rank",
+        "checkpoint",
+        "data",
+        "pretraining_data",
+        "targets",
+        "seq_len",
+        "batch_size",
+        "microbatches",
+        "steps",
+    ),
+    *("learning_rate", "warmup_steps", "weight_decay", "dtype", "remat", "fsdp", "tensor", "zero_stage", "eval_every"),
     *("seed", "out", "resume", "profile"),
 ]
 
