@@ -171,7 +171,7 @@ def counting(monkeypatch, name):
 
 
 def test_prompts_share_a_program_a_bucket_and_decoding_one_a_length(monkeypatch):
-    prefills, steps = counting(monkeypatch, "prefill"), counting(monkeypatch, "advance")
+    prefills, steps = counting(monkeypatch, "prefill"), counting(monkeypatch, "decode_until")
     model = born()
     for i, seq in enumerate((3, 11, 17, 32)):
         options = {"temperature": 0.5 + i, "top_k": 3 + i, "top_p": 0.3 + i / 10, "min_p": i / 10}

@@ -79,4 +79,4 @@ def test_attention_itself_may_be_the_mixer():
     shapes = eqx.filter_eval_shape(
         partial(zoo.models.MixtureOfExperts, **SIZES, mixer=partial(Attention, kv_heads=1)), key=jax.random.key(0)
     )
-    assert next(shapes.stack.one_by_one()).mixer.key.out_size == 4
+    assert next(shapes.stack.iter_blocks()).mixer.key.out_size == 4

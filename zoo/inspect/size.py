@@ -32,7 +32,7 @@ def measure_size(model: PyTree) -> ModelSize:
     packed = [node for node in nodes if _is_packed(node)]
     arrays = [x for x in nodes if hasattr(x, "dtype")] + [node.bias for node in packed if node.bias is not None]
     numbers = sum(x.size for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
-    numbers += sum(math.prod(jax.eval_shape(node.decode, *node.packed).shape) for node in packed)
+    numbers += sum(math.prod(jax.eval_shape(node.decode, *node.packed_arrays).shape) for node in packed)
     return ModelSize(numbers, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "dtype")))
 
 

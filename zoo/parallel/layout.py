@@ -67,7 +67,7 @@ class Layout:
 
     def with_dims(self, **rows: tuple[str, ...]) -> "Layout":
         """The same table with more dims, or other axes for a dim it has."""
-        return dataclasses.replace(self, split={**self.compute, **rows})
+        return dataclasses.replace(self, compute={**self.compute, **rows})
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes that split a dim in use. **Raises** `ValueError` for a name that the table does not have."""
@@ -101,8 +101,8 @@ class Mesh:
     def optimizer(self) -> "Mesh":
         """The mesh as gradients and the optimizer's state lie on it: place an optimizer's state on this one."""
         layout = self.layout
-        at_rest = layout.parameters if layout.optimizer is None else layout.optimizer
-        return dataclasses.replace(self, layout=dataclasses.replace(layout, at_rest=at_rest, updates=None))
+        parameters = layout.parameters if layout.optimizer is None else layout.optimizer
+        return dataclasses.replace(self, layout=dataclasses.replace(layout, parameters=parameters, optimizer=None))
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """The axes of more than one device that split `dim` in use."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-SCOPED_METHODS = ("__call__", "transposed", "hidden", "logits", "routed", "grouped", "per_head", "per_head_transposed")
+SCOPED_METHODS = ("__call__", "transposed", "hidden", "logits", "grouped", "per_head", "per_head_transposed")
 """The methods of modules that compute: those that are a scope, wherever a class defines them."""
 
 _calling_module: contextvars.ContextVar[Any] = contextvars.ContextVar("within", default=None)
