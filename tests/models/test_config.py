@@ -188,7 +188,7 @@ SCALINGS = [
 
 def scaled(family, scaling):
     """With as many factors as pairs of values are turned in this family."""
-    pairs = next(built(family, small(family)).stack.one_by_one()).mixer.rotary.dim // 2
+    pairs = next(built(family, small(family)).stack.iter_blocks()).mixer.rotary.dim // 2
     listed = lambda key, value: [value] * pairs if key in ("short_factor", "long_factor") else value
     return {key: listed(key, value) for key, value in scaling.items()}
 
@@ -212,7 +212,7 @@ def test_both_spellings_of_rotary_embeddings_are_one(family, scaling):
     )
     assert read_config(family, {"rope_parameters": nulls | facts | {"rope_type": kind}}) == new, "nulls are absent"
     model = built(family, small(family) | {"rope_parameters": facts | {"rope_type": kind}})
-    rotary = next(model.stack.one_by_one()).mixer.rotary
+    rotary = next(model.stack.iter_blocks()).mixer.rotary
     assert rotary.base == 500.0
     assert type(rotary.scaling).__name__.lower() == ("nonetype" if kind == "default" else kind)
 

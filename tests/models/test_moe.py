@@ -118,7 +118,7 @@ def test_generation_is_that_of_whole_passes(model):
 def test_what_routers_decide_leaves_the_model(model):
     stream, _ = model.hidden(text((2, 5)), zoo.layers.TokenInfo())
     assert len(stream.routing) == 2
-    for one, block in zip(stream.routing, list(model.stack.one_by_one())[1:], strict=True):
+    for one, block in zip(stream.routing, list(model.stack.iter_blocks())[1:], strict=True):
         assert one.logits.shape == (2, 5, 4) and one.chosen.shape == (2, 5, 2)
         assert isinstance(block.ffn, MixtureOfExperts)
     first = jax.tree.map(lambda x: x[0], model.stack.segments[0].blocks[0])
@@ -206,7 +206,7 @@ def test_a_bias_evens_out_what_a_router_prefers():
 
     @jax.jit
     def step(bias):
-        load = tokens_per_expert(eqx.tree_at(lambda m: m.router.selection_bias, layer, bias).routed(x)[1][0])
+        load = tokens_per_expert(eqx.tree_at(lambda m: m.router.selection_bias, layer, bias)(x)[1][0])
         return bias + 0.02 * jnp.sign(load.mean() - load), load.max() / load.mean()
 
     bias, shares = layer.router.selection_bias, []

@@ -65,7 +65,7 @@ def test_every_layer_has_its_number_whatever_the_cut(model):
 
 def test_the_numbers_are_those_of_the_layers(model):
     """Each slice of a stacked array is the parameter of the layer that its place tells."""
-    blocks = list(model.stack.one_by_one())
+    blocks = list(model.stack.iter_blocks())
     for place, leaf in zip(list_parameter_paths(model), jax.tree.leaves(model), strict=True):
         if place.name == "layers.*.attention.query.weight":
             for index, (number,) in iterate_indices(place.ranges):
@@ -125,7 +125,7 @@ def test_classes_in_snake_case(name, expected):
 
 
 def test_no_difference_where_only_numbers_or_the_manner_differ(model):
-    other = make(windows=(4, None), qk_norm=True, tied=False, form=reference_attention, remat="full", dropout=0.5)
+    other = make(windows=(4, None), qk_norm=True, tied=False, implementation=reference_attention, remat="full", dropout=0.5)
     for one in (other, zoo.cast(model, jnp.bfloat16), jax.tree.map(lambda x: x + 1, model)):
         assert list(find_differences(one, model)) == [] == list(find_differences(model, one))
 

@@ -10,6 +10,7 @@ import pytest
 
 import zoo
 from zoo.models.hf.config import ConfigError, read_config
+from zoo.models.hf.families import FAMILIES
 from zoo.models.presets.published import PRESETS, preset
 
 KEY = jax.random.key(0)
@@ -19,7 +20,7 @@ ONE_A_FAMILY = {found.family: name for name, found in PRESETS.items()}
 
 def small(name, **changes):
     """A model of a preset's kind: narrow, with two kv_heads where the family has such, heads 16 wide."""
-    family = zoo.models.families.FAMILIES[PRESETS[name].family]
+    family = FAMILIES[PRESETS[name].family]
     possible = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
     possible |= {"num_heads": 8, "attention_hidden_size": 64}
     possible |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
@@ -55,7 +56,7 @@ def test_a_token_meets_as_many_as_were_published(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_its_keys_are_those_of_the_family_and_say_something(name):
     found = PRESETS[name]
-    family = zoo.models.families.FAMILIES[found.family]
+    family = FAMILIES[found.family]
     whole = read_config(family, found.config)
     for key in found.config.keys() - {"rope_scaling"}:
         without = {other: value for other, value in found.config.items() if other != key}
@@ -78,7 +79,7 @@ def first_of(part, *names):
 @pytest.mark.parametrize("name", ONE_A_FAMILY.values())
 def test_new_weights(name):
     model = small(name)
-    *_, block = model.stack.one_by_one()
+    *_, block = model.stack.iter_blocks()
     ffn = getattr(block, "ffn", None)
     ffn = getattr(ffn, "experts", ffn)
     reads = [first_of(block.mixer, "query", "query_down", "gate", "receptance")]
@@ -142,7 +143,7 @@ def test_changes_replace_a_key_whatever_it_is_called():
 
 def test_changes_of_the_rotation():
     def rotary(**changes):
-        return next(iter(shapes("llama3.1-8b", **changes).stack.one_by_one())).mixer.rotary
+        return next(iter(shapes("llama3.1-8b", **changes).stack.iter_blocks())).mixer.rotary
 
     assert rotary().base == 500000 and rotary().scaling.factor == 8
     assert rotary(rope_theta=1e4).base == 1e4 and rotary(rope_theta=1e4).scaling.factor == 8

@@ -55,7 +55,7 @@ def test_hidden_states_are_those_of_a_loop(model):
                 for block in segment.blocks:
                     block = jax.tree.map(lambda a, i=repeat: a[i], block)
                     x = x + block.mixer(block.mixer_norm(x), TokenInfo())[0]
-                    x = x + block.ffn(block.ffn_norm(x))
+                    x = x + block.ffn(block.ffn_norm(x))[0]
                     found.append(x)
         return [*found[:-1], model.norm(found[-1])]
 

@@ -120,7 +120,7 @@ def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], 
     def moved(place: Any, x: Array) -> Array:
         if not _is_selection_bias(place.name):
             return x
-        own = jnp.stack([loads[order[layer]] for layer in place.numbers[0]])
+        own = jnp.stack([loads[order[layer]] for layer in place.ranges[0]])
         return x + rate * jnp.sign(own.mean(-1, keepdims=True) - own).astype(x.dtype)
 
     return jax.tree.unflatten(treedef, list(map(moved, found, leaves)))

@@ -84,7 +84,7 @@ def eval_shape_blocks(model: Any) -> tuple[Decoder, tuple[Any, ...]]:
     """A model and its layers one by one, in shapes. **Raises** `ConfigError` for what is no decoder."""
     if not isinstance(model, Decoder):
         raise ConfigError(f"a {type(model).__name__} is no decoder")
-    return eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.one_by_one())), model)
+    return eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.iter_blocks())), model)
 
 
 def check_type(name: str, part: Any, expected_type: type) -> None:

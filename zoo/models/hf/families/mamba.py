@@ -66,7 +66,7 @@ def _describe_mamba(model: Any) -> dict[str, Any]:
     check_type("block", block, MixerBlock)
     check_type("mixer", block.mixer, Mamba)
     check_type("mixer_norm", block.mixer_norm, RMSNorm)
-    mixer, (vocab, embed) = block.mixer, model.embedding.sizes
+    mixer, (vocab, embed) = block.mixer, model.embedding.table_shape
     inner, state = mixer.A_log.shape
     return {
         "vocab_size": vocab,

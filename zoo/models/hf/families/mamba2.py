@@ -78,7 +78,7 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
     check_type("block", block, MixerBlock)
     check_type("mixer", block.mixer, Mamba2)
     check_type("mixer_norm", block.mixer_norm, RMSNorm)
-    mixer, (vocab, embed) = block.mixer, model.embedding.sizes
+    mixer, (vocab, embed) = block.mixer, model.embedding.table_shape
     heads, convolution = mixer.dt.out_size, mixer.x_convolution
     low, high = mixer.dt_limit
     return {
@@ -87,8 +87,8 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
         "num_hidden_layers": 1 + len(others),
         "num_heads": heads,
         "head_dim": mixer.head_dim,
-        "n_groups": mixer.B.out_size // mixer.state,
-        "state_size": mixer.state,
+        "n_groups": mixer.B.out_size // mixer.state_dim,
+        "state_size": mixer.state_dim,
         "expand": heads * mixer.head_dim // embed,
         "conv_kernel": convolution.width,
         "use_bias": getattr(mixer.out, "bias", None) is not None,
