@@ -64,8 +64,8 @@ def evaluate(op: str, form: str, inputs: dict[str, Array]) -> tuple[Array, Array
     unknown = set(inputs) - set(names.split()) - {"s0"}
     if unknown:
         raise ValueError(f"{op} takes {names} and s0, not {', '.join(sorted(unknown))}")
-    run = getattr(import_module(f"zoo.ops.{module}"), function)
-    output, state = run(*(inputs[name] for name in names.split()), state=inputs.get("s0"), form=form)
+    run = getattr(import_module(f"zoo.ops.recurrence.{module}"), function)
+    output, state = run(*(inputs[name] for name in names.split()), state=inputs.get("s0"), mode=form)
     return output, of_state(state)
 
 

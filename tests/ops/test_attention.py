@@ -23,7 +23,11 @@ def told(form):
     return attend
 
 
-FORMS = {name: told(getattr(attention, name)) for name in ("plain", "grouped", "fused")}
+FORMS = {
+    "plain": told(attention.reference_attention),
+    "grouped": told(attention.grouped_query_attention),
+    "fused": told(attention.fused_attention),
+}
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
 
 

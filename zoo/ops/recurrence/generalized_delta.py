@@ -176,6 +176,6 @@ def affine_delta(
     beside = lambda left, right: jnp.concatenate([left, right], axis=-1)
     transition = chunks.compute_transition()
     none = lambda x: None if x is None else beside(jnp.zeros((*x.shape[:-1], width), x.dtype), x)
-    transition = transition._replace(constant=none(transition.constant), added=none(transition.kv_update))
+    transition = transition._replace(constant=none(transition.constant), kv_update=none(transition.kv_update))
     state, _, _ = scan_chunks(beside(unit, given.state), transition)
     return _DenseAffineMap(state[..., :width], state[..., width:])

@@ -239,14 +239,14 @@ def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkT
         before = through[..., None] * state + batched_matmul(read.mT, update) + at_border
         return before, (state, update)
 
-    matrices = (chunks.through, chunks.read, chunks.write, at_borders, at_updates)
+    matrices = (chunks.chunk_decay, chunks.read, chunks.write, at_borders, at_updates)
     first, (after, update) = lax.scan(step, last, matrices, reverse=True)
     through = (after * borders).sum(-1)
-    if chunks.through.shape[-1] == 1:
+    if chunks.chunk_decay.shape[-1] == 1:
         through = through.sum(-1, keepdims=True)
     outer = lambda rows, state, like: batched_matmul(rows, state.mT.astype(rows.dtype)).astype(like.dtype)
     read, write = outer(update, borders, chunks.read), outer(updates, after, chunks.write)
-    added = None if chunks.added is None else after
+    added = None if chunks.kv_update is None else after
     return first, _ChunkTransition(through, read, update.astype(chunks.constant.dtype), write, added)
 
 

@@ -39,7 +39,7 @@ def rwkv7(
         key=key,
         value=value,
         log_decay=log_decay,
-        before=True,
+        read_before_decay=True,
         state=state,
         segment_ids=segment_ids,
     )

@@ -43,7 +43,7 @@ def far(a, b):
 def with_gradients(form, parts, bonus, segments, cotangents):
     def run(parts, bonus):
         query, key, value, decay, state = parts
-        options = {} if form is recurrent_gated_linear else {"chunk": CHUNK}
+        options = {} if form is recurrent_gated_linear else {"chunk_size": CHUNK}
         return form(query, key, value, decay, bonus=bonus, state=state, segment_ids=segments, scale=0.5, **options)
 
     out, back = jax.vjp(run, parts, bonus)
@@ -149,7 +149,7 @@ def test_decayed_products(strict, before, seed):
         for j in range(i if strict or before else i + 1):
             between = np.exp(decay[j + 1 : i if before else i + 1].astype(np.float64).sum(0))
             expected[i, j], ones[i, j] = (rows[i] * columns[j] * between).sum(), between[0]
-    rules = {"strict": strict, "before": before}
+    rules = {"strict": strict, "exclusive": before}
     assert far(decayed_product(*map(jnp.asarray, (rows, columns, decay)), **rules), expected) < 1e-6
     assert far(exp_segsum(jnp.asarray(decay[:, 0]), **rules), ones) < 1e-6
 

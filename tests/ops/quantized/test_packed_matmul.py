@@ -13,6 +13,11 @@ from zoo.ops.quantized import int8, mxfp4, nf4
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from zoo.ops.quantized.packed_matmul import grouped_packed_matmul, packed_matmul
 
+FORMATS = {
+    "mxfp4": (mxfp4.quantize_mxfp4, mxfp4.dequantize_mxfp4),
+    "nf4": (nf4.quantize_nf4, nf4.dequantize_nf4),
+    "int8": (int8.quantize_int8, int8.dequantize_int8),
+}
 DEALT = {
     "even": (300, [100, 100, 100]),
     "one expert has all, in several blocks": (300, [0, 300, 0]),
@@ -55,18 +60,18 @@ def test_groups(case, dtype):
         np.testing.assert_allclose(ours, theirs, atol=tolerance)
 
 
-@pytest.mark.parametrize("packing", [mxfp4, nf4, int8])
+@pytest.mark.parametrize(("quantize", "dequantize"), FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("how", ["oi", "io"])
 @pytest.mark.parametrize(("piece", "rows"), [(64 * 11, 11), (64 * 4, 4), (1, 1)])
-def test_one_matrix(packing, how, piece, rows):
+def test_one_matrix(quantize, dequantize, how, piece, rows):
     """Whole, or in pieces that do not divide it: the last reaches back, and counts nothing twice."""
-    packed = packing.encode(jax.random.normal(jax.random.key(1), (11, 64)) / 8)
-    weight = packing.decode(*packed)
+    packed = quantize(jax.random.normal(jax.random.key(1), (11, 64)) / 8)
+    weight = dequantize(*packed)
     x = jax.random.normal(jax.random.key(0), (7, 64 if how == "oi" else 11))
     matrix = weight.T if how == "oi" else weight
 
     def run(x):
-        y, back = jax.vjp(lambda x: packed_matmul(x, packed, packing.decode, how, tile_elements=piece), x)
+        y, back = jax.vjp(lambda x: packed_matmul(x, packed, dequantize, how, tile_elements=piece), x)
         return y, back(y)[0]
 
     y, gradient = jax.jit(run)(x)

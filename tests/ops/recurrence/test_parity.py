@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from scripts.make_op_fixtures import case
 from tests.parity_ops import FORMS, OPS, check_folder, evaluate, failures, files
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "ops"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "ops"
 MORE = os.environ.get("ZOO_PARITY")
 
 

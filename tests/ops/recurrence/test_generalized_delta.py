@@ -38,7 +38,7 @@ def draw(seq, decays, steps, seed, strength=1.0, dtype=jnp.float32):
         "query": normal(seq, HEADS, KEY_DIM),
         "read": -draw.uniform(0, 2, (BATCH, *rows, 1)).astype(np.float32) * write,
         "write": write,
-        "new": normal(*rows, VALUE_DIM),
+        "write_value": normal(*rows, VALUE_DIM),
         "key": unit(normal(*rows, KEY_DIM)),
         "value": normal(*rows, VALUE_DIM),
         "state": normal(HEADS, KEY_DIM, VALUE_DIM),
@@ -59,7 +59,7 @@ def segments(seq, often, seed):
 def value_and_gradients(form, steps, before, inputs, segment_ids, cotangents):
     def outputs(inputs):
         names = {name: x for name, x in inputs.items() if name != "query"}
-        return form(inputs["query"], **names, steps=steps, before=before, segment_ids=segment_ids, scale=0.5)
+        return form(inputs["query"], **names, steps=steps, read_before_decay=before, segment_ids=segment_ids, scale=0.5)
 
     found, back = jax.vjp(outputs, inputs)
     return found, back(cotangents)[0]
@@ -131,8 +131,8 @@ def test_operations_are_their_equations(op):
     inputs["beta"] = jnp.abs(inputs["value"][..., 0])
     given = {name: inputs[name] for name in ("query", "key", "value", *names, "state")}
     expected = by_the_table(op, **{name: np.asarray(x, np.float64) for name, x in given.items()})
-    all_close(op(**given, form="recurrent"), expected, 5e-6)
-    all_close(op(**given, form="chunked"), expected, 2e-5)
+    all_close(op(**given, mode="recurrent"), expected, 5e-6)
+    all_close(op(**given, mode="chunked"), expected, 2e-5)
 
 
 def test_half_precision():
@@ -162,17 +162,17 @@ def test_stretches_compose(decays, steps, before):
     inputs = draw(33, decays, steps, seed=4)
     query, state = inputs.pop("query"), inputs.pop("state")
     stretch = lambda x, first, last: x[:, first * x.shape[1] // 33 : last * x.shape[1] // 33]
-    options = dict(steps=steps, before=before, chunk=16)
+    options = dict(steps=steps, read_before_decay=before, chunk_size=16)
     affine = jax.jit(partial(generalized_delta.affine_delta, **options))
     ids = jnp.zeros((BATCH, 33), int)
     cut = lambda first, last: {name: stretch(x, first, last) for name, x in inputs.items()}
     one, two = (affine(**cut(*which), segment_ids=stretch(ids, *which)) for which in [(0, 16), (16, 33)])
-    between = one.factor @ state + one.added
+    between = one.factor @ state + one.offset
     _, expected = generalized_delta.recurrent_delta(query, **inputs, state=state, steps=steps, read_before_decay=before)
-    all_close(two.factor @ between + two.added, expected, 2e-5)
+    all_close(two.factor @ between + two.offset, expected, 2e-5)
     begun = affine(**cut(16, 33), segment_ids=stretch(ids.at[0, 20:].set(1), 16, 33))
     assert not begun.factor[0].any()
-    all_close((begun.factor[1], begun.added[1]), (two.factor[1], two.added[1]), 1e-6)
+    all_close((begun.factor[1], begun.offset[1]), (two.factor[1], two.offset[1]), 1e-6)
 
 
 @pytest.mark.parametrize("size", [48, 64])
@@ -196,7 +196,7 @@ def test_a_gradient_does_not_keep_the_state_of_every_token():
 
 def test_what_cannot_be_raises():
     inputs = draw(4, "none", 1, seed=0)
-    query, read, write, new, key = (inputs[name] for name in ("query", "read", "write", "new", "key"))
+    query, read, write, new, key = (inputs[name] for name in ("query", "read", "write", "write_value", "key"))
     with pytest.raises(ValueError, match="2 steps for each of 4 tokens are 8 rows, and there are 4"):
         generalized_delta.recurrent_delta(query, read, write, new, steps=2)
     with pytest.raises(ValueError, match="keys and values, or neither"):
