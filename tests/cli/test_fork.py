@@ -103,7 +103,7 @@ def test_what_cannot_be_is_told(refused, words, message, tmp_path):
 
 def test_what_is_missing_is_told(run, monkeypatch):
     assert "pip install" not in run("fork", "transformer")[0]
-    monkeypatch.setattr(module, "TRAIN", ("optax", "no_such_package", "nor.this"))
+    monkeypatch.setattr(module, "_TRAIN_REQUIREMENTS", ("optax", "no_such_package", "nor.this"))
     printed, _ = run("fork", "transformer", "x.py")
     assert 'it needs no_such_package, nor.this: pip install "equizoo[train]"\n' in printed
 
@@ -113,7 +113,7 @@ def test_what_is_looked_for_is_what_training_needs():
         node for node in ast.walk(ast.parse((ROOT / "zoo/train/__init__.py").read_text())) if isinstance(node, ast.Call)
     ]
     (call,) = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "require_installed")
-    assert tuple(ast.literal_eval(argument) for argument in call.args) == module.TRAIN_REQUIREMENTS
+    assert tuple(ast.literal_eval(argument) for argument in call.args) == module._TRAIN_REQUIREMENTS
 
 
 def test_a_copy_runs_where_it_lies(run, tmp_path):

@@ -149,7 +149,7 @@ def test_no_tensor_is_read(run, bytes_model, monkeypatch):
     def unreadable():
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(directory, "read_file", headers)
+    monkeypatch.setattr(directory, "open_safetensors", headers)
     run("info", bytes_model)
     with pytest.raises(AssertionError, match="was read"):
         zoo.load(bytes_model)

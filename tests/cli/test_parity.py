@@ -54,7 +54,7 @@ def with_weight(model, weight):
 
 def test_what_cannot_be_compared_is_told(qwen3, tmp_path, capsys):
     family = tmp_path / "two.py"
-    family.write_text("from zoo.models.families import FAMILIES\na, b = FAMILIES['llama'], FAMILIES['gemma']\n")
+    family.write_text("from zoo.models.hf.families import FAMILIES\na, b = FAMILIES['llama'], FAMILIES['gemma']\n")
     (tmp_path / "none.safetensors").write_bytes((qwen3 / "model.safetensors").read_bytes())
     for words, message in (
         (["--expected", "nowhere.safetensors"], "there is no file nowhere.safetensors"),

@@ -553,7 +553,7 @@ def test_values_of_another_kind(whole, tmp_path, attempt, bits):
                 assert str(directory) in message
                 continue
             assert bits_of(loaded[0]) == bits and value == value
-            honored = bool(next(zoo.models.names.find_differences(original, loaded[0]), ""))
+            honored = bool(next(zoo.models.parameter_paths.find_differences(original, loaded[0]), ""))
             absent = value is None or (not value and key == "rope_parameters")
             same = honored or absent or key in ("max_position_embeddings",) or value == config[key]
             assert same, f"not honored and not refused: {loaded[0]}"

@@ -71,7 +71,7 @@ def test_a_layer_too_many_is_no_such_module(directory):
 
 
 def test_the_bias_that_chooses_is_not_rounded(directory):
-    bias = lambda model: [*model.stack.one_by_one()][1].ffn.router.selection_bias
+    bias = lambda model: [*model.stack.iter_blocks()][1].ffn.router.selection_bias
     whole, half = zoo.load(directory), zoo.load(directory, dtype=jnp.bfloat16)
     assert bias(half).dtype == jnp.float32 and jnp.array_equal(bias(half), bias(whole))
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(zoo.trainable(half)))

@@ -363,7 +363,7 @@ def test_both_spellings_and_names_without_their_first_word_are_kept(make, tmp_pa
     same(zoo.load(tmp_path / "half"), half)
     sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6}
     model = make("gpt2", sizes)
-    bare = dataclasses.replace(model, origin=dataclasses.replace(model.origin, bare=True))
+    bare = dataclasses.replace(model, origin=dataclasses.replace(model.origin, lacks_base_prefix=True))
     zoo.save(bare, tmp_path / "bare")
     assert {"wte.weight", "h.1.attn.c_attn.bias"} <= open_safetensors(tmp_path / "bare" / WHOLE).keys()
     same(zoo.load(tmp_path / "bare"), bare)
@@ -419,7 +419,7 @@ def test_a_save_that_fails_leaves_what_was_there(two, tmp_path, monkeypatch, bef
 
             return write(path, shapes, failing)
 
-        monkeypatch.setattr(saving, "write_file", fail_in_the_middle)
+        monkeypatch.setattr(saving, "write_safetensors", fail_in_the_middle)
         with pytest.raises(OSError, match="no space left"):
             zoo.save(two[1], tmp_path, shard_bytes=after)
         assert files(tmp_path).items() >= there.items()

@@ -183,7 +183,7 @@ def _summarize_parameters(
     rows = []
     for (name, shape), arrays in groups.items():
         place, _, _ = arrays[0]
-        layers = [n for place, _, _ in arrays for n in place.numbers[0]] if name.startswith("layers.*.") else []
+        layers = [n for place, _, _ in arrays for n in place.ranges[0]] if name.startswith("layers.*.") else []
         held = tuple(dict.fromkeys(dtype for _, _, own in arrays for dtype in own))
         width = np.dtype(held[0]).itemsize
         specs = [None if mesh is None else mesh.spec(place.dims, own, place.name) for place, own, _ in arrays]
@@ -199,7 +199,7 @@ def _summarize_parameters(
                 tensors=(_format_tensor_name(place, ours),),
                 spec=specs[0],
                 bytes_per_device=sum(lying) * width,
-                trainable=place.leaf.learnt,
+                trainable=place.leaf.trainable,
             )
         )
     parts = list(dict.fromkeys(row.part for row in rows))

@@ -63,8 +63,8 @@ def resolve_origin(model: Any, asked: str | Family | None, more: dict[str, Any])
         config = {**json.loads(origin.config), **more}
         reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
-            return Origin(origin.family, _format_config(config, model), origin.bare), read_name_map(
-                origin.family, config, origin.bare
+            return Origin(origin.family, _format_config(config, model), origin.lacks_base_prefix), read_name_map(
+                origin.family, config, origin.lacks_base_prefix
             )
         family = origin.family  # it was changed since: what it is now may still be of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
