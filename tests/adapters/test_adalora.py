@@ -82,5 +82,5 @@ def test_ranks_are_kept_where_they_are_worth_most(tuned):
 def test_all_forms_are_one_matrix(tuned):
     query = jax.tree.map(lambda x: x[1], tuned.stack.segments[0].blocks[0].mixer.query)
     x = jax.random.normal(KEY, (5, 16))
-    np.testing.assert_allclose(query(x), x @ query.matrix.T, atol=1e-5)
-    np.testing.assert_allclose(query.transposed(x), x @ query.matrix, atol=1e-5)
+    np.testing.assert_allclose(query(x), x @ query.dense_weight.T, atol=1e-5)
+    np.testing.assert_allclose(query.transposed(x), x @ query.dense_weight, atol=1e-5)

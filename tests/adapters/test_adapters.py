@@ -249,13 +249,13 @@ def test_around_a_packed_matrix():
     x = jax.random.normal(KEY, (3, 32))
     expected = x @ (packed.dense_weight + jnp.ones((8, 2)) @ lora.down.weight).T
     np.testing.assert_allclose(lora(x), expected, atol=1e-5)
-    np.testing.assert_allclose(lora.matrix, packed.dense_weight + jnp.ones((8, 2)) @ lora.down.weight, atol=1e-6)
+    np.testing.assert_allclose(lora.dense_weight, packed.dense_weight + jnp.ones((8, 2)) @ lora.down.weight, atol=1e-6)
     with pytest.raises(ValueError, match="quantized='decode'.*quantized='round'"):
         adapters.merge(lora)
-    np.testing.assert_array_equal(adapters.merge(lora, quantized="decode").weight, lora.matrix)
+    np.testing.assert_array_equal(adapters.merge(lora, quantized="decode").weight, lora.dense_weight)
     rounded = adapters.merge(lora, quantized="round", keep=True)
-    largest = jnp.abs(lora.matrix).max(-1, keepdims=True)  # of the one block that a row has here
-    assert isinstance(rounded.base, MXFP4Linear) and (jnp.abs(rounded.matrix - lora.matrix) <= largest / 4).all()
+    largest = jnp.abs(lora.dense_weight).max(-1, keepdims=True)  # of the one block that a row has here
+    assert isinstance(rounded.base, MXFP4Linear) and (jnp.abs(rounded.dense_weight - lora.dense_weight) <= largest / 4).all()
     assert eqx.tree_equal(adapters.unmerge(rounded), lora)
     with pytest.raises(NotImplementedError, match="MXFP4 is rounded.*'pissa' or 'olora'"):
         adapters.LoRA(packed, max_rank=2, rank=2, scale=1.0, init="pissa", key=KEY)

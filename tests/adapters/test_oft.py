@@ -49,19 +49,19 @@ def test_rotations():
     np.testing.assert_allclose(many @ many.swapaxes(1, 2), np.broadcast_to(identity, (3, 4, 4)), atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"block_size": 4}, {"blocks": 3, "terms": None}, {"blocks": 2, "shared": True}])
+@pytest.mark.parametrize("options", [{"block_size": 4}, {"blocks": 3, "neumann_terms": None}, {"blocks": 2, "shared": True}])
 def test_all_forms_are_one_matrix(options):
     oft = around(**options)
     x, y = jax.random.normal(KEY, (2, 5, 24)), jax.random.normal(KEY, (5, 6))
-    np.testing.assert_allclose(oft(x), x @ oft.matrix.T + oft.shift, atol=1e-5)
-    np.testing.assert_allclose(oft.transposed(y), y @ oft.matrix, atol=1e-5)
-    assert jnp.abs(oft.matrix - oft.base.matrix).max() > 0.1
-    if oft.terms is None:
-        np.testing.assert_allclose(oft.matrix @ oft.matrix.T, oft.base.matrix @ oft.base.matrix.T, atol=1e-5)
+    np.testing.assert_allclose(oft(x), x @ oft.dense_weight.T + oft.dense_bias, atol=1e-5)
+    np.testing.assert_allclose(oft.transposed(y), y @ oft.dense_weight, atol=1e-5)
+    assert jnp.abs(oft.dense_weight - oft.base.dense_weight).max() > 0.1
+    if oft.neumann_terms is None:
+        np.testing.assert_allclose(oft.dense_weight @ oft.dense_weight.T, oft.base.dense_weight @ oft.base.dense_weight.T, atol=1e-5)
 
     experts, sizes = around(experts=3, **options), jnp.array([4, 0, 3])
     rows = jax.random.normal(KEY, (9, 24))  # two of which no expert has
-    every = eqx.filter_vmap(lambda one: one.matrix)(experts)
+    every = eqx.filter_vmap(lambda one: one.dense_weight)(experts)
     expected = np.concatenate([rows[:4] @ every[0].T, rows[4:7] @ every[2].T, np.zeros((2, 6))])
     np.testing.assert_allclose(experts.grouped(rows, sizes), expected, atol=1e-5)
 

@@ -121,7 +121,7 @@ def test_merged_as_is_asked(kind):
         adapters.merge(tuned)
 
     sums = {one.name: one.module for one in adapters.find_linears(tuned) if isinstance(one.module, adapters.LoRA)}
-    exact = {name: jax.vmap(lambda lora: lora.matrix)(lora) for name, lora in sums.items()}
+    exact = {name: jax.vmap(lambda lora: lora.dense_weight)(lora) for name, lora in sums.items()}
     for how, form in (("decode", Linear), ("round", CLASSES[kind])):
         plain = adapters.merge(tuned, quantized=how)
         kept = adapters.merge(tuned, keep=True, quantized=how)
@@ -133,7 +133,7 @@ def test_merged_as_is_asked(kind):
                 assert type(module) is CLASSES[kind], "no adapter was there"
                 continue
             assert type(module) is form and eqx.tree_equal(module, beside.base)
-            found = jax.vmap(lambda module: module.matrix)(module)
+            found = jax.vmap(lambda module: module.dense_weight)(module)
             if how == "decode":
                 np.testing.assert_array_equal(found, exact[name])
                 continue

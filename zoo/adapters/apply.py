@@ -269,7 +269,7 @@ def _apply_ranked(
             )
         if isinstance(found.module, AbstractEmbedding):
             return _embedding_factory(make, own, found, scale_of)
-        return partial(make, largest=int(own.max())), {"rank": own, "scale": found.tabulate(scale_of, np.float32)}
+        return partial(make, max_rank=int(own.max())), {"rank": own, "scale": found.tabulate(scale_of, np.float32)}
 
     return apply_adapters(model, plan, key)
 
@@ -279,6 +279,6 @@ def _embedding_factory(make: partial[Any], rank: np.ndarray, site: LinearSite, s
     if make.func is not LoRA:
         _refuse_embedding(site, make.keywords["adapter_name"])
     if make.keywords["init"] != "zero":
-        raise ValueError(f"{site.name}: a LoRA of a table starts as zero, not as {make.keywords['start']!r}")
+        raise ValueError(f"{site.name}: a LoRA of a table starts as zero, not as {make.keywords['init']!r}")
     numbers = {"rank": rank, "scale": site.tabulate(scale_of, np.float32)}
     return partial(EmbeddingLoRA, max_rank=int(rank.max()), adapter_name=make.keywords["adapter_name"]), numbers

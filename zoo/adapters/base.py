@@ -86,7 +86,7 @@ def get_dims(base: AbstractLinear) -> tuple[Dim, Dim]:
 
 def get_linear_shape(base: AbstractLinear | AbstractEmbedding) -> tuple[int, int]:
     """Outputs and inputs of what lies under an adapter, or rows of a table and their length, without computing it."""
-    return eqx.filter_eval_shape(lambda base: materialize(base).matrix, base).shape
+    return eqx.filter_eval_shape(lambda base: materialize(base).dense_weight, base).shape
 
 
 def strength_per_row(adapter: Any, x: Float[Array, "*rows _"]) -> Float[Array, "..."]:

@@ -91,7 +91,7 @@ def _unwrap_adapter(adapter: Any, adapter_name: str | None) -> Any:
         return eqx.tree_at(lambda adapter: adapter.base, adapter, base)
     if isinstance(adapter, LoRA) and adapter.first_down is not None and adapter.first_up is not None:
         part = jnp.matmul(adapter.first_up, adapter.first_down, precision="highest")
-        return cast_like(base.with_weight(base.matrix + adapter.scale * part, base.shift), base)
+        return cast_like(base.with_weight(base.dense_weight + adapter.scale * part, base.dense_bias), base)
     return base
 
 

@@ -116,8 +116,8 @@ def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "re
         adapter = materialize(adapter)
         base = get_base_layer(adapter)
         if not isinstance(base, AbstractPackedLinear):
-            return cast_like(base.with_weight(adapter.matrix, adapter.shift), base)
-        return (base.to_linear if quantized == "decode" else base.repack)(adapter.matrix, adapter.shift)
+            return cast_like(base.with_weight(adapter.dense_weight, adapter.dense_bias), base)
+        return (base.to_linear if quantized == "decode" else base.repack)(adapter.dense_weight, adapter.dense_bias)
 
     def one(name: str, numbers: IndexRanges, adapter: Adapter) -> AbstractLinear | AbstractEmbedding:
         plain = vmap_stacked(fold, numbers)(adapter)

@@ -48,7 +48,7 @@ def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets =
     if wrong := [f"{one.name}: {reason}" for one in chosen for reason in _find_quantization_errors(one, meant, format)]:
         raise ValueError(f"these cannot be quantized to {format}:\n  " + "\n  ".join(wrong))
     names = {one.name for one in chosen}
-    made = lambda base: _PACKED_LINEAR_CLASSES[format](base.matrix, base.shift, in_=base.in_, out=base.out)
+    made = lambda base: _PACKED_LINEAR_CLASSES[format](base.dense_weight, base.dense_bias, in_=base.in_, out=base.out)
 
     def one(name: str, numbers: IndexRanges, module: Any) -> Any:
         return vmap_stacked(_map_base_layer(made), numbers)(module) if name in names else module

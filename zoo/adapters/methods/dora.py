@@ -63,7 +63,7 @@ class DoRA(AbstractLowRankAdapter):
         `ValueError` for a `start` that takes a part out of W, whose lengths m starts as."""
         if init in ("pissa", "olora"):
             raise ValueError(
-                f"start={init!r} takes a part out of the matrix whose lengths a DoRA starts from: take a LoRA"
+                f"init={init!r} takes a part out of the matrix whose lengths a DoRA starts from: take a LoRA"
             )
         lora = LoRA(
             base,

@@ -43,7 +43,7 @@ class _AbstractDeltaAdapter(AbstractAdapter):
         ).astype(x.dtype)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        each = eqx.filter_vmap(lambda one: one.added(x.dtype))(self)
+        each = eqx.filter_vmap(lambda one: one.build_delta_linear(x.dtype))(self)
         counts = expand_group_values(self.strength_per_expert(self.applies)[:, None], sizes, len(x))
         return self.base.grouped(x, sizes) + (counts * each.grouped(x, sizes)).astype(x.dtype)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from zoo.models.hf.config import suggest_nearest
 from zoo.weights import CheckpointError
-from zoo.weights.directory import read_json
+from zoo.weights.safetensors import read_json
 
 CONFIG_FILE = "adapter_config.json"
 

@@ -81,7 +81,7 @@ def build_oft_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dic
     tried += [(word, range(1, max(inputs for inputs, _ in every) + 1)) for word in wanted]
     fits = lambda word, asked: all(_find_nearest_divisor(inputs, asked) == own for inputs, own in wanted[word])
     found = next(({word: asked} for word, numbers in tried for asked in numbers if fits(word, asked)), None)
-    kinds = {(adapter.shared is not None, adapter.terms) for _, adapter in every}
+    kinds = {(adapter.shared is not None, adapter.neumann_terms) for _, adapter in every}
     if found is None or len(kinds) > 1:
         raise CheckpointError("PEFT's files have one size of blocks, or one count, and one form of OFT for all modules")
     shared, terms = kinds.pop()

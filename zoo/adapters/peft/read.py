@@ -13,7 +13,7 @@ from zoo.layers import AbstractEmbedding
 from zoo.models.hf.spec import TensorMapping
 from zoo.models.parameter_paths import IndexRanges
 from zoo.weights import CheckpointError
-from zoo.weights.directory import resolve_directory
+from zoo.weights.resolve import resolve_directory
 from zoo.weights.safetensors import LazyTensor, open_safetensors
 
 from ..apply import apply_adapters
