@@ -73,7 +73,7 @@ def list_layer_arrays(mesh: Mesh, *, embed: int, heads: int, kv_heads: int, mlp:
     def block(key):
         sizes: dict[str, Any] = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
         stack: Any = zoo.models.Transformer(vocab=1, layers=1, **sizes, key=key).stack
-        return next(stack.one_by_one())
+        return next(stack.iter_blocks())
 
     shapes = eqx.filter_eval_shape(block, jax.random.key(0))
     found = {}

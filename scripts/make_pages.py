@@ -118,7 +118,7 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
 
     def build(key):
         model = family.build(small, key=key)
-        return model, tuple(model.stack.one_by_one())
+        return model, tuple(model.stack.iter_blocks())
 
     model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
     mixer = block.mixer

@@ -60,5 +60,5 @@ def test_the_promises_stand_in_the_change_log():
     text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
     for function in SIGNATURES:
         assert f"`zoo.{function.__name__}`" in text
-    for name in ("Transformer", "preset", "presets"):
+    for name in ("Transformer", "preset", "list_presets"):
         assert f"`zoo.models.{name}`" in text
