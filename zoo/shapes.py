@@ -1,4 +1,4 @@
-"""Array shapes that several modules annotate, each named once.
+"""Aliases of array shapes that several modules annotate.
 
     batch       rows of a batch; on a mesh, those of this device
     seq         tokens of a row
@@ -7,8 +7,8 @@
     key_dim     features of a key, and rows of a recurrent state
     value_dim   features of a value, and columns of a recurrent state
 
-The annotation of a parameter is also its sharding (`zoo.parallel.module`), so parameters spell their dims out where they
-are declared; the aliases are for activations, states and what describes tokens.
+The annotation of a parameter is also its sharding (`zoo.parallel.module`), so parameters spell out their dims where
+they are declared. The aliases are for activations, recurrent states and token metadata.
 """
 
 from jaxtyping import Array, Bool, Float, Int
@@ -20,6 +20,7 @@ PaddingMask = Bool[Array, "batch seq"]
 
 HiddenStates = Float[Array, "batch seq embed"]
 HeadVectors = Float[Array, "batch seq heads _"]
+KVHeads = Float[Array, "batch seq kv_heads head_dim"]
 
 Queries = Float[Array, "batch seq heads key_dim"]
 Values = Float[Array, "batch seq heads value_dim"]

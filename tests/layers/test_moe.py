@@ -46,7 +46,7 @@ def by_hand(layer, x):
     """One token after another, each through its experts one after another."""
     weights, routing = (np.asarray(a) for a in (layer.router(x)[0], layer.router(x)[1].chosen))
     expert = lambda number: jax.tree.map(lambda leaf: leaf[number], layer.experts)
-    every = np.stack([expert(number)(x) for number in range(len(layer.experts.up.weight))]).astype(np.float64)
+    every = np.stack([expert(number)(x)[0] for number in range(len(layer.experts.up.weight))]).astype(np.float64)
     out = np.zeros(x.shape)
     for b, s in np.ndindex(x.shape[:2]):
         for weight, number in zip(weights[b, s], routing[b, s], strict=True):
@@ -60,13 +60,13 @@ tokens = jax.random.normal(jax.random.key(7), (BATCH, SEQ, EMBED))
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 def test_it_is_the_weighted_sum_of_the_chosen_experts(router):
     layer = mixture(router, bias=True)
-    np.testing.assert_allclose(layer(tokens), by_hand(layer, tokens), atol=1e-5)
+    np.testing.assert_allclose(layer(tokens)[0], by_hand(layer, tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize("top, experts", [(1, 1), (4, 4), (1, 4)])
 def test_one_expert_and_all_of_them(top, experts):
     layer = mixture(top=top, experts=experts)
-    np.testing.assert_allclose(layer(tokens), by_hand(layer, tokens), atol=1e-5)
+    np.testing.assert_allclose(layer(tokens)[0], by_hand(layer, tokens), atol=1e-5)
 
 
 @given(favorites=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=2, unique=True), tie=st.booleans())
@@ -86,7 +86,7 @@ def test_all_tokens_to_few_experts_and_ties(favorites, tie):
 @eqx.filter_jit
 def gradient(layer):
     def loss(layer):
-        y, (routing,) = layer.routed(tokens)
+        y, (routing,) = layer(tokens)
         return (y**2).sum(), routing
 
     return eqx.filter_grad(loss, has_aux=True)(layer)
@@ -95,14 +95,14 @@ def gradient(layer):
 def test_shared_experts_see_every_token():
     shared, gate = partial(GatedMLP, EMBED, 2 * WIDTH), partial(Linear, EMBED, 1, in_=Dim("embed"), out=Dim("choices"))
     layer = mixture(shared=shared, shared_gate=gate)
-    alone = layer.shared(tokens) * jax.nn.sigmoid(layer.shared_gate(tokens))
-    np.testing.assert_allclose(layer(tokens), by_hand(layer, tokens) + alone, atol=1e-5)
+    alone = layer.shared(tokens)[0] * jax.nn.sigmoid(layer.shared_gate(tokens))
+    np.testing.assert_allclose(layer(tokens)[0], by_hand(layer, tokens) + alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [MLP, partial(ClampedGatedMLP, limit=0.5)], ids=["plain", "clamped"])
 def test_any_feed_forward_layer_is_an_expert(kind):
     layer = mixture(expert=partial(kind, EMBED, WIDTH))
-    np.testing.assert_allclose(layer(tokens), by_hand(layer, tokens), atol=1e-5)
+    np.testing.assert_allclose(layer(tokens)[0], by_hand(layer, tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize("router", [SoftmaxRouter, partial(TopSoftmaxRouter, bias=True)], ids=["softmax", "biased"])
@@ -110,7 +110,7 @@ def test_a_capacity_that_is_large_enough_drops_nothing(router):
     layer = mixture(router, bias=True)
     wide = mixture(router, bias=True, capacity_factor=EXPERTS / 2)
     grads, grads_wide = gradient(layer)[0], gradient(wide)[0]
-    np.testing.assert_allclose(wide(tokens), layer(tokens), atol=1e-5)
+    np.testing.assert_allclose(wide(tokens)[0], layer(tokens)[0], atol=1e-5)
     for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_wide), strict=True):
         np.testing.assert_allclose(other, one, atol=1e-4)
 
@@ -120,8 +120,8 @@ def test_beyond_its_capacity_an_expert_adds_nothing():
     layer = mixture(partial(TopSoftmaxRouter, bias=True), capacity_factor=0.5)
     bias = jnp.array([9.0, 8.0, 0.0, 0.0])
     layer = eqx.tree_at(lambda m: (m.router.scores.weight, m.router.scores.bias), layer, (jnp.zeros((4, EMBED)), bias))
-    assert (layer(tokens)[:, 2:] == 0).all()
-    np.testing.assert_allclose(layer(tokens)[:, :2], by_hand(layer, tokens)[:, :2], atol=1e-5)
+    assert (layer(tokens)[0][:, 2:] == 0).all()
+    np.testing.assert_allclose(layer(tokens)[0][:, :2], by_hand(layer, tokens)[:, :2], atol=1e-5)
 
 
 def test_scores_are_float32_whatever_the_rest_is():
@@ -129,7 +129,7 @@ def test_scores_are_float32_whatever_the_rest_is():
     assert layer.router.scores.weight.dtype == jnp.float32 and layer.experts.up.weight.dtype == jnp.bfloat16
     weights, routing = layer.router(tokens.astype(jnp.bfloat16))
     assert weights.dtype == routing.logits.dtype == jnp.float32
-    assert layer(tokens.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert layer(tokens.astype(jnp.bfloat16))[0].dtype == jnp.bfloat16
 
 
 def test_the_same_bits_at_every_run():
@@ -163,7 +163,7 @@ def test_what_does_not_go_together_raises(options, message):
 def test_an_expert_that_takes_no_groups_says_so():
     class Odd(zoo.layers.AbstractFeedForward):
         def __call__(self, x):
-            return x
+            return x, ()
 
     with pytest.raises(NotImplementedError, match="a Odd takes no groups of rows"):
         mixture(expert=lambda key: Odd())(tokens)

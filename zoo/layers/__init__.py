@@ -1,4 +1,4 @@
-"""Modules with parameters. Each is written once, and computes its share on any mesh."""
+"""Layers: Equinox modules with parameters, which run unchanged on one device and sharded over any mesh."""
 
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
 from .attention import Attention

@@ -1,4 +1,4 @@
-"""Short convolutions along time, one filter a feature, as recurrent mixers have them before they mix."""
+"""Short causal depthwise convolutions of recurrent mixers, and the token shift."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .recurrent.context import RecurrenceContext
 
 
 class ConvState(Module):
-    """The last inputs of a convolution, oldest first: one fewer than its width."""
+    """Convolution state for decoding: the last width - 1 inputs, oldest first."""
 
     inputs: Float[Array, "batch conv features"]
 
@@ -23,9 +23,9 @@ class ConvState(Module):
 
 
 class ShortConvolution(Module):
-    """y_t = bias + sum over k < width of weight_{width-1-k} x_{t-k}, each feature by itself, as `zoo.ops.convolution`
-    has it. Nothing crosses the border of a segment. Before the first token there are zeros, or the inputs that a state
-    remembers.
+    """Causal depthwise convolution y_t = bias + sum over k < width of weight_{width-1-k} x_{t-k} (see
+    `zoo.ops.convolution`). It does not cross segment boundaries. Inputs before the first token are zeros, or those of
+    the `ConvState`.
     """
 
     weight: Float[Array, "features conv"]
@@ -34,7 +34,7 @@ class ShortConvolution(Module):
     features: Dim = eqx.field(static=True)
 
     def __init__(self, size: int, width: int, *, features: Dim, bias: bool = False, key: Key[Array, ""]):
-        """Weights are uniform within ±1 / sqrt(width), as `Conv1d` draws them; the bias is zero.
+        """Initialize the weight uniformly within ±1 / sqrt(width), like PyTorch's `Conv1d`, and the bias with zeros.
 
         **Raises** `ValueError` for a width below 1.
         """
@@ -54,46 +54,49 @@ class ShortConvolution(Module):
     def __call__(
         self, x: Float[Array, "batch seq features"], context: RecurrenceContext, state: ConvState | None = None
     ) -> tuple[Float[Array, "batch seq features"], ConvState | None]:
-        """The sums; and the last inputs, where those before came."""
-        seen = _prepend_history(x, self.width - 1, context, state)
-        y = causal_conv1d(seen, self.weight, self.bias, context.segment_ids)
-        return y.astype(x.dtype), _update_conv_state(seen, self.width - 1, state)
+        """Return the convolved inputs, and the updated state unless `state` is None."""
+        inputs = _prepend_history(x, self.width - 1, context, state)
+        y = causal_conv1d(inputs, self.weight, self.bias, context.segment_ids)
+        return y.astype(x.dtype), _update_conv_state(inputs, self.width - 1, state)
 
 
 def init_token_shift(batch: int, size: int, dtype: Any, *, features: Dim = Dim("features")) -> ConvState:
-    """A window of one token before there was any."""
+    """Return the empty state of a token shift: one zero token."""
     return ConvState(jnp.zeros((batch, 1, size), dtype), features)
 
 
 def token_shift(
     x: Float[Array, "batch seq features"], context: RecurrenceContext, state: ConvState | None
 ) -> tuple[Float[Array, "batch seq features"], ConvState | None]:
-    """The token before each, zero before the first; and the last, where the one before came: RWKV's token shift (Peng
-    et al., arXiv:2305.13048, section 3.1)."""
-    seen = _prepend_history(x, 1, context, state)
-    return lag_inputs(seen, 1, x.shape[1], context.segment_ids), _update_conv_state(seen, 1, state)
+    """Return the previous token of each (zero before the first), and the updated state unless `state` is None: RWKV's
+    token shift (Peng et al., arXiv:2305.13048, section 3.1)."""
+    inputs = _prepend_history(x, 1, context, state)
+    return lag_inputs(inputs, 1, x.shape[1], context.segment_ids), _update_conv_state(inputs, 1, state)
 
 
 def _prepend_history(
     x: Float[Array, "batch seq features"], count: int, context: RecurrenceContext, state: ConvState | None
 ) -> Float[Array, "batch _ features"]:
-    """The inputs, and in front of them the `count` before: zeros without a state.
+    """Prepend the `count` previous inputs: those of the state, or zeros.
 
-    What a state remembers stands right before a row's first real token, and padding before that: so that the last
-    `count` are always those to remember, whatever the padding.
+    With left padding, they are placed between the padding and a row's first real token, so that the last `count` inputs
+    of the result are always the next state.
     """
     if state is None:
         return jnp.pad(x, [(0, 0), (count, 0), (0, 0)])
-    together = jnp.concatenate([state.inputs.astype(x.dtype), x], axis=1)
+    history = state.inputs.astype(x.dtype)
+    extended = jnp.concatenate([history, x], axis=1)
     if context.token_mask is None or count == 0:
-        return together
+        return extended
     padding = (~context.token_mask).sum(1)
-    place = lambda row, inputs, first: lax.dynamic_update_slice_in_dim(row, inputs, first, axis=0)
-    return jax.vmap(place)(together, state.inputs.astype(x.dtype), padding)
+    write_row = lambda row, inputs, first: lax.dynamic_update_slice_in_dim(row, inputs, first, axis=0)
+    return jax.vmap(write_row)(extended, history, padding)
 
 
-def _update_conv_state(seen: Float[Array, "batch _ features"], count: int, state: ConvState | None) -> ConvState | None:
-    """What the next tokens will want of these, where there was a state."""
+def _update_conv_state(
+    inputs: Float[Array, "batch _ features"], count: int, state: ConvState | None
+) -> ConvState | None:
+    """Return the state of the last `count` inputs; None if `state` is None."""
     if state is None:
         return None
-    return ConvState(seen[:, seen.shape[1] - count :].astype(state.inputs.dtype), state.features)
+    return ConvState(inputs[:, inputs.shape[1] - count :].astype(state.inputs.dtype), state.features)

@@ -1,4 +1,4 @@
-"""From token ids to vectors, and back; and from positions to vectors."""
+"""Token embedding, tied head, and learned position embedding."""
 
 import abc
 
@@ -7,49 +7,49 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.parallel import Module, num_shards, reduce, shard_offset
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, Tokens
 
 from .linear import contract, truncated_normal
 
 
 class AbstractEmbedding(Module):
-    """What stands where token ids become vectors: an `Embedding`, or what an adapter puts there."""
+    """Token embedding: an `Embedding`, or one wrapped by an adapter."""
 
     multiplier: eqx.AbstractVar[float]
 
     @abc.abstractmethod
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> HiddenStates:
-        """`multiplier` times the row of each token."""
+    def __call__(self, tokens: Tokens) -> HiddenStates:
+        """Look up the embedding of each token, times `multiplier`."""
 
     @abc.abstractmethod
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        """W x: how much each row of the table points along x, which is the logits of a head tied to it."""
+        """Return W x: the logits of a tied head."""
 
     @property
     @abc.abstractmethod
     def dense_weight(self) -> Float[Array, "vocab embed"]:
-        """The table, in float32: of a device's share, its share."""
+        """Embedding table, dequantized to float32."""
 
     @property
     def dense_bias(self) -> None:
-        """None: there is no bias."""
+        """None: an embedding has no bias."""
         return None
 
     @abc.abstractmethod
     def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> "AbstractEmbedding":
-        """The same with another table."""
+        """Return a copy with this table."""
 
     @property
     @abc.abstractmethod
     def table_shape(self) -> tuple[int, int]:
-        """How many rows the table has, and how long they are."""
+        """Shape (vocab, embed) of the table."""
 
 
 class Embedding(AbstractEmbedding):
-    """`multiplier` times row `token` of a table. `transposed` gives the logits of a head tied to it.
+    """Token embedding: `multiplier` times row `token` of a table. `transposed` returns the logits of a tied head.
 
-    Where the vocabulary is split, each device looks up the ids that it holds, and the sum brings the rest. The
-    multiplier is rounded to the dtype of the table, as Gemma's is.
+    If the vocabulary is sharded, each device looks up the ids of its shard, and an all-reduce adds the others. The
+    multiplier is rounded to the dtype of the table, like Gemma's.
     """
 
     weight: Float[Array, "vocab embed"]
@@ -59,14 +59,15 @@ class Embedding(AbstractEmbedding):
     def __init__(
         self, vocab: int, embed: int, *, scale: float = 1.0, multiplier: float | int = 1.0, key: Key[Array, ""]
     ):
-        """Normal numbers, cut off at two standard deviations, with a standard deviation of `scale`."""
+        """Initialize from a normal distribution truncated at two standard deviations, with standard deviation
+        `scale`."""
         self.weight = truncated_normal(key, (vocab, embed), scale)
         self.multiplier = float(multiplier)
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> HiddenStates:
-        """An id outside the vocabulary gives NaN, on one device and on any mesh."""
-        found = lookup_rows(self.weight, tokens)
-        return found if self.multiplier == 1 else found * self.multiplier
+    def __call__(self, tokens: Tokens) -> HiddenStates:
+        """Look up tokens. An id outside the vocabulary gives NaN, on one device and on any mesh."""
+        x = lookup_rows(self.weight, tokens)
+        return x if self.multiplier == 1 else x * self.multiplier
 
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         return contract(x, self.weight, 1)
@@ -84,18 +85,18 @@ class Embedding(AbstractEmbedding):
         return vocab, embed
 
 
-def lookup_rows(table: Float[Array, "vocab size"], tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq size"]:
-    """Rows of a table whose vocabulary may be split; NaN for an id outside it."""
+def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Array, "batch seq size"]:
+    """Look up rows of a table whose vocabulary may be sharded; NaN for an id outside it."""
     size = table.shape[0]
-    local = tokens - shard_offset(table, "vocab", size)
-    here = (0 <= local) & (local < size)
-    rows = jnp.where(here[..., None], table[jnp.where(here, local, 0)], 0)
-    known = (0 <= tokens) & (tokens < size * num_shards(table, "vocab"))
-    return jnp.where(known[..., None], reduce(rows, over="vocab"), jnp.nan)
+    local_ids = tokens - shard_offset(table, "vocab", size)
+    is_local = (0 <= local_ids) & (local_ids < size)
+    rows = jnp.where(is_local[..., None], table[jnp.where(is_local, local_ids, 0)], 0)
+    is_valid = (0 <= tokens) & (tokens < size * num_shards(table, "vocab"))
+    return jnp.where(is_valid[..., None], reduce(rows, over="vocab"), jnp.nan)
 
 
 class PositionEmbedding(Module):
-    """A learned vector for each position up to a longest one (Vaswani et al., arXiv:1706.03762, table 3, row E)."""
+    """Learned position embedding up to a maximum length (Vaswani et al., arXiv:1706.03762, table 3, row E)."""
 
     weight: Float[Array, "positions embed"]
 
@@ -104,10 +105,11 @@ class PositionEmbedding(Module):
 
     @property
     def length(self) -> int:
-        """How many tokens a text may have."""
+        """Maximum sequence length."""
         return self.weight.shape[0]
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Padding, at negative positions, gets the first vector; a position beyond the last gives NaN."""
-        known = positions < self.length
-        return jnp.where(known[..., None], self.weight[jnp.where(known, jnp.maximum(positions, 0), 0)], jnp.nan)
+        """Look up positions. Padding, at negative positions, gets the first vector; a position from `length` on,
+        NaN."""
+        is_valid = positions < self.length
+        return jnp.where(is_valid[..., None], self.weight[jnp.where(is_valid, jnp.maximum(positions, 0), 0)], jnp.nan)

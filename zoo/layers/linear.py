@@ -1,4 +1,4 @@
-"""Matrices, which only the module that owns them multiplies."""
+"""Linear layers. A weight matrix is multiplied only by the module that owns it."""
 
 import equinox as eqx
 import jax
@@ -15,8 +15,8 @@ from .abstract import AbstractLinear
 class Linear(AbstractLinear):
     """y = W x + b, with W of shape [out, in] as in PyTorch.
 
-    It is neither column- nor row-parallel: it sums over devices if, and only if, the dim that it contracts is split. A
-    bias over a split dim is split with it; over a whole one it is added once, after the sum.
+    A `Linear` is neither column- nor row-parallel: it all-reduces over the dim that it contracts if, and only if, that
+    dim is sharded. A bias is sharded like `out`. A replicated one is added once, after the all-reduce.
     """
 
     weight: Float[Array, "out in"]
@@ -36,8 +36,8 @@ class Linear(AbstractLinear):
         scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        """Weights are drawn from a normal distribution cut off at two standard deviations, its standard deviation
-        `scale / sqrt(in_size)`, so that outputs vary as `scale` times the inputs; the bias is zero."""
+        """Initialize the weight from a normal distribution truncated at two standard deviations, with standard
+        deviation `scale / sqrt(in_size)`, and the bias with zeros."""
         self.weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
         self.bias = jnp.zeros(out_size) if bias else None
         self.in_, self.out = in_, out
@@ -62,7 +62,8 @@ class Linear(AbstractLinear):
         return y if self.bias is None else y + self.bias
 
     def add_matmul(self, y: Float[Array, "*rows out"], x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        """y + W x, which a backward pass keeps as one array. For a whole dim `in`, and without a bias."""
+        """Return y + W x as one op, which saves a single array for the backward pass. For a replicated dim `in`,
+        without a bias."""
         return add_matmul(y, x, self.weight)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
@@ -72,24 +73,23 @@ class Linear(AbstractLinear):
         return add_expert_biases(grouped_matmul(x, self.weight, sizes), self.bias, sizes, self.in_)
 
     def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
-        y = reduce(_contract_per_head("rui,uoi->ruo", x, self.split_heads(self.weight)), over=self.in_.name)
-        return y if self.bias is None else y + self.split_heads(self.bias)
+        y = reduce(_contract_per_head("rui,uoi->ruo", x, self._split_heads(self.weight)), over=self.in_.name)
+        return y if self.bias is None else y + self._split_heads(self.bias)
 
     def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
-        return _contract_per_head("ruo,uoi->rui", x, self.split_heads(self.weight))
+        return _contract_per_head("ruo,uoi->rui", x, self._split_heads(self.weight))
 
-    def split_heads(self, parameter: Float[Array, "out *rest"]) -> Float[Array, "units unit *rest"]:
-        """The rows of each of the units that `out` counts."""
+    def _split_heads(self, parameter: Float[Array, "out *rest"]) -> Float[Array, "units unit *rest"]:
+        """Reshape the rows of a weight or bias to the heads of `out`."""
         return parameter.reshape(-1, self.out.unit, *parameter.shape[1:])
 
 
 def contract(x: Float[Array, "*rows k"], weight: Float[Array, "_ _"], dim: int) -> Float[Array, "*rows n"]:
-    """The product over the last dim of `x` and the given dim of the weight itself: its transpose would be one more
-    array for the backward pass to keep.
+    """Contract the last dim of `x` with dim 0 or 1 of the weight, without a transpose, which would be one more
+    residual.
 
-    Rows are one dim in the product, whatever they are outside. With several, XLA's CPU backend transposes the weight's
-    gradient's operands one number after another, with all the arithmetic that leads to them done again: a feed-forward
-    layer's gradient took a quarter more time.
+    All rows are flattened to one dim. With several, XLA's CPU backend transposes the operands of the weight gradient
+    element by element and recomputes all fused arithmetic: the gradient of a feed-forward layer took 25% longer.
     """
     flat = einsum_fp32_accum("ri,oi->ro" if dim == 1 else "ri,io->ro", x.reshape(-1, x.shape[-1]), weight)
     return flat.reshape(*x.shape[:-1], flat.shape[-1])
@@ -101,30 +101,31 @@ def add_expert_biases(
     sizes: Int[Array, "experts"],
     contracted: Dim,
 ) -> Float[Array, "rows out"]:
-    """Products of groups of rows, each with its expert's bias: of devices whose results are to be added up, since they
-    contracted a dim that is split, one adds it."""
+    """Add to each row the bias of its expert. If the contracted dim is sharded, `y` is a partial sum, and only the
+    first shard adds it."""
     if biases is None:
         return y
-    first = shard_offset(y, contracted.name, 1) == 0
-    return y + jnp.where(first, expand_group_values(biases, sizes, len(y)), 0)
+    is_first_shard = shard_offset(y, contracted.name, 1) == 0
+    return y + jnp.where(is_first_shard, expand_group_values(biases, sizes, len(y)), 0)
 
 
 def _contract_per_head(
     spec: str, x: Float[Array, "*rows u k"], weight: Float[Array, "u _ _"]
 ) -> Float[Array, "*rows u n"]:
-    """A product for each unit u. The rows are one dim in it."""
+    """Block-diagonal matmul over heads u, with all rows flattened to one dim."""
     flat = einsum_fp32_accum(spec, x.reshape(-1, *x.shape[-2:]), weight)
     return flat.reshape(*x.shape[:-1], flat.shape[-1])
 
 
 def truncated_normal(key: Key[Array, ""], shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
-    """Normal numbers, none beyond two standard deviations, with exactly this `deviation` after the cut."""
-    left_by_the_cut = 0.87962566103423978
-    return jax.random.truncated_normal(key, -2, 2, shape) * (deviation / left_by_the_cut)
+    """Sample a normal distribution truncated at two standard deviations, with standard deviation `deviation` after the
+    truncation."""
+    truncated_deviation = 0.87962566103423978
+    return jax.random.truncated_normal(key, -2, 2, shape) * (deviation / truncated_deviation)
 
 
 def resolve_head_dim(embed: int, heads: int, size: int | None, name: str = "head_dim") -> int:
-    """The given size of a head, or that of `embed` shared out. **Raises** `ValueError` where it does not."""
+    """Return `size`, or `embed / heads` if it is None. **Raises** `ValueError` if heads does not divide embed then."""
     if size is None and embed % heads:
         raise ValueError(f"embed={embed} does not share out over {heads} heads: give {name}")
     return embed // heads if size is None else size

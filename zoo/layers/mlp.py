@@ -40,8 +40,8 @@ class MLP(AbstractFeedForward):
         self.down = Linear(mlp, embed, in_=_MLP_DIM, out=_EMBED, bias=bias, scale=out_scale, key=down_key)
         self.activation = activation
 
-    def __call__(self, x: HiddenStates) -> HiddenStates:
-        return self.down(self.activation(self.up(x)))
+    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[()]]:
+        return self.down(self.activation(self.up(x))), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         return self.down.grouped(self.activation(self.up.grouped(x, sizes)), sizes)
@@ -69,8 +69,8 @@ class GatedMLP(AbstractFeedForward):
         self.gate, self.up, self.down = _make_gated_projections(embed, mlp, Linear, bias, out_scale, key)
         self.activation = activation
 
-    def __call__(self, x: HiddenStates) -> HiddenStates:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[()]]:
+        return self.down(self.activation(self.gate(x)) * self.up(x)), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         return self.down.grouped(self.activation(self.gate.grouped(x, sizes)) * self.up.grouped(x, sizes), sizes)
@@ -99,7 +99,7 @@ class ClampedGatedMLP(AbstractFeedForward):
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        """- `linear`: makes the three matrices: `Linear`, or `PackedLinear`.
+        """- `linear`: class of the three projections, `Linear` or `MXFP4Linear`.
 
         **Raises** `ValueError` for a limit that is not above 0.
         """
@@ -108,8 +108,8 @@ class ClampedGatedMLP(AbstractFeedForward):
         self.gate, self.up, self.down = _make_gated_projections(embed, mlp, linear, bias, out_scale, key)
         self.alpha, self.limit = float(alpha), float(limit)
 
-    def __call__(self, x: HiddenStates) -> HiddenStates:
-        return self.down(clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit))
+    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[()]]:
+        return self.down(clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit)), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         gate, up = self.gate.grouped(x, sizes), self.up.grouped(x, sizes)
@@ -119,7 +119,7 @@ class ClampedGatedMLP(AbstractFeedForward):
 def _make_gated_projections(
     embed: int, mlp: int, linear: Callable[..., AbstractLinear], bias: bool, out_scale: float, key: Key[Array, ""]
 ) -> tuple[AbstractLinear, AbstractLinear, AbstractLinear]:
-    """Gate, up and down of a gated layer."""
+    """Initialize the gate, up and down projections of a gated MLP."""
     gate_key, up_key, down_key = jax.random.split(key, 3)
     return (
         linear(embed, mlp, in_=_EMBED, out=_MLP_DIM, bias=bias, key=gate_key),

@@ -1,4 +1,4 @@
-"""Norms over the last dim, computed in float32. Where a mesh splits that dim, the mean is that of all of it."""
+"""RMSNorm and LayerNorm over the last dim, computed in float32. If it is sharded, the mean is all-reduced."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from .abstract import AbstractNorm
 class RMSNorm(AbstractNorm):
     """y = x / sqrt(mean(x²) + epsilon) * (offset + weight) (Zhang & Sennrich, arXiv:1910.07467, equation 4).
 
-    `offset` is 1 for Gemma, whose weights are stored around zero. Without a weight nothing is scaled.
+    `offset` is 1 for Gemma, whose weights are stored around zero.
     """
 
     weight: Float[Array, "features"] | None = full_precision()
@@ -33,7 +33,7 @@ class RMSNorm(AbstractNorm):
         offset: float = 0.0,
         scaled: bool = True,
     ):
-        """`scaled`: whether it has a weight."""
+        """`scaled`: if False, the norm has no weight."""
         self.weight = jnp.full(size, 1.0 - offset, jnp.float32) if scaled else None
         self.features, self.epsilon, self.offset = features, epsilon, offset
 
@@ -62,6 +62,6 @@ class LayerNorm(AbstractNorm):
 
 
 def _sharded_mean(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:
-    """The mean over the last dim, of which each device may hold a share."""
-    parts = num_shards(x, dim)
-    return reduce(x.sum(-1, keepdims=True), over=dim) / (x.shape[-1] * parts) if parts > 1 else mean_last_dim(x)
+    """Mean over the last dim, all-reduced if it is sharded."""
+    shards = num_shards(x, dim)
+    return reduce(x.sum(-1, keepdims=True), over=dim) / (x.shape[-1] * shards) if shards > 1 else mean_last_dim(x)

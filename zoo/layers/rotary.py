@@ -1,4 +1,4 @@
-"""Rotary positions as mixers use them: angles of the tokens that are here, and of how long a text they are."""
+"""RoPE in mixers: cos and sin at the positions of the tokens, for scalings that may depend on the sequence length."""
 
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -10,29 +10,31 @@ from zoo.shapes import HiddenStates
 from .token_info import TokenInfo, token_positions
 
 _LENGTH_DEPENDENT = (DynamicScaling, LongRopeScaling)
-"""Scalings of rotary embeddings that depend on how long the text is so far."""
+"""RoPE scalings whose frequencies depend on the sequence length."""
 
 _Angles = Float[Array, "*batch seq pairs"]
-
-
-def rope_stable_length(rotary: Rotary | None) -> int | None:
-    """Up to how many tokens the rotation does not depend on the length of the text; None where it never does."""
-    scaling = None if rotary is None else rotary.scaling
-    return scaling.original_length if isinstance(scaling, _LENGTH_DEPENDENT) else None
 
 
 def compute_cos_sin(
     rotary: Rotary, x: HiddenStates, info: TokenInfo, length: int | None = None
 ) -> tuple[_Angles, _Angles]:
-    """Those of each token's angles. Where they depend on the length of the text it is `length`, which a cache was made
-    for, or else that of the longest row."""
+    """Return cos and sin of the RoPE angles of each token.
+
+    A length-dependent scaling uses `length`, that of the KV cache, or else the length of the longest row.
+    """
     if length is None and isinstance(rotary.scaling, _LENGTH_DEPENDENT):
         return rotary(token_positions(x, info), length=_max_row_length(x, info))
     return rotary(token_positions(x, info), length=length)
 
 
+def rope_stable_length(rotary: Rotary | None) -> int | None:
+    """The longest sequence for which RoPE does not depend on the total length. None if it never does."""
+    scaling = None if rotary is None else rotary.scaling
+    return scaling.original_length if isinstance(scaling, _LENGTH_DEPENDENT) else None
+
+
 def _max_row_length(x: HiddenStates, info: TokenInfo) -> int | Int[Array, ""]:
-    """How long the longest row is, wherever it lives."""
+    """Length of the longest row over all devices."""
     if info.positions is None:
         return x.shape[1] * num_shards(x, "seq")
     longest = reduce(info.positions.max() + 1, over="batch", by=lax.pmax)

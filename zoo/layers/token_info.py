@@ -1,27 +1,32 @@
-"""What every mixer may ask about the tokens of a batch."""
+"""Positions, segment ids and PRNG keys of a batch, as passed to every mixer."""
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
-from zoo.parallel import Module, shard_offset
-from zoo.shapes import HiddenStates
+from zoo.parallel import Module, current_mesh, shard_offset
+from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 
 class TokenInfo(Module):
-    """Positions, segments and random keys of the tokens, row first, so that whatever cuts the rows of a stream
-    (micro-batches, devices, pipeline stages) cuts these with them."""
+    """Positions, segment ids and PRNG keys of a batch.
 
-    positions: Int[Array, "batch seq"] | None = None
-    """Place of each token in its document; None where every row counts 0, 1, 2, ... from its first token. A negative
-    position is padding: no cache shows it to a query."""
-    segment_ids: Int[Array, "batch seq"] | None = None
-    """Tokens see those of the same id; None where a row is one document."""
+    Row first, so that micro-batches, meshes and pipeline stages slice it together with the hidden states.
+    """
+
+    positions: Positions | None = None
+    """Position of each token in its document; None if every row counts 0, 1, 2, ... A negative position is padding,
+    which KV caches mask."""
+    segment_ids: SegmentIds | None = None
+    """Document of each token in packed sequences: tokens attend only within a segment. None if a row is one
+    document."""
     keys: Key[Array, "batch"] | None = None
-    """One PRNG key a row; None where nothing is random: at inference."""
+    """One PRNG key per row; None at inference."""
 
     def fold_keys(self, number: int | Int[Array, ""]) -> "TokenInfo":
-        """The same with other keys: those of a layer, or of one place in it."""
+        """Fold a number, such as that of a layer, into the PRNG keys."""
         if self.keys is None:
             return self
         keys = jax.vmap(jax.random.fold_in, (0, None))(self.keys, number)
@@ -29,5 +34,52 @@ class TokenInfo(Module):
 
 
 def token_positions(x: HiddenStates, info: TokenInfo) -> Int[Array, "*batch seq"]:
-    """The place of each token: as `info` has it, or counted from the first of the row."""
+    """Return `info.positions`, or 0, 1, 2, ... along the (possibly sharded) sequence."""
     return jnp.arange(x.shape[1]) + shard_offset(x, "seq", x.shape[1]) if info.positions is None else info.positions
+
+
+def token_info(
+    tokens: Tokens,
+    *,
+    mask: PaddingMask | None = None,
+    segment_ids: SegmentIds | None = None,
+    positions: Positions | None = None,
+    key: Key[Array, ""] | Key[Array, "batch"] | None = None,
+) -> TokenInfo:
+    """Build the `TokenInfo` of a batch from a padding mask, or from segment ids and positions.
+
+    A padding mask becomes segment ids (0 is padding) and positions; a single PRNG key is split into one per row. The
+    arguments are those of `zoo.models.Decoder`.
+
+    **Raises** `ValueError` for a `mask` together with `segment_ids` or `positions`, and inside `zoo.spmd` for what only
+    the unsharded batch can tell: positions, and one key per row.
+    """
+    if mask is not None and (segment_ids is not None or positions is not None):
+        raise ValueError("pass mask alone, or segment_ids and positions: padding is a segment of its own")
+    if current_mesh() is not None and (mask is not None or (segment_ids is not None and positions is None)):
+        raise ValueError(
+            "inside zoo.spmd positions cannot be counted, since the sequence may be sharded: make `positions` with the "
+            "batch, as zoo.models.pack_positions(segment_ids) does"
+        )
+    if mask is not None:
+        segment_ids = mask.astype(jnp.int32)
+        positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    elif segment_ids is not None and positions is None:
+        positions = pack_positions(segment_ids)
+    if key is not None and key.ndim == 0:
+        if current_mesh() is not None:
+            raise ValueError("inside zoo.spmd keys are one per row: pass on the `key` that the loss was given")
+        key = jax.random.split(key, tokens.shape[0])
+    return TokenInfo(positions, segment_ids, key)
+
+
+def batch_token_info(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> TokenInfo:
+    """Build the `TokenInfo` of a batch that is a mapping of "batch seq" arrays."""
+    return token_info(batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), key=key)
+
+
+def pack_positions(segment_ids: SegmentIds) -> Positions:
+    """Return the position of each token in its document, for packed sequences: 0, 1, 2, ... restarting in each."""
+    index = jnp.arange(segment_ids.shape[1])
+    starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: many feed-forward layers, of which each token uses a few."""
+"""Mixture-of-experts feed-forward layer."""
 
 import math
 from collections.abc import Callable
@@ -18,20 +18,22 @@ from .routing import Routing
 
 
 class MixtureOfExperts(AbstractFeedForward):
-    """y = Σ_e w_e E_e(x) over the experts that a router chose for x (Shazeer et al., arXiv:1701.06538, equation 1).
+    """y = Σ_e w_e E_e(x) over the top-k experts e that the router chose for x (Shazeer et al., arXiv:1701.06538,
+    equation 1).
 
     With a `shared` expert, which every token uses, y = S(x) + Σ_e w_e E_e(x) (DeepSeekMoE, arXiv:2401.06066, section
-    3.2); its part is multiplied by sigmoid(g x) where there is a `shared_gate` (Qwen1.5-MoE).
+    3.2); S(x) is multiplied by sigmoid(g x) with a `shared_gate` (Qwen1.5-MoE).
 
-    No token is dropped: visits are sorted by expert, each expert multiplies its own, and a token adds up what comes
-    back in the order of its choices, so that results are the same bits at every run. With a `capacity_factor` c they
-    are dropped, as in GShard (arXiv:2006.16668, section 2.2) and Switch (arXiv:2101.03961, section 2.2): of each row of
-    the batch an expert takes at most ceil(c top seq / experts) visits, all first choices before any second one and
-    earlier tokens before later; what it does not take adds nothing. A row is a group of its own there, so that results
-    do not depend on the mesh; padding takes places as tokens do, and later tokens never take those of earlier ones
-    except where these are a token's second choice: a capacity looks ahead, for training only.
+    Dropless by default: tokens are sorted by expert, a grouped matmul applies the experts, and each token combines its
+    experts in the order of its choices, so that results are deterministic bit for bit.
 
-    Each expert is split over `tensor` along mlp; a sum over devices comes once, after a token's experts were added up.
+    A `capacity_factor` c drops tokens, as in GShard (arXiv:2006.16668, section 2.2) and Switch (arXiv:2101.03961,
+    section 2.2). An expert takes at most ceil(c top seq / experts) tokens of each row of the batch: first choices
+    before second ones, earlier tokens before later ones. An expert that is full adds nothing. Rows are the groups of
+    GShard, so that results do not depend on the mesh. Padding fills capacity like tokens. A later token's first choice
+    can displace an earlier token's second one, which is not causal: use a capacity for training only.
+
+    Experts are sharded over `tensor` along mlp. The all-reduce comes once, after the experts are combined.
     """
 
     router: AbstractRouter
@@ -52,7 +54,8 @@ class MixtureOfExperts(AbstractFeedForward):
         capacity_factor: float | int | None = None,
         key: Key[Array, ""],
     ):
-        """Makers of the parts, called with `key=`; `expert` once for each of so many `experts`.
+        """`router`, `expert`, `shared` and `shared_gate` are factories, called with `key=`. `expert` is called once per
+        expert, `experts` times.
 
         **Raises** `ValueError` for a capacity that is not above 0, and for a gate without a shared expert.
         """
@@ -67,27 +70,27 @@ class MixtureOfExperts(AbstractFeedForward):
         self.shared_gate = None if shared_gate is None else shared_gate(key=gate_key)
         self.capacity_factor = None if capacity_factor is None else float(capacity_factor)
 
-    def __call__(self, x: HiddenStates) -> HiddenStates:
-        return self.routed(x)[0]
-
-    def routed(self, x: HiddenStates) -> tuple[HiddenStates, tuple[Routing, ...]]:
+    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[Routing, ...]]:
         weights, routing = self.router(x)
-        mix = self.mix_dropless if self.capacity_factor is None else self.mix_with_capacity
+        mix = self._mix_dropless if self.capacity_factor is None else self._mix_with_capacity
         y = mix(x, weights, routing)
         if self.shared is not None:
             gate = 1 if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x))
-            y = y + gate * self.shared(x)
+            shared, _ = self.shared(x)
+            y = y + gate * shared
         return y, (routing,)
 
-    def mix_dropless(self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing) -> HiddenStates:
+    def _mix_dropless(self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing) -> HiddenStates:
+        """Sort tokens by expert, apply the experts with grouped matmuls, and combine."""
         flat = x.reshape(-1, x.shape[-1])
         order = sort_by_expert(routing.chosen.reshape(len(flat), -1), routing.logits.shape[-1])
         rows = self.experts.grouped(dispatch(flat, order), order.group_sizes)
         return reduce(combine(rows, weights.reshape(len(flat), -1), order), over="mlp").reshape(x.shape)
 
-    def mix_with_capacity(
+    def _mix_with_capacity(
         self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing
     ) -> HiddenStates:
+        """Dispatch each row's tokens to a fixed number of slots per expert, and combine; dropped tokens add 0."""
         if num_shards(x, "seq") > 1:
             raise NotImplementedError(
                 "a capacity counts along the sequence, which this mesh splits: leave context at 1"
@@ -96,8 +99,8 @@ class MixtureOfExperts(AbstractFeedForward):
         (batch, seq, embed), top, experts = x.shape, weights.shape[-1], routing.logits.shape[-1]
         capacity = math.ceil(self.capacity_factor * top * seq / experts)
         order, taken = jax.vmap(lambda chosen: sort_into_slots(chosen, experts, capacity))(routing.chosen)
-        one_more = lambda values: jnp.pad(values, ((0, 0), (0, 1), (0, 0)))
-        slots = jax.vmap(dispatch)(one_more(x), order)[:, :-1].reshape(batch, experts, capacity, embed)
-        rows = eqx.filter_vmap(lambda expert, x: expert(x))(self.experts, slots.swapaxes(0, 1))
-        rows = one_more(rows.swapaxes(0, 1).reshape(batch, experts * capacity, embed))
-        return jax.vmap(combine)(rows, one_more(jnp.where(taken, weights, 0)), order)[:, :seq]
+        pad_row = lambda values: jnp.pad(values, ((0, 0), (0, 1), (0, 0)))
+        slots = jax.vmap(dispatch)(pad_row(x), order)[:, :-1].reshape(batch, experts, capacity, embed)
+        rows = eqx.filter_vmap(lambda expert, x: expert(x)[0])(self.experts, slots.swapaxes(0, 1))
+        rows = pad_row(rows.swapaxes(0, 1).reshape(batch, experts * capacity, embed))
+        return jax.vmap(combine)(rows, pad_row(jnp.where(taken, weights, 0)), order)[:, :seq]

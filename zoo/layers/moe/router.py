@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to. Scores are computed in float32, whatever the rest is computed in."""
+"""Top-k routers of mixture-of-experts layers. Router logits are computed in float32."""
 
 import abc
 from typing import Literal
@@ -20,14 +20,14 @@ _RoutingWeights = Float[Array, "batch seq top"]
 
 
 class AbstractRouter(Module):
-    """A score for each expert by a matrix, and a rule that makes of them a choice and its weights."""
+    """Router: logits W x over experts, from which `choose` picks the top-k and their weights."""
 
     scores: eqx.AbstractVar[AbstractLinear]
     top: eqx.AbstractVar[int]
 
     @abc.abstractmethod
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
-        """What each token's experts are weighted with, and which they are."""
+        """Return the weights and the indices of each token's experts."""
 
     def __call__(self, x: HiddenStates) -> tuple[_RoutingWeights, Routing]:
         logits = self.scores(x.astype(jnp.float32))
@@ -36,7 +36,7 @@ class AbstractRouter(Module):
 
 
 class SoftmaxRouter(AbstractRouter):
-    """The `top` largest of softmax(W x), divided by their sum with `renormalize`: see `zoo.ops.routing`."""
+    """Top-k of softmax(W x), divided by their sum if `renormalize`: see `zoo.ops.moe.routing`."""
 
     scores: AbstractLinear = full_precision()
 
@@ -59,26 +59,26 @@ class SoftmaxRouter(AbstractRouter):
         bias: bool = False,
         key: Key[Array, ""],
     ):
-        """**Raises** `ValueError` where a token cannot go to so many experts."""
+        """**Raises** `ValueError` if `top` exceeds the number of experts or of those in the kept groups."""
         check_routing_sizes(experts, top, groups, kept_groups)
         self.scores = _make_score_projection(embed, experts, bias, key)
         self.top, self.renormalize, self.scale = top, renormalize, float(scale)
         self.groups, self.kept_groups = groups, kept_groups
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
-        how = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups}
-        return softmax_top_k(logits, self.top, renormalize=self.renormalize, **how)
+        options = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups}
+        return softmax_top_k(logits, self.top, renormalize=self.renormalize, **options)
 
 
 class TopSoftmaxRouter(AbstractRouter):
-    """softmax over the `top` largest of W x + b: see `zoo.ops.routing`."""
+    """Softmax over the top-k of W x + b: see `zoo.ops.moe.routing`."""
 
     scores: AbstractLinear = full_precision()
 
     top: int = eqx.field(static=True)
 
     def __init__(self, embed: int, experts: int, top: int, *, bias: bool = False, key: Key[Array, ""]):
-        """**Raises** `ValueError` where a token cannot go to so many experts."""
+        """**Raises** `ValueError` if `top` exceeds the number of experts or of those in the kept groups."""
         check_routing_sizes(experts, top, 1, 1)
         self.scores, self.top = _make_score_projection(embed, experts, bias, key), top
 
@@ -87,10 +87,11 @@ class TopSoftmaxRouter(AbstractRouter):
 
 
 class BiasedRouter(AbstractRouter):
-    """The experts whose score plus a bias is largest, weighted by their score alone: see `zoo.ops.routing`.
+    """Top-k of score + bias, weighted by the score alone: see `zoo.ops.moe.routing`.
 
-    The bias is no parameter: `zoo.models.rebalance` moves it against the load, and balance costs no gradient (Wang et
-    al., arXiv:2408.15664). The score is sigmoid(W x) (DeepSeek-V3) or softmax(W x) (ERNIE 4.5).
+    The score is sigmoid(W x) (DeepSeek-V3) or softmax(W x) (ERNIE 4.5). The bias is a buffer, not a trainable
+    parameter: `zoo.models.update_expert_bias` moves it against the load, which balances experts without an auxiliary
+    loss (Wang et al., arXiv:2408.15664).
     """
 
     scores: AbstractLinear = full_precision()
@@ -118,7 +119,8 @@ class BiasedRouter(AbstractRouter):
         smallest: float = 1e-20,
         key: Key[Array, ""],
     ):
-        """**Raises** `ValueError` where a token cannot go to so many experts, and for another score."""
+        """**Raises** `ValueError` if `top` exceeds the number of experts or of those in the kept groups, and for
+        another score."""
         check_routing_sizes(experts, top, groups, kept_groups)
         if score not in ("sigmoid", "softmax"):
             raise ValueError(f"a score is 'sigmoid' or 'softmax', not {score!r}")
@@ -128,22 +130,23 @@ class BiasedRouter(AbstractRouter):
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         scores = jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        how = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups, "smallest": self.smallest}
-        bias = self.selection_bias.astype(jnp.float32)
-        return biased_top_k(scores, bias, self.top, renormalize=self.renormalize, **how)
+        options = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups}
+        options |= {"renormalize": self.renormalize, "smallest": self.smallest}
+        return biased_top_k(scores, self.selection_bias.astype(jnp.float32), self.top, **options)
 
 
 def _make_score_projection(embed: int, experts: int, bias: bool, key: Key[Array, ""]) -> Linear:
-    """Its outputs are choices, not experts: of a mixture that is split, every device scores all of them."""
+    """Initialize the projection to router logits. Its output dim is "choices", not "experts", so that every device
+    scores all experts of a sharded mixture."""
     return Linear(embed, experts, in_=Dim("embed"), out=Dim("choices"), bias=bias, key=key)
 
 
 def check_routing_sizes(experts: int, top: int, groups: int, kept_groups: int) -> None:
-    """**Raises** `ValueError` where a token cannot go to `top` of the experts in `kept_groups` of so many groups."""
+    """**Raises** `ValueError` unless the `kept_groups` of `groups` equal groups hold at least `top` experts."""
     if not 1 <= top <= experts:
         raise ValueError(f"a token goes to at least 1 and at most all of {experts} experts, not {top}")
     if groups < 1 or experts % groups:
         raise ValueError(f"{experts} experts do not share out over {groups} groups")
     if not 1 <= kept_groups <= groups or top > kept_groups * (experts // groups):
-        held = kept_groups * (experts // groups)
-        raise ValueError(f"{kept_groups} of {groups} groups hold {held} experts, and a token goes to {top}")
+        available = kept_groups * (experts // groups)
+        raise ValueError(f"{kept_groups} of {groups} groups hold {available} experts, and a token goes to {top}")

@@ -1,4 +1,4 @@
-"""What routers decided about the tokens of a batch: a value that leaves the model, to be looked at and learnt from."""
+"""Routing decisions, which a model returns for load-balancing losses and plots."""
 
 from jaxtyping import Array, Float, Int
 
@@ -6,9 +6,9 @@ from zoo.parallel import Module
 
 
 class Routing(Module):
-    """The decisions of one router, row first. What a loss, a plot or a balance needs follows from them."""
+    """Router logits and expert indices of one mixture-of-experts layer, row first."""
 
     logits: Float[Array, "batch seq choices"]
-    """Its scores of all experts, before any softmax, in float32."""
+    """Router logits of all experts in float32, before any softmax."""
     chosen: Int[Array, "batch seq top"]
-    """The experts that each token goes to."""
+    """Indices of the top-k experts of each token."""

@@ -1,1 +1,1 @@
-"""Linear layers whose weight matrix is stored quantized."""
+"""Linear layers with quantized weights."""

@@ -1,4 +1,4 @@
-"""Matrices of a finished model in 8 bits or in 4, to learn adapters around."""
+"""Linear layers quantized to int8, NF4 and MXFP4: frozen base weights of adapters."""
 
 from typing import ClassVar
 
@@ -15,8 +15,8 @@ from .packed import AbstractPackedLinear
 
 
 class Int8Linear(AbstractPackedLinear):
-    """y = W x + b, with W in whole numbers of 8 bits and a float32 scale a row (`zoo.ops.int8`). Where a mesh splits
-    `in`, each share has the scales of whole rows."""
+    """y = W x + b, with W in int8 and one float32 scale per row (`zoo.ops.quantized.int8`). The scales of a row are
+    replicated over shards of `in`."""
 
     codes: Int8[Array, "out in"] = buffer()
     scales: Float[Array, "out"] = buffer()
@@ -32,7 +32,7 @@ class Int8Linear(AbstractPackedLinear):
     decode = staticmethod(int8.dequantize_int8)
 
     def __init__(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None = None, *, in_: Dim, out: Dim):
-        """`matrix` is rounded: see `zoo.ops.int8.encode`. `shift` is the bias."""
+        """Quantize `weight`: see `zoo.ops.quantized.int8.quantize_int8`."""
         self.codes, self.scales = jax.jit(int8.quantize_int8)(weight)
         self.bias, self.in_, self.out = bias, in_, out
 
@@ -42,8 +42,8 @@ class Int8Linear(AbstractPackedLinear):
 
 
 class NF4Linear(AbstractPackedLinear):
-    """y = W x + b, with W in NF4 (`zoo.ops.nf4`), whose constants take 8 bits too: QLoRA's base (Dettmers et al.,
-    arXiv:2305.14314, section 3). 4.14 bits a number, for 4,096 inputs."""
+    """y = W x + b, with W in NF4 with double quantization (`zoo.ops.quantized.nf4`): the base weights of QLoRA
+    (Dettmers et al., arXiv:2305.14314, section 3). 4.14 bits per parameter with 4,096 inputs."""
 
     codes: UInt8[Array, "out in_blocks 32"] = buffer()
     constants: UInt8[Array, "out in_blocks"] = buffer()
@@ -62,9 +62,9 @@ class NF4Linear(AbstractPackedLinear):
     decode = staticmethod(nf4.dequantize_nf4)
 
     def __init__(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None = None, *, in_: Dim, out: Dim):
-        """`matrix` is rounded: see `zoo.ops.nf4.encode`. `shift` is the bias.
+        """Quantize `weight`: see `zoo.ops.quantized.nf4.quantize_nf4`.
 
-        **Raises** `ValueError` where inputs, or the inputs of each unit of `in_`, are no whole blocks of 64.
+        **Raises** `ValueError` if the inputs, or those of each unit of `in_`, are not a multiple of the block size 64.
         """
         if reason := self.get_packing_error(weight.shape[-1], in_):
             raise ValueError(f"{reason}: take int8")
@@ -77,7 +77,7 @@ class NF4Linear(AbstractPackedLinear):
 
 
 class MXFP4Linear(AbstractPackedLinear):
-    """y = W x + b, with W in MXFP4 (`zoo.ops.mxfp4`): 4.25 bits a number in place of 16 or 32."""
+    """y = W x + b, with W in MXFP4 (`zoo.ops.quantized.mxfp4`): 4.25 bits per parameter."""
 
     blocks: UInt8[Array, "out in_blocks 16"] = buffer()
     scales: UInt8[Array, "out in_blocks"] = buffer()
@@ -104,9 +104,9 @@ class MXFP4Linear(AbstractPackedLinear):
         scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        """Weights start as those of a `Linear` of the same key do, rounded to what MXFP4 holds.
+        """Initialize like a `Linear` with the same key, and quantize.
 
-        **Raises** `ValueError` where inputs, or the inputs of each unit of `in_`, are no whole blocks of 32.
+        **Raises** `ValueError` if the inputs, or those of each unit of `in_`, are not a multiple of the block size 32.
         """
         if reason := self.get_packing_error(in_size, in_):
             raise ValueError(f"{reason}: take a Linear")

@@ -1,4 +1,4 @@
-"""Matrices that stay packed in memory and are decoded while they are multiplied."""
+"""Base class of linear layers whose quantized weight is dequantized inside the matmul."""
 
 from collections.abc import Callable
 
@@ -14,12 +14,12 @@ from ..linear import Linear, add_expert_biases
 
 
 class AbstractPackedLinear(AbstractLinear):
-    """y = W x + b, with W of shape [out, in] packed.
+    """y = W x + b, with W of shape [out, in] quantized.
 
-    It stands where a `Linear` would and lies on a mesh as that does, in whole blocks of inputs where it has blocks: an
-    axis that splits `in` has to divide their number. What is packed is a buffer: gradients flow through the product and
-    never into it. The bias is learnt. What is decoded, in the dtype of x, is a piece of a matrix while it is
-    multiplied, and again in a backward pass; of experts one at a time (`zoo.ops.packed_matmul`).
+    A drop-in for `Linear`, sharded in the same way. With a block-wise format, an axis that shards `in` must divide the
+    number of blocks. The packed arrays are buffers: frozen, with gradients of the matmul for x only. The bias is
+    trainable. W is dequantized to the dtype of x in tiles inside the matmul, and again in the backward pass; stacked
+    experts one at a time (`zoo.ops.quantized.packed_matmul`).
     """
 
     bias: eqx.AbstractVar[Float[Array, "out"] | None]
@@ -27,19 +27,19 @@ class AbstractPackedLinear(AbstractLinear):
     out: eqx.AbstractVar[Dim]
 
     format: eqx.AbstractClassVar[str]
-    """What messages call it."""
+    """Name of the number format in messages."""
     packed_fields: eqx.AbstractClassVar[tuple[str, ...]]
-    """The fields that W is decoded from."""
+    """Names of the fields that hold the packed arrays of W."""
     block_size: eqx.AbstractClassVar[int]
-    """How many inputs are packed together."""
+    """Inputs per quantization block."""
     encode: eqx.AbstractClassVar[Callable[..., tuple[Array, ...]]]
-    """What is packed of numbers."""
+    """Quantize a float32 matrix to the packed arrays."""
     decode: eqx.AbstractClassVar[Callable[..., Float[Array, "*rows in"]]]
-    """The numbers of what is packed, in a dtype that may follow it."""
+    """Dequantize the packed arrays, to the dtype of an optional further argument."""
 
     @classmethod
     def get_packing_error(cls, in_size: int, in_: Dim) -> str:
-        """Why a matrix of so many inputs cannot be packed; nothing where it can."""
+        """Return why a matrix with `in_size` inputs cannot be packed, or an empty string if it can."""
         if in_size % cls.block_size == 0 and (in_.unit == 1 or in_.unit % cls.block_size == 0):
             return ""
         sizes = f"{in_size}" if in_.unit == 1 else f"{in_size}, {in_.unit} to each of {in_.name},"
@@ -49,34 +49,34 @@ class AbstractPackedLinear(AbstractLinear):
 
     @classmethod
     def get_block_dim(cls, in_: Dim) -> Dim:
-        """What the dim of the blocks is called, whose inputs are `in_`."""
+        """Return the dim of the blocks along `in_`."""
         return Dim(in_.name, max(in_.unit // cls.block_size, 1))
 
     @property
     def packed_arrays(self) -> tuple[Array, ...]:
-        """What W is decoded from."""
-        return tuple(getattr(self, part) for part in self.packed_fields)
+        """Packed arrays of W."""
+        return tuple(getattr(self, name) for name in self.packed_fields)
 
     @property
     def dense_weight(self) -> Float[Array, "out in"]:
-        return jax.jit(self.decode)(*self.packed_arrays)  # as one program, which holds no array for each of its steps
+        return jax.jit(self.decode)(*self.packed_arrays)  # jitted, so that no intermediate array is materialized
 
     @property
     def dense_bias(self) -> Float[Array, "out"] | None:
         return self.bias
 
     def repack(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> "AbstractPackedLinear":
-        """The same with another W, rounded to what its packing holds, and another b, in the dtype that this has."""
+        """Return a copy with this weight quantized, and this bias in the dtype of the present one."""
         where = lambda x: (*(getattr(x, name) for name in x.packed_fields), x.bias)
-        new = (*jax.jit(self.encode)(weight), self.cast_bias(bias))
+        new = (*jax.jit(self.encode)(weight), self._cast_bias(bias))
         return eqx.tree_at(where, self, new, is_leaf=lambda x: x is None)
 
     def to_linear(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> Linear:
-        """A `Linear` to stand in its place, of this W and this b."""
-        sizes = {"in_": self.in_, "out": self.out, "bias": True, "key": jax.random.key(0)}
-        return eqx.filter_eval_shape(Linear, *weight.shape[::-1], **sizes).with_weight(weight, self.cast_bias(bias))
+        """Return a `Linear` with the same dims, this weight, and this bias in the dtype of the present one."""
+        options = {"in_": self.in_, "out": self.out, "bias": True, "key": jax.random.key(0)}
+        return eqx.filter_eval_shape(Linear, *weight.shape[::-1], **options).with_weight(weight, self._cast_bias(bias))
 
-    def cast_bias(self, bias: Float[Array, "out"] | None) -> Float[Array, "out"] | None:
+    def _cast_bias(self, bias: Float[Array, "out"] | None) -> Float[Array, "out"] | None:
         return bias if bias is None or self.bias is None else bias.astype(self.bias.dtype)
 
     def with_weight(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> "AbstractPackedLinear":
@@ -86,16 +86,16 @@ class AbstractPackedLinear(AbstractLinear):
         )
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        y = reduce(self.contract(x, "oi"), over=self.in_.name)
+        y = reduce(self._contract(x, "oi"), over=self.in_.name)
         return y if self.bias is None else y + self.bias
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        return reduce(self.contract(x, "io"), over=self.out.name)
+        return reduce(self._contract(x, "io"), over=self.out.name)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         y = grouped_packed_matmul(x, self.packed_arrays, self.decode, sizes)
         return add_expert_biases(y, self.bias, sizes, self.in_)
 
-    def contract(self, x: Float[Array, "*rows _"], weight_order: str) -> Float[Array, "*rows _"]:
+    def _contract(self, x: Float[Array, "*rows _"], weight_order: str) -> Float[Array, "*rows _"]:
         y = packed_matmul(x.reshape(-1, x.shape[-1]), self.packed_arrays, self.decode, weight_order)
         return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -1,4 +1,4 @@
-"""What recurrent mixers with heads share: how queries, keys and values are made, gates, how heads become a stream."""
+"""Parts of recurrent mixers with heads: QKV projections, decay gate, head norm, output gate, recurrent state."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,24 +24,24 @@ _HeadRows = Float[Array, "batch rows heads _"]
 
 
 class RecurrentState(Module):
-    """What a recurrent mixer remembers: its matrix a head, in float32, and the last inputs of its convolutions. As
-    large after a million tokens as after one."""
+    """Recurrent state: one matrix per head, in float32, and the states of the short convolutions. Its size does not
+    depend on the sequence length."""
 
     matrix: Float[Array, "batch heads key_dim value_dim"]
     windows: tuple[ConvState, ...] = ()
 
 
 class QKVProjections(Module):
-    """Queries, keys and values: W x, then a short convolution and an activation where they are given.
+    """Queries, keys and values activation(conv(W x)); convolution and activation are optional.
 
-    Of each head so many keys and values a token (`steps`); they follow one another in time.
+    With `num_householder` n, each token has n keys and values per head, which follow one another along seq.
     """
 
     query: AbstractLinear
     key: AbstractLinear
     value: AbstractLinear
     convolutions: tuple[ShortConvolution, ...]
-    """Of queries, keys and values, or none."""
+    """Those of queries, keys and values, or empty."""
 
     key_dim: int = eqx.field(static=True)
     value_dim: int = eqx.field(static=True)
@@ -59,66 +59,66 @@ class QKVProjections(Module):
         activation: Callable | None = None,
         key: Key[Array, ""],
     ):
-        """- `convolution`: how wide, if there is one.
-        - `activation`: after it, or after the projections where there is none.
+        """- `conv_width`: width of the short convolutions; None for no convolution.
+        - `activation`: after the convolutions, or after the projections.
 
         **Raises** `ValueError` for a size below 1.
         """
         sizes = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim, "num_householder": num_householder}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
-        parts = [(1, key_dim), (num_householder, key_dim), (num_householder, value_dim)]
-        linear_keys, convolution_keys = jax.random.split(key, 6).reshape(2, 3)
-        made = [
-            Linear(embed, heads * n * size, in_=Dim("embed"), out=Dim("heads", n * size), key=own)
-            for (n, size), own in zip(parts, linear_keys, strict=True)
-        ]
-        self.query, self.key, self.value = made
+        features_per_head = [key_dim, num_householder * key_dim, num_householder * value_dim]
+        linear_keys, conv_keys = jax.random.split(key, 6).reshape(2, 3)
+        self.query, self.key, self.value = (
+            Linear(embed, heads * features, in_=Dim("embed"), out=Dim("heads", features), key=linear_key)
+            for features, linear_key in zip(features_per_head, linear_keys, strict=True)
+        )
         self.convolutions = ()
         if conv_width is not None:
             self.convolutions = tuple(
-                ShortConvolution(heads * n * size, conv_width, features=Dim("heads", n * size), key=own)
-                for (n, size), own in zip(parts, convolution_keys, strict=True)
+                ShortConvolution(heads * features, conv_width, features=Dim("heads", features), key=conv_key)
+                for features, conv_key in zip(features_per_head, conv_keys, strict=True)
             )
         self.key_dim, self.value_dim, self.activation = key_dim, value_dim, activation
 
     def __call__(
         self, x: HiddenStates, context: RecurrenceContext, conv_states: tuple[ConvState, ...] | None
     ) -> tuple[HeadVectors, _HeadRows, _HeadRows, tuple[ConvState, ...]]:
-        """Of however many heads live here, keys and values with `steps` rows a token; and the convolutions' last
-        inputs, where those before came."""
-        made, after = [part(x) for part in (self.query, self.key, self.value)], []
+        """Return queries, keys and values by head, keys and values with `num_householder` rows per token; and the
+        updated convolution states, if there are any."""
+        qkv, new_states = [linear(x) for linear in (self.query, self.key, self.value)], []
         if self.convolutions:
-            before = (None, None, None) if conv_states is None else conv_states
-            pairs = [
-                convolve(context.mask_padding(y), context, window)
-                for convolve, y, window in zip(self.convolutions, made, before, strict=True)
+            conv_states = (None, None, None) if conv_states is None else conv_states
+            convolved = [
+                convolution(context.mask_padding(y), context, conv_state)
+                for convolution, y, conv_state in zip(self.convolutions, qkv, conv_states, strict=True)
             ]
-            made, after = [y for y, _ in pairs], [window for _, window in pairs if window is not None]
+            qkv, new_states = [y for y, _ in convolved], [state for _, state in convolved if state is not None]
         if self.activation is not None:
-            made = [self.activation(y) for y in made]
+            qkv = [self.activation(y) for y in qkv]
         sizes = (self.key_dim, self.key_dim, self.value_dim)
         heads = self.query.out_size // self.key_dim
-        query, key, value = (split_heads_and_steps(y, heads, size) for y, size in zip(made, sizes, strict=True))
-        return query, key, value, tuple(after)
+        query, key, value = (split_heads_and_steps(y, heads, size) for y, size in zip(qkv, sizes, strict=True))
+        return query, key, value, tuple(new_states)
 
     def init_state(self, batch: int, columns: int | None = None, dtype: Any = jnp.float32) -> RecurrentState:
-        """An empty memory; `columns` wide, where not as wide as values."""
+        """Return an empty state, whose matrices have `columns` columns, `value_dim` by default."""
         heads = self.query.out_size // self.key_dim
         matrix = jnp.zeros((batch, heads, self.key_dim, columns or self.value_dim), jnp.float32)
-        return RecurrentState(matrix, tuple(each.init_state(batch, dtype) for each in self.convolutions))
+        return RecurrentState(matrix, tuple(conv.init_state(batch, dtype) for conv in self.convolutions))
 
 
 def split_heads_and_steps(x: Float[Array, "batch seq features"], heads: int, size: int) -> _HeadRows:
-    """Heads of this size; those of one head and token, where there are several, one after another along seq."""
+    """Reshape features to heads of this size. Several vectors per head and token (Householder steps) become consecutive
+    rows along seq."""
     x = x.reshape(*x.shape[:2], heads, -1, size).swapaxes(2, 3)
     return x.reshape(x.shape[0], -1, heads, size)
 
 
 class OutputGate(Module):
-    """From heads to the stream: W_out (activation(W_gate x) * norm(heads)), norm and gate where they are given.
+    """Gated output projection W_out (activation(W_gate x) * norm(heads)); norm and gate are optional.
 
-    The norm is over each head by itself unless it says otherwise with `whole`.
+    The norm is per head, or with `norm_over_heads` over the features of all heads.
     """
 
     norm: AbstractNorm | None
@@ -141,15 +141,17 @@ class OutputGate(Module):
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        """- `gate`: whether there is one; or a maker of it, called as `Linear` is.
-        - `whole`: the norm is over the values of all heads.
+        """- `gate`: True for a `Linear` gate, or a factory called like `Linear`.
+        - `norm_over_heads`: apply the norm to the concatenated heads.
         """
         gate_key, out_key = jax.random.split(key)
-        values, stream = Dim("heads", value_dim), Dim("embed")
-        make = Linear if gate is True else gate
-        self.gate = make(embed, heads * value_dim, in_=stream, out=values, key=gate_key) if make else None
+        head_values, embed_dim = Dim("heads", value_dim), Dim("embed")
+        gate_factory = Linear if gate is True else gate
+        self.gate = None
+        if gate_factory:
+            self.gate = gate_factory(embed, heads * value_dim, in_=embed_dim, out=head_values, key=gate_key)
         self.norm = None if norm is None else norm()
-        self.out = Linear(heads * value_dim, embed, in_=values, out=stream, scale=out_scale, key=out_key)
+        self.out = Linear(heads * value_dim, embed, in_=head_values, out=embed_dim, scale=out_scale, key=out_key)
         self.activation, self.norm_over_heads = activation, norm_over_heads
 
     def __call__(self, mixed: Float[Array, "batch seq heads value_dim"], x: HiddenStates) -> HiddenStates:
@@ -162,9 +164,8 @@ class OutputGate(Module):
 
 
 class HeadNorm(AbstractNorm):
-    """Each head's features divided by their root mean square, or, `centered`, by their deviation once their mean is
-    taken off; then a scale for every feature of every head, and a bias where there is one: a group norm (Wu & He,
-    arXiv:1803.08494) whose groups are heads, as RetNet, RWKV and xLSTM have it before they read out."""
+    """Group norm (Wu & He, arXiv:1803.08494) with heads as groups, before the output projection of RetNet, RWKV and
+    xLSTM: an RMSNorm of each head, or if `centered` a LayerNorm, then a weight and an optional bias per feature."""
 
     weight: Float[Array, "features"] = full_precision()
     bias: Float[Array, "features"] | None = full_precision()
@@ -186,7 +187,7 @@ class HeadNorm(AbstractNorm):
 
 
 class LowRank(AbstractLinear):
-    """W_up activation(W_down x) + b: a matrix of low rank, where no activation comes between."""
+    """Low-rank projection W_up activation(W_down x) + b; the activation is optional."""
 
     down: AbstractLinear
     up: AbstractLinear
@@ -219,16 +220,16 @@ class LowRank(AbstractLinear):
         return self.up(inner if self.activation is None else self.activation(inner))
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        """**Raises** `NotImplementedError` where an activation lies between the two."""
+        """Return W_downᵀ W_upᵀ x. **Raises** `NotImplementedError` if the layer has an activation."""
         if self.activation is not None:
             raise NotImplementedError("a LowRank with an activation is no matrix, and has no transpose")
         return self.down.transposed(self.up.transposed(x))
 
 
 class DecayGate(Module):
-    """log decay = -exp(A_log) softplus(W x + bias), a number a head, or a head and key channel: Mamba-2's form of a
-    decay that depends on the token (arXiv:2405.21060, section 7.1), as Gated DeltaNet (arXiv:2412.06464) and Kimi
-    Linear (arXiv:2510.26692, section 3) have it."""
+    """Data-dependent log decay -exp(A_log) softplus(W x + bias), one per head, or one per key channel of a head: that
+    of Mamba-2 (arXiv:2405.21060, section 7.1), Gated DeltaNet (arXiv:2412.06464) and Kimi Linear (arXiv:2510.26692,
+    section 3)."""
 
     step: AbstractLinear
     A_log: Float[Array, "heads"] = full_precision()
@@ -237,8 +238,8 @@ class DecayGate(Module):
     out: Dim = eqx.field(static=True)
 
     def __init__(self, step: Callable[..., AbstractLinear], heads: int, per_head: int = 1, *, key: Key[Array, ""]):
-        """`step` is called with the number of outputs, `out=` and `key=`. A starts uniform in [1, 16], and the bias so
-        that steps are log-uniform in [0.001, 0.1] where W x is 0 (arXiv:2405.21060, appendix)."""
+        """`step` is a factory of W, called with the number of outputs, `out=` and `key=`. A is initialized uniformly in
+        [1, 16], and the bias such that softplus(bias) is log-uniform in [0.001, 0.1] (arXiv:2405.21060, appendix)."""
         step_key, decay_key, bias_key = jax.random.split(key, 3)
         self.out = Dim("heads", per_head)
         self.step = step(heads * per_head, out=self.out, key=step_key)
@@ -246,39 +247,41 @@ class DecayGate(Module):
         self.bias = inverse_softplus(sample_log_uniform(bias_key, heads * per_head, 1e-3, 1e-1))
 
     def __call__(self, x: HiddenStates) -> LogDecays:
-        steps = jax.nn.softplus(self.step(x).astype(jnp.float32) + self.bias)
+        step_size = jax.nn.softplus(self.step(x).astype(jnp.float32) + self.bias)
         rate = -jnp.exp(self.A_log)
-        return rate * steps if self.out.unit == 1 else rate[:, None] * steps.reshape(*x.shape[:2], -1, self.out.unit)
+        if self.out.unit == 1:
+            return rate * step_size
+        return rate[:, None] * step_size.reshape(*x.shape[:2], -1, self.out.unit)
 
 
 def sample_log_uniform(key: Key[Array, ""], size: int, low: float, high: float) -> Float[Array, "size"]:
-    """Numbers whose logarithms are uniform between those of `low` and `high`."""
+    """Sample a log-uniform distribution between `low` and `high`."""
     return jnp.exp(jax.random.uniform(key, (size,), minval=jnp.log(low), maxval=jnp.log(high)))
 
 
 def inverse_softplus(x: Float[Array, "size"]) -> Float[Array, "size"]:
-    """y with log(1 + exp(y)) = x."""
+    """Return y with softplus(y) = log(1 + exp(y)) = x."""
     return x + jnp.log(-jnp.expm1(-x))
 
 
 def l2_normalize(x: HeadVectors) -> HeadVectors:
-    """x / sqrt(sum(x²) + 1e-6) over the last dim, in float32: keys and queries of delta rules (arXiv:2406.06484,
-    section 3.3)."""
+    """Return x / sqrt(sum(x²) + 1e-6) over the last dim, computed in float32: keys and queries of delta rules
+    (arXiv:2406.06484, section 3.3)."""
     return (x.shape[-1] ** -0.5 * rms_norm(x, epsilon=1e-6 / x.shape[-1]).astype(jnp.float32)).astype(x.dtype)
 
 
 def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) -> Float[Array, "_"]:
-    """Of the numbers that belong to all heads, those of the heads of `x` that live here."""
-    here = x.shape[2]
-    return lax.dynamic_slice_in_dim(make(here * num_shards(x, "heads")), shard_offset(x, "heads", here), here)
+    """Call `make` with the number of all heads, and slice off those of this device's shard of `x`."""
+    heads = x.shape[2]
+    return lax.dynamic_slice_in_dim(make(heads * num_shards(x, "heads")), shard_offset(x, "heads", heads), heads)
 
 
 def head_norm_factory(value_dim: int) -> Callable[[], RMSNorm]:
-    """A maker of the norm over each head's values."""
+    """Return a factory of an RMSNorm over the values of each head."""
     return partial(RMSNorm, value_dim, features=Dim("value_dim"))
 
 
 def recurrence_options(context: RecurrenceContext, state: RecurrentState | None) -> dict[str, Any]:
-    """Where a recurrence starts, and how it runs."""
-    before = None if state is None else state.matrix
-    return {"state": before, "segment_ids": context.segment_ids, "mode": context.mode}
+    """Return the keyword arguments `state`, `segment_ids` and `mode` of a recurrence."""
+    matrix = None if state is None else state.matrix
+    return {"state": matrix, "segment_ids": context.segment_ids, "mode": context.mode}

@@ -1,34 +1,34 @@
-"""How the tokens of one call follow one another, as a recurrence sees it."""
+"""Mode, segments and padding mask of a recurrence."""
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from zoo.ops.recurrence.chunks import RecurrenceMode
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, PaddingMask, SegmentIds
 
 from ..token_info import TokenInfo
 
 
 class RecurrenceContext(NamedTuple):
-    """Whether tokens go on from a state, where segments begin, and which of them are padding.
+    """Mode, segment ids and padding mask of one call of a recurrent mixer.
 
-    Without a state a row may hold several segments, and padding is one of them: nothing goes over its border. With a
-    state they follow those that it has seen, and it does not notice tokens at negative positions, as no cache shows
-    them: they write nothing, and nothing decays by them. Such padding stands before a row's real tokens.
+    Without a state, a row may hold several packed segments, and padding is one of them: the state is reset at segment
+    boundaries. With a state, all tokens continue it, and padding (negative positions, to the left of a row's real
+    tokens) is masked: it writes nothing to the state and does not decay it.
     """
 
     mode: RecurrenceMode
-    segment_ids: Int[Array, "batch seq"] | None
-    token_mask: Bool[Array, "batch seq"] | None
-    """None where all tokens are."""
+    segment_ids: SegmentIds | None
+    token_mask: PaddingMask | None
+    """True for real tokens, False for padding; None without padding."""
 
     @classmethod
     def from_info(
         cls, x: HiddenStates, info: TokenInfo, state: Any, mode: RecurrenceMode = "chunked"
     ) -> "RecurrenceContext":
-        """One token is a single step of the recurrence, whatever the `form`."""
+        """Build the context of `x`. A single token always uses the recurrent mode."""
         mode = "recurrent" if x.shape[1] == 1 else mode
         if state is None:
             return cls(mode, info.segment_ids, None)
@@ -37,8 +37,8 @@ class RecurrenceContext(NamedTuple):
     def mask_padding(
         self, x: Float[Array, "batch seq *dims"], fill: float | int = 0
     ) -> Float[Array, "batch seq *dims"]:
-        """Zero, or what is said `instead`, for padding that the state shall not notice: of keys, steps and log decays
-        zero is nothing at all."""
+        """Overwrite padded positions with `fill` so that they leave the state unchanged: a zero key writes nothing, a
+        zero log decay keeps everything."""
         if self.token_mask is None:
             return x
         return jnp.where(self.token_mask.reshape(*self.token_mask.shape, *(1,) * (x.ndim - 2)), x, fill)

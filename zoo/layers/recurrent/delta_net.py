@@ -1,9 +1,9 @@
-"""Delta rules as layers: what a key was last told is corrected, not added to. The recurrences are those of
-`zoo.ops.delta_rule`.
+"""DeltaNet and its gated variants: linear attention that replaces the value of a key instead of adding to it. The
+recurrences are in `zoo.ops.recurrence.delta_rule`.
 
-Queries and keys are silu(conv(W x)), of length one; values silu(conv(W x)); heads are normed before they are read out.
-`negative_eigenvalues` lets beta go to 2, so that a state can be flipped: what tracking a state needs (Grazzi et al.,
-arXiv:2411.12537). Heads are split over `tensor`.
+Queries and keys are L2-normalized silu(conv(W x)), values silu(conv(W x)); heads are normalized before the output
+projection. `negative_eigenvalues` allows beta up to 2, with which state tracking becomes possible (Grazzi et al.,
+arXiv:2411.12537). Heads are sharded over `tensor`.
 """
 
 from functools import partial
@@ -45,13 +45,13 @@ _DeltaRuleArrays = tuple[
 
 
 class _DeltaInputs(Module):
-    """The queries, keys and values of a delta rule, and its rates beta = highest * sigmoid(W x)."""
+    """Queries, keys and values of a delta rule, and its write strengths beta = max_beta * sigmoid(W x)."""
 
     projections: QKVProjections
     rate: AbstractLinear
 
     num_householder: int = eqx.field(static=True)
-    """Corrections a token."""
+    """Delta-rule steps per token."""
     max_beta: float = eqx.field(static=True)
     """1, or 2 with negative eigenvalues."""
 
@@ -86,12 +86,12 @@ class _DeltaInputs(Module):
     def __call__(
         self, x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
     ) -> tuple[_DeltaRuleArrays, tuple[ConvState, ...]]:
-        """Queries and keys of length one, values, rates; and the convolutions' last inputs, where those before came.
-        Padding corrects nothing."""
-        query, key, value, windows = self.projections(x, context, None if state is None else state.windows)
-        rate = context.mask_padding(self.max_beta * jax.nn.sigmoid(self.rate(x).astype(jnp.float32)))
-        rate = split_heads_and_steps(rate, self.rate.out_size // self.num_householder, 1)[..., 0]
-        return (l2_normalize(query), l2_normalize(key), value, rate), windows
+        """Return L2-normalized queries and keys, values and betas, 0 for padding; and the updated convolution states,
+        if there are any."""
+        query, key, value, conv_states = self.projections(x, context, None if state is None else state.windows)
+        beta = context.mask_padding(self.max_beta * jax.nn.sigmoid(self.rate(x).astype(jnp.float32)))
+        beta = split_heads_and_steps(beta, self.rate.out_size // self.num_householder, 1)[..., 0]
+        return (l2_normalize(query), l2_normalize(key), value, beta), conv_states
 
 
 class DeltaNet(AbstractMixer):
@@ -116,7 +116,7 @@ class DeltaNet(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'."""
+        """`key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default."""
         key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, out_key = jax.random.split(key)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
@@ -132,15 +132,15 @@ class DeltaNet(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        parts, windows = self.corrector(x, course, state)
-        mixed, after = delta_rule(*parts, **recurrence_options(course, state))
-        return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        inputs, conv_states = self.corrector(x, context, state)
+        mixed, matrix = delta_rule(*inputs, **recurrence_options(context, state))
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
 
 
 class GatedDeltaNet(AbstractMixer):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with R_t = exp(g_t) S_{t-1} and
-    S_t = R_t + k_t (beta_t (v_t - R_tᵀ k_t))ᵀ, g_t a number a head (Yang et al., arXiv:2412.06464, section 3)."""
+    S_t = R_t + k_t (beta_t (v_t - R_tᵀ k_t))ᵀ, g_t one per head (Yang et al., arXiv:2412.06464, section 3)."""
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -161,7 +161,7 @@ class GatedDeltaNet(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'."""
+        """`key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default."""
         key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
@@ -177,15 +177,17 @@ class GatedDeltaNet(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        parts, windows = self.corrector(x, course, state)
-        mixed, after = gated_delta_rule(*parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state))
-        return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        inputs, conv_states = self.corrector(x, context, state)
+        mixed, matrix = gated_delta_rule(
+            *inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state)
+        )
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
 
 
 class KimiDeltaAttention(AbstractMixer):
-    """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)], the gated delta rule with a decay for every key channel: KDA
-    (Kimi Linear, arXiv:2510.26692, section 3). The matrices of decays and gate have the rank of a head."""
+    """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with the gated delta rule and one decay per key channel: KDA (Kimi
+    Linear, arXiv:2510.26692, section 3). The projections of decays and gate have low rank, by default `key_dim`."""
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -207,15 +209,14 @@ class KimiDeltaAttention(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """`key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`, and `rank` too; `width` is the
-        convolutions'."""
+        """`key_dim`: `embed / heads` by default. `value_dim` and `rank`: `key_dim` by default."""
         key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
-        low = partial(LowRank, rank=key_dim if rank is None else rank)
+        low_rank = partial(LowRank, rank=key_dim if rank is None else rank)
         self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
-        self.decay = DecayGate(partial(low, embed), heads, key_dim, key=decay_key)
-        norm, gate = head_norm_factory(value_dim), {"gate": low, "activation": jax.nn.sigmoid}
+        self.decay = DecayGate(partial(low_rank, embed), heads, key_dim, key=decay_key)
+        norm, gate = head_norm_factory(value_dim), {"gate": low_rank, "activation": jax.nn.sigmoid}
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
         self.mode = mode
 
@@ -225,16 +226,16 @@ class KimiDeltaAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        parts, windows = self.corrector(x, course, state)
-        mixed, after = kda(*parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state))
-        return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        inputs, conv_states = self.corrector(x, context, state)
+        mixed, matrix = kda(*inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state))
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
 
 
 class GatedDeltaProduct(AbstractMixer):
-    """The layer of `GatedDeltaNet` with several corrections a token, each with a key, value and rate of its own: the
-    state's transition is a product of as many Householder matrices, with negative eigenvalues any rotation of so many
-    planes (DeltaProduct, Siems et al., arXiv:2502.10297, section 4)."""
+    """`GatedDeltaNet` with `num_householder` delta-rule steps per token, each with its own key, value and beta: the
+    state transition is a product of generalized Householder matrices (DeltaProduct, Siems et al., arXiv:2502.10297,
+    section 4)."""
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -256,8 +257,8 @@ class GatedDeltaProduct(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """- `steps`: corrections a token.
-        - `key_dim` is `embed / heads` unless given, `value_dim` is `key_dim`; `width` is the convolutions'.
+        """- `num_householder`: delta-rule steps per token.
+        - `key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default.
         """
         key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
@@ -278,15 +279,15 @@ class GatedDeltaProduct(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        parts, windows = self.corrector(x, course, state)
-        mixed, after = gated_delta_product(
-            *parts, course.mask_padding(self.decay(x)), **recurrence_options(course, state)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        inputs, conv_states = self.corrector(x, context, state)
+        mixed, matrix = gated_delta_product(
+            *inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state)
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(after, windows)
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
 
 
 def _resolve_head_dims(embed: int, heads: int, key_dim: int | None, value_dim: int | None) -> tuple[int, int]:
-    """How wide keys and values of a head are."""
+    """Return key_dim and value_dim with their defaults, `embed / heads` and key_dim."""
     key_dim = resolve_head_dim(embed, heads, key_dim, "key_dim")
     return key_dim, key_dim if value_dim is None else value_dim

@@ -1,4 +1,4 @@
-"""HGRN2: linear attention whose keys are what its decays leave over. Its recurrence is that of GLA."""
+"""HGRN2: gated linear attention with keys tied to the forget gate, k = 1 - exp(g). The recurrence is that of GLA."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ from .context import RecurrenceContext
 
 class HGRN2(AbstractMixer):
     """y = W_out norm(S_tᵀ q_t) with S_t = diag(f_t) S_{t-1} + (1 - f_t) v_tᵀ, q = silu(W_query x), v = W_value x and
-    f = bound + (1 - bound) sigmoid(W_key x): what a key channel forgets makes room for what comes (Qin et al.,
-    arXiv:2404.07904, section 3). The paper learns a bound for each layer and feature, which grows with depth; here it
-    is one number that a layer is given. Heads are split over `tensor`."""
+    f = bound + (1 - bound) sigmoid(W_key x): the input gate of a key channel is 1 minus its forget gate (Qin et al.,
+    arXiv:2404.07904, section 3). In the paper the lower bound of the forget gate is trainable per layer and feature,
+    and increases with depth; here it is a constant of the layer. Heads are sharded over `tensor`."""
 
     projections: QKVProjections
     readout: OutputGate
@@ -43,15 +43,13 @@ class HGRN2(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """- `key_dim`, `value_dim`: `embed / heads` unless given.
-        - `bound`: below what no forget gate falls, at least 0 and below 1.
+        """- `key_dim`, `value_dim`: `embed / heads` by default.
+        - `bound`: lower bound of the forget gate, in [0, 1).
         """
         if not 0 <= bound < 1:
             raise ValueError(f"a forget gate's bound is at least 0 and below 1, not {bound}")
-        key_dim, value_dim = (
-            resolve_head_dim(embed, heads, key_dim, "key_dim"),
-            resolve_head_dim(embed, heads, value_dim, "value_dim"),
-        )
+        key_dim = resolve_head_dim(embed, heads, key_dim, "key_dim")
+        value_dim = resolve_head_dim(embed, heads, value_dim, "value_dim")
         input_key, out_key = jax.random.split(key)
         self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
         norm = lambda: HeadNorm(heads, value_dim)
@@ -66,20 +64,20 @@ class HGRN2(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        query, gate, value, _ = self.projections(x, course, None)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, gate, value, _ = self.projections(x, context, None)
         gate = gate.astype(jnp.float32)
-        # log f and 1 - f, each without the other's rounding where f is near 0 or 1.
+        # Compute log f and 1 - f separately, so that neither loses precision where f is near 0 or 1.
         log_decay = jax.nn.log_sigmoid(gate)
         if self.bound:
             log_decay = jnp.logaddexp(jnp.log(self.bound), jnp.log1p(-self.bound) + log_decay)
         key = ((1 - self.bound) * jax.nn.sigmoid(-gate)).astype(value.dtype)
-        mixed, after = gla(
+        mixed, matrix = gla(
             jax.nn.silu(query),
-            course.mask_padding(key),
+            context.mask_padding(key),
             value,
-            course.mask_padding(log_decay),
+            context.mask_padding(log_decay),
             scale=1.0,
-            **recurrence_options(course, state),
+            **recurrence_options(context, state),
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)

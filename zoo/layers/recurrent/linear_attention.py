@@ -1,5 +1,5 @@
-"""Linear attention and its gated kin as layers: what a token takes from those before it is read from one matrix a head,
-as large after a million tokens as after one. The recurrences are those of `zoo.ops.linear_attention`."""
+"""Linear attention, retention, Lightning attention and gated linear attention (GLA). The recurrences are in
+`zoo.ops.recurrence.linear_attention`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -42,14 +42,14 @@ from .context import RecurrenceContext
 
 
 def _elu_plus_one(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """elu(x) + 1, above 0: the feature map of Katharopoulos et al. (arXiv:2006.16236, equation 7)."""
+    """Return elu(x) + 1 > 0: the feature map of Katharopoulos et al. (arXiv:2006.16236, equation 7)."""
     return jax.nn.elu(x) + 1
 
 
 class LinearAttention(AbstractMixer):
     """y = W_out [phi(q)ᵀ S / phi(q)ᵀ z] with S = sum of phi(k) vᵀ and z = sum of phi(k), over the tokens so far
-    (Katharopoulos et al., arXiv:2006.16236, section 3). Without `normalized` nothing is divided, and the read-out is
-    scaled by head_dim ** -0.5. Heads are split over `tensor`."""
+    (Katharopoulos et al., arXiv:2006.16236, section 3). With `normalized=False`, y = W_out [phi(q)ᵀ S head_dim **
+    -0.5]. Heads are sharded over `tensor`."""
 
     projections: QKVProjections
     readout: OutputGate
@@ -70,7 +70,7 @@ class LinearAttention(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """`head_dim` is `embed / heads` unless given; `feature_map` is elementwise, and positive where `normalized`."""
+        """`head_dim`: `embed / heads` by default. `feature_map`: elementwise, and positive if `normalized`."""
         size = resolve_head_dim(embed, heads, head_dim)
         input_key, out_key = jax.random.split(key)
         self.projections = QKVProjections(embed, heads, size, size, key=input_key)
@@ -83,18 +83,18 @@ class LinearAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        query, key, value, _ = self.projections(x, course, None)
-        query, key = self.feature_map(query), course.mask_padding(self.feature_map(key))
-        mix = normalized_linear_attention if self.normalized else linear_attention
-        mixed, after = mix(query, key, value, **recurrence_options(course, state))
-        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, context, None)
+        query, key = self.feature_map(query), context.mask_padding(self.feature_map(key))
+        attend = normalized_linear_attention if self.normalized else linear_attention
+        mixed, matrix = attend(query, key, value, **recurrence_options(context, state))
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
 
 
 class Retention(AbstractMixer):
-    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = gamma_h S_{t-1} + k_t v_tᵀ, queries and keys turned by
-    their positions (RetNet, Sun et al., arXiv:2307.08621, section 2). Heads forget at fixed rates,
-    gamma_h = 1 - 2 ** (-5 - h). Heads are split over `tensor`."""
+    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = gamma_h S_{t-1} + k_t v_tᵀ, with RoPE on queries and
+    keys and fixed decays gamma_h = 1 - 2 ** (-5 - h) (RetNet, Sun et al., arXiv:2307.08621, section 2). Heads are
+    sharded over `tensor`."""
 
     projections: QKVProjections
     readout: OutputGate
@@ -114,10 +114,10 @@ class Retention(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """- `key_dim` is `embed / heads` unless given, `value_dim` twice that, as in the paper.
-        - `rotary`: over all of key_dim with base 10,000 unless given.
+        """- `key_dim`: `embed / heads` by default. `value_dim`: twice key_dim by default, as in the paper.
+        - `rotary`: over all of key_dim with base 10,000 by default.
 
-        **Raises** `ValueError` for a rotation that depends on how long the text is: no state would tell.
+        **Raises** `ValueError` for a length-dependent RoPE scaling, since keys in the state cannot be rotated again.
         """
         if rope_stable_length(rotary) is not None:
             raise ValueError(
@@ -140,31 +140,31 @@ class Retention(AbstractMixer):
     ) -> tuple[HiddenStates, RecurrentState | None]:
         """**Raises** `ValueError` for a state without positions."""
         require_positions(info, state)
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        query, key, value, _ = self.projections(x, course, None)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, context, None)
         if self.rotary is not None:
             angles = compute_cos_sin(self.rotary, x, info)
             query, key = (apply_rotary(y, *angles, interleaved=self.rotary.interleaved) for y in (query, key))
-        mixed, after = simple_gla(
+        mixed, matrix = simple_gla(
             query,
-            course.mask_padding(key),
+            context.mask_padding(key),
             value,
-            _broadcast_log_decay(retention_log_decays, value, course),
-            **recurrence_options(course, state),
+            _broadcast_log_decay(retention_log_decays, value, context),
+            **recurrence_options(context, state),
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
 
 
 class Lightning(AbstractMixer):
     """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with S_t = exp(-slope_h) S_{t-1} + k_t v_tᵀ and q, k, v each
     silu(W x) (TransNormerLLM, Qin et al., arXiv:2307.14995, section 3; MiniMax-01, arXiv:2501.08313, section 2.2). The
-    norm is over all heads together. Heads are split over `tensor`, and the norm's mean is summed over them."""
+    norm is over all heads together. Heads are sharded over `tensor`, and the mean of the norm is all-reduced."""
 
     projections: QKVProjections
     readout: OutputGate
 
     depth: float = eqx.field(static=True)
-    """The layer's place, 0 for the first and 1 for the last: the slopes of its decays shrink toward the last."""
+    """Relative depth of the layer, 0 for the first and 1 for the last: the slopes of decays decrease with depth."""
     mode: RecurrenceMode = implementation_option()
 
     def __init__(
@@ -178,7 +178,7 @@ class Lightning(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """`head_dim` is `embed / heads` unless given. **Raises** `ValueError` for a depth outside 0 to 1."""
+        """`head_dim`: `embed / heads` by default. **Raises** `ValueError` for a depth outside [0, 1]."""
         size = resolve_head_dim(embed, heads, head_dim)
         lightning_slopes(heads, depth)
         input_key, out_key = jax.random.split(key)
@@ -202,23 +202,23 @@ class Lightning(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        query, key, value, _ = self.projections(x, course, None)
-        mixed, after = simple_gla(
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, context, None)
+        mixed, matrix = simple_gla(
             query,
-            course.mask_padding(key),
+            context.mask_padding(key),
             value,
-            _broadcast_log_decay(lambda heads: -lightning_slopes(heads, self.depth), value, course),
+            _broadcast_log_decay(lambda heads: -lightning_slopes(heads, self.depth), value, context),
             scale=1.0,
-            **recurrence_options(course, state),
+            **recurrence_options(context, state),
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
 
 
 class GatedLinearAttention(AbstractMixer):
-    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ and
-    g_t = logsigmoid(W_up W_down x + b) / 16: every key channel forgets as the token says (GLA, Yang et al.,
-    arXiv:2312.06635, section 4.4). Heads are split over `tensor`."""
+    """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ and g_t =
+    logsigmoid(W_up W_down x + b) / 16: a data-dependent decay per key channel (GLA, Yang et al., arXiv:2312.06635,
+    section 4.4). Heads are sharded over `tensor`."""
 
     projections: QKVProjections
     decay: AbstractLinear
@@ -240,15 +240,15 @@ class GatedLinearAttention(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """- `key_dim` is half of `embed / heads` unless given, `value_dim` is `embed / heads`, as in the paper.
-        - `rank`: of the matrix that makes the decays. `temperature`: what their logarithms are divided by.
+        """- `value_dim`: `embed / heads` by default. `key_dim`: half of value_dim by default, as in the paper.
+        - `rank`: of the projection to decays. `temperature`: divisor of the log decays.
         """
         value_dim = resolve_head_dim(embed, heads, value_dim, "value_dim")
         key_dim = max(value_dim // 2, 1) if key_dim is None else key_dim
         input_key, decay_key, out_key = jax.random.split(key, 3)
         self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
-        decays = Dim("heads", key_dim)
-        self.decay = LowRank(embed, heads * key_dim, rank=rank, out=decays, bias=True, key=decay_key)
+        decay_dim = Dim("heads", key_dim)
+        self.decay = LowRank(embed, heads * key_dim, rank=rank, out=decay_dim, bias=True, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
         self.temperature, self.mode = float(temperature), mode
@@ -259,17 +259,17 @@ class GatedLinearAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        query, key, value, _ = self.projections(x, course, None)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, context, None)
         log_decay = jax.nn.log_sigmoid(self.decay(x).astype(jnp.float32)) / self.temperature
-        mixed, after = gla(
+        mixed, matrix = gla(
             query,
-            course.mask_padding(key),
+            context.mask_padding(key),
             value,
-            course.mask_padding(log_decay.reshape(key.shape)),
-            **recurrence_options(course, state),
+            context.mask_padding(log_decay.reshape(key.shape)),
+            **recurrence_options(context, state),
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(after)
+        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
 
 
 def _broadcast_log_decay(
@@ -277,5 +277,5 @@ def _broadcast_log_decay(
     value: Float[Array, "batch seq heads value_dim"],
     context: RecurrenceContext,
 ) -> Float[Array, "batch seq heads"]:
-    """The log decays that `numbers` gives to so many heads, at every token: those of the heads that live here."""
+    """Broadcast fixed log decays `make(heads)` of this device's heads to all tokens, 0 for padding."""
     return context.mask_padding(jnp.broadcast_to(local_heads(make, value), value.shape[:3]))

@@ -1,4 +1,4 @@
-"""Mamba: the selective state-space model as a layer. The recurrence is `zoo.ops.mamba.selective_scan`."""
+"""Mamba: a selective state-space model. The recurrence is `zoo.ops.recurrence.mamba.selective_scan`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +22,8 @@ from .context import RecurrenceContext
 
 
 class MambaState(Module):
-    """What it remembers, as large after a million tokens as after one: the state of each channel, in float32, and the
-    last inputs of its convolution."""
+    """Recurrent state: the SSM state of each channel, in float32, and the convolution state. Its size does not depend
+    on the sequence length."""
 
     memory: Float[Array, "batch inner state"]
     window: ConvState
@@ -37,12 +37,12 @@ class Mamba(AbstractMixer):
         h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t,    o_t = C_t · h_t + D x_t
         y = W_out (o * silu(W_gate u))
 
-    u being the stream; x and dt are a number a channel, A `state` numbers a channel, B and C are shared by all. The
-    paper's letters stay as they are. With a `norm`, W_down x, B and C are normed first (Falcon Mamba, arXiv:2410.05355,
-    section 3.1; Jamba). A_log, D and dt_bias keep their dtype under `cast`; steps and decays are float32 whatever the
-    activations are.
+    u is the input; x and dt have one value per channel, A has `state_dim` values per channel, B and C are shared by all
+    channels (the paper's letters). With a `norm`, W_down x, B and C are normalized first (Falcon Mamba,
+    arXiv:2410.05355, section 3.1; Jamba). A_log, D and dt_bias keep their dtype under `cast`; dt and decays are
+    float32.
 
-    Channels are split over `tensor`: B, C and W_down x, which contract them, are summed and lie whole.
+    Channels are sharded over `tensor`. B, C and W_down x contract them, and are all-reduced and replicated.
     """
 
     gate: AbstractLinear
@@ -77,15 +77,14 @@ class Mamba(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """- `inner`: how many channels there are, `2 * embed` unless given; `state`: how many numbers each remembers.
-        - `rank`: of the matrix that makes steps, `embed / 16` rounded up unless given.
-        - `width`: of the convolution; `convolution_bias`: whether it has a bias, as `bias` says of the matrices that
-          read the stream or write to it.
-        - `norm`: of W_down x, B and C, called with a size and `features=`.
+        """- `inner`: number of channels, `2 * embed` by default; `state_dim`: SSM state size per channel.
+        - `rank`: of W_up W_down, `embed / 16` rounded up by default.
+        - `conv_width` and `conv_bias`: of the convolution. `bias`: of the projections from and to embed.
+        - `norm`: factory of the norms of W_down x, B and C, called with a size and `features=`.
 
-        A starts at -1, ..., -state in every channel, D at 1, W_up with a deviation of rank^-1/2 / sqrt(3), which is
-        that of the uniform numbers within ±rank^-1/2 of the paper's code, and dt_bias so that steps are log-uniform in
-        [0.001, 0.1] where W_up W_down x is 0 (section 3.6).
+        A is initialized to -1, ..., -state_dim in every channel, D to 1, W_up with standard deviation
+        rank^-1/2 / sqrt(3), that of the paper's uniform distribution within ±rank^-1/2, and dt_bias such that
+        softplus(dt_bias) is log-uniform in [0.001, 0.1] (section 3.6).
 
         **Raises** `ValueError` for a size below 1.
         """
@@ -94,19 +93,19 @@ class Mamba(AbstractMixer):
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         keys = jax.random.split(key, 9)
-        stream, channels, ranks, states = Dim("embed"), Dim("inner"), Dim("rank"), Dim("state")
-        read = partial(Linear, embed, inner, in_=stream, out=channels, bias=bias)
-        self.gate, self.x = read(key=keys[0]), read(key=keys[1])
-        self.convolution = ShortConvolution(inner, conv_width, features=channels, bias=conv_bias, key=keys[2])
-        self.dt_down = Linear(inner, rank, in_=channels, out=ranks, key=keys[3])
-        self.B, self.C = (Linear(inner, state_dim, in_=channels, out=states, key=key) for key in keys[4:6])
-        self.dt_norm = None if norm is None else norm(rank, features=ranks)
-        self.B_norm, self.C_norm = (None if norm is None else norm(state_dim, features=states) for _ in range(2))
-        self.dt_up = Linear(rank, inner, in_=ranks, out=channels, scale=3**-0.5, key=keys[6])
+        embed_dim, channel_dim, rank_dim, ssm_dim = Dim("embed"), Dim("inner"), Dim("rank"), Dim("state")
+        project = partial(Linear, embed, inner, in_=embed_dim, out=channel_dim, bias=bias)
+        self.gate, self.x = project(key=keys[0]), project(key=keys[1])
+        self.convolution = ShortConvolution(inner, conv_width, features=channel_dim, bias=conv_bias, key=keys[2])
+        self.dt_down = Linear(inner, rank, in_=channel_dim, out=rank_dim, key=keys[3])
+        self.B, self.C = (Linear(inner, state_dim, in_=channel_dim, out=ssm_dim, key=key) for key in keys[4:6])
+        self.dt_norm = None if norm is None else norm(rank, features=rank_dim)
+        self.B_norm, self.C_norm = (None if norm is None else norm(state_dim, features=ssm_dim) for _ in range(2))
+        self.dt_up = Linear(rank, inner, in_=rank_dim, out=channel_dim, scale=3**-0.5, key=keys[6])
         self.dt_bias = inverse_softplus(sample_log_uniform(keys[7], inner, 1e-3, 1e-1))
         self.A_log = jnp.broadcast_to(jnp.log1p(jnp.arange(state_dim)), (inner, state_dim))
         self.D = jnp.ones(inner)
-        self.out = Linear(inner, embed, in_=channels, out=stream, bias=bias, scale=out_scale, key=keys[8])
+        self.out = Linear(inner, embed, in_=channel_dim, out=embed_dim, bias=bias, scale=out_scale, key=keys[8])
         self.mode = mode
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> MambaState:
@@ -116,23 +115,23 @@ class Mamba(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: MambaState | None = None
     ) -> tuple[HiddenStates, MambaState | None]:
-        """With a `state` the tokens follow those that it has seen."""
-        course, gate = RecurrenceContext.from_info(x, info, state, self.mode), jax.nn.silu(self.gate(x))
-        convolved, window = self.convolution(self.x(x), course, None if state is None else state.window)
+        """With a `state`, tokens continue the sequence that it summarizes."""
+        context, gate = RecurrenceContext.from_info(x, info, state, self.mode), jax.nn.silu(self.gate(x))
+        convolved, conv_state = self.convolution(self.x(x), context, None if state is None else state.window)
         inputs = jax.nn.silu(convolved)
-        steps = self.dt_up(_apply_norm(self.dt_norm, self.dt_down(inputs))).astype(jnp.float32)
+        dt = self.dt_up(_apply_norm(self.dt_norm, self.dt_down(inputs))).astype(jnp.float32)
         y, memory = selective_scan(
             inputs,
-            course.mask_padding(jax.nn.softplus(steps + self.dt_bias)),
+            context.mask_padding(jax.nn.softplus(dt + self.dt_bias)),
             -jnp.exp(self.A_log.astype(jnp.float32)),
             _apply_norm(self.B_norm, self.B(inputs)),
             _apply_norm(self.C_norm, self.C(inputs)),
             self.D,
             state=None if state is None else state.memory,
-            segment_ids=course.segment_ids,
-            mode=course.mode,
+            segment_ids=context.segment_ids,
+            mode=context.mode,
         )
-        return self.out(y * gate), None if window is None else MambaState(memory, window)
+        return self.out(y * gate), None if conv_state is None else MambaState(memory, conv_state)
 
 
 def _apply_norm(norm: AbstractNorm | None, x: Float[Array, "batch seq features"]) -> Float[Array, "batch seq features"]:

@@ -1,4 +1,4 @@
-"""Mamba-2: state-space duality as a layer. The recurrence is `zoo.ops.mamba2.ssd`."""
+"""Mamba-2: state-space duality (SSD). The recurrence is `zoo.ops.recurrence.mamba2.ssd`."""
 
 from functools import partial
 from typing import Any
@@ -26,8 +26,8 @@ _StepLimits = tuple[float | int, float | int]
 
 
 class _Mamba2State(Module):
-    """What it remembers, as large after a million tokens as after one: the states of its heads, in float32, and the
-    last inputs of its three convolutions."""
+    """Recurrent state: the SSM state of each head, in float32, and the states of the three convolutions. Its size does
+    not depend on the sequence length."""
 
     memory: Float[Array, "batch heads head_dim state"]
     x: ConvState
@@ -43,12 +43,12 @@ class Mamba2(AbstractMixer):
         h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_tᵀ,           o_t = h_t C_t + D x_t
         y = W_out norm(o * silu(W_gate u))
 
-    u being the stream; A, D and dt are a number a head, B and C `state` numbers a group of heads, and the norm is over
-    the channels of a group (`GatedGroupNorm`). The papers' letters stay as they are. A_log, D and dt_bias keep their
-    dtype under `cast`; steps and decays are float32 whatever the activations are.
+    u is the input; A, D and dt have one value per head, B and C have `state_dim` values per group of heads (the paper's
+    letters), and the norm is over the channels of a group (`GatedGroupNorm`). A_log, D and dt_bias keep their dtype
+    under `cast`; dt and decays are float32.
 
-    Heads and groups are split over `tensor`, never cut. Where there are fewer groups than devices along it, their B and
-    C are computed whole, and each device takes those of its heads.
+    Heads and groups are sharded over `tensor`; one of them is never divided. With fewer groups than devices on that
+    axis, B and C are replicated and each device selects those of its heads.
     """
 
     gate: AbstractLinear
@@ -90,17 +90,17 @@ class Mamba2(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """- `heads`, each `head_dim` wide: `expand * embed / head_dim` unless given. They share out over `groups`.
-        - `state`: how many numbers a channel remembers.
-        - `width`: of the convolutions; `convolution_bias`: whether they have biases, as `bias` says of the matrices.
-        - `norm`: without it o * silu(W_gate u) is read out as it is. `norm_before_gate` has norm(o) * silu(W_gate u).
-        - `epsilon`: of that norm. `dt_limit`: the bounds of steps.
+        """- `heads`: `expand * embed / head_dim` by default, a multiple of `groups`.
+        - `state_dim`: SSM state size per channel.
+        - `conv_width` and `conv_bias`: of the convolutions. `bias`: of the linear projections.
+        - `norm`: if False, y = W_out (o * silu(W_gate u)). `norm_before_gate`: norm(o) * silu(W_gate u).
+        - `epsilon`: of that norm. `dt_limit`: lower and upper bound of dt.
 
-        A starts uniform in [-16, -1], D at 1, and dt_bias so that steps are log-uniform in [0.001, 0.1] where W_dt u is
-        0 (the paper's code, and arXiv:2312.00752, section 3.6).
+        A is initialized uniformly in [-16, -1], D to 1, and dt_bias such that softplus(dt_bias) is log-uniform in
+        [0.001, 0.1] (the paper's code, and arXiv:2312.00752, section 3.6).
 
-        **Raises** `ValueError` for a size below 1, where heads do not share out over groups or `expand * embed` over
-        heads, and for limits that are no interval of steps.
+        **Raises** `ValueError` for a size below 1, if groups does not divide heads or head_dim does not divide
+        `expand * embed`, and unless 0 <= dt_limit[0] < dt_limit[1].
         """
         if heads is None and (head_dim < 1 or expand * embed % head_dim):
             raise ValueError(f"expand * embed = {expand * embed} does not share out over heads {head_dim} wide")
@@ -114,16 +114,16 @@ class Mamba2(AbstractMixer):
         if not 0 <= low < high:
             raise ValueError(f"dt_limit = {tuple(dt_limit)}: steps are at least 0, and the second limit is the larger")
         keys = jax.random.split(key, 11)
-        stream, channels, grouped = Dim("embed"), Dim("heads", head_dim), Dim("groups", state_dim)
-        read = partial(Linear, embed, in_=stream, bias=bias)
-        self.gate = read(heads * head_dim, out=channels, key=keys[0])
-        self.x = read(heads * head_dim, out=channels, key=keys[1])
-        self.B, self.C = (read(groups * state_dim, out=grouped, key=key) for key in keys[2:4])
-        self.dt = read(heads, out=Dim("heads"), key=keys[4])
+        embed_dim, head_channels, group_states = Dim("embed"), Dim("heads", head_dim), Dim("groups", state_dim)
+        project = partial(Linear, embed, in_=embed_dim, bias=bias)
+        self.gate = project(heads * head_dim, out=head_channels, key=keys[0])
+        self.x = project(heads * head_dim, out=head_channels, key=keys[1])
+        self.B, self.C = (project(groups * state_dim, out=group_states, key=key) for key in keys[2:4])
+        self.dt = project(heads, out=Dim("heads"), key=keys[4])
         convolution = partial(ShortConvolution, width=conv_width, bias=conv_bias)
-        self.x_convolution = convolution(heads * head_dim, features=channels, key=keys[5])
+        self.x_convolution = convolution(heads * head_dim, features=head_channels, key=keys[5])
         self.B_convolution, self.C_convolution = (
-            convolution(groups * state_dim, features=grouped, key=key) for key in keys[6:8]
+            convolution(groups * state_dim, features=group_states, key=key) for key in keys[6:8]
         )
         self.dt_bias = inverse_softplus(sample_log_uniform(keys[8], heads, 1e-3, 1e-1))
         self.A_log = jnp.log(jax.random.uniform(keys[9], (heads,), minval=1.0, maxval=16.0))
@@ -132,7 +132,9 @@ class Mamba2(AbstractMixer):
             GatedGroupNorm, heads, head_dim, groups, norm_before_gate=norm_before_gate, epsilon=epsilon
         )
         self.norm = gated_norm() if norm else None
-        self.out = Linear(heads * head_dim, embed, in_=channels, out=stream, bias=bias, scale=out_scale, key=keys[10])
+        self.out = Linear(
+            heads * head_dim, embed, in_=head_channels, out=embed_dim, bias=bias, scale=out_scale, key=keys[10]
+        )
         self.head_dim, self.state_dim, self.dt_limit, self.mode = head_dim, state_dim, (low, high), mode
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba2State:
@@ -143,35 +145,35 @@ class Mamba2(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: _Mamba2State | None = None
     ) -> tuple[HiddenStates, _Mamba2State | None]:
-        """With a `state` the tokens follow those that it has seen."""
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        before = (None, None, None) if state is None else (state.x, state.B, state.C)
-        inputs, x_window = self.convolve_heads(self.x(x), self.x_convolution, course, before[0], self.head_dim)
-        B, B_window = self.convolve_heads(self.B(x), self.B_convolution, course, before[1], self.state_dim)
-        C, C_window = self.convolve_heads(self.C(x), self.C_convolution, course, before[2], self.state_dim)
+        """With a `state`, tokens continue the sequence that it summarizes."""
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        x_state, B_state, C_state = (None, None, None) if state is None else (state.x, state.B, state.C)
+        inputs, x_state = self._convolve_heads(self.x(x), self.x_convolution, context, x_state, self.head_dim)
+        B, B_state = self._convolve_heads(self.B(x), self.B_convolution, context, B_state, self.state_dim)
+        C, C_state = self._convolve_heads(self.C(x), self.C_convolution, context, C_state, self.state_dim)
         y, memory = ssd(
             inputs,
-            course.mask_padding(self.compute_dt(x)),
+            context.mask_padding(self._compute_dt(x)),
             -jnp.exp(self.A_log.astype(jnp.float32)),
             select_kv_heads(B, inputs, dim="groups"),
             select_kv_heads(C, inputs, dim="groups"),
             self.D,
             state=None if state is None else state.memory,
-            segment_ids=course.segment_ids,
-            mode=course.mode,
+            segment_ids=context.segment_ids,
+            mode=context.mode,
         )
         y, gate = y.reshape(*y.shape[:2], -1), self.gate(x)
         y = self.out(y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate))
-        if x_window is None or B_window is None or C_window is None:
+        if x_state is None or B_state is None or C_state is None:
             return y, None
-        return y, _Mamba2State(memory, x_window, B_window, C_window)
+        return y, _Mamba2State(memory, x_state, B_state, C_state)
 
-    def compute_dt(self, x: HiddenStates) -> Float[Array, "batch seq heads"]:
-        """dt of each token."""
+    def _compute_dt(self, x: HiddenStates) -> Float[Array, "batch seq heads"]:
+        """Return the step size dt of each token and head, in float32."""
         dt = jax.nn.softplus(self.dt(x).astype(jnp.float32) + self.dt_bias)
         return dt if self.dt_limit == (0.0, float("inf")) else jnp.clip(dt, *self.dt_limit)
 
-    def convolve_heads(
+    def _convolve_heads(
         self,
         x: Float[Array, "batch seq features"],
         convolution: ShortConvolution,
@@ -179,6 +181,6 @@ class Mamba2(AbstractMixer):
         state: ConvState | None,
         size: int,
     ) -> tuple[Float[Array, "batch seq units {size}"], ConvState | None]:
-        """silu(conv(x)) by heads or groups of this `size`; and its last inputs, where those before came."""
+        """Return silu(conv(x)) by heads or groups of this size, and the updated state unless `state` is None."""
         y, state = convolution(x, context, state)
         return jax.nn.silu(y).reshape(*y.shape[:2], -1, size), state

@@ -1,4 +1,4 @@
-"""The mLSTM as a layer: a matrix memory with exponential gates. The recurrence is `zoo.ops.mlstm`."""
+"""mLSTM: matrix memory with exponential gating. The recurrence is `zoo.ops.recurrence.mlstm`."""
 
 from typing import Any
 
@@ -21,18 +21,18 @@ from .context import RecurrenceContext
 
 
 class _MLSTMState(Module):
-    """What an mLSTM remembers, in float32: see `zoo.ops.mlstm.MatrixMemory`."""
+    """Recurrent state of an mLSTM, in float32: see `zoo.ops.recurrence.mlstm.MatrixMemory`."""
 
     sums: Float[Array, "batch heads key_dim value_dim"]
-    """One column wider than values are."""
+    """Matrix memory, with the normalizer as an additional column."""
     maximum: Float[Array, "batch heads"]
 
 
 class MLSTM(AbstractMixer):
-    """y = W_out [sigmoid(W_gate x) * norm(h_t)], h_t being the read-out of `zoo.ops.mlstm` with gates
-    i = cap(w_i x + b_i) and f = cap(w_f x + b_f) a head, cap(z) = 15 tanh(z / 15) (xLSTM, Beck et al.,
-    arXiv:2405.04517, section 2.3, in the simpler block of xLSTM 7B, arXiv:2503.13427, section 3). Heads are split over
-    `tensor`."""
+    """y = W_out [sigmoid(W_gate x) * norm(h_t)], where h_t is the output of `zoo.ops.recurrence.mlstm` with one input
+    gate i = cap(w_i x + b_i) and one forget gate f = cap(w_f x + b_f) per head, cap(z) = 15 tanh(z / 15) (xLSTM, Beck
+    et al., arXiv:2405.04517, section 2.3, in the simpler block of xLSTM 7B, arXiv:2503.13427, section 3). Heads are
+    sharded over `tensor`."""
 
     projections: QKVProjections
     input_gate: AbstractLinear = full_precision()
@@ -54,16 +54,20 @@ class MLSTM(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """- `value_dim` is `embed / heads` unless given, `key_dim` half of it.
-        - `gate_cap`: what bounds the gates before their exponential and sigmoid.
+        """- `value_dim`: `embed / heads` by default. `key_dim`: half of value_dim by default.
+        - `gate_cap`: soft cap of the gate pre-activations.
 
-        Input gates start nearly shut (a bias of -10), forget gates nearly open (3 to 6), as in xLSTM 7B.
+        Biases of input gates are initialized to -10 (nearly closed), those of forget gates to 3, ..., 6 (nearly open),
+        as in xLSTM 7B.
         """
         value_dim = resolve_head_dim(embed, heads, value_dim, "value_dim")
         key_dim = max(value_dim // 2, 1) if key_dim is None else key_dim
         input_key, i_key, f_key, out_key = jax.random.split(key, 4)
         self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
-        gates = [Linear(embed, heads, in_=Dim("embed"), out=Dim("heads"), bias=True, key=own) for own in (i_key, f_key)]
+        gates = [
+            Linear(embed, heads, in_=Dim("embed"), out=Dim("heads"), bias=True, key=gate_key)
+            for gate_key in (i_key, f_key)
+        ]
         biases = jnp.full(heads, -10.0), jnp.linspace(3.0, 6.0, heads)
         self.input_gate, self.forget_gate = (
             eqx.tree_at(lambda gate: gate.bias, gate, bias) for gate, bias in zip(gates, biases, strict=True)
@@ -82,26 +86,26 @@ class MLSTM(AbstractMixer):
         self.gate_cap, self.mode = float(gate_cap), mode
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _MLSTMState:
-        memory = self.projections.init_state(batch, self.projections.value_dim + 1)
-        return _MLSTMState(memory.matrix, jnp.zeros(memory.matrix.shape[:2], jnp.float32))
+        matrix = self.projections.init_state(batch, self.projections.value_dim + 1).matrix
+        return _MLSTMState(matrix, jnp.zeros(matrix.shape[:2], jnp.float32))
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: _MLSTMState | None = None
     ) -> tuple[HiddenStates, _MLSTMState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        query, key, value, _ = self.projections(x, course, None)
-        wide = x.astype(jnp.float32)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        query, key, value, _ = self.projections(x, context, None)
+        x32 = x.astype(jnp.float32)
         input_gate, forget_gate = (
-            self.gate_cap * jnp.tanh(gate(wide) / self.gate_cap) for gate in (self.input_gate, self.forget_gate)
+            self.gate_cap * jnp.tanh(gate(x32) / self.gate_cap) for gate in (self.input_gate, self.forget_gate)
         )
-        mixed, after = mlstm(
+        mixed, memory = mlstm(
             query,
             key,
             value,
-            course.mask_padding(input_gate, NO_HISTORY),
-            course.mask_padding(forget_gate, -NO_HISTORY),
+            context.mask_padding(input_gate, NO_HISTORY),
+            context.mask_padding(forget_gate, -NO_HISTORY),
             state=None if state is None else MatrixMemory(state.sums, state.maximum),
-            segment_ids=course.segment_ids,
-            mode=course.mode,
+            segment_ids=context.segment_ids,
+            mode=context.mode,
         )
-        return self.readout(mixed, x), None if state is None else _MLSTMState(after.sums, after.maximum)
+        return self.readout(mixed, x), None if state is None else _MLSTMState(memory.sums, memory.maximum)

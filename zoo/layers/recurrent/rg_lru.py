@@ -1,5 +1,5 @@
-"""Griffin's recurrent block: a convolution, a real-gated linear recurrent unit, and a gate beside them. The recurrence
-is `zoo.ops.rg_lru`."""
+"""Recurrent block of Griffin: a short convolution, a real-gated linear recurrent unit (RG-LRU), and an output gate. The
+recurrence is `zoo.ops.recurrence.rg_lru`."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from .context import RecurrenceContext
 
 
 class _RGLRUState(Module):
-    """What it remembers: the unit's state, in float32, and the last inputs of its convolution."""
+    """Recurrent state: that of the RG-LRU, in float32, and that of the convolution."""
 
     hidden: Float[Array, "batch features"]
     window: ConvState
@@ -34,9 +34,9 @@ class _RGLRUState(Module):
 
 
 class RGLRU(AbstractMixer):
-    """y = W_out [gelu(W_gate x) * unit(conv(W_in x))], with the unit of `zoo.ops.rg_lru`, whose two gates are matrices
-    of each head's features (Griffin, De et al., arXiv:2402.19427, sections 2.3 and 2.4). Heads are split over
-    `tensor`."""
+    """y = W_out [gelu(W_gate x) * rg_lru(conv(W_in x))], where the two gates of `zoo.ops.recurrence.rg_lru` are
+    block-diagonal projections, one block per head (Griffin, De et al., arXiv:2402.19427, sections 2.3 and 2.4). Heads
+    are sharded over `tensor`."""
 
     input: AbstractLinear
     gate: AbstractLinear
@@ -60,26 +60,25 @@ class RGLRU(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """- `inner`: how many features recur, `embed` unless given; heads share them out.
-        - `width`: of the convolution.
+        """`inner`: features of the recurrence, `embed` by default.
 
-        Decays start uniform in [0.9, 0.999] where the recurrence gate is open. **Raises** `ValueError` where heads do
-        not divide `inner`.
+        Decays with an open recurrence gate are initialized uniformly in [0.9, 0.999]. **Raises** `ValueError` if heads
+        does not divide inner.
         """
         inner = embed if inner is None else inner
         if inner % heads:
             raise ValueError(f"inner={inner} features do not share out over {heads} heads")
         size = inner // heads
         keys = jax.random.split(key, 7)
-        stream, self.features = Dim("embed"), Dim("heads", size)
-        read = partial(Linear, embed, inner, in_=stream, out=self.features)
-        self.input, self.gate = read(key=keys[0]), read(key=keys[1])
+        embed_dim, self.features = Dim("embed"), Dim("heads", size)
+        project = partial(Linear, embed, inner, in_=embed_dim, out=self.features)
+        self.input, self.gate = project(key=keys[0]), project(key=keys[1])
         self.convolution = ShortConvolution(inner, conv_width, features=self.features, bias=True, key=keys[2])
-        block = partial(Linear, size, inner, in_=Dim("head_dim"), out=self.features, bias=True)
-        self.recurrence_gate, self.input_gate = block(key=keys[3]), block(key=keys[4])
+        block_diagonal = partial(Linear, size, inner, in_=Dim("head_dim"), out=self.features, bias=True)
+        self.recurrence_gate, self.input_gate = block_diagonal(key=keys[3]), block_diagonal(key=keys[4])
         decays = jax.random.uniform(keys[5], (inner,), minval=0.9, maxval=0.999)
         self.decay = inverse_softplus(-jnp.log(decays) / SHARPNESS)
-        self.out = Linear(inner, embed, in_=self.features, out=stream, scale=out_scale, key=keys[6])
+        self.out = Linear(inner, embed, in_=self.features, out=embed_dim, scale=out_scale, key=keys[6])
         self.mode = mode
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _RGLRUState:
@@ -89,24 +88,25 @@ class RGLRU(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: _RGLRUState | None = None
     ) -> tuple[HiddenStates, _RGLRUState | None]:
-        """**Raises** `ValueError` for a state without positions: the first token of a text comes in whole."""
+        """**Raises** `ValueError` for a state without positions: the first token of a sequence is not scaled by its
+        gate."""
         require_positions(info, state)
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        inputs = course.mask_padding(self.input(x))
-        inputs, window = self.convolution(inputs, course, None if state is None else state.window)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        inputs = context.mask_padding(self.input(x))
+        inputs, conv_state = self.convolution(inputs, context, None if state is None else state.window)
         heads = inputs.reshape(*inputs.shape[:2], -1, self.features.unit)
-        recurrence, entrance = (
+        recurrence_gate, input_gate = (
             gate.per_head(heads).reshape(inputs.shape) for gate in (self.recurrence_gate, self.input_gate)
         )
         mixed, hidden = rg_lru(
-            course.mask_padding(inputs),
-            course.mask_padding(recurrence, NO_HISTORY),
-            entrance,
+            context.mask_padding(inputs),
+            context.mask_padding(recurrence_gate, NO_HISTORY),
+            input_gate,
             self.decay,
             is_first=None if state is None else info.positions == 0,
             state=None if state is None else state.hidden,
-            segment_ids=course.segment_ids,
-            mode=course.mode,
+            segment_ids=context.segment_ids,
+            mode=context.mode,
         )
         y = self.out(jax.nn.gelu(self.gate(x)) * mixed)
-        return y, None if window is None else _RGLRUState(hidden, window, self.features)
+        return y, None if conv_state is None else _RGLRUState(hidden, conv_state, self.features)

@@ -1,5 +1,4 @@
-"""RWKV-4 as layers: time mixing and channel mixing, both of which look back one token. The recurrence is
-`zoo.ops.rwkv4`."""
+"""RWKV-4: time mixing and channel mixing, both with token shift. The recurrence is `zoo.ops.recurrence.rwkv4`."""
 
 from functools import partial
 from typing import Any
@@ -23,8 +22,8 @@ from .context import RecurrenceContext
 
 
 class RWKV4State(Module):
-    """What time mixing remembers: the weighted sums of each channel, in float32 and kept times exp(-maximum), and the
-    last input."""
+    """Recurrent state of time mixing: the numerator and denominator of each channel, in float32 and scaled by
+    exp(-maximum), and the last input."""
 
     numerator: Float[Array, "batch inner"]
     denominator: Float[Array, "batch inner"]
@@ -33,13 +32,13 @@ class RWKV4State(Module):
 
 
 class RWKV4(AbstractMixer):
-    """Time mixing (Peng et al., arXiv:2305.13048, section 3.1): of the stream x_t and of x_{t-1}
+    """RWKV-4 time mixing (Peng et al., arXiv:2305.13048, section 3.1):
 
         r, k, v = W_r mix_r(x), W_k mix_k(x), W_v mix_v(x),    mix(x)_t = mix x_t + (1 - mix) x_{t-1}
         y = W_out (sigmoid(r) * wkv(k, v))
 
-    where wkv is the mean of values with weights exp(k) that decay by exp(-exp(decay)) a token, and a bonus for the
-    present one. Decay and bonus keep their dtype under `cast`; the sums are float32. Channels are split over `tensor`.
+    wkv is the mean of values weighted by exp(k), with a decay of exp(-exp(decay)) per token and a bonus for the current
+    one. Decay and bonus keep their dtype under `cast`; the sums are float32. Channels are sharded over `tensor`.
     """
 
     receptance: AbstractLinear
@@ -63,10 +62,10 @@ class RWKV4(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """`inner`: how many channels, `embed` unless given.
+        """`inner`: number of channels, `embed` by default.
 
-        New layers decay by exp(-exp(d)) with d from -5 to 3 along the channels, mix from nothing of the present token
-        to all of it along the features, and have bonuses around log 0.3 (appendix E, that of the first layer).
+        `decay` is initialized to -5, ..., 3 over channels, mixing weights to 0, ..., 1 over features, and the bonus to
+        values around log 0.3 (appendix E, that of the first layer).
 
         **Raises** `ValueError` for a size below 1.
         """
@@ -74,44 +73,44 @@ class RWKV4(AbstractMixer):
         if inner < 1:
             raise ValueError(f"inner is {inner}, and a size is at least 1")
         keys = jax.random.split(key, 4)
-        stream, channels = Dim("embed"), Dim("inner")
-        read = partial(Linear, embed, inner, in_=stream, out=channels)
-        self.receptance, self.key, self.value = (read(key=key) for key in keys[:3])
-        self.out = Linear(inner, embed, in_=channels, out=stream, scale=out_scale, key=keys[3])
+        embed_dim, channel_dim = Dim("embed"), Dim("inner")
+        project = partial(Linear, embed, inner, in_=embed_dim, out=channel_dim)
+        self.receptance, self.key, self.value = (project(key=key) for key in keys[:3])
+        self.out = Linear(inner, embed, in_=channel_dim, out=embed_dim, scale=out_scale, key=keys[3])
         self.key_mix, self.value_mix, self.receptance_mix = (jnp.linspace(0, 1, embed) ** n for n in (1, 1, 0.5))
-        along = jnp.arange(inner) / max(inner - 1, 1)
-        self.decay = -5 + 8 * along**0.7
+        ratio = jnp.arange(inner) / max(inner - 1, 1)
+        self.decay = -5 + 8 * ratio**0.7
         self.bonus = jnp.log(0.3) + 0.5 * ((jnp.arange(inner) + 1) % 3 - 1)
         self.mode = mode
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RWKV4State:
-        numerator, denominator = (jnp.zeros((batch, self.decay.shape[0])) for _ in range(2))  # donated one by one
+        numerator, denominator = (jnp.zeros((batch, self.decay.shape[0])) for _ in range(2))  # donated separately
         maximum = jnp.full((batch, self.decay.shape[0]), NO_HISTORY)
         return RWKV4State(numerator, denominator, maximum, init_token_shift(batch, self.key_mix.shape[0], dtype))
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RWKV4State | None = None
     ) -> tuple[HiddenStates, RWKV4State | None]:
-        """With a `state` the tokens follow those that it has seen."""
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        previous, window = token_shift(x, course, None if state is None else state.window)
+        """With a `state`, tokens continue the sequence that it summarizes."""
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        previous, shift_state = token_shift(x, context, None if state is None else state.window)
         mixed, sums = rwkv4(
             self.key(_lerp(self.key_mix, x, previous)),
             self.value(_lerp(self.value_mix, x, previous)),
             self.decay,
             self.bonus,
             state=None if state is None else WKVState(state.numerator, state.denominator, state.maximum),
-            segment_ids=course.segment_ids,
-            token_mask=course.token_mask,
-            mode=course.mode,
+            segment_ids=context.segment_ids,
+            token_mask=context.token_mask,
+            mode=context.mode,
         )
         receptance = jax.nn.sigmoid(self.receptance(_lerp(self.receptance_mix, x, previous)))
-        return self.out(receptance * mixed), None if window is None else RWKV4State(*sums, window)
+        return self.out(receptance * mixed), None if shift_state is None else RWKV4State(*sums, shift_state)
 
 
 class RWKV4ChannelMixing(AbstractMixer):
-    """Channel mixing (arXiv:2305.13048, section 3.1): sigmoid(W_r mix_r(x)) * W_v relu(W_k mix_k(x))², mixed with the
-    token before as in `RWKV4`. It stands where others have a feed-forward part, and remembers one token."""
+    """RWKV-4 channel mixing (arXiv:2305.13048, section 3.1): sigmoid(W_r mix_r(x)) * W_v relu(W_k mix_k(x))², with the
+    token shift of `RWKV4`. It replaces the feed-forward layer; its state is one token."""
 
     receptance: AbstractLinear
     key: AbstractLinear
@@ -120,12 +119,12 @@ class RWKV4ChannelMixing(AbstractMixer):
     key_mix: Float[Array, "embed"]
 
     def __init__(self, embed: int, mlp: int, *, out_scale: float = 1.0, key: Key[Array, ""]):
-        """`mlp`: how wide it is inside. Mixing starts as in `RWKV4`."""
+        """`mlp`: hidden size. Mixing weights are initialized as in `RWKV4`."""
         keys = jax.random.split(key, 3)
-        stream, wide = Dim("embed"), Dim("mlp")
-        self.receptance = Linear(embed, embed, in_=stream, out=Dim("features"), key=keys[0])
-        self.key = Linear(embed, mlp, in_=stream, out=wide, key=keys[1])
-        self.value = Linear(mlp, embed, in_=wide, out=stream, scale=out_scale, key=keys[2])
+        embed_dim, mlp_dim = Dim("embed"), Dim("mlp")
+        self.receptance = Linear(embed, embed, in_=embed_dim, out=Dim("features"), key=keys[0])
+        self.key = Linear(embed, mlp, in_=embed_dim, out=mlp_dim, key=keys[1])
+        self.value = Linear(mlp, embed, in_=mlp_dim, out=embed_dim, scale=out_scale, key=keys[2])
         self.receptance_mix, self.key_mix = (jnp.linspace(0, 1, embed) for _ in range(2))
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> ConvState:
@@ -134,12 +133,12 @@ class RWKV4ChannelMixing(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: ConvState | None = None
     ) -> tuple[HiddenStates, ConvState | None]:
-        previous, window = token_shift(x, RecurrenceContext.from_info(x, info, state), state)
+        previous, shift_state = token_shift(x, RecurrenceContext.from_info(x, info, state), state)
         value = self.value(relu_squared(self.key(_lerp(self.key_mix, x, previous))))
         receptance = jax.nn.sigmoid(self.receptance(_lerp(self.receptance_mix, x, previous)))
-        return receptance * value, window
+        return receptance * value, shift_state
 
 
 def _lerp(mix: Float[Array, "embed"], x: HiddenStates, previous: HiddenStates) -> HiddenStates:
-    """mix x + (1 - mix) previous."""
+    """Return mix x + (1 - mix) previous."""
     return previous + mix.astype(x.dtype) * (x - previous)

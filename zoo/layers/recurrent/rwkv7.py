@@ -22,20 +22,21 @@ from .token_shift import TokenShift, compute_token_delta, init_rwkv_state
 
 
 class RWKV7(AbstractMixer):
-    """A state read and corrected in directions of their own (Goose: Peng et al., arXiv:2503.14456, section 4.1):
+    """RWKV-7 time mixing, a generalized delta rule (Goose: Peng et al., arXiv:2503.14456, section 4.1):
 
         S_t = diag(exp(g_t)) S_{t-1} - (a_t c_t) (S_{t-1}ᵀ c_t)ᵀ + k'_t v_tᵀ,    o_t = S_tᵀ r_t
         y = W_out [gate * (norm(o) + (r · (u * k')) v)]
 
-    with r, k, v projections of shifted vectors, each with a shift of its own; the removal key c = unit(w_c * k), the
-    in-context rate a = sigmoid(b + W_up W_down x), the key k' = k * (1 + (a - 1) * w_k) that is added, decays
-    g = -exp(-1/2) sigmoid(b + W_up tanh(W_down x)) and gate = W_up sigmoid(W_down x).
+    with r, k, v projections of x after a token shift, one shift each; removal key c = w_c * k, L2-normalized;
+    in-context learning rate a = sigmoid(b + W_up W_down x); replacement key k' = k * (1 + (a - 1) * w_k); log decays g
+    = -exp(-1/2) sigmoid(b + W_up tanh(W_down x)); and gate = W_up sigmoid(W_down x).
 
-    r, the receptance, is called `query` here. The paper's values also take some of the first layer's; these do not.
+    `query` is the paper's receptance r. The paper's value residual from the first layer is left out. Heads are sharded
+    over `tensor`.
     """
 
     shifts: tuple[TokenShift, ...]
-    """Of queries, keys, values, gate, decay and rate."""
+    """Token shifts of queries, keys, values, gate, decay and rate."""
     query: AbstractLinear
     key: AbstractLinear
     value: AbstractLinear
@@ -43,9 +44,9 @@ class RWKV7(AbstractMixer):
     decay: AbstractLinear
     rate: AbstractLinear
     removal: Float[Array, "heads key_dim"]
-    """w_c: what a key becomes where it removes."""
+    """w_c: scale of the removal key."""
     replacement: Float[Array, "heads key_dim"]
-    """w_k: by how much the rate scales a key where it adds."""
+    """w_k: influence of the in-context learning rate on the replacement key."""
     bonus: Float[Array, "heads key_dim"]
     norm: HeadNorm
     out: AbstractLinear
@@ -64,23 +65,23 @@ class RWKV7(AbstractMixer):
         mode: RecurrenceMode = "chunked",
         key: Key[Array, ""],
     ):
-        """`head_dim` is `embed / heads` unless given; `rank` is that of decays, rates and the gate."""
+        """`head_dim`: `embed / heads` by default. `rank`: of the projections of decays, rates and the gate."""
         size = resolve_head_dim(embed, heads, head_dim)
         keys = jax.random.split(key, 8)
-        inner, stream = Dim("heads", size), Dim("embed")
-        read = partial(Linear, embed, heads * size, in_=stream, out=inner)
-        low = partial(LowRank, embed, heads * size, rank=rank, out=inner)
+        inner_dim, embed_dim = Dim("heads", size), Dim("embed")
+        project = partial(Linear, embed, heads * size, in_=embed_dim, out=inner_dim)
+        low_rank = partial(LowRank, embed, heads * size, rank=rank, out=inner_dim)
         self.shifts = tuple(TokenShift(embed) for _ in range(6))
-        self.query, self.key, self.value = (read(key=own) for own in keys[:3])
-        self.gate = low(activation=jax.nn.sigmoid, key=keys[3])
-        decay = low(bias=True, activation=jnp.tanh, key=keys[4])
-        self.decay = eqx.tree_at(lambda low: low.up.bias, decay, jnp.tile(jnp.linspace(-5.5, 0.5, size), heads))
-        self.rate = low(bias=True, key=keys[5])
+        self.query, self.key, self.value = (project(key=linear_key) for linear_key in keys[:3])
+        self.gate = low_rank(activation=jax.nn.sigmoid, key=keys[3])
+        decay = low_rank(bias=True, activation=jnp.tanh, key=keys[4])
+        self.decay = eqx.tree_at(lambda decay: decay.up.bias, decay, jnp.tile(jnp.linspace(-5.5, 0.5, size), heads))
+        self.rate = low_rank(bias=True, key=keys[5])
         self.removal = jnp.full((heads, size), 0.85)
         self.replacement = jnp.ones((heads, size))
         self.bonus = 0.1 * jax.random.normal(keys[6], (heads, size))
         self.norm = HeadNorm(heads, size, epsilon=1e-5 * size, centered=True, bias=True)
-        self.out = Linear(heads * size, embed, in_=inner, out=stream, scale=out_scale, key=keys[7])
+        self.out = Linear(heads * size, embed, in_=inner_dim, out=embed_dim, scale=out_scale, key=keys[7])
         self.head_dim, self.mode = size, mode
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
@@ -90,26 +91,26 @@ class RWKV7(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        course = RecurrenceContext.from_info(x, info, state, self.mode)
-        change, windows = compute_token_delta(x, course, state)
-        parts = (self.query, self.key, self.value, self.gate, self.decay, self.rate)
-        made = [part(shift(x, change)) for part, shift in zip(parts, self.shifts, strict=True)]
-        heads = made[0].shape[-1] // self.head_dim
-        query, key, value, gate, decay, rate = (split_heads_and_steps(y, heads, self.head_dim) for y in made)
+        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        delta, conv_states = compute_token_delta(x, context, state)
+        linears = (self.query, self.key, self.value, self.gate, self.decay, self.rate)
+        projected = [linear(shift(x, delta)) for linear, shift in zip(linears, self.shifts, strict=True)]
+        heads = projected[0].shape[-1] // self.head_dim
+        query, key, value, gate, decay, rate = (split_heads_and_steps(y, heads, self.head_dim) for y in projected)
         rate = jax.nn.sigmoid(rate.astype(jnp.float32))
         log_decay = -(jnp.e**-0.5) * jax.nn.sigmoid(decay.astype(jnp.float32))
-        removal = course.mask_padding(l2_normalize(key * self.removal))
-        key = course.mask_padding((key * (1 + (rate - 1) * self.replacement)).astype(value.dtype))
+        removal = context.mask_padding(l2_normalize(key * self.removal))
+        key = context.mask_padding((key * (1 + (rate - 1) * self.replacement)).astype(value.dtype))
         mixed, matrix = rwkv7(
             query,
             key,
             value,
-            course.mask_padding(log_decay),
+            context.mask_padding(log_decay),
             (-removal).astype(value.dtype),
             (removal * rate).astype(value.dtype),
-            **recurrence_options(course, state),
+            **recurrence_options(context, state),
         )
-        present = (query * key * self.bonus).sum(-1, keepdims=True) * value
-        mixed = self.norm(mixed.reshape(*x.shape[:2], -1)) + present.reshape(*x.shape[:2], -1)
+        current = (query * key * self.bonus).sum(-1, keepdims=True) * value
+        mixed = self.norm(mixed.reshape(*x.shape[:2], -1)) + current.reshape(*x.shape[:2], -1)
         y = self.out((gate.reshape(mixed.shape) * mixed).astype(x.dtype))
-        return y, None if state is None else RecurrentState(matrix, windows)
+        return y, None if state is None else RecurrentState(matrix, conv_states)

@@ -15,19 +15,19 @@ from .context import RecurrenceContext
 
 
 class TokenShift(Module):
-    """x + (previous - x) * weight: between a token's vector and the one before (Peng et al., RWKV, arXiv:2305.13048,
-    section 3.1). With `adjust` the weight depends on the token: weight + adjust(mixture), the data-dependent shift of
-    RWKV-6 (arXiv:2404.05892, section 4.1)."""
+    """Token shift x + (previous - x) * weight: interpolation between a token's vector and the previous one (RWKV: Peng
+    et al., arXiv:2305.13048, section 3.1). With `adjust`, the weight is data-dependent: weight + adjust(mixture), the
+    DDLerp of RWKV-6 (arXiv:2404.05892, section 4.1)."""
 
     weight: Float[Array, "embed"]
     adjust: AbstractLinear | None
 
     def __init__(self, embed: int, *, adjust: AbstractLinear | None = None):
-        """Weights start at a half."""
+        """Initialize weights to 0.5."""
         self.weight, self.adjust = jnp.full(embed, 0.5), adjust
 
     def __call__(self, x: HiddenStates, delta: HiddenStates, mixture: HiddenStates | None = None) -> HiddenStates:
-        """`change` is the previous vector less the present one; `mixture`, what `adjust` reads."""
+        """`delta`: previous vector minus current one. `mixture`: input of `adjust`."""
         if self.adjust is None or mixture is None:
             return x + delta * self.weight
         return x + delta * (self.weight + self.adjust(mixture))
@@ -36,13 +36,13 @@ class TokenShift(Module):
 def compute_token_delta(
     x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
 ) -> tuple[HiddenStates, tuple[ConvState, ...]]:
-    """The vector before each token's, less its own; and the window that remembers the last."""
-    previous, window = token_shift(x, context, None if state is None else state.windows[0])
-    return previous - x, () if window is None else (window,)
+    """Return previous - x of each token, and the updated token-shift state, if there is one."""
+    previous, shift_state = token_shift(x, context, None if state is None else state.windows[0])
+    return previous - x, () if shift_state is None else (shift_state,)
 
 
 def init_rwkv_state(batch: int, heads: int, head_dim: int, embed: int, dtype: Any) -> RecurrentState:
-    """A memory before the first token."""
+    """Return the empty state of RWKV-6 and RWKV-7 time mixing."""
     return RecurrentState(
         jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32), (init_token_shift(batch, embed, dtype),)
     )
