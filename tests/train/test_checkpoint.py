@@ -68,7 +68,7 @@ def reopened(checkpoints: Checkpoints) -> Checkpoints:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
-def test_comes_back_exactly_on_another_sharding(checkpoints, devices):
+def test_checkpoint_restores_exactly_on_another_sharding(checkpoints, devices):
     state = on(8, make_state(seed=3))
     checkpoints.save(7, state, data={"windows": 56}, config={"embed": 16, "data": (Path("a"),)}, metric=2.5)
     like = on(devices, make_state(seed=4))
@@ -80,7 +80,7 @@ def test_comes_back_exactly_on_another_sharding(checkpoints, devices):
             assert new.sharding == old.sharding and new.dtype == old.dtype
 
 
-def test_shapes_stand_in_for_arrays(checkpoints):
+def test_checkpoint_restores_from_shapes(checkpoints):
     state = on(8, make_state(seed=1))
     checkpoints.save(1, state)
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if eqx.is_array(x) else x
@@ -88,7 +88,7 @@ def test_shapes_stand_in_for_arrays(checkpoints):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_restored_arrays_are_reused_by_a_step_that_donates(checkpoints, devices):
+def test_checkpoint_restored_arrays_can_be_donated(checkpoints, devices):
     state = on(devices, {"weight": jnp.arange(4096.0).reshape(64, 64)})
     checkpoints.save(1, state)
     weight = checkpoints.restore(state).state["weight"]
@@ -98,7 +98,7 @@ def test_restored_arrays_are_reused_by_a_step_that_donates(checkpoints, devices)
     assert weight.is_deleted() and places(after) == before
 
 
-def test_arrays_may_be_donated_as_soon_as_save_returns(checkpoints):
+def test_checkpoint_saved_arrays_can_be_donated_at_once(checkpoints):
     step = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     state = on(8, {"weight": jnp.arange(2.0**20).reshape(1024, 1024)})
     wanted = numbers(state)[0]
@@ -107,7 +107,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(checkpoints):
     assert np.array_equal(numbers(checkpoints.restore(on(8, {"weight": jnp.zeros((1024, 1024))})).state)[0], wanted)
 
 
-def test_keeps_the_last_and_the_best(tmp_path):
+def test_checkpoint_keeps_the_last_and_the_best(tmp_path):
     with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
         for step, metric in enumerate([5.0, 1.0, float("nan"), None, 3.0, 4.0]):
             checkpoints.save(step, {"x": jnp.ones(3)}, metric=metric)
@@ -115,11 +115,11 @@ def test_keeps_the_last_and_the_best(tmp_path):
         assert int(checkpoints.restore({"x": jnp.zeros(3)}, step=1).state["x"].sum()) == 3
 
 
-def test_going_back_drops_what_came_after(checkpoints):
+def test_checkpoint_save_drops_later_steps(checkpoints):
     for step in (10, 20):
         checkpoints.save(step, {"x": jnp.full(3, step)})
     checkpoints.save(15, {"x": jnp.full(3, 15)})
-    assert checkpoints.steps() == [10, 15]
+    assert checkpoints.restorable_steps() == [10, 15]
 
 
 def truncate(path: Path) -> None:
@@ -130,7 +130,7 @@ def truncate(path: Path) -> None:
     "part", ["state/d/*", "state/manifest.ocdbt", "state/_METADATA", "about/metadata", "files.json"]
 )
 @pytest.mark.parametrize("damage", [truncate, Path.unlink, lambda path: path.write_bytes(b"")])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, part, damage):
+def test_checkpoint_skips_damaged_ones(tmp_path, caplog, part, damage):
     state = {"x": jnp.arange(5000.0)}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, part, damage):
         assert checkpoints.restorable_steps() == [1, 2]
 
 
-def test_killed_while_saving(tmp_path, caplog):
+def test_checkpoint_survives_a_kill_while_saving(tmp_path, caplog):
     """A process that dies by SIGKILL in the middle of a save leaves the checkpoint before."""
     program = f"""
         import os, jax.numpy as jnp
@@ -172,7 +172,7 @@ def test_killed_while_saving(tmp_path, caplog):
         assert checkpoints.restorable_steps() == [1, 3] and sorted(os.listdir(tmp_path)) == ["1", "3"]
 
 
-def test_another_model_is_told_by_name(checkpoints):
+def test_checkpoint_of_another_model_is_refused_by_name(checkpoints):
     checkpoints.save(1, make_state(width=16))
     with pytest.raises(ValueError) as raised:
         checkpoints.restore(make_state(width=32) | {"more": jnp.ones(2)})
@@ -183,17 +183,17 @@ def test_another_model_is_told_by_name(checkpoints):
         checkpoints.restore(make_state(width=16) | {"more": jnp.ones(2)})
 
 
-def test_missing_checkpoints(checkpoints):
+def test_checkpoint_missing_is_an_error(checkpoints):
     assert checkpoints.latest_step() is None
     with pytest.raises(FileNotFoundError, match="no whole checkpoint here"):
         checkpoints.restore({})
     checkpoints.save(4, {"x": jnp.ones(2)}, config={"embed": 8})
     with pytest.raises(FileNotFoundError, match=r"of step 3 here; it holds \[4\]"):
         checkpoints.restore({"x": jnp.ones(2)}, step=3)
-    assert checkpoints.config() == {"embed": 8}
+    assert checkpoints.read_config() == {"embed": 8}
 
 
-def test_every_checkpoint_damaged_is_an_error(tmp_path):
+def test_checkpoint_all_damaged_is_an_error(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"x": jnp.ones(2)})
     shutil.rmtree(tmp_path / "1" / "state")
@@ -201,7 +201,7 @@ def test_every_checkpoint_damaged_is_an_error(tmp_path):
         checkpoints.restore({"x": jnp.ones(2)})
 
 
-def test_differences():
+def test_diff_configs():
     before = json.loads(json.dumps({"embed": 64, "data": ["a"], "old": 1}))
     assert diff_configs(before, {"embed": 128, "data": (Path("a"),), "new": True}) == [
         "embed: 64 in the checkpoint, 128 now",

@@ -22,19 +22,19 @@ def breaks(*, size: int = 1):
 
 
 @pytest.mark.parametrize(("main", "says"), [(refuses, "size=3 makes no sense"), (misses, "pip install it")])
-def test_what_is_raised_on_purpose_is_one_line(capsys, main, says):
+def test_cli_prints_user_errors_on_one_line(capsys, main, says):
     with pytest.raises(SystemExit, match="2"):
         train.run_cli(main, arguments=["--size", "3"])
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and "error:" in error
 
 
-def test_what_comes_from_below_keeps_its_traceback():
+def test_cli_keeps_tracebacks_of_other_errors():
     with pytest.raises(json.JSONDecodeError):
         train.run_cli(breaks, arguments=[])
 
 
-def test_a_preset_is_other_defaults_and_flags_come_after(monkeypatch):
+def test_cli_preset_sets_defaults_before_flags(monkeypatch):
     seen = []
 
     def main(*, size: int = 1, name: str = "a"):

@@ -35,7 +35,7 @@ def checkpoint(directory, tokenizer, **config):
 
 
 @pytest.mark.parametrize("vocab", [256, 300])
-def test_a_model_made_from_scratch_comes_back_as_it_was(folder, tmp_path, vocab):
+def test_export_round_trips_a_model_from_scratch(folder, tmp_path, vocab):
     corpus = load_text((folder,), vocab=vocab, cache=tmp_path / "cache")
     model = zoo.models.Transformer(vocab=vocab, qk_norm=True, **SIZES, key=jax.random.key(0))
     assert export(model, corpus, tmp_path / "model", seq_len=64) == tmp_path / "model"
@@ -47,7 +47,7 @@ def test_a_model_made_from_scratch_comes_back_as_it_was(folder, tmp_path, vocab)
     assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["bos_token"] == "\0"
     read = read_tokenizer(tmp_path / "model")
     assert type(read) is (ByteTokenizer if vocab == 256 else BPETokenizer) and read.separator == 0
-    assert np.array_equal(read.lengths, corpus.tokenizer.token_bytes)
+    assert np.array_equal(read.token_bytes, corpus.tokenizer.token_bytes)
     export(again, load_text((folder,), tokenizer=read, cache=tmp_path / "cache"), tmp_path / "twice", seq_len=32)
     for file in (tmp_path / "model").iterdir():
         assert file.read_bytes() == (tmp_path / "twice" / file.name).read_bytes(), file.name
@@ -62,26 +62,26 @@ def of_bytes(tmp_path_factory):
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
 @settings(max_examples=200)
-def test_bytes_are_the_same_to_other_tools(of_bytes, written):
+def test_export_byte_tokenizer_equals_other_tools(of_bytes, written):
     ids = of_bytes.encode(written).ids
     assert ids == [0, *written.encode()]  # a text begins with the separator, as it did in training
     assert of_bytes.decode(ids[1:], skip_special_tokens=False) == written
     assert of_bytes.decode([0, *ids]) == written.replace("\0", "")
 
 
-def test_a_tokenizer_of_bytes_has_256_tokens_and_no_others(of_bytes):
+def test_byte_tokenizer_has_exactly_256_tokens(of_bytes):
     assert of_bytes.get_vocab_size() == 256
     assert sorted(of_bytes.get_vocab().values()) == list(range(256)) and of_bytes.id_to_token(0) == "\0"
 
 
-def test_bytes_are_read_and_written_without_the_package(folder, tmp_path, monkeypatch):
+def test_byte_tokenizer_needs_no_package(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     ByteTokenizer().save(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 256}')
     assert isinstance(read_tokenizer(tmp_path), ByteTokenizer)
 
 
-def test_the_tokens_of_a_checkpoint_whose_separator_is_its_last(folder, tmp_path):
+def test_read_tokenizer_with_the_separator_last(folder, tmp_path):
     """As GPT-2 has them: byte-level, one token for the beginning and the end, and one added that is text."""
     learnt = load_text((folder,), vocab=300, cache=tmp_path / "cache")
     made = tokenizers.Tokenizer.from_file(str(learnt.directory / "tokenizer.json"))
@@ -110,7 +110,7 @@ def test_the_tokens_of_a_checkpoint_whose_separator_is_its_last(folder, tmp_path
     assert json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())["bos_token"] == "<end>"
 
 
-def test_the_tokens_of_a_checkpoint_that_falls_back_to_bytes(tmp_path):
+def test_read_tokenizer_with_byte_fallback(tmp_path):
     """As LLaMA has them: `▁` for a space, `<0x0A>` for a byte that is in no piece."""
     pieces = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "b"]
     words = {piece: index for index, piece in enumerate(pieces)}
@@ -132,7 +132,7 @@ def test_the_tokens_of_a_checkpoint_that_falls_back_to_bytes(tmp_path):
     ]
 
 
-def test_tokens_that_do_not_fit_are_refused_in_words(folder, tmp_path):
+def test_read_tokenizer_refuses_mismatched_files(folder, tmp_path):
     made = tokenizers.Tokenizer.from_file(
         str(load_text((folder,), vocab=300, cache=tmp_path / "cache").directory / "tokenizer.json")
     )
@@ -150,7 +150,7 @@ def test_tokens_that_do_not_fit_are_refused_in_words(folder, tmp_path):
             read_tokenizer(tmp_path / "a")
 
 
-def test_texts_by_name_are_a_corpus(tmp_path):
+def test_load_text_from_a_mapping(tmp_path):
     texts = {f"topic {i}": f"about {i}: naïve λ\n" * 9 for i in range(30)}
     corpus = load_text(texts | {"binary": "a\0b"}, cache=tmp_path)
     assert (corpus.num_texts, corpus.num_binary) == (30, 1)
@@ -160,11 +160,11 @@ def test_texts_by_name_are_a_corpus(tmp_path):
         load_text({"binary": "a\0b"}, cache=tmp_path)
 
 
-def test_what_is_computed_again_changes_nothing_else():
+def test_rematerialize_changes_no_values():
     model = zoo.models.Transformer(vocab=7, **SIZES, key=jax.random.key(0))
     other = rematerialize(model, "full")
     assert (model.stack.remat, other.stack.remat) == ("none", "full")
     assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True))
     unstacked = eqx.tree_at(lambda model: model.stack, model, model.stack.unstack())
-    with pytest.raises(ValueError, match="Unstacked does not compute its layers again"):
+    with pytest.raises(ValueError, match="does not rematerialize"):
         rematerialize(unstacked, "full")

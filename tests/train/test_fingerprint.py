@@ -28,14 +28,14 @@ def query(model):
     return model.stack.segments[0].blocks[0].mixer.query
 
 
-def test_it_is_the_same_on_any_mesh(base, tuned):
+def test_fingerprint_is_the_same_on_any_mesh(base, tuned):
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     for model in (base, tuned):
         assert train.fingerprint(zoo.place(model, mesh)) == train.fingerprint(model)
     assert len(train.fingerprint(tuned)) == 64
 
 
-def test_no_array_is_gathered(base):
+def test_fingerprint_gathers_no_array(base):
     placed = zoo.place(base, zoo.make_mesh(data=2, fsdp=2, tensor=2))
     for x in jax.tree.leaves(placed):
         found = zoo.inspect.compiled(hash_array, x).collectives
@@ -43,7 +43,7 @@ def test_no_array_is_gathered(base):
         assert sum(one.bytes for one in found) <= 16, "two words, there and back"
 
 
-def test_what_an_adapter_learns_is_left_out(base, tuned):
+def test_fingerprint_excludes_adapter_parameters(base, tuned):
     again = adapters.lora(base, rank=2, key=jax.random.key(2))
     assert train.fingerprint(again) == train.fingerprint(tuned)
     assert not [name for name in fingerprint_arrays(tuned) if name.endswith(("query.down.weight", "query.up.weight"))]
@@ -66,7 +66,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_other_numbers_have_another_one(tuned, change):
+def test_fingerprint_detects_changed_values(tuned, change):
     at_zero = changed(tuned, lambda x: x.at[0, 0, 0].set(0.0))
     before, after = fingerprint_arrays(at_zero), fingerprint_arrays(changed(at_zero, change))
     assert [name for name in before if before[name] != after[name]] == [
@@ -76,7 +76,7 @@ def test_other_numbers_have_another_one(tuned, change):
     assert parts[0][0] != parts[1][0] and parts[0][1] != parts[1][1], "each of the two sums sees it"
 
 
-def test_so_have_another_alpha_dtype_and_place(base, tuned):
+def test_fingerprint_detects_alpha_dtype_and_position(base, tuned):
     found = {
         *map(train.fingerprint, (base, tuned, zoo.cast(base, "bfloat16"))),
         train.fingerprint(adapters.lora(base, rank=2, alpha=8, key=jax.random.key(1))),
@@ -87,7 +87,7 @@ def test_so_have_another_alpha_dtype_and_place(base, tuned):
     assert len(found) == 7
 
 
-def test_of_any_kind_of_array():
+def test_fingerprint_of_any_dtype():
     def tree(shift):
         bits = jnp.asarray([1, 0, 1, 0]) + shift
         kinds = ("bool", "int4", "uint8", "int16", "bfloat16", "float8_e4m3fn", "float16", "float32", "complex64")
@@ -122,7 +122,7 @@ def bytes_below(folder):
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_checkpoint_holds_what_is_learnt_alone_and_goes_on(tuned, tmp_path):
+def test_checkpoint_holds_trainable_parameters_only(tuned, tmp_path):
     work(tmp_path / "run", tuned, steps=2)
     again = work(tmp_path / "run", tuned, steps=3, resume=True)
     unbroken = work(tmp_path / "unbroken", tuned, steps=3)
@@ -147,7 +147,7 @@ def test_a_checkpoint_holds_what_is_learnt_alone_and_goes_on(tuned, tmp_path):
     ],
     ids=["another alpha", "another dtype", "another target"],
 )
-def test_another_base_is_refused_and_nothing_is_lost(base, tuned, other, said, tmp_path):
+def test_checkpoint_refuses_another_base_model(base, tuned, other, said, tmp_path):
     work(tmp_path, tuned)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "env.json"}
     with pytest.raises(ValueError, match=f"(?s)on top of something else.*{said}.*Start from the model"):
@@ -158,7 +158,7 @@ def test_another_base_is_refused_and_nothing_is_lost(base, tuned, other, said, t
     assert after == before
 
 
-def test_a_teacher_is_held_to_whole(base, tmp_path):
+def test_fingerprint_covers_all_of_a_frozen_teacher(base, tmp_path):
     state = jnp.zeros(3)
     with train.Checkpoints(tmp_path, frozen=base) as checkpoints:
         checkpoints.save(1, state)

@@ -18,7 +18,7 @@ def in_the_foreground():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_sets_the_flag(number):
+def test_interrupt_sets_the_flag(number):
     before = signal.getsignal(number)
     with Interrupt() as interrupt:
         assert not interrupt.requested
@@ -27,7 +27,7 @@ def test_a_signal_sets_the_flag(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_second_ctrl_c_raises():
+def test_interrupt_raises_on_second_ctrl_c():
     with pytest.raises(KeyboardInterrupt), Interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -35,7 +35,7 @@ def test_a_second_ctrl_c_raises():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_threads_change_nothing():
+def test_interrupt_ignores_other_threads():
     seen = []
 
     def work():

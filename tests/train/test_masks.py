@@ -17,7 +17,7 @@ def model(key):
     return zoo.models.Transformer(vocab=16, embed=8, layers=3, heads=2, mlp=8, tied=False, key=key)
 
 
-def test_weight_decay_is_for_matrices_in_a_stack_too():
+def test_decay_mask_includes_stacked_matrices():
     parameters = zoo.trainable(model(jax.random.key(0)))
     for mask in (train.decay_mask(parameters), train.matrix_mask(parameters)):
         decayed = {name for name, yes in named(mask).items() if yes}
@@ -25,7 +25,7 @@ def test_weight_decay_is_for_matrices_in_a_stack_too():
         assert set(named(mask)) - decayed == {"mixer_norm", "ffn_norm", "norm"}
 
 
-def test_a_bias_in_a_stack_has_two_dims_and_is_no_matrix():
+def test_matrix_mask_excludes_stacked_biases():
     linears = eqx.filter_vmap(lambda key: zoo.layers.Linear(4, 4, bias=True, key=key))
     segment = zoo.models.Segment.__new__(zoo.models.Segment)
     object.__setattr__(segment, "blocks", (linears(jax.random.split(jax.random.key(0), 3)),))
@@ -33,7 +33,7 @@ def test_a_bias_in_a_stack_has_two_dims_and_is_no_matrix():
     assert mask.blocks[0].weight and not mask.blocks[0].bias
 
 
-def test_the_table_of_parameters_says_where_each_lies():
+def test_tabulate_parameters_shows_sharding():
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     rows = {row.name: row for row in train.tabulate_parameters(eqx.filter_eval_shape(model, jax.random.key(0)), mesh)}
     row = rows["stack.segments.0.blocks.0.mixer.query.weight"]

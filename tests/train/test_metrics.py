@@ -17,7 +17,7 @@ def lines_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_values_are_fetched_every_few_steps_all_but_the_newest(tmp_path):
+def test_metrics_fetch_every_few_steps_except_the_newest(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Metrics(path, fetch_every=4) as metrics, jax.transfer_guard("disallow"):
         fetched = [len(metrics.log(step, loss=jax.device_put(np.float32(step)))) for step in range(1, 11)]
@@ -26,7 +26,7 @@ def test_values_are_fetched_every_few_steps_all_but_the_newest(tmp_path):
     assert lines_of(path) == [dict(step=step, loss=float(step)) for step in range(1, 11)]
 
 
-def test_what_is_logged_at_one_step_is_one_line(tmp_path):
+def test_metrics_merge_logs_of_one_step(tmp_path):
     with Metrics(tmp_path / "m", fetch_every=2) as metrics:
         metrics.log(1, loss=jnp.float32(0.1), note=np.arange(2))
         metrics.log(1, validation=3.0)
@@ -38,7 +38,7 @@ def test_what_is_logged_at_one_step_is_one_line(tmp_path):
     assert read_metrics(tmp_path / "m") == [dict(step=1, loss=0.10000000149011612, note=[0, 1], validation=3.0, late=1)]
 
 
-def test_what_is_no_number_is_written_by_name(tmp_path):
+def test_metrics_write_nan_and_infinity_as_strings(tmp_path):
     with Metrics(tmp_path / "m") as metrics:
         metrics.log(1, a=jnp.nan, b=jnp.array([jnp.inf, -jnp.inf, 1]), c=jnp.bfloat16(2))
     line = json.loads((tmp_path / "m").read_text(), parse_constant=pytest.fail)
@@ -46,7 +46,7 @@ def test_what_is_no_number_is_written_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "lo'])
-def test_cut_back(tmp_path, torn):
+def test_truncate_after(tmp_path, torn):
     path = tmp_path / "m"
     truncate_after(path, 3)
     assert not path.exists() and read_metrics(path) == []
@@ -58,7 +58,7 @@ def test_cut_back(tmp_path, torn):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_line_that_is_not_json_is_named(tmp_path):
+def test_read_metrics_names_the_line_that_is_not_json(tmp_path):
     (tmp_path / "m").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"m, line 2: not JSON"):
         read_metrics(tmp_path / "m")
@@ -75,7 +75,7 @@ class Memory:
         self.closed = True
 
 
-def test_trackers_see_what_is_written(tmp_path):
+def test_trackers_receive_what_is_written(tmp_path):
     memory = Memory()
     assert isinstance(memory, Tracker)
     with Metrics(tmp_path / "m", fetch_every=1, trackers=[memory]) as metrics:
@@ -85,7 +85,7 @@ def test_trackers_see_what_is_written(tmp_path):
     assert memory.seen[1:] == [(2, dict(loss="nan"))] and memory.closed
 
 
-def test_adapters_call_what_their_packages_have(tmp_path, monkeypatch):
+def test_trackers_call_their_packages(tmp_path, monkeypatch):
     calls = []
     note = lambda name, answer=None: lambda *args, **kwargs: (calls.append((name, args, kwargs)), answer)[1]
     run = types.SimpleNamespace(log=note("log"), finish=note("finish"))
@@ -112,7 +112,7 @@ def test_adapters_call_what_their_packages_have(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("adapter, package", [(TensorBoard, "tensorboardX"), (WeightsAndBiases, "wandb")])
-def test_a_missing_tracker_is_named_with_its_command(tmp_path, monkeypatch, adapter, package):
+def test_tracker_missing_package_names_its_command(tmp_path, monkeypatch, adapter, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=f"pip install {package}"):
         adapter(tmp_path, **({} if package == "tensorboardX" else {"config": {}}))

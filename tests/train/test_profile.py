@@ -54,7 +54,7 @@ def traced(tmp_path_factory):
     return out
 
 
-def test_steps_and_scopes(traced):
+def test_profile_has_steps_and_scopes(traced):
     found = events(traced)
     assert steps_in(found) == [3, 4, 5, 6, 7]
     named = [event for event in found if event.get("args", {}).get("scope", "").startswith("jit(profiled_step)/Model/")]
@@ -63,42 +63,42 @@ def test_steps_and_scopes(traced):
     assert json.loads((traced / "config.json").read_text()) == {"a": 1}
 
 
-def test_a_trace_is_read_again(traced):
+def test_trace_can_be_read_again(traced):
     before = events(traced)
     write_perfetto_trace(traced / "profile")
     assert events(traced) == before
 
 
-def test_resumed_it_counts_the_steps_of_this_process(traced, tmp_path, capsys):
+def test_profile_counts_steps_of_this_process_after_resume(traced, tmp_path, capsys):
     out = shutil.copytree(traced, tmp_path / "run")
     toy(out, 16, resume=True)
     said = capsys.readouterr().out
-    assert f"a trace of steps 15 to 16 lies in {out / 'profile'}: open " in said
+    assert f"a trace of steps 15 to 16 is in {out / 'profile'}: open " in said
     assert "perfetto_trace.json.gz at ui.perfetto.dev, or the folder with `xprof" in said
 
 
-def test_too_few_steps_have_no_trace(tmp_path, capsys):
+def test_profile_of_too_few_steps_says_so(tmp_path, capsys):
     toy(tmp_path, 2)
     said = capsys.readouterr().out
-    assert said.count("no trace: 2 steps were run, and a trace begins after 2, which may compile") == 1
+    assert said.count("no trace: 2 steps were run, and the first 2 are skipped: they compile") == 1
     assert not (tmp_path / "profile").exists()
 
 
-def test_an_error_ends_the_trace(tmp_path, capsys):
+def test_profile_stops_on_error(tmp_path, capsys):
     with pytest.raises(RuntimeError, match="a step failed"):
         toy(tmp_path, 12, fail_at=4)
-    assert "a trace of steps 3 to 4 lies in" in capsys.readouterr().out
+    assert "a trace of steps 3 to 4 is in" in capsys.readouterr().out
     jax.profiler.start_trace(tmp_path / "free")  # raises while another is open
     jax.profiler.stop_trace()
 
 
-def test_a_signal_ends_the_trace(tmp_path, capsys):
+def test_profile_stops_on_signal(tmp_path, capsys):
     run = toy(tmp_path, 12, stop_at=3)
     assert run.stopped and steps_in(events(tmp_path)) == [3, 4]
     assert "stopped by a signal after step 4 of 12" in capsys.readouterr().out
 
 
-def test_each_process_has_its_own(tmp_path, monkeypatch):
+def test_profile_has_one_folder_per_process(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with train.Profile(tmp_path / "profile", print) as profile:
@@ -127,7 +127,7 @@ READABLE = {
 
 
 @pytest.mark.parametrize(("scope", "wanted"), READABLE.items())
-def test_scopes_are_shortened_to_what_the_source_says(scope, wanted):
+def test_format_scope_keeps_names_of_the_source(scope, wanted):
     assert format_scope(scope) == wanted
 
 
@@ -136,7 +136,7 @@ def message(*parts):
     return b"".join(bytes([number << 3 | 2, len(value)]) + value for number, value in parts)
 
 
-def test_operations_of_a_profile():
+def test_read_operations_of_a_profile():
     instruction = message((1, b"fusion.1"), (2, b"fusion"), (7, message((1, b"type"), (2, b"jit(f)/A/mul"))))
     bare = message((1, b"copy.2"), (2, b"copy"))
     program = message((1, b"jit_f"), (3, message((1, b"main"), (2, instruction), (2, bare))))
@@ -147,5 +147,5 @@ def test_operations_of_a_profile():
     assert list(read_operations(profile, {"jit_f"})) == [("jit_f", "fusion.1", "jit(f)/A/mul")]
     assert not list(read_operations(profile, {"jit_g"}))
     assert list(read_fields(b"\x09" + bytes(8) + b"\x15" + bytes(4) + message((3, b"x")), 3)) == [b"x"]
-    with pytest.raises(ValueError, match=r"no protocol buffer: a field of kind 7 at byte 1"):
+    with pytest.raises(ValueError, match=r"not a protocol buffer: a field of kind 7 at byte 1"):
         list(read_fields(b"\x0f", 1))

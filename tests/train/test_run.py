@@ -71,14 +71,14 @@ def unbroken(tmp_path_factory) -> bytes:
     return (out / "metrics.jsonl").read_bytes()
 
 
-def test_metrics_of_a_run_left_alone(unbroken):
+def test_run_metrics_uninterrupted(unbroken):
     lines = [json.loads(line) for line in unbroken.splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["step"] for line in lines if "validation" in line] == [10, 20, 30]
     assert set(lines[0]) == {"step", "loss"} and lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_killed_and_resumed_is_the_same_bit_for_bit(tmp_path, unbroken):
+def test_run_killed_and_resumed_is_bitwise_equal(tmp_path, unbroken):
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}
     command = [sys.executable, __file__, str(tmp_path)]
@@ -89,7 +89,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(tmp_path, unbroken):
     assert run.step == STEPS and (tmp_path / "metrics.jsonl").read_bytes() == unbroken
 
 
-def test_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, unbroken, capsys):
+def test_run_stopped_and_resumed_is_bitwise_equal(tmp_path, unbroken, capsys):
     run = toy(tmp_path, strike=(12, signal.SIGTERM))
     assert run.stopped and run.step == 13 and run.checkpoints.directory.joinpath("13").exists()
     assert "stopped by a signal after step 13 of 30: --resume goes on" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, unbroken, capsys)
     assert [line["step"] for line in train.read_metrics(tmp_path / "timing.jsonl")][-1] == STEPS
 
 
-def test_files_and_refusals(tmp_path, caplog):
+def test_run_files_and_refusals(tmp_path, caplog):
     toy(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == {"width": 8}
     env = json.loads((tmp_path / "env.json").read_text())
@@ -113,20 +113,20 @@ def test_files_and_refusals(tmp_path, caplog):
         next(run.steps(train.ShuffledBatches(train.TokenWindows(np.zeros(9, np.uint8), 2), 1), 3))
 
 
-def test_resume_without_a_checkpoint_starts_at_the_beginning(tmp_path, unbroken):
+def test_run_resume_without_checkpoint_starts_at_step_1(tmp_path, unbroken):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"st')
     toy(tmp_path, resume=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == unbroken
 
 
-def test_plain_lines(tmp_path, capsys):
+def test_progress_prints_plain_lines(tmp_path, capsys):
     toy(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(" 4/30  loss 2.") and lines[-1].startswith("30/30  loss 1.")
     assert "tokens/s" in lines[-1] and "FLOP/s" in lines[-1] and "left" in lines[2]
 
 
-def test_every_kind_of_progress(capsys):
+def test_progress_of_every_kind(capsys):
     for shown in (ProgressBar(10, start=2), LineProgress(10), SilentProgress()):
         assert isinstance(shown, Progress)
         shown.update(5, {"loss": 1.0}, Throughput(10).tick(5))
@@ -135,7 +135,7 @@ def test_every_kind_of_progress(capsys):
     assert capsys.readouterr().out.count("a line [that] stays") == 2
 
 
-def test_words_for_numbers():
+def test_progress_formats_numbers():
     pace = dict(seconds=9.0, tokens_per_second=51234.0, flops_per_second=3.1e11, seconds_left=65.2)
     wanted = "loss 1.234  bits per byte 1e-05  1:05 left  51.2k tokens/s  310G FLOP/s"
     assert format_metrics({"loss": 1.2341, "bits_per_byte": 1e-5}, pace) == wanted

@@ -44,7 +44,7 @@ def swept(batches):
     return models, np.array(losses)
 
 
-def test_the_grid_is_every_rate_with_every_seed():
+def test_sweep_grid_is_every_rate_with_every_seed():
     rates, keys = train.sweep_grid(RATES, SEEDS)
     assert rates.tolist() == pytest.approx([1e-3, 1e-3, 1e-2, 1e-2])
     assert jax.random.key_data(keys).tolist() == [
@@ -53,12 +53,12 @@ def test_the_grid_is_every_rate_with_every_seed():
 
 
 @pytest.mark.parametrize(("rates", "seeds"), [((), (0,)), ((1e-3,), ()), ((1e-3, 0.0), (0,)), ((-1.0,), (0,))])
-def test_a_grid_of_nothing_is_told(rates, seeds):
+def test_sweep_grid_refuses_empty_lists(rates, seeds):
     with pytest.raises(ValueError, match="a sweep wants learning rates above 0, and seeds"):
         train.sweep_grid(rates, seeds)
 
 
-def test_a_run_of_a_sweep_is_the_run_alone(swept, batches):
+def test_sweep_step_equals_single_runs(swept, batches):
     """With the rate given to optax, one model, and the library's own gradient."""
     run = 3
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
@@ -75,14 +75,14 @@ def test_a_run_of_a_sweep_is_the_run_alone(swept, batches):
         np.testing.assert_allclose(stacked[run], alone, atol=2e-5)
 
 
-def test_a_function_of_one_model_is_mapped_over_all(swept, batches):
+def test_sweep_map_vmaps_over_runs(swept, batches):
     models, _ = swept
     logits = train.sweep_map(lambda model, tokens: model(tokens))(models, batches[0]["tokens"])
     assert logits.shape == (4, 4, 6, 11)
     assert not jnp.allclose(logits[0], logits[1]) and not jnp.allclose(logits[0], logits[2])
 
 
-def test_what_is_not_learnt_stays_and_models_are_donated(batches):
+def test_sweep_step_keeps_frozen_leaves_and_donates(batches):
     router = zoo.layers.BiasedRouter
     sizes = {"vocab": 11, "embed": 8, "layers": 1, "heads": 2, "mlp": 8, "experts": 2, "top": 1}
     rates, keys = train.sweep_grid((0.1,), (0, 1))

@@ -1,12 +1,12 @@
-"""From memory-mapped tokens to batches: fixed windows, shuffled, shared out over processes, resumed from one integer.
+"""Batches of fixed windows over memory-mapped tokens: shuffled, sharded over processes, resumable from one integer.
 
-    batches = corpus.train.batches(seq=256, batch=8, seed=0)       # without end
-    for batch in corpus.validation.ordered(seq=256, batch=8): ...  # once, always the same
+    batches = corpus.train.batches(seq_len=256, batch_size=8, seed=0)       # infinite
+    for batch in corpus.validation.ordered(seq_len=256, batch_size=8): ...  # one pass, deterministic
 
-A batch is a mapping of "batch seq" arrays. `tokens` and `targets` (int32) are the same text one token apart. `weights`
-(float32) is 0 where the target is a separator, that is on a document's last token, and 1 elsewhere: every target that
-counts is text. On request `segment_ids` (int32) numbers the documents within a window from 1, and `positions` (int32)
-counts from 0 in each. With several processes every one gets the rows that are its own, a contiguous block.
+A batch is a mapping of "batch seq" arrays. `tokens` and `targets` (int32) are the same text shifted by one token.
+`weights` (float32) is 0 where the target is a separator, i.e. on the last token of a document, and 1 elsewhere. With
+`with_segments`, `segment_ids` (int32) numbers the documents of a window from 1, and `positions` (int32) counts from 0
+within each. With several processes, each gets a contiguous block of the rows.
 """
 
 import math
@@ -28,7 +28,7 @@ _Batch = dict[str, Shaped[np.ndarray, "batch ..."]]
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Rows by number: `Windows` of a text, or any other examples, each a mapping of arrays."""
+    """A random-access source of examples, each a mapping of arrays: `TokenWindows`, or any other."""
 
     def __len__(self) -> int: ...
 
@@ -37,7 +37,7 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class BatchIterator(Protocol):
-    """What a run draws its batches from: an iterator without end that can say where it stands, in JSON's terms."""
+    """An infinite iterator over batches whose position is a JSON-serializable `state`."""
 
     state: Any
 
@@ -47,9 +47,9 @@ class BatchIterator(Protocol):
 
 
 class TokenWindows:
-    """The stream of tokens cut every `seq` tokens: window `i` is `tokens[i * seq :][: seq + 1]`, targets included.
+    """Windows of a token stream: window `i` is `tokens[i * seq_len :][: seq_len + 1]`, targets included.
 
-    Past the end of the text lie separators, whose weight is 0: the last window may be short, later ones are empty.
+    The end of the last window is padded with separators, whose weight is 0.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class TokenWindows:
 
 
 def compute_segments(tokens: Integer[np.ndarray, "seq"], separator: int = SEPARATOR) -> _Row:
-    """`segment_ids` and `positions` of a window: a separator is a document's first token."""
+    """Compute `segment_ids` and `positions` of a window whose documents each start with a separator."""
     starts = tokens == separator
     starts[0] = True
-    place = np.arange(len(tokens), dtype=np.int32)
-    first = np.maximum.accumulate(np.where(starts, place, 0))
-    return dict(segment_ids=np.cumsum(starts, dtype=np.int32), positions=(place - first).astype(np.int32))
+    index = np.arange(len(tokens), dtype=np.int32)
+    first = np.maximum.accumulate(np.where(starts, index, 0))
+    return dict(segment_ids=np.cumsum(starts, dtype=np.int32), positions=(index - first).astype(np.int32))
 
 
 @dataclass(frozen=True)
 class CorpusSplit:
-    """One part of a corpus: documents one after another, a separator before each.
+    """The training or validation split of a corpus: concatenated documents, each preceded by a separator.
 
-    `lengths` says how many bytes each token stands for, `text_bytes` how many all of them do, and `text_tokens` how
-    many of the tokens are text: separators are not counted.
+    - `token_bytes`: bytes of text per token of the vocabulary.
+    - `text_bytes`, `text_tokens`: size of the split in bytes and in tokens, separators excluded.
     """
 
     name: str
@@ -110,23 +110,25 @@ class CorpusSplit:
         with_segments: bool = False,
         process: tuple[int, int] | None = None,
     ) -> "ShuffledBatches":
-        """Batches without end: every pass over the text visits each whole window once, in an order of its own.
+        """Iterate over shuffled batches, infinitely. Each epoch visits every full window once, in a new order.
 
-        **Arguments:** `seq` tokens a window, `batch` windows in all processes together, `documents` to have segments
-        and positions, `process` (index, count) where it is not JAX's.
+        - `seq_len`: tokens per window; `batch_size`: windows per batch, over all processes.
+        - `with_segments`: add `segment_ids` and `positions`.
+        - `process`: (index, count), by default JAX's.
 
-        **Raises** `ValueError` for text that fills no window, or a batch that the processes cannot share evenly.
+        **Raises** `ValueError` if the text is shorter than a window, or the number of processes does not divide
+        `batch_size`.
         """
-        whole = (len(self.tokens) - 1) // seq_len
-        if whole < 1:
+        num_windows = (len(self.tokens) - 1) // seq_len
+        if num_windows < 1:
             raise ValueError(
                 f"the {self.name} text has {len(self.tokens)} tokens, too few for one window of {seq_len} and its last "
                 "target: take a shorter seq, or more text"
             )
         windows = TokenWindows(
-            self.tokens[: whole * seq_len + 1], seq_len, with_segments=with_segments, separator=self.separator
+            self.tokens[: num_windows * seq_len + 1], seq_len, with_segments=with_segments, separator=self.separator
         )
-        # A pass is shuffled by itself, so a text of fewer windows than a batch repeats them within one.
+        # Epochs are shuffled separately, so a text with fewer windows than a batch repeats them within one.
         return ShuffledBatches(windows, batch_size, seed=seed, process=process, bytes_per_token=self.bytes_per_token)
 
     def ordered(
@@ -138,31 +140,32 @@ class CorpusSplit:
         with_segments: bool = False,
         process: tuple[int, int] | None = None,
     ) -> "OrderedBatches":
-        """The text in order, the last batch padded with weight 0; or `limit` batches of windows spread evenly over it.
+        """Iterate once over the text in order, the last batch padded with weight 0; or over `limit` batches of windows
+        spread evenly over the text.
 
-        **Raises** `ValueError` for an empty text, or a batch that the processes cannot share evenly.
+        **Raises** `ValueError` if the text is empty, or the number of processes does not divide `batch_size`.
         """
         windows = TokenWindows(self.tokens, seq_len, with_segments=with_segments, separator=self.separator)
         if not len(windows):
             raise ValueError(f"the {self.name} text is empty: take more text")
-        whole = math.ceil(len(windows) / batch_size)
-        # The first windows alone would be those of a file or two.
-        chosen = np.arange(min(limit or whole, whole) * batch_size)
-        if limit is not None and limit < whole:
-            chosen = chosen * len(windows) // len(chosen)
-        return OrderedBatches(windows, batch_size, chosen, token_bytes=self.token_bytes, process=process)
+        num_batches = math.ceil(len(windows) / batch_size)
+        # Spread, because the first windows alone would come from one or two files.
+        indices = np.arange(min(limit or num_batches, num_batches) * batch_size)
+        if limit is not None and limit < num_batches:
+            indices = indices * len(windows) // len(indices)
+        return OrderedBatches(windows, batch_size, indices, token_bytes=self.token_bytes, process=process)
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean bytes of text that a counted token stands for; 1 for bytes."""
+        """Mean bytes of text per token, separators excluded; 1 for the byte tokenizer."""
         return self.text_bytes / max(self.text_tokens, 1)
 
 
 class ShuffledBatches(Iterator):
-    """Shuffled batches without end.
+    """Infinite iterator over shuffled batches.
 
-    `state` is one integer, the rows that all processes together have drawn. Restored, also on another number of
-    processes, the batches go on as if never interrupted: the global batch has the same rows in the same order.
+    `state` is one integer: the number of rows drawn by all processes. After `restore`, also on another number of
+    processes, the global batches continue with the same rows in the same order.
     """
 
     def __init__(
@@ -179,15 +182,15 @@ class ShuffledBatches(Iterator):
         self.bytes_per_token = bytes_per_token
         self.state = 0
         self._grain = import_optional("grain", "pip install 'equizoo[train]'")
-        self._endless = self._grain.MapDataset.source(dataset).seed(seed).shuffle().repeat(None)
+        self._rows_forever = self._grain.MapDataset.source(dataset).seed(seed).shuffle().repeat(None)
         self._iterator = None
 
     def __next__(self) -> _Batch:
         if self._iterator is None:
             index, count = self._process
-            # Batched by this process's rows first, strided over the processes after: rows of a process are contiguous
-            # in the global batch, as `zoo.place_batch` puts them together again.
-            rows = self._endless[self.state :].batch(self._rows, drop_remainder=True)[index::count]
+            # Batch by this process's rows first, then stride over the processes: the rows of a process are contiguous
+            # in the global batch, which is how `zoo.place_batch` assembles it.
+            rows = self._rows_forever[self.state :].batch(self._rows, drop_remainder=True)[index::count]
             reading = self._grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
             self._iterator = iter(rows.to_iter_dataset(reading))
         batch = next(self._iterator)
@@ -195,19 +198,19 @@ class ShuffledBatches(Iterator):
         return batch
 
     def restore(self, state: int) -> None:
-        """Go on from where another had `state`."""
+        """Continue from a saved `state`."""
         self.close()
         self.state = state
 
     def close(self) -> None:
-        """End the threads that read ahead; the next batch starts them again."""
+        """Stop the prefetch threads; the next batch starts them again."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
 
 
 class OrderedBatches:
-    """The same batches each time it is iterated. `bytes_per_token` is exactly that of their targets that count."""
+    """Re-iterable, deterministic batches. `bytes_per_token` is exact for the targets of nonzero weight."""
 
     def __init__(
         self,
@@ -220,7 +223,7 @@ class OrderedBatches:
     ):
         self._process, self._rows = _assign_rows(batch_size, process)
         self._windows = windows
-        self._chosen = indices
+        self._indices = indices
         self.batch_size = batch_size
         targets = np.concatenate([windows[int(index)]["targets"] for index in indices])
         self.bytes_per_token = float(
@@ -228,24 +231,24 @@ class OrderedBatches:
         )
 
     def __len__(self) -> int:
-        return len(self._chosen) // self.batch_size
+        return len(self._indices) // self.batch_size
 
     def __iter__(self) -> Iterator[_Batch]:
         for number in range(len(self)):
             first = number * self.batch_size + self._process[0] * self._rows
-            rows = [self._windows[int(index)] for index in self._chosen[first : first + self._rows]]
+            rows = [self._windows[int(index)] for index in self._indices[first : first + self._rows]]
             yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def bits_per_byte(
     nats: float | Float[Array, ""], text: CorpusSplit | ShuffledBatches | OrderedBatches
 ) -> float | Float[Array, ""]:
-    """A mean loss in nats per token of `text` as bits per byte, which is comparable between vocabularies."""
+    """Convert a mean loss in nats per token of `text` to bits per byte, which is comparable across vocabularies."""
     return nats / (math.log(2) * text.bytes_per_token)
 
 
 def _assign_rows(batch_size: int, process: tuple[int, int] | None) -> tuple[tuple[int, int], int]:
-    """This process (index, count) and its rows of each batch."""
+    """Return (index, count) of this process, and its number of rows per batch."""
     index, count = process or (jax.process_index(), jax.process_count())
     if batch_size < 1 or batch_size % count:
         raise ValueError(

@@ -1,15 +1,15 @@
-"""A corpus from files: read, split by hash, tokenized once, memory-mapped ever after.
+"""Text corpora: read from files, split by hash, tokenized once, then memory-mapped.
 
-    corpus = text()                                    # Python's own standard library, as bytes
-    corpus = text((Path("books"),), vocab=4096)        # any files and folders, byte pairs learnt from them
-    corpus = text({"a": "...", "b": "..."})            # any texts by name
-    corpus = text(tokenizer=read_tokenizer(folder))    # with the tokens of a checkpoint
-    print(corpus)                                      # how much there is, what was skipped
-    corpus.train, corpus.validation                    # see data.py
+    corpus = load_text()                                    # Python's own standard library, as bytes
+    corpus = load_text((Path("books"),), vocab=4096)        # files and folders, with a BPE trained on them
+    corpus = load_text({"a": "...", "b": "..."})            # texts by name
+    corpus = load_text(tokenizer=read_tokenizer(folder))    # with the tokenizer of a checkpoint
+    print(corpus)                                           # sizes, and how many files were skipped
+    corpus.train, corpus.validation                         # see batches.py
     corpus.decode(corpus.encode("def main():"))
 
-A document is a file of UTF-8 text, or a text by name. About one in twenty, chosen by a hash of its name and its bytes,
-is held out: the same ones on every machine, whatever else the corpus holds.
+A document is a UTF-8 file or a named text. About one in twenty is held out for validation, chosen by a hash of its name
+and bytes: the same documents on every machine, whatever else the corpus contains.
 """
 
 import hashlib
@@ -41,11 +41,11 @@ _MAX_XZ_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in two parts, and its tokens.
+    """A tokenized text with a training and a validation split.
 
-    `xz` is what `xz -9e` needs for the validation text alone, in bits per byte: a floor to show beside a model's loss.
-    `texts` counts what was read, `binary` the files that were not (they hold a NUL, or are not UTF-8). `directory`
-    holds the cached tokens, and its name is a hash of all that made them.
+    - `xz_bits_per_byte`: the size of the validation text under `xz -9e`, a baseline to show beside a model's loss.
+    - `num_texts`: files or texts that were read; `num_binary`: files skipped for a NUL or for not being UTF-8.
+    - `directory`: the cached tokens. Its name is a hash of everything they depend on.
     """
 
     train: CorpusSplit
@@ -58,15 +58,15 @@ class Corpus:
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are, the separator included."""
+        """Size of the vocabulary, separator included."""
         return self.tokenizer.vocab
 
     def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
-        """The tokens of `text`. A prompt that begins a document begins with `tokenizer.separator`: put it before."""
+        """Tokenize `text`, without a separator. Prepend `tokenizer.separator` to a prompt that starts a document."""
         return next(iter(self.tokenizer.encode_all([text.encode()]))).astype(np.int32)
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
-        """The text of `tokens`; separators are left out, and bytes that are no UTF-8 show as U+FFFD."""
+        """Decode `tokens` without separators; bytes that are not UTF-8 become U+FFFD."""
         return self.tokenizer.decode(np.asarray(tokens)).decode(errors="replace")
 
     def __str__(self) -> str:
@@ -88,15 +88,15 @@ def load_text(
     tokenizer: Tokenizer | None = None,
     cache: Path | None = None,
 ) -> Corpus:
-    """The corpus of `source`: files and folders of text, or texts by name; this Python's standard library where there
-    are none.
+    """Load, split and tokenize text.
 
-    **Arguments:** `vocab` is 256 for bytes, more for byte pairs; a `tokenizer` that is there already stands in for it.
-    Tokens are kept in a folder of `cache` (by default
-    `equizoo` in the user's cache folder), named by a hash of all that made them: another call finds them there.
+    - `source`: files and folders, or a mapping from names to texts. Empty: this Python's standard library.
+    - `vocab`: 256 for bytes, more to train a BPE. Ignored with a `tokenizer`.
+    - `cache`: a folder for the tokens, in a subfolder named by a hash of everything they depend on. By default
+      `equizoo/text` in the user's cache folder.
 
-    **Raises** `FileNotFoundError` for a path that is not there; `ValueError` for a path without text, text that cannot
-    be split, or a vocabulary below 256.
+    **Raises** `FileNotFoundError` for a missing path, and `ValueError` for a path without text, text that cannot be
+    split, or a vocabulary below 256.
     """
     if vocab < 256:
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
@@ -124,7 +124,7 @@ def load_text(
 
 @dataclass(frozen=True)
 class _Document:
-    """The bytes `start` to `stop` of a file, or of a text, and the hash of its name and of these bytes."""
+    """Bytes `start` to `stop` of a file or text, with a hash of its name and these bytes."""
 
     name: str
     source: Path | bytes
@@ -141,7 +141,7 @@ class _Document:
 
 
 def _read_standard_library() -> tuple[list[_Document], int, int]:
-    """Python's standard library without its tests, tables, installed packages and what describes this one machine."""
+    """Python's standard library, without tests, tables, installed packages and machine-specific files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     folders = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"}
     found = [(path.relative_to(root).as_posix(), path) for path in _walk_files(root, folders) if path.suffix == ".py"]
@@ -164,14 +164,14 @@ def _read_sources(source: Sequence[Path] | Mapping[str, str]) -> tuple[list[_Doc
 
 
 def _walk_files(root: Path, excluded: Iterable[str] = ()) -> Iterable[Path]:
-    """Every file below `root`, hidden ones and folders named in `leave_out` excepted; links to folders not followed."""
+    """Yield every file below `root` except hidden files and `excluded` folders. Links to folders are not followed."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in excluded]
         yield from (Path(folder) / name for name in files if not name.startswith("."))
 
 
 def _read_documents(named_sources: Sequence[tuple[str, Path | bytes]], origin: str) -> tuple[list[_Document], int, int]:
-    """The documents in named files or texts, in the order of their names; how many of them were text, how many not."""
+    """Return the documents, sorted by name, and the numbers of text and binary sources."""
     documents, texts, binary = [], [], 0
     for name, source in sorted(named_sources):
         content = _read_content(source)
@@ -185,7 +185,7 @@ def _read_documents(named_sources: Sequence[tuple[str, Path | bytes]], origin: s
             f"{origin}: no text there: {binary} files hold NUL bytes or are not UTF-8, all others are empty"
         )
     if len(texts) < _MIN_FILES:
-        # One large file is one document, which no hash can divide.
+        # A hash cannot split a corpus of a few large documents.
         documents = [passage for name, source in texts for passage in _cut_passages(name, source)]
     return documents, len(texts), binary
 
@@ -207,7 +207,7 @@ def _make_document(name: str, source: Path | bytes, content: bytes, start: int, 
 
 
 def _cut_passages(name: str, source: Path | bytes) -> Iterable[_Document]:
-    """A text cut at the ends of lines into passages of at least PASSAGE bytes."""
+    """Cut a text at line ends into passages of at least `_PASSAGE_BYTES`."""
     content, start = _read_content(source), 0
     while start < len(content):
         stop = content.find(b"\n", start + _PASSAGE_BYTES) + 1 or len(content)
@@ -216,16 +216,16 @@ def _cut_passages(name: str, source: Path | bytes) -> Iterable[_Document]:
 
 
 def _split_by_hash(documents: Sequence[_Document]) -> tuple[list[_Document], list[_Document]]:
-    """Training and validation documents: a document's own hash decides, neither its place nor its neighbors."""
+    """Split into training and validation documents, each by its own hash alone."""
     if len(documents) < 2:
         raise ValueError(
             f"{documents[0].name}: a single passage of {documents[0].stop} bytes, which cannot be split for training "
             f"and validation: take more files, or more than {2 * _PASSAGE_BYTES:,} bytes"
         )
-    share = {document: int.from_bytes(document.digest[:8], "big") / 2**64 for document in documents}
-    held_out = {document for document in documents if share[document] < _VALIDATION_FRACTION}
+    quantile = {document: int.from_bytes(document.digest[:8], "big") / 2**64 for document in documents}
+    held_out = {document for document in documents if quantile[document] < _VALIDATION_FRACTION}
     if not held_out or len(held_out) == len(documents):
-        held_out = {min(documents, key=share.__getitem__)}
+        held_out = {min(documents, key=quantile.__getitem__)}
     return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
 
 
@@ -236,8 +236,7 @@ def _write_cache(
     vocab: int,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Write tokens, facts, and byte pairs where they are learnt, into `directory`: made elsewhere and renamed, so it is
-    there whole or not."""
+    """Write tokens, metadata and a trained BPE to `directory`, atomically: into a temporary folder that is renamed."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
     try:
@@ -258,7 +257,7 @@ def _write_cache(
         try:
             part.rename(directory)
         except OSError:
-            # Another process was quicker: what it made is the same.
+            # Another process finished first, with the same content.
             if not (directory / "about.json").exists():
                 raise
     finally:
@@ -266,7 +265,7 @@ def _write_cache(
 
 
 def _sample_documents(documents: Sequence[_Document]) -> Iterable[bytes]:
-    """Documents to learn byte pairs from: all, or a random few of a large corpus."""
+    """Yield documents to train the BPE on: all, or a random sample of a large corpus."""
     total = 0
     for document in sorted(documents, key=lambda document: document.digest):
         if total > _BPE_TRAINING_BYTES:
@@ -276,7 +275,7 @@ def _sample_documents(documents: Sequence[_Document]) -> Iterable[bytes]:
 
 
 def _measure_xz(documents: Sequence[_Document]) -> float:
-    """Bits per byte that xz needs for the documents, of which it reads no more than COMPRESSED_BYTES."""
+    """Compress the first `_MAX_XZ_BYTES` of the documents with `xz -9e`; return bits per byte."""
     content = b""
     for document in documents:
         content += document.read()

@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes as they are, byte pairs learnt on the spot, or the tokens of a given checkpoint.
+"""Tokenizers for training: raw bytes, byte-pair encoding trained on the corpus, or the tokenizer of a checkpoint.
 
-One token is the separator: it stands before every document. Where we choose, that is token 0, and its text is the NUL
-byte, which no text holds.
+Each document starts with a separator token. In the tokenizers that we make, it is token 0, the NUL byte, which does not
+occur in text.
 """
 
 import hashlib
@@ -28,35 +28,35 @@ _TOKENIZER_FILE_PATTERNS = (
     "merges.txt",
     "chat_template*",
 )
-"""What tools look for beside the weights to know the tokens of a checkpoint."""
+"""Files of a Hugging Face directory that define its tokenizer."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What a corpus asks of its tokens."""
+    """The interface that a corpus needs."""
 
     vocab: int
     separator: int
     token_bytes: Int[np.ndarray, "vocab"]
-    """Bytes of text that each token stands for; 0 for the separator."""
+    """Number of bytes of text per token; 0 for the separator."""
     cache_key: str
-    """Two tokenizers with the same key give the same tokens."""
+    """Identifies the tokenizer: equal keys produce equal tokens."""
 
     def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
-        """The tokens of each document, separators left out."""
+        """Tokenize each document, without separators."""
         ...
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"]) -> bytes:
-        """The bytes that `tokens` stand for; separators stand for none."""
+        """Return the bytes of `tokens`; separators have none."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.json`, and what goes with it, into a checkpoint's directory."""
+        """Write `tokenizer.json` and its companion files into a checkpoint directory."""
         ...
 
 
 class ByteTokenizer:
-    """One token a byte: a vocabulary of 256 that needs no training, and no package to be read."""
+    """Byte-level tokenizer: one token per byte, a vocabulary of 256. Needs neither training nor other packages."""
 
     def __init__(self):
         self.vocab = 256
@@ -74,7 +74,7 @@ class ByteTokenizer:
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         separator = {"id": SEPARATOR, "content": "\0", "special": True}
         separator |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        begun = [{"SpecialToken": {"id": "\0", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        single = [{"SpecialToken": {"id": "\0", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
         write_json(
             directory / _TOKENIZER_FILE,
             {
@@ -83,8 +83,8 @@ class ByteTokenizer:
                 "pre_tokenizer": byte_level,
                 "post_processor": {
                     "type": "TemplateProcessing",
-                    "single": begun,
-                    "pair": [*begun, {"Sequence": {"id": "B", "type_id": 0}}],
+                    "single": single,
+                    "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
                     "special_tokens": {"\0": {"id": "\0", "ids": [SEPARATOR], "tokens": ["\0"]}},
                 },
                 "decoder": byte_level,
@@ -95,11 +95,11 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-pair encoding as a `tokenizer.json` describes it, for a model of `vocab` tokens.
+    """Byte-pair encoding (BPE), read from a `tokenizer.json`, for a model with `vocab` tokens.
 
     Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units", 2016.
 
-    **Raises** `ValueError` for a file that holds tokens of another kind, or more of them than `vocab`.
+    **Raises** `ValueError` if the file is not a byte-level or byte-fallback BPE, or has more than `vocab` tokens.
     """
 
     def __init__(self, path: Path, vocab: int, separator: int = SEPARATOR):
@@ -107,7 +107,8 @@ class BPETokenizer:
         self.cache_key = f"{vocab} {separator} {hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()}"
         self._path = path
         self._tokenizer = import_optional("tokenizers", "pip install 'equizoo[text]'").Tokenizer.from_file(str(path))
-        # A checkpoint's file may ask for these; a document is taken whole, and as text even where it names a token.
+        # A checkpoint's file may set these. Documents are neither truncated nor padded, and the text of a special token
+        # within a document is plain text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -116,7 +117,7 @@ class BPETokenizer:
             raise ValueError(f"{path} holds {max(self._words) + 1} tokens, more than the vocabulary of {vocab}")
         added = self._tokenizer.get_added_tokens_decoder()
         text_of = _make_token_decoder(path)
-        # A text may be too short to find `vocab` pairs in: the tokens that are left over stand for nothing.
+        # A short corpus has fewer than `vocab` pairs: the remaining tokens decode to nothing.
         self._texts = [b""] * vocab
         for index, word in self._words.items():
             if index not in added:
@@ -128,7 +129,7 @@ class BPETokenizer:
 
     @staticmethod
     def train(documents: Iterable[bytes], vocab: int, path: Path) -> "BPETokenizer":
-        """Learn `vocab` tokens from `documents` and write them to `path`: the same text gives the same tokens."""
+        """Train a BPE of `vocab` tokens on `documents` and write it to `path`. Deterministic."""
         tokenizers = import_optional("tokenizers", "pip install 'equizoo[text]'")
         level = tokenizers.pre_tokenizers.ByteLevel
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -138,9 +139,9 @@ class BPETokenizer:
             vocab_size=vocab, special_tokens=["\0"], initial_alphabet=sorted(level.alphabet()), show_progress=False
         )
         tokenizer.train_from_iterator((document.decode() for document in documents), trainer)
-        # whoever reads the file puts the separator in front of a text, as it stood in training
-        begun = tokenizers.processors.TemplateProcessing(single="\0 $A", special_tokens=[("\0", SEPARATOR)])
-        tokenizer.post_processor = begun
+        # Readers of the file then prepend the separator, as in training.
+        prepend = tokenizers.processors.TemplateProcessing(single="\0 $A", special_tokens=[("\0", SEPARATOR)])
+        tokenizer.post_processor = prepend
         tokenizer.save(str(path))
         return BPETokenizer(path, vocab)
 
@@ -159,10 +160,11 @@ class BPETokenizer:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokens of a checkpoint: `tokenizer.json`, and what `config.json` says of the vocabulary and the separator,
-    which is the token that begins a text or, where there is none, the one that ends it.
+    """Read the tokenizer of a checkpoint directory from its `tokenizer.json` and `config.json`.
 
-    **Raises** `FileNotFoundError` where one of the files is missing, and `ValueError` where they do not fit.
+    The separator is `bos_token_id` or, if that is not set, `eos_token_id`.
+
+    **Raises** `FileNotFoundError` if a file is missing, and `ValueError` if the two do not match.
     """
     path, config = directory / _TOKENIZER_FILE, directory / "config.json"
     for file in (path, config):
@@ -170,7 +172,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
             raise FileNotFoundError(f"{file}: there is no such file, which says how text becomes the model's tokens")
     tokens, facts = read_json(path), read_json(config)
     vocab, words = facts.get("vocab_size"), tokens["model"].get("vocab", {})
-    # Not every kind of tokens has a table here: a list has them in order.
+    # The vocabulary is a mapping, or a list in the order of ids, depending on the type of the model.
     ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
     count = 1 + max(ids + [token["id"] for token in tokens.get("added_tokens", ())], default=-1)
     if not isinstance(vocab, int) or count > vocab:
@@ -191,21 +193,25 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _unicode_to_bytes() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: printable ones themselves, the rest from 256."""
+    """GPT-2's map from the characters of a byte-level vocabulary to bytes: printable ones are themselves, others start
+    at U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _make_byte_vocab() -> dict[str, int]:
-    """The vocabulary of `Bytes` as a tokenizer.json has it: every byte by its letter, and the separator by itself."""
+    """The vocabulary of `ByteTokenizer` in `tokenizer.json`: one character per byte, and the separator."""
     return {"\0": SEPARATOR} | {
         letter: byte for letter, byte in sorted(_unicode_to_bytes().items()) if byte != SEPARATOR
     }
 
 
 def _make_token_decoder(path: Path) -> Callable[[str], bytes]:
-    """What a token's word stands for, by the two spellings there are. **Raises** `ValueError` for any other."""
+    """Return the function from a token's spelling to its bytes, for byte-level and byte-fallback decoders.
+
+    **Raises** `ValueError` for any other decoder.
+    """
     letters, decoder = _unicode_to_bytes(), json.dumps(read_json(path).get("decoder"))
     if '"ByteLevel"' in decoder:
         return lambda word: bytes(letters[letter] for letter in word)
@@ -216,6 +222,6 @@ def _make_token_decoder(path: Path) -> Callable[[str], bytes]:
 
 
 def _write_tokenizer_config(directory: Path, separator: str) -> None:
-    """What tools need beside tokenizer.json: which of its tokens begins and ends a text."""
+    """Write `tokenizer_config.json`, which names the tokens that begin and end a text."""
     facts: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     write_json(directory / _TOKENIZER_CONFIG_FILE, facts | {"bos_token": separator, "eos_token": separator})

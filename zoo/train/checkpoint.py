@@ -1,11 +1,11 @@
-"""Checkpoints: written beside the training, whole or not there, and read back onto any mesh.
+"""Checkpoints of a run: saved asynchronously and atomically, restored onto any mesh.
 
     checkpoints = Checkpoints(out / "checkpoints")
     checkpoints.save(step, (model, opt_state), data=batches.state, config=config, metric=validation)
     step, (model, opt_state), data, config = checkpoints.restore((model, opt_state))
 
-This is the one module that knows Orbax. We use its `CheckpointManager`: the newer interface, still called experimental,
-reports every failed read as "incompatible handler", and stores a configuration as arrays.
+Only this module uses Orbax, through its `CheckpointManager`: the newer interface, still experimental, reports every
+failed read as "incompatible handler" and stores a configuration as arrays.
 """
 
 import logging
@@ -33,7 +33,7 @@ _UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
 
 
 class RestoredCheckpoint(NamedTuple):
-    """What a checkpoint held: the step it was saved after, the state, where the data stood, the configuration."""
+    """A restored checkpoint: the step after which it was saved, the state, the data iterator's state, the config."""
 
     step: int
     state: PyTree
@@ -42,13 +42,13 @@ class RestoredCheckpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, a folder each in `directory`, named by step.
+    """Manager of a run's checkpoints, one folder per step below `directory`.
 
-    The newest `keep_last` are kept, and the `keep_best` of lowest metric. Only arrays are saved; what is static comes
-    from the tree that `restore` is given. In a run of several processes all of them make every call.
+    Keeps the newest `keep_last` and the `keep_best` with the lowest metric. Only arrays are saved; static fields come
+    from the tree passed to `restore`. With several processes, every process makes every call.
 
-    Of `frozen`, which training reads and does not change, each checkpoint holds no numbers, but a fingerprint
-    (`zoo.train.fingerprint`), and `restore` compares it.
+    `frozen` is a tree that training reads but does not change, such as the base model of an adapter. Checkpoints hold
+    only a fingerprint of it (`zoo.train.fingerprint`), which `restore` compares.
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 1, frozen: PyTree = None):
@@ -68,7 +68,7 @@ class Checkpoints:
         )
         self._manager = self._orbax.CheckpointManager(self.directory, options=options)
         self._saving = -1
-        self._told: set[Path] = set()
+        self._warned: set[Path] = set()
 
     def save(
         self,
@@ -79,11 +79,13 @@ class Checkpoints:
         config: Mapping[str, Any] | None = None,
         metric: float | int | None = None,
     ) -> None:
-        """Save `state` as it is after `step` steps. Returns when the arrays are copied to the host; the rest is written
-        while training goes on, and the arrays may be donated at once.
+        """Save `state` after `step` steps. Returns once the arrays are copied to the host, so they may be donated; they
+        are written to disk in the background.
 
-        **Arguments:** `data` says where the data stands (JSON), `config` is kept beside it, `metric` is better where it
-        is lower. What a run that went further, or broke off, left behind is deleted: this step and later ones.
+        - `data`: the state of the data iterator, JSON; `config`: stored with it.
+        - `metric`: lower is better.
+
+        Deletes checkpoints of this and later steps, and unfinished ones.
         """
         self.wait()
         for later in [other for other in self._manager.all_steps() if other >= step]:
@@ -97,7 +99,7 @@ class Checkpoints:
         self._saving = step
         self._manager.save(
             step,
-            # Orbax refuses arrays without elements; their shape is all there is to know.
+            # Orbax refuses empty arrays; their shapes are in `about`.
             args=args.Composite(
                 state=args.PyTreeSave({name: x for name, x in arrays.items() if x.size}),
                 about=args.JsonSave(to_jsonable(about)),
@@ -107,11 +109,11 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Return when the last save is on disk. **Raises** what went wrong while it was written."""
+        """Block until the last save is on disk. **Raises** the error of a failed write."""
         self._manager.wait_until_finished()
 
     def restorable_steps(self) -> list[int]:
-        """The steps that can be restored, oldest first. Says, once for each, which ones are passed over and why."""
+        """List the steps that can be restored, oldest first. Warns once about each damaged one, with the reason."""
         self.wait()
         for path in sorted(self.directory.glob(f"*{_UNFINISHED_SUFFIX}*")):
             self._warn_skipped(path, "it was never finished")
@@ -122,51 +124,51 @@ class Checkpoints:
         return [step for step, damage in found.items() if not damage]
 
     def latest_step(self) -> int | None:
-        """The newest step that can be restored; None where there is none."""
+        """Return the newest step that can be restored, or None."""
         return max(self.restorable_steps(), default=None)
 
     def restore(self, like: PyTree, step: int | None = None) -> RestoredCheckpoint:
-        """The checkpoint of `step`, or the newest whole one.
+        """Restore the checkpoint of `step`, by default the newest complete one.
 
-        **Arguments:** `like` is a state as the run starts with, already placed: modules, optimizer states, keys, loose
-        arrays (or `jax.ShapeDtypeStruct`s with shardings). Names, shapes, dtypes and shardings are taken from it, and
-        all that is no array.
+        - `like`: a state like the one the run starts with, already placed on its mesh: modules, optimizer states, keys,
+          arrays, or `jax.ShapeDtypeStruct`s with shardings. Names, shapes, dtypes, shardings and everything that is not
+          an array come from it.
 
-        **Raises** `FileNotFoundError` where there is no such checkpoint; `ValueError` where it is of another model,
-        with the first names that differ, or was learnt on top of other numbers than `frozen` has.
+        **Raises** `FileNotFoundError` if there is no such checkpoint, and `ValueError`, with the first names that
+        differ, if it belongs to another model or to other `frozen` parameters.
         """
         step = self._resolve_step(step)
         about = self._read_metadata(step)
         require_same_fingerprints(about.get("frozen", {}), self._frozen, self.directory / str(step))
-        wanted = _flatten_with_names(eqx.filter(like, _is_array))
-        _require_same_arrays(about["leaves"], _describe_arrays(wanted), self.directory / str(step))
+        expected = _flatten_with_names(eqx.filter(like, _is_array))
+        _require_same_arrays(about["leaves"], _describe_arrays(expected), self.directory / str(step))
         targets = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items() if x.size
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in expected.items() if x.size
         }
         read = self._orbax.args.PyTreeRestore(
             targets, restore_args=self._orbax.checkpoint_utils.construct_restore_args(targets)
         )
         arrays = self._manager.restore(step, args=self._orbax.args.Composite(state=read)).state
         for name in targets:
-            # What Orbax hands back on several devices is never reused by a step that donates it; a copy is.
+            # On several devices, arrays restored by Orbax cannot be donated; copies can.
             arrays[name] = jnp.copy(arrays[name])
 
-        def take(path: tuple, leaf: Any) -> Any:
+        def fill_leaf(path: tuple, leaf: Any) -> Any:
             if not _is_array(leaf):
                 return leaf
             return (
                 arrays[_format_key_path(path)] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
             )
 
-        state = jax.tree_util.tree_map_with_path(take, like)
+        state = jax.tree_util.tree_map_with_path(fill_leaf, like)
         return RestoredCheckpoint(step, state, about["data"], about["config"])
 
     def read_config(self, step: int | None = None) -> dict[str, Any]:
-        """The configuration saved with the checkpoint of `step`, or with the newest whole one."""
+        """Read the configuration saved with the checkpoint of `step`, by default the newest complete one."""
         return self._read_metadata(self._resolve_step(step))["config"]
 
     def close(self) -> None:
-        """Wait for the last save, and end Orbax's threads."""
+        """Wait for the last save and stop Orbax's threads."""
         self._manager.close()
 
     def __enter__(self) -> "Checkpoints":
@@ -183,15 +185,15 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def _warn_skipped(self, path: Path, reason: str) -> None:
-        if path not in self._told:
+        if path not in self._warned:
             _log.warning("%s: passed over, %s", path, reason)
-            self._told.add(path)
+            self._warned.add(path)
 
     def _read_metadata(self, step: int) -> dict[str, Any]:
         return self._manager.restore(step, args=self._orbax.args.Composite(about=self._orbax.args.JsonRestore())).about
 
     def _write_manifest(self) -> None:
-        """List the files of a checkpoint that is complete but has not got its final name yet."""
+        """Write the manifest of a complete checkpoint, just before Orbax renames it to its final name."""
         if jax.process_index() == 0:
             for folder in self.directory.glob(f"{self._saving}{_UNFINISHED_SUFFIX}*"):
                 files = [path for path in folder.glob("*/**/*") if path.is_file()]
@@ -201,7 +203,7 @@ class Checkpoints:
                 )
 
     def _find_damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, found by names and sizes: Orbax's own errors come late and do not say."""
+        """Check a checkpoint's files against its manifest, by name and size; Orbax's own errors come late and vague."""
         folder = self.directory / str(step)
         try:
             files = read_json(folder / _MANIFEST_FILE)
@@ -217,7 +219,7 @@ class Checkpoints:
 
 
 def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """A line for each entry of two configurations that is not the same in both."""
+    """Return one line per entry that differs between two configurations."""
     saved, current = to_jsonable(saved), to_jsonable(current)
     names = [*saved, *(name for name in current if name not in saved)]
     return [
@@ -232,7 +234,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _flatten_with_names(tree: PyTree) -> dict[str, Any]:
-    """The leaves by readable paths: `[0].stack.segments[1].norm.weight`."""
+    """Map readable paths to leaves: `[0].stack.segments[1].norm.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {_format_key_path(path): leaf for path, leaf in leaves}
     if len(named) < len(leaves):

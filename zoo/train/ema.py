@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's parameters."""
+"""Exponential moving average (EMA) of a model's parameters."""
 
 import equinox as eqx
 import jax
@@ -7,13 +7,14 @@ from jaxtyping import Array, Float, PyTree
 
 
 def update_ema(average: PyTree | None, model: PyTree, decay: float | int | Float[Array, ""]) -> PyTree:
-    """`decay * average + (1 - decay) * model`, leaf by leaf in float32; where `average` is None, `model` in float32.
+    """Update the average: `decay * average + (1 - decay) * model`, in float32. `average=None` starts with a copy.
 
-    The average holds the inexact arrays of `model` and None elsewhere: `eqx.combine(average, model)` is a model. Start
-    it before the loop (`average = ema(None, model, decay)`) and pass it through the jitted step, which may donate it.
+    The average holds the inexact arrays of `model` and None elsewhere: `eqx.combine(average, model)` is a model.
+    Create it before the loop (`average = update_ema(None, model, decay)`) and pass it through the jitted step, which
+    may donate it.
     """
     parameters = eqx.filter(model, eqx.is_inexact_array)
     if average is None:
-        # A copy: the average and the model are both donated, and must not be one buffer.
+        # Copy, because both are donated and may not share a buffer.
         return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), parameters)
     return jax.tree.map(lambda a, x: a + (1 - decay) * (x.astype(jnp.float32) - a), average, parameters)

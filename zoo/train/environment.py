@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices, the code's commit, the command line."""
+"""The environment of a run: versions, devices, git commit, command line."""
 
 import importlib.metadata
 import platform
@@ -13,7 +13,7 @@ _PACKAGES = ("equizoo", "jax", "jaxlib", "equinox", "optax", "grain", "orbax-che
 
 
 def collect_environment() -> dict[str, Any]:
-    """Facts for `env.json`; a commit ends in "+changes" where files differ from it."""
+    """Collect the contents of `env.json`. The commit ends in "+changes" if the work tree is dirty."""
     devices = jax.devices()
     return dict(
         command=sys.argv,
@@ -38,7 +38,7 @@ def _package_version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit of the current folder's repository; None where there is none, or no git."""
+    """Return the commit of the current folder's repository, or None without one or without git."""
     try:
         commit = _run_git("rev-parse", "HEAD")
         return commit + ("+changes" if _run_git("status", "--porcelain") else "")

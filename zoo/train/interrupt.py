@@ -1,6 +1,6 @@
-"""Signals that end a run: noted when they come, read after the step.
+"""Graceful shutdown: signal handlers set a flag, which the loop reads after the step.
 
-An exception between a step's dispatch and the rebinding of its results would leave a donated model deleted.
+Raising instead, between the dispatch of a step and the rebinding of its results, would leave a donated model deleted.
 """
 
 import signal
@@ -13,15 +13,15 @@ import numpy as np
 
 
 class Interrupt:
-    """While it is entered, SIGINT and SIGTERM set `requested`; a second SIGINT raises `KeyboardInterrupt`.
+    """Context manager in which SIGINT and SIGTERM set `requested`; a second SIGINT raises `KeyboardInterrupt`.
 
         with Interrupt() as interrupt:
             for step in range(steps):
                 ...
                 if interrupt.requested:
-                    save and leave
+                    save and break
 
-    Handlers are put back on leaving. Outside the main thread, where Python allows no handlers, nothing is changed.
+    Restores the previous handlers on exit. Does nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(self):
@@ -46,7 +46,7 @@ class Interrupt:
 
 
 def is_set_on_any_process(flag: bool) -> bool:
-    """Whether `flag` is set in any process: all call this at the same step, or those that do wait for ever."""
+    """Return True if `flag` is set on any process. A collective: all processes call it at the same step."""
     if jax.process_count() == 1:
         return flag
     from jax.experimental import multihost_utils

@@ -1,5 +1,5 @@
-"""Which parameters an optimizer treats as matrices. What depends on rank must know that layers and experts are stacked:
-a norm's scale is [layers, embed] in a stack, and no matrix."""
+"""Masks of parameters for optimizers, by the number of dims without the stacked ones: the scale of a norm is
+[layers, embed] in a stack, and still a vector."""
 
 from jaxtyping import PyTree
 
@@ -9,14 +9,14 @@ _STACKED_DIMS = ("layers", "experts")
 
 
 def matrix_mask(params: PyTree) -> PyTree:
-    """True for every array that is a matrix once stacked dims are set aside: for Muon, Shampoo and their like."""
+    """Return True for every matrix, not counting stacked dims: the parameters of Muon or Shampoo."""
     return map_leaves(lambda leaf, x: _count_unstacked_dims(leaf, x.ndim) == 2, params)
 
 
 def decay_mask(params: PyTree) -> PyTree:
-    """True for what weight decay is meant for, matrices and embeddings; False for biases and the scales of norms.
+    """Return True for matrices and embeddings, False for biases and norm scales: the weight decay mask.
 
-    For the `mask` of optax: `optax.adamw(schedule, mask=train.decay_mask)`.
+    `optax.adamw(schedule, mask=train.decay_mask)`.
     """
     return map_leaves(lambda leaf, x: _count_unstacked_dims(leaf, x.ndim) >= 2, params)
 

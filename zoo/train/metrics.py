@@ -1,9 +1,9 @@
-"""Metrics of a run: one line of JSON a step, the same bytes whether or not the run was interrupted.
+"""Metrics of a run: one JSON line per step, byte for byte the same whether or not the run was interrupted.
 
     with Metrics(out / "metrics.jsonl") as metrics:
-        metrics.log(step, loss=loss)                  # device arrays: kept where they are, fetched every few steps
+        metrics.log(step, loss=loss)                  # device arrays stay on the device, fetched every few steps
 
-Nothing that a clock tells goes in here: `Run` writes that to `timing.jsonl`.
+Timings are not metrics: `Run` writes them to `timing.jsonl`.
 """
 
 import json
@@ -25,11 +25,11 @@ Record = dict[str, Any]
 
 
 class Metrics:
-    """Appends `{"step": 10, "loss": 2.5, ...}` to `path`, and tells the `trackers`.
+    """Append `{"step": 10, "loss": 2.5, ...}` to `path` and forward it to the `trackers`.
 
-    Values stay on the device until `every` steps have come together; they are then fetched in one transfer, all but
-    the newest step's, which the device may still be computing: logging does not wait. NaN and infinity are written as
-    the strings "nan", "inf" and "-inf". In a run of several processes only the first one writes.
+    Values stay on the device until `fetch_every` steps are pending, then are fetched in one transfer, except those of
+    the newest step, which the device may still be computing: logging does not block. NaN and infinity are written as
+    the strings "nan", "inf" and "-inf". With several processes, only the first one writes.
     """
 
     def __init__(self, path: Path, *, fetch_every: int = 10, trackers: Sequence[Tracker] = ()):
@@ -39,16 +39,16 @@ class Metrics:
         self._pending: dict[int, dict[str, Value]] = {}
 
     def log(self, step: int, **values: Value) -> list[Record]:
-        """Take `values` of `step`, and return the lines that were fetched on this occasion: mostly none."""
+        """Log `values` for `step`. Return the records fetched by this call, usually none."""
         self._pending.setdefault(step, {}).update(values)
         return self._fetch(keep=1) if len(self._pending) > self.fetch_every else []
 
     def flush(self) -> list[Record]:
-        """Fetch and write all that was logged: before a checkpoint, so that what it continues is on disk."""
+        """Fetch and write everything logged so far. Call it before saving a checkpoint."""
         return self._fetch(keep=0)
 
     def close(self) -> None:
-        """Flush, and close the trackers."""
+        """Flush and close the trackers."""
         self.flush()
         if jax.process_index() == 0:
             for tracker in self._trackers:
@@ -62,46 +62,45 @@ class Metrics:
 
     def _fetch(self, keep: int) -> list[Record]:
         steps = list(self._pending)[: len(self._pending) - keep]
-        waiting = [self._pending.pop(step) for step in steps]
-        # Lists of values, not mappings, of which JAX would sort the names.
-        fetched = jax.device_get([list(values.values()) for values in waiting])
-        lines = [
+        pending = [self._pending.pop(step) for step in steps]
+        # Lists of values, because JAX would sort the keys of mappings.
+        fetched = jax.device_get([list(values.values()) for values in pending])
+        records = [
             dict(step=step) | to_jsonable(dict(zip(values, numbers, strict=True)))
-            for step, values, numbers in zip(steps, waiting, fetched, strict=True)
+            for step, values, numbers in zip(steps, pending, fetched, strict=True)
         ]
         if jax.process_index() == 0:
-            append_records(self.path, lines)
-            for line in lines:
-                values = {name: value for name, value in line.items() if name != "step"}
+            append_records(self.path, records)
+            for record in records:
+                values = {name: value for name, value in record.items() if name != "step"}
                 for tracker in self._trackers:
-                    tracker.log(line["step"], values)
-        return lines
+                    tracker.log(record["step"], values)
+        return records
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Write `lines` to the end of `path`, in one go."""
+    """Append `records` to `path` in a single write."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write("".join(json.dumps(to_jsonable(line), allow_nan=False) + "\n" for line in records))
+        file.write("".join(json.dumps(to_jsonable(record), allow_nan=False) + "\n" for record in records))
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The lines of a run, one a step, in order; what was logged in several goes is merged.
+    """Read the metrics of a run: one record per step, in order, those of the same step merged.
 
-    A line that a killed process wrote half is left out. The file need not exist.
+    Drops an incomplete last line, left by a killed process. The file need not exist.
     """
-    lines: dict[int, Record] = {}
-    for line in _read_complete_records(path):
-        lines.setdefault(line["step"], {}).update(line)
-    return [lines[step] for step in sorted(lines)]
+    records: dict[int, Record] = {}
+    for record in _read_complete_records(path):
+        records.setdefault(record["step"], {}).update(record)
+    return [records[step] for step in sorted(records)]
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Leave in `path` the lines up to `step` alone: a run that is resumed there writes the others again."""
+    """Drop the records of `path` after `step`, which a resumed run writes again."""
     if path.exists():
-        write_text(
-            path, "".join(json.dumps(line) + "\n" for line in _read_complete_records(path) if line["step"] <= step)
-        )
+        records = [record for record in _read_complete_records(path) if record["step"] <= step]
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _read_complete_records(path: Path) -> Iterable[Record]:

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 import math
 import sys
@@ -8,10 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class Throughput:
-    """Steps, tokens and floating-point operations a second, from one `tick` to the next, and the time that is left.
+    """Steps, tokens and FLOPs per second between two calls of `tick`, and the time left.
 
-    `tokens` and `flops` are those of one step in all processes together; what is 0 is not reported. The time before the
-    first tick, which holds the compilation, counts for `seconds` alone.
+    `tokens` and `flops` are per step, over all processes; 0 is not reported. The time before the first tick, which
+    includes compilation, counts only toward `seconds`.
     """
 
     def __init__(self, total: int, *, tokens: int = 0, flops: float | int = 0):
@@ -22,38 +22,38 @@ class Throughput:
         self._before: tuple[int, float] | None = None
 
     def tick(self, step: int) -> dict[str, float | int]:
-        """What the clock says now that `step` steps are done."""
+        """Measure after `step` steps: `seconds`, and from the second call on rates and `seconds_left`."""
         now = time.perf_counter()
-        pace = dict(seconds=now - self._start)
+        measured = dict(seconds=now - self._start)
         if self._first is None or self._before is None:
             self._first = self._before = step, now
         elif step > self._before[0]:
             speed = (step - self._before[0]) / (now - self._before[1])
-            pace |= {f"{name}_per_second": speed * each for name, each in self._per_step.items() if each}
-            pace["seconds_left"] = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
+            measured |= {f"{name}_per_second": speed * amount for name, amount in self._per_step.items() if amount}
+            measured["seconds_left"] = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
             self._before = step, now
-        return pace
+        return measured
 
 
 @runtime_checkable
 class Progress(Protocol):
-    """Shows where a run of `total` steps is."""
+    """The interface of a progress display."""
 
     def update(self, step: int, values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> None:
-        """Show the metrics of `step` and the pace, as `Pace.tick` gives it."""
+        """Show the metrics of `step` and the result of `Throughput.tick`."""
         ...
 
     def print_line(self, text: str) -> None:
-        """Show a line of text that stays."""
+        """Print a line above the display."""
         ...
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop updating; the last state stays on the screen."""
         ...
 
 
 class LineProgress:
-    """A line for each update: for pipes, files and machines that run tests."""
+    """One line per update: for pipes, files and CI."""
 
     def __init__(self, total: int):
         self._total = total
@@ -69,7 +69,7 @@ class LineProgress:
 
 
 class ProgressBar:
-    """A bar and a line of metrics at the foot of a terminal. Metrics that are logged seldom stay as they were last."""
+    """A progress bar with a line of metrics, each at its last logged value."""
 
     def __init__(self, total: int, *, start: int = 0):
         from rich.console import Group
@@ -100,7 +100,7 @@ class ProgressBar:
 
 
 class SilentProgress:
-    """Shows nothing: for all processes but the first, and for tests."""
+    """No display: for all processes but the first, and for tests."""
 
     def update(self, step: int, values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> None:
         pass
@@ -113,14 +113,14 @@ class SilentProgress:
 
 
 def make_progress(total: int, *, start: int = 0) -> Progress:
-    """A bar where the output is a terminal, lines where it is not."""
+    """Return a bar if stdout is a terminal, else plain lines."""
     return ProgressBar(total, start=start) if sys.stdout.isatty() else LineProgress(total)
 
 
 def format_metrics(values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> str:
-    """Metrics, time left and speed in one line: `loss 1.234  1:05 left  51.2k tokens/s  310G FLOP/s`.
+    """Format metrics, time left and rates in one line: `loss 1.234  1:05 left  51.2k tokens/s  310G FLOP/s`.
 
-    What a narrow terminal cuts off stands last. Arrays, which no line could hold, are left out.
+    Most important first, since a narrow terminal cuts off the end. Skips arrays.
     """
     values = {name: value for name, value in values.items() if not isinstance(value, list)}
     parts = [f"{name.replace('_', ' ')} {_format_number(value)}" for name, value in values.items()]
@@ -130,7 +130,7 @@ def format_metrics(values: Mapping[str, Any], throughput: Mapping[str, float | i
 
 
 def format_si(value: float | int) -> str:
-    """Three digits and a decimal prefix: `51.2k`, `1.3M`."""
+    """Format with three digits and an SI prefix: `51.2k`, `1.3M`."""
     power = min(int(math.log10(abs(value)) // 3), 5) if abs(value) >= 1 else 0
     return f"{value / 1000**power:.3g}{('', 'k', 'M', 'G', 'T', 'P')[power]}"
 
@@ -142,7 +142,7 @@ RATE_FORMATS = {
 
 
 def format_duration(seconds: float | int) -> str:
-    """Hours, minutes and seconds: `1:02:03`, `2:03`."""
+    """Format as hours, minutes and seconds: `1:02:03`, `2:03`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

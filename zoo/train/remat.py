@@ -1,4 +1,4 @@
-"""How a model that was read from files computes its gradients."""
+"""Rematerialization of a loaded model."""
 
 import copy
 
@@ -7,13 +7,16 @@ from zoo.parallel import Remat
 
 
 def rematerialize(model: Decoder, remat: Remat) -> Decoder:
-    """`model`, whose backward pass computes again what `remat` says, to save memory."""
+    """Return `model` with another rematerialization policy: what its backward pass recomputes to save memory.
 
-    def other(stack: AbstractStack) -> AbstractStack:
+    **Raises** `ValueError` if the model's layers are not in a `Stack`.
+    """
+
+    def set_remat(stack: AbstractStack) -> AbstractStack:
         if not isinstance(stack, Stack):
-            raise ValueError(f"{type(stack).__name__} does not compute its layers again: swap in a Stack before")
+            raise ValueError(f"a {type(stack).__name__} does not rematerialize: swap in a Stack before")
         stack = copy.copy(stack)
-        object.__setattr__(stack, "remat", remat)  # of a copy that nobody else has
+        object.__setattr__(stack, "remat", remat)  # safe: nobody else holds this copy
         return stack
 
-    return swap_stack(model, other)
+    return swap_stack(model, set_remat)

@@ -1,14 +1,13 @@
-"""Many runs of one model at a time: learning rates and seeds as one more dim in front of every array.
+"""Sweeps over learning rates and seeds, vmapped: every array gets a leading dim "runs".
 
     rates, keys = sweep_grid([1e-3, 3e-3], seeds=[0, 1])                  # four runs
-    models = sweep_models(make, keys)
+    models = sweep_models(init_fn, keys)
     opt_states = sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
     step = sweep_step(loss_fn, optimizer)
     models, opt_states, losses = step(batch, models, opt_states, rates)
 
-All runs are one compiled program, and their small matrix products are batched into larger ones: on a small model a few
-runs take little longer than one, and none waits for a compilation of its own. For one device: `jax.vmap` puts a dim in
-front that no layout knows.
+All runs are one compiled program whose small matrix products are batched into larger ones: on a small model, a few runs
+take little longer than one. For a single device, since the layout has no row for the dim that `jax.vmap` adds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +28,10 @@ _Step = Callable[[_Batch, PyTree, PyTree, Float[Array, "runs"]], tuple[PyTree, P
 def sweep_grid(
     learning_rates: Sequence[float | int], seeds: Sequence[int]
 ) -> tuple[Float[Array, "runs"], Key[Array, "runs"]]:
-    """Every learning rate with every seed, seeds next to one another: a run's rate, and the key of its parameters.
+    """Return the learning rate and the parameter key of each run: every rate with every seed, seeds varying fastest.
 
-    Runs of one seed start from the same parameters. **Raises** `ValueError` where there are none of either, and for a
-    rate that is not above 0.
+    Runs with the same seed start from the same parameters. **Raises** `ValueError` for an empty list, or a rate that is
+    not positive.
     """
     if not learning_rates or not seeds or not all(rate > 0 for rate in learning_rates):
         raise ValueError(
@@ -43,14 +42,14 @@ def sweep_grid(
 
 
 def sweep_models(init_fn: Callable[[Key[Array, ""]], PyTree], keys: Key[Array, "runs"]) -> PyTree:
-    """`make(key)` for every key, as one model whose arrays have "runs" in front."""
+    """Initialize a model per key, stacked: every array has a leading dim "runs"."""
     return eqx.filter_jit(eqx.filter_vmap(init_fn))(keys)
 
 
 def sweep_map(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one model, and of arguments that all models share, as a compiled function of stacked models.
+    """Vmap and jit a function of one model, and of arguments shared by all runs, over stacked models.
 
-    Its results have "runs" in front.
+    Results have a leading dim "runs".
     """
 
     @eqx.filter_jit
@@ -65,33 +64,35 @@ def sweep_step(
     loss_fn: Callable[[Any, _Batch], tuple[Float[Array, ""], Float[Array, ""]]],
     optimizer: optax.GradientTransformation,
 ) -> _Step:
-    """A compiled `(batch, models, opt_states, rates) -> (models, opt_states, losses)` for stacked models.
+    """Return a compiled step for stacked models: `(batch, models, opt_states, rates) -> (models, opt_states, losses)`.
 
-    Each run r moves by p_r + rate_r * update_r, where `update` is what the optimizer does at a learning rate of 1: for
-    `optax.adamw(schedule)`, a schedule whose peak is 1. That is the optimizer at this rate where the rate is its last
-    factor, as in optax's own. All runs see the same batch. `models` and `opt_states` are donated.
+    Run r is updated to p_r + rate_r * update_r, with the update of the optimizer at learning rate 1: for
+    `optax.adamw(schedule)`, a schedule whose peak is 1. This equals the optimizer at that rate if the rate is its last
+    factor, as in optax. All runs see the same batch. `models` and `opt_states` are donated.
 
-    - `loss_fn`: as `zoo.value_and_grad` takes it, a sum and a count; gradients and `losses` are of their quotient.
+    - `loss_fn`: returns a sum and a count, as for `zoo.value_and_grad`; losses and gradients are of their quotient.
     """
 
-    def one(model: PyTree, opt_state: PyTree, rate: Float[Array, ""], batch: _Batch) -> tuple[PyTree, PyTree, Array]:
-        learnt = trainable(model)
+    def step_run(
+        model: PyTree, opt_state: PyTree, rate: Float[Array, ""], batch: _Batch
+    ) -> tuple[PyTree, PyTree, Array]:
+        params = trainable(model)
 
-        def loss_of(learnt: PyTree) -> Float[Array, ""]:
-            total, count = loss_fn(eqx.combine(learnt, model), batch)
+        def mean_loss(params: PyTree) -> Float[Array, ""]:
+            total, count = loss_fn(eqx.combine(params, model), batch)
             return total / jnp.maximum(count, 1)
 
-        loss, grads = jax.value_and_grad(loss_of)(learnt)
-        updates, opt_state = optimizer.update(grads, opt_state, learnt)
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         updates = jax.tree.map(lambda update: (rate * update).astype(update.dtype), updates)
-        return eqx.combine(eqx.apply_updates(learnt, updates), model), opt_state, loss
+        return eqx.combine(eqx.apply_updates(params, updates), model), opt_state, loss
 
     @eqx.filter_jit(donate="all-except-first")
     def step(
         shared: tuple[_Batch, Float[Array, "runs"]], models: PyTree, opt_states: PyTree
     ) -> tuple[PyTree, PyTree, Float[Array, "runs"]]:
         batch, rates = shared
-        mapped = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), eqx.if_array(0), 0, None))
-        return mapped(models, opt_states, rates, batch)
+        step_runs = eqx.filter_vmap(step_run, in_axes=(eqx.if_array(0), eqx.if_array(0), 0, None))
+        return step_runs(models, opt_states, rates, batch)
 
     return lambda batch, models, opt_states, rates: step((batch, rates), models, opt_states)

@@ -1,8 +1,8 @@
-"""Names that read like the source, for the slices of a trace.
+"""Perfetto traces whose slices are named after the source.
 
-JAX's profiler writes two files: `*.xplane.pb`, which XProf and TensorBoard read, and `*.trace.json.gz`, events as
-Perfetto shows them. There an operation goes by what XLA calls it, `fusion.12`. The first file has the programs too, and
-in them the scopes of each operation (`zoo.parallel.scope`), which are put into the second here.
+JAX's profiler writes two files: `*.xplane.pb`, for XProf and TensorBoard, and `*.trace.json.gz`, for Perfetto. The
+latter names operations as XLA does, `fusion.12`. The former also holds the compiled programs with the scope of each
+operation (`zoo.parallel.scope`), which this module copies into the latter.
 """
 
 import gzip
@@ -16,20 +16,20 @@ _JAX_SCOPES = {
     *("jit", "pjit", "shard_map", "while", "body", "cond"),
     *("closed_call", "eval_jaxpr", "checkpoint", "rematted_computation"),
 }
-"""Scopes that JAX adds to those of the source."""
+"""Scopes added by JAX."""
 
 
 def write_perfetto_trace(directory: Path) -> Path:
-    """Write `perfetto_trace.json.gz` beside the newest trace in `directory`, and say where it lies.
+    """Write `perfetto_trace.json.gz` next to the newest trace in `directory`, and return its path.
 
-    Perfetto cannot read the metadata that JAX's own file ends with; they are left out.
+    Drops the metadata at the end of JAX's file, which Perfetto cannot read.
     """
     folder = max((Path(directory) / "plugins" / "profile").iterdir(), key=lambda path: path.stat().st_mtime)
     (file,) = folder.glob("*.trace.json.gz")
     with gzip.open(file, "rt", encoding="utf-8") as source:
         events = json.load(source)["traceEvents"]
     program = lambda event: (event.get("args") or {}).get("hlo_module", "").partition("(")[0]
-    ran = {program(event) for event in events}  # a file has all programs of the process, in a long one far more
+    ran = {program(event) for event in events}  # the file holds every program that the process ever compiled
     scopes: dict[tuple[str, str], set[str]] = {}
     for file in folder.glob("*.xplane.pb"):
         for module, name, scope in read_operations(file.read_bytes(), ran):
@@ -37,7 +37,7 @@ def write_perfetto_trace(directory: Path) -> Path:
     for event in events:
         inside = event.get("args") or {}
         known = scopes.get((program(event), inside.get("hlo_op", "")), ())
-        if len(known) == 1:  # two programs of one name may have operations of one name
+        if len(known) == 1:  # ambiguous if two programs share their name and that of an operation
             (scope,) = known
             event["args"] = inside | {"scope": scope, "operation": event["name"]}
             event["name"] = format_scope(scope)
@@ -48,9 +48,9 @@ def write_perfetto_trace(directory: Path) -> Path:
 
 
 def format_scope(scope: str) -> str:
-    """What the source says of an operation: `backward Decoder/stack/Block/mixer.Attention/query/dot_general`.
+    """Format the name scope of an operation: `backward Decoder/stack/Block/mixer.Attention/query/dot_general`.
 
-    "backward" and "recomputed" (by rematerialization, in the backward pass) stand before what is no forward pass.
+    Prefixed with "backward" in the backward pass, and with "recomputed" if rematerialized there.
     """
     words, when = [], ""
     for word in re.split(r"/(?![^(]*\))", scope):
@@ -64,7 +64,7 @@ def format_scope(scope: str) -> str:
 
 
 def read_operations(profile: bytes, programs: Set[str]) -> Iterator[tuple[str, str, str]]:
-    """Program, name and scope of every operation of these programs in an XSpace, a protocol buffer.
+    """Yield the program, name and scope of every operation of `programs` in an XSpace protocol buffer.
 
     Field numbers are those of `xplane.proto` and `hlo.proto`: plane 1, event_metadata 4 with value 2, stats 5 with
     bytes_value 6; hlo_module 1 with name 1, computations 3, instructions 2 with name 1 and metadata 7 with op_name 2.
@@ -91,24 +91,24 @@ def _read_nested_fields(message: bytes, first: int, *path: int) -> Iterator[byte
 
 
 def read_fields(message: bytes, number: int) -> Iterator[bytes]:
-    """The values of one length-delimited field of a protocol buffer."""
-    place = 0
-    while place < len(message):
-        key, place = _read_varint(message, place)
+    """Yield the values of one length-delimited field of a protocol buffer."""
+    offset = 0
+    while offset < len(message):
+        key, offset = _read_varint(message, offset)
         match key & 7:
             case 0:
-                _, place = _read_varint(message, place)
+                _, offset = _read_varint(message, offset)
             case 1:
-                place += 8
+                offset += 8
             case 5:
-                place += 4
+                offset += 4
             case 2:
-                size, place = _read_varint(message, place)
+                size, offset = _read_varint(message, offset)
                 if key >> 3 == number:
-                    yield message[place : place + size]
-                place += size
+                    yield message[offset : offset + size]
+                offset += size
             case kind:
-                raise ValueError(f"no protocol buffer: a field of kind {kind} at byte {place}")
+                raise ValueError(f"not a protocol buffer: a field of kind {kind} at byte {offset}")
 
 
 def _read_varint(message: bytes, offset: int) -> tuple[int, int]:

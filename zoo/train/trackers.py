@@ -1,4 +1,4 @@
-"""Other places for metrics: anything with `log` and `close`."""
+"""Experiment trackers for a run's metrics: TensorBoard, Weights & Biases, any object with `log` and `close`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,19 +9,19 @@ from zoo._optional import import_optional
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes numbers by step, already fetched and plain."""
+    """The interface of a tracker."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take `values` of `step`; steps come in order."""
+        """Log `values`, plain Python numbers, for `step`. Steps are in order."""
         ...
 
     def close(self) -> None:
-        """Write what is outstanding. Nothing comes after it."""
+        """Write everything pending. The last call."""
         ...
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, in event files in `directory`."""
+    """Write scalars to TensorBoard event files in `directory`."""
 
     def __init__(self, directory: Path):
         self._writer = import_optional("tensorboardX", "pip install tensorboardX").SummaryWriter(str(directory))
@@ -36,7 +36,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; `options` are those of `wandb.init` (project, name, mode="offline", ...)."""
+    """Log to a Weights & Biases run; `options` go to `wandb.init` (project, name, mode="offline", ...)."""
 
     def __init__(self, directory: Path, *, config: Mapping[str, Any], **options: Any):
         wandb = import_optional("wandb", "pip install wandb")

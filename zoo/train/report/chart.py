@@ -1,4 +1,4 @@
-"""A line chart as inline SVG, colored by the page's style sheet: no library, no script."""
+"""Line charts as inline SVG, colored by the page's style sheet. No library, no script."""
 
 import html
 import math
@@ -12,15 +12,13 @@ from ..progress import format_si
 
 _MAX_POINTS = 1200
 NUM_COLORS = 8
-"""That the style sheet has for curves; a ninth begins with the first again."""
+"""Number of curve colors in the style sheet; further curves reuse them."""
 LEGEND_LINE_HEIGHT = 20.0
-"""From one line of the legend to the next."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by step, or by tokens. `smooth` draws the values faintly and an average over them; without it each value
-    is a dot."""
+    """A curve over steps or tokens: with `smooth`, a moving average over faint values; otherwise a dot per value."""
 
     label: str
     x: Sequence[int]
@@ -30,7 +28,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where data lies on the paper: x and y ranges, and the box in pixels."""
+    """The plot area: ranges of x and y, and its box in pixels."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -58,15 +56,14 @@ def draw_line_chart(
     width: int = 860,
     height: int = 400,
 ) -> str:
-    """`curves` in `unit` against steps, or what `against` says, and a dashed line across for each of `floors`, as an
-    `<svg>` element.
+    """Draw `curves`, in `unit`, against `x_label`, with a dashed line per baseline, as an `<svg>` element.
 
-    Values that are not finite are left out. The first fall of a long curve is cut off at the top, so that the rest has
-    room. Classes that the page colors: `axis`, `grid`, `curve0` ..., `raw`, `dot`, `floor`.
+    Skips values that are not finite. Cuts off the initial drop of a long curve, so that the rest is readable. CSS
+    classes: `axis`, `grid`, `curve0` ..., `raw`, `dot`, `floor`.
     """
     baselines = {label: float(value) for label, value in baselines.items()}
     data = [(curve, *_drop_nonfinite(curve)) for curve in curves]
-    data = [(curve, at, values) for curve, at, values in data if len(values)]
+    data = [(curve, x, values) for curve, x, values in data if len(values)]
     if not data:
         return "<p>No metrics were logged.</p>"
     rows = wrap_legend(unit, [curve.label for curve, _, _ in data], width)
@@ -77,8 +74,8 @@ def draw_line_chart(
         f'<clipPath id="box{width}">{_draw_clip_box(frame)}</clipPath>',
         f'<g clip-path="url(#box{width})">',
     ]
-    for number, (curve, at, values) in enumerate(data):
-        parts += _draw_curve(frame, number % NUM_COLORS, curve, at, values, x_label)
+    for number, (curve, x, values) in enumerate(data):
+        parts += _draw_curve(frame, number % NUM_COLORS, curve, x, values, x_label)
     parts.append("</g>")
     for label, value in baselines.items():
         y = frame.y_pixel(value)
@@ -89,7 +86,7 @@ def draw_line_chart(
 
 
 def wrap_svg(parts: Iterable[str], title: str, width: float | int, height: float | int) -> str:
-    """A picture; the style sheet's rules for `chart` color it."""
+    """Wrap SVG elements into an `<svg class="chart">`, which the style sheet colors."""
     head = f'<svg class="chart" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(title)}">'
     return head + "".join(parts) + "</svg>"
 
@@ -99,25 +96,25 @@ def svg_text(x: float | int, y: float | int, words: str, anchor: str) -> str:
 
 
 def estimate_text_width(words: str) -> float:
-    """About how wide these words are drawn."""
+    """Estimate the width of a text in pixels."""
     return 6.6 * len(words)
 
 
 def draw_x_axis(frame: Frame, x_label: str) -> list[str]:
-    """The x axis below the frame, from its ticks to its name."""
+    """Draw the x axis below the frame, with ticks and label."""
     parts = []
     for x in choose_ticks(*frame.x, count=round((frame.right - frame.left) / 90)):
-        written = format_si(x) if frame.x[1] >= 1e6 else f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:g}"
+        label = format_si(x) if frame.x[1] >= 1e6 else f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:g}"
         parts.append(f'<path class="axis" d="M{frame.x_pixel(x):.1f},{frame.bottom:g}v5"/>')
-        parts.append(svg_text(frame.x_pixel(x), frame.bottom + 20, written, "middle"))
+        parts.append(svg_text(frame.x_pixel(x), frame.bottom + 20, label, "middle"))
     parts.append(f'<path class="axis" d="M{frame.left},{frame.bottom:g}H{frame.right}"/>')
     parts.append(svg_text((frame.left + frame.right) / 2, frame.bottom + 38, x_label, "middle"))
     return parts
 
 
-def smooth_values(values: Float[np.ndarray, "points"], share: float = 0.03) -> Float[np.ndarray, "points"]:
-    """Exponential average whose weights fall by e within that share of the points; unbiased at the beginning."""
-    keep = math.exp(-1 / max(share * len(values), 1))
+def smooth_values(values: Float[np.ndarray, "points"], fraction: float = 0.03) -> Float[np.ndarray, "points"]:
+    """Smooth by an exponential moving average with a time constant of `fraction` of the points; bias-corrected."""
+    keep = math.exp(-1 / max(fraction * len(values), 1))
     out, total, weight = np.empty(len(values)), 0.0, 0.0
     for i, value in enumerate(values):
         total, weight = keep * total + value, keep * weight + 1
@@ -126,7 +123,7 @@ def smooth_values(values: Float[np.ndarray, "points"], share: float = 0.03) -> F
 
 
 def choose_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten."""
+    """Choose about `count` ticks from `low` to `high`, spaced by 1, 2 or 5 times a power of ten."""
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
@@ -135,25 +132,25 @@ def choose_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _drop_nonfinite(curve: Curve) -> tuple[Float[np.ndarray, "points"], Float[np.ndarray, "points"]]:
-    at, values = np.asarray(curve.x, np.float64), np.asarray(curve.values, np.float64)
+    x, values = np.asarray(curve.x, np.float64), np.asarray(curve.values, np.float64)
     finite = np.isfinite(values)
-    return at[finite], values[finite]
+    return x[finite], values[finite]
 
 
 def _fit_frame(data: Sequence, baselines: Iterable[float], width: int, height: int, lines: int) -> Frame:
     everything = np.concatenate([values for _, _, values in data])
     high = float(np.quantile(everything, 0.97)) if len(everything) > 50 else float(everything.max())
     low = min(float(everything.min()), *baselines, high)
-    # A curve that is flat, to what a float can tell, still needs a height.
+    # A flat curve still needs a height.
     margin = 0.06 * (max(high - low, 1e-6 * abs(high)) or 1.0)
     low, high = low - margin, high + margin
-    last = max(float(at[-1]) for _, at, _ in data)
+    last = max(float(x[-1]) for _, x, _ in data)
     top = 14.0 + LEGEND_LINE_HEIGHT * lines
     return Frame((0.0, max(last, 1.0)), (low, high), left=52.0, top=top, right=width - 14.0, bottom=height - 44.0)
 
 
 def draw_y_grid(frame: Frame, unit: str) -> list[str]:
-    """The grid with its numbers, and above them what they are."""
+    """Draw the horizontal grid lines with their numbers, and the unit above."""
     parts = []
     for y in choose_ticks(*frame.y, count=round((frame.bottom - frame.top) / 55)):
         parts.append(f'<path class="grid" d="M{frame.left},{frame.y_pixel(y):.1f}H{frame.right}"/>')
@@ -181,7 +178,7 @@ def _draw_curve(
 
 
 def wrap_legend(unit: str, labels: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
-    """Numbered labels by line, as many in each as fit; the first line has the unit too."""
+    """Wrap numbered labels into lines of `width`; the first line shares its space with the unit."""
     rows: list[list[tuple[int, str]]] = [[]]
     room = width - 14.0 - estimate_text_width(unit)
     for number, label in enumerate(labels):
@@ -194,7 +191,7 @@ def wrap_legend(unit: str, labels: Sequence[str], width: int) -> list[list[tuple
 
 
 def _draw_line_legend(frame: Frame, rows: Sequence[Sequence[tuple[int, str]]]) -> list[str]:
-    """Labels in the top margin, the last one of a line at the right end, each behind a piece of its line."""
+    """Draw the labels in the top margin, right-aligned, each with a sample of its line."""
     parts = []
     for line, row in enumerate(rows):
         x, y = frame.right, 16.0 + LEGEND_LINE_HEIGHT * line
@@ -207,6 +204,6 @@ def _draw_line_legend(frame: Frame, rows: Sequence[Sequence[tuple[int, str]]]) -
 
 
 def _draw_clip_box(frame: Frame) -> str:
-    # Wider than the data by a dot's radius.
+    # Wider than the data by the radius of a dot.
     width, height = frame.right - frame.left + 5, frame.bottom - frame.top
     return f'<rect x="{frame.left}" y="{frame.top}" width="{width}" height="{height}"/>'

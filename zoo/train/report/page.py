@@ -1,9 +1,9 @@
-"""One page about a run, or about several, in one file: no scripts, nothing fetched, light or dark as the reader likes.
+"""HTML report of one or several runs: a single file without scripts or external resources, light or dark.
 
     write_report(out, title="Transformer", summary="...", curves={"bits_per_byte": "train", "validation": "validation"},
-                 floors={"xz -9e": corpus.xz}, unit="bits per byte", samples=[(prompt, continuation)])
+                 baselines={"xz -9e": corpus.xz_bits_per_byte}, unit="bits per byte", samples=[(prompt, continuation)])
 
-It is made from what the run wrote into its folder, so it can be made again at any time.
+It reads only files of the run's folder, so it can be written again at any time.
 """
 
 import html
@@ -29,7 +29,7 @@ _NUMBER_CLASS = ' class="number"'
 
 
 class ParameterRow(NamedTuple):
-    """A line of the table of parameters."""
+    """A row of the parameter table."""
 
     name: str
     shape: str
@@ -59,39 +59,40 @@ def write_report(
 ) -> Path:
     """Write `report.html` into a run's folder, from its metrics, timing, configuration and environment.
 
-    **Arguments:** `summary` is the result in one line. `curves` maps names in the metrics to labels, all in `unit`; the
-    ones that were logged at most steps are smoothed, the others are dots. `floors` are lines across the chart.
-    `figures` stand large on top, name to text. `samples` are prompts and continuations. `parameters` are rows as
-    `ParameterRow` has them.
-
-    `runs` maps labels to the folders of several runs that are compared, each with a curve of its own; their
-    configuration and environment are the first one's. With the number of `tokens` in a step curves are drawn
-    against tokens. `tables` maps titles to rows, each a mapping from heads of columns to what stands there.
-    `shares` maps names in the metrics, of counts "groups rows", to titles of pictures that show how far from even
-    they are over time. `pictures` maps titles to what draws one, called with `width=` and `height=`, as
-    `functools.partial(scatter, ...)` is. Without `curves` there is no chart of them.
+    - `summary`: the result in one line.
+    - `curves`: names of metrics and their labels, all in `unit`. Metrics logged at most steps are smoothed, others are
+      dots. `baselines`: horizontal lines across the chart.
+    - `headline`: the key figures, shown large at the top.
+    - `samples`: prompts and continuations; `parameters`: rows like `ParameterRow`.
+    - `runs`: labels and folders of several runs to compare, one curve each. Configuration and environment are shown for
+      the first.
+    - `tokens_per_step`: draw curves over tokens instead of steps.
+    - `tables`: titles and rows, each row a mapping from column heads to values.
+    - `heatmaps`: names of metrics that are counts "groups rows", and titles: their balance over time.
+    - `plots`: titles and functions that draw an SVG, called with `width=` and `height=`, such as
+      `functools.partial(draw_scatter, ...)`.
     """
     directory = Path(directory)
     folders = {label: Path(folder) for label, folder in (runs or {"": directory}).items()}
-    lines = {label: read_metrics(folder / "metrics.jsonl") for label, folder in folders.items()}
+    metrics = {label: read_metrics(folder / "metrics.jsonl") for label, folder in folders.items()}
     first, *others = folders.values()
     timing = [] if others else read_metrics(first / "timing.jsonl")
-    speed = {} if others else _summarize_speed(next(iter(lines.values())), timing)
-    named = [(run, name, label) for run in folders for name, label in curves.items()]
-    drawn = [
-        _make_curve(lines[run], name, _format_curve_label(run, label, len(curves)), tokens_per_step)
-        for run, name, label in named
+    speed = {} if others else _summarize_speed(next(iter(metrics.values())), timing)
+    lines = [
+        _make_curve(metrics[run], name, _format_curve_label(run, label, len(curves)), tokens_per_step)
+        for run in folders
+        for name, label in curves.items()
     ]
-    against = "tokens" if tokens_per_step else "steps"
-    drawing = partial(draw_line_chart, drawn, baselines or {}, unit=unit, x_label=against)
+    x_label = "tokens" if tokens_per_step else "steps"
+    draw_chart = partial(draw_line_chart, lines, baselines or {}, unit=unit, x_label=x_label)
     sections = [
         f"<header><h1>{_escape(title)}</h1><p>{_escape(summary)}</p></header>",
         _format_headline({**(headline or {}), **speed}),
-        f"<section>{_draw_both_sizes(drawing)}</section>" if curves else "",
+        f"<section>{_draw_both_sizes(draw_chart)}</section>" if curves else "",
         *(_format_section(title, _draw_both_sizes(draw)) for title, draw in (plots or {}).items()),
         *(_format_section(title, _format_table(rows)) for title, rows in (tables or {}).items()),
         *(
-            _format_section(title, _draw_metric_heatmaps(lines, name, title, tokens_per_step))
+            _format_section(title, _draw_metric_heatmaps(metrics, name, title, tokens_per_step))
             for name, title in (heatmaps or {}).items()
         ),
         _format_section("Samples", "".join(map(_format_sample, samples))),
@@ -105,25 +106,25 @@ def write_report(
     return path
 
 
-def _format_curve_label(run: str, label: str, curves: int) -> str:
-    """A run's name says enough where each run has one curve."""
-    return label if not run else run if curves == 1 else f"{run}, {label}"
+def _format_curve_label(run: str, label: str, num_curves: int) -> str:
+    """Label a curve by its run, its metric, or both if there are several of each."""
+    return label if not run else run if num_curves == 1 else f"{run}, {label}"
 
 
 def _make_curve(metrics: Sequence[Record], name: str, label: str, tokens_per_step: int) -> Curve:
     points = [(line["step"] * (tokens_per_step or 1), float(line[name])) for line in metrics if name in line]
     smooth = len(points) > max(20, 0.5 * len(metrics))
-    return Curve(label, [at for at, _ in points], [value for _, value in points], smooth=smooth)
+    return Curve(label, [x for x, _ in points], [value for _, value in points], smooth=smooth)
 
 
 def _draw_both_sizes(draw: Callable[..., str]) -> str:
-    """A picture for a page and one for a phone, of which the style sheet shows one."""
+    """Draw a wide and a narrow picture; the style sheet shows the one that fits."""
     return f'<div class="wide">{draw(**_WIDE)}</div><div class="narrow">{draw(**_NARROW)}</div>'
 
 
 def _draw_metric_heatmaps(runs: Mapping[str, Sequence[Record]], name: str, title: str, tokens_per_step: int) -> str:
     found = {label: [line for line in lines if name in line] for label, lines in runs.items()}
-    heats = [
+    panels = [
         Heatmap(
             label,
             [line["step"] * (tokens_per_step or 1) for line in lines],
@@ -132,25 +133,25 @@ def _draw_metric_heatmaps(runs: Mapping[str, Sequence[Record]], name: str, title
         for label, lines in found.items()
         if lines
     ]
-    against = "tokens" if tokens_per_step else "steps"
+    x_label = "tokens" if tokens_per_step else "steps"
     return _draw_both_sizes(
-        lambda width, **_: draw_heatmaps(heats, unit="multiple of an even share", x_label=against, width=width)
+        lambda width, **_: draw_heatmaps(panels, unit="multiple of an even share", x_label=x_label, width=width)
     )
 
 
 def _summarize_speed(metrics: Sequence[Record], timing: Sequence[Record]) -> dict[str, str]:
-    figures = {"steps": f"{metrics[-1]['step']:,}"} if metrics else {}
+    rates = {"steps": f"{metrics[-1]['step']:,}"} if metrics else {}
     for name, write in RATE_FORMATS.items():
         if values := [line[name] for line in timing if name in line]:
             number, unit = write(statistics.median(values)).split(" ")
-            figures[unit] = number
-    return figures
+            rates[unit] = number
+    return rates
 
 
 def _summarize_timing(timing: Sequence[Record]) -> dict[str, str]:
     if not timing:
         return {}
-    # Each start of the run counts its own seconds: a fall begins another one.
+    # Seconds restart at 0 whenever the run is resumed.
     seconds = [line["seconds"] for line in timing]
     ends = [a for a, b in zip(seconds, [*seconds[1:], 0.0], strict=True) if b < a]
     rows = {
@@ -174,7 +175,7 @@ def _format_parameters(rows: Sequence[ParameterRow]) -> str:
 
 
 def _format_table(rows: Sequence[Mapping[str, Any]], total: str = "") -> str:
-    """Rows of the same columns; numbers stand at the right."""
+    """Format rows with the same columns as a table; numbers are right-aligned."""
     if not rows:
         return ""
     numeric = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
@@ -221,7 +222,7 @@ def _format_section(title: str, content: str) -> str:
 
 
 def _escape(value: Any) -> str:
-    """Text for the page; control characters, which a young model writes, by their pictures."""
+    """Escape text for HTML. Control characters, which an untrained model samples, become their Unicode pictures."""
     text = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value))
     return html.escape(text.replace("\x7f", "\u2421"))
 

@@ -1,4 +1,4 @@
-"""The style sheet of reports, and of their pictures alone."""
+"""Style sheets of reports and charts."""
 
 COLORS = """
 :root {

@@ -39,7 +39,7 @@ def read(corpus: Corpus) -> dict[str, list[bytes]]:
 
 
 @pytest.mark.parametrize("vocab", [256, 300])
-def test_every_text_file_is_in_one_split(folder, tmp_path, vocab):
+def test_corpus_puts_every_file_in_one_split(folder, tmp_path, vocab):
     corpus = load_text((folder,), vocab=vocab, cache=tmp_path / "cache")
     documents = read(corpus)
     assert sorted(documents["train"] + documents["validation"]) == sorted(
@@ -59,7 +59,7 @@ def test_every_text_file_is_in_one_split(folder, tmp_path, vocab):
     assert "60 texts, 2 skipped as binary" in str(corpus)
 
 
-def test_the_split_depends_on_each_file_alone(folder, tmp_path):
+def test_corpus_split_depends_on_each_file_alone(folder, tmp_path):
     before = read(load_text((folder,), cache=tmp_path / "cache"))
     for i in range(30):
         (folder / f"new{i}.txt").write_text(f"another {i}")
@@ -68,7 +68,7 @@ def test_the_split_depends_on_each_file_alone(folder, tmp_path):
     assert set(before["validation"]) <= set(after["validation"]) and set(before["train"]) <= set(after["train"])
 
 
-def test_the_cache_is_found_again_and_keyed_by_content(folder, tmp_path):
+def test_corpus_cache_is_keyed_by_content(folder, tmp_path):
     cache = tmp_path / "cache"
     first = load_text((folder,), cache=cache)
     stamp = (first.directory / "train.bin").stat().st_mtime_ns
@@ -79,17 +79,17 @@ def test_the_cache_is_found_again_and_keyed_by_content(folder, tmp_path):
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
 
 
-def test_a_build_that_fails_leaves_nothing(folder, tmp_path, monkeypatch):
+def test_corpus_failed_build_leaves_nothing(folder, tmp_path, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("zoo.train.corpus.write_json", fail)
+    monkeypatch.setattr("zoo.text.corpus.write_json", fail)
     with pytest.raises(KeyboardInterrupt):
         load_text((folder,), cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_byte_pairs_are_reproducible(folder, tmp_path):
+def test_bpe_training_is_reproducible(folder, tmp_path):
     a, b = (load_text((folder,), vocab=300, cache=tmp_path / name) for name in "ab")
     assert a.directory.name == b.directory.name
     for name in ("tokenizer.json", "train.bin", "validation.bin", "about.json"):
@@ -108,19 +108,19 @@ def small(request, tmp_path_factory):
 
 @given(st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40))
 @settings(deadline=None, max_examples=50)
-def test_any_text_survives(small, written):
+def test_tokenizer_round_trips_any_text(small, written):
     tokens = small.encode(written)
     assert tokens.dtype == np.int32 and small.decode(tokens) == written
     assert small.decode(np.concatenate([[0], tokens, [0]])) == written
-    assert small.tokenizer.lengths[tokens].sum() == len(written.encode())
+    assert small.tokenizer.token_bytes[tokens].sum() == len(written.encode())
 
 
-def test_what_is_no_text_decodes_all_the_same(small):
+def test_tokenizer_decodes_invalid_utf8(small):
     assert small.decode(np.arange(small.vocab))
     assert ByteTokenizer().token_bytes.sum() == 255
 
 
-def test_one_large_file_is_cut_into_passages(tmp_path):
+def test_corpus_cuts_a_large_file_into_passages(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("".join(f"line {i} of a long book\n" for i in range(40_000)))
     corpus = load_text((file,), cache=tmp_path / "cache")
@@ -134,13 +134,13 @@ def test_one_large_file_is_cut_into_passages(tmp_path):
     assert sum(map(len, documents["train"] + documents["validation"])) == file.stat().st_size
 
 
-def test_the_standard_library_is_the_default(tmp_path):
+def test_corpus_defaults_to_the_standard_library(tmp_path):
     corpus = load_text(cache=tmp_path)
     assert corpus.num_texts > 300 and corpus.validation.text_bytes > 100_000
     assert "import" in corpus.decode(corpus.train.tokens[:20_000])
 
 
-def test_errors_name_the_path(tmp_path):
+def test_corpus_errors_name_the_path(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such file or folder"):
         load_text((tmp_path / "nowhere",), cache=tmp_path / "cache")
     (tmp_path / "binaries").mkdir()
@@ -154,7 +154,7 @@ def test_errors_name_the_path(tmp_path):
         load_text((tmp_path / "short.txt",), vocab=100, cache=tmp_path / "cache")
 
 
-def test_a_missing_package_is_named_with_its_command(folder, tmp_path, monkeypatch):
+def test_bpe_missing_package_names_its_command(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"`tokenizers` cannot be imported .*pip install 'equizoo\[text\]'"):
         load_text((folder,), vocab=300, cache=tmp_path / "cache")

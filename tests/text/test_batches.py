@@ -33,7 +33,7 @@ def same(a, b) -> bool:
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 9))
 @settings(deadline=None)
-def test_windows_hold_every_token_once_and_count_only_text(tokens, seq):
+def test_windows_cover_every_token_once(tokens, seq):
     windows = TokenWindows(np.array(tokens, np.uint8), seq)
     rows = [windows[i] for i in range(len(windows) + 1)]
     joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
@@ -46,7 +46,7 @@ def test_windows_hold_every_token_once_and_count_only_text(tokens, seq):
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 @settings(deadline=None)
-def test_documents_are_numbered_and_counted_from_their_separator(tokens):
+def test_segments_start_at_separators(tokens):
     row = compute_segments(np.array(tokens, np.int32))
     segment, position = 0, 0
     for i, token in enumerate(tokens):
@@ -55,7 +55,7 @@ def test_documents_are_numbered_and_counted_from_their_separator(tokens):
         assert (row["segment_ids"][i], row["positions"][i]) == (segment, position)
 
 
-def test_a_pass_visits_every_window_once_in_an_order_of_its_own():
+def test_batches_visit_every_window_once_per_epoch():
     split = split_of(np.arange(1, 241) % 256)
     batches = split.batches(seq_len=10, batch_size=1)
     first, second = ([int(batch["tokens"][0, 0]) for batch in take(batches, 23)] for _ in range(2))
@@ -65,7 +65,7 @@ def test_a_pass_visits_every_window_once_in_an_order_of_its_own():
 
 @given(st.integers(0, 12), st.integers(0, 3))
 @settings(deadline=None, max_examples=10)
-def test_resumes_from_one_integer(taken, seed):
+def test_batches_resume_from_one_integer(taken, seed):
     split = random_split(2000)
     batches = split.batches(seq_len=16, batch_size=8, seed=seed)
     take(batches, taken)
@@ -77,13 +77,13 @@ def test_resumes_from_one_integer(taken, seed):
     assert same(take(again, 20), take(batches, 20)) and again.state == batches.state
 
 
-def test_seeds_differ():
+def test_batches_differ_by_seed():
     split = random_split(2000)
     assert not same(take(split.batches(16, 8, seed=0), 2), take(split.batches(16, 8, seed=1), 2))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
-def test_processes_share_a_batch_in_order_and_resume_for_one_another(processes):
+def test_batches_are_sharded_over_processes_in_order(processes):
     split = random_split(3000)
     whole = split.batches(seq_len=16, batch_size=8)
     take(whole, 5)
@@ -96,7 +96,7 @@ def test_processes_share_a_batch_in_order_and_resume_for_one_another(processes):
     assert {share.state for share in shares} == {whole.state}
 
 
-def test_ordered_covers_the_text_once_and_pads():
+def test_ordered_batches_cover_the_text_once_and_pad():
     split = random_split(1000)
     ordered = split.ordered(seq_len=16, batch_size=8)
     batches = list(ordered)
@@ -106,7 +106,7 @@ def test_ordered_covers_the_text_once_and_pads():
     assert all(batch["tokens"].shape == (8, 16) for batch in batches)
 
 
-def test_ordered_with_a_limit_is_spread_over_the_text():
+def test_ordered_batches_with_a_limit_are_spread():
     split = split_of(np.repeat(np.arange(1, 101), 16))
     seen = np.concatenate([batch["tokens"][:, 0] for batch in split.ordered(seq_len=16, batch_size=5, limit=2)])
     assert seen.tolist() == [1 + 10 * i for i in range(10)]
@@ -115,16 +115,16 @@ def test_ordered_with_a_limit_is_spread_over_the_text():
     assert rows == sorted(rows) and len(rows) == 6
 
 
-def test_documents_on_request():
+def test_batches_have_segments_on_request():
     batch = next(random_split(1000).batches(seq_len=16, batch_size=4, with_segments=True))
     assert {"segment_ids", "positions"} < set(batch)
     assert all(value.shape == (4, 16) for value in batch.values())
     assert (batch["segment_ids"] >= 1).all() and (batch["positions"][batch["tokens"] == 0] == 0).all()
 
 
-def test_bits_per_byte_counts_the_bytes_of_counted_targets():
-    lengths = np.array([0, 1, 3])
-    split = CorpusSplit("train", np.array([0, 1, 2, 2, 0, 1], np.uint8), lengths, text_bytes=8, text_tokens=4)
+def test_bits_per_byte_counts_targets_of_nonzero_weight():
+    token_bytes = np.array([0, 1, 3])
+    split = CorpusSplit("train", np.array([0, 1, 2, 2, 0, 1], np.uint8), token_bytes, text_bytes=8, text_tokens=4)
     ordered = split.ordered(seq_len=2, batch_size=1)
     assert split.bytes_per_token == 2.0 and ordered.bytes_per_token == 2.0
     assert bits_per_byte(2 * math.log(2), ordered) == pytest.approx(1.0)
@@ -139,14 +139,14 @@ class Images:
         return dict(image=np.full((3, 4, 4), index, np.float32), label=np.int64(index) * np.ones((), np.int64))
 
 
-def test_any_source_of_rows_is_batched_alike():
+def test_batches_of_any_dataset():
     assert isinstance(Images(), Dataset) and isinstance(ShuffledBatches(Images(), 4), BatchIterator)
     batches = take(ShuffledBatches(Images(), 4, seed=1), 3)
     assert batches[0]["image"].shape == (4, 3, 4, 4) and batches[0]["label"].shape == (4,)
     assert sorted(int(label) for batch in batches for label in batch["label"]) == list(range(12))
 
 
-def test_errors_name_the_numbers():
+def test_batches_errors_name_the_numbers():
     split = random_split(10)
     with pytest.raises(ValueError, match=r"the train text has 10 tokens, too few for one window of 16"):
         split.batches(seq_len=16, batch_size=1)

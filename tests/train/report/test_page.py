@@ -53,15 +53,15 @@ def parsed(page: str) -> ET.Element:
     return ET.fromstring(page.removeprefix("<!DOCTYPE html>"))
 
 
-def test_fetches_nothing_and_runs_nothing(run):
+def test_report_has_no_scripts_or_external_resources(run):
     page = write(run)
     assert not re.search(
         r"https?:|//|src=|href=|url\((?!#)|@import|<script|<link|<img|<iframe", page.replace("</", "<")
     )
 
 
-def test_is_well_formed_and_escaped(run):
-    root = parsed(write(run, figures={"bits < 3": "2.25"}))
+def test_report_is_well_formed_and_escaped(run):
+    root = parsed(write(run, headline={"bits < 3": "2.25"}))
     text = "".join(root.itertext())
     for wanted in ("A <small> model", "def <f>(", "\u2401\u2421", "<script>", "embed", "cpu 8", "2,112", "bits < 3"):
         assert wanted in text
@@ -70,7 +70,7 @@ def test_is_well_formed_and_escaped(run):
     assert "time in all" in text and "0:19" in text and "starts" in text
 
 
-def test_the_curve_is_drawn_twice_with_its_floor(run):
+def test_report_draws_curve_and_baseline_in_two_sizes(run):
     root = parsed(write(run))
     charts = root.findall(".//svg")
     assert len(charts) == 2
@@ -82,7 +82,7 @@ def test_the_curve_is_drawn_twice_with_its_floor(run):
         assert raw.get("d").count(",") == 99 and "nan" not in raw.get("d")
 
 
-def test_sections_without_content_are_left_out(tmp_path):
+def test_report_omits_empty_sections(tmp_path):
     path = write_report(tmp_path, title="t", summary="s", curves={"loss": "train"}, unit="nats")
     page = path.read_text()
     parsed(page)
@@ -95,7 +95,7 @@ def test_sections_without_content_are_left_out(tmp_path):
     st.sampled_from([{}, {"floor": 1.0}]),
 )
 @settings(deadline=None, max_examples=60)
-def test_any_values_give_a_chart(values, smooth, floors):
+def test_line_chart_of_any_values_is_well_formed(values, smooth, floors):
     drawn = ET.fromstring(draw_line_chart([Curve("loss", range(len(values)), values, smooth)], floors, unit="nats"))
     assert drawn.tag in ("svg", "p")
 
@@ -108,14 +108,14 @@ def test_ticks_are_round_and_inside(low, size, count):
     assert all(low - 1e-6 * size <= tick <= low + size * (1 + 1e-6) for tick in found)
 
 
-def test_smoothing_is_unbiased():
+def test_smooth_values_is_bias_corrected():
     np.testing.assert_allclose(smooth_values(np.full(50, 3.0)), 3.0)
     assert smooth_values(np.array([4.0, 2.0]))[0] == 4.0
 
 
 @given(st.text(max_size=30))
 @settings(deadline=None)
-def test_any_sample_is_legal_text(sample):
+def test_report_escapes_any_sample(sample):
     sample = sample.encode(errors="replace").decode().replace("\ufffe", "").replace("\uffff", "")
     ET.fromstring(f"<pre>{_escape(sample)}</pre>")
 
@@ -134,7 +134,7 @@ def two(tmp_path):
     return {"a": tmp_path / "a", "b < c": tmp_path / "b"}
 
 
-def test_several_runs_are_compared(two, tmp_path):
+def test_report_compares_runs(two, tmp_path):
     rows = [{"run": "a", "count": 1234, "share": 0.5}, {"run": "b < c", "count": 5, "share": "none"}]
     path = write_report(
         tmp_path, title="t", summary="s", curves={"loss": "loss"}, unit="nats", runs=two, tokens_per_step=100,
@@ -161,14 +161,14 @@ def test_several_runs_are_compared(two, tmp_path):
     assert [element.text for element in root.iter("h2")] == ["The & end", "Loads", "Configuration"]
 
 
-def test_two_curves_of_several_runs_say_which_they_are(two, tmp_path):
+def test_report_labels_curves_by_run_and_metric(two, tmp_path):
     curves = {"loss": "training", "validation": "validation"}
     page = write_report(tmp_path, title="t", summary="s", curves=curves, unit="nats", runs=two).read_text()
     labels = [element.text for element in parsed(page).iter("text")]
     assert "a, training" in labels and "b < c, training" in labels and "a" not in labels
 
 
-def test_a_legend_goes_on_in_another_line_where_it_must():
+def test_legend_wraps_long_lines():
     curves = [Curve(f"a label of some length {number}", [0, 1], [1.0, 0.5]) for number in range(6)]
     for width, lines in ((860, 2), (400, 6)):
         root = ET.fromstring(draw_line_chart(curves, {}, unit="nats", width=width))
@@ -179,6 +179,6 @@ def test_a_legend_goes_on_in_another_line_where_it_must():
         assert float(box.get("y")) > max(float(element.get("y")) for element in found)
 
 
-def test_an_axis_of_many_tokens_is_written_short():
+def test_x_axis_abbreviates_large_numbers():
     root = ET.fromstring(draw_line_chart([Curve("loss", [0, 10**12], [1.0, 0.5])], {}, unit="nats", x_label="tokens"))
     assert {"200G", "1T", "tokens"} <= {element.text for element in root.iter("text")}

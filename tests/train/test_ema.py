@@ -20,7 +20,7 @@ def make(scale: float) -> Model:
     return Model(jnp.arange(6.0) * scale, jnp.full(4, scale, jnp.bfloat16), jnp.array(3), jax.nn.gelu)
 
 
-def test_formula_in_float32():
+def test_ema_formula_in_float32():
     decay, models = 0.9, [make(scale) for scale in (1.0, 2.0, -1.0)]
     average = update_ema(None, models[0], decay)
     assert average.half.dtype == jnp.float32 and average.count is None
@@ -32,14 +32,14 @@ def test_formula_in_float32():
     assert eqx.combine(average, models[0]).count == 3
 
 
-def test_small_steps_are_not_lost_to_bfloat16():
+def test_ema_keeps_small_steps_of_bfloat16_models():
     average = update_ema(None, make(1.0), 0.999)
     for _ in range(100):
         average = update_ema(average, make(1.0078125), 0.999)
     np.testing.assert_allclose(average.half, 1 + 0.0078125 * (1 - 0.999**100), rtol=1e-5)
 
 
-def test_donated_with_the_model_and_compiled_once():
+def test_ema_is_donated_with_the_model_and_compiled_once():
     traced = []
 
     @eqx.filter_jit(donate="all")

@@ -23,7 +23,7 @@ def places(picture):
 
 
 @pytest.mark.parametrize("size", [{}, {"width": 400, "height": 320}])
-def test_points_lie_at_their_logarithms(size):
+def test_scatter_x_axis_is_logarithmic(size):
     picture = drawn(GROUPS, **size)
     at = places(picture)
     first, second, other = (at[f"{label}"] for label in (
@@ -37,14 +37,14 @@ def test_points_lie_at_their_logarithms(size):
     assert lines == ["line curve0"], "a group of one point has no line"
 
 
-def test_what_was_not_measured_is_left_out():
+def test_scatter_skips_nonfinite_and_refuses_nonpositive():
     assert len(places(drawn([ScatterSeries("x", [1, 2, 4], [1.0, math.nan, 0.0])]))) == 2
     assert "Nothing was measured" in draw_scatter([ScatterSeries("x", [1], [math.nan])], unit="y", x_label="x")
-    with pytest.raises(ValueError, match="bytes: a logarithmic axis has no place"):
+    with pytest.raises(ValueError, match="bytes: a logarithmic axis takes positive numbers only"):
         draw_scatter([ScatterSeries("x", [0], [1.0])], unit="y", x_label="bytes")
 
 
-def test_more_groups_than_colors_have_another_shape():
+def test_scatter_varies_shapes_beyond_eight_series():
     picture = drawn([ScatterSeries(str(number), [2**number], [1.0]) for number in range(10)])
     marks = [path for path in picture.iter("path") if path.find("title") is not None]
     assert (
@@ -53,7 +53,7 @@ def test_more_groups_than_colors_have_another_shape():
     assert len(MARKER_SHAPES) == 3
 
 
-def test_a_report_shows_it_in_place_of_curves(tmp_path):
+def test_scatter_in_a_report_without_curves(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     picture = partial(draw_scatter, GROUPS, unit="accuracy", x_label="bytes of state")
     path = write_report(
