@@ -1,8 +1,6 @@
-"""What runs on the device, or on each device's share: the prompt at once, then a loop over tokens."""
+"""Prefill and decode programs: the prompt in one forward pass, then a loop over new tokens."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,34 +10,35 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import TokenInfo
 from zoo.models import Decoder, Stack, swap_stack
-from zoo.models.stack import AbstractStack, LayerStates
+from zoo.models.decoder import AbstractStack, LayerStates
 from zoo.ops.sampling import apply_temperature, filter_logits, penalize_repetition, sample_tokens
 from zoo.parallel import Mesh, Module, all_gather, place, reduce, shard_offset
-from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted, run_jitted_donating
 
 from .request import SamplingOptions
 
 
 class DecodeState(Module):
-    """All that a step changes. Donated to the next: a token then writes one slot of each cache, in place."""
+    """Loop state of decoding. It is donated to each call, so that a step writes one slot of each KV cache in place."""
 
     states: LayerStates
-    """Those of the layers, one each."""
+    """One state per layer: KV caches or recurrent states."""
     tokens: Int[Array, "batch new"]
-    """What came so far, -1 where nothing did."""
+    """New tokens; -1 in slots that are not generated."""
     newest: Int[Array, "batch"]
-    """The last of them."""
+    """Latest token of each row; -1 in rows that have ended."""
     positions: Int[Array, "batch"]
-    """The place of the newest token in its row."""
+    """Position of the latest token in its row."""
     done: Bool[Array, "batch"]
+    """True for rows that have ended with a stop token."""
     seen: Bool[Array, "batch vocab"] | None
-    """Tokens of prompt and text so far, where repeats are made less likely."""
+    """Token ids in the prompt and the new tokens, for the repetition penalty."""
     keys: Key[Array, "batch"] | None
+    """One PRNG key per row; None for greedy decoding."""
 
     step: Int[Array, ""]
-    """How many tokens came."""
+    """Number of new tokens."""
     running: Bool[Array, ""]
-    """Whether any row, on any device, goes on."""
+    """True until every row on every device has ended."""
 
 
 def prefill(
@@ -49,17 +48,18 @@ def prefill(
     rows: Int[Array, "batch"],
     length: int,
 ) -> DecodeState:
-    """The state after a prompt and one new token.
+    """Run the prompt through the model and sample the first new token.
 
-    `positions` are -1 on padding; `rows` numbers the rows of the whole batch, for their keys.
+    `positions` are -1 on padding. `rows` are the row numbers in the global batch, which select the PRNG key of each
+    row.
     """
     model, options, key = fixed
     states = model.init_state(tokens.shape[0], length)
-    stream, states = model.hidden(tokens, TokenInfo(positions), states)
-    logits = model.logits(stream.x[:, -1])
+    hidden, states = model.hidden(tokens, TokenInfo(positions), states)
+    logits = model.logits(hidden.x[:, -1])
     newest = positions[:, -1]
-    start = DecodeState(
-        # Without weak types, which a step would not give back: the next would be another program.
+    state = DecodeState(
+        # Strip weak types, which a step does not return: otherwise the next step would compile again.
         states=jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), () if states is None else states),
         tokens=jnp.broadcast_to(jnp.full_like(newest, -1)[:, None], (len(newest), length)),
         newest=newest,
@@ -70,25 +70,25 @@ def prefill(
         step=jnp.int32(0),
         running=jnp.array(True),
     )
-    return _append_token(start, logits, options)
+    return _append_token(state, logits, options)
 
 
 def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
-    """The state once `until` tokens have come, or every row has ended. Rows that have are padding to the others."""
+    """Decode until there are `until` new tokens or every row has ended. Rows that have ended are passed as padding."""
     model, options = fixed
 
     def step(state: DecodeState) -> DecodeState:
         positions = jnp.where(state.done, -1, state.positions)
         tokens = jnp.maximum(state.newest, 0)
-        stream, states = model.hidden(tokens[:, None], TokenInfo(positions[:, None]), state.states)
+        hidden, states = model.hidden(tokens[:, None], TokenInfo(positions[:, None]), state.states)
         state = dataclasses.replace(state, states=() if states is None else states)
-        return _append_token(state, model.logits(stream.x[:, 0]), options)
+        return _append_token(state, model.logits(hidden.x[:, 0]), options)
 
     return lax.while_loop(lambda state: (state.step < until) & state.running, step, state)
 
 
 def _append_token(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> DecodeState:
-    """The state with one more token, chosen by the logits: those of a device's share of the vocabulary."""
+    """Sample a token per row and append it to the state. `logits` may be sharded over the vocabulary."""
     newest = jnp.where(state.done, -1, _sample_token(state, logits.astype(jnp.float32), options))
     done, seen = state.done, state.seen
     if options.stop is not None:
@@ -124,18 +124,18 @@ def _sample_token(
 
 
 def _mark_seen_tokens(
-    tokens: Int[Array, "batch seq"], real: Bool[Array, "batch seq"], logits: Float[Array, "batch vocab"]
+    tokens: Int[Array, "batch seq"], is_real: Bool[Array, "batch seq"], logits: Float[Array, "batch vocab"]
 ) -> Bool[Array, "batch vocab"]:
-    """Which ids occur, of those whose logits live here."""
+    """Mark the ids that occur in the prompt, within this device's shard of the vocabulary."""
     size = logits.shape[1]
     local = tokens - shard_offset(logits, "vocab", size)
-    outside = ~real | (local < 0)
+    is_outside = ~is_real | (local < 0)
     rows = jnp.arange(len(tokens))[:, None]
-    return jnp.zeros_like(logits, bool).at[rows, jnp.where(outside, size, local)].set(True, mode="drop")
+    return jnp.zeros_like(logits, bool).at[rows, jnp.where(is_outside, size, local)].set(True, mode="drop")
 
 
 def unstack_layers(model: Decoder, mesh: Mesh | None) -> Decoder:
-    """The model with its layers taken out of their stack; as it is where they stand alone already."""
+    """Unstack the parameters of scanned layers; a model of unstacked layers is returned as it is."""
     return swap_stack(model, lambda stack: _unstack(stack, mesh) if isinstance(stack, Stack) else stack)
 
 
@@ -143,21 +143,3 @@ def unstack_layers(model: Decoder, mesh: Mesh | None) -> Decoder:
 def _unstack(stack: Stack, mesh: Mesh | None) -> AbstractStack:
     layers = stack.unstack()
     return layers if mesh is None else place(layers, mesh)
-
-
-def run_program(program: Callable, mesh: Mesh | None, fixed: tuple, *args: Any, donate: bool = False) -> DecodeState:
-    """`program(fixed, *args)`, compiled once a shape; with `donate` all but `fixed` give their memory to the result."""
-    if mesh is None:
-        return (call_program_donating if donate else call_program_keeping)((program, fixed), args)
-    return (run_jitted_donating if donate else run_jitted)(
-        (SpmdProgram(program, mesh, 1, OutputDims.from_tree("")), (fixed,)), args, None
-    )
-
-
-def _call_program(kept: tuple[Callable, tuple], args: tuple) -> DecodeState:
-    program, fixed = kept
-    return program(fixed, *args)
-
-
-call_program_keeping = eqx.filter_jit(_call_program)
-call_program_donating = eqx.filter_jit(_call_program, donate="all-except-first")

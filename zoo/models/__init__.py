@@ -1,8 +1,10 @@
-"""Whole models: the skeleton they share, and one small function or file a family."""
+"""Models: the decoder, its loss and scores, presets from scratch, and families of Hugging Face checkpoints."""
 
-from .blocks import Block, Hidden, MixerBlock, ParallelBlock, TwoMixerBlock
-from .build import build_decoder, make_block_factory, share_factories
-from .decoder import Decoder, batch_token_info, pack_positions, token_info
+from zoo.layers.token_info import batch_token_info, pack_positions, token_info
+
+from .blocks import MixerBlock, ParallelBlock, TwoMixerBlock
+from .build import build_decoder
+from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
 from .hf.spec import Family, TensorMapping, fused, prefixed
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
@@ -28,7 +30,7 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .scoring import hidden_states, score
-from .stack import AbstractStack, Segment, Stack, Unstacked, find_patterns, swap_stack
+from .stack import Segment, Stack, find_patterns, swap_stack
 
 __all__ = [
     "GLA",
@@ -61,7 +63,7 @@ __all__ = [
     "TensorMapping",
     "Transformer",
     "TwoMixerBlock",
-    "Unstacked",
+    "UnrolledStack",
     "balance_loss",
     "batch_token_info",
     "build_decoder",
@@ -73,13 +75,11 @@ __all__ = [
     "hidden_states",
     "list_parameter_paths",
     "list_presets",
-    "make_block_factory",
     "pack_positions",
     "prefixed",
     "preset",
     "router_z_loss",
     "score",
-    "share_factories",
     "swap_stack",
     "token_info",
     "token_losses",

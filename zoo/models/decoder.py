@@ -1,36 +1,155 @@
-"""The skeleton that language models share: embedding, stack, norm, head."""
+"""From tokens to logits: hidden states, the pre-norm block, the loop over layers, the decoder and its unembedding.
 
-from collections.abc import Mapping
+`zoo.models.stack` is the same loop as a scan over repeating patterns, and `zoo.models.blocks` has the other residual
+wirings. Nothing here imports either.
+"""
+
+import abc
+import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from zoo.layers import (
     AbstractEmbedding,
+    AbstractFeedForward,
     AbstractLinear,
+    AbstractMixer,
     AbstractNorm,
     Dropout,
     PositionEmbedding,
+    Routing,
     TokenInfo,
     token_positions,
 )
-from zoo.parallel import Module, current_mesh, gather, implementation_option, materialize, num_shards
+from zoo.layers.token_info import token_info
+from zoo.parallel import Module, gather, implementation_option, materialize, named_by_class, num_shards
+from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
-from .blocks import Hidden
 from .hf.spec import Origin
-from .stack import AbstractStack, LayerStates
+
+LayerStates = tuple[Any, ...]
+"""KV caches and recurrent states, one per layer, each of its own shape."""
 
 _EMBEDDING_DROPOUT_SITE = 2**32 - 1
-"""The site of the embedding's dropout: keys of layers are folded by their numbers, and none is as large."""
+"""Dropout site of the embedding. Layers fold their number into the keys, and no layer's number is as large."""
+_FIRST_LINEAR_SITE = 2**16
+"""First dropout site of a block's linear layers. The sites below it are the block's own dropout."""
+
+
+class Hidden(Module):
+    """Hidden states between two layers, row first: the residual stream, and the decisions of the routers so far."""
+
+    x: HiddenStates
+    routing: tuple[Routing, ...] = ()
+    """One per layer so far that has a router, in order."""
+
+    def add_residual(self, residual: HiddenStates, routing: tuple[Routing, ...] = ()) -> "Hidden":
+        """Add the output of a sublayer to the residual stream, and append its routing decisions."""
+        return type(self)(self.x + residual, self.routing + routing)
+
+
+class AbstractBlock(Module):
+    """One layer: `(hidden, info, state) -> (hidden, state)`."""
+
+    @abc.abstractmethod
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        """Return the hidden states after this layer, and the updated state: None if `state` is None, as in training."""
+
+    @abc.abstractmethod
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        """Return the empty state of the layer for decoding up to `length` tokens."""
+
+
+class Block(AbstractBlock):
+    """x + mixer(norm(x)), then x + ffn(norm(x)): the pre-norm layer (Xiong et al., arXiv:2002.04745, figure 1b).
+
+    It takes any mixer `(x, info, state) -> (y, state)` and any feed-forward layer `x -> (y, routing)`. Both outputs are
+    multiplied by `residual_multiplier`. Other residual wirings are other blocks.
+    """
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = named_by_class()
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    dropout: Dropout
+
+    residual_multiplier: float = eqx.field(static=True, default=1.0)
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, state = self.mixer(self.mixer_norm(hidden.x), info, state)
+        hidden = hidden.add_residual(self._scale_residual(self.dropout(mixed, info, site=0)))
+        fed, routing = self.ffn(self.ffn_norm(hidden.x))
+        return hidden.add_residual(self._scale_residual(self.dropout(fed, info, site=1)), routing), state
+
+    def _scale_residual(self, x: HiddenStates) -> HiddenStates:
+        return x if self.residual_multiplier == 1 else self.residual_multiplier * x
+
+
+class AbstractStack(Module):
+    """All layers of a model: `(hidden, info, states) -> (hidden, states)`.
+
+    A model holds one stack and calls it once, so that a schedule (a scan, a pipeline) can replace it.
+    """
+
+    @abc.abstractmethod
+    def __call__(
+        self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
+    ) -> tuple[Hidden, LayerStates | None]:
+        """Return the hidden states after all layers, and the updated states: None if `states` is None."""
+
+    @abc.abstractmethod
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LayerStates:
+        """Return empty states for up to `length` tokens, one per layer."""
+
+
+class UnrolledStack(AbstractStack):
+    """The plain loop over layers, for decoding: a token writes one row of each KV cache, in place if states are
+    donated. A scan would copy weights and states at every step.
+
+    The parameters of a block are all-gathered just before it runs.
+    """
+
+    blocks: tuple[AbstractBlock, ...]
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LayerStates:
+        return tuple(block.init_state(batch, length, dtype) for block in self.blocks)
+
+    def __call__(
+        self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
+    ) -> tuple[Hidden, LayerStates | None]:
+        new_states = []
+        for number, block in enumerate(self.blocks):
+            layer_info = info.fold_keys(number)
+            state = None if states is None else states[number]
+            hidden, state = set_dropout_keys(gather(block), layer_info)(hidden, layer_info, state)
+            new_states.append(state)
+        return hidden, None if states is None else tuple(new_states)
+
+
+def set_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:
+    """Give this layer's PRNG keys to every linear that applies dropout. Only adapters do."""
+    if info.keys is None:
+        return block
+    sites = itertools.count(_FIRST_LINEAR_SITE)
+    is_linear = lambda node: isinstance(node, AbstractLinear)
+    set_keys = lambda node: node.with_dropout_keys(info, next(sites)) if is_linear(node) else node
+    return jax.tree.map(set_keys, block, is_leaf=is_linear)
 
 
 class Decoder(Module):
-    """logits = head(norm(stack(embedding(tokens)))). Without a head the embedding's own table is one: tied. Learned
-    positions are added to what the embedding gives, which then may have a norm of its own.
+    """A causal language model: logits = head(norm(stack(embedding(tokens)))).
 
-    A batch is explicit: `model(tokens)` takes "batch seq" and gives "batch seq vocab".
+    Without a head, the embedding is tied: logits = W_embedding norm(...). A learned `position_embedding` is added to
+    the token embedding, and `embedding_norm` normalizes the sum.
+
+    The batch is explicit: `model(tokens)` takes "batch seq" and returns "batch seq vocab".
     """
 
     embedding: AbstractEmbedding
@@ -43,74 +162,74 @@ class Decoder(Module):
 
     logits_multiplier: float = eqx.field(static=True, default=1.0)
     soft_cap: float | None = eqx.field(static=True, default=None)
-    """Logits are bounded to c tanh(logits / c), after they were multiplied."""
+    """Logit soft-capping: c tanh(logits / c), after `logits_multiplier`."""
     hidden_states_skip_embedding: bool = implementation_option(default=False)
-    """Whether `hidden_states` are the outputs of layers, then the last one normed, as transformers has them of some
-    families, and not the input of the first layer, then the outputs."""
+    """If True, `hidden_states` are the outputs of the layers and then the last one normalized, as in transformers for
+    Mamba and RWKV. If False, they begin with the embedding."""
     origin: Origin | None = implementation_option(default=None)
-    """The checkpoint that the model was read from, which says how it is written again."""
+    """The checkpoint that the model was loaded from, which `zoo.save` needs."""
 
     def __call__(
         self,
-        tokens: Int[Array, "batch seq"],
+        tokens: Tokens,
         *,
-        mask: Bool[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        positions: Int[Array, "batch seq"] | None = None,
+        mask: PaddingMask | None = None,
+        segment_ids: SegmentIds | None = None,
+        positions: Positions | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token that follows each.
+        """Return the next-token logits at every position.
 
-        - `mask`: True where a token is real; padding may stand left or right, and its logits mean nothing.
-        - `segment_ids`: documents packed into one row; tokens see their own. Positions start anew in each, unless
-          given.
-        - `positions`: the place of each token in its document.
-        - `key`: for dropout; without it nothing is dropped. One key, or one a row.
+        - `mask`: padding mask, True for real tokens. Padding is left or right; its logits are meaningless.
+        - `segment_ids`: packed sequences. Tokens attend only within their segment, and positions restart in each
+          unless given.
+        - `positions`: position of each token in its document.
+        - `key`: PRNG key for dropout, one or one per row. No dropout without it.
 
-        **Raises** `ValueError` where `mask` comes with `segment_ids` or `positions`, which say the same, and for more
-        tokens than there are learned positions.
+        **Raises** `ValueError` for a `mask` together with `segment_ids` or `positions`, and for more tokens than there
+        are learned positions.
         """
         info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
-        stream, _ = self.hidden(tokens, info)
-        return self.logits(stream.x)
+        hidden, _ = self.hidden(tokens, info)
+        return self.logits(hidden.x)
 
-    def embed(self, tokens: Int[Array, "batch seq"], info: TokenInfo) -> Hidden:
-        """What the first layer reads."""
+    def hidden(
+        self, tokens: Tokens, info: TokenInfo, states: LayerStates | None = None
+    ) -> tuple[Hidden, LayerStates | None]:
+        """Return the hidden states after the final norm, and the updated states: None if `states` is None."""
+        hidden, states = self.stack(self.embed(tokens, info), info, states)
+        return Hidden(gather(self.norm)(hidden.x), hidden.routing), states
+
+    def embed(self, tokens: Tokens, info: TokenInfo) -> Hidden:
+        """Return the input of the first layer: token embeddings, plus learned positions if there are any."""
         x = gather(self.embedding)(tokens)
         if self.position_embedding is not None:
             if info.positions is None:
-                self.check_length(tokens.shape[1] * num_shards(x, "seq"))
+                self._check_length(tokens.shape[1] * num_shards(x, "seq"))
             x = x + gather(self.position_embedding)(token_positions(x, info))
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
         return Hidden(self.dropout(x, info, site=_EMBEDDING_DROPOUT_SITE))
 
-    def hidden(
-        self, tokens: Int[Array, "batch seq"], info: TokenInfo, states: LayerStates | None = None
-    ) -> tuple[Hidden, LayerStates | None]:
-        """What the head reads: the stream after the final norm; and the states after these tokens, where some came."""
-        stream, states = self.stack(self.embed(tokens, info), info, states)
-        return Hidden(gather(self.norm)(stream.x), stream.routing), states
-
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        """Of hidden vectors. Over a vocabulary that is split, a device gives those of its share."""
+        """Return the logits of normalized hidden states. If the vocabulary is sharded, those of this device's shard."""
         return self.gather_unembedding()(x)
 
     def gather_unembedding(self) -> "_Unembedding":
-        """The head by itself, its parameters gathered."""
+        """All-gather the parameters of the head, or of the tied embedding."""
         table = gather(self.embedding if self.head is None else self.head)
         return _Unembedding(table, self.soft_cap, self.logits_multiplier)
 
     def init_state(self, batch: int, length: int) -> LayerStates:
-        """Empty states, one a layer, for `batch` rows of up to `length` tokens, in the dtype of the activations.
+        """Return empty states, one per layer, for `batch` rows of up to `length` tokens, in the dtype of activations.
 
         **Raises** `ValueError` for more tokens than there are learned positions.
         """
-        self.check_length(length)
+        self._check_length(length)
         dtype = jax.eval_shape(materialize(self.embedding), jnp.zeros((1, 1), int)).dtype
         return self.stack.init_state(batch, length, dtype)
 
-    def check_length(self, length: int) -> None:
+    def _check_length(self, length: int) -> None:
         if self.position_embedding is not None and length > self.position_embedding.length:
             raise ValueError(
                 f"{length} tokens are too many: the model learned {self.position_embedding.length} positions"
@@ -118,7 +237,7 @@ class Decoder(Module):
 
 
 class _Unembedding(Module):
-    """From hidden vectors to logits: a head, or an embedding used backward."""
+    """Hidden states to logits: a head, or the transpose of an embedding."""
 
     table: AbstractLinear | AbstractEmbedding
 
@@ -129,43 +248,3 @@ class _Unembedding(Module):
         logits = self.table.transposed(x) if isinstance(self.table, AbstractEmbedding) else self.table(x)
         logits = logits if self.multiplier == 1 else self.multiplier * logits
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
-
-
-def token_info(
-    tokens: Int[Array, "batch seq"],
-    *,
-    mask: Bool[Array, "batch seq"] | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
-    positions: Int[Array, "batch seq"] | None = None,
-    key: Key[Array, ""] | Key[Array, "batch"] | None = None,
-) -> TokenInfo:
-    """What layers need to know of these tokens. See `Decoder.__call__`."""
-    if mask is not None and (segment_ids is not None or positions is not None):
-        raise ValueError("pass mask alone, or segment_ids and positions: padding is a segment of its own")
-    if current_mesh() is not None and (mask is not None or (segment_ids is not None and positions is None)):
-        raise ValueError(
-            "inside zoo.spmd positions cannot be counted, since the sequence may be split: make `positions` with the "
-            "batch, as zoo.models.pack_positions(segment_ids) does"
-        )
-    if mask is not None:
-        segment_ids = mask.astype(jnp.int32)
-        positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-    elif segment_ids is not None and positions is None:
-        positions = pack_positions(segment_ids)
-    if key is not None and key.ndim == 0:
-        if current_mesh() is not None:
-            raise ValueError("inside zoo.spmd keys are one a row: pass on the `key` that the loss was given")
-        key = jax.random.split(key, tokens.shape[0])
-    return TokenInfo(positions, segment_ids, key)
-
-
-def batch_token_info(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> TokenInfo:
-    """The same for a batch, a mapping of "batch seq" arrays."""
-    return token_info(batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), key=key)
-
-
-def pack_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """The place of each token in its document, for documents that stand one after another in a row."""
-    index = jnp.arange(segment_ids.shape[1])
-    starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

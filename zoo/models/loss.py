@@ -12,9 +12,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import Routing
+from zoo.layers.token_info import batch_token_info
 from zoo.parallel import reduce, scan, shard_offset, vary, varying
 
-from .decoder import Decoder, batch_token_info
+from .decoder import Decoder
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
 
 

@@ -27,7 +27,8 @@ from zoo.parallel import (
     leaves,
 )
 
-from .stack import Stack, Unstacked
+from .decoder import UnrolledStack
+from .stack import Stack
 
 IndexRanges = tuple[range, ...]
 
@@ -66,7 +67,7 @@ def walk_parameters(
     being its `is_leaf`."""
     if is_leaf(node):
         yield name, ranges
-    elif isinstance(node, Unstacked):
+    elif isinstance(node, UnrolledStack):
         raise TypeError("the layers of this model stand one by one, to decode with: pass the model it was made from")
     elif isinstance(node, Stack):
         start = 0

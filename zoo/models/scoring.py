@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.layers import TokenInfo
+from zoo.layers.token_info import token_info
 from zoo.parallel import gather, num_shards, scan
 
-from .blocks import AbstractBlock
-from .decoder import Decoder, token_info
+from .decoder import AbstractBlock, Decoder, UnrolledStack
 from .loss import token_losses
-from .stack import Stack, Unstacked
+from .stack import Stack
 
 
 def hidden_states(
@@ -50,7 +50,7 @@ def _compute_hidden_states(
 def unstack_blocks(model: Decoder) -> tuple[AbstractBlock, ...]:
     """The block of each layer. **Raises** `TypeError` for a stack that cannot be taken apart."""
     layers = model.stack.unstack() if isinstance(model.stack, Stack) else model.stack
-    if not isinstance(layers, Unstacked):
+    if not isinstance(layers, UnrolledStack):
         raise TypeError(f"layers are looked at one by one, and a {type(layers).__name__} cannot be taken apart")
     return layers.blocks
 

@@ -1,4 +1,4 @@
-"""Makers of layers from the values of a config: what the families share. Keys are in their usual words (`config`)."""
+"""Factories of layers from the values of a config. Keys are canonical: `zoo.models.hf.config` resolves aliases."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,10 +33,8 @@ from zoo.ops.rotary import (
 )
 from zoo.parallel import Dim
 
-from ..blocks import Block
-from ..build import build_decoder, make_block_factory, share_factories
+from ..build import LayerFactories, build_decoder
 from ..decoder import Decoder
-from ..stack import BlockFactory
 from .config import ConfigError, suggest_nearest
 from .spec import Config
 
@@ -47,46 +45,48 @@ _ACTIVATIONS: dict[str, Callable] = {
     "relu": jax.nn.relu,
     "relu2": activations.relu_squared,
 }
-"""What configs call activations. Several words for the tanh form of gelu differ in rounding only."""
+"""Activations by their names in configs. The names of the tanh approximation of GELU differ in rounding only."""
 
 
 def _find_activation(config: Config) -> Callable:
-    """**Raises** `ConfigError` for a word that is not in `ACTIVATIONS`."""
-    word = config["hidden_act"]
-    if word not in _ACTIVATIONS:
-        raise ConfigError(f"activation {word!r} is none that we know{suggest_nearest(word, _ACTIVATIONS)}")
-    return _ACTIVATIONS[word]
+    """Look up `hidden_act`. **Raises** `ConfigError` for an unknown activation."""
+    name = config["hidden_act"]
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"activation {name!r} is none that we know{suggest_nearest(name, _ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
 
 
 def find_activation_name(function: Callable) -> str:
-    """What a config calls an activation. **Raises** `ConfigError` for one that it has no word for."""
-    words = [word for word, known in _ACTIVATIONS.items() if known is function]
-    if not words:
+    """Return the config name of an activation. **Raises** `ConfigError` if it has none."""
+    names = [name for name, activation in _ACTIVATIONS.items() if activation is function]
+    if not names:
         raise ConfigError(f"no config has a word for the activation {function}")
-    return words[0]
+    return names[0]
 
 
 def read_head_sizes(config: Config) -> tuple[int, int, int]:
-    """How many heads, how many keys and values they share, and how wide they are."""
-    count = config["num_attention_heads"]
-    wide = config.get("head_dim")
-    if wide is None and config["hidden_size"] % count:
-        raise ConfigError(f"hidden_size = {config['hidden_size']} does not share out over {count} heads")
-    return count, config.get("num_key_value_heads") or count, wide or config["hidden_size"] // count
+    """Return the number of heads, of key-value heads, and the head dim."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim")
+    if head_dim is None and config["hidden_size"] % heads:
+        raise ConfigError(f"hidden_size = {config['hidden_size']} does not share out over {heads} heads")
+    return heads, config.get("num_key_value_heads") or heads, head_dim or config["hidden_size"] // heads
 
 
 def build_rotary(config: Config, *, interleaved: bool = False) -> Rotary:
-    """The rotary embedding that `rope_parameters` describes."""
-    facts = config["rope_parameters"]
-    dim = int(read_head_sizes(config)[2] * (facts.get("partial_rotary_factor") or 1))
-    if dim < 2 or dim % 2 or dim > read_head_sizes(config)[2]:
+    """Build RoPE from `rope_parameters`. **Raises** `ConfigError` for an odd number of rotated channels."""
+    rope_parameters, head_dim = config["rope_parameters"], read_head_sizes(config)[2]
+    dim = int(head_dim * (rope_parameters.get("partial_rotary_factor") or 1))
+    if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError(
-            f"rotary embeddings turn pairs of values, and {dim} of the {read_head_sizes(config)[2]} of each head are to be turned"
+            f"rotary embeddings turn pairs of values, and {dim} of the {head_dim} of each head are to be turned"
         )
-    return Rotary(dim, facts["rope_theta"], interleaved, _build_rope_scaling(config, facts, dim // 2))
+    scaling = _build_rope_scaling(config, rope_parameters, dim // 2)
+    return Rotary(dim, rope_parameters["rope_theta"], interleaved, scaling)
 
 
 def _build_rope_scaling(config: Config, rope_parameters: dict[str, Any], num_pairs: int) -> RopeScaling | None:
+    """Build the RoPE scaling of a config. **Raises** `ConfigError` for a wrong number of LongRoPE factors."""
     original = rope_parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
     given = {key: value for key, value in rope_parameters.items() if value is not None}
     match rope_parameters["rope_type"]:
@@ -102,64 +102,74 @@ def _build_rope_scaling(config: Config, rope_parameters: dict[str, Any], num_pai
                 original,
             )
         case "yarn":
-            named = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+            names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
             return YarnScaling(
-                rope_parameters["factor"], original, **{key: given[key] for key in named if key in given}
+                rope_parameters["factor"], original, **{key: given[key] for key in names if key in given}
             )
         case "longrope":
-            longer = given.get("factor", config["max_position_embeddings"] / original)
-            sets = tuple(rope_parameters["short_factor"]), tuple(rope_parameters["long_factor"])
-            if {*map(len, sets)} != {num_pairs}:
-                given_sizes = " and ".join(str(len(factors)) for factors in sets)
-                raise ConfigError(f"longrope has {given_sizes} factors, short and long, and {num_pairs} pairs to turn")
-            return LongRopeScaling(*sets, original, longer, given.get("attention_factor"))
+            extension = given.get("factor", config["max_position_embeddings"] / original)
+            factors = tuple(rope_parameters["short_factor"]), tuple(rope_parameters["long_factor"])
+            if {*map(len, factors)} != {num_pairs}:
+                counts = " and ".join(str(len(x)) for x in factors)
+                raise ConfigError(f"longrope has {counts} factors, short and long, and {num_pairs} pairs to turn")
+            return LongRopeScaling(*factors, original, extension, given.get("attention_factor"))
     return None
 
 
 def compute_out_scale(config: Config) -> float:
-    """By how much new matrices that write to the residual stream are smaller, as in `Transformer`: a layer has two."""
+    """Return 1 / sqrt(2 layers), the initialization scale of matrices that write to the residual stream."""
     return (2 * config["num_hidden_layers"]) ** -0.5
 
 
 def make_attention_factory(config: Config, **options: Any) -> Callable[..., Attention]:
-    """Options as `Attention` takes them; sizes come from the config, and the rotation unless given."""
-    count, kv_heads, head_dim = read_head_sizes(config)
+    """Return a factory of `Attention` with these options. Sizes come from the config, and RoPE unless given."""
+    heads, kv_heads, head_dim = read_head_sizes(config)
     options = {"rotary": build_rotary(config), **options} if "rotary" not in options else options
     if options.get("window") == 0:
         raise ConfigError("sliding_window = 0: a window holds at least 1 token, its own")
     sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "out_scale": compute_out_scale(config)}
-    return partial(Attention, config["hidden_size"], count, **{**sizes, **options})
+    return partial(Attention, config["hidden_size"], heads, **{**sizes, **options})
+
+
+def make_windowed_attention_factories(
+    config: Config, windows: Sequence[int | None], **options: Any
+) -> list[Callable[..., Attention]]:
+    """Return a factory of `Attention` per layer. Layers with equal sliding windows have one factory object, so that
+    they are compiled once."""
+    factories = {window: make_attention_factory(config, window=window, **options) for window in dict.fromkeys(windows)}
+    return [factories[window] for window in windows]
 
 
 def make_latent_attention_factory(config: Config, *, interleaved: bool) -> Callable[..., Latent]:
-    """Sizes and the rotation come from the config, in DeepSeek's words.
+    """Return a factory of multi-head latent attention, with the sizes and RoPE of a DeepSeek config.
 
-    **Raises** `ConfigError` where heads would share keys, and where `head_dim` is not the part of them that turns.
+    **Raises** `ConfigError` for grouped keys, and for a `head_dim` other than `qk_rope_head_dim`.
     """
-    count, turned = config["num_attention_heads"], config["qk_rope_head_dim"]
-    if config["num_key_value_heads"] not in (None, count):
-        given = config["num_key_value_heads"]
-        raise ConfigError(f"num_key_value_heads = {given}, and latent attention has a key for each of {count} heads")
-    if config["head_dim"] not in (None, turned):
-        raise ConfigError(f"head_dim = {config['head_dim']}, and it is qk_rope_head_dim = {turned} that is meant by it")
-    if turned % 2:
-        raise ConfigError(f"qk_rope_head_dim = {turned}: rotary embeddings turn pairs of values")
+    heads, rope_dim = config["num_attention_heads"], config["qk_rope_head_dim"]
+    if config["num_key_value_heads"] not in (None, heads):
+        kv_heads = config["num_key_value_heads"]
+        raise ConfigError(f"num_key_value_heads = {kv_heads}, and latent attention has a key for each of {heads} heads")
+    if config["head_dim"] not in (None, rope_dim):
+        head_dim = config["head_dim"]
+        raise ConfigError(f"head_dim = {head_dim}, and it is qk_rope_head_dim = {rope_dim} that is meant by it")
+    if rope_dim % 2:
+        raise ConfigError(f"qk_rope_head_dim = {rope_dim}: rotary embeddings turn pairs of values")
     return partial(
         Latent,
         config["hidden_size"],
-        count,
+        heads,
         latent=config["kv_lora_rank"],
         query_latent=config["q_lora_rank"],
         head_dim=config["qk_nope_head_dim"],
         value_dim=config["v_head_dim"],
-        rotary=build_rotary(Config(config, head_dim=turned), interleaved=interleaved),
+        rotary=build_rotary(Config(config, head_dim=rope_dim), interleaved=interleaved),
         bias=config["attention_bias"],
         out_scale=compute_out_scale(config),
     )
 
 
 def make_gated_mlp_factory(config: Config, *, width: int | None = None, bias: bool = False) -> Callable[..., GatedMLP]:
-    """`width` is that of the config unless given: an expert has its own."""
+    """Return a factory of gated MLPs, of `intermediate_size` unless `width` is given, as for an expert."""
     sizes = config["hidden_size"], config["intermediate_size"] if width is None else width
     return partial(
         GatedMLP, *sizes, activation=_find_activation(config), bias=bias, out_scale=compute_out_scale(config)
@@ -167,7 +177,7 @@ def make_gated_mlp_factory(config: Config, *, width: int | None = None, bias: bo
 
 
 def make_mlp_factory(config: Config, *, bias: bool = True) -> Callable[..., MLP]:
-    """`intermediate_size` is four times `hidden_size` where it is not given."""
+    """Return a factory of MLPs. `intermediate_size` defaults to four times `hidden_size`."""
     embed = config["hidden_size"]
     sizes = embed, config["intermediate_size"] or 4 * embed
     return partial(MLP, *sizes, activation=_find_activation(config), bias=bias, out_scale=compute_out_scale(config))
@@ -183,20 +193,21 @@ def make_mixture_factory(
     shared: int | None = None,
     gate: bool = False,
 ) -> Callable[..., MixtureOfExperts]:
-    """So many gated experts of this `width`, of which a token goes to `num_experts_per_tok`.
+    """Return a factory of mixtures of gated experts, with top-k routing to `num_experts_per_tok` of them.
 
-    - `router`: a class of `zoo.layers`, or a partial of one with options of its own.
-    - `expert`: makes one of another kind.
-    - `shared`: the width of an expert that every token uses, with a gate of its own if `gate`.
+    - `router`: a class of `zoo.layers`, or a partial of one with further options.
+    - `width`: of an expert, `intermediate_size` by default.
+    - `expert`: factory of an expert, if it is no gated MLP.
+    - `shared`: width of a shared expert, which every token uses; with a sigmoid gate if `gate`.
 
-    **Raises** `ConfigError` where a token cannot go to so many experts.
+    **Raises** `ConfigError` if fewer experts can be chosen than a token needs.
     """
     embed, top = config["hidden_size"], config["num_experts_per_tok"]
-    told = {key: config[key] for key in ("num_experts_per_tok", "n_group", "topk_group") if key in config}
+    sizes = {key: config[key] for key in ("num_experts_per_tok", "n_group", "topk_group") if key in config}
     try:
         check_routing_sizes(experts, top, config.get("n_group", 1), config.get("topk_group", 1))
     except ValueError as error:
-        raise ConfigError(f"{', '.join(f'{key} = {value}' for key, value in told.items())}: {error}") from None
+        raise ConfigError(f"{', '.join(f'{key} = {value}' for key, value in sizes.items())}: {error}") from None
     return partial(
         MixtureOfExperts,
         partial(router, embed, experts, top),
@@ -208,7 +219,7 @@ def make_mixture_factory(
 
 
 def make_biased_router_factory(config: Config) -> Callable[..., BiasedRouter]:
-    """DeepSeek-V3's: sigmoid scores, a bias that only chooses, groups of experts."""
+    """Return a factory of DeepSeek-V3's router: sigmoid scores, a selection bias, and groups of experts."""
     groups = {"groups": config["n_group"], "kept_groups": config["topk_group"]}
     scale = config["routed_scaling_factor"]
     return partial(BiasedRouter, renormalize=config["norm_topk_prob"], scale=scale, **groups)
@@ -216,62 +227,64 @@ def make_biased_router_factory(config: Config) -> Callable[..., BiasedRouter]:
 
 def build_moe_decoder(
     config: Config,
-    sparse: Sequence[bool],
+    is_sparse: Sequence[bool],
     experts: Callable[..., MixtureOfExperts],
     *,
     windows: Sequence[int | None] | None = None,
     key: Key[Array, ""],
     **options: Any,
 ) -> Decoder:
-    """Pre-norm layers whose feed-forward part is a mixture where `sparse` says so, and a gated one in the others; with
-    a window each, and attention of these options."""
+    """Build a decoder of pre-norm layers: a mixture of experts where `is_sparse`, a gated MLP elsewhere.
+
+    - `windows`: sliding window of each layer; full attention by default.
+    - `options`: of `Attention`.
+    """
     norm, dense = make_rms_norm_factory(config), make_gated_mlp_factory(config)
-
-    def kind(value: tuple[bool, int | None]) -> BlockFactory:
-        is_sparse, window = value
-        mixer = make_attention_factory(config, window=window, **options)
-        return make_block_factory(Block, norm=norm, mixer=mixer, ffn=experts if is_sparse else dense)
-
-    seen = [None] * len(sparse) if windows is None else windows
-    return build_config_decoder(config, share_factories(zip(sparse, seen, strict=True), kind), norm, key=key)
+    windows = [None] * len(is_sparse) if windows is None else windows
+    mixers = make_windowed_attention_factories(config, windows, **options)
+    layers = [(mixer, experts if sparse else dense) for mixer, sparse in zip(mixers, is_sparse, strict=True)]
+    return build_config_decoder(config, layers, norm, key=key)
 
 
 def make_rms_norm_factory(config: Config, **options: Any) -> Callable[[], RMSNorm]:
+    """Return a factory of RMSNorms over `hidden_size`."""
     return partial(RMSNorm, config["hidden_size"], epsilon=config["rms_norm_eps"], **options)
 
 
 def make_head_norm_factory(config: Config) -> Callable[[], RMSNorm]:
-    """A norm over the width of one head."""
+    """Return a factory of RMSNorms over the head dim, for QK norm."""
     return partial(RMSNorm, read_head_sizes(config)[2], features=Dim("head_dim"), epsilon=config["rms_norm_eps"])
 
 
 def make_layer_norm_factory(config: Config, **options: Any) -> Callable[[], LayerNorm]:
+    """Return a factory of LayerNorms over `hidden_size`."""
     return partial(LayerNorm, config["hidden_size"], epsilon=config["layer_norm_eps"], **options)
 
 
 def read_layer_types(config: Config, default: Sequence[str]) -> list[str]:
-    """The kind of each layer: as `layer_types` has them, or the `usual`. **Raises** `ConfigError` for another number of
-    them than layers."""
-    found = default if config["layer_types"] is None else config["layer_types"]
-    if not isinstance(found, list | tuple) or len(found) != config["num_hidden_layers"]:
+    """Return the attention type of each layer: `layer_types`, or the `default`. **Raises** `ConfigError` unless it has
+    one per layer."""
+    types = default if config["layer_types"] is None else config["layer_types"]
+    if not isinstance(types, list | tuple) or len(types) != config["num_hidden_layers"]:
         raise ConfigError(f"layer_types should name the kind of each of the {config['num_hidden_layers']} layers")
-    return list(found)
+    return list(types)
 
 
 def list_layer_windows(types: Sequence[str], window: int | None) -> list[int | None]:
-    """The window of each layer of these types. **Raises** `ConfigError` for an unknown type."""
-    known = {"full_attention": None, "sliding_attention": window}
-    for kind in types:
-        if kind not in known:
-            raise ConfigError(f"layer_types has {kind!r}, and layers here are {' or '.join(known)}")
-        if kind == "sliding_attention" and window is None:
+    """Return the sliding window of each layer, None for full attention. **Raises** `ConfigError` for an unknown
+    type."""
+    windows = {"full_attention": None, "sliding_attention": window}
+    for layer_type in types:
+        if layer_type not in windows:
+            raise ConfigError(f"layer_types has {layer_type!r}, and layers here are {' or '.join(windows)}")
+        if layer_type == "sliding_attention" and window is None:
             raise ConfigError("layer_types has sliding_attention, and no sliding_window says how wide")
-    return [known[kind] for kind in types]
+    return [windows[layer_type] for layer_type in types]
 
 
 def build_config_decoder(
-    config: Config, factories: Sequence[BlockFactory], norm: Callable[[], Any], *, key: Key[Array, ""], **options: Any
+    config: Config, layers: Sequence[LayerFactories], norm: Callable[[], Any], *, key: Key[Array, ""], **options: Any
 ) -> Decoder:
-    """`assemble` with the sizes of the config."""
+    """Call `build_decoder` with the sizes of the config."""
     sizes = {"vocab": config["vocab_size"], "embed": config["hidden_size"], "tied": config["tie_word_embeddings"]}
-    return build_decoder(factories=factories, norm=norm, key=key, **sizes, **options)
+    return build_decoder(layers=layers, norm=norm, key=key, **sizes, **options)

@@ -6,8 +6,7 @@ from typing import Any
 import equinox as eqx
 
 from zoo.layers import Attention, GatedMLP, MixtureOfExperts, RMSNorm
-from zoo.models.blocks import Block
-from zoo.models.decoder import Decoder
+from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import find_activation_name
 from zoo.models.hf.config import ConfigError
 from zoo.ops.rotary import (

@@ -1,4 +1,4 @@
-"""Mixtures of experts from scratch."""
+"""Mixture-of-experts Transformer, initialized from scratch."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -6,14 +6,16 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractMixer, AbstractRouter, GatedMLP, SoftmaxRouter
+from zoo.layers import AbstractMixer, AbstractRouter, Attention, GatedMLP, RMSNorm, SoftmaxRouter
 from zoo.layers import MixtureOfExperts as Mixture
+from zoo.layers.linear import resolve_head_dim
 from zoo.ops.attention import grouped_query_attention
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Remat
+from zoo.parallel import Dim, Remat
 
+from ..build import build_decoder
 from ..decoder import Decoder
-from .transformer import Transformer, build_transformer, make_attention_factories
+from .transformer import Transformer
 
 
 def MixtureOfExperts(
@@ -43,30 +45,31 @@ def MixtureOfExperts(
     implementation: Callable = grouped_query_attention,
     key: Key[Array, ""],
 ) -> Decoder:
-    """A `Transformer` whose feed-forward layers are mixtures of experts, as Mixtral's (arXiv:2401.04088) and
-    DeepSeekMoE's (arXiv:2401.06066).
+    """Build a `Transformer` whose feed-forward layers are mixtures of experts, as in Mixtral (arXiv:2401.04088) and
+    DeepSeekMoE (arXiv:2401.06066).
 
-    - `experts` SwiGLUs of width `mlp` a layer, of which a token uses `top`.
-    - `router`: a class of `zoo.layers`, or `functools.partial` of one with options of its own:
-      `partial(BiasedRouter, groups=4, kept_groups=2)`. Softmax and renormalized weights unless given.
-    - `shared`: the width of an expert that every token uses.
-    - `dense_layers`: so many first layers have one SwiGLU of width `dense_mlp` instead, which is what a token meets in
-      the others unless given: `top * mlp + shared`.
-    - `capacity_factor`: how many visits an expert takes of each row, as a multiple of an even share; the rest are
-      dropped. Unless given nothing is: see `zoo.layers.MixtureOfExperts`.
-    - `mixer`: `functools.partial` of a class of `zoo.layers`, called with `embed` and `heads`, in place of `Attention`:
-      `partial(LatentAttention, latent=64, head_dim=32, rotary=Rotary(16))`. `Attention`'s options are then not taken.
+    - `experts`: SwiGLUs of width `mlp` per layer, with top-k routing of each token to `top` of them.
+    - `router`: a class of `zoo.layers`, or `functools.partial` of one with further options:
+      `partial(BiasedRouter, groups=4, kept_groups=2)`. Softmax with renormalized weights by default.
+    - `shared`: width of a shared expert, which every token uses.
+    - `dense_layers`: the first layers have one SwiGLU of width `dense_mlp` instead, by default the width that is active
+      per token in the others: `top * mlp + shared`.
+    - `capacity_factor`: capacity of an expert per row, as a multiple of an even load; further tokens are dropped.
+      Dropless by default: see `zoo.layers.MixtureOfExperts`.
+    - `mixer`: `functools.partial` of a class of `zoo.layers`, called with `embed` and `heads`, instead of `Attention`:
+      `partial(LatentAttention, latent=64, head_dim=32, rotary=Rotary(16))`. Excludes the options of `Attention`.
 
-    The other options, and how weights start, are those of `Transformer`. For a balance of experts train with
-    `zoo.cross_entropy(..., balance=0.01)`, or with a `BiasedRouter` and `zoo.models.rebalance`.
+    The other options and the initialization are those of `Transformer`. To balance the load, train with
+    `zoo.cross_entropy(..., balance=0.01)`, or with a `BiasedRouter` and `zoo.models.update_expert_bias`.
 
-    **Raises** `ValueError` for sizes that do not go together, and for options of `Attention` beside a `mixer`.
+    **Raises** `ValueError` for sizes that do not fit together, and for options of `Attention` together with a `mixer`.
     """
     if not 0 <= dense_layers <= layers:
         raise ValueError(f"of {layers} layers at least 0 and at most all are dense, not {dense_layers}")
     if experts < 1:
         raise ValueError(f"a mixture has at least 1 expert, not {experts}")
-    gated = partial(GatedMLP, embed, out_scale=(2 * layers) ** -0.5)
+    out_scale = (2 * layers) ** -0.5
+    gated = partial(GatedMLP, embed, out_scale=out_scale)
     sparse = partial(
         Mixture,
         partial(router, embed, experts, top),
@@ -76,20 +79,33 @@ def MixtureOfExperts(
         capacity_factor=capacity_factor,
     )
     dense = partial(gated, top * mlp + (shared or 0) if dense_mlp is None else dense_mlp)
-    options = {"kv_heads": kv_heads, "head_dim": head_dim, "rotary": rotary, "qk_norm": qk_norm}
-    options |= {"windows": windows, "soft_cap": soft_cap, "implementation": implementation}
     if mixer is None:
-        mixers = make_attention_factories(embed, heads, layers, **options)
+        head_dim = resolve_head_dim(embed, heads, head_dim)
+        attention = partial(
+            Attention,
+            embed,
+            heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary=Rotary(head_dim) if rotary is None else rotary,
+            qk_norm=partial(RMSNorm, head_dim, features=Dim("head_dim")) if qk_norm else None,
+            soft_cap=soft_cap,
+            implementation=implementation,
+            out_scale=out_scale,
+        )
+        mixers = {window: partial(attention, window=window) for window in windows}
     else:
-        usual = inspect.signature(Transformer).parameters
-        if given := [name for name, value in options.items() if value != usual[name].default]:
-            raise ValueError(f"{given[0]} is an option of Attention, and a mixer was given: say it to the mixer")
-        mixers = [partial(mixer, embed, heads, out_scale=(2 * layers) ** -0.5)] * layers
-    return build_transformer(
+        options = {"kv_heads": kv_heads, "head_dim": head_dim, "rotary": rotary, "qk_norm": qk_norm}
+        options |= {"windows": windows, "soft_cap": soft_cap, "implementation": implementation}
+        defaults = inspect.signature(Transformer).parameters
+        if changed := [name for name, value in options.items() if value != defaults[name].default]:
+            raise ValueError(f"{changed[0]} is an option of Attention, and a mixer was given: say it to the mixer")
+        mixers = {None: partial(mixer, embed, heads, out_scale=out_scale)}
+    return build_decoder(
         vocab=vocab,
         embed=embed,
-        mixers=mixers,
-        ffns=[dense] * dense_layers + [sparse] * (layers - dense_layers),
+        layers=[(mixers[windows[i % len(windows)]], dense if i < dense_layers else sparse) for i in range(layers)],
+        norm=partial(RMSNorm, embed),
         tied=tied,
         dropout=dropout,
         remat=remat,

@@ -1,34 +1,34 @@
-"""Models from scratch whose layers are recurrent mixers and SwiGLUs, each under the name it has in its paper.
+"""Models of recurrent mixers and SwiGLUs, initialized from scratch, each named as in its paper.
 
-All take `vocab`, `embed`, `layers`, `mlp`, `key` and the other options of `Hybrid` but its pattern; further options are
-those of their layer. The residual stream, the norms and how weights start are `Hybrid`'s, so that two models of these
-differ in their mixers and in nothing else.
+All take `vocab`, `embed`, `layers`, `mlp`, `key` and the other options of `Hybrid` except `pattern`; further options
+are those of their mixer. Residual stream, norms and initialization are those of `Hybrid`, so that two of these models
+differ in their mixers alone.
 """
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from zoo import layers as mixers
 from zoo.ops.rotary import Rotary
 
+from ..build import MixerFactory
 from ..decoder import Decoder
-from .hybrid import Hybrid, MixerFactory
+from .hybrid import Hybrid
 
 _HYBRID_OPTIONS = frozenset(inspect.signature(Hybrid).parameters) - {"pattern"}
 
 
-def _build_hybrid(pattern: Callable[..., list[MixerFactory]], options: dict[str, Any]) -> Decoder:
-    """A `Hybrid` of the mixers that `pattern` makes of those of the options that are not `Hybrid`'s own."""
-    shell = {name: value for name, value in options.items() if name in _HYBRID_OPTIONS}
-    own = {name: value for name, value in options.items() if name not in _HYBRID_OPTIONS}
-    return Hybrid(**shell, pattern=pattern(**own))
-
-
 def _build_uniform_hybrid(mixer: MixerFactory, heads: int, options: dict[str, Any]) -> Decoder:
-    """A `Hybrid` of one mixer."""
-    return _build_hybrid(lambda **own: [partial(mixer, heads=heads, **own)], options)
+    """Build a `Hybrid` of one mixer."""
+    hybrid_options, mixer_options = _split_options(options)
+    return Hybrid(**hybrid_options, pattern=[partial(mixer, heads=heads, **mixer_options)])
+
+
+def _split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split options into those of `Hybrid` and those of the mixer."""
+    hybrid_options = {name: value for name, value in options.items() if name in _HYBRID_OPTIONS}
+    return hybrid_options, {name: value for name, value in options.items() if name not in _HYBRID_OPTIONS}
 
 
 def LinearTransformer(*, heads: int, **options: Any) -> Decoder:
@@ -42,14 +42,13 @@ def RetNet(*, heads: int, **options: Any) -> Decoder:
 
 
 def LightningTransformer(*, heads: int, **options: Any) -> Decoder:
-    """Lightning attention (Qin et al., arXiv:2307.14995): see `zoo.layers.Lightning`. Decays slow down with depth, so
-    that every layer is a kind of its own."""
-    depth = options.get("layers", 0)
-
-    def pattern(**own: Any) -> list[MixerFactory]:
-        return [partial(mixers.Lightning, heads=heads, depth=i / max(depth - 1, 1), **own) for i in range(depth)]
-
-    return _build_hybrid(pattern, options)
+    """Lightning attention (Qin et al., arXiv:2307.14995): see `zoo.layers.Lightning`. Decays depend on the layer, so
+    that every layer is compiled by itself."""
+    hybrid_options, mixer_options = _split_options(options)
+    layers = options.get("layers", 0)
+    depths = [i / max(layers - 1, 1) for i in range(layers)]
+    pattern = [partial(mixers.Lightning, heads=heads, depth=depth, **mixer_options) for depth in depths]
+    return Hybrid(**hybrid_options, pattern=pattern)
 
 
 def GLA(*, heads: int, **options: Any) -> Decoder:
@@ -83,33 +82,28 @@ def GatedDeltaProduct(*, heads: int, **options: Any) -> Decoder:
 
 
 def KimiLinear(*, heads: int, **options: Any) -> Decoder:
-    """Kimi Linear (arXiv:2510.26692): three layers of `zoo.layers.KimiDeltaAttention` to one of attention without
-    positions. Its attention is plain here, latent in the paper, and its feed-forward layers are dense."""
-
-    def pattern(**own: Any) -> list[MixerFactory]:
-        recurrent = partial(mixers.KimiDeltaAttention, heads=heads, **own)
-        return [recurrent, recurrent, recurrent, partial(mixers.Attention, heads=heads)]
-
-    return _build_hybrid(pattern, options)
+    """Kimi Linear (arXiv:2510.26692): three layers of `zoo.layers.KimiDeltaAttention` per layer of attention without
+    positions. Here attention is multi-head, in the paper latent, and feed-forward layers are dense."""
+    hybrid_options, mixer_options = _split_options(options)
+    recurrent = partial(mixers.KimiDeltaAttention, heads=heads, **mixer_options)
+    return Hybrid(**hybrid_options, pattern=[recurrent] * 3 + [partial(mixers.Attention, heads=heads)])
 
 
 def RWKV6(*, heads: int, **options: Any) -> Decoder:
-    """The time mixing of RWKV-6 (Peng et al., arXiv:2404.05892), with SwiGLUs between: see `zoo.layers.RWKV6`."""
+    """The time mixing of RWKV-6 (Peng et al., arXiv:2404.05892), with SwiGLUs: see `zoo.layers.RWKV6`."""
     return _build_uniform_hybrid(mixers.RWKV6, heads, options)
 
 
 def RWKV7(*, heads: int, **options: Any) -> Decoder:
-    """The time mixing of RWKV-7 (Peng et al., arXiv:2503.14456), with SwiGLUs between: see `zoo.layers.RWKV7`."""
+    """The time mixing of RWKV-7 (Peng et al., arXiv:2503.14456), with SwiGLUs: see `zoo.layers.RWKV7`."""
     return _build_uniform_hybrid(mixers.RWKV7, heads, options)
 
 
 def Griffin(*, heads: int, window: int = 1024, **options: Any) -> Decoder:
-    """Griffin (De et al., arXiv:2402.19427): two layers of `zoo.layers.RGLRU` to one of attention that sees `window`
-    tokens and has one head of keys."""
-
-    def pattern(**own: Any) -> list[MixerFactory]:
-        recurrent = partial(mixers.RGLRU, heads=heads, **own)
-        rotary = Rotary(options.get("embed", 0) // heads)
-        return [recurrent, recurrent, partial(mixers.Attention, heads=heads, kv_heads=1, window=window, rotary=rotary)]
-
-    return _build_hybrid(pattern, options)
+    """Griffin (De et al., arXiv:2402.19427): two layers of `zoo.layers.RGLRU` per layer of multi-query attention with a
+    sliding window."""
+    hybrid_options, mixer_options = _split_options(options)
+    recurrent = partial(mixers.RGLRU, heads=heads, **mixer_options)
+    rotary = Rotary(options.get("embed", 0) // heads)
+    local_attention = partial(mixers.Attention, heads=heads, kv_heads=1, window=window, rotary=rotary)
+    return Hybrid(**hybrid_options, pattern=[recurrent, recurrent, local_attention])

@@ -7,8 +7,6 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import AbstractRouter, SoftmaxRouter
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory, share_factories
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -60,8 +58,8 @@ def build_latent_decoder(
     dense, width = make_gated_mlp_factory(config, bias=mlp_bias), config["moe_intermediate_size"]
     shared = make_gated_mlp_factory(config, width=config["n_shared_experts"] * width, bias=mlp_bias)
     sparse = partial(make_mixture_factory(config, router, config["n_routed_experts"], width=width), shared=shared)
-    kind = lambda is_sparse: make_block_factory(Block, norm=norm, mixer=mixer, ffn=sparse if is_sparse else dense)
-    return build_config_decoder(config, share_factories(dots1.mark_dots1_moe_layers(config), kind), norm, key=key)
+    layers = [(mixer, sparse if is_sparse else dense) for is_sparse in dots1.mark_dots1_moe_layers(config)]
+    return build_config_decoder(config, layers, norm, key=key)
 
 
 def map_deepseek_v2_names(config: Config) -> NameMap:

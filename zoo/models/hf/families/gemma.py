@@ -3,8 +3,6 @@ embeddings times sqrt(hidden_size)."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -21,14 +19,9 @@ def _build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
     # the first releases say "gelu" and mean its tanh form, as transformers reads them
     config = Config(config, hidden_act="gelu_pytorch_tanh") if config["hidden_act"] == "gelu" else config
     norm, bias = make_rms_norm_factory(config, offset=1.0), config["attention_bias"]
-    block = make_block_factory(
-        Block,
-        norm=norm,
-        mixer=make_attention_factory(config, bias=bias, out_bias=bias),
-        ffn=make_gated_mlp_factory(config),
-    )
-    kinds = [block] * config["num_hidden_layers"]
-    return build_config_decoder(config, kinds, norm, multiplier=config["hidden_size"] ** 0.5, key=key)
+    mixer, ffn = make_attention_factory(config, bias=bias, out_bias=bias), make_gated_mlp_factory(config)
+    layers = [(mixer, ffn)] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, multiplier=config["hidden_size"] ** 0.5, key=key)
 
 
 _DEFAULTS = {

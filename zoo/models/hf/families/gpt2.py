@@ -3,8 +3,6 @@ biases everywhere; matrices stored (in, out), with queries, keys and values in o
 
 from jaxtyping import Array, Key
 
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -18,10 +16,8 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 def _build_gpt2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, scale = make_layer_norm_factory(config), None if config["scale_attn_weights"] else 1.0
     mixer = make_attention_factory(config, rotary=None, bias=True, out_bias=True, scale=scale)
-    kinds = [make_block_factory(Block, norm=norm, mixer=mixer, ffn=make_mlp_factory(config))] * config[
-        "num_hidden_layers"
-    ]
-    return build_config_decoder(config, kinds, norm, positions=config["max_position_embeddings"], key=key)
+    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, positions=config["max_position_embeddings"], key=key)
 
 
 def _map_gpt2_names(config: Config) -> NameMap:

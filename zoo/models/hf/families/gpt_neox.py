@@ -3,9 +3,8 @@ side by side, a rotation of part of each head; queries, keys and values in one m
 
 from jaxtyping import Array, Key
 
-from zoo.models.blocks import Block, ParallelBlock
-from zoo.models.build import make_block_factory
-from zoo.models.decoder import Decoder
+from zoo.models.blocks import ParallelBlock
+from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
     make_attention_factory,
@@ -18,10 +17,8 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 def _build_gpt_neox(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, bias = make_layer_norm_factory(config), config["attention_bias"]
     block = ParallelBlock if config["use_parallel_residual"] else Block
-    kind = make_block_factory(
-        block, norm=norm, mixer=make_attention_factory(config, bias=bias, out_bias=bias), ffn=make_mlp_factory(config)
-    )
-    return build_config_decoder(config, [kind] * config["num_hidden_layers"], norm, key=key)
+    mixer, ffn = make_attention_factory(config, bias=bias, out_bias=bias), make_mlp_factory(config)
+    return build_config_decoder(config, [(mixer, ffn)] * config["num_hidden_layers"], norm, block=block, key=key)
 
 
 def _map_gpt_neox_names(config: Config) -> NameMap:

@@ -6,21 +6,18 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import ClampedGatedMLP, Linear, MXFP4Linear, TopSoftmaxRouter
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory, share_factories
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
     compute_out_scale,
     list_layer_windows,
-    make_attention_factory,
     make_mixture_factory,
     make_rms_norm_factory,
+    make_windowed_attention_factories,
     read_layer_types,
 )
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
-from zoo.models.stack import BlockFactory
 from zoo.ops.quantized.mxfp4 import BLOCK_SIZE
 
 from . import llama
@@ -45,13 +42,10 @@ def _build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
     )
     experts = make_mixture_factory(config, partial(TopSoftmaxRouter, bias=True), config["num_experts"], expert=expert)
 
-    def kind(window: int | None) -> BlockFactory:
-        mixer = make_attention_factory(config, window=window, bias=bias, out_bias=bias, sinks=True)
-        return make_block_factory(Block, norm=norm, mixer=mixer, ffn=experts)
-
-    usual = [("full_attention" if number % 2 else "sliding_attention") for number in range(config["num_hidden_layers"])]
-    seen = list_layer_windows(read_layer_types(config, usual), config["sliding_window"])
-    return build_config_decoder(config, share_factories(seen, kind), norm, key=key)
+    default = ["full_attention" if number % 2 else "sliding_attention" for number in range(config["num_hidden_layers"])]
+    windows = list_layer_windows(read_layer_types(config, default), config["sliding_window"])
+    mixers = make_windowed_attention_factories(config, windows, bias=bias, out_bias=bias, sinks=True)
+    return build_config_decoder(config, [(mixer, experts) for mixer in mixers], norm, key=key)
 
 
 def _map_gpt_oss_names(config: Config) -> NameMap:

@@ -6,9 +6,7 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import TopSoftmaxRouter
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory
-from zoo.models.decoder import Decoder
+from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
     make_attention_factory,
@@ -32,9 +30,9 @@ def _build_granitemoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     )
     experts = make_mixture_factory(config, TopSoftmaxRouter, config["num_local_experts"])
     block = partial(Block, residual_multiplier=config["residual_multiplier"])
-    kinds = [make_block_factory(block, norm=norm, mixer=mixer, ffn=experts)] * config["num_hidden_layers"]
     multipliers = {"multiplier": config["embedding_multiplier"], "logits_multiplier": 1 / config["logits_scaling"]}
-    return build_config_decoder(config, kinds, norm, key=key, **multipliers)
+    layers = [(mixer, experts)] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, block=block, key=key, **multipliers)
 
 
 def _map_granitemoe_names(config: Config) -> NameMap:

@@ -4,8 +4,6 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -33,10 +31,8 @@ FUSED_EXPERT_NAMES: NameMap = {"gate_up_proj": fused("gate.weight", "up.weight")
 def _build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, bias = make_rms_norm_factory(config), config["attention_bias"]
     mixer = make_attention_factory(config, bias=bias, out_bias=bias)
-    block = make_block_factory(
-        Block, norm=norm, mixer=mixer, ffn=make_gated_mlp_factory(config, bias=config["mlp_bias"])
-    )
-    return build_config_decoder(config, [block] * config["num_hidden_layers"], norm, key=key)
+    layers = [(mixer, make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, key=key)
 
 
 def map_llama_names(config: Config) -> NameMap:

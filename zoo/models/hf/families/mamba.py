@@ -8,7 +8,6 @@ from jaxtyping import Array, Key
 
 from zoo.layers import Mamba, RMSNorm
 from zoo.models.blocks import MixerBlock
-from zoo.models.build import make_block_factory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
@@ -34,8 +33,8 @@ def _build_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def build_mamba_decoder(config: Config, mixer: Callable[..., Mamba], *, key: Key[Array, ""]) -> Decoder:
     """The decoder whose layers are this mixer."""
     norm = make_rms_norm_factory(config)
-    kinds = [make_block_factory(MixerBlock, norm=norm, mixer=mixer, ffn=None)] * config["num_hidden_layers"]
-    return build_config_decoder(config, kinds, norm, hidden_states_skip_embedding=True, key=key)
+    layers = [(mixer, None)] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key)
 
 
 def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:

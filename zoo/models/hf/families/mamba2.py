@@ -8,7 +8,6 @@ from jaxtyping import Array, Key
 
 from zoo.layers import Mamba2, RMSNorm
 from zoo.models.blocks import MixerBlock
-from zoo.models.build import make_block_factory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
 from zoo.models.hf.config import ConfigError
@@ -29,10 +28,8 @@ _MIXER_NAMES: NameMap = {
 
 def _build_mamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm = make_rms_norm_factory(config)
-    kind = make_block_factory(MixerBlock, norm=norm, mixer=_make_mamba2_factory(config), ffn=None)
-    return build_config_decoder(
-        config, [kind] * config["num_hidden_layers"], norm, hidden_states_skip_embedding=True, key=key
-    )
+    layers = [(_make_mamba2_factory(config), None)] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key)
 
 
 def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:

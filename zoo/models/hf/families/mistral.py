@@ -2,8 +2,6 @@
 
 from jaxtyping import Array, Key
 
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -19,8 +17,8 @@ from . import llama
 def _build_mistral(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm = make_rms_norm_factory(config)
     mixer = make_attention_factory(config, window=config["sliding_window"])
-    block = make_block_factory(Block, norm=norm, mixer=mixer, ffn=make_gated_mlp_factory(config))
-    return build_config_decoder(config, [block] * config["num_hidden_layers"], norm, key=key)
+    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, key=key)
 
 
 DEFAULTS = {

@@ -4,8 +4,6 @@ add up to one."""
 from jaxtyping import Array, Key
 
 from zoo.layers import SoftmaxRouter
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -23,10 +21,8 @@ EXPERT_NAMES: NameMap = {"w1": "gate", "w3": "up", "w2": "down"}
 
 def _build_mixtral(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, mixer = make_rms_norm_factory(config), make_attention_factory(config, window=config["sliding_window"])
-    block = make_block_factory(
-        Block, norm=norm, mixer=mixer, ffn=make_mixture_factory(config, SoftmaxRouter, config["num_experts"])
-    )
-    return build_config_decoder(config, [block] * config["num_hidden_layers"], norm, key=key)
+    experts = make_mixture_factory(config, SoftmaxRouter, config["num_experts"])
+    return build_config_decoder(config, [(mixer, experts)] * config["num_hidden_layers"], norm, key=key)
 
 
 def _map_mixtral_names(config: Config) -> NameMap:

@@ -5,19 +5,16 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.blocks import Block
-from zoo.models.build import make_block_factory, share_factories
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
     list_layer_windows,
-    make_attention_factory,
     make_gated_mlp_factory,
     make_rms_norm_factory,
+    make_windowed_attention_factories,
     read_layer_types,
 )
 from zoo.models.hf.spec import Config, Family
-from zoo.models.stack import BlockFactory
 
 from . import llama
 
@@ -31,19 +28,10 @@ def build_windowed_decoder(config: Config, *, key: Key[Array, ""], **options: An
     norm, window = make_rms_norm_factory(config), config["sliding_window"] if config["use_sliding_window"] else None
     upper = "full_attention" if window is None else "sliding_attention"
     full = min(config["max_window_layers"], config["num_hidden_layers"])
-    usual = ["full_attention"] * full + [upper] * (config["num_hidden_layers"] - full)
-
-    def kind(window: int | None) -> BlockFactory:
-        return make_block_factory(
-            Block,
-            norm=norm,
-            mixer=make_attention_factory(config, window=window, **options),
-            ffn=make_gated_mlp_factory(config),
-        )
-
-    return build_config_decoder(
-        config, share_factories(list_layer_windows(read_layer_types(config, usual), window), kind), norm, key=key
-    )
+    default = ["full_attention"] * full + [upper] * (config["num_hidden_layers"] - full)
+    windows = list_layer_windows(read_layer_types(config, default), window)
+    mixers, ffn = make_windowed_attention_factories(config, windows, **options), make_gated_mlp_factory(config)
+    return build_config_decoder(config, [(mixer, ffn) for mixer in mixers], norm, key=key)
 
 
 DEFAULTS = {

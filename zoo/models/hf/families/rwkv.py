@@ -7,7 +7,6 @@ from jaxtyping import Array, Key
 
 from zoo.layers import RWKV4, LayerNorm, RWKV4ChannelMixing
 from zoo.models.blocks import TwoMixerBlock
-from zoo.models.build import make_block_factory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, compute_out_scale, make_layer_norm_factory
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
@@ -32,9 +31,10 @@ def _build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, embed, scale = make_layer_norm_factory(config), config["hidden_size"], compute_out_scale(config)
     mixer = partial(RWKV4, embed, inner=config["attention_hidden_size"], out_scale=scale)
     ffn = partial(RWKV4ChannelMixing, embed, config["intermediate_size"] or 4 * embed, out_scale=scale)
-    kinds = [make_block_factory(TwoMixerBlock, norm=norm, mixer=mixer, ffn=ffn)] * config["num_hidden_layers"]
-    last = partial(LayerNorm, embed, epsilon=1e-5)  # whatever the config says
-    return build_config_decoder(config, kinds, last, embedding_norm=norm, hidden_states_skip_embedding=True, key=key)
+    final_norm = partial(LayerNorm, embed, epsilon=1e-5)  # transformers ignores the config's epsilon here
+    options = {"block": TwoMixerBlock, "embedding_norm": norm, "final_norm": final_norm}
+    layers = [(mixer, ffn)] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key, **options)
 
 
 def _map_rwkv_names(config: Config) -> NameMap:
