@@ -1,7 +1,7 @@
-"""A hook of mkdocs: the built site must load nothing from another host.
+"""MkDocs hook: check that the built site loads nothing from another host.
 
-Links that a reader may follow can lead anywhere. What a page fetches by itself, scripts, styles, fonts and pictures,
-lies in the site; so does what the theme would fetch later for a diagram or the numbers of a repository.
+Links to follow may lead anywhere. Resources that a page fetches by itself (scripts, styles, fonts, pictures) must be
+part of the site; so must those that the theme would fetch later, for a diagram or the facts of a repository.
 """
 
 import logging
@@ -18,22 +18,22 @@ LOADED = {
     "data": ("object",),
     "poster": ("video",),
 }
-"""Attributes whose address a browser fetches, and on which elements."""
+"""Attributes whose URL a browser fetches, and the elements for which it does."""
 ADDRESS = re.compile(r"""(?:url\(\s*|@import\s+)["']?((?:[a-z][a-z0-9+.-]*:)?//[^"')\s]+)""", re.IGNORECASE)
 FOREIGN = re.compile(r"(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
 NAMED_ONLY = ("canonical", "alternate", "author", "license", "me", "next", "prev")
-"""Kinds of `<link>` that say something and load nothing."""
+"""Relations of `<link>` that load nothing."""
 LATER = {
     "mermaid": "the theme fetches a script to draw mermaid; draw SVG",
     "md-source": "the theme asks a forge for facts",
 }
-"""Classes for which the theme's script asks another host, and why not."""
+"""Classes for which the theme's script contacts another host, with the remedy."""
 
 log = logging.getLogger("mkdocs.hooks.check_site")
 
 
 class Page(HTMLParser):
-    """What a page of HTML loads from other hosts."""
+    """Parser that collects the resources that a page of HTML loads from other hosts."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -42,18 +42,18 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
+        attributes = {name: value or "" for name, value in attrs}
         self.in_style = tag == "style"
-        names_only = tag == "link" and given.get("rel", "") in NAMED_ONLY
-        for name, value in given.items():
+        names_only = tag == "link" and attributes.get("rel", "") in NAMED_ONLY
+        for name, value in attributes.items():
             if tag in LOADED.get(name, ()) and not names_only:
                 addresses = (
                     [part.split()[0] for part in value.split(",") if part.split()] if name == "srcset" else [value]
                 )
                 self.found += [f"<{tag} {name}={x!r}>" for x in addresses if FOREIGN.match(x.strip())]
-        self.found += [f"a style of <{tag}>: {x}" for x in ADDRESS.findall(given.get("style", ""))]
+        self.found += [f"a style of <{tag}>: {x}" for x in ADDRESS.findall(attributes.get("style", ""))]
         self.found += [
-            f"<{tag} class={word!r}>: {LATER[word]}" for word in given.get("class", "").split() if word in LATER
+            f"<{tag} class={word!r}>: {LATER[word]}" for word in attributes.get("class", "").split() if word in LATER
         ]
 
     def handle_endtag(self, tag: str) -> None:
@@ -64,8 +64,8 @@ class Page(HTMLParser):
             self.found += [f"<style>: {x}" for x in ADDRESS.findall(data)]
 
 
-def foreign(site: Path) -> Iterator[str]:
-    """What the files of a built site would load from other hosts, as "file: what"."""
+def find_foreign(site: Path) -> Iterator[str]:
+    """Yield "file: resource" for each resource that a built site would load from another host."""
     for path in sorted(site.rglob("*")):
         if path.suffix in (".html", ".svg"):
             yield from (f"{path.relative_to(site)}: {x}" for x in Page(path.read_text(encoding="utf-8")).found)
@@ -75,6 +75,6 @@ def foreign(site: Path) -> Iterator[str]:
 
 
 def on_post_build(config, **_) -> None:
-    """A warning for each, which ends a strict build."""
-    for line in foreign(Path(config["site_dir"])):
+    """Warn of each foreign resource, which fails a strict build."""
+    for line in find_foreign(Path(config["site_dir"])):
         log.warning("The site loads from another host: %s", line)

@@ -1,9 +1,9 @@
-"""Draw one layer of a Transformer on a mesh: which device stores what, what it fetches, and where sums are taken.
+"""Draw one layer of a Transformer on a mesh: the shards of each device, all-gathers and all-reduces.
 
     python scripts/draw_layer.py --fsdp 2 --tensor 4 > layer.svg
     python scripts/draw_layer.py --data 2 --fsdp 2 --tensor 2 --device 3 --narrow > layer.svg
 
-Nothing is computed and no device is needed: everything shown is read off the layout, as `zoo.place` reads it.
+Nothing is computed and no device is needed: everything is read off the layout, as `zoo.place` reads it.
 """
 
 import math
@@ -22,50 +22,51 @@ from scripts.picture import Picture
 from zoo.cli.devices import make_abstract_mesh, use_cpu
 from zoo.parallel import AXES, Dim, Mesh, leaves
 
-MOST_DEVICES = 64
+_MAX_DEVICES = 64
 
 
 @dataclass(frozen=True)
 class LayerArray:
-    """An array of a layer as it lies on a mesh."""
+    """An array of a layer, with its sharding on a mesh."""
 
     name: str
     dims: tuple[Dim, ...]
     shape: tuple[int, ...]
-    stored: tuple[tuple[str, ...], ...]
-    """The axes that split each dim where the array is stored."""
-    fetched: tuple[tuple[str, ...], ...]
-    """Those of them over which it is brought together before it is used."""
-    sizes: Mapping[str, int]
-    """Of the axes of the mesh."""
+    sharded_axes: tuple[tuple[str, ...], ...]
+    """Mesh axes that shard each dim at rest."""
+    gathered_axes: tuple[tuple[str, ...], ...]
+    """Those of them over which the array is all-gathered before use."""
+    axis_sizes: Mapping[str, int]
+    """Sizes of the mesh axes."""
 
     def num_shards(self, dim_index: int) -> int:
-        """Into how many shares a dim is cut."""
-        return math.prod(self.sizes[axis] for axis in self.stored[dim_index])
+        """Return the number of shards of a dim."""
+        return math.prod(self.axis_sizes[axis] for axis in self.sharded_axes[dim_index])
 
     def shard_index(self, device: int) -> tuple[int, ...]:
-        """Which share of each dim a device stores. Devices are numbered as they stand in the mesh."""
-        place = np.unravel_index(device, [self.sizes[axis] for axis in AXES])
-        index: dict[str, Any] = dict(zip(AXES, place, strict=True))
+        """Return the index of a device's shard along each dim. Devices are numbered in the order of the mesh."""
+        coordinates = np.unravel_index(device, [self.axis_sizes[axis] for axis in AXES])
+        index: dict[str, Any] = dict(zip(AXES, coordinates, strict=True))
 
-        def number(axes: tuple[str, ...]) -> int:
-            return int(np.ravel_multi_index([index[a] for a in axes], [self.sizes[a] for a in axes])) if axes else 0
+        def ravel(axes: tuple[str, ...]) -> int:
+            sizes = [self.axis_sizes[axis] for axis in axes]
+            return int(np.ravel_multi_index([index[axis] for axis in axes], sizes)) if axes else 0
 
-        return tuple(map(number, self.stored))
+        return tuple(map(ravel, self.sharded_axes))
 
     @property
-    def numbers_stored(self) -> int:
-        """How many numbers each device stores."""
+    def num_stored(self) -> int:
+        """The number of elements that each device stores."""
         return math.prod(self.shape) // math.prod(map(self.num_shards, range(len(self.shape))))
 
     @property
-    def numbers_fetched(self) -> int:
-        """How many more it has while it computes."""
-        return self.numbers_stored * (math.prod(self.sizes[axis] for axes in self.fetched for axis in axes) - 1)
+    def num_gathered(self) -> int:
+        """The number of further elements that each device all-gathers."""
+        return self.num_stored * (math.prod(self.axis_sizes[axis] for axes in self.gathered_axes for axis in axes) - 1)
 
 
 def list_layer_arrays(mesh: Mesh, *, embed: int, heads: int, kv_heads: int, mlp: int) -> dict[str, LayerArray]:
-    """The arrays of one block of a Transformer, by name: `mixer.query.weight`.
+    """Return the arrays of one block of a Transformer, by name: `mixer.query.weight`.
 
     **Raises** `ValueError` where the layout does not divide a size.
     """
@@ -76,16 +77,16 @@ def list_layer_arrays(mesh: Mesh, *, embed: int, heads: int, kv_heads: int, mlp:
         return next(stack.iter_blocks())
 
     shapes = eqx.filter_eval_shape(block, jax.random.key(0))
-    found = {}
+    arrays = {}
     for leaf, x in zip(leaves(shapes), jax.tree.leaves(shapes), strict=True):
         dims = leaf.dims or ()
         spec = tuple(mesh.spec(dims, x.shape, leaf.name))
-        stored = tuple((axes,) if isinstance(axes, str) else axes or () for axes in spec)
-        gathered = dict(mesh.find_gather_dims(dims))
-        fetched = tuple(gathered.get(place, ()) for place in range(len(dims)))
-        stored += ((),) * (len(dims) - len(stored))
-        found[leaf.name] = LayerArray(leaf.name, dims, x.shape, stored, fetched, mesh.shape)
-    return found
+        sharded = tuple((axes,) if isinstance(axes, str) else axes or () for axes in spec)
+        sharded += ((),) * (len(dims) - len(sharded))
+        axes_by_dim = dict(mesh.find_gather_dims(dims))
+        gathered = tuple(axes_by_dim.get(dim_index, ()) for dim_index in range(len(dims)))
+        arrays[leaf.name] = LayerArray(leaf.name, dims, x.shape, sharded, gathered, mesh.shape)
+    return arrays
 
 
 def draw(
@@ -98,14 +99,14 @@ def draw(
     device: int,
     narrow: bool = False,
 ) -> str:
-    """A layer of these sizes on `mesh` as an `<svg>` element, as seen from one device; `narrow` for a phone.
+    """Return a layer of these sizes on `mesh` as an `<svg>` element, seen from one device; `narrow` for a phone.
 
     **Raises** `ValueError` where the layout does not divide a size, for a device that the mesh does not have, and for
     more devices than a picture can show.
     """
     devices = mesh.devices.size
-    if devices > MOST_DEVICES:
-        raise ValueError(f"{mesh} has {devices} devices, and a picture shows up to {MOST_DEVICES}")
+    if devices > _MAX_DEVICES:
+        raise ValueError(f"{mesh} has {devices} devices, and a picture shows up to {_MAX_DEVICES}")
     if not 0 <= device < devices:
         raise ValueError(f"device {device}: {mesh} has devices 0 to {devices - 1}")
     return Picture(
@@ -133,10 +134,10 @@ def main(
         tensor: Devices along `tensor`.
         embed: Width of the residual stream.
         heads: Attention heads.
-        kv_heads: Heads of keys and values.
+        kv_heads: Key and value heads.
         mlp: Width of the gated MLP.
-        device: The device whose share is shown, by its number in the mesh.
-        narrow: One half of the layer above the other, for a phone.
+        device: Index in the mesh of the device whose shards are highlighted.
+        narrow: Stack the two halves of the layer, for a phone.
     """
     use_cpu()
     mesh = make_abstract_mesh(data=data, fsdp=fsdp, tensor=tensor)

@@ -1,7 +1,7 @@
-"""The picture that `draw_layer.py` makes: arrays cut into shares, and what flows between them.
+"""SVG picture of a layer for `draw_layer.py`: arrays cut into shards, and the data flow between them.
 
-Arrays are drawn to scale. `embed` runs down every one of them, and what `tensor` splits runs across, whatever their
-order in the array; so a device's share is in the same corner everywhere, and a product reads like a path: in along
+Arrays are drawn to scale. `embed` runs down every array, and the dim that `tensor` shards runs across, whatever their
+order in the array. So a device's shard is in the same corner everywhere, and a product reads like a path: in along
 `embed` from the left, out at the bottom; in at the top, out to the left.
 """
 
@@ -17,7 +17,7 @@ UPRIGHT = "embed"
 
 @dataclass(frozen=True)
 class Half:
-    """One residual of the block: matrices that read the stream, what comes between, the one that writes to it."""
+    """One residual branch of a block: matrices that read the residual stream, an op, a matrix that writes to it."""
 
     formula: str
     norm: str
@@ -45,7 +45,7 @@ PANEL, HEIGHT, GAP = 356, 300, 32
 STREAM, NORM, FIRST, LAST, SPACE = 12, 62, 98, 340, 22
 """Across a panel: the residual stream, the norm, the first matrix and the last one's end, and between matrices."""
 READS, BETWEEN, WRITES = 62, 160, 222
-"""Down a panel: the matrices that read the stream, what comes between, the one that writes to it."""
+"""Down a panel: the matrices that read the residual stream, the op between, the one that writes to it."""
 TALL, BAR, BOX = 64, 9, 24
 
 STYLE = """
@@ -86,8 +86,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Picture:
-    """A layer on a mesh, as seen from one of its devices. `arrays` are the layer's, by name, as `draw_layer` finds them
-    on the layout."""
+    """A layer on a mesh, seen from one device. `arrays` come from `draw_layer.list_layer_arrays`."""
 
     mesh: str
     arrays: Mapping[str, Any]
@@ -114,24 +113,24 @@ class Picture:
         return "\n".join([*parts, "</svg>", ""])
 
     def describe(self) -> Iterator[str]:
-        """What the picture shows, in words."""
+        """Describe the picture in words, for screen readers."""
         arrays = self.arrays.values()
-        whole, stored = sum(math.prod(a.shape) for a in arrays), sum(a.numbers_stored for a in arrays)
-        yield f"A layer of a Transformer. Device {self.device} stores {stored:,} of its {whole:,} numbers."
-        if more := sum(a.numbers_fetched for a in arrays):
-            yield f"It fetches {more:,} more over fsdp just before it uses them, and drops them after."
+        total, stored = sum(math.prod(a.shape) for a in arrays), sum(a.num_stored for a in arrays)
+        yield f"A layer of a Transformer. Device {self.device} stores {stored:,} of its {total:,} parameters."
+        if gathered := sum(a.num_gathered for a in arrays):
+            yield f"It all-gathers {gathered:,} more over fsdp just before use, and frees them after."
         for half in (MIXER, FFN):
             if axes := self.summed_axes(half):
-                yield f"What {word(half.writes)} writes to the stream is summed over {axes}."
+                yield f"The output of {word(half.writes)} is all-reduced over {axes}."
 
     def summed_axes(self, half: Half) -> str:
-        """The axes that split what the half's last matrix contracts: each device has a partial sum."""
+        """Return the axes that shard the dim that the last matrix contracts: each device has a partial sum."""
         writes = self.arrays[half.writes]
-        return " and ".join(writes.stored[find_column_dim(writes)])
+        return " and ".join(writes.sharded_axes[find_column_dim(writes)])
 
     def header(self) -> Iterator[str]:
-        """The mesh, and what the colors say."""
-        sizes = self.arrays[MIXER.norm].sizes
+        """Yield the mesh and the legend."""
+        sizes = self.arrays[MIXER.norm].axis_sizes
         groups, rows, columns = sizes["data"], sizes["fsdp"], sizes["tensor"]
         side = min(24, 60 / rows, (300 - 8 * groups) / (columns * groups))
         left, top = 22, 50
@@ -145,14 +144,14 @@ class Picture:
             if side >= 13:
                 yield text(x + side / 2, y + side / 2 + 3.5, str(device), f"number {kind}")
         arrays = self.arrays.values()
-        whole, stored = sum(math.prod(a.shape) for a in arrays), sum(a.numbers_stored for a in arrays)
-        entries = [("own", f"stored on device {self.device}: {stored:,} of {whole:,} numbers")]
-        if more := sum(a.numbers_fetched for a in arrays):
-            entries.append(("light", f"fetched over fsdp for use, then dropped: {more:,}"))
-        if stored < whole:
+        total, stored = sum(math.prod(a.shape) for a in arrays), sum(a.num_stored for a in arrays)
+        entries = [("own", f"stored on device {self.device}: {stored:,} of {total:,} parameters")]
+        if gathered := sum(a.num_gathered for a in arrays):
+            entries.append(("light", f"all-gathered over fsdp before use, then freed: {gathered:,}"))
+        if stored < total:
             entries.append(("", "on other devices"))
         if any(map(self.summed_axes, (MIXER, FFN))):
-            entries.append(("sum", "partial results, summed over tensor"))
+            entries.append(("sum", "partial sums, all-reduced over tensor"))
         x, y = (0, 126) if self.narrow else (PANEL + GAP, 42)
         for number, (kind, words) in enumerate(entries):
             inset = 3.5 if kind == "sum" else 0
@@ -161,7 +160,10 @@ class Picture:
 
     def half(self, half: Half) -> Iterator[str]:
         reads, writes = [self.arrays[name] for name in half.reads], self.arrays[half.writes]
-        lanes, own = writes.shares(find_column_dim(writes)), writes.share(self.device)[find_column_dim(writes)]
+        lanes, own = (
+            writes.num_shards(find_column_dim(writes)),
+            writes.shard_index(self.device)[find_column_dim(writes)],
+        )
         lane = (LAST - FIRST) / lanes
         slots = [max(self.wide(a), 6.2 * len(a.dims[find_column_dim(a)].name)) + SPACE for a in reads]
         starts = list(itertools.accumulate(slots, initial=FIRST))[:-1]
@@ -175,7 +177,7 @@ class Picture:
         yield text(NORM + BAR / 2, READS - 7, "norm", "name middle")
         yield from self.array(self.arrays[half.norm], NORM, READS)
         for array, x in zip(reads, starts, strict=True):
-            columns = array.shares(find_column_dim(array))
+            columns = array.num_shards(find_column_dim(array))
             for column, segment in itertools.product(range(columns), range(lanes)):
                 if columns == 1 or column == segment:
                     start, end = x + (column + 0.5) * self.wide(array) / columns, FIRST + (segment + 0.5) * lane
@@ -185,7 +187,7 @@ class Picture:
             yield from self.array(array, x, READS)
         x = FIRST + (LAST - FIRST - self.wide(writes)) / 2
         computing = [
-            [d for d in self.devices(writes) if writes.share(d)[find_column_dim(writes)] == segment]
+            [d for d in self.devices(writes) if writes.shard_index(d)[find_column_dim(writes)] == segment]
             for segment in range(lanes)
         ]
         for segment in range(lanes):
@@ -205,16 +207,19 @@ class Picture:
         yield text(right + 22, WRITES + TALL / 2 + 11, writes.dims[find_column_dim(writes)].name)
 
     def draw_return(self, half: Half, x: float) -> Iterator[str]:
-        """From the last matrix, which begins at `x`, to the stream."""
+        """Yield the path from the last matrix, which begins at `x`, to the residual stream."""
         writes, middle, bar = self.arrays[half.writes], WRITES + TALL / 2, FIRST + 18
         if axes := self.summed_axes(half):
-            lanes, own = writes.shares(find_column_dim(writes)), writes.share(self.device)[find_column_dim(writes)]
+            lanes, own = (
+                writes.num_shards(find_column_dim(writes)),
+                writes.shard_index(self.device)[find_column_dim(writes)],
+            )
             for line in range(lanes):
                 y = WRITES + (line + 0.5) * TALL / lanes
                 yield path(f"M{num(x)} {num(y)}H{bar}", "own" if line == own else "")
             yield rect(bar - 5, WRITES, 5, TALL, "sum")
-            yield text(bar - 12, WRITES + 10, "sum over", "moving end")
-            yield text(bar - 12, WRITES + 23, axes, "moving end")
+            yield text(bar - 12, WRITES + 10, "all-reduce", "moving end")
+            yield text(bar - 12, WRITES + 23, f"over {axes}", "moving end")
             x = bar - 5
         yield path(f"M{num(x)} {middle}H{STREAM + 16}", "flow")
         yield arrow_head(STREAM + 10, middle, 90)
@@ -222,14 +227,14 @@ class Picture:
         yield path(f"M{STREAM - 4} {middle}h8M{STREAM} {num(middle - 4)}v8", "flow")
 
     def array(self, array: Any, x: float, y: float) -> Iterator[str]:
-        """An array cut into shares; in the column that the device computes with, arrows for what it fetches."""
+        """Yield an array cut into shards, with arrows for the shards that the device all-gathers."""
         over, down = find_column_dim(array), find_row_dim(array)
-        rows, columns = array.shares(down), 1 if over is None else array.shares(over)
+        rows, columns = array.num_shards(down), 1 if over is None else array.num_shards(over)
         wide, tall = self.wide(array) / columns, TALL / rows
         holders: dict[tuple[int, int], list[int]] = {}
         for device in self.devices(array):
-            share = array.share(device)
-            holders.setdefault((share[down], 0 if over is None else share[over]), []).append(device)
+            index = array.shard_index(device)
+            holders.setdefault((index[down], 0 if over is None else index[over]), []).append(device)
         mine = next(cell for cell, devices in holders.items() if self.device in devices)
         kinds = {cell: "own" if cell == mine else "light" if cell[1] == mine[1] else "" for cell in holders}
         readable = tall >= 12 and all(fits(format_devices(devices), wide) for devices in holders.values())
@@ -252,7 +257,7 @@ class Picture:
         return range(math.prod(array.sizes.values()))
 
     def wide(self, array: Any) -> float:
-        """How wide an array is drawn: to the scale of its height, unless the widest row would leave its panel."""
+        """Return the width of an array: to the scale of its height, unless the widest row would overflow its panel."""
         embed = self.arrays[MIXER.norm].shape[0]
 
         def elements(array: Any) -> int:
@@ -268,23 +273,23 @@ def find_row_dim(array: Any) -> int:
 
 
 def find_column_dim(array: Any) -> Any:
-    """Which dim lies across; None for a vector."""
-    return next((place for place, dim in enumerate(array.dims) if dim.name != UPRIGHT), None)
+    """Return the index of the dim that runs across; None for a vector."""
+    return next((index for index, dim in enumerate(array.dims) if dim.name != UPRIGHT), None)
 
 
 def describe_array(array: Any) -> str:
-    rows = zip(array.dims, array.shape, array.stored, strict=True)
+    rows = zip(array.dims, array.shape, array.sharded_axes, strict=True)
     words = [f"{dim.name} {size}{' over ' + ' and '.join(axes) if axes else ''}" for dim, size, axes in rows]
     return f"{array.name}: {', '.join(words)}"
 
 
 def word(name: str) -> str:
-    """`query` of `mixer.query.weight`."""
+    """Return `query` for `mixer.query.weight`."""
     return name.split(".")[-2]
 
 
 def format_devices(devices: list[int]) -> str:
-    """0-3 for four neighbors, 0,4 for others."""
+    """Format consecutive devices as 0-3, others as 0,4."""
     ends = f"{devices[0]}-{devices[-1]}"
     return ends if len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1 else ",".join(map(str, devices))
 
@@ -318,12 +323,12 @@ def path(d: str, kind: str = "") -> str:
 
 
 def connector_path(x: float, y: float, to_x: float, to_y: float) -> str:
-    """A line that leaves downward and arrives downward."""
+    """Return a curve that leaves downward and arrives downward."""
     middle = num((y + to_y) / 2)
     return f"M{num(x)} {num(y)}C{num(x)} {middle} {num(to_x)} {middle} {num(to_x)} {num(to_y)}"
 
 
 def arrow_head(x: float, y: float, turn: int, kind: str = "") -> str:
-    """An arrow's head that ends here and points down, turned clockwise."""
+    """Return an arrow head with its tip here, pointing down, rotated clockwise by `turn` degrees."""
     move = f"translate({num(x)} {num(y)}) rotate({turn})"
     return f'<path transform="{move}" d="M0 0L-3.5 -7H3.5Z"{format_class("tip " + kind)}/>'

@@ -1,9 +1,8 @@
-"""Take the pictures out of a report, so that a page of the documentation can show them.
+"""Extract the pictures of a report as SVG files for a page of the documentation.
 
     python scripts/take_pictures.py runs/moe/report.html docs/pictures/moe  # moe-1.svg, moe-1-narrow.svg, ...
 
-A picture brings the report's colors with it, light and dark; a page that has colors of its own, named `--zoo-`, lends
-it those.
+A picture has the report's colors, light and dark; CSS variables of the page, named `--zoo-...`, override them.
 """
 
 import re
@@ -14,20 +13,20 @@ import tyro
 
 from zoo.train.report.style import CHART, COLORS
 
-FOUND = re.compile(r'<div class="(wide|narrow)">(<svg class="chart" .*?</svg>)</div>', re.DOTALL)
-OF_THE_SITE = {"train": "own", "held-out": "moves"}
-"""Colors that docs/stylesheets/site.css calls otherwise."""
+PICTURE = re.compile(r'<div class="(wide|narrow)">(<svg class="chart" .*?</svg>)</div>', re.DOTALL)
+SITE_COLORS = {"train": "own", "held-out": "moves"}
+"""Names in docs/stylesheets/site.css of the report's colors, where they differ."""
 FONT = '.chart { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }'
 
 
 def main(report: tyro.conf.Positional[Path], target: tyro.conf.Positional[Path]) -> None:
-    """Write every picture of `report` into a file of its own.
+    """Write every picture of `report` to its own file.
 
     Args:
-        report: What a recipe left: report.html.
-        target: Where to, and how the files' names begin.
+        report: A recipe's report.html.
+        target: Folder and prefix of the files.
     """
-    found = list(pictures(report.read_text(encoding="utf-8")))
+    found = list(iterate_pictures(report.read_text(encoding="utf-8")))
     if not found:
         raise ValueError(f"{report} has no pictures: is it the report of a recipe?")
     for name, picture in found:
@@ -36,26 +35,30 @@ def main(report: tyro.conf.Positional[Path], target: tyro.conf.Positional[Path])
         print(f"{path} written")
 
 
-def pictures(page: str) -> Iterator[tuple[str, str]]:
-    """Each with a name: its number, and whether it is the narrow one."""
+def iterate_pictures(page: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of each picture, "1" or "1-narrow", and its SVG."""
     number = 0
-    for width, picture in FOUND.findall(page):
+    for width, picture in PICTURE.findall(page):
         number += width == "wide"
         yield f"{number}{'-narrow' if width == 'narrow' else ''}", make_standalone(picture)
 
 
 def make_standalone(picture: str) -> str:
-    """An `<svg>` element of a report as a file that stands by itself, an element a line."""
+    """Return an `<svg>` element of a report as a standalone file, with one element per line."""
     head, rest = picture.split(">", 1)
-    lines = f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>\n{style()}\n</style>{rest}'.replace("><", ">\n<")
+    lines = f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>\n{build_style()}\n</style>{rest}'.replace(
+        "><", ">\n<"
+    )
     return f"{lines}\n"
 
 
-def style() -> str:
-    def lent(color: re.Match) -> str:
-        return f"--{color[1]}: var(--zoo-{OF_THE_SITE.get(color[1], color[1])}, {color[2]})"
+def build_style() -> str:
+    """Return the report's CSS, with the page's colors as overrides."""
 
-    colors = re.sub(r"--([\w-]+): (#\w+)", lent, COLORS.replace(":root", ".chart"))
+    def override(color: re.Match) -> str:
+        return f"--{color[1]}: var(--zoo-{SITE_COLORS.get(color[1], color[1])}, {color[2]})"
+
+    colors = re.sub(r"--([\w-]+): (#\w+)", override, COLORS.replace(":root", ".chart"))
     return "\n".join(line for line in f"{colors}\n{CHART}\n{FONT}".splitlines() if line)
 
 

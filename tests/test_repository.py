@@ -1,4 +1,4 @@
-"""Rules for the files of the repository, and what the wheel must carry."""
+"""Rules for the files of the repository, and the contents of the wheel."""
 
 import ast
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LONGEST = 500
 
-# Pieced together, so that this file does not hold what it forbids.
+# Concatenated, so that this file does not contain them.
 HOSTS = ("py" + "pi.org", "pythonhosted" + ".org", "anaconda" + ".org", "npm" + "js.org", "npm" + "js.com")
-# Folders that lie on one machine only, at the start of a path.
+# Absolute paths of one machine.
 MACHINE = re.compile(r"(?<![\w.:/~$}<>-])/(?:home|root|Users|work|workspace|scratch)/[\w.-]")
 
 
@@ -22,7 +22,7 @@ def sources() -> list[Path]:
 
 
 def tracked() -> list[Path]:
-    """Every file that git follows or would take in; without git, the sources."""
+    """Every file that git tracks or would add; without git, the sources."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -39,13 +39,13 @@ def test_files_stay_short():
     assert not {path: length for path, length in lengths.items() if length > LONGEST}
 
 
-def test_every_public_module_says_what_it_is():
+def test_every_public_module_has_a_docstring():
     public = [path for path in sources() if path.stem == "__init__" or not path.stem.startswith("_")]
     bare = [path for path in public if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
     assert not [str(path.relative_to(ROOT)) for path in bare]
 
 
-def test_no_package_host_is_named():
+def test_no_package_host_is_mentioned():
     found = []
     for path in tracked():
         text = path.read_bytes().decode("utf-8", errors="ignore")
@@ -53,7 +53,7 @@ def test_no_package_host_is_named():
     assert not found
 
 
-def test_no_path_of_one_machine():
+def test_no_absolute_paths_of_one_machine():
     found = []
     for path in tracked():
         lines = path.read_bytes().decode("utf-8", errors="ignore").splitlines()
@@ -61,7 +61,7 @@ def test_no_path_of_one_machine():
     assert not found
 
 
-def test_the_wheel_carries_recipes_and_types(tmp_path):
+def test_wheel_contains_recipes_and_types(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -80,11 +80,11 @@ def test_the_wheel_carries_recipes_and_types(tmp_path):
     assert "zoo fork finetune" in (tmp_path / "transformer.py").read_text()
 
 
-def test_the_reference_shows_every_public_name():
+def test_api_page_shows_every_public_name():
     import zoo
 
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").splitlines()
-    values = [getattr(room, name) for room in (zoo, zoo.parallel) for name in room.__all__]
-    made_here = [value for value in values if getattr(value, "__module__", "").startswith("zoo.")]
-    missing = {f"::: {value.__module__}.{value.__qualname__}" for value in made_here if callable(value)} - set(page)
+    values = [getattr(package, name) for package in (zoo, zoo.parallel) for name in package.__all__]
+    defined_here = [value for value in values if getattr(value, "__module__", "").startswith("zoo.")]
+    missing = {f"::: {value.__module__}.{value.__qualname__}" for value in defined_here if callable(value)} - set(page)
     assert not missing

@@ -1,4 +1,4 @@
-"""The names that are promised, and how they are called: a change here is a change for every user."""
+"""The promised names and their signatures: a change here is a change for every user."""
 
 import inspect
 from pathlib import Path
@@ -36,17 +36,17 @@ SIGNATURES = {
 }
 
 
-def test_the_public_names():
+def test_public_names():
     assert set(zoo.__all__) == NAMES
     assert all(hasattr(zoo, name) for name in NAMES)
 
 
-def test_how_they_are_called():
+def test_signatures():
     for function, names in SIGNATURES.items():
         assert list(inspect.signature(function).parameters) == names.split(), function.__name__
 
 
-def test_a_transformer_takes_these_and_a_model_those():
+def test_signatures_of_models():
     assert {"vocab", "embed", "layers", "heads", "mlp", "key"} <= set(
         inspect.signature(zoo.models.Transformer).parameters
     )
@@ -56,7 +56,7 @@ def test_a_transformer_takes_these_and_a_model_those():
     assert list(call) == ["self", "tokens", "mask", "segment_ids", "positions", "key"]
 
 
-def test_the_promises_stand_in_the_change_log():
+def test_change_log_lists_the_promised_names():
     text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
     for function in SIGNATURES:
         assert f"`zoo.{function.__name__}`" in text

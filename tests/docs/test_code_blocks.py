@@ -1,7 +1,7 @@
-"""Every block of Python in the README and the documentation runs, and every `$ zoo ...` in a console block.
+"""Run every block of Python in the README and the documentation, and every `$ zoo ...` in a console block.
 
-The blocks of one page share their names, in order. A block marked `python no-run` is left out, which needs a comment
-on the line above it: `<!-- no-run: why -->`. A command in a block marked `console fails` is one that should.
+The blocks of one page share a namespace, in order. A block marked `python no-run` is skipped, and needs a comment
+on the line above it: `<!-- no-run: why -->`. Commands in a block marked `console fails` must fail.
 """
 
 import re
@@ -17,7 +17,7 @@ WHY = re.compile(r"<!-- no-run: \S.*-->\s*$")
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
-    """First line and source of each block that is to run; commands as the Python that runs them."""
+    """Return the first line and the source of each block to run; commands as the Python that runs them."""
     found = []
     for fence in FENCE.finditer(text):
         language, *marks = fence["info"].replace("{", " ").replace("}", " ").split() or [""]
@@ -37,7 +37,7 @@ def blocks(text: str) -> list[tuple[int, str]]:
 
 
 def command(words: list[str], fails: bool) -> None:
-    """`zoo WORDS`, which ends well unless it should not."""
+    """Run `zoo WORDS`, and check that it fails if, and only if, it should."""
     from zoo.cli import main
 
     try:
@@ -50,14 +50,14 @@ def command(words: list[str], fails: bool) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").symlink_to(ROOT / "docs")  # a reader stands in the repository
+    (tmp_path / "docs").symlink_to(ROOT / "docs")  # commands run in the repository
     names = {"__name__": "__main__", "command": command}
     for line, source in blocks(page.read_text(encoding="utf-8")):
         # Empty lines in front give the traceback, and a failing assertion, the page's own line numbers.
         exec(compile("\n" * (line - 1) + source, str(page), "exec", dont_inherit=True), names)
 
 
-def test_blocks_are_found():
+def test_blocks_finds_python_and_console():
     page = "a\n```python\nx = 1\n\ny = x\n```\n\n    ```py title='b'\n    z = 2\n    ```\n```text\nno\n```\n"
     assert blocks(page) == [(3, "x = 1\n\ny = x\n"), (9, "z = 2\n")]
     assert blocks("```console fails\n$ zoo info 'a b'\nx\n```\n") == [(2, "command(['info', 'a b'], True)\n")]

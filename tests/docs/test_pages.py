@@ -1,4 +1,4 @@
-"""Pages that follow from the code are as the code is, and the built site asks no other host for anything."""
+"""Generated pages are current, and the built site loads nothing from another host."""
 
 import pytest
 
@@ -7,10 +7,10 @@ from scripts import check_site, make_pages
 
 def test_generated_pages_are_current():
     found = sorted(make_pages.find_stale())
-    assert not found, f"stale: {', '.join(found)}. `{make_pages.COMMAND}` writes them anew."
+    assert not found, f"stale: {', '.join(found)}. `{make_pages.COMMAND}` updates them."
 
 
-def test_every_source_file_stands_in_the_tree():
+def test_tree_lists_every_source_file():
     page = (make_pages.ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
     files = [path for name in make_pages.FOLDERS for path in (make_pages.ROOT / name).glob("**/*.py")]
     assert page.count(".py` ") >= len([path for path in files if path.stem != "__init__"]) > 80
@@ -19,48 +19,48 @@ def test_every_source_file_stands_in_the_tree():
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
     monkeypatch.setattr(make_pages, "ROOT", tmp_path)
-    monkeypatch.setattr(make_pages, "pages", lambda: {"docs/one.md": lambda: "1\n", "docs/two.md": lambda: "2\n"})
+    monkeypatch.setattr(make_pages, "list_pages", lambda: {"docs/one.md": lambda: "1\n", "docs/two.md": lambda: "2\n"})
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "one.md").write_text("1\n")
     (tmp_path / "docs" / "two.md").write_text("old\n")
     return tmp_path / "docs"
 
 
-def test_a_check_names_what_is_stale_and_writes_nothing(pages, capsys):
+def test_check_names_stale_pages_and_writes_nothing(pages, capsys):
     with pytest.raises(SystemExit, match=r"make_pages\.py"):
         make_pages.main(check=True)
     assert capsys.readouterr().out == "docs/two.md is stale\n"
     assert (pages / "two.md").read_text() == "old\n"
 
 
-def test_without_a_check_they_are_written(pages, capsys):
+def test_main_writes_stale_pages(pages, capsys):
     make_pages.main()
     assert capsys.readouterr().out == "docs/two.md written\n"
     assert (pages / "two.md").read_text() == "2\n"
     make_pages.main(check=True)
 
 
-def test_a_file_without_a_docstring_is_named(pages):
+def test_caption_raises_without_a_docstring(pages):
     file = pages.parent / "bare.py"
     file.write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"bare\.py has no docstring"):
-        make_pages.caption(file)
+        make_pages.read_caption(file)
 
 
-def test_a_name_that_the_reference_lacks_is_told(pages):
+def test_link_raises_for_a_name_missing_from_the_api(pages):
     (pages / "api.md").write_text("::: zoo.layers\n")
-    assert make_pages.link("zoo.layers.Linear", make_pages.zoo.layers.Linear) == (
+    assert make_pages.format_link("zoo.layers.Linear", make_pages.zoo.layers.Linear) == (
         "[`zoo.layers.Linear`](api.md#zoo.layers.Linear)"
     )
     with pytest.raises(ValueError, match=r"add `::: zoo\.parallel\.layout\.make_mesh` to it"):
-        make_pages.link("zoo.make_mesh", make_pages.zoo.make_mesh)
+        make_pages.format_link("zoo.make_mesh", make_pages.zoo.make_mesh)
 
 
-def test_arguments_as_in_a_call():
+def test_arguments_are_formatted_as_in_a_call():
     def function(a, *rest, b=(), c=1.5, d="x", e=len, f=None, g=frozenset(), **options): ...
 
-    assert make_pages.arguments(function) == "a, *rest, b=(), c=1.5, d='x', e=len, f=None, g=..., **options"
-    assert make_pages.arguments(lambda x, *, key: x) == "x, *, key"
+    assert make_pages.format_arguments(function) == "a, *rest, b=(), c=1.5, d='x', e=len, f=None, g=..., **options"
+    assert make_pages.format_arguments(lambda x, *, key: x) == "x, *, key"
 
 
 FOREIGN = {
@@ -87,19 +87,19 @@ OWN = {
 
 
 @pytest.mark.parametrize("html", FOREIGN.values(), ids=FOREIGN)
-def test_what_loads_from_another_host_is_found(tmp_path, html):
+def test_foreign_resources_are_found(tmp_path, html):
     (tmp_path / "page.html").write_text(f"<html><body>{html}</body></html>")
-    (found,) = check_site.foreign(tmp_path)
+    (found,) = check_site.find_foreign(tmp_path)
     assert found.startswith("page.html: ")
 
 
 @pytest.mark.parametrize("html", OWN.values(), ids=OWN)
-def test_what_loads_nothing_foreign_passes(tmp_path, html):
+def test_own_resources_pass(tmp_path, html):
     (tmp_path / "page.html").write_text(f"<html><body>{html}</body></html>")
-    assert list(check_site.foreign(tmp_path)) == []
+    assert list(check_site.find_foreign(tmp_path)) == []
 
 
-def test_a_style_sheet_is_read_and_a_build_warned(tmp_path, caplog):
+def test_post_build_warns_of_foreign_styles(tmp_path, caplog):
     (tmp_path / "css").mkdir()
     (tmp_path / "css" / "x.css").write_text("a { background: url(x.png) } b { background: url(//cdn.example/x.png) }")
     check_site.on_post_build({"site_dir": str(tmp_path)})

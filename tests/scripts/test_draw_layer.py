@@ -1,4 +1,4 @@
-"""The picture of a layer shows what the library does: shares as JAX deals them, sums and gathers as they are traced."""
+"""The picture of a layer agrees with the library: JAX's shards, traced all-reduces and all-gathers."""
 
 import math
 import xml.etree.ElementTree as ElementTree
@@ -21,7 +21,7 @@ SIZES = {"embed": 64, "heads": 8, "kv_heads": 4, "mlp": 128}
 MESHES = {
     "fsdp 2, tensor 4": {"fsdp": 2, "tensor": 4},
     "all three": {"data": 2, "fsdp": 2, "tensor": 2},
-    "kv_heads whole": {"data": 1, "tensor": 8},
+    "kv_heads replicated": {"data": 1, "tensor": 8},
     "data alone": {"data": 8},
 }
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,17 +32,17 @@ def mesh(request):
     return zoo.make_mesh(**request.param)
 
 
-def test_shares_are_those_that_jax_deals_out(mesh):
+def test_shard_indices_match_jax(mesh):
     numbers = {device: number for number, device in enumerate(mesh.devices.devices.flat)}
     arrays = draw_layer.list_layer_arrays(mesh, **SIZES)
     assert len(arrays) == 9
     for array in arrays.values():
-        sharding = NamedSharding(mesh.devices, PartitionSpec(*(axes or None for axes in array.stored)))
+        sharding = NamedSharding(mesh.devices, PartitionSpec(*(axes or None for axes in array.sharded_axes)))
         for device, index in sharding.devices_indices_map(array.shape).items():
-            sizes = [size // array.num_shards(place) for place, size in enumerate(array.shape)]
+            sizes = [size // array.num_shards(dim) for dim, size in enumerate(array.shape)]
             starts = [(cut.start or 0) // size for cut, size in zip(index, sizes, strict=True)]
             assert array.shard_index(numbers[device]) == tuple(starts)
-        assert array.numbers_stored == math.prod(sharding.shard_shape(array.shape))
+        assert array.num_stored == math.prod(sharding.shard_shape(array.shape))
 
 
 def equations(jaxpr):
@@ -52,9 +52,9 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
-def test_sums_and_gathers_are_those_of_the_layer(mesh):
+def test_picture_has_the_collectives_of_the_layer(mesh):
     def block(key):
-        return next(zoo.models.Transformer(vocab=1, layers=1, **SIZES, key=key).stack.one_by_one())
+        return next(zoo.models.Transformer(vocab=1, layers=1, **SIZES, key=key).stack.iter_blocks())
 
     def run(block, x):
         return gather(block)(Hidden(x), TokenInfo())[0].x
@@ -65,12 +65,14 @@ def test_sums_and_gathers_are_those_of_the_layer(mesh):
         lambda arrays, x: zoo.spmd(run, mesh, out="batch seq embed")(eqx.combine(arrays, static), x)
     )(arrays, x)
     names = [str(equation.primitive) for equation in equations(traced.jaxpr)]
-    lain = draw_layer.list_layer_arrays(mesh, **SIZES)
-    picture = Picture(str(mesh), lain, 0, False)
+    layer_arrays = draw_layer.list_layer_arrays(mesh, **SIZES)
+    picture = Picture(str(mesh), layer_arrays, 0, False)
     assert sum(name.startswith("psum") for name in names) == sum(
         bool(picture.summed_axes(half)) for half in (MIXER, FFN)
     )
-    assert sum(name.startswith("all_gather") for name in names) == sum(any(a.fetched) for a in lain.values())
+    assert sum(name.startswith("all_gather") for name in names) == sum(
+        any(a.gathered_axes) for a in layer_arrays.values()
+    )
 
 
 def is_shape(x):
@@ -78,7 +80,7 @@ def is_shape(x):
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_the_picture_is_whole(mesh, narrow):
+def test_picture_is_complete(mesh, narrow):
     last = mesh.devices.size - 1
     svg = draw_layer.draw(mesh, **SIZES, device=last, narrow=narrow)
     assert svg == draw_layer.draw(mesh, **SIZES, device=last, narrow=narrow)
@@ -89,8 +91,8 @@ def test_the_picture_is_whole(mesh, narrow):
     assert str(mesh) in title and f"Device {last} stores" in text
     words = {element.text for element in root.iter(f"{SVG}text")}
     assert words >= {"query", "key", "value", "out", "gate", "up", "down", "heads", "kv_heads", "mlp", "embed"}
-    assert ("sum over" in words) == (mesh.shape["tensor"] > 1)
-    # One share of every array is the device's own, one square of the mesh, and one of the legend.
+    assert ("all-reduce" in words) == (mesh.shape["tensor"] > 1)
+    # One shard of every array is the device's own, one square of the mesh, and one of the legend.
     own = [element for element in root.iter(f"{SVG}rect") if element.get("class") == "own"]
     assert len(own) == 9 + 2
     width, height = map(float, root.get("viewBox", "").split()[2:])
@@ -99,7 +101,7 @@ def test_the_picture_is_whole(mesh, narrow):
     assert not any(word in svg for word in ("<script", "href", "url(", "@import", "@font-face"))
 
 
-def test_what_cannot_be_drawn_is_refused():
+def test_draw_refuses_impossible_meshes():
     mesh = zoo.make_mesh(fsdp=2, tensor=4)
     with pytest.raises(ValueError, match="has devices 0 to 7"):
         draw_layer.draw(mesh, **SIZES, device=8)
@@ -110,9 +112,9 @@ def test_what_cannot_be_drawn_is_refused():
         draw_layer.draw(many, **SIZES, device=0)
 
 
-def test_the_command_prints_a_picture(capsys):
+def test_main_prints_a_picture(capsys):
     draw_layer.main(data=2, fsdp=2, tensor=4, device=13)
     assert "One layer on data 2 x fsdp 2 x tensor 4" in capsys.readouterr().out
-    for wrong, why in ({"tensor": 3}, "do not share out over tensor=3"), ({}, "One device holds everything"):
-        with pytest.raises(SystemExit, match=why):
-            draw_layer.main(**wrong)
+    for options, error in ({"tensor": 3}, "do not share out over tensor=3"), ({}, "One device holds everything"):
+        with pytest.raises(SystemExit, match=error):
+            draw_layer.main(**options)

@@ -1,4 +1,4 @@
-"""Pictures of a report as files that stand by themselves."""
+"""Pictures of a report as standalone files."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -13,18 +13,16 @@ from zoo.train.report.page import _draw_both_sizes
 
 @pytest.fixture
 def report(tmp_path):
-    def drawn(width, height):
+    def draw(width, height):
         return draw_line_chart([Curve("a & b", [1, 2], [2.0, 1.0])], {}, unit="nats", width=width, height=height)
 
-    nothing = _draw_both_sizes(lambda width, **_: draw_heatmaps([], unit="share", width=width))
+    empty = _draw_both_sizes(lambda width, **_: draw_heatmaps([], unit="share", width=width))
     path = tmp_path / "report.html"
-    path.write_text(
-        f"<html><body><p>a > b</p>{_draw_both_sizes(drawn)}{nothing}{_draw_both_sizes(drawn)}</body></html>"
-    )
+    path.write_text(f"<html><body><p>a > b</p>{_draw_both_sizes(draw)}{empty}{_draw_both_sizes(draw)}</body></html>")
     return path
 
 
-def test_every_picture_becomes_a_file(report, tmp_path, capsys):
+def test_main_writes_every_picture(report, tmp_path, capsys):
     take_pictures.main(report, tmp_path / "x")
     names = ["x-1.svg", "x-1-narrow.svg", "x-2.svg", "x-2-narrow.svg"]
     assert [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()] == [f"{x} written" for x in names]
@@ -35,17 +33,17 @@ def test_every_picture_becomes_a_file(report, tmp_path, capsys):
         assert "a & b" in "".join(root.itertext()) and "\n\n" not in text
 
 
-def test_a_picture_has_every_color_that_it_uses(report):
-    (_, picture), *_ = take_pictures.pictures(report.read_text())
-    used, given = (
+def test_picture_defines_every_color_it_uses(report):
+    (_, picture), *_ = take_pictures.iterate_pictures(report.read_text())
+    used, defined = (
         set(re.findall(rule, picture)) for rule in (r"[:(] ?var\(--(?!zoo)([\w-]+)\)", r"--(?!zoo)([\w-]+): var")
     )
-    assert used and used <= given
+    assert used and used <= defined
     assert "--train: var(--zoo-own, #2563c9)" in picture and "--train: var(--zoo-own, #6ea8ff)" in picture
     assert ":root" not in picture
 
 
-def test_a_report_without_pictures_is_told(tmp_path):
+def test_main_raises_without_pictures(tmp_path):
     (tmp_path / "report.html").write_text("<html></html>")
     with pytest.raises(ValueError, match="has no pictures"):
         take_pictures.main(tmp_path / "report.html", tmp_path / "x")
