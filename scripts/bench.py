@@ -1,17 +1,17 @@
-"""How fast the library is, beside what the machine can do and beside PyTorch.
+"""Benchmark of the library: training steps, time to first step, decoding; against the machine's peak and PyTorch.
 
-    python scripts/bench.py                              # a training step, the first step, decoding: some ten minutes
-    python scripts/bench.py --vs torch                   # and torch with transformers, where they are installed
+    python scripts/bench.py                              # training step, first step, decoding: about ten minutes
+    python scripts/bench.py --vs torch                   # against torch and transformers, if installed
     python scripts/bench.py --parts step --rounds 30 --remat full elementwise
     python scripts/bench.py --parts large                # on an accelerator: a model of a billion parameters
-    python scripts/bench.py --vs torch --page docs/performance.md    # the table of the documentation
-    python scripts/bench.py --vs torch --parts mixture grouped --page docs/moe.md    # and that of mixtures of experts
-    python scripts/bench.py --vs torch --parts adapters --page docs/adapters.md    # LoRA, DoRA, QLoRA, beside PEFT
-    python scripts/bench.py --parts recurrences --operations gla kda --lengths 2048 32768    # what a token costs
+    python scripts/bench.py --vs torch --page docs/performance.md    # write the table of the documentation
+    python scripts/bench.py --vs torch --parts mixture grouped --page docs/moe.md    # mixtures of experts
+    python scripts/bench.py --vs torch --parts adapters --page docs/adapters.md    # LoRA, DoRA, QLoRA, against PEFT
+    python scripts/bench.py --parts recurrences --operations gla kda --lengths 2048 32768    # cost per token
 
-Rivals run in turn in one process, and so do a matrix product and a copy, whose rates are the ceilings that shares are
-of. Figures are medians over the rounds with their quartiles; shares go by the shortest round on both sides, which
-others on the machine disturb least. What compiles is measured in processes of its own, without a cache.
+All entrants run in turn in one process, together with a matrix product and a copy, whose rates are the ceilings.
+Times are medians over the rounds, with quartiles. Shares of the ceilings compare the shortest rounds of both, which
+other load on the machine disturbs least. Compilation is measured in new processes without a cache.
 """
 
 import datetime
@@ -40,7 +40,7 @@ Part = Literal[
 Row = dict[str, Any]
 
 NEW_TOKENS = 128
-"""That decoding makes after a prompt."""
+"""Tokens generated after the prompt when decoding."""
 
 
 def main(
@@ -58,26 +58,26 @@ def main(
     page: Path | None = None,
     place: str = "",
 ) -> None:
-    """Measure, print a line for each entrant, and write all of it down.
+    """Run the benchmarks, print a line per entrant, and write all figures as JSON.
 
     Args:
-        parts: What to measure: `step`, a training step; `first`, the time to the first; `decode`; `mixture`, a step of
-            a mixture of experts with as many active parameters, beside the dense one; `grouped`, the product that it is
-            made of; `recurrences`, each operation alone; `recurrent`, steps of models that are made of them;
-            `continued`, tokens after few others and after many; `adapters`, steps that learn a LoRA, a DoRA or a QLoRA
-            beside the step that learns everything, and PEFT's; `large`, a model of a billion parameters and its
-            decoding. Unless given, the first three, and on an accelerator `large` too.
+        parts: Benchmarks to run: `step`, a training step; `first`, time to the first step; `decode`; `mixture`, a step
+            of a mixture of experts and of the dense model with as many active parameters; `grouped`, its grouped matrix
+            product; `recurrences`, single recurrent operations; `recurrent`, steps of recurrent models; `continued`,
+            decoding after short and long prompts; `adapters`, steps that train a LoRA, a DoRA or a QLoRA, all
+            parameters, and PEFT's; `large`, a model of a billion parameters. By default the first three, and `large`
+            on an accelerator.
         vs: The rival: torch with transformers, eager and compiled.
-        rounds: How often everybody runs. A tenth of it, at least two, where processes start anew.
-        remat: What the backward pass of our step computes again; each is an entrant.
-        dtypes: What models compute in.
-        depths: Layers of the models whose first step is timed.
-        lengths: Tokens that recurrences go over.
-        operations: Which of them.
-        slow: Let a rival take part whose step takes a minute: transformers' Mamba, token after token.
-        out: Where the JSON goes.
-        page: A page whose table, between its two markers, is written anew.
-        place: Which of the page's tables, where it has several: what its first marker says after a colon.
+        rounds: Runs per entrant; a tenth of it, at least two, for new processes.
+        remat: Rematerialization policies of our step; one entrant each.
+        dtypes: Compute dtypes.
+        depths: Numbers of layers for the time to the first step.
+        lengths: Sequence lengths for the recurrences.
+        operations: Recurrences to run.
+        slow: Include rivals whose step takes a minute: transformers' Mamba, token by token.
+        out: Path of the JSON.
+        page: A page whose table, between two markers, to rewrite.
+        place: Name of the table, if the page has several: the word after the colon in its first marker.
     """
     require(rivals(vs, parts))
     if page is not None:
@@ -117,14 +117,14 @@ def main(
         large.run(found, report)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"\nall figures lie in {out}")
+    print(f"\nall figures are in {out}")
     if page is not None:
         table.write(page, found, sys.argv[1:], place)
         print(f"the table of {page} is written")
 
 
 def rivals(vs: str, parts: Sequence[str]) -> tuple[str, ...]:
-    """The packages that rivals are of."""
+    """List the packages that the rivals need."""
     return () if vs == "none" else ("torch", "transformers", *(("peft",) if "adapters" in parts else ()))
 
 
@@ -138,7 +138,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def steps(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[str, Callable], dict[str, Row]]:
-    """Entrants of the training step; and what each has to do."""
+    """Return the entrants of the training step, and the FLOPs and tokens of each."""
     sizes, entrants, facts = ours.Sizes(), {}, {}
     for dtype in dtypes:
         for policy in remat:
@@ -155,7 +155,7 @@ def steps(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[st
 
 
 def mixtures(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[str, Callable], dict[str, Row]]:
-    """Entrants of the step of a mixture, with the dense model of as many active parameters."""
+    """Return the entrants of the mixture's step, and of the dense model with as many active parameters."""
     sizes, dense, entrants, facts = ours.MIXTURE, ours.Sizes(), {}, {}
     for dtype in dtypes:
         for policy in remat:
@@ -178,13 +178,13 @@ def our_step(sizes: ours.Sizes, dtype: str, policy: Any) -> tuple[Callable, Row]
 
 
 def work(sizes: ours.Sizes, dtype: str) -> Row:
-    """What a step has to do, whoever takes it."""
+    """Return the FLOPs and tokens of a step, the same for all entrants."""
     return {"dtype": dtype, "flops": sizes.model_flops, "tokens": sizes.batch * sizes.seq}
 
 
 def grouped_products() -> tuple[dict[str, Callable], dict[str, Row]]:
-    """The grouped product, with loads that are even and that are not, and more experts than have rows; the dense
-    product of the same size; and what XLA makes of JAX's own."""
+    """Return the entrants of the grouped product: even and uneven loads, idle experts, the dense product of the same
+    size, and `lax.ragged_dot`."""
     form, dealt, entrants, facts = grouped_matmul.grouped_matmul, ours.loads, {}, {}
     for gradient in (False, True):
         also = ", with gradient" if gradient else ""
@@ -217,7 +217,7 @@ def decoding(vs: str) -> tuple[dict[str, Callable], dict[str, Row]]:
 
 
 def compete(part: str, entrants: dict[str, Callable], facts: dict[str, Row], rounds: int, found: dict) -> None:
-    """Warm everybody up, let them run in turn, and keep a row for each with its share of the ceilings."""
+    """Warm up all entrants, time them in turn, and report each with its share of the ceilings."""
     print(f"\n{part}: {rounds} rounds of {len(entrants)} entrants", flush=True)
     for run in entrants.values():
         run()
@@ -234,34 +234,34 @@ def compete(part: str, entrants: dict[str, Callable], facts: dict[str, Row], rou
 
 
 def report(found: dict, part: str, name: str, timing: Timing, facts: Row, rates: dict[str, float]) -> None:
-    """One row, kept and printed."""
+    """Record and print the result of one entrant."""
     row: Row = {"part": part, "name": name, **vars(timing), **facts}
-    told = (
+    line = (
         f"  {name:38} {timing.median:8.3f} s  ({timing.low:.3f} to {timing.high:.3f}, shortest {timing.shortest:.3f})"
     )
     if "tokens" in facts:
         row["tokens_per_second"] = facts["tokens"] / timing.median
-        told += f"  {row['tokens_per_second']:10,.0f} tokens/s"
+        line += f"  {row['tokens_per_second']:10,.0f} tokens/s"
     if "flops" in facts:
         row["share"] = facts["flops"] / timing.shortest / rates[f"matmul {facts['dtype']}"]
-        told += f"  {row['share']:4.0%} of the matmul rate"
+        line += f"  {row['share']:4.0%} of the matmul rate"
     if "bytes_needed" in facts:
         row["share"] = facts["bytes_needed"] / timing.shortest / rates["copy"]
-        told += f"  {row['share']:4.0%} of the copy rate"
+        line += f"  {row['share']:4.0%} of the copy rate"
     if "bytes_passed" in facts:
         row["copy_share"] = facts["bytes_passed"] / timing.shortest / rates["copy"]
-        told += f"  {row['copy_share']:4.0%} of the copy rate"
+        line += f"  {row['copy_share']:4.0%} of the copy rate"
     if "bytes_learning" in facts:
         kinds = {"bytes_parameters": "parameters", "bytes_learning": "gradients and moments", "temporaries": "else"}
-        told += "  MB: " + ", ".join(f"{facts[key] / 1e6:.1f} {word}" for key, word in kinds.items() if facts.get(key))
+        line += "  MB: " + ", ".join(f"{facts[key] / 1e6:.1f} {word}" for key, word in kinds.items() if facts.get(key))
     if "bytes_remembered" in facts:
-        told += f"  {facts['bytes_remembered'] / 1e6:,.2f} MB remembered"
+        line += f"  {facts['bytes_remembered'] / 1e6:,.2f} MB remembered"
     found["rows"].append(row)
-    print(told, flush=True)
+    print(line, flush=True)
 
 
 def first_steps(vs: str, depths: Sequence[int], rounds: int, found: dict) -> None:
-    """The time to the first step, each in a new process with nothing cached."""
+    """Measure the time to the first step, each in a new process without a cache."""
     sides = {"zoo": "from scripts.benchmarks import ours; found = ours.first_step({})"}
     if vs == "torch":
         sides["torch, eager"] = "from scripts.benchmarks import pytorch; found = pytorch.first_step({}, compiled=False)"
@@ -269,12 +269,12 @@ def first_steps(vs: str, depths: Sequence[int], rounds: int, found: dict) -> Non
             "from scripts.benchmarks import pytorch; found = pytorch.first_step({}, compiled=True)"
         )
     print(f"\nfirst step: {rounds} rounds of new processes", flush=True)
-    told: dict[str, list[dict[str, float]]] = {f"{name}, {depth} layers": [] for depth in depths for name in sides}
+    results: dict[str, list[dict[str, float]]] = {f"{name}, {depth} layers": [] for depth in depths for name in sides}
     for _ in range(rounds):
         for depth in depths:
             for name, source in sides.items():
-                told[f"{name}, {depth} layers"].append(in_new_process(source.format(depth)))
-    for name, each in told.items():
+                results[f"{name}, {depth} layers"].append(in_new_process(source.format(depth)))
+    for name, each in results.items():
         born, later = (statistics.median(row[key] for row in each) for key in ("born", "later"))
         timing = Timing.of([row["first"] for row in each])
         facts = {"born": born, "later": later, "compiling": timing.median - later}
@@ -283,7 +283,7 @@ def first_steps(vs: str, depths: Sequence[int], rounds: int, found: dict) -> Non
 
 
 def in_new_process(source: str) -> dict[str, float]:
-    """What `source` leaves in `found`."""
+    """Run `source` in a new process and return its variable `found`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
     clean["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     words = [sys.executable, "-c", f"import json; {source}; print(json.dumps(found))"]

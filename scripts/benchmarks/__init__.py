@@ -1,1 +1,1 @@
-"""What `bench.py` runs: how time is taken, our side, PyTorch's side, and the page that shows what came out."""
+"""Benchmarks run by `bench.py`: paired timing, our entrants, PyTorch's, and the tables of the documentation."""

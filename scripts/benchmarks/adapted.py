@@ -1,4 +1,4 @@
-"""Steps that learn an adapter, beside the step that learns everything: time, and what is held."""
+"""Training steps of adapters against full training: time and memory."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,15 +19,15 @@ KINDS: dict[str, Callable] = {
     "QLoRA, NF4": lambda model: KINDS["LoRA"](adapters.quantize(model, "nf4")),
     "QLoRA, int8": lambda model: KINDS["LoRA"](adapters.quantize(model, "int8")),
 }
-"""What becomes of a model before its step is taken: factors of rank 8 around every matrix but the head's."""
+"""Adapters by name, each around every linear layer but the head."""
 PEFT = ("full", "LoRA", "DoRA")
-"""Those that PEFT has on every machine: its quantized bases need kernels of a GPU."""
+"""Adapters that PEFT runs on a CPU; its quantized bases need a GPU."""
 
 
 def steps(
     vs: str, remat: Sequence[Any], dtypes: Sequence[str]
 ) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
-    """Entrants of the step, and what each holds."""
+    """Return the entrants of the step, and the memory of each."""
     sizes, entrants, facts = ours.Sizes(), {}, {}
     for dtype in dtypes:
         for kind, adapt in KINDS.items():
@@ -46,8 +46,7 @@ def steps(
 
 
 def measure_memory(run: ours.Training) -> dict[str, Any]:
-    """The bytes of parameters, learnt or not; of what learning adds to them, gradients and moments; and of what else
-    the compiled step works in."""
+    """Return the bytes of parameters, of gradients and moments, and of the compiled step's temporaries."""
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree) if hasattr(x, "nbytes"))
     learning = size(run.state) + size(zoo.trainable(run.model))
     return {"bytes_parameters": size(run.model), "bytes_learning": learning, **run.executed()}

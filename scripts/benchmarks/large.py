@@ -1,5 +1,5 @@
-"""A model of about a billion parameters on an accelerator: tokens/s, model FLOP utilization, and decoding against the
-rate at which the device's memory copies."""
+"""A model of about a billion parameters on an accelerator: tokens/s, model FLOPs utilization (MFU), and decoding
+against the memory bandwidth."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,10 +16,10 @@ POLICIES = ("none", "elementwise", "dots", "full")
 
 
 def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BILLION) -> None:
-    """Every policy of rematerialization in turn, as many rows as the device's memory holds; then decoding.
+    """Run every rematerialization policy with the largest batch that fits, then decoding.
 
-    A model is let go of before the next is made: together they would not fit. Utilization is of the data sheet's rate
-    where the device is listed, and of the measured product where it is not.
+    Each model is freed before the next is made. MFU is relative to the data sheet's rate if the device is listed, else
+    to the measured matrix product.
     """
     kind = jax.devices()[0].device_kind
     print(
@@ -33,8 +33,10 @@ def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BI
     for policy in POLICIES:
         for batch in (8, 4, 2, 1):
             now = dataclasses.replace(sizes, batch=batch)
-            form = ours.fused_attention()
-            timed = attempt(lambda now=now, policy=policy, form=form: ours.Training(now, "bfloat16", policy, form=form))
+            options = {"implementation": ours.fused_attention()}
+            timed = attempt(
+                lambda now=now, policy=policy, options=options: ours.Training(now, "bfloat16", policy, **options)
+            )
             if timed is None:
                 continue
             _, timing = timed
@@ -57,8 +59,8 @@ def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BI
 
 
 def attempt(make: Callable[[], Any]) -> tuple[float, Timing] | None:
-    """The bytes that a token needs, where it is decoding, and the time of what `make` makes; None where the device's
-    memory is too small for it. What was made is let go of."""
+    """Time the entrant that `make` returns, with the bytes read per token if it decodes; None if it does not fit into
+    the device's memory. The entrant is freed."""
     try:
         run = make()
         run()
@@ -70,6 +72,6 @@ def attempt(make: Callable[[], Any]) -> tuple[float, Timing] | None:
 
 
 def refuse_others(error: Exception) -> None:
-    """Raise `error` again, unless it is that memory ran out."""
+    """Raise `error` unless it says that memory is exhausted."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         raise error

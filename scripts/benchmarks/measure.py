@@ -1,4 +1,4 @@
-"""Time, taken so that rivals can be compared on a machine that is never quite quiet; and what the machine can do."""
+"""Paired timing of entrants on a noisy machine, and the machine's peak rates."""
 
 import dataclasses
 import functools
@@ -19,8 +19,7 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 40
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one entrant over all rounds. The spread is that of the quartiles; the shortest says what the machine
-    can do where nobody else wants it."""
+    """Seconds of one entrant over all rounds: median, lower and upper quartile, and the shortest."""
 
     median: float
     low: float
@@ -35,11 +34,11 @@ class Timing:
 
 
 def contest(entrants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Run all entrants in turn, `rounds` times, forward and backward by turns: whatever slows the machine slows them
-    alike. An entrant returns when its work is done, and has run once before, so that nothing is compiled here.
+    """Time all entrants in turn, `rounds` times, in alternating order, so that other load affects all alike. Entrants
+    block until done and are already compiled.
 
-    A turn is two calls, and the second counts: the first finds memory and caches as the rival left them, the second as
-    a loop finds them. Where XLA has to ask for its memory anew after PyTorch gave back its own, that is 0.2 to 0.5 s.
+    Each turn is two calls, of which the second is timed: the first sees memory and caches as the rival left them, which
+    costs XLA 0.2 to 0.5 s if PyTorch has returned its memory to the system.
     """
     seconds: dict[str, list[float]] = {name: [] for name in entrants}
     for turn in range(rounds):
@@ -53,13 +52,13 @@ def contest(entrants: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
 
 
 def amounts() -> tuple[int, int]:
-    """The side of the matrices, and the bytes of the copy, that the ceilings are taken with."""
+    """Return the size of the matrices and the bytes of the copy that measure the ceilings."""
     return (1024, 2**27) if jax.default_backend() == "cpu" else (8192, 2**31)
 
 
 def ceilings() -> dict[str, Callable[[], object]]:
-    """Entrants that do nothing but multiply or copy: what a model is measured against, in the same rounds. Halves are
-    multiplied into float32, and the copy is in place, which is how each is fastest."""
+    """Return the entrants that only multiply or copy, the peak rates that models are compared with. bfloat16 products
+    accumulate in float32, and the copy is in place, since both are fastest so."""
     size, copied = amounts()
     square = jax.random.normal(jax.random.key(0), (size, size))
     halves = square.astype(jnp.bfloat16)
@@ -81,30 +80,30 @@ def ceilings() -> dict[str, Callable[[], object]]:
 
 
 def rates(timings: Mapping[str, Timing]) -> dict[str, float]:
-    """FLOP/s of both products, and bytes/s of the copy (read and written), by the shortest time of each."""
+    """Return FLOP/s of the products and bytes/s of the copy (read and written), from their shortest times."""
     size, copied = amounts()
     work = {"matmul float32": 2 * size**3, "matmul bfloat16": 2 * size**3, "copy": 2 * copied}
     return {name: amount / timings[name].shortest for name, amount in work.items()}
 
 
 def peak_of(device: str) -> float | None:
-    """The data sheet's FLOP/s of an accelerator, in bfloat16; None for one that is not listed."""
+    """Return the bfloat16 FLOP/s of an accelerator by its data sheet, or None if it is not listed."""
     return next((rate for name, rate in PEAKS.items() if name in device), None)
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on, in words."""
+    """Describe the machine: processor, cores, devices, versions, commit."""
     device = jax.devices()[0]
-    told = {"processor": processor(), "cores": str(len(os.sched_getaffinity(0)))}
+    facts = {"processor": processor(), "cores": str(len(os.sched_getaffinity(0)))}
     if device.platform != "cpu":
-        told["device"] = f"{jax.device_count()} x {device.device_kind}"
+        facts["device"] = f"{jax.device_count()} x {device.device_kind}"
     if "GLIBC_TUNABLES" in os.environ:
-        told["GLIBC_TUNABLES"] = os.environ["GLIBC_TUNABLES"]
-    return {**told, "python": platform.python_version(), "jax": jax.__version__, "commit": commit()}
+        facts["GLIBC_TUNABLES"] = os.environ["GLIBC_TUNABLES"]
+    return {**facts, "python": platform.python_version(), "jax": jax.__version__, "commit": commit()}
 
 
 def processor() -> str:
-    """The model of the processor, with the vector units that matter to matrix products."""
+    """Return the processor's model and its vector extensions for matrix products."""
     try:
         rows = [row.partition(":") for row in Path("/proc/cpuinfo").read_text().splitlines()]
     except OSError:
@@ -115,7 +114,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, and whether anything was changed since."""
+    """Return the measured commit, and whether the work tree is dirty."""
     git = lambda *words: subprocess.run(("git", *words), cwd=Path(__file__).parent, capture_output=True, text=True)
     try:
         found, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")

@@ -1,4 +1,4 @@
-"""Our side: a training step as recipes write it, the first step of a deep model, and decoding."""
+"""Our entrants: a training step as in the recipes, the first step of a deep model, and decoding."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from zoo.ops.matmul import einsum_fp32_accum
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A model and its batch; the defaults are those that all figures on a CPU are for. With `experts`, each layer is a
-    mixture of so many gated MLPs of width `mlp`, of which a token uses `top`."""
+    """Sizes of a model and its batch; the defaults are those of all CPU figures. With `experts`, each layer is a
+    mixture of that many gated MLPs of width `mlp`, of which a token uses `top`."""
 
     vocab: int = 4096
     embed: int = 256
@@ -32,7 +32,7 @@ class Sizes:
     top: int = 2
 
     def make(self, key: Any, **options: Any) -> zoo.models.Decoder:
-        """A model of these sizes, its head the embedding's table."""
+        """Build the model, with tied embeddings."""
         sizes = {"vocab": self.vocab, "embed": self.embed, "layers": self.layers, "heads": self.heads, "mlp": self.mlp}
         if self.experts:
             mixture = {"experts": self.experts, "top": self.top}
@@ -41,9 +41,8 @@ class Sizes:
 
     @property
     def model_flops(self) -> int:
-        """What a training step has to multiply: two FLOPs a parameter and token forward, four backward, and the
-        causal half of attention's products. What is computed again does not count; of experts those that a token uses
-        do, and the router."""
+        """Model FLOPs of a training step: two per parameter and token forward, four backward, and the causal half of
+        attention's products. Recomputation does not count; of the experts, only the active ones and the router do."""
         used = 3 * self.mlp * self.top + self.experts if self.experts else 3 * self.mlp
         matrices = self.layers * self.embed * (4 * self.embed + used) + self.vocab * self.embed
         attended = self.layers * self.embed * self.seq
@@ -51,12 +50,12 @@ class Sizes:
 
 
 MIXTURE = Sizes(mlp=384, experts=8)
-"""As many active parameters as the dense model has, and a router."""
+"""A mixture with as many active parameters as the dense model, plus a router."""
 ONE_BILLION = Sizes(vocab=32768, embed=2048, layers=20, heads=16, mlp=5632, batch=1, seq=4096)
 
 
 class Training:
-    """A step of AdamW on one device that keeps its model; called, it takes one, and returns when the step is done."""
+    """AdamW training on one device; a call runs one step and blocks until it is done."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Training:
         adapt: Callable = lambda model: model,
         **options: Any,
     ):
-        """`options` are the model's; `adapt` gives what is trained of it."""
+        """`options` go to the model; `adapt` wraps it, e.g. in adapters."""
         mesh = zoo.make_mesh(devices=jax.devices()[:1])
         model = zoo.init(lambda key: sizes.make(key, remat=remat, **options), jax.random.key(0), mesh)
         self.model = zoo.place(adapt(model), mesh)
@@ -92,18 +91,18 @@ class Training:
         jax.block_until_ready((self.model, loss))
 
     def program(self) -> zoo.inspect.CompiledProgram:
-        """What the step costs, read off the compiled program."""
+        """Compile the step and return its FLOPs, bytes and memory."""
         return zoo.inspect.compiled(self.step, self.batch, self.model, self.state)
 
     def executed(self) -> dict[str, Any]:
-        """What it does, which is not what it has to do."""
+        """Return the executed FLOPs, which include recomputation, the bytes moved, and the temporaries."""
         program = self.program()
         memory = program.memory.temporaries if program.memory else None
         return {"executed_flops": program.flops.total, "bytes_moved": program.bytes_moved, "temporaries": memory}
 
 
 def first_step(layers: int, remat: zoo.parallel.Remat = "elementwise") -> dict[str, float]:
-    """Seconds in which a new process makes its model and optimizer, takes a first step, and a later one."""
+    """Measure the seconds to initialize model and optimizer, of the first step, and of a later one."""
     start = time.perf_counter()
     run = Training(Sizes(layers=layers), "float32", remat)
     jax.block_until_ready((run.model, run.state))
@@ -111,7 +110,7 @@ def first_step(layers: int, remat: zoo.parallel.Remat = "elementwise") -> dict[s
 
 
 def first_and_later(run: Callable[[], object]) -> dict[str, float]:
-    """Seconds of the first call, and of the shortest of three more."""
+    """Measure the seconds of the first call, and the shortest of three more."""
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
@@ -121,7 +120,7 @@ def first_and_later(run: Callable[[], object]) -> dict[str, float]:
 
 
 class Decoding:
-    """Greedy tokens after a prompt; called, it makes them all, and returns when they are there."""
+    """Greedy decoding after a prompt; a call generates all tokens and blocks until they are there."""
 
     def __init__(self, sizes: Sizes, batch: int, *, prompt: int = 16, new: int = 128, dtype: str = "float32"):
         self.batch, self.new, self.prompt = batch, new, prompt
@@ -135,8 +134,8 @@ class Decoding:
         jax.block_until_ready(self.generate(self.model, self.tokens))
 
     def bytes_a_token(self) -> float:
-        """What a token has to read: every parameter but the rows of the embedding that it does not ask for, which a
-        tied head reads all the same; and, on average, the filled part of the cache."""
+        """Return the bytes read per token: all parameters, including the embedding since the head is tied, and on
+        average the filled part of the KV cache."""
         arrays = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))
         caches = self.model.init_state(self.batch, 1)
         slot = sum(x.nbytes for x in jax.tree.leaves(caches) if eqx.is_inexact_array(x))
@@ -144,20 +143,20 @@ class Decoding:
 
 
 def fused_attention() -> Callable:
-    """The kernel of cuDNN where there is one to run it, and the default otherwise."""
+    """Return cuDNN's attention on a GPU, the default elsewhere."""
     if jax.default_backend() == "gpu":
         return functools.partial(attention.fused_attention, implementation="cudnn")
     return attention.grouped_query_attention
 
 
 def count(sizes: Sizes) -> int:
-    """Parameters, without making any."""
+    """Count the parameters without allocating them."""
     return zoo.count(eqx.filter_eval_shape(sizes.make, jax.random.key(0)))
 
 
 class GroupedMatmul:
-    """The grouped product of 4,096 rows of 256 by matrices of 384 by 256; called, it makes one, with its gradient or
-    without. `loads` are the rows of each expert."""
+    """The grouped product of 4,096 rows of 256 with matrices of 384 by 256, with or without its gradient. `loads` are
+    the rows per expert."""
 
     ROWS, IN, OUT = 4096, 256, 384
 
@@ -175,14 +174,14 @@ class GroupedMatmul:
 
 
 def batched(x: Any, weight: Any, sizes: Any) -> Any:
-    """The dense product that is as large: each expert has as many rows as any other, and no one asks whose they are."""
+    """Compute the dense product of the same size: an equal number of rows per expert, without dispatch."""
     rows = einsum_fp32_accum("eri,eoi->ero", x.reshape(len(weight), -1, x.shape[1]), weight)
     return rows.reshape(len(x), -1)
 
 
 def loads(experts: int, active: int, uneven: bool = False) -> list[int]:
-    """The rows of `experts`, of which the first `active` have any: as many each, or shares of 1, 2, 3, ... parts."""
+    """Return the rows per expert: the first `active` get equal numbers, or if `uneven` in proportion to 1, 2, 3, ..."""
     parts = [i + 1 if uneven else 1 for i in range(active)]
-    found = [GroupedMatmul.ROWS * part // sum(parts) for part in parts]
-    found[-1] += GroupedMatmul.ROWS - sum(found)
-    return found + [0] * (experts - active)
+    rows = [GroupedMatmul.ROWS * part // sum(parts) for part in parts]
+    rows[-1] += GroupedMatmul.ROWS - sum(rows)
+    return rows + [0] * (experts - active)

@@ -1,4 +1,4 @@
-"""PyTorch's side: the same work in torch and transformers, as their users would write it for speed.
+"""PyTorch's entrants: the same work in torch and transformers, as their users would write it for speed.
 
 The model is `LlamaForCausalLM` of the same sizes, or `MixtralForCausalLM`, with attention by
 `scaled_dot_product_attention` (transformers' default), AdamW in one fused kernel, and autocast for bfloat16. Of experts
@@ -54,24 +54,24 @@ def model(sizes: Sizes, experts: str = "eager") -> Any:
 
 
 def shell(sizes: Recurrent) -> dict[str, Any]:
-    """What configurations have in common."""
+    """Return the fields that all configurations share."""
     sized = {"vocab_size": sizes.vocab, "hidden_size": sizes.embed, "num_hidden_layers": sizes.layers}
     return sized | {"tie_word_embeddings": True, **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))}
 
 
 def mamba(sizes: Recurrent) -> Any:
-    """Of the inner width and the state of ours, 512 and 16."""
+    """Build a Mamba with our inner width, 512, and state size, 16."""
     return MambaForCausalLM(MambaConfig(**shell(sizes), state_size=16, expand=2))
 
 
 def mamba2(sizes: Recurrent) -> Any:
-    """As wide as ours, in each of its parts."""
+    """Build a Mamba-2 with our sizes."""
     heads = {"num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 1}
     return Mamba2ForCausalLM(Mamba2Config(**shell(sizes), **heads, chunk_size=64))
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """Qwen3-Next's linear layers, each a residual of its own after a norm, and a tied head: our model in its parts."""
+    """Qwen3-Next's linear-attention layers as pre-norm residual blocks with tied embeddings, like our model."""
 
     def __init__(self, sizes: Recurrent):
         super().__init__()
@@ -92,7 +92,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.norm = norm()
 
     def forward(self, input_ids: Any, labels: Any, use_cache: bool) -> Any:
-        """The loss, under the name that transformers gives it."""
+        """Return an object with the `loss`, as transformers does."""
         x = self.embedding(input_ids)
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             x = x + mixer(norm(x))
@@ -103,7 +103,7 @@ class GatedDeltaNet(torch.nn.Module):
 
 RECURRENT = {"Mamba": mamba, "Mamba-2": mamba2, "Gated DeltaNet": GatedDeltaNet}
 SLOW = ("Mamba",)
-"""Those whose step takes a minute on a CPU."""
+"""Models whose step takes a minute on a CPU."""
 
 
 def device() -> str:
@@ -111,7 +111,7 @@ def device() -> str:
 
 
 class Training:
-    """A step of AdamW; called, it takes one."""
+    """AdamW training; a call runs one step."""
 
     def __init__(self, sizes: Sizes, dtype: str, *, compiled: bool, experts: str = "eager"):
         self.model = model(sizes, experts).train()
@@ -130,7 +130,7 @@ class Training:
 
 
 class Adapting(Training):
-    """A step that learns a LoRA or a DoRA around every matrix but the head's, as PEFT puts it there; or everything."""
+    """Training of a LoRA or DoRA by PEFT, around every linear layer but the head; or of all parameters."""
 
     def __init__(self, sizes: Sizes, dtype: str, *, kind: str, rank: int):
         super().__init__(sizes, dtype, compiled=False)
@@ -139,23 +139,23 @@ class Adapting(Training):
 
             options = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear", "use_dora": kind == "DoRA"}
             self.forward = self.model = peft.get_peft_model(self.model, peft.LoraConfig(**options)).train()
-        learnt = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(learnt, lr=1e-3, weight_decay=0.1, fused=True)
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=1e-3, weight_decay=0.1, fused=True)
 
     def bytes_learning(self) -> int:
-        """Of gradients and moments."""
+        """Count the bytes of gradients and moments."""
         return 3 * sum(x.nbytes for group in self.optimizer.param_groups for x in group["params"])
 
 
 def first_step(layers: int, *, compiled: bool) -> dict[str, float]:
-    """Seconds in which a new process makes its model and optimizer, takes a first step, and a later one."""
+    """Measure the seconds to initialize model and optimizer, of the first step, and of a later one."""
     start = time.perf_counter()
     run = Training(Sizes(layers=layers), "float32", compiled=compiled)
     return {"born": time.perf_counter() - start, **first_and_later(run)}
 
 
 class Decoding:
-    """Greedy tokens after a prompt, with transformers' cache."""
+    """Greedy decoding after a prompt, with transformers' KV cache."""
 
     def __init__(self, sizes: Sizes, batch: int, *, prompt: int = 16, new: int = 128, dtype: str = "float32"):
         self.model = model(sizes).eval().to(getattr(torch, dtype))
@@ -165,7 +165,7 @@ class Decoding:
     @torch.inference_mode()
     def __call__(self) -> None:
         mask = torch.ones_like(self.tokens)
-        made = self.model.generate(
+        generated = self.model.generate(
             self.tokens, attention_mask=mask, max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False
         )
-        assert made.shape[1] == self.tokens.shape[1] + self.new
+        assert generated.shape[1] == self.tokens.shape[1] + self.new

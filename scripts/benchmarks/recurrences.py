@@ -1,4 +1,4 @@
-"""Recurrences: each operation alone, training steps of models that are made of them, and their decoding."""
+"""Recurrences: single operations, training steps of recurrent models, and their decoding."""
 
 import dataclasses
 import itertools
@@ -28,66 +28,66 @@ from zoo.ops.recurrence.rwkv7 import rwkv7
 from .ours import Sizes, Training
 
 HEADS = (4, 64)
-"""Heads, and how wide their queries, keys and values are."""
+"""Number of heads, and the size of their queries, keys and values."""
 CHANNELS = 512
-"""Of elementwise recurrences, and of the selective scan."""
+"""Channels of diagonal recurrences and of the selective scan."""
 STATE = 16
-"""That a channel of the selective scan has."""
+"""State size per channel of the selective scan."""
 POSITIONS = (128, 8192)
-"""After so many tokens decoding goes on."""
+"""Prompt lengths after which decoding continues."""
 
 
 class Draw:
-    """Inputs of an operation, drawn one after another: a row of `seq` tokens."""
+    """Random inputs of an operation for a row of `seq` tokens, each from the next key."""
 
     def __init__(self, seq: int):
         self.seq, self.keys = seq, iter(jax.random.split(jax.random.key(0), 8))
 
     def shared(self, *shape: int) -> Array:
-        """Numbers that are the same for all tokens."""
+        """Draw an array shared by all tokens."""
         return jax.random.normal(next(self.keys), shape)
 
     def rows(self, *dims: int, steps: int = 1) -> Array:
-        """As many rows of `dims` a token as there are `steps`."""
+        """Draw `steps` rows of `dims` per token."""
         return self.shared(1, self.seq * steps, *dims)
 
     def heads(self) -> Array:
         return self.rows(*HEADS)
 
     def units(self, *, steps: int = 1) -> Array:
-        """Of length one in each head."""
+        """Draw vectors of unit length per head."""
         x = self.rows(*HEADS, steps=steps)
         return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
     def decays(self, *dims: int) -> Array:
-        """Logarithms of decays."""
+        """Draw log decays."""
         return jax.nn.log_sigmoid(self.rows(*dims) + 3)
 
     def rates(self, *, steps: int = 1) -> Array:
-        """A number in (0, 1) a head."""
+        """Draw one number in (0, 1) per head."""
         return jax.nn.sigmoid(self.rows(HEADS[0], steps=steps))
 
     def qkv(self) -> tuple[Array, ...]:
-        """Queries, keys and values."""
+        """Draw queries, keys and values."""
         return self.heads(), self.heads(), self.heads()
 
     def delta_rule_inputs(self, *, steps: int = 1) -> tuple[Array, ...]:
-        """Queries, keys, values and rates of a delta rule."""
+        """Draw queries, keys, values and rates of a delta rule."""
         return self.heads(), self.units(steps=steps), self.rows(*HEADS, steps=steps), self.rates(steps=steps)
 
     def mamba2_inputs(self) -> tuple[Array, ...]:
-        """x, dt, A, B, C and D of Mamba-2, whose B and C all heads share."""
+        """Draw x, dt, A, B, C and D of Mamba-2, with one group of B and C."""
         heads, dim = HEADS
         x, dt, A = self.heads(), jax.nn.softplus(self.rows(heads) - 3), -jnp.exp(self.shared(heads))
         return x, dt, A, self.rows(1, dim), self.rows(1, dim), self.shared(heads)
 
     def mamba_inputs(self) -> tuple[Array, ...]:
-        """x, dt, A, B, C and D of Mamba."""
+        """Draw x, dt, A, B, C and D of Mamba."""
         x, dt, A = self.rows(CHANNELS), jax.nn.softplus(self.rows(CHANNELS) - 3), -jnp.exp(self.shared(CHANNELS, STATE))
         return x, dt, A, self.rows(STATE), self.rows(STATE), self.shared(CHANNELS)
 
     def rwkv7_inputs(self) -> tuple[Array, ...]:
-        """Queries, keys, values, decays, reads and writes of RWKV-7."""
+        """Draw queries, keys, values, decays, reads and writes of RWKV-7."""
         removed = self.units()
         return *self.qkv(), self.decays(*HEADS), -removed, removed * self.rates()[..., None]
 
@@ -116,30 +116,29 @@ OPERATIONS: Mapping[str, tuple[Callable, Callable[[Draw], tuple[Array, ...]]]] =
     "rg_lru": (rg_lru, lambda draw: (*draw.channels(3), draw.shared(CHANNELS))),
     "rwkv4": (rwkv4, lambda draw: (*draw.channels(2), draw.shared(CHANNELS), draw.shared(CHANNELS))),
 }
-"""Each with its inputs."""
+"""Operations and their inputs."""
 ELEMENTWISE = ("selective_scan", "hgrn", "rg_lru", "rwkv4")
-"""Those that are not made of matrix products: what they have to do is to pass over memory."""
+"""Memory-bound operations, without matrix products."""
 
 
 class Operation:
-    """One row of float32 through an operation; called, it runs once, alone or with the gradient of all its inputs."""
+    """One row of float32 through an operation, alone or with the gradient of all its inputs."""
 
     def __init__(self, name: str, seq: int, *, gradient: bool):
-        form, inputs = OPERATIONS[name]
-        given = inputs(Draw(seq))
-        weights = jax.random.normal(jax.random.key(1), jax.eval_shape(form, *given)[0].shape)
-        total = lambda weights, *given: (weights * form(*given)[0]).sum()
-        places = tuple(range(1, 1 + len(given)))
-        self.run = jax.jit(jax.value_and_grad(total, places) if gradient else form)
-        self.arguments = (weights, *given) if gradient else given
+        operation, draw_inputs = OPERATIONS[name]
+        inputs = draw_inputs(Draw(seq))
+        weights = jax.random.normal(jax.random.key(1), jax.eval_shape(operation, *inputs)[0].shape)
+        total = lambda weights, *inputs: (weights * operation(*inputs)[0]).sum()
+        argnums = tuple(range(1, 1 + len(inputs)))
+        self.run = jax.jit(jax.value_and_grad(total, argnums) if gradient else operation)
+        self.arguments = (weights, *inputs) if gradient else inputs
         self.name, self.seq = name, seq
 
     def __call__(self) -> None:
         jax.block_until_ready(self.run(*self.arguments))
 
     def facts(self) -> dict[str, Any]:
-        """What the compiled program multiplies and moves, and what goes in and comes out, which no other could do
-        without."""
+        """Return FLOPs and bytes of the compiled program, and the bytes of inputs and outputs, a lower bound."""
         program = zoo.inspect.compiled(self.run, *self.arguments)
         passed = jax.tree.leaves((self.arguments, jax.eval_shape(self.run, *self.arguments)))
         found = {
@@ -157,27 +156,26 @@ KINDS: Mapping[str, Callable] = {
     "Mamba-2": partial(Mamba2, heads=8, head_dim=64, state_dim=128),
     "Gated DeltaNet": partial(GatedDeltaNet, heads=4, key_dim=64, value_dim=128),
 }
-"""Mixers of width 256. Each is a whole layer, as in Mamba."""
+"""Mixers of width 256, each a layer without a feed-forward part, as in Mamba."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recurrent(Sizes):
-    """A model whose layers are mixers of one kind and nothing else; `unrolled`, they are compiled one by one, and not
-    once as the body of a loop."""
+    """A model whose layers are mixers of one kind, without feed-forward layers; `unrolled` instead of scanned."""
 
     layers: int = 6
     kind: str = "Mamba-2"
     unrolled: bool = False
 
     def make(self, key: Any, **options: Any) -> zoo.models.Decoder:
-        """A model of these sizes, its head the embedding's table."""
+        """Build the model, with tied embeddings."""
         sizes = {"vocab": self.vocab, "embed": self.embed, "layers": self.layers}
         model = zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind]], **options, key=key)
         return zoo.models.swap_stack(model, zoo.models.Stack.unstack) if self.unrolled else model
 
 
 class Continuing:
-    """Greedy tokens that follow `position` others; called, it makes `NEW` of them from the same state every time."""
+    """Greedy decoding after `position` tokens; a call generates `NEW` tokens, always from the same state."""
 
     NEW = 64
 
@@ -186,51 +184,51 @@ class Continuing:
         model = zoo.models.swap_stack(model, zoo.models.Stack.unstack)
 
         @eqx.filter_jit
-        def read(model, tokens):
-            places = jnp.broadcast_to(jnp.arange(position), tokens.shape)
-            return model.hidden(tokens, TokenInfo(places), model.init_state(1, position + self.NEW))[1]
+        def prefill(model, tokens):
+            positions = jnp.broadcast_to(jnp.arange(position), tokens.shape)
+            return model.hidden(tokens, TokenInfo(positions), model.init_state(1, position + self.NEW))[1]
 
         @eqx.filter_jit
-        def follow(model, token, states):
+        def decode(model, token, states):
             def step(i, carry):
                 token, states = carry
-                stream, states = model.hidden(token, TokenInfo(jnp.full((1, 1), position + i)), states)
-                return model.logits(stream.x).argmax(-1).astype(token.dtype), states
+                hidden, states = model.hidden(token, TokenInfo(jnp.full((1, 1), position + i)), states)
+                return model.logits(hidden.x).argmax(-1).astype(token.dtype), states
 
             return jax.lax.fori_loop(0, self.NEW, step, (token, states))[0]
 
         tokens = jax.random.randint(jax.random.key(1), (1, position), 0, sizes.vocab)
-        self.model, self.token, self.follow = model, tokens[:, -1:], follow
-        self.states = jax.block_until_ready(read(model, tokens))
+        self.model, self.token, self.decode = model, tokens[:, -1:], decode
+        self.states = jax.block_until_ready(prefill(model, tokens))
 
     def __call__(self) -> None:
-        jax.block_until_ready(self.follow(self.model, self.token, self.states))
+        jax.block_until_ready(self.decode(self.model, self.token, self.states))
 
     def bytes_remembered(self) -> int:
-        """What the layers keep of the tokens before."""
+        """Count the bytes of the decoding states."""
         return sum(x.nbytes for x in jax.tree.leaves(self.states))
 
 
 def single_operations(
     operations: Sequence[str], lengths: Sequence[int]
 ) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
-    """Each recurrence over each length, with its gradient and without."""
+    """Return the entrants of each recurrence at each length, with and without its gradient."""
     if unknown := set(operations) - set(OPERATIONS):
         sys.exit(f"bench.py: no operation {min(unknown)!r}; there are {', '.join(OPERATIONS)}")
     entrants, facts = {}, {}
     for name in operations:
         for gradient in (False, True):
             for seq in lengths:
-                told = f"{name}, {seq:,} tokens{', with gradient' if gradient else ''}"
-                entrants[told] = run = Operation(name, seq, gradient=gradient)
-                facts[told] = run.facts()
+                title = f"{name}, {seq:,} tokens{', with gradient' if gradient else ''}"
+                entrants[title] = run = Operation(name, seq, gradient=gradient)
+                facts[title] = run.facts()
     return entrants, facts
 
 
 def steps(
     vs: str, remat: Sequence[Any], *, slow: bool = False, unrolled: Sequence[bool] = (False, True)
 ) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
-    """Entrants of the steps of models whose layers are recurrent mixers of one kind."""
+    """Return the entrants of training steps, one recurrent mixer per model."""
     entrants, facts = {}, {}
     for kind in KINDS:
         sizes = Recurrent(kind=kind)
@@ -248,7 +246,7 @@ def steps(
 
 
 def decoding_steps() -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
-    """Tokens after few others and after many, of a model whose memory grows and of one whose does not."""
+    """Return the entrants of decoding after short and long prompts: a recurrent model, and a Transformer."""
     models = {"Gated DeltaNet": Recurrent(kind="Gated DeltaNet"), "Transformer": Sizes(layers=6)}
     entrants, facts = {}, {}
     for kind, sizes in models.items():

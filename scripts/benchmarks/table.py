@@ -1,4 +1,4 @@
-"""The table of the documentation, written from what was measured."""
+"""Markdown tables of the documentation, written from measured rows."""
 
 import shlex
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ COLUMNS = {
     "utilization": ("tokens/s", "share"),
     "tokens_per_second": ("tokens/s",),
 }
-"""The last columns of a part, by what its rows have: the first of these."""
+"""Last columns of a part, by the first of these keys that its rows have."""
 
 
 def start(place: str) -> str:
-    """The first marker of a table, which says its `place` where a page has several."""
+    """Return the first marker of a table, with its `place` if the page has several."""
     return START.replace(" -->", f": {place} -->") if place else START
 
 
 def check(path: Path, place: str = "") -> None:
-    """**Raises** `SystemExit` where `path` is no page with a place for the table: before anything is measured."""
+    """**Raises** `SystemExit` if `path` has no markers for the table. Called before anything is measured."""
     text, first = path.read_text() if path.is_file() else "", start(place)
     if first not in text or END not in text.partition(first)[2]:
         raise SystemExit(f"bench.py: {path} has no place for the table, between the lines {first} and {END}")
 
 
 def write(path: Path, found: dict[str, Any], words: Sequence[str], place: str = "") -> None:
-    """Put the table between the two markers of its place."""
+    """Write the table between its two markers."""
     first = start(place)
     before, _, rest = path.read_text().partition(first)
     after = rest.partition(END)[2]
@@ -39,7 +39,7 @@ def write(path: Path, found: dict[str, Any], words: Sequence[str], place: str = 
 
 
 def table(found: dict[str, Any], words: Sequence[str]) -> str:
-    """Markdown: what was measured on, a table for each part, and the command that gives it."""
+    """Format the machine, the command and a table per part as Markdown."""
     machine, versions = found["machine"], found["versions"]
     names = ", ".join(f"{name} {version}" for name, version in {"jax": machine["jax"], **versions}.items())
     where = f"{machine['processor']}, {machine['cores']} cores" + (
@@ -56,7 +56,7 @@ def table(found: dict[str, Any], words: Sequence[str]) -> str:
         rows = [row for row in found["rows"] if row["part"] == part]
         rates = found.get("ceilings", {}).get(part)
         lines += [f"**{part.capitalize()}.** {ceiling(rates)}" if rates else f"**{part.capitalize()}.**", ""]
-        columns = COLUMNS[shape(rows[0])]
+        columns = COLUMNS[find_columns(rows[0])]
         lines += [
             f"| | median | quartiles | shortest | {' | '.join(columns)} |",
             "|---" + "|--:" * (3 + len(columns)) + "|",
@@ -74,13 +74,13 @@ def ceiling(rates: dict[str, float]) -> str:
     )
 
 
-def shape(row: dict[str, Any]) -> str:
-    """Which columns a row has."""
+def find_columns(row: dict[str, Any]) -> str:
+    """Return the key of `COLUMNS` for a row."""
     return next((name for name in COLUMNS if name in row), "share")
 
 
 def cells(row: dict[str, Any]) -> str:
-    kind, rate = shape(row), f"{row.get('tokens_per_second', 0):,.0f}"
+    kind, rate = find_columns(row), f"{row.get('tokens_per_second', 0):,.0f}"
     last = f"{rate} | {row.get('utilization', row.get('share', 0)):.0%}"
     if kind == "compiling":
         last = f"{row['compiling']:#.3g} s | {row['born']:#.3g} s"
@@ -88,8 +88,8 @@ def cells(row: dict[str, Any]) -> str:
         product = f"{row['flops'] / 1e9:.2f} | {row['share']:.0%}" if "flops" in row else "– | –"
         last = f"{rate} | {product} | {row['bytes_passed'] / 1e6:.1f} | {row['copy_share']:.0%}"
     elif kind == "bytes_learning":
-        told = lambda name: f"{row[name] / 1e6:.1f}" if row.get(name) else "–"
-        last = f"{rate} | {told('bytes_parameters')} | {told('bytes_learning')} | {told('temporaries')}"
+        megabytes = lambda name: f"{row[name] / 1e6:.1f}" if row.get(name) else "–"
+        last = f"{rate} | {megabytes('bytes_parameters')} | {megabytes('bytes_learning')} | {megabytes('temporaries')}"
     elif kind == "bytes_remembered":
         last = f"{rate} | {row['bytes_remembered'] / 1e6:.2f}"
     elif kind == "tokens_per_second":
