@@ -1,26 +1,26 @@
-"""Make the small reference cases of the tests: tiny random models, and what PyTorch computes with them.
+"""Write the reference cases of the tests: tiny random models with PyTorch's outputs and gradients.
 
     python scripts/make_fixtures.py                                       # all of tests/fixtures/models
-    python scripts/make_fixtures.py --only gemma gpt2 --out /tmp/cases    # some, elsewhere
+    python scripts/make_fixtures.py --only gemma gpt2 --out /tmp/cases    # some cases, to another folder
     python scripts/make_fixtures.py --only phi3 --out docs/fixtures       # the case of the page on porting
 
-It needs `pip install torch==2.13.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6 tyro` and Python 3.11, which
-made the committed files on one CPU. The same versions on the same CPU give the same bytes.
+Needs `pip install -e . torch==2.13.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6` and Python 3.11, which wrote
+the committed files on one CPU. The same versions on the same CPU write the same bytes.
 
 A case has config.json as transformers writes it now; config_hub.json as most repositories spell it, without keys that
-say what the class assumes anyway; the weights; meta.json, with the norm of every gradient and with what transformers
-was found to do against itself; and expected.safetensors, in float32 unless a name says otherwise:
+equal the class's defaults; the weights; meta.json, with the norm of every gradient and checks of transformers against
+itself; and expected.safetensors, in float32 unless a name says otherwise:
 
-    input_ids, logits, loss                      one pass, and the loss of predicting each next token
+    input_ids, logits, loss                      forward pass, and the next-token loss
     hidden_states.N                              the input of layer N; the last one comes after the final norm. Mamba
                                                  and RWKV: the output of layer N, and then the last one normed
-    router_logits.N                              scores of the experts in the N-th layer that has a router
-    aux_loss, loss_with_aux                      of routers: the balancing loss, and the loss with the config's share
-    grad.NAME                                    gradients of that loss, a few; named as transformers saves weights
+    router_logits.N                              expert scores of the N-th layer with a router
+    aux_loss, loss_with_aux                      load balancing loss of the routers, and the loss that includes it
+    grad.NAME                                    some gradients of the loss, named as transformers saves weights
     padleft.*, padright.*                        the same rows, shortened and padded: real tokens keep their logits
-    generate.prompt, .tokens, .logits            greedy, by a whole pass for each token
+    generate.prompt, .tokens, .logits            greedy decoding, by a full forward pass per token
     generate_padleft.*                           the same, shortened and padded; tokens are those of each row alone
-    bfloat16.logits, bfloat16.hidden_states.N    one pass with weights and activations in bfloat16, widened
+    bfloat16.logits, bfloat16.hidden_states.N    forward pass with bfloat16 weights and activations, cast to float32
 """
 
 import contextlib
@@ -38,6 +38,8 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 
+from scripts.fixtures import write_cases
+
 try:
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
@@ -46,11 +48,11 @@ try:
 except ImportError:
     torch = transformers = safetensors = loading = None
 
-PAD, FIRST = 0, 3  # padding never stands among the real tokens, nor do the marks of beginning and end
+PAD, FIRST = 0, 3  # real tokens start after padding, beginning and end of sequence
 LENGTH, PADDING = 10, (4, 2)
 PROMPT, PROMPT_PADDING, NEW = 9, (4, 0), 8
-MARGIN, NOISE = 0.02, 1e-4  # greedy tokens lead by more than any rounding
-# The first layer's queries with bias and norm, and the norm before the head; of mixtures routers and first experts.
+MARGIN, NOISE = 0.02, 1e-4  # the margin of greedy tokens exceeds any rounding
+# Gradients to save: the first layer's queries with bias and norm, the final norm, and routers and first experts.
 FEW = re.compile(
     r"\.0\..*(q_proj|q_a_proj|kv_b_proj|qkv_proj|query_key_value|c_attn|q_norm|sinks)"
     r"|\.0\..*(A_log|conv1d|dt_proj|time_decay|time_mix_key)|^\w+\.(norm|ln_f|final_layer_?norm|norm_f|ln_out)\.|\.gate\.weight|\.router\.|\.experts\.0\.(down_proj|w2)\."
@@ -59,7 +61,7 @@ FEW = re.compile(
 
 @dataclass(frozen=True)
 class Case:
-    """A model: its family, what is particular, how it is stored, and what its file on a hub would say besides."""
+    """A case: the model's family, a note, its config, how it is stored, and further keys of its config on a hub."""
 
     family: str
     note: str
@@ -69,19 +71,19 @@ class Case:
     hub: dict[str, Any] = field(default_factory=dict)
     rename: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     packed: bool = False
-    """Whether its experts are stored as MXFP4: their weights are such numbers, and packed when all is computed."""
+    """Store the experts as MXFP4: their weights are representable, and packed after everything is computed."""
     amiss: tuple[str, ...] = ()
-    """Checks in which transformers is known to disagree with itself, by their last words."""
+    """Suffixes of the checks in which transformers is known to disagree with itself."""
 
 
 def as_published(tensors: dict[str, Any]) -> dict[str, Any]:
-    """GPT-2's weights as they first came: without a prefix, and with the causal mask."""
+    """Rename GPT-2's weights as first published: without a prefix, and with the causal mask."""
     mask = torch.ones(1, 1, GPT2["n_positions"], GPT2["n_positions"], dtype=torch.bfloat16).tril()
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | {"h.0.attn.bias": mask}
 
 
 def mxfp4(weights: Any) -> tuple[Any, Any]:
-    """The nearest codes to weights (experts, in, out), as (experts, out, in / 32, 32), and the exponents of blocks."""
+    """Quantize weights (experts, in, out) to MXFP4 codes (experts, out, in / 32, 32) and block exponents."""
     blocks = weights.float().transpose(-1, -2).unflatten(-1, (-1, 32))
     exponents = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2
     codes = ((blocks / 2**exponents).abs()[..., None] - torch.tensor(GRID)).abs().argmin(-1)
@@ -89,13 +91,13 @@ def mxfp4(weights: Any) -> tuple[Any, Any]:
 
 
 def dequantize_mxfp4(codes: Any, exponents: Any) -> Any:
-    """The numbers that they stand for, (experts, in, out)."""
+    """Dequantize MXFP4 codes to (experts, in, out)."""
     numbers = torch.tensor([*GRID, *(-x for x in GRID)])[codes] * 2**exponents
     return numbers.flatten(-2).transpose(-1, -2)
 
 
 def pack(folder: Path, norms: dict[str, float]) -> dict[str, float]:
-    """Store the experts of a case as MXFP4, as GPT-OSS has them on hubs. Norms of gradients, by the names of blocks."""
+    """Store the experts of a case as MXFP4, like GPT-OSS. Return `norms` under the names of the packed blocks."""
     tensors = safetensors.load_file(folder / "model.safetensors")
     names = [name for name in tensors if EXPERTS.search(name)]
     for name in names:
@@ -254,25 +256,19 @@ PAGES = ("phi3",)  # of the documentation, made only when named
 
 
 def main(*, out: Path = Path(__file__).parents[1] / "tests/fixtures/models", only: tuple[str, ...] = ()) -> None:
-    """Make the cases, and say how large each is and how far transformers is from itself.
+    """Write the cases; print the size of each and the checks of transformers against itself.
 
     Args:
-        out: The folder that gets a folder for each case.
-        only: Names of cases; all but those of the documentation where none is given.
+        out: Folder for the cases, one subfolder each.
+        only: Names of cases. By default all but those of the documentation.
     """
     if transformers is None:
         raise SystemExit("This needs PyTorch and transformers: pip install torch==2.13.0 transformers==5.23.0")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # sums in one order
-    for name in only or [name for name in CASES if name not in PAGES]:
-        checks = make(name, out / name)
-        size = sum(path.stat().st_size for path in (out / name).iterdir())
-        print(f"{name:14}{size / 1000:5.1f} kB  {checks}", flush=True)
+    write_cases(make, only or [name for name in CASES if name not in PAGES], out, torch, transformers)
 
 
 def make(name: str, folder: Path) -> dict[str, Any]:
-    """Write one case, with the first seed whose greedy tokens lead clearly; what transformers does against itself."""
+    """Write one case, with the first seed whose greedy tokens have a clear margin; return transformers' self-checks."""
     case = CASES[name]
     for seed in range(first := zlib.crc32(name.encode()) % 100_000, first + 50):
         parameters = save(case, seed, folder)
@@ -307,7 +303,7 @@ def make(name: str, folder: Path) -> dict[str, Any]:
 
 
 def save(case: Case, seed: int, folder: Path) -> int:
-    """A random checkpoint as transformers saves one; the number of its parameters."""
+    """Save a random checkpoint by transformers; return its number of parameters."""
     shutil.rmtree(folder, ignore_errors=True)
     marks = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
     config = transformers.AutoConfig.for_model(case.family, **case.config, **marks)
@@ -346,7 +342,7 @@ def load(folder: Path, dtype: str = "float32", config: Any = None) -> Any:
 
 
 def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
-    """What the files of a folder give: results, norms of gradients, and checks of transformers against itself."""
+    """Compute expected outputs, norms of gradients, and checks of transformers against itself, from a folder."""
     model = load(folder)
     random = np.random.default_rng(seed)
     ids = torch.from_numpy(random.integers(FIRST, model.config.vocab_size, (2, LENGTH)))
@@ -364,7 +360,7 @@ def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], 
         if hasattr(model.config, "output_router_logits"):
             routed = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True)
             expected |= {f"router_logits.{n}": logits for n, logits in enumerate(routed.router_logits)}
-            # Beside a bias that chooses, its visits are not those that were made: of the largest scores without it.
+            # With a selection bias, transformers counts the top experts without the bias, not those used.
             biased = any("correction_bias" in name for name in model.state_dict())
             if getattr(routed, "aux_loss", None) is not None and not biased:
                 expected |= {"aux_loss": routed.aux_loss, "loss_with_aux": routed.loss}
@@ -394,23 +390,23 @@ def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], 
 
 
 def pad_rows(ids: Any, padding: tuple[int, ...], side: str) -> dict[str, Any]:
-    """Each row without its last tokens, and with padding for them on one side; positions count real tokens."""
+    """Replace the last tokens of each row by padding on one side; positions count real tokens."""
     tokens, mask = torch.full_like(ids, PAD), torch.zeros_like(ids)
     for row, pad in enumerate(padding):
         length = ids.shape[1] - pad
-        place = slice(pad, None) if side == "left" else slice(length)
-        tokens[row, place], mask[row, place] = ids[row, :length], 1
+        real = slice(pad, None) if side == "left" else slice(length)
+        tokens[row, real], mask[row, real] = ids[row, :length], 1
     positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if side == "left" else {}
     return {"input_ids": tokens, "attention_mask": mask, **positions}
 
 
 def drop_unknown_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Without positions, where a model has none."""
+    """Drop inputs that the model's forward does not take, e.g. positions."""
     return {name: value for name, value in inputs.items() if name in inspect.signature(model.forward).parameters}
 
 
 def generate_greedy(model: Any, prompts: Any, padding: tuple[int, ...]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    """Padded prompts, the logits of their greedy continuations (each alone, by a whole pass for each token), checks."""
+    """Return the padded prompts, the logits of greedy decoding (row by row, by full forward passes), and checks."""
     inputs = pad_rows(prompts, padding, "left")
     steps = []
     for prompt, pad in zip(prompts, padding, strict=True):
@@ -434,7 +430,7 @@ def distance(a: Any, b: Any) -> float:
 
 
 def to_hub_config(config: dict[str, Any], case: Case) -> dict[str, Any]:
-    """A configuration as most files on a hub spell it, without what the class assumes anyway."""
+    """Spell a config as most repositories on a hub do, without keys that equal the class's defaults."""
     hub = {name: value for name, value in config.items() if name not in ("rope_parameters", "transformers_version")}
     hub["torch_dtype"] = hub.pop("dtype")
     scaling = dict(config.get("rope_parameters", {}))
