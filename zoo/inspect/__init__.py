@@ -1,6 +1,6 @@
-"""What a compiled step costs: FLOPs, bytes, collectives by mesh axis, memory, donation, times.
+"""Costs of a compiled step: FLOPs, memory traffic, collectives by mesh axis, memory, buffer donation, compile times.
 
-Functions of a step and its arguments; models know nothing of them.
+Functions of a step and its arguments; models do not depend on them.
 """
 
 from .collectives import Collective

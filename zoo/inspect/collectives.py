@@ -1,4 +1,4 @@
-"""What devices send one another in a compiled program, by the mesh axes along which they do."""
+"""Collectives of a compiled program (all-reduce, all-gather, reduce-scatter, ...), summed by mesh axes."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ _COLLECTIVE_OPCODES = (
     *("collective-permute", "collective-broadcast"),
 )
 _DeviceGroups = frozenset[frozenset[int]]
-"""Which devices, by their places in the program's list of them, take part together."""
+"""Replica groups: device numbers in the program that take part in one collective together."""
 
 _EXPLICIT_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -26,55 +26,52 @@ _SOURCE_TARGET_PAIRS = re.compile(r"source_target_pairs=\{((?:\{[\d,]*\},?)*)\}"
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One kind of collective along one set of axes."""
+    """All collectives of one kind along one set of mesh axes."""
 
     kind: str
-    """As HLO calls it: all-reduce, all-gather, reduce-scatter, collective-permute, all-to-all."""
+    """HLO opcode: all-reduce, all-gather, reduce-scatter, collective-permute, all-to-all."""
     axes: tuple[str, ...] | None
-    """The mesh axes along which devices take part; () where each does so alone, None where no axes explain it."""
+    """Mesh axes of the replica groups; () for groups of one device, None if no set of axes has these groups."""
     groups: str
-    """The groups as the program writes them, where no axes explain them; empty otherwise."""
+    """Replica groups in HLO notation if `axes` is None; empty otherwise."""
     count: int
-    """How often one runs, loops included."""
+    """Number of executions, loop iterations included."""
     arrays: int
-    """How many arrays they carry: XLA combines several into one collective."""
+    """Number of arrays transferred: XLA combines several arrays into one collective."""
     bytes: int
-    """On one device, what goes in or what comes out, whichever is more."""
+    """Bytes per device: the larger of input and output."""
 
 
 def sum_collectives(
     executions: Iterable[Execution], mesh: jax.sharding.Mesh | None, devices: int
 ) -> tuple[Collective, ...]:
-    """Those among what runs, summed by kind and axes, by bytes, the largest first."""
+    """Sum the collectives among `executions` by kind and axes; the result is sorted by bytes, largest first."""
     sums: dict[tuple, list[int]] = {}
-    for one in executions:
-        kind = one.instruction.opcode.removesuffix("-start")
+    for execution in executions:
+        instruction, computation = execution.instruction, execution.computation
+        kind = instruction.opcode.removesuffix("-start")
         if kind not in _COLLECTIVE_OPCODES:
             continue
-        groups = parse_groups(one.instruction, devices)
+        groups = parse_groups(instruction, devices)
         axes = None if groups is None else find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
-        sizes = [
-            count_shape_bytes(one.computation[name].shape)
-            for name in one.instruction.operands
-            if name in one.computation
-        ]
-        wide = max(map(len, groups or ()), default=1) if kind == "all-gather" else 1
-        key = kind, axes, "" if axes is not None else _format_groups(one.instruction)
+        sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
+        group_size = max(map(len, groups or ()), default=1) if kind == "all-gather" else 1
+        key = kind, axes, "" if axes is not None else _format_groups(instruction)
         total = sums.setdefault(key, [0, 0, 0])
-        for place, more in enumerate((1, len(sizes), sum(sizes) * wide)):
-            total[place] += one.times * more
+        for index, increment in enumerate((1, len(sizes), sum(sizes) * group_size)):
+            total[index] += execution.times * increment
     rows = [Collective(*key, *total) for key, total in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, str(row.axes))))
 
 
 def parse_groups(instruction: Instruction, devices: int) -> _DeviceGroups | None:
-    """Who takes part together. XLA writes it in four ways; None where this one is none of them.
+    """Parse the replica groups of a collective; None for an unknown notation. XLA has four:
 
-    - `replica_groups={{0,1},{2,3}}`: as they are; empty braces are all devices in one group.
-    - `replica_groups=[2,4]<=[8]`, or `[4,2]<=[2,4]T(1,0)`: count up, reshape, transpose, reshape; a row is a group.
-    - `replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}`: a mesh of its own, and the axes of a group;
-      `'b':(2)2` is the part of size 2 of an axis that comes after a part of size 2.
-    - `source_target_pairs={{0,1},{1,0}}`, of a permutation: a pair is a group.
+    - `replica_groups={{0,1},{2,3}}`: explicit; empty braces are all devices in one group.
+    - `replica_groups=[2,4]<=[8]`, or `[4,2]<=[2,4]T(1,0)`: iota, reshape, transpose, reshape; each row is a group.
+    - `replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}`: a mesh and the axes of a group; `'b':(2)2` is
+      the sub-axis of size 2 that follows a sub-axis of size 2.
+    - `source_target_pairs={{0,1},{1,0}}`, of a permutation: each pair is a group.
     """
     text = instruction.attributes
     if found := _SOURCE_TARGET_PAIRS.search(text) or _EXPLICIT_GROUPS.search(text):
@@ -103,7 +100,7 @@ def _iota(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
 
 
 def _parse_device_ids(text: str, devices: int) -> np.ndarray:
-    """`[4,2]T(1,0)`, or a list of them, or nothing: in order."""
+    """Parse `[4,2]T(1,0)` or a list of device numbers; an empty text means in order."""
     shape, _, order = text.partition("T")
     if order:
         return _iota(_parse_integers(shape), _parse_integers(order))
@@ -111,25 +108,25 @@ def _parse_device_ids(text: str, devices: int) -> np.ndarray:
 
 
 def _group_device_ids(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.ndarray:
-    """A row for each group: the named axes, or parts of them, last."""
-    chosen = [_parse_axis(axis, sizes) for axis in axes]
+    """Return one row per group: reshape to sub-axes, move those of a group last."""
+    sub_axes = [_parse_axis(axis, sizes) for axis in axes]
     shape, last = [], []
     for name, size in sizes.items():
-        own = [(start, stop) for of, start, stop in chosen if of == name]
-        for start, stop in itertools.pairwise(sorted({1, size, *itertools.chain(*own)})):
-            if any(first <= start < end for first, end in own):
+        ranges = [(start, stop) for axis, start, stop in sub_axes if axis == name]
+        for start, stop in itertools.pairwise(sorted({1, size, *itertools.chain(*ranges)})):
+            if any(first <= start < end for first, end in ranges):
                 last.append(len(shape))
             shape.append(stop // start)
-    others = [place for place in range(len(shape)) if place not in last]
-    return ids.reshape(shape).transpose(others + last).reshape(-1, math.prod(shape[place] for place in last))
+    others = [index for index in range(len(shape)) if index not in last]
+    return ids.reshape(shape).transpose(others + last).reshape(-1, math.prod(shape[index] for index in last))
 
 
 def _parse_axis(axis: str, sizes: dict[str, int]) -> tuple[str, int, int]:
-    """`'b':(2)3` is the part of axis b between the parts of size 2 and 2 x 3, outermost first; `'b'` is all of it."""
+    """Parse a sub-axis: `'b':(2)3` is the factor 3 of axis b after a factor 2, outermost first; `'b'` is all of b."""
     name, _, part = axis.partition(":")
     name = name.strip("'\"")
-    before, own = _parse_integers(part) if part else (1, sizes[name])
-    return name, before, before * own
+    preceding, size = _parse_integers(part) if part else (1, sizes[name])
+    return name, preceding, preceding * size
 
 
 def _rows_to_groups(ids: np.ndarray) -> _DeviceGroups:
@@ -139,8 +136,8 @@ def _rows_to_groups(ids: np.ndarray) -> _DeviceGroups:
 def find_mesh_axes(
     groups: _DeviceGroups, mesh: jax.sharding.Mesh | None, *, permute: bool = False
 ) -> tuple[str, ...] | None:
-    """The mesh axes whose groups these are; of a permutation, those along which its pairs differ. None where there are
-    no such axes: a group may be part of an axis, or cut across several."""
+    """Return the mesh axes that have these groups; for a permutation, those along which its pairs differ. None if no
+    set of axes does: a group can be a part of an axis, or cut across several."""
     if all(len(group) == 1 for group in groups):
         return ()
     if mesh is None or max(itertools.chain(*groups)) >= mesh.size:
@@ -149,12 +146,12 @@ def find_mesh_axes(
     ids = np.arange(mesh.size).reshape(tuple(sizes.values()))
     if permute:
         pairs = [np.array(np.unravel_index(sorted(group), ids.shape)) for group in groups]
-        return tuple(name for place, name in enumerate(sizes) if any(len({*pair[place]}) > 1 for pair in pairs))
+        return tuple(name for index, name in enumerate(sizes) if any(len({*pair[index]}) > 1 for pair in pairs))
     for count in range(1, len(sizes) + 1):
         for axes in itertools.combinations(range(len(sizes)), count):
             others = [axis for axis in range(len(sizes)) if axis not in axes]
-            wide = math.prod(ids.shape[axis] for axis in axes)
-            if _rows_to_groups(ids.transpose(*others, *axes).reshape(-1, wide)) == groups:
+            group_size = math.prod(ids.shape[axis] for axis in axes)
+            if _rows_to_groups(ids.transpose(*others, *axes).reshape(-1, group_size)) == groups:
                 return tuple(list(sizes)[axis] for axis in axes)
     return None
 

@@ -1,6 +1,6 @@
-"""Reads the text of a compiled program: XLA's HLO, after all its passes, as `compiled.as_text()` gives it.
+"""Parser for the text of a compiled program: XLA's HLO after all passes, from `compiled.as_text()`.
 
-A module is a list of computations, and a computation a list of instructions, one a line:
+A module is a list of computations, and a computation is a list of instructions, one per line:
 
     HloModule jit_step, input_output_alias={ {1}: (0, {}, may-alias) }, num_partitions=8
 
@@ -14,10 +14,10 @@ A module is a list of computations, and a computation a list of instructions, on
     }
 
 That is `%name = shape opcode(operands), attributes`. A shape is a dtype, sizes and a layout, or a tuple of shapes.
-Operands are names, of instructions above in the same computation; some versions write their shapes before them.
-Computations are called by attribute: `body` and `condition` of a while, `calls` of a fusion, which is one kernel and
-whose instructions touch no memory of their own, `branch_computations` of a conditional. The text is made for people and
-its details move; what is not known here is passed over, and an opcode without a rule counts like any other.
+Operands are names of instructions above in the same computation; some versions write their shapes before them.
+Attributes call computations: `body` and `condition` of a while, `calls` of a fusion, `branch_computations` of a
+conditional. A fusion is one kernel, and instructions inside it access no main memory. The text is not a stable format:
+unknown parts are skipped, and an opcode without a rule counts as its operands and results.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _NO_TRAFFIC_OPCODES = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "optimization-barrier", "domain", "add-dependency", "token"),
 )
-"""Opcodes that move nothing: they name what is there already."""
+"""Opcodes that move no data: they name existing buffers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,29 +51,29 @@ class Instruction:
     attributes: str
 
     def called_computations(self, attribute: str) -> tuple[str, ...]:
-        """The computations that an attribute names: `body=%b`, `branch_computations={%a, %b}`."""
+        """Return the names of the computations in an attribute: `body=%b`, `branch_computations={%a, %b}`."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
         return () if found is None else tuple(name.strip("%") for name in re.split(r"[{},\s]+", found[1]) if name)
 
 
 _Computation = Mapping[str, Instruction]
-"""Its instructions by name, in order; the last is its result, unless one is marked as the root."""
+"""Instructions by name, in order; the result is the one marked ROOT, otherwise the first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A compiled program: the first line of its text, its computations by name, and where it begins."""
+    """A compiled program: the header line, computations by name, and the name of the entry computation."""
 
     header: str
     computations: Mapping[str, _Computation]
     entry: str
     roots: Mapping[str, str]
-    """The instruction that is a computation's result, by the computation's name."""
+    """Name of the result instruction of each computation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """An instruction that runs, and how often: `times` is the product of the trip counts of the loops around it."""
+    """An executed instruction; `times` is the product of the trip counts of the enclosing loops."""
 
     instruction: Instruction
     computation: _Computation
@@ -81,30 +81,30 @@ class Execution:
 
 
 def parse_module(text: str) -> HloModule:
-    """**Raises** `ValueError` for a text without an entry computation."""
+    """Parse the text of an HLO module. **Raises** `ValueError` for a text without an entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
-    roots, header, entry, inside = {}, "", "", None
+    roots, header, entry, current = {}, "", "", None
     for line in text.splitlines():
         if line.startswith("HloModule"):
             header = line
         elif line.startswith("}"):
-            inside = None
-        elif inside is not None and (found := _INSTRUCTION_NAME.match(line)):
-            instruction = parse_instruction(found["name"], line[found.end() :])
-            computations[inside][instruction.name] = instruction
-            if found["root"] or inside not in roots:
-                roots[inside] = instruction.name
-        elif not line.startswith(" ") and (found := _COMPUTATION_HEADER.match(line)):
-            inside = found["name"]
-            computations[inside] = {}
-            entry = inside if found["entry"] else entry
+            current = None
+        elif current is not None and (match := _INSTRUCTION_NAME.match(line)):
+            instruction = parse_instruction(match["name"], line[match.end() :])
+            computations[current][instruction.name] = instruction
+            if match["root"] or current not in roots:
+                roots[current] = instruction.name
+        elif not line.startswith(" ") and (match := _COMPUTATION_HEADER.match(line)):
+            current = match["name"]
+            computations[current] = {}
+            entry = current if match["entry"] else entry
     if not entry:
         raise ValueError("this is not the text of an HLO module: no computation is marked ENTRY")
     return HloModule(header, computations, entry, roots)
 
 
 def parse_instruction(name: str, rest: str) -> Instruction:
-    """An instruction, from what stands after its `name = `."""
+    """Parse an instruction from the text after its `name = `."""
     end = _find_closing_bracket(rest, 0) if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opening = rest.index("(")
@@ -115,31 +115,31 @@ def parse_instruction(name: str, rest: str) -> Instruction:
 
 
 def _find_closing_bracket(text: str, start: int) -> int:
-    """The place after the bracket that closes the one at `start`; the end where none does."""
+    """Return the index after the bracket that closes the one at `start`; the length of the text if none does."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found[0] == "(" else -1
+    for bracket in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if bracket[0] == "(" else -1
         if depth == 0:
-            return found.end()
+            return bracket.end()
     return len(text)
 
 
 def _split_at_commas(text: str) -> Iterator[str]:
-    """Parts between the commas that stand in no bracket."""
+    """Split at commas that are not inside brackets."""
     depth, start = 0, 0
-    for found in re.finditer(r"[(){}\[\],]", text):
-        if found[0] in "({[":
+    for separator in re.finditer(r"[(){}\[\],]", text):
+        if separator[0] in "({[":
             depth += 1
-        elif found[0] in ")}]":
+        elif separator[0] in ")}]":
             depth -= 1
         elif depth == 0:
-            yield text[start : found.start()]
-            start = found.end()
+            yield text[start : separator.start()]
+            start = separator.end()
     yield text[start:]
 
 
 def count_shape_bytes(shape: str) -> int:
-    """Bytes of a shape, or of all in a tuple; tokens and opaque values have none."""
+    """Count the bytes of a shape, or of all shapes in a tuple; tokens and opaque values have none."""
     total = 0
     for dtype, sizes in _ARRAY_SHAPE.findall(shape):
         bits = 8 if dtype == "pred" else int(digits[0]) if (digits := re.findall(r"\d+", dtype)) else 0
@@ -151,30 +151,30 @@ def count_shape_bytes(shape: str) -> int:
 
 
 def count_parameters(module: HloModule) -> int:
-    """How many arguments the program takes."""
-    return sum(found.opcode == "parameter" for found in module.computations[module.entry].values())
+    """Count the parameters of the entry computation."""
+    return sum(i.opcode == "parameter" for i in module.computations[module.entry].values())
 
 
 def count_devices(module: HloModule) -> int:
-    """How many devices the program runs on."""
-    found = (re.search(rf"\b{word}=(\d+)", module.header) for word in ("num_partitions", "replica_count"))
-    return math.prod(int(number[1]) for number in found if number)
+    """Count the devices of the program: partitions times replicas."""
+    matches = (re.search(rf"\b{name}=(\d+)", module.header) for name in ("num_partitions", "replica_count"))
+    return math.prod(int(match[1]) for match in matches if match)
 
 
 def find_aliased_parameters(module: HloModule) -> frozenset[int]:
-    """The arguments whose memory an output takes over."""
+    """Return the numbers of the parameters whose buffers an output reuses (input-output aliasing)."""
     return frozenset(map(int, _INPUT_OUTPUT_ALIAS.findall(module.header)))
 
 
 def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
-    """What runs, outside fusions, and the names of loops whose length the text does not tell: they count once.
+    """List executed instructions, with fusions as one, and the names of loops without a known trip count.
 
-    Of the branches of a conditional, the one that moves most.
+    Such a loop counts as one iteration; of a conditional, the branch that moves most bytes counts.
     """
     endless: list[str] = []
 
     def walk(name: str, times: int) -> list[Execution]:
-        found = []
+        executions = []
         for instruction in module.computations.get(name, {}).values():
             match instruction.opcode:
                 case "while":
@@ -182,37 +182,36 @@ def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
                     if trips is None:
                         endless.append(instruction.name)
                     for body in instruction.called_computations("body"):
-                        found += walk(body, times * (int(trips[1]) if trips else 1))
+                        executions += walk(body, times * (int(trips[1]) if trips else 1))
                 case "conditional":
                     names = instruction.called_computations("branch_computations") or (
                         *instruction.called_computations("true_computation"),
                         *instruction.called_computations("false_computation"),
                     )
                     branches = [walk(branch, times) for branch in names]
-                    found += max(branches, key=lambda branch: count_bytes_moved(module, branch), default=[])
+                    executions += max(branches, key=lambda branch: count_bytes_moved(module, branch), default=[])
                 case "call" | "async-start":
                     for body in instruction.called_computations("to_apply") or instruction.called_computations("calls"):
-                        found += walk(body, times)
+                        executions += walk(body, times)
                 case opcode if not opcode.endswith(("-done", "-update")):
-                    found.append(Execution(instruction, module.computations[name], times))
-        return found
+                    executions.append(Execution(instruction, module.computations[name], times))
+        return executions
 
     return walk(module.entry, 1), endless
 
 
 def count_bytes_moved(module: HloModule, executions: list[Execution]) -> int:
-    """Bytes of main memory that these read and write, at most: every operand is read and every result written, as if
-    no cache held anything.
+    """Count the bytes of main memory that instructions read and write: an upper bound that assumes no cache hits.
 
-    A slice counts as long as it is and not as what it is taken from, alone and in a fusion, and so does an update in
-    place: a loop over stacked layers would else count every layer at each of them.
+    A slice or an in-place update counts its own bytes, not those of the array that it slices or updates, also inside a
+    fusion. Otherwise a loop over stacked layers would count all layers at each iteration.
     """
-    return sum(one.times * count_instruction_bytes(module, one.instruction, one.computation) for one in executions)
+    return sum(e.times * count_instruction_bytes(module, e.instruction, e.computation) for e in executions)
 
 
 def count_instruction_bytes(module: HloModule, instruction: Instruction, computation: _Computation) -> int:
     sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
-    whole = count_shape_bytes(instruction.shape)
+    result_size = count_shape_bytes(instruction.shape)
     match instruction.opcode:
         case opcode if opcode in _NO_TRAFFIC_OPCODES:
             return 0
@@ -220,38 +219,38 @@ def count_instruction_bytes(module: HloModule, instruction: Instruction, computa
             fused = module.computations[called[0]]
             return _count_fusion_reads(fused, sizes) + _count_bytes_written(fused, module.roots[called[0]])
         case opcode if opcode in _SLICE_OPCODES:
-            return 2 * whole + sum(sizes[1:])
+            return 2 * result_size + sum(sizes[1:])
         case "dynamic-update-slice" if len(sizes) > 1:
             return 2 * sizes[1]
         case opcode if opcode.endswith("-start") and opcode != "all-reduce-start":
-            return whole  # a tuple of what is read and what is written
+            return result_size  # a tuple of operands and results
         case _:
-            return sum(sizes) + whole
+            return sum(sizes) + result_size
 
 
 def _count_fusion_reads(fused: _Computation, sizes: list[int]) -> int:
-    """What a fusion reads of its operands, whose sizes these are."""
-    numbers = {one.name: int(one.operands[0]) for one in fused.values() if one.opcode == "parameter"}
+    """Count the bytes that a fusion reads of its operands; `sizes` are those of the full operands."""
+    numbers = {i.name: int(i.operands[0]) for i in fused.values() if i.opcode == "parameter"}
     total = 0
     for name, number in numbers.items():
-        parts = [_count_bytes_read(use, source) for use, source in _find_uses(fused, name)]
+        reads = [_count_bytes_read(use, source) for use, source in _find_uses(fused, name)]
         size = sizes[number] if number < len(sizes) else 0
-        total += size if None in parts else min(size, sum(filter(None, parts)))
+        total += size if None in reads else min(size, sum(filter(None, reads)))
     return total
 
 
 def _find_uses(fused: _Computation, name: str) -> Iterator[tuple[Instruction, str]]:
-    """The instructions that use `name`, and the name under which they do: it may have been reshaped on the way."""
-    for one in fused.values():
-        if name in one.operands:
-            if one.opcode in _RESHAPE_OPCODES:
-                yield from _find_uses(fused, one.name)
+    """Yield the instructions that use `name`, each with the name of the operand: `name`, or a reshape of it."""
+    for instruction in fused.values():
+        if name in instruction.operands:
+            if instruction.opcode in _RESHAPE_OPCODES:
+                yield from _find_uses(fused, instruction.name)
             else:
-                yield one, name
+                yield instruction, name
 
 
 def _count_bytes_read(use: Instruction, source: str) -> int | None:
-    """How many bytes of `source` this reads; None for all."""
+    """Count the bytes of `source` that an instruction reads; None if it reads all."""
     first_only = use.operands[0] == source and source not in use.operands[1:]
     if use.opcode in _SLICE_OPCODES and first_only:
         return count_shape_bytes(use.shape)
@@ -259,11 +258,11 @@ def _count_bytes_read(use: Instruction, source: str) -> int | None:
 
 
 def _count_bytes_written(fused: _Computation, root: str) -> int:
-    one = fused[root]
-    if one.opcode == "tuple":
-        return sum(_count_bytes_written(fused, name) for name in one.operands)
-    if one.opcode in _RESHAPE_OPCODES and one.operands[0] in fused:
-        return _count_bytes_written(fused, one.operands[0])
-    if one.opcode == "dynamic-update-slice" and one.operands[1] in fused:
-        return count_shape_bytes(fused[one.operands[1]].shape)
-    return count_shape_bytes(one.shape)
+    instruction = fused[root]
+    if instruction.opcode == "tuple":
+        return sum(_count_bytes_written(fused, name) for name in instruction.operands)
+    if instruction.opcode in _RESHAPE_OPCODES and instruction.operands[0] in fused:
+        return _count_bytes_written(fused, instruction.operands[0])
+    if instruction.opcode == "dynamic-update-slice" and instruction.operands[1] in fused:
+        return count_shape_bytes(fused[instruction.operands[1]].shape)
+    return count_shape_bytes(instruction.shape)

@@ -1,9 +1,8 @@
-"""Floating-point operations of a program, counted before it is compiled.
+"""FLOPs of a program, counted in its jaxpr.
 
-What counts is what matrix units do: products (`dot_general`, `ragged_dot`) and convolutions, a multiply-add as two
-operations, four times as many for complex numbers. Elementwise work, reductions, sorts, FFTs and decompositions do not
-count. XLA's own `cost_analysis()` would not do: it counts the body of a loop once, however often that runs, and a scan
-over layers is a loop.
+Matrix products (`dot_general`, `ragged_dot`) and convolutions count: two FLOPs per multiply-add, four times as many for
+complex numbers. Elementwise operations, reductions, sorts, FFTs and decompositions do not. XLA's `cost_analysis()` is
+not used: it counts the body of a loop once, whatever its trip count, and a scan over layers is a loop.
 """
 
 import dataclasses
@@ -21,17 +20,17 @@ _OPAQUE_PRIMITIVES = (
     "tpu_custom_call",
     "triton_kernel_call",
 )
-"""Primitives that hide what they compute; attention as cuDNN has it is one more."""
+"""Primitives whose FLOPs are not in the jaxpr; cuDNN attention is another one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """A count, and what it leaves out."""
+    """FLOPs of a program, and the operations that they do not include."""
 
     total: int
-    """Of all devices together."""
+    """Sum over all devices."""
     uncounted: tuple[str, ...] = ()
-    """Loops of unknown length, counted once, and kernels that hide what they do: the total is then a lower bound."""
+    """Loops of unknown trip count, counted once, and opaque kernels. If there are any, the total is a lower bound."""
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(self.total + other.total, tuple(dict.fromkeys(self.uncounted + other.uncounted)))
@@ -41,8 +40,8 @@ class Flops:
 
 
 def count_flops(jaxpr: Any) -> Flops:
-    """Those of a jaxpr and of all jaxprs in it: the body of a scan as often as it runs, of a conditional the branch
-    with the most, of a `shard_map` what one device does times the devices."""
+    """Count the FLOPs of a jaxpr and its inner jaxprs: a scan's body times its length, the most expensive branch of a
+    conditional, a `shard_map`'s body times the number of devices."""
     total = Flops(0)
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         total += _count_equation_flops(equation)
@@ -79,11 +78,11 @@ def _count_equation_flops(equation: Any) -> Flops:
 
 
 def _find_subjaxprs(options: Any) -> Iterator[Any]:
-    """Those that an equation carries: what jit, remat and custom gradients call."""
+    """Yield the jaxprs that an equation calls: those of jit, remat and custom VJPs."""
     for value in options.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(one, "jaxpr", one), "eqns"):
-                yield one
+        for jaxpr in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(jaxpr, "jaxpr", jaxpr), "eqns"):
+                yield jaxpr
 
 
 def _count_dot_flops(equation: Any) -> int:
@@ -93,7 +92,7 @@ def _count_dot_flops(equation: Any) -> int:
 
 
 def _count_ragged_dot_flops(equation: Any) -> int:
-    """Every row with the one group that is its own; what a backend multiplies beyond that does not count."""
+    """Count each row times the matrix of its group; masked or padded products of a backend do not count."""
     left, right = (x.aval for x in equation.invars[:2])
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
@@ -106,7 +105,7 @@ def _count_ragged_dot_flops(equation: Any) -> int:
 
 
 def _count_convolution_flops(equation: Any) -> int:
-    """For each result a sum over the window and the input features of its group; padding counts as data does."""
+    """Count, for each output element, the window times the input features of its group; padding counts as data."""
     kernel = equation.invars[1].aval.shape
     features = equation.params["dimension_numbers"].rhs_spec[0]
     return (
@@ -115,7 +114,7 @@ def _count_convolution_flops(equation: Any) -> int:
 
 
 def _multiply_sizes_except(shape: tuple[int, ...], excluded: tuple[int, ...]) -> int:
-    return math.prod(size for place, size in enumerate(shape) if place not in excluded)
+    return math.prod(size for axis, size in enumerate(shape) if axis not in excluded)
 
 
 def _get_complex_factor(equation: Any) -> int:
@@ -123,6 +122,6 @@ def _get_complex_factor(equation: Any) -> int:
 
 
 def _format_scope(equation: Any) -> str:
-    """The scopes that an equation was traced in."""
+    """Format the name scopes that an equation was traced in."""
     stack = str(equation.source_info.name_stack)
     return f"in {stack}" if stack else "outside any module"

@@ -1,4 +1,4 @@
-"""A step, compiled and not run: what it costs, and what XLA made of it."""
+"""Compile a step without running it, and report its FLOPs, memory, collectives, donation and compile times."""
 
 import dataclasses
 import inspect
@@ -22,73 +22,73 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class DonationError(ValueError):
-    """Donated memory that no result took over."""
+    """Donated buffers that no output reuses."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileTimes:
-    """What the first call of a step waits for, besides running."""
+    """Seconds of tracing, lowering and compiling a step."""
 
     trace: float
-    """Python, once: from the function to a jaxpr. 0 or so where the step has run before."""
+    """From the function to a jaxpr. About 0 if the step has run before."""
     lower: float
-    """From the jaxpr to what XLA reads."""
+    """From the jaxpr to StableHLO."""
     compile: float
+    """From StableHLO to an executable."""
     cached: bool
-    """Whether the program came out of the persistent compilation cache, which is why `compile` is short."""
+    """True if the executable came from the persistent compilation cache, so that `compile` is short."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStats:
-    """Bytes on one device while the step runs."""
+    """Memory of a step, in bytes per device."""
 
     arguments: int
     outputs: int
     aliased: int
-    """Part of both: the outputs that take over the memory of arguments."""
+    """Outputs that reuse the buffers of donated arguments; included in `arguments` and in `outputs`."""
     temporaries: int
     code: int
     peak: int | None
-    """The most that lives at a time, by XLA's own account, which on a CPU leaves temporaries out; None where the
-    backend does not tell."""
+    """Peak memory reported by XLA, which on a CPU omits temporaries; None if the backend does not report it."""
 
     @property
     def total(self) -> int:
-        """What has to fit, were every temporary to live at once."""
+        """Upper bound of the memory, as if all temporaries were live at once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
 @dataclasses.dataclass(frozen=True)
 class Donation:
-    """An array that a step was given to overwrite."""
+    """A donated array argument of a step."""
 
     name: str
-    """As the step calls it: `model.stack.segments.0.blocks.0.mixer.query.weight`."""
+    """Argument and path: `model.stack.segments.0.blocks.0.mixer.query.weight`."""
     bytes: int
-    """On one device."""
+    """Bytes per device."""
     aliased: bool
-    """Whether an output took over its memory. Where none did, both are held at once."""
+    """True if an output reuses its buffer. Otherwise both are in memory at once."""
     used: bool
-    """Whether the step reads it at all."""
+    """True if the step reads it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What `compiled` found out. `print(program)` shows it in a dozen lines, `program.as_dict()` is for JSON."""
+    """Report of `compiled`. `print(program)` prints a dozen lines, `program.as_dict()` is for JSON."""
 
     name: str
     mesh: dict[str, int]
-    """Axes of more than one device, and their sizes."""
+    """Mesh axes of size above 1, and their sizes."""
     devices: int
     seconds: CompileTimes
     flops: Flops
-    """Of matrix products and convolutions, of all devices together."""
+    """FLOPs of matrix products and convolutions, summed over all devices."""
     bytes_moved: int
-    """On one device, to and from main memory, at most: as if no cache held anything."""
+    """Main memory traffic per device, in bytes: an upper bound that assumes no cache hits."""
     endless: tuple[str, ...]
-    """Loops of the compiled program whose length it does not tell: what they move and send is counted once."""
+    """Loops without a known trip count; their traffic and collectives are counted for one iteration."""
     memory: MemoryStats | None
-    """None where the backend does not tell."""
+    """None if the backend does not report it."""
     collectives: tuple[Collective, ...]
     donations: tuple[Donation, ...]
     text: str = dataclasses.field(repr=False)
@@ -96,23 +96,24 @@ class CompiledProgram:
 
     @property
     def failed_donations(self) -> tuple[Donation, ...]:
-        return tuple(one for one in self.donations if not one.aliased)
+        return tuple(donation for donation in self.donations if not donation.aliased)
 
     def require_donations(self) -> None:
-        """**Raises** `DonationError`, with the names, where donated memory was not taken over.
+        """**Raises** `DonationError`, with the names, if a donated buffer is not reused by an output.
 
-        JAX warns of that on some backends and Equinox hides the warning; what it costs is memory, and a copy.
+        The step then needs more memory and copies the array. JAX warns on some backends only, and Equinox hides the
+        warning.
         """
-        if failed := sorted(self.failed_donations, key=lambda one: -one.bytes):
-            lines = [f"  {one.name}: {one.bytes:,} bytes{'' if one.used else ', never read'}" for one in failed[:20]]
+        if failed := sorted(self.failed_donations, key=lambda donation: -donation.bytes):
+            lines = [f"  {d.name}: {d.bytes:,} bytes{'' if d.used else ', never read'}" for d in failed[:20]]
             lines += [f"  and {len(failed) - 20} more"] if len(failed) > 20 else []
             raise DonationError(
-                f"{self.name} was given {len(failed)} arrays to overwrite that no output took over. Each needs an "
-                "output of its own shape, dtype and sharding: return one, or do not donate it:\n" + "\n".join(lines)
+                f"{self.name} donates {len(failed)} arrays whose buffers no output reuses. Each needs an output of the "
+                "same shape, dtype and sharding: return one, or do not donate it:\n" + "\n".join(lines)
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the text, in plain values."""
+        """Convert everything but the HLO text to plain values."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "text"}
 
     def __str__(self) -> str:
@@ -120,27 +121,28 @@ class CompiledProgram:
 
 
 def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
-    """Trace, lower and compile `step(*args, **kwargs)`, and say what that gives. Nothing runs and nothing is donated.
+    """Trace, lower and compile `step(*args, **kwargs)`, and report its costs. Nothing runs and nothing is donated.
 
-    `step` is a jitted function (`eqx.filter_jit`, `jax.jit`), or a plain one, which is jitted here. Called afterward
-    with the same arguments, a jitted one is not compiled again.
+    `step` is a jitted function (`eqx.filter_jit`, `jax.jit`), or a plain one, which is jitted here. A jitted one is not
+    compiled again when it is called with the same arguments.
 
-    Counts are read off the program: FLOPs off its jaxpr, everything else off the HLO after optimization. XLA's own
-    `cost_analysis()` is not used: it counts a loop's body once, and the layers of a model are a loop.
+    FLOPs are counted in the jaxpr, everything else in the optimized HLO. XLA's `cost_analysis()` is not used: it counts
+    a loop's body once, and the layers of a model are a loop.
 
-    **Raises** `TypeError` for shapes in place of arrays, and for an object that has a `lower` but is not jitted.
+    **Raises** `TypeError` for a `jax.ShapeDtypeStruct` in place of an array, and for an object that has a `lower` but
+    is not jitted.
     """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, kwargs))):
-        raise TypeError("zoo.inspect.compiled takes arrays, as the step does: it has to know where they lie")
+        raise TypeError("zoo.inspect.compiled takes arrays, as the step does: it needs their shardings")
     step = step if hasattr(step, "lower") else eqx.filter_jit(step)
     start = time.perf_counter()
     jaxpr = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0].jaxpr
     calls = [equation for equation in jaxpr.eqns if "donated_invars" in equation.params]
     if len(calls) != 1:
-        raise TypeError(f"{_get_step_name(step)} is not one jitted function: pass what eqx.filter_jit or jax.jit gave")
+        raise TypeError(f"{_get_step_name(step)} is not one jitted function: pass that of eqx.filter_jit or jax.jit")
     traced = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # `donations` says which
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # `donations` has them
         stage: Any = step.lower(*args, **kwargs)
     lowered = time.perf_counter()
     with _CacheHitListener() as hits:
@@ -149,7 +151,7 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     executable = getattr(stage, "compiled", stage)  # Equinox wraps JAX's own
     text = executable.as_text() or ""
     module = hlo.parse_module(text)
-    found, endless = hlo.list_executions(module)
+    executions, endless = hlo.list_executions(module)
     devices = hlo.count_devices(module)
     mesh = _find_mesh(jaxpr, (args, kwargs), devices)
     return CompiledProgram(
@@ -158,28 +160,28 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         devices=devices,
         seconds=seconds,
         flops=count_flops(jaxpr),
-        bytes_moved=hlo.count_bytes_moved(module, found),
+        bytes_moved=hlo.count_bytes_moved(module, executions),
         endless=tuple(endless),
         memory=_read_memory_stats(executable),
-        collectives=sum_collectives(found, mesh, devices),
+        collectives=sum_collectives(executions, mesh, devices),
         donations=tuple(_check_donations(calls[0], _name_arguments(step, jaxpr, args, kwargs), executable, module)),
         text=text,
     )
 
 
 class _CacheHitListener:
-    """What comes out of the persistent compilation cache, in this thread."""
+    """Record hits of the persistent compilation cache in this thread."""
 
     def __enter__(self) -> list[str]:
         self.hits: list[str] = []
         self.thread = threading.get_ident()
-        jax.monitoring.register_event_listener(self.record)
+        jax.monitoring.register_event_listener(self._record)
         return self.hits
 
     def __exit__(self, *_: Any) -> None:
-        jax.monitoring.unregister_event_listener(self.record)
+        jax.monitoring.unregister_event_listener(self._record)
 
-    def record(self, event: str, **_: Any) -> None:
+    def _record(self, event: str, **_: Any) -> None:
         if event == _CACHE_HIT_EVENT and threading.get_ident() == self.thread:
             self.hits.append(event)
 
@@ -189,8 +191,8 @@ def _get_step_name(step: Any) -> str:
 
 
 def _find_mesh(jaxpr: Any, args: Any, devices: int) -> Mesh | None:
-    """The mesh that the arguments lie on, or that the step itself brings; None where there is none of so many devices.
-    The program numbers its devices as the mesh does."""
+    """Return the mesh of the arguments, otherwise of a `shard_map` in the step; None without one of `devices` devices.
+    Device numbers of the program are positions in this mesh."""
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)] + list(
         _find_meshes(jaxpr)
@@ -221,43 +223,43 @@ def _read_memory_stats(executable: Any) -> MemoryStats | None:
 
 
 def _name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
-    """Name and array of each argument, by the identity of its variable in the jaxpr: a literal has no hash."""
+    """Return name and array of each argument, by the id of its variable in the jaxpr: a literal has no hash."""
     paths, _ = jax.tree_util.tree_flatten_with_path(eqx.filter((args, kwargs), eqx.is_array))
-    words, named = _name_positional_arguments(step, len(args)), {}
+    positional, names = _name_positional_arguments(step, len(args)), {}
     for variable, ((part, key, *path), x) in zip(jaxpr.invars, paths, strict=True):
-        first = words[key.idx] if part.idx == 0 else key.key
+        argument = positional[key.idx] if part.idx == 0 else key.key
         rest = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
-        named[id(variable)] = (f"{first}.{rest}" if rest else first), x
-    return named
+        names[id(variable)] = (f"{argument}.{rest}" if rest else argument), x
+    return names
 
 
 def _name_positional_arguments(step: Any, count: int) -> list[str]:
-    """What the step calls its first `count` positional arguments."""
+    """Return the names of the first `count` positional arguments of the step."""
     parameters = inspect.signature(step).parameters.values()
-    own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    more = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "")
-    return [own[place] if place < len(own) else f"{more}.{place - len(own)}" for place in range(count)]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "")
+    return [names[i] if i < len(names) else f"{variadic}.{i - len(names)}" for i in range(count)]
 
 
 def _check_donations(
     call: Any, known: dict[int, tuple[str, Any]], executable: Any, module: hlo.HloModule
 ) -> Iterator[Donation]:
-    """The donated among the arguments of a jitted call, held against what the program says.
+    """Yield the donated arguments of a jitted call, checked against the input-output aliasing of the program.
 
-    The program lacks the arguments that it does not use: those have no sharding there. Constants that JAX turned into
-    arguments stand before all others.
+    The program has no parameters for unused arguments; those have no sharding. Constants that JAX turned into
+    parameters come before all others.
     """
-    used = [form.sharding is not None for form in jax.tree.leaves(executable.input_formats)]
-    place = hlo.count_parameters(module) - sum(used)
-    taken = hlo.find_aliased_parameters(module)
-    for variable, donated, use in zip(call.invars, call.params["donated_invars"], used, strict=True):
-        if donated:
+    is_used = [layout.sharding is not None for layout in jax.tree.leaves(executable.input_formats)]
+    number = hlo.count_parameters(module) - sum(is_used)
+    aliased = hlo.find_aliased_parameters(module)
+    for variable, is_donated, used in zip(call.invars, call.params["donated_invars"], is_used, strict=True):
+        if is_donated:
             name, x = known.get(id(variable), ("an array that the step closes over", variable.aval))
-            yield Donation(name, _count_device_bytes(x), use and place in taken, use)
-        place += use
+            yield Donation(name, _count_device_bytes(x), used and number in aliased, used)
+        number += used
 
 
 def _count_device_bytes(x: Any) -> int:
-    """On one device."""
+    """Count the bytes of an array per device."""
     shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
     return math.prod(shape) * x.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A compiled step in a dozen lines."""
+"""Format the report of a compiled step as a dozen lines of text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ _MAX_SHOWN = 12
 
 
 def format_program(program: Any) -> str:
-    """What `print(program)` shows."""
+    """Format a `CompiledProgram` for `print`."""
     return "\n".join(f"{label:<14}{text}".rstrip() for label, text in _format_lines(program))
 
 
@@ -18,49 +18,47 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     seconds = program.seconds
     where = ", out of the compilation cache" if seconds.cached else ""
     yield "seconds", f"trace {seconds.trace:.2f}, lower {seconds.lower:.2f}, compile {seconds.compile:.2f}{where}"
-    least = "at least " if program.flops.uncounted else ""
-    each = (
-        f", {_format_decimal_prefix(program.flops.total / program.devices)}FLOP a device" if program.devices > 1 else ""
-    )
-    yield "compute", f"{least}{_format_decimal_prefix(program.flops.total)}FLOP in matrix products{each}"
-    yield from (("", f"not counted: {what}") for what in program.flops.uncounted)
-    yield "traffic", f"at most {_format_decimal_prefix(program.bytes_moved)}B a device, to and from memory"
-    yield from (("", f"counted once, its length is not known: {loop}") for loop in program.endless)
+    bound = "at least " if program.flops.uncounted else ""
+    each = f", {_format_decimal_prefix(program.flops.total / program.devices)}FLOP per device"
+    each = each if program.devices > 1 else ""
+    yield "compute", f"{bound}{_format_decimal_prefix(program.flops.total)}FLOP in matrix products{each}"
+    yield from (("", f"not counted: {operation}") for operation in program.flops.uncounted)
+    yield "traffic", f"at most {_format_decimal_prefix(program.bytes_moved)}B per device, to and from memory"
+    yield from (("", f"counted once, unknown trip count: {loop}") for loop in program.endless)
     yield "memory", _format_memory(program.memory)
     yield "donated", _format_donations(program.donations)
-    yield from (("", f"not taken over: {one.name}") for one in program.failed_donations[:_MAX_SHOWN])
+    yield from (("", f"not reused: {donation.name}") for donation in program.failed_donations[:_MAX_SHOWN])
     if not program.collectives:
         yield "collectives", "none"
         return
     widths = [
-        max(len(one.kind) for one in program.collectives),
-        max(len(_format_axes(one)) for one in program.collectives),
+        max(len(row.kind) for row in program.collectives),
+        max(len(_format_axes(row)) for row in program.collectives),
     ]
-    yield "collectives", f"{'':{widths[0]}}  {'along':{widths[1]}}  {'times':>6}  {'bytes a device':>14}"
-    for one in program.collectives:
-        yield (
-            "",
-            f"{one.kind:{widths[0]}}  {_format_axes(one):{widths[1]}}  {one.count:>6,}  {_format_decimal_prefix(one.bytes) + 'B':>14}",
-        )
+    yield "collectives", f"{'':{widths[0]}}  {'along':{widths[1]}}  {'times':>6}  {'bytes per device':>16}"
+    for row in program.collectives:
+        size = f"{_format_decimal_prefix(row.bytes)}B"
+        yield "", f"{row.kind:{widths[0]}}  {_format_axes(row):{widths[1]}}  {row.count:>6,}  {size:>16}"
 
 
 def _format_memory(stats: Any) -> str:
     if stats is None:
-        return "the backend does not tell"
+        return "not reported by the backend"
     parts = [f"{_format_decimal_prefix(value)}B {name}" for name, value in (
         ("arguments", stats.arguments),
         ("new outputs", stats.outputs - stats.aliased),
         ("temporaries", stats.temporaries),
         ("code", stats.code),
     ) if value]  # fmt: skip
-    return f"{_format_decimal_prefix(stats.total)}B a device: {', '.join(parts)}"
+    return f"{_format_decimal_prefix(stats.total)}B per device: {', '.join(parts)}"
 
 
 def _format_donations(donations: Any) -> str:
     if not donations:
         return "nothing"
-    taken = [one for one in donations if one.aliased]
-    return f"{len(taken)} of {len(donations)} arrays taken over, {_format_decimal_prefix(sum(one.bytes for one in taken))}B a device"
+    reused = [donation for donation in donations if donation.aliased]
+    size = _format_decimal_prefix(sum(donation.bytes for donation in reused))
+    return f"{len(reused)} of {len(donations)} arrays reused, {size}B per device"
 
 
 def _format_axes(collective: Any) -> str:
@@ -68,7 +66,7 @@ def _format_axes(collective: Any) -> str:
 
 
 def _format_decimal_prefix(value: float | int) -> str:
-    """Three digits and a decimal prefix, with the unit to follow: `12.3 M`."""
+    """Format three digits and a decimal prefix, for a unit to follow: `12.3 M`."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(value) < 999.5 or prefix == "P":
             break

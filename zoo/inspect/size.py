@@ -1,4 +1,4 @@
-"""How much memory a model's arrays take, and how many bits that is for each of its numbers."""
+"""Memory of a model's arrays, and bits per parameter."""
 
 import dataclasses
 import math
@@ -12,28 +12,31 @@ from zoo.layers import AbstractPackedLinear
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """What `size` found."""
+    """Result of `measure_size`."""
 
     num_parameters: int
-    """Of a matrix that is packed as many as it stands for."""
+    """Number of parameters; a quantized matrix counts those of the decoded matrix."""
     bytes: int
-    """Of all arrays, once, on however many devices they lie."""
+    """Bytes of all arrays, counted once for all devices that hold a copy."""
 
     @property
     def bits_per_parameter(self) -> float:
-        """Bits a number."""
+        """Average number of bits per parameter."""
         return 8 * self.bytes / self.num_parameters
 
 
 def measure_size(model: PyTree) -> ModelSize:
-    """Numbers and bytes of a model, or of its shapes alone. Learnt or not, all floating numbers are counted; what is
-    packed counts decoded, and integers beside it take bytes only."""
+    """Count the parameters and bytes of a model, or of a model of `jax.ShapeDtypeStruct`s.
+
+    All floating-point numbers are parameters, trainable or frozen. Quantized matrices count decoded; other integers
+    count only as bytes.
+    """
     nodes = jax.tree.leaves(model, is_leaf=_is_packed)
     packed = [node for node in nodes if _is_packed(node)]
     arrays = [x for x in nodes if hasattr(x, "dtype")] + [node.bias for node in packed if node.bias is not None]
-    numbers = sum(x.size for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
-    numbers += sum(math.prod(jax.eval_shape(node.decode, *node.packed_arrays).shape) for node in packed)
-    return ModelSize(numbers, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "dtype")))
+    parameters = sum(x.size for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
+    parameters += sum(math.prod(jax.eval_shape(node.decode, *node.packed_arrays).shape) for node in packed)
+    return ModelSize(parameters, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "dtype")))
 
 
 def _is_packed(node: Any) -> bool:

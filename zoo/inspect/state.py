@@ -1,4 +1,4 @@
-"""How much a model remembers of a text while it decodes."""
+"""Memory of decoding states: KV caches and recurrent states."""
 
 import equinox as eqx
 import jax
@@ -7,7 +7,7 @@ from zoo.models import Decoder
 
 
 def state_bytes(model: Decoder, length: int) -> int:
-    """Bytes of the states that one row of up to `length` tokens leaves to remember, of a model or of its shapes alone:
-    with attention a slot a token, with recurrences the same for any length."""
+    """Count the bytes of the decoding states of one row of up to `length` tokens, for a model or a model of
+    `jax.ShapeDtypeStruct`s. KV caches of attention grow with `length`, recurrent states do not."""
     states = eqx.filter_eval_shape(lambda model: model.init_state(1, length), model)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
