@@ -1,4 +1,4 @@
-"""What a program computes, for tests that say what it must not."""
+"""Arrays that a jaxpr computes, for tests of what a program must not materialize."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import jax
 
 
-def arrays(program: Any) -> Iterator[Any]:
-    """Shape and dtype of every array that a jaxpr computes, inside its loops and calls too."""
-    for equation in getattr(program, "jaxpr", program).eqns:
+def arrays(jaxpr: Any) -> Iterator[Any]:
+    """Yield the aval of every array that a jaxpr computes, including those in its loops and calls."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield from (variable.aval for variable in equation.outvars)
-        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
-            if is_program(part):
+        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(part):
                 yield from arrays(part)
 
 
-def is_program(value: Any) -> bool:
+def _is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")

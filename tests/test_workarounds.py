@@ -1,4 +1,4 @@
-"""A sum that jaxlib 0.10.2 gets wrong on CPUs is right once zoo is imported."""
+"""`import zoo` corrects sums that jaxlib 0.10.2 computes wrongly on CPUs."""
 
 import importlib.metadata
 import os
@@ -17,18 +17,18 @@ sums = jax.jit(lambda x: jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2))(
 assert sums[-1] == 32768.0**2, sums[-1]
 """
 affected = pytest.mark.skipif(
-    importlib.metadata.version("jaxlib") not in AFFECTED_VERSIONS, reason="this jaxlib has no fault"
+    importlib.metadata.version("jaxlib") not in AFFECTED_VERSIONS, reason="this jaxlib has no such bug"
 )
 
 
-def test_a_sum_of_many_rows():
+def test_import_corrects_the_sum_of_many_rows():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run([sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 @affected
-def test_flags_are_added_to_and_left_alone(monkeypatch):
+def test_workaround_extends_xla_flags_unless_set(monkeypatch):
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     with pytest.warns(UserWarning, match="import zoo before the first computation, or set XLA_FLAGS=--xla"):

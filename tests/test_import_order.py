@@ -1,12 +1,11 @@
-"""Imports go down only: each room of the library stands on a floor and may use the floors below it.
+"""Import layers: a package of the library imports packages of lower layers only.
 
     shapes, _files, _optional, _workarounds < ops < parallel < layers < models < weights, text
         < adapters, train, generate, inspect < cli, recipes
 
-Files of one room may import one another; rooms of one floor may not. Imports inside functions and under
-`TYPE_CHECKING` count like any other, because what matters is who must know of whom. `zoo/__init__.py` collects the
-public names, so it stands above every floor; of the library's own files only the command line and the recipes may
-import it.
+Modules of one package may import one another; packages of one layer may not. Imports inside functions and under
+`TYPE_CHECKING` count, because dependencies matter, not when they are loaded. `zoo/__init__.py` collects the public
+names, so it is above every layer; of the library's own files only the command line and the recipes may import it.
 """
 
 import ast
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = (
+LAYERS = (
     ("shapes", "_files", "_optional", "_workarounds"),
     ("ops",),
     ("parallel",),
@@ -26,12 +25,12 @@ FLOORS = (
     ("adapters", "train", "generate", "inspect"),
     ("cli", "recipes"),
 )
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TOP = len(FLOORS) - 1
+LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+TOP = len(LAYERS) - 1
 
 
-def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Line and dotted name of everything that a file of `package` imports, relative names resolved."""
+def find_imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield line and dotted name of every import in a file of `package`, relative names resolved."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, tuple(alias.name.split("."))) for alias in node.names)
@@ -41,39 +40,39 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, tup
             yield from ((node.lineno, (*base, alias.name)) for alias in node.names)
 
 
-def violations(root: Path) -> list[str]:
-    """What breaks the rule in `root/zoo` and `root/recipes`, as "file:line: why"."""
+def find_violations(root: Path) -> list[str]:
+    """Return the forbidden imports in `root/zoo` and `root/recipes`, as "file:line: reason"."""
     found = []
     for path in sorted([*root.glob("zoo/**/*.py"), *root.glob("recipes/**/*.py")]):
-        place = path.relative_to(root)
-        parts = place.with_suffix("").parts
+        file = path.relative_to(root)
+        parts = file.with_suffix("").parts
         if parts == ("zoo", "__init__"):
             continue
-        room = parts[0] if parts[0] == "recipes" else parts[1].removesuffix(".py")
-        if room not in FLOOR:
-            found.append(f"{place}:1: the room {room!r} stands on no floor; give it one in {Path(__file__).name}")
+        package = parts[0] if parts[0] == "recipes" else parts[1].removesuffix(".py")
+        if package not in LAYER:
+            found.append(f"{file}:1: {package!r} is in no layer; add it to one in {Path(__file__).name}")
             continue
-        for line, name in imported(ast.parse(path.read_text(encoding="utf-8")), parts[:-1]):
+        for line, name in find_imports(ast.parse(path.read_text(encoding="utf-8")), parts[:-1]):
             if name[0] == "recipes":
                 target = "recipes"
             elif name[0] != "zoo":
                 continue
-            elif len(name) > 1 and name[1] in FLOOR:
+            elif len(name) > 1 and name[1] in LAYER:
                 target = name[1]
-            elif FLOOR[room] < TOP:
-                found.append(f"{place}:{line}: {room} imports the public names of zoo, which stand above it")
+            elif LAYER[package] < TOP:
+                found.append(f"{file}:{line}: {package} imports the public names of zoo, which are above it")
                 continue
             else:
                 continue
-            if target == room or FLOOR[target] < FLOOR[room]:
+            if target == package or LAYER[target] < LAYER[package]:
                 continue
-            how = "sideways" if FLOOR[target] == FLOOR[room] else "upward"
-            found.append(f"{place}:{line}: {room} imports {'.'.join(name)}, {how}")
+            direction = "sideways" if LAYER[target] == LAYER[package] else "upward"
+            found.append(f"{file}:{line}: {package} imports {'.'.join(name)}, {direction}")
     return found
 
 
-def test_imports_go_down_only():
-    found = violations(ROOT)
+def test_import_order_of_the_repository():
+    found = find_violations(ROOT)
     assert not found, "\n" + "\n".join(found)
 
 
@@ -95,16 +94,16 @@ PLANTED = {
     "a public name": ("zoo/layers/a.py", "from zoo import make_mesh", 1, "public names"),
     "a recipe": ("zoo/train/a.py", "import recipes.transformer", 1, "upward"),
     "a recipe, from the command line": ("zoo/cli.py", "from recipes import transformer", 1, "sideways"),
-    "an unknown room": ("zoo/utils.py", "import jax", 1, "no floor"),
+    "an unknown package": ("zoo/utils.py", "import jax", 1, "no layer"),
 }
 
 
 @pytest.mark.parametrize(("path", "source", "line", "why"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_violation_is_found(tmp_path, path, source, line, why):
+def test_import_order_finds_a_planted_violation(tmp_path, path, source, line, why):
     file = tmp_path / path
     file.parent.mkdir(parents=True)
     file.write_text(source)
-    (found,) = violations(tmp_path)
+    (found,) = find_violations(tmp_path)
     assert found.startswith(f"{path}:{line}: ")
     assert why in found
 
@@ -122,8 +121,8 @@ def test_a_planted_violation_is_found(tmp_path, path, source, line, why):
         ("zoo/ops/a.py", "import zoology\nfrom jax import numpy\nimport inspect"),
     ],
 )
-def test_what_is_allowed_passes(tmp_path, path, source):
+def test_import_order_passes_what_is_allowed(tmp_path, path, source):
     file = tmp_path / path
     file.parent.mkdir(parents=True)
     file.write_text(source)
-    assert violations(tmp_path) == []
+    assert find_violations(tmp_path) == []
