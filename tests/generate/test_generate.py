@@ -187,22 +187,22 @@ def test_prompts_share_a_program_a_bucket_and_decoding_one_a_length(monkeypatch)
 
 def test_a_step_writes_in_place():
     """The caches go in and come out in the same memory, and nothing as large lives beside them."""
-    from zoo.generate.decode import call_program_donating, call_program_keeping, decode_until, prefill, unstack_layers
+    from zoo.generate.decode import decode_until, prefill, unstack_layers
     from zoo.generate.request import SamplingOptions
+    from zoo.parallel.spmd import _JITTED, run_jitted
 
     model, options = born(head_dim=32), SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"])
     tokens = jnp.zeros((2, 16), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    state = call_program_keeping((prefill, (model, options, None)), (tokens, positions, jnp.arange(2), 2048))
+    state = run_jitted(prefill, ((model, options, None),), (tokens, positions, jnp.arange(2), 2048))
     held = sum(x.nbytes for x in jax.tree.leaves(state))
-    program = call_program_donating.lower(
-        (decode_until, (unstack_layers(model, None), options)), (state, jnp.int32(9))
-    ).compile()
+    fixed = unstack_layers(model, None), options
+    program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < held / 2
     cache = dataclasses.replace(state.states[0])
-    call_program_donating((decode_until, (unstack_layers(model, None), options)), (state, jnp.int32(9)))
+    run_jitted(decode_until, (fixed,), (state, jnp.int32(9)), donate=True)
     assert cache.key.is_deleted()
 
 
@@ -250,7 +250,7 @@ NOT_REAL = jnp.zeros((2, 6), bool)
         ({"temperature": -1.0, "key": KEY}, "temperature=-1.0 needs to be 0, or above 0"),
         ({"temperature": float("nan"), "key": KEY}, "temperature=nan"),
         ({"temperature": 1}, "temperature=1 needs to be 0, or above 0 with a key"),
-        ({"top_p": 0.5, "key": KEY}, "top_p says what may be drawn, and temperature=0 draws nothing"),
+        ({"top_p": 0.5, "key": KEY}, "top_p needs sampling, and temperature=0 is greedy"),
         ({"temperature": 1, "key": KEY, "top_k": 0}, "top_k keeps at least 1 token, not 0"),
         ({"temperature": 1, "key": KEY, "top_p": 0.0}, "top_p is above 0 and at most 1, not 0.0"),
         ({"temperature": 1, "key": KEY, "min_p": 1.5}, "min_p is at least 0 and at most 1, not 1.5"),

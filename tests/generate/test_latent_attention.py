@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.generate.decode import call_program_donating, call_program_keeping, decode_until, prefill, unstack_layers
+from zoo.generate.decode import decode_until, prefill, unstack_layers
 from zoo.generate.request import SamplingOptions, choose_cache_length
 from zoo.layers import Attention, BiasedRouter, LatentAttention
 from zoo.ops.rotary import DynamicScaling, Rotary
+from zoo.parallel.spmd import _JITTED, run_jitted
 
 VOCAB, PROMPT, NEW = 40, 6, 5
 SIZES = {"vocab": VOCAB, "embed": 16, "layers": 2, "heads": 4, "mlp": 12, "experts": 4, "top": 2, "dense_layers": 1}
@@ -54,13 +55,12 @@ def test_a_rotation_that_depends_on_the_length_is_not_rounded_up():
 def test_a_step_writes_in_place():
     model, options = made(Rotary(4)), SamplingOptions.from_arguments(0, None, None, None, None, (), VOCAB)
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    given = jnp.zeros((2, 16), jnp.int32), positions, jnp.arange(2), 4096
-    state = call_program_keeping((prefill, (model, options, None)), given)
+    args = jnp.zeros((2, 16), jnp.int32), positions, jnp.arange(2), 4096
+    state = run_jitted(prefill, ((model, options, None),), args)
     held = sum(x.nbytes for x in jax.tree.leaves(state))
     assert sum(x.nbytes for x in jax.tree.leaves(state.states)) < 2 * 2 * 4096 * (8 + 4 + 1) * 4 + 100
-    program = call_program_donating.lower(
-        (decode_until, (unstack_layers(model, None), options)), (state, jnp.int32(9))
-    ).compile()
+    fixed = unstack_layers(model, None), options
+    program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < held / 2

@@ -11,7 +11,7 @@ import zoo
 from zoo.generate.decode import DecodeState, decode_until, prefill, unstack_layers
 from zoo.generate.request import SamplingOptions
 from zoo.parallel import Mesh, make_mesh, place
-from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted, run_jitted_donating
+from zoo.parallel.spmd import _JITTED, OutputDims, SpmdProgram, run_jitted
 
 MODEL_KEY, TEXT_KEY, DRAW_KEY = jax.random.split(jax.random.key(0), 3)
 ROWS, SEQ, VOCAB = 3, 7, 96
@@ -62,19 +62,19 @@ def test_caches_lie_split_and_a_step_writes_them_in_place():
         SamplingOptions.from_arguments(0, None, None, None, 1.2, (), VOCAB),
     )
     tokens, positions = jnp.zeros((8, 16), jnp.int32), jnp.broadcast_to(jnp.arange(16), (8, 16))
-    run = lambda program: SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))
-    state = run_jitted((run(prefill), ((model, options, None),)), (tokens, positions, jnp.arange(8), 2048), None)
+    on_mesh = lambda program: SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))
+    state = run_jitted(on_mesh(prefill), ((model, options, None),), (tokens, positions, jnp.arange(8), 2048))
     assert isinstance(state, DecodeState)
     cache = state.states[1].key
     assert cache.shape == (8, 4, 2048, 32) and cache.addressable_shards[0].data.shape == (2, 2, 2048, 32)
     assert state.seen is not None and state.seen.addressable_shards[0].data.shape == (2, VOCAB // 2)
     fixed = unstack_layers(model, mesh), options
-    program = run_jitted_donating.lower((run(decode_until), (fixed,)), (state, jnp.int32(9)), None).compile()
+    program = _JITTED[True].lower((on_mesh(decode_until), (fixed,)), (state, jnp.int32(9)), None).compile()
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < held / 2
-    after = run_jitted_donating((run(decode_until), (fixed,)), (state, jnp.int32(9)), None)
+    after = run_jitted(on_mesh(decode_until), (fixed,), (state, jnp.int32(9)), donate=True)
     assert after.states[1].key.sharding == cache.sharding and cache.is_deleted()
 
 
@@ -89,5 +89,5 @@ def test_layers_taken_out_of_their_stack_lie_as_the_layout_says():
 def test_a_mesh_that_splits_the_sequence_is_refused():
     devices = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1, 1, 1, 8, 1), make_mesh().devices.axis_names)
     mesh = Mesh(devices, make_mesh().layout)
-    with pytest.raises(NotImplementedError, match="does not split seq, and this mesh has context=8"):
+    with pytest.raises(NotImplementedError, match="does not shard seq, and this mesh has context=8"):
         write(born(), mesh=mesh)

@@ -55,9 +55,9 @@ def test_a_layout_takes_dims_of_ones_own_and_refuses_what_makes_no_sense():
     assert spec(mesh, ("sensors", "embed"), (6, 3)) == P(("tensor",))
     with pytest.raises(ValueError, match="'model', but the mesh axes are"):
         Layout().with_dims(sensors=("model",))
-    with pytest.raises(ValueError, match="stores 'sensors'"):
+    with pytest.raises(ValueError, match="shards 'sensors' at rest"):
         Layout(parameters={"sensors": ("fsdp",)})
-    with pytest.raises(ValueError, match="split in updates too"):
+    with pytest.raises(ValueError, match="let `optimizer` contain `parameters`"):
         Layout(optimizer={})
     assert hash(Layout()) == hash(Layout())
     assert Layout() == Layout() != ZERO1
@@ -68,7 +68,7 @@ def test_a_layout_takes_dims_of_ones_own_and_refuses_what_makes_no_sense():
     [
         ({"data": 3}, ValueError, "data=3 asks for 3 devices, there are 8"),
         ({"data": -1, "tensor": 3}, ValueError, "tensor=3 asks for a multiple of 3 devices, there are 8"),
-        ({"data": -1, "fsdp": -1}, ValueError, "only one axis can take what remains, not data and fsdp"),
+        ({"data": -1, "fsdp": -1}, ValueError, "only one axis can be -1, not data and fsdp"),
         ({"data": 0}, ValueError, "size of at least 1"),
         ({"context": 2}, NotImplementedError, "context=2"),
         ({"expert": 2}, NotImplementedError, "expert=2"),
@@ -107,7 +107,7 @@ def test_a_vocabulary_that_lies_whole_is_told_once(caplog):
     with caplog.at_level(logging.WARNING, "zoo"):
         zoo.place(zoo.layers.Embedding(97, 32, key=KEY), mesh)
     assert [r.message for r in caplog.records] == [
-        "weight: 97 vocab do not share out over tensor=4 and lie whole on each device; 100 would be split."
+        "weight: 97 vocab do not share out over tensor=4 and are replicated; 100 would be sharded."
     ]
 
 

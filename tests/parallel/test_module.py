@@ -82,7 +82,7 @@ def test_an_annotation_without_dims_raises():
         weight: "Float[Array, 'out']"
 
     for kind, message in (
-        (Loose, "Loose.weight holds an array of 1 dims.*one fixed name a dim"),
+        (Loose, "Loose.weight holds an array of 1 dims.*one fixed name per dim"),
         (Variadic, "Variadic.weight holds an array of 1 dims"),
         (Future, "Future.weight is annotated with the string.*from __future__"),
     ):

@@ -68,7 +68,7 @@ def test_two_processes_are_one(tmp_path):
     assert first["saved"] == pytest.approx(alone["loss"], rel=1e-6)
     saved = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert saved[0] == saved[1]
-    assert "2 processes bring rows of their own" in first["refused"]
+    assert "2 processes pass rows of the batch" in first["refused"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Text out of a model: one token after another, with a cache.
+"""Autoregressive text generation: prefill, then a decoding loop with KV caches or recurrent states.
 
-`request.py` holds what was asked against the model and lays it out for few compilations; `decode.py` is what then runs,
-on one device or on the shares of many; `run.py` joins them.
+`request.py` validates arguments and pads prompts to buckets, so that few programs are compiled; `decode.py` has the
+prefill and decode programs, for one device or a mesh; `run.py` has `generate`.
 """
 
 from .run import generate

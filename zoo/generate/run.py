@@ -1,4 +1,4 @@
-"""`zoo.generate`."""
+"""Autoregressive generation: `zoo.generate`."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Int, Key
 
 from zoo.models import Decoder
 from zoo.parallel import Mesh, place
+from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted
 
 from . import request
-from .decode import DecodeState, decode_until, prefill, run_program, unstack_layers
+from .decode import DecodeState, decode_until, prefill, unstack_layers
 
 _Number = float | int
 
@@ -34,33 +35,33 @@ def generate(
     callback: Callable[[Int[np.ndarray, "batch"]], object] | None = None,
     key: Key[Array, ""] | None = None,
 ) -> Int[Array, "batch new"]:
-    """The tokens that follow a prompt: the new ones only, `max_new_tokens` a row.
+    """Generate `max_new_tokens` tokens per row after a prompt; return the new tokens only.
 
-    - `mask`: True where the prompt is real; prompts of unlike length are padded on the left.
-    - `temperature`: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature) with
-      `key`. A row's randomness is its own: neither the mesh nor the other rows matter.
-    - `top_k`, `top_p`, `min_p`: what may be drawn, in this order; see `zoo.ops.sampling.truncate`.
-    - `repetition_penalty`: of tokens that are in the prompt or came since; see `zoo.ops.sampling.penalize`.
-    - `stop_tokens`: a row ends with the first of these, which is itself given. After it comes -1: no token.
-    - `length`: how many tokens the cache is to hold, prompt and new ones. Unless given, their sum rounded up to a power
-      of two, where the model can hold so many. Rotary embeddings that depend on the length of a text (`Dynamic`,
-      `LongRope`) are those of this length.
-    - `mesh`: where the model was placed. Rows are split over its batch axes, heads and vocabulary over `tensor`.
-    - `callback`: called with the newest token of each row as soon as they are known, -1 for rows that have ended.
+    - `mask`: padding mask, True for real tokens. Prompts of different lengths are padded on the left.
+    - `temperature`: 0 is greedy decoding; otherwise tokens are sampled from softmax(logits / temperature) with `key`.
+      Each row has its own PRNG key, so samples depend neither on the mesh nor on other rows.
+    - `top_k`, `top_p`, `min_p`: truncation of the sampled distribution, in this order; see
+      `zoo.ops.sampling.filter_logits`.
+    - `repetition_penalty`: applies to tokens of the prompt and new tokens; see `zoo.ops.sampling.penalize_repetition`.
+    - `stop_tokens`: a row ends with the first of these, which is included. The rest of the row is -1.
+    - `length`: capacity of the KV caches, prompt and new tokens. By default their sum, rounded up to a power of two if
+      the model supports that length. RoPE scaling that depends on the sequence length (`DynamicScaling`,
+      `LongRopeScaling`) uses this length.
+    - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`.
+    - `callback`: called with the latest token of each row as soon as it is computed, -1 for rows that have ended.
 
-    The prompt runs through the scanned layers at once; then the layers run one by one, each with a cache of its own, in
-    one loop that ends when every row has. Nothing waits for the device, so that `generate` can stand in a function
-    under `jit`; a callback does wait, once a token.
+    Prefill runs the prompt through the scanned layers in one forward pass. Decoding runs unstacked layers, each with
+    its own KV cache or recurrent state, in one `while_loop` that ends when every row has. `generate` does not block on
+    the device and may be called under `jit`; with a callback it blocks once per token.
 
-    Prompts are padded to powers of two from 16 on, so a prompt's length and the number of new tokens compile nothing
-    new; another `length`, another number of rows, and whether an option is given do. All layers are copied out of
-    their stack at every call: for many short ones pass `swap_stack(model, Stack.unstacked)`, which is taken as it is.
+    Prompts are padded to powers of two from 16, so another prompt length or number of new tokens does not recompile.
+    Another `length` or number of rows, and setting or omitting an option, does. Layers are unstacked at every call, a
+    copy: for many short calls pass `swap_stack(model, Stack.unstack)`.
 
-    **Raises** `ValueError` for an empty prompt, one with padding on the right, with a row without a real token or with
-    an id outside the vocabulary; for a number out of its range; for a temperature above 0 without a key, options of
-    drawing with a temperature of 0, a stop token outside the vocabulary, a `length` below prompt and new tokens, a
-    callback under `jit`; and what `model.init_state` raises where a model cannot hold as many.
-    `NotImplementedError` for a mesh that splits layers or the sequence.
+    **Raises** `ValueError` for an empty prompt, padding on the right, a row without a real token, a prompt id or stop
+    token outside the vocabulary, an option out of its range, a temperature above 0 without a key, truncation options
+    with temperature 0, a `length` below prompt and new tokens, and a callback under `jit`; also as `model.init_state`
+    does if the model does not support the length. `NotImplementedError` for a mesh that shards layers or the sequence.
     """
     vocab, _ = model.embedding.table_shape
     request.check_sampling_options(
@@ -77,14 +78,20 @@ def generate(
     length = request.choose_cache_length(model, tokens.shape[1], max_new_tokens, length)
     prompt, positions, rows = request.pad_prompt(tokens, mask, length, mesh)
 
-    state = run_program(prefill, mesh, (model, options, key if temperature else None), prompt, positions, rows, length)
+    fixed = (model, options, key if temperature else None)
+    state = run_jitted(_on_mesh(prefill, mesh), (fixed,), (prompt, positions, rows, length))
     if max_new_tokens > 1:
         model = unstack_layers(model, mesh)
     if callback is not None:
         state = _decode_with_callback(callback, mesh, (model, options), state, len(tokens), max_new_tokens)
     elif max_new_tokens > 1:
-        state = run_program(decode_until, mesh, (model, options), state, jnp.int32(max_new_tokens), donate=True)
+        args = state, jnp.int32(max_new_tokens)
+        state = run_jitted(_on_mesh(decode_until, mesh), ((model, options),), args, donate=True)
     return state.tokens[: len(tokens), :max_new_tokens]
+
+
+def _on_mesh(program: Callable, mesh: Mesh | None) -> Callable:
+    return program if mesh is None else SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))
 
 
 def _decode_with_callback(
@@ -95,10 +102,10 @@ def _decode_with_callback(
     rows: int,
     max_new_tokens: int,
 ) -> DecodeState:
-    """The same program, asked for one token after another."""
+    """Run the decode program for one token at a time and pass each to `callback`."""
     for count in range(1, max_new_tokens + 1):
         if count > 1:
-            state = run_program(decode_until, mesh, fixed, state, jnp.int32(count), donate=True)
+            state = run_jitted(_on_mesh(decode_until, mesh), (fixed,), (state, jnp.int32(count)), donate=True)
         newest, running = jax.device_get((state.newest, state.running))
         callback(np.array(newest[:rows]))
         if not running:

@@ -1,4 +1,4 @@
-"""The layout: annotations that name dims, a table that says which mesh axis splits them, and one `shard_map`."""
+"""Data, ZeRO-3 (FSDP) and tensor parallelism, derived from annotated dims, one layout table and one `shard_map`."""
 
 from .collectives import all_gather, current_mesh, num_shards, reduce, scan, shard_offset, sharded_axes, vary, varying
 from .gather import Remat, cast, gather, rematerialize

@@ -1,7 +1,7 @@
-"""Find the arrays that a function brings along instead of taking them as arguments.
+"""Detect arrays that a function closes over instead of taking them as arguments.
 
-An array that is closed over has no place in the layout: it would lie whole on every device, a batch would not be split,
-and a model would be compiled in as a constant.
+A closed-over array has no sharding: it would be replicated, a batch would not be sharded over `data`, and a model would
+be compiled in as a constant.
 """
 
 import dis
@@ -16,14 +16,14 @@ import jax
 
 
 def refuse_closed_over_arrays(fn: Callable) -> None:
-    """**Raises** `ValueError`, by name, where `fn` holds an array that is not passed to it: in its closure, in a global
-    variable that it reads, in a `functools.partial`, or in the object whose method it is."""
+    """**Raises** `ValueError`, naming the variable, if `fn` captures an array: in its closure, in a global variable it
+    reads, in a `functools.partial`, or in the object that it is bound to."""
     for name, value in _find_closed_over_arrays(fn, set()):
         kind = type(value).__name__ if isinstance(value, eqx.Module) else "array"
-        own = getattr(inspect.unwrap(fn), "__name__", type(fn).__name__)
+        fn_name = getattr(inspect.unwrap(fn), "__name__", type(fn).__name__)
         raise ValueError(
-            f"{own} closes over {name!r} ({kind}), which then has no place on the mesh. Pass it as an argument: "
-            f"zoo.value_and_grad({own}, mesh)(model, batch, {name}) hands it on as {own}(model, batch, {name})."
+            f"{fn_name} closes over {name!r} ({kind}), which then has no sharding. Pass it as an argument: "
+            f"zoo.value_and_grad({fn_name}, mesh)(model, batch, {name}) calls {fn_name}(model, batch, {name})."
         )
 
 
@@ -34,7 +34,7 @@ def _find_closed_over_arrays(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any
     if isinstance(fn, functools.partial):
         yield from _yield_if_has_array("partial", (fn.args, fn.keywords))
         yield from _find_closed_over_arrays(fn.func, seen)
-    elif hasattr(fn, "__self__") and hasattr(fn, "__func__"):  # a method; those of equinox are a class of their own
+    elif hasattr(fn, "__self__") and hasattr(fn, "__func__"):  # a method, of Python or of an Equinox module
         yield from _yield_if_has_array("self", fn.__self__)
         yield from _find_closed_over_arrays(fn.__func__, seen)
     elif isinstance(fn, types.FunctionType):
@@ -48,7 +48,8 @@ def _find_closed_over_arrays(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any
 
 
 def _iterate_outer_variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What `fn` reads from around it: its closure, and the globals that it or a function inside it names."""
+    """Yield name and value of each variable that `fn` reads from outside: its closure, and the globals read by it or by
+    functions defined in it."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -58,9 +59,9 @@ def _iterate_outer_variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]
     while codes:
         code = codes.pop()
         codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-        # not code.co_names, where the names of attributes stand too
-        read = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-        yield from ((name, fn.__globals__[name]) for name in sorted(read) if name in fn.__globals__)
+        # not code.co_names, which also holds the names of attributes
+        global_names = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+        yield from ((name, fn.__globals__[name]) for name in sorted(global_names) if name in fn.__globals__)
 
 
 def _yield_if_has_array(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
-"""Sums, shares and places by the name of a dim. Layers speak of dims; only this file knows mesh axes.
+"""Collectives by dim name: all-reduce, all-gather, shard counts and offsets. Layers name dims; mesh axes stay in here.
 
-Inside `zoo.spmd` JAX knows of every value along which mesh axes it may differ between devices: its varying axes. A sum
-is needed exactly where a contracted dim is split, which is where the partial result varies; so nothing here ever asks
-how large the mesh is, and on one device every function is the identity.
+Inside `shard_map`, JAX tracks for each value the mesh axes along which it may differ between devices: its varying axes
+(`check_vma`). A contraction over a sharded dim leaves partial sums that vary over that dim's axes, so an all-reduce is
+needed exactly there. Nothing here depends on the size of the mesh; on one device every function is the identity.
 """
 
 from collections.abc import Callable
@@ -17,63 +17,66 @@ from zoo.ops.varying import vary, varying
 from .layout import Mesh
 
 active_mesh = jax.make_user_context(None)
-"""`with mesh_in_force(mesh):` the functions below follow its layout. JAX keys its caches of traced functions by it."""
+"""Context manager, `with active_mesh(mesh):`, that sets the mesh of the functions below. It is part of JAX's trace
+cache key."""
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh that `zoo.spmd` is computing a share on; None outside it, where arrays are whole."""
+    """Return the mesh inside `zoo.spmd`, where arrays are device-local shards; None outside, where they are global."""
     return active_mesh.value
 
 
 def sharded_axes(x: Array, dim: str) -> tuple[str, ...]:
-    """The mesh axes that split `dim` in `x`, outermost first; () where it lies whole."""
+    """Return the mesh axes that shard `dim` of `x`, outermost first; () if it is replicated."""
     mesh = current_mesh()
     return () if mesh is None else tuple(axis for axis in mesh.axes(dim) if axis in varying(x))
 
 
 def reduce(x: Array, *, over: str, by: Callable = lax.psum) -> Array:
-    """Sum partial results over the shares of a dim that was contracted; the identity where nothing splits it.
+    """All-reduce partial results over the axes that shard a contracted dim; the identity if it is not sharded.
 
-    `by` may be `lax.pmax` or `lax.pmin`, which have no gradient.
+    `by` may also be `lax.pmax` or `lax.pmin`, which have no gradient.
     """
     axes = sharded_axes(x, over)
     return by(x, axes) if axes else x
 
 
 def all_gather(x: Array, dim: str, axis: int) -> Array:
-    """All of a dim that is split, along `axis` of `x`: the shares of all devices side by side, the same on each. The
-    identity where nothing splits it."""
+    """All-gather `dim`, which is array axis `axis` of `x`; the result is replicated. The identity if `dim` is not
+    sharded."""
     axes = sharded_axes(x, dim)
     return lax.all_gather(x, axes, axis=axis, tiled=True, to="invarying") if axes else x
 
 
 def num_shards(x: Array, dim: str) -> int:
-    """Into how many shares `dim` is cut in `x`."""
+    """Return the number of shards of `dim` in `x`; 1 if it is replicated."""
     axes = sharded_axes(x, dim)
     return lax.axis_size(axes) if axes else 1
 
 
 def shard_offset(x: Array, dim: str, size: int) -> int | Int[Array, ""]:
-    """Where this device's share of `dim` begins, when a share holds `size`; 0 where it lies whole."""
+    """Return the global index of the first element of this device's shard of `dim`, for shards of `size` elements; 0 if
+    `dim` is replicated."""
     axes = sharded_axes(x, dim)
     return lax.axis_index(axes) * size if axes else 0
 
 
 def scan(body: Callable, carry: PyTree, xs: PyTree, length: int | None = None) -> tuple[PyTree, PyTree]:
-    """`lax.scan`, its first carry cast to vary as the body's result does. `xs` holds at least one step."""
+    """`lax.scan` with the initial carry cast (`pcast`) to the varying axes of the carry that `body` returns. `xs` holds
+    at least one step."""
 
-    def grown(carry):
-        first = jax.tree.map(lambda x: x[0], xs)
-        seen: list[frozenset[str]] = []
-        jax.eval_shape(lambda carry, x: seen.extend(map(varying, jax.tree.leaves(body(carry, x)[0]))), carry, first)
+    def vary_as_returned(carry):
+        x = jax.tree.map(lambda x: x[0], xs)
+        axes: list[frozenset[str]] = []
+        jax.eval_shape(lambda carry, x: axes.extend(map(varying, jax.tree.leaves(body(carry, x)[0]))), carry, x)
         values, treedef = jax.tree.flatten(carry)
-        return jax.tree.unflatten(treedef, [vary(x, axes) for x, axes in zip(values, seen, strict=True)])
+        return jax.tree.unflatten(treedef, [vary(value, names) for value, names in zip(values, axes, strict=True)])
 
-    def types(tree):
+    def varying_axes(tree):
         return [varying(x) for x in jax.tree.leaves(tree)]
 
     if current_mesh() is not None:
         carry = jax.tree.map(jnp.asarray, carry)
-        while types(wider := grown(carry)) != types(carry):
+        while varying_axes(wider := vary_as_returned(carry)) != varying_axes(carry):
             carry = wider
     return lax.scan(body, carry, xs, length=length)

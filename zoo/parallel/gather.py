@@ -1,7 +1,8 @@
-"""What is stored in pieces is brought together just before it is used, and let go of after: ZeRO-3.
+"""ZeRO-3: all-gather parameters that are sharded at rest just before use; reduce-scatter their gradients.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv:1910.02054),
-section 5.3. A block's parameters are gathered inside the scan over layers, so one block is whole at a time.
+section 5.3; PyTorch calls it fully sharded data parallel, FSDP. Each block is gathered inside the scan over layers, and
+gathered parameters are never saved as residuals: a device holds the full parameters of one block at a time.
 """
 
 from collections.abc import Callable
@@ -20,12 +21,13 @@ from .trainable_copy import materialize
 
 Remat = Literal["none", "elementwise", "dots", "full"]
 _GatherDims = tuple[tuple[int, tuple[str, ...]], ...]
+"""Array axes to gather, each with the mesh axes that shard it at rest."""
 
 
 class _Shard(eqx.Module):
-    """A parameter that is stored in pieces and still lies in pieces; `dtype` is what it is to be once gathered.
+    """A parameter that is sharded at rest, with the compute `dtype` that `gather` casts it to.
 
-    Stands in for the array between `cast` and `gather`, so that the cast and the gather have one common gradient.
+    It replaces the array between `cast` and `gather`, so that both have one custom VJP.
     """
 
     array: Array
@@ -33,41 +35,41 @@ class _Shard(eqx.Module):
 
 
 def cast(model: PyTree, dtype: Any) -> PyTree:
-    """The model with its parameters, learnt or frozen, in a compute dtype; those declared `full_precision` keep theirs.
+    """Cast parameters, trainable and frozen, to a compute dtype; those declared `full_precision` keep theirs.
 
-    Call it inside the loss: what the optimizer holds stays as it is. Shards are cast before they are gathered, so that
-    what travels is small; gradients are summed over devices in float32 and come back in the dtype of the parameters.
+    Call it inside the loss, so that the optimizer keeps its master parameters. Shards are cast before the all-gather,
+    which then moves fewer bytes; gradients are summed over devices in float32 and returned in the parameters' dtype.
     """
     mesh = current_mesh()
 
-    def one(leaf, x):
+    def cast_leaf(leaf, x):
         if leaf.full_precision or not is_parameter(leaf, x):
             return x
-        in_pieces = mesh is not None and leaf.dims is not None and mesh.find_gather_dims(leaf.dims)
-        return _Shard(x, jnp.dtype(dtype)) if in_pieces else x.astype(dtype)
+        is_sharded = mesh is not None and leaf.dims is not None and mesh.find_gather_dims(leaf.dims)
+        return _Shard(x, jnp.dtype(dtype)) if is_sharded else x.astype(dtype)
 
-    return map_leaves(one, model)
+    return map_leaves(cast_leaf, model)
 
 
 @jax.named_scope("gather")
 def gather(module: PyTree) -> PyTree:
-    """Bring together all parameters of `module` that the layout stores in pieces, which outside `zoo.spmd` are none;
-    and put a plain array in place of every `Learnt`.
+    """All-gather the parameters of `module` that are sharded at rest, and replace each `TrainableCopy` by its value.
 
-    The gradient scatters: every device gets the sum over devices, taken in float32, of its own piece. What is in pieces
-    is read off the layout, not off the varying axes: a parameter may vary over an axis that does not split it.
+    The backward pass is a reduce-scatter: each device receives its shard of the gradient, summed over devices in
+    float32. The axes come from the layout, not from the varying axes, because a parameter may vary over an axis that
+    does not shard it. Outside `zoo.spmd` no parameter is gathered.
     """
     mesh = current_mesh()
     if mesh is None:
         return materialize(module)
     values, treedef = jax.tree.flatten(module, is_leaf=_is_shard)
 
-    def one(leaf, x):
-        places = tuple(mesh.find_gather_dims(leaf.dims)) if leaf.dims is not None else ()
-        shard = x if _is_shard(x) else _Shard(x, x.dtype) if places else None
-        return x if shard is None else _all_gather_parameter(places, shard.dtype, shard.array.dtype, shard.array)
+    def gather_leaf(leaf, x):
+        gather_dims = tuple(mesh.find_gather_dims(leaf.dims)) if leaf.dims is not None else ()
+        shard = x if _is_shard(x) else _Shard(x, x.dtype) if gather_dims else None
+        return x if shard is None else _all_gather_parameter(gather_dims, shard.dtype, shard.array.dtype, shard.array)
 
-    return materialize(jax.tree.unflatten(treedef, list(map(one, leaves(module), values))))
+    return materialize(jax.tree.unflatten(treedef, list(map(gather_leaf, leaves(module), values))))
 
 
 def _is_shard(x: Any) -> bool:
@@ -76,10 +78,10 @@ def _is_shard(x: Any) -> bool:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _all_gather_parameter(gather_dims: _GatherDims, dtype: Any, stored_dtype: Any, shard: Array) -> Array:
-    whole = shard.astype(dtype)
-    for place, axes in gather_dims:
-        whole = lax.all_gather(whole, axes, axis=place, tiled=True)
-    return whole
+    parameter = shard.astype(dtype)
+    for dim, axes in gather_dims:
+        parameter = lax.all_gather(parameter, axes, axis=dim, tiled=True)
+    return parameter
 
 
 def _all_gather_parameter_fwd(
@@ -91,10 +93,10 @@ def _all_gather_parameter_fwd(
 def _all_gather_parameter_bwd(
     gather_dims: _GatherDims, dtype: Any, stored_dtype: Any, _: None, gradient: Array
 ) -> tuple[Array]:
-    pieces = gradient.astype(jnp.float32)
-    for place, axes in reversed(gather_dims):
-        pieces = lax.psum_scatter(pieces, axes, scatter_dimension=place, tiled=True)
-    return (pieces.astype(stored_dtype),)
+    shard = gradient.astype(jnp.float32)
+    for dim, axes in reversed(gather_dims):
+        shard = lax.psum_scatter(shard, axes, scatter_dimension=dim, tiled=True)
+    return (shard.astype(stored_dtype),)
 
 
 _all_gather_parameter.defvjp(_all_gather_parameter_fwd, _all_gather_parameter_bwd)
@@ -110,27 +112,31 @@ _ALWAYS_RECOMPUTED = ("all_gather", "all_gather_invariant", "pvary", "pcast")
 
 
 def rematerialize(function: Callable, remat: Remat) -> Callable:
-    """`function`, whose backward pass computes again what `remat` says: "none" of it; all that is
-    "elementwise" and no matrix product; all but "dots", products without batch dims, so that attention's are computed
-    again too; or the "full" function.
+    """Rematerialize `function` (activation checkpointing): recompute residuals in the backward pass, by `remat`.
 
-    Whatever the choice, parameters that were gathered are not kept for the backward pass but gathered again: else a
-    scan over layers would hold every layer whole.
+    - `"none"`: save every residual.
+    - `"elementwise"`: save the results of matrix products, recompute everything else.
+    - `"dots"`: save the results of matrix products without batch dims, so that attention scores are recomputed too.
+    - `"full"`: save only the inputs.
+
+    Gathered parameters are never saved, whatever `remat` is: the backward pass all-gathers them again. Otherwise a scan
+    over layers would hold the full parameters of every layer.
     """
     if remat not in _REMAT_POLICIES:
         raise ValueError(f"remat is one of {', '.join(_REMAT_POLICIES)}, not {remat!r}")
     mesh = current_mesh()
-    in_pieces = mesh is not None and any(
-        mesh.shape[axis] > 1 for row in mesh.layout.parameters.values() for axis in row
+    has_sharded_parameters = mesh is not None and any(
+        mesh.shape[axis] > 1 for axes in mesh.layout.parameters.values() for axis in axes
     )
-    if remat == "none" and not in_pieces:
+    if remat == "none" and not has_sharded_parameters:
         return function
 
-    def policy(primitive, *arguments, **parameters):
-        calls = [(primitive, arguments, parameters)]  # what has a gradient of its own comes as one call
-        inside = getattr(parameters.get("call_jaxpr"), "eqns", ())
-        calls += [(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in inside]
-        gathers = any(primitive.name in _ALWAYS_RECOMPUTED for primitive, _, _ in calls)
-        return not gathers and any(_REMAT_POLICIES[remat](one, *given, **options) for one, given, options in calls)
+    def policy(primitive, *avals, **params):
+        equations = [(primitive, avals, params)]  # a custom VJP is one equation: look at those inside it too
+        inside = getattr(params.get("call_jaxpr"), "eqns", ())
+        equations += [(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in inside]
+        if any(primitive.name in _ALWAYS_RECOMPUTED for primitive, _, _ in equations):
+            return False
+        return any(_REMAT_POLICIES[remat](primitive, *avals, **params) for primitive, avals, params in equations)
 
     return jax.checkpoint(function, policy=policy, prevent_cse=False)

@@ -1,7 +1,7 @@
-"""A loss over the whole mesh, and its gradient.
+"""Data-parallel loss and gradient: `value` and `value_and_grad` over a mesh, with gradient accumulation.
 
-A loss returns a sum and a count; they are summed over devices and micro-batches and divided once, so that shares may
-hold unlike numbers of tokens.
+A loss function returns a sum and a count. Both are summed over devices and micro-batches and divided once, so that the
+mean is exact when shards hold different numbers of tokens.
 """
 
 import dataclasses
@@ -23,36 +23,37 @@ from .spmd import ShardMapProgram, run_sharded
 
 
 def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int = 1) -> Callable:
-    """The loss of `value_and_grad` alone: `value(loss_fn, mesh)(model, batch, *rest, key=None)`. For validation."""
+    """Return the loss of `value_and_grad` without the gradient, for validation: `value(loss_fn, mesh)(model, batch,
+    *rest, key=None)`."""
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        sums = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=False)
-        loss, aux, _ = run_sharded(sums, (model, batch, *rest), key)
+        program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=False)
+        loss, aux, _ = run_sharded(program, (model, batch, *rest), key)
         return (loss, aux) if has_aux else loss
 
     return run
 
 
 def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int = 1) -> Callable:
-    """A loss over the whole mesh, and its gradient with respect to all that the model learns.
+    """Compute a loss over all devices of the mesh, and its gradient with respect to the trainable parameters.
 
-    `loss_fn(model, batch, *rest)` runs on one device's share and returns `total, count`: the loss summed over the
-    tokens it holds, and how many they are. What comes back is `sum(total) / sum(count)`, over devices and micro-batches
-    (0 where nothing counts), and the gradient of that, laid out as `mesh.updates` says and summed in float32.
+    `loss_fn(model, batch, *rest)` runs on one device's shard of the batch and returns `total, count`: the loss summed
+    over the tokens of the shard, and their number. The result is `sum(total) / sum(count)` over devices and
+    micro-batches (0 if the count is 0), and its gradient, summed in float32 and sharded as `mesh.optimizer` specifies.
 
-    - `has_aux`: `loss_fn` returns `(total, count), aux`; every array of `aux` is summed likewise, not divided, and the
-      result is `(loss, aux), gradients`.
-    - `microbatches`: the rows of each device are taken in so many parts, one after another: gradient accumulation.
-    - `key`, where given, reaches `loss_fn(..., key=keys)` as one key a row, so that what is random does not depend on
-      how rows are dealt to devices and micro-batches.
+    - `has_aux`: `loss_fn` returns `(total, count), aux`; every array of `aux` is summed likewise but not divided, and
+      the result is `(loss, aux), gradients`.
+    - `microbatches`: gradient accumulation: each device's rows are processed in this many micro-batches, sequentially.
+    - `key`: if given, `loss_fn` receives one PRNG key per row as `key=`, so that randomness does not depend on the
+      assignment of rows to devices and micro-batches.
 
-    **Raises** `ValueError` where rows do not divide, where `loss_fn` closes over an array (pass it in `rest`), and
-    where the loss still differs along an axis that does not split tokens.
+    **Raises** `ValueError` if devices and micro-batches do not divide the rows, if `loss_fn` closes over an array (pass
+    it in `rest`), and if the loss still varies along an axis that does not shard tokens.
     """
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        sums = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True)
-        loss, aux, gradients = run_sharded(sums, (model, batch, *rest), key)
+        program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True)
+        loss, aux, gradients = run_sharded(program, (model, batch, *rest), key)
         return ((loss, aux) if has_aux else loss), gradients
 
     return run
@@ -60,7 +61,7 @@ def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, micr
 
 @dataclasses.dataclass(frozen=True)
 class _LossAndGrad(ShardMapProgram):
-    """A loss as a sum and a count, over devices and micro-batches, with its gradient or without."""
+    """Program of `value` and `value_and_grad`: all-reduces the loss; all-reduces or reduce-scatters the gradient."""
 
     has_aux: bool
     with_grad: bool
@@ -71,85 +72,88 @@ class _LossAndGrad(ShardMapProgram):
 
     def __call__(self, args, keys):
         model, *others = args
-        learnt, fixed = eqx.partition(model, map_leaves(is_trainable, model))
-        rows, whole = eqx.partition((others, keys), map_leaves(_is_batch_array, (others, keys)))
-        # Cast once, here: where parameters became varying at each use, each use would sum its gradient over devices.
-        learnt = vary(learnt, self.token_axes)
+        params, frozen = eqx.partition(model, map_leaves(is_trainable, model))
+        rows, rest = eqx.partition((others, keys), map_leaves(_is_batch_array, (others, keys)))
+        # Cast once, here: if parameters became varying at each use, each use would all-reduce its gradient.
+        params = vary(params, self.token_axes)
 
-        def sums(learnt, rows):
-            others, keys = eqx.combine(rows, whole)
-            result = self.fn(eqx.combine(learnt, fixed), *others, **({} if keys is None else {"key": keys}))
-            total, count, aux = self.check_result(result)
+        def loss(params, rows):
+            others, keys = eqx.combine(rows, rest)
+            result = self.fn(eqx.combine(params, frozen), *others, **({} if keys is None else {"key": keys}))
+            total, count, aux = self._check_result(result)
             return total, (count, aux)
 
-        def part(rows):
+        def run_microbatch(rows):
             if not self.with_grad:
-                return (*_flatten_result(sums(learnt, rows)), None)
-            result, gradients = jax.value_and_grad(sums, has_aux=True)(learnt, rows)
+                return (*_flatten_result(loss(params, rows)), None)
+            result, gradients = jax.value_and_grad(loss, has_aux=True)(params, rows)
             return (*_flatten_result(result), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
 
-        total, count, aux, gradients = self.sum_over_microbatches(part, learnt, rows)
+        total, count, aux, gradients = self._sum_over_microbatches(run_microbatch, params, rows)
         if self.token_axes:
             total, count, aux = lax.psum((total, count, aux), self.token_axes)
         count = jnp.where(count == 0, 1, count)
-        gradients = map_leaves(partial(self.reduce_gradient, count), learnt, gradients) if self.with_grad else None
+        gradients = map_leaves(partial(self._reduce_gradient, count), params, gradients) if self.with_grad else None
         return total / count, aux, gradients
 
-    def check_result(self, result: Any) -> tuple:
-        """What a loss returned, held against its contract, as float32 that varies over all axes that split tokens."""
+    def _check_result(self, result: Any) -> tuple:
+        """Check the result of a loss function; cast it to float32 that varies over all axes that shard tokens."""
         try:
             (total, count), aux = result if self.has_aux else (result, ())
         except (TypeError, ValueError):
             wanted = "(total, count), aux" if self.has_aux else "total, count"
             raise ValueError(
-                f"with has_aux={self.has_aux} a loss returns `{wanted}`: the loss summed over the tokens it was given, "
-                f"and how many they are. {_function_name(self.fn)} returned {type(result).__name__}."
+                f"with has_aux={self.has_aux} a loss returns `{wanted}`: the loss summed over the tokens of its "
+                f"batch, and their number. {_function_name(self.fn)} returned {type(result).__name__}."
             ) from None
-        for what, x in (("total", total), ("count", count)):
+        for name, x in (("total", total), ("count", count)):
             if jnp.ndim(x) != 0:
-                raise ValueError(f"the {what} that {_function_name(self.fn)} returns is a scalar, not {jnp.shape(x)}")
-            _refuse_varying(x, self.token_axes, f"the {what} that {_function_name(self.fn)} returns")
+                raise ValueError(f"the {name} that {_function_name(self.fn)} returns is a scalar, not {jnp.shape(x)}")
+            _check_varying(x, self.token_axes, f"the {name} that {_function_name(self.fn)} returns")
         for x in jax.tree.leaves(aux):
-            _refuse_varying(x, self.token_axes, f"what {_function_name(self.fn)} returns in aux")
+            _check_varying(x, self.token_axes, f"an array that {_function_name(self.fn)} returns in aux")
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, lax.stop_gradient(count)))
         return vary((*scalars, jax.tree.map(jnp.asarray, aux)), self.token_axes)
 
-    def sum_over_microbatches(self, part: Callable, params: PyTree, rows: PyTree) -> tuple:
-        """The sums of `part` over micro-batches, one after another: what lives at a time is one of them."""
+    def _sum_over_microbatches(self, run_microbatch: Callable, params: PyTree, rows: PyTree) -> tuple:
+        """Gradient accumulation: scan over micro-batches and sum their results. One micro-batch is live at a time."""
         if self.microbatches == 1:
-            return part(rows)
+            return run_microbatch(rows)
         rows = jax.tree.map(lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), rows)
         aux = ()
         if self.has_aux:
-            aux = jax.eval_shape(lambda rows: part(rows)[2], jax.tree.map(lambda x: x[0], rows))
+            aux = jax.eval_shape(lambda rows: run_microbatch(rows)[2], jax.tree.map(lambda x: x[0], rows))
             aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
         zeros = vary((jnp.zeros(()), jnp.zeros(()), aux), self.token_axes)
-        start = (*zeros, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params) if self.with_grad else None)
-        return lax.scan(lambda sums, rows: (jax.tree.map(jnp.add, sums, part(rows)), None), start, rows)[0]
+        initial = (*zeros, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params) if self.with_grad else None)
+        return lax.scan(lambda sums, rows: (jax.tree.map(jnp.add, sums, run_microbatch(rows)), None), initial, rows)[0]
 
-    def reduce_gradient(self, count: Array, leaf: Leaf, parameter: Array, gradient: Array) -> Array:
-        """One gradient, summed over all devices that split tokens. `gather` has summed over the axes that a parameter
-        is stored along; those that only its update lies along (ZeRO-1) take their piece of the sum here."""
+    def _reduce_gradient(self, count: Array, leaf: Leaf, parameter: Array, gradient: Array) -> Array:
+        """Reduce the gradient of one parameter over all axes that shard tokens.
+
+        The backward pass of `gather` has reduce-scattered over the axes that shard the parameter at rest (ZeRO-3).
+        Axes that shard only gradients and optimizer state (ZeRO-1) are reduce-scattered here, all others all-reduced.
+        """
         dims = leaf.dims or ()
-        open_axes = set(self.token_axes) - {axis for _, axes in self.mesh.find_gather_dims(dims) for axis in axes}
-        for place, axes in self.mesh.optimizer.find_gather_dims(dims):
-            if open_axes.issuperset(axes):
-                gradient = lax.psum_scatter(gradient, axes, scatter_dimension=place, tiled=True)
-                open_axes -= set(axes)
-        if open_axes:
-            gradient = lax.psum(gradient, tuple(axis for axis in self.token_axes if axis in open_axes))
+        remaining = set(self.token_axes) - {axis for _, axes in self.mesh.find_gather_dims(dims) for axis in axes}
+        for dim, axes in self.mesh.optimizer.find_gather_dims(dims):
+            if remaining.issuperset(axes):
+                gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+                remaining -= set(axes)
+        if remaining:
+            gradient = lax.psum(gradient, tuple(axis for axis in self.token_axes if axis in remaining))
         return (gradient / count).astype(parameter.dtype)
 
-    def out_specs(self, shard_map, on_one_device, arrays):
+    def out_specs(self, shard_map, run_on_shards, arrays):
         (model, *_), _ = arrays
         return PartitionSpec(), PartitionSpec(), self.mesh.optimizer.specs(trainable(model)) if self.with_grad else None
 
 
-def _refuse_varying(x: Array | float | int, allowed: tuple[str, ...], what: str) -> None:
+def _check_varying(x: Array | float | int, allowed: tuple[str, ...], name: str) -> None:
     if axes := sorted(varying(x) - set(allowed)):
         raise ValueError(
-            f"{what} still differs between devices along {' and '.join(map(repr, axes))}, which splits no tokens. "
-            "Over a vocabulary that is split use zoo.cross_entropy; other partial results are summed by "
+            f"{name} still differs between devices along {' and '.join(map(repr, axes))}, which shards no tokens. "
+            "Over a sharded vocabulary use zoo.cross_entropy; all-reduce other partial results with "
             "zoo.parallel.reduce(x, over=dim)."
         )
 

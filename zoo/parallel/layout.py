@@ -1,4 +1,8 @@
-"""One table says which mesh axis splits which dim; every PartitionSpec of the library follows from it."""
+"""The layout: one table from dims to the mesh axes that shard them. Every PartitionSpec is derived from it.
+
+Like Levanter's axis mappings it has one part per use of an array: `compute`, `parameters` at rest, and `optimizer` for
+gradients and optimizer state. ZeRO-1, ZeRO-3 (FSDP) and Megatron tensor parallelism are entries of the table.
+"""
 
 import dataclasses
 import math
@@ -13,7 +17,7 @@ from jaxtyping import PyTree
 from .module import Dim, leaves
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-"""The axes of every mesh, outermost first: what talks most lies closest."""
+"""Mesh axes, outermost first: axes that communicate most are innermost, over the nearest devices."""
 
 _COMPUTE: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -30,21 +34,24 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
 _PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 
 _REPLICATED_IF_FEWER = ("kv_heads", "groups")
-"""Dims that lie whole on an axis larger than their count: a device picks those that its queries use."""
+"""Dims that are replicated over an axis larger than their count: a device selects the heads that its queries use."""
 _REPLICATED_IF_UNEVEN = ("vocab",)
-"""Dims that lie whole wherever their axes do not divide them."""
+"""Dims that are replicated, with a warning, if their axes do not divide them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which mesh axes split which dim.
+    """Mapping from dim to the mesh axes that shard it, for each use of an array.
 
-    - `split`: while it is used. Heads over `tensor` is Megatron's split (arXiv:1909.08053).
-    - `at_rest`: parameters, where they are stored; `gather` brings them together just before use: ZeRO-3
+    - `compute`: sharding during compute. `heads` over `tensor` is Megatron tensor parallelism (arXiv:1909.08053).
+    - `parameters`: additional sharding of parameters at rest. `gather` all-gathers them just before use: ZeRO-3
       (arXiv:1910.02054, section 5.3).
-    - `updates`: gradients and the optimizer's state; as `at_rest` unless given.
+    - `optimizer`: additional sharding of gradients and optimizer state; the same as `parameters` unless given.
 
-    `Layout()` is the table of the documentation; `Layout().with_dims(sensors=("tensor",))` adds a dim of your own.
+    `Layout()` is the default table; `Layout().with_dims(sensors=("tensor",))` adds a dim.
+
+    **Raises** `ValueError` for an unknown axis, for a dim that `compute` lacks, and if `optimizer` does not contain
+    `parameters`.
     """
 
     compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_COMPUTE.copy)
@@ -55,108 +62,114 @@ class Layout:
         for row in (self.compute, self.parameters, self.optimizer or {}):
             for dim, axes in row.items():
                 if unknown := [axis for axis in axes if axis not in AXES]:
-                    raise ValueError(f"the layout splits {dim!r} over {unknown[0]!r}, but the mesh axes are {AXES}")
+                    raise ValueError(f"the layout shards {dim!r} over {unknown[0]!r}, but the mesh axes are {AXES}")
                 if dim not in self.compute:
-                    raise ValueError(f"the layout stores {dim!r}, a dim that its table `split` does not have")
+                    raise ValueError(f"the layout shards {dim!r} at rest, a dim that its table `compute` does not have")
         if self.optimizer is not None and any(self.optimizer.get(dim) != axes for dim, axes in self.parameters.items()):
-            raise ValueError("what is split at rest is split in updates too: let `updates` hold the rows of `at_rest`")
+            raise ValueError(
+                "parameters that are sharded at rest need sharded gradients: let `optimizer` contain `parameters`"
+            )
 
     def __hash__(self):
-        # Asked for thousands of times while one program is traced, so of the names alone; == tells the rest.
+        # Called thousands of times during one trace, so hash the names alone; == compares the axes.
         return hash(frozenset(self.compute))
 
     def with_dims(self, **rows: tuple[str, ...]) -> "Layout":
-        """The same table with more dims, or other axes for a dim it has."""
+        """Return the layout with dims added to `compute`, or with other axes for existing ones."""
         return dataclasses.replace(self, compute={**self.compute, **rows})
 
     def axes(self, dim: str) -> tuple[str, ...]:
-        """The axes that split a dim in use. **Raises** `ValueError` for a name that the table does not have."""
+        """Return the axes that shard a dim during compute. **Raises** `ValueError` for an unknown dim."""
         if dim.isdigit():
             return ()
         if dim not in self.compute:
             raise ValueError(
                 f"the layout has no dim {dim!r}. It knows {', '.join(sorted(self.compute))}; "
-                f"Layout().with_dims({dim}=()) adds one that nothing splits."
+                f"Layout().with_dims({dim}=()) adds one that is replicated."
             )
         return self.compute[dim]
 
 
 ZERO1 = Layout(parameters={}, optimizer=_PARAMETERS)
-"""Parameters whole on every device of `fsdp`, gradients and the optimizer's state split (ZeRO stages 1 and 2)."""
+"""ZeRO stages 1 and 2: parameters replicated over `fsdp`, gradients and optimizer state sharded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Devices with six named axes, and the layout that says what lies where on them. Made by `make_mesh`."""
+    """Devices along six named axes, with the layout that shards arrays over them. Made by `make_mesh`."""
 
     devices: jax.sharding.Mesh
     layout: Layout
 
     @property
     def shape(self) -> dict[str, int]:
-        """Axis name to size; all six axes always exist."""
+        """Size of each axis, by name; all six axes always exist."""
         return dict(self.devices.shape)
 
     @property
     def optimizer(self) -> "Mesh":
-        """The mesh as gradients and the optimizer's state lie on it: place an optimizer's state on this one."""
+        """The mesh with the layout of gradients and optimizer state: `zoo.place(opt_state, mesh.optimizer)`."""
         layout = self.layout
         parameters = layout.parameters if layout.optimizer is None else layout.optimizer
         return dataclasses.replace(self, layout=dataclasses.replace(layout, parameters=parameters, optimizer=None))
 
     def axes(self, dim: str) -> tuple[str, ...]:
-        """The axes of more than one device that split `dim` in use."""
+        """Return the axes of size above 1 that shard `dim` during compute."""
         return tuple(axis for axis in self.layout.axes(dim) if self.devices.shape[axis] > 1)
 
     def find_gather_dims(self, dims: Sequence[Dim]) -> list[tuple[int, tuple[str, ...]]]:
-        """Where `gather` has something to bring together in an array of these dims: (place of the dim, its axes)."""
-        taken = {axis for dim in dims for axis in self.axes(dim.name)}
-        found = []
-        for place, dim in enumerate(dims):
-            rows = self.layout.parameters.get(dim.name, ())
-            if axes := tuple(axis for axis in rows if self.devices.shape[axis] > 1 and axis not in taken):
-                found.append((place, axes))
-                taken |= set(axes)
-        return found
+        """Return the array axes of a parameter with these dims that `gather` all-gathers, each with its mesh axes."""
+        used = {axis for dim in dims for axis in self.axes(dim.name)}
+        gather_dims = []
+        for index, dim in enumerate(dims):
+            at_rest = self.layout.parameters.get(dim.name, ())
+            if axes := tuple(axis for axis in at_rest if self.devices.shape[axis] > 1 and axis not in used):
+                gather_dims.append((index, axes))
+                used |= set(axes)
+        return gather_dims
 
     def spec(self, dims: Sequence[Dim], shape: Sequence[int], name: str = "an array") -> PartitionSpec:
-        """How an array of these dims and this shape lies at rest.
+        """Return the PartitionSpec at rest of an array with these dims and this shape.
 
-        An axis splits one dim of an array, the first that names it. **Raises** `ValueError` for an unknown dim, and
-        where the axes do not divide the count, with what would do.
+        A mesh axis shards at most one dim of an array, the first that names it. **Raises** `ValueError` for an unknown
+        dim, and if the axes do not divide the count, with the sizes that would work.
         """
         at_rest = dict(self.find_gather_dims(dims))
-        taken: set[str] = set()
-        split = []
-        for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-            axes = tuple(axis for axis in self.axes(dim.name) if axis not in taken)
-            axes = axes + at_rest.get(place, ())
-            if axes and not self.is_divisible(dim, size // dim.unit, axes, name):
+        used: set[str] = set()
+        entries = []
+        for index, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            axes = tuple(axis for axis in self.axes(dim.name) if axis not in used)
+            axes = axes + at_rest.get(index, ())
+            if axes and not self._is_divisible(dim, size // dim.unit, axes, name):
                 axes = ()
-            taken |= set(axes)
-            split.append(axes or None)
-        while split and split[-1] is None:  # as JAX writes its own: equal layouts are then equal specs
-            split.pop()
-        return PartitionSpec(*split)
+            used |= set(axes)
+            entries.append(axes or None)
+        while entries and entries[-1] is None:  # as JAX writes its own: equal shardings then have equal specs
+            entries.pop()
+        return PartitionSpec(*entries)
 
-    def is_divisible(self, dim: Dim, count: int, axes: tuple[str, ...], name: str) -> bool:
-        shares = math.prod(self.devices.shape[axis] for axis in axes)
-        if count % shares == 0:
+    def _is_divisible(self, dim: Dim, count: int, axes: tuple[str, ...], name: str) -> bool:
+        """Return True if the axes divide the count, False if the dim is then replicated; otherwise raise."""
+        shards = math.prod(self.devices.shape[axis] for axis in axes)
+        if count % shards == 0:
             return True
-        if dim.name in _REPLICATED_IF_UNEVEN or (dim.name in _REPLICATED_IF_FEWER and shares % count == 0):
+        if dim.name in _REPLICATED_IF_UNEVEN or (dim.name in _REPLICATED_IF_FEWER and shards % count == 0):
             return False
         sizes = " x ".join(f"{axis}={self.devices.shape[axis]}" for axis in axes)
-        fitting = [str(n) for n in range(1, min(count, 4096) + 1) if count % n == 0]
-        fitting += [f"a multiple of {count}"] if dim.name in _REPLICATED_IF_FEWER else []
-        what = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
+        divisors = [str(n) for n in range(1, min(count, 4096) + 1) if count % n == 0]
+        divisors += [f"a multiple of {count}"] if dim.name in _REPLICATED_IF_FEWER else []
+        noun = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
-            f"{name}: {count} {what} do not share out over {sizes}. Use a multiple of {shares} {what}, "
-            f"or let {' x '.join(axes)} be {', '.join(fitting[:-1])}{' or ' if fitting[:-1] else ''}{fitting[-1]}."
+            f"{name}: {count} {noun} do not share out over {sizes}. Use a multiple of {shards} {noun}, "
+            f"or let {' x '.join(axes)} be {', '.join(divisors[:-1])}{' or ' if divisors[:-1] else ''}{divisors[-1]}."
         )
 
     def specs(self, tree: PyTree, default_dims: Sequence[str] = ()) -> PyTree:
-        """A PartitionSpec for every array of `tree`: in a module by its annotations; a loose array by `loose`, the
-        names of its first dims, and whole where it has more."""
+        """Return a PartitionSpec for every array of `tree`.
+
+        Arrays in modules have the dims of their annotations. For other arrays `default_dims` names the leading dims;
+        further dims are replicated.
+        """
 
         def spec(leaf, x):
             dims = [Dim(name) for name in default_dims[: x.ndim]] if leaf.dims is None else leaf.dims
@@ -166,13 +179,13 @@ class Mesh:
         return jax.tree.unflatten(treedef, list(map(spec, leaves(tree), values)))
 
     def shardings(self, tree: PyTree, default_dims: Sequence[str] = ()) -> PyTree:
-        """`specs` as shardings, for JAX's own functions."""
+        """Return `specs` as `NamedSharding`s."""
         specs = self.specs(tree, default_dims)
         return jax.tree.map(lambda spec: NamedSharding(self.devices, spec), specs, is_leaf=_is_spec)
 
     def __str__(self) -> str:
-        split = [f"{axis} {size}" for axis, size in self.shape.items() if size > 1]
-        return " x ".join(split) or "one device"
+        sizes = [f"{axis} {size}" for axis, size in self.shape.items() if size > 1]
+        return " x ".join(sizes) or "one device"
 
 
 def _is_spec(x: Any) -> bool:
@@ -190,33 +203,33 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     layout: Layout | None = None,
 ) -> Mesh:
-    """A mesh over `devices` (all there are, unless given). One axis may be -1: it takes the devices that remain.
+    """Make a mesh over `devices` (default: all). One axis may be -1: its size is inferred from the number of devices.
 
-    All six axes exist whatever their sizes; one of size 1 splits nothing.
+    All six axes exist whatever their sizes; an axis of size 1 shards nothing.
 
-    **Raises** `ValueError` where the sizes do not multiply to the number of devices, and `NotImplementedError`, by
-    name, for an axis that the layers do not split over yet.
+    **Raises** `ValueError` if the product of the sizes is not the number of devices, and `NotImplementedError`, naming
+    the axis, for one that the layers do not shard over yet.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes: dict[str, int] = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     for axis in ("expert", "context", "pipe"):
         if sizes[axis] != 1:
             raise NotImplementedError(
-                f"{axis}={sizes[axis]}: this version does not split over {axis!r} yet, leave it at 1. "
+                f"{axis}={sizes[axis]}: this version does not shard over {axis!r} yet, leave it at 1. "
                 "data, fsdp and tensor work in every combination."
             )
     if bad := {axis: size for axis, size in sizes.items() if size < 1 and size != -1}:
-        raise ValueError(f"a mesh axis has a size of at least 1, or -1 for what remains, not {bad}")
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise ValueError(f"only one axis can take what remains, not {' and '.join(open_axes)}: give the others a size")
+        raise ValueError(f"a mesh axis has a size of at least 1, or -1 for the remaining devices, not {bad}")
+    inferred = [axis for axis, size in sizes.items() if size == -1]
+    if len(inferred) > 1:
+        raise ValueError(f"only one axis can be -1, not {' and '.join(inferred)}: give the others a size")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     asked = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "every axis 1"
-    if open_axes and len(devices) % fixed == 0:
-        sizes[open_axes[0]] = len(devices) // fixed
+    if inferred and len(devices) % fixed == 0:
+        sizes[inferred[0]] = len(devices) // fixed
     elif fixed != len(devices):
         raise ValueError(
-            f"{asked} asks for {'a multiple of ' if open_axes else ''}{fixed} devices, there are {len(devices)}. "
+            f"{asked} asks for {'a multiple of ' if inferred else ''}{fixed} devices, there are {len(devices)}. "
             f"Let the sizes multiply to {len(devices)}, or pass devices=jax.devices()[:{fixed}]."
         )
     auto = (AxisType.Auto,) * len(AXES)
@@ -225,8 +238,8 @@ def make_mesh(
 
 
 def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
-    """One line for every kind of dim that its axes do not divide and that therefore lies whole on each device."""
-    found: dict[str, str] = {}
+    """Return one line for each dim that is replicated because its axes do not divide it."""
+    lines: dict[str, str] = {}
     arrays = eqx.filter(tree, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
     for leaf, x in zip(leaves(arrays), jax.tree.leaves(arrays), strict=True):
         for dim, size in zip(leaf.dims or (), x.shape, strict=False):
@@ -234,11 +247,11 @@ def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
             if (
                 dim.name in _REPLICATED_IF_UNEVEN
                 and axes
-                and not mesh.is_divisible(dim, size // dim.unit, axes, leaf.name)
+                and not mesh._is_divisible(dim, size // dim.unit, axes, leaf.name)
             ):
-                shares = math.prod(mesh.shape[axis] for axis in axes)
-                found[dim.name] = (
-                    f"{leaf.name}: {size} {dim.name} do not share out over {' x '.join(axes)}={shares} and lie whole "
-                    f"on each device; {-(-size // shares) * shares} would be split."
+                shards = math.prod(mesh.shape[axis] for axis in axes)
+                lines[dim.name] = (
+                    f"{leaf.name}: {size} {dim.name} do not share out over {' x '.join(axes)}={shards} and are "
+                    f"replicated; {-(-size // shards) * shards} would be sharded."
                 )
-    return list(found.values())
+    return list(lines.values())

@@ -1,8 +1,8 @@
-"""Modules whose annotations name the dims of their arrays, and the walk that reads those names.
+"""Base class of modules with annotated array dims, and the traversal of parameters with their dims.
 
-A field declared `weight: Float[Array, "out in"]` says everything that the rest of the library needs: its shape is
-checked against it, its sharding follows from it, weight decay and tables of parameters ask it. An instance may give a
-dim of its annotation another name: a field `out: Dim` holding `Dim("heads", 64)` makes `"out"` the heads, 64 wide each.
+The annotation of a field, `weight: Float[Array, "out in"]`, is also its sharding: shape checks, PartitionSpecs, weight
+decay and tables of parameters are derived from it. An instance can rename a dim of the annotation: a field `out: Dim`
+with the value `Dim("heads", 64)` turns `"out"` into heads of size 64.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from jaxtyping import AbstractArray, PyTree, jaxtyped
 from .scope import SCOPED_METHODS, scoped
 from .trainable_copy import TrainableCopy
 
-STACKED, TRAINABLE, _FULL_PRECISION = "zoo.stacked", "zoo.learnt", "zoo.full_precision"
-NAMED_BY_CLASS, IMPLEMENTATION_OPTION = "zoo.either", "zoo.manner"
-WRAPPED, ADAPTER_PARAMETER = "zoo.transparent", "zoo.tuned"
+STACKED, TRAINABLE, _FULL_PRECISION = "zoo.stacked", "zoo.trainable", "zoo.full_precision"
+NAMED_BY_CLASS, IMPLEMENTATION_OPTION = "zoo.named_by_class", "zoo.implementation_option"
+WRAPPED, ADAPTER_PARAMETER = "zoo.wrapped", "zoo.adapter_parameter"
 
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """What one dim of an array is: a name that the layout knows, and how many elements are never cut apart.
+    """Name of an array dim in the layout, and its `unit`: the number of consecutive elements that are never sharded.
 
-    `Dim("heads", 64)` along a dim of 512 elements is 8 heads: the count is read off the array, so that it is right on
-    a device's share too.
+    `Dim("heads", 64)` with 512 elements is 8 heads. The count is read off the array, so it is also correct for a
+    device's shard.
     """
 
     name: str
@@ -36,42 +36,42 @@ class Dim:
 
 
 def stacked(dim: str) -> Any:
-    """A field below which every array has one more dim in front, called `dim`: blocks stacked over `"layers"`."""
+    """Declare a field whose arrays have an additional leading dim `dim`: blocks stacked over `"layers"` for a scan."""
     return eqx.field(metadata={STACKED: dim})
 
 
 def buffer(**options: Any) -> Any:
-    """A field of arrays that belong to a model's state but are not learnt by gradient: `trainable` omits them. Of a
-    field that holds a module it holds for all below."""
+    """Declare a field of arrays that are not trained by gradient, as PyTorch's buffers: `trainable` omits them. On a
+    field that holds a module it applies to all arrays of that module."""
     return eqx.field(metadata={TRAINABLE: False}, **options)
 
 
 def full_precision(**options: Any) -> Any:
-    """A field whose arrays keep their own dtype under `cast`: scales of norms, routers, anything used in float32. Of a
-    field that holds a module it holds for all below."""
+    """Declare a field whose arrays keep their dtype under `cast`: norm scales, routers and whatever is used in float32.
+    On a field that holds a module it applies to all arrays of that module."""
     return eqx.field(metadata={_FULL_PRECISION: True}, **options)
 
 
 def named_by_class() -> Any:
-    """A field that holds one of several classes. Parameters below it are named by the class, `attention.query.weight`,
-    and not by the field, so that two classes in one place can be told apart."""
+    """Declare a field that can hold different classes. Parameters below it are named by the class and not by the field,
+    `attention.query.weight` instead of `mixer.query.weight`, to distinguish the classes."""
     return eqx.field(metadata={NAMED_BY_CLASS: True})
 
 
 def implementation_option(**options: Any) -> Any:
-    """A static field that says how a result is computed, not which: two modules that differ in it are one model."""
+    """Declare a static field that selects an implementation without changing the result."""
     return eqx.field(static=True, metadata={IMPLEMENTATION_OPTION: True}, **options)
 
 
 def wrapped() -> Any:
-    """A field that holds what a module was put around. Parameters below it keep the names that they had before; those
-    of the module's other fields stand under its `label`."""
+    """Declare a field that holds the module wrapped by this one. Parameters of the wrapped module keep their names;
+    those of the wrapper's other fields are prefixed with its `adapter_name`."""
     return eqx.field(metadata={WRAPPED: True})
 
 
 def adapter_parameter(*, full_precision: bool = False) -> Any:
-    """A field that is learnt on top of a finished model, and, if it says so, keeps its own dtype under `cast`. Where a
-    tree has any, `trainable` leaves out all else."""
+    """Declare a field of adapter parameters. If a tree has any, all its other parameters are frozen: `trainable` omits
+    them. `full_precision` keeps the dtype under `cast`."""
     return eqx.field(metadata={ADAPTER_PARAMETER: True, _FULL_PRECISION: full_precision})
 
 
@@ -82,10 +82,10 @@ def adapter_parameter(*, full_precision: bool = False) -> Any:
     )
 )
 class Module(eqx.Module):
-    """The base of every class with parameters. Arrays are held against their annotations when an instance is made, and
-    what an instance computes stands in a trace under its name (`zoo.parallel.scope`).
+    """Base class of every module with parameters. `__check_init__` checks arrays against their annotations, and methods
+    run in a `jax.named_scope` (`zoo.parallel.scope`).
 
-    **Raises** `TypeError` where a field holds an array but its annotation names no dims, or does not fit the array.
+    **Raises** `TypeError` if the annotation of an array names no dims or does not match the array.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -97,7 +97,7 @@ class Module(eqx.Module):
 
     def __check_init__(self):
         arrays = [(field, x) for field in array_fields(self) for x in _find_bare_arrays(getattr(self, field.name))]
-        with jaxtyped("context"):  # one scope for all fields: "out" is one number in the weight and in the bias
+        with jaxtyped("context"):  # one scope for all fields: "out" has the same size in the weight and in the bias
             for field, x in arrays:
                 dims = _resolve_dims(self, field, x.ndim)
                 if not any(isinstance(x, annotation) for annotation in _find_array_types(field.type)):
@@ -125,13 +125,13 @@ def array_fields(module: Module) -> list[dataclasses.Field]:
 
 
 def _find_bare_arrays(value: Any) -> list[Any]:
-    """The arrays in a field's value that no module of its own describes."""
+    """Return the arrays in a field's value that are not inside another module."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Module))
     return [x for x in leaves if eqx.is_array(x)]
 
 
 def _find_array_types(annotation: Any) -> Iterator[Any]:
-    """The jaxtyping types inside an annotation: `Float[Array, "out"] | None`, `tuple[Float[Array, "out"], ...]`."""
+    """Yield the jaxtyping types in an annotation: `Float[Array, "out"] | None`, `tuple[Float[Array, "out"], ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
         yield annotation
     for inner in typing.get_args(annotation):
@@ -144,25 +144,26 @@ def _format_annotation(annotation: Any) -> str:
 
 
 def _resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
-    """The dims that a field's annotation names for an array of `ndim` dims, as this instance calls them."""
-    place = f"{type(module).__name__}.{field.name}"
+    """Return the dims that a field's annotation names for an array of `ndim` dims, as renamed by this instance."""
+    field_name = f"{type(module).__name__}.{field.name}"
     if isinstance(field.type, str):
         raise TypeError(
-            f"{place} is annotated with the string {field.type!r}: remove `from __future__ import annotations` and "
-            "quotes around types from the file, so that the dims can be read."
+            f"{field_name} is annotated with the string {field.type!r}: remove `from __future__ import annotations` "
+            "and quotes around types from the file, so that the dims can be read."
         )
-    named = {names for t in _find_array_types(field.type) if (names := _read_dim_names(t)) is not None}
-    fitting = [names for names in named if len(names) == ndim]
-    if len(fitting) != 1:
+    alternatives = {names for t in _find_array_types(field.type) if (names := _read_dim_names(t)) is not None}
+    matching = [names for names in alternatives if len(names) == ndim]
+    if len(matching) != 1:
         raise TypeError(
-            f"{place} holds an array of {ndim} dims, but its annotation {_format_annotation(field.type)} does not name {ndim} "
-            'dims. Annotate it with one fixed name a dim: weight: Float[Array, "out in"].'
+            f"{field_name} holds an array of {ndim} dims, but its annotation {_format_annotation(field.type)} does not "
+            f"name {ndim} dims. "
+            'Annotate it with one fixed name per dim: weight: Float[Array, "out in"].'
         )
-    return tuple(_resolve_dim(module, name) for name in fitting[0])
+    return tuple(_resolve_dim(module, name) for name in matching[0])
 
 
 def _read_dim_names(annotation: Any) -> tuple[str, ...] | None:
-    """The names in one jaxtyping annotation, a number standing for itself; None where they are not fixed."""
+    """Return the dim names of a jaxtyping annotation, sizes as strings; None if they are variadic."""
     if not isinstance(annotation.dims, tuple):
         return None  # "..." alone
     names = [getattr(dim, "name", None) or getattr(dim, "size", None) for dim in annotation.dims]
@@ -171,71 +172,74 @@ def _read_dim_names(annotation: Any) -> tuple[str, ...] | None:
 
 
 def _resolve_dim(module: Module, name: str) -> Dim:
-    own = getattr(module, name, None)
-    own = own if isinstance(own, Dim) else getattr(module, f"{name}_", None)  # `in` is a keyword: the field is `in_`
-    return own if isinstance(own, Dim) else Dim(name)
+    dim = getattr(module, name, None)
+    dim = dim if isinstance(dim, Dim) else getattr(module, f"{name}_", None)  # `in` is a keyword: the field is `in_`
+    return dim if isinstance(dim, Dim) else Dim(name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What the annotations say of one array of a tree."""
+    """Metadata of one array of a tree, read from the annotations of the modules that contain it."""
 
     name: str
-    """The path to it: `stack.segments.0.blocks.0.mixer.query.weight`."""
+    """Path to the array: `stack.segments.0.blocks.0.mixer.query.weight`."""
     dims: tuple[Dim, ...] | None
-    """One a dim of the array; None for a loose array, which stands in no module."""
+    """Dims of the array; None for an array that is not in a module."""
     trainable: bool = True
-    """Whether it is a parameter, and no buffer."""
+    """False for a buffer."""
     full_precision: bool = False
     adapter_parameter: bool = False
     frozen: bool = False
-    """Whether other arrays of the tree are learnt on top of it."""
+    """True if the tree has adapter parameters and this array is not one of them."""
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
-    """A `Leaf` for every leaf of `tree`, in JAX's order. Works on models, gradients, optimizer states, caches: on any
-    tree in which modules occur.
+    """Return a `Leaf` for every leaf of `tree`, in the order of `jax.tree.leaves`.
 
-    **Raises** `TypeError` where an array in a module is not what its annotation says.
+    `tree` is any pytree that contains modules: a model, gradients, optimizer state, KV caches.
+
+    **Raises** `TypeError` if an array in a module does not match its annotation.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = [_resolve_leaf(tree, path, x) for path, x in paths]
-    if not any(leaf.adapter_parameter for leaf in found):
-        return found
-    return [dataclasses.replace(leaf, frozen=not leaf.adapter_parameter) for leaf in found]
+    resolved = [_resolve_leaf(tree, path, x) for path, x in paths]
+    if not any(leaf.adapter_parameter for leaf in resolved):
+        return resolved
+    return [dataclasses.replace(leaf, frozen=not leaf.adapter_parameter) for leaf in resolved]
 
 
 def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
-    node, words, front = tree, [], []
-    owner, declared, numbers_of_whole = None, None, False
-    learnt, full, tuned = True, False, False
+    """Walk from the root of `tree` to `array` and collect the metadata of the fields on the path."""
+    node, keys, stacked_dims = tree, [], []
+    owner, field, is_copy_scalar = None, None, False
+    is_trained, keeps_dtype, is_adapter = True, False, False
     for step in path:
-        word = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
-        words.append(word)
+        key = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
+        keys.append(key)
         if isinstance(node, Module):
-            owner, declared = node, next(f for f in dataclasses.fields(node) if f.name == word)
-            front += [Dim(declared.metadata[STACKED])] if STACKED in declared.metadata else []
-            learnt &= declared.metadata.get(TRAINABLE, True)
-            full |= declared.metadata.get(_FULL_PRECISION, False)
-            tuned |= declared.metadata.get(ADAPTER_PARAMETER, False)
+            owner, field = node, next(f for f in dataclasses.fields(node) if f.name == key)
+            stacked_dims += [Dim(field.metadata[STACKED])] if STACKED in field.metadata else []
+            is_trained &= field.metadata.get(TRAINABLE, True)
+            keeps_dtype |= field.metadata.get(_FULL_PRECISION, False)
+            is_adapter |= field.metadata.get(ADAPTER_PARAMETER, False)
         elif isinstance(node, TrainableCopy):
-            tuned |= word == "array"
-            numbers_of_whole = word in ("applies", "strength")
-        node = _get_child(node, step, word)
-    if owner is None or declared is None or not hasattr(array, "ndim"):
-        return Leaf(".".join(words), None)
-    if numbers_of_whole:
-        return Leaf(".".join(words), tuple(front), trainable=False)
+            is_adapter |= key == "array"
+            is_copy_scalar = key in ("applies", "strength")
+        node = _get_child(node, step, key)
+    name = ".".join(keys)
+    if owner is None or field is None or not hasattr(array, "ndim"):
+        return Leaf(name, None)
+    if is_copy_scalar:
+        return Leaf(name, tuple(stacked_dims), trainable=False)
     try:
-        dims = (*front, *_resolve_dims(owner, declared, array.ndim - len(front)))
+        dims = (*stacked_dims, *_resolve_dims(owner, field, array.ndim - len(stacked_dims)))
     except TypeError as error:
-        raise TypeError(f"{'.'.join(words)}: {error}") from None
-    return Leaf(".".join(words), dims, learnt, full, tuned)
+        raise TypeError(f"{name}: {error}") from None
+    return Leaf(name, dims, is_trained, keeps_dtype, is_adapter)
 
 
-def _get_child(node: Any, step: Any, word: str) -> Any:
+def _get_child(node: Any, step: Any, key: str) -> Any:
     if isinstance(step, jax.tree_util.GetAttrKey):
-        return getattr(node, word)
+        return getattr(node, key)
     if isinstance(step, jax.tree_util.SequenceKey | jax.tree_util.DictKey):
         return node[getattr(step, "idx", getattr(step, "key", None))]
     children, _ = jax.tree_util.default_registry.flatten_one_level(node)
@@ -243,28 +247,28 @@ def _get_child(node: Any, step: Any, word: str) -> Any:
 
 
 def map_leaves(function: Callable, tree: PyTree, *rest: PyTree) -> PyTree:
-    """`jax.tree.map` whose function is told first what each leaf is: `function(leaf, x, *others)`."""
+    """`jax.tree.map` with the `Leaf` of each array as first argument: `function(leaf, x, *others)`."""
     values, treedef = jax.tree.flatten(tree)
     others = [treedef.flatten_up_to(other) for other in rest]
     return jax.tree.unflatten(treedef, list(map(function, leaves(tree), values, *others)))
 
 
 def trainable(model: PyTree) -> PyTree:
-    """The model with None for all that no gradient moves: integers, flags, what is declared `buffer()`, and, where any
-    of it is declared `tuned()`, all that is not.
+    """Return the model with None in place of every array that is not trainable.
 
-    This is what an optimizer, a gradient and a table of learnt parameters should see.
+    These are integers, booleans and fields declared `buffer()`; if the model has adapters, also every parameter that is
+    not declared `adapter_parameter()`. Optimizers and tables of trainable parameters take the result.
     """
     return map_leaves(lambda leaf, x: x if is_trainable(leaf, x) else None, model)
 
 
 def is_trainable(leaf: Leaf, x: Any) -> bool:
-    """A shape is learnt where the array that it stands for is."""
+    """Return True for a trainable array, or for the `jax.ShapeDtypeStruct` of one."""
     return is_parameter(leaf, x) and not leaf.frozen
 
 
 def is_parameter(leaf: Leaf, x: Any) -> bool:
-    """Whether it is learnt, or was."""
+    """Return True for a parameter, trainable or frozen, or for the `jax.ShapeDtypeStruct` of one."""
     inexact = eqx.is_inexact_array(x)
     if isinstance(x, jax.ShapeDtypeStruct):
         inexact = jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
@@ -272,5 +276,5 @@ def is_parameter(leaf: Leaf, x: Any) -> bool:
 
 
 def count(model: PyTree) -> int:
-    """How many numbers a model learns: of a model in shapes only, too."""
+    """Count the trainable parameters of a model, or of a model of `jax.ShapeDtypeStruct`s."""
     return sum(x.size for x in jax.tree.leaves(trainable(model)))

@@ -1,4 +1,4 @@
-"""Put trees onto a mesh, or make them there."""
+"""Shard pytrees over a mesh: `place` arrays, `init` a model sharded, `place_batch` from one or several processes."""
 
 import logging
 import math
@@ -18,34 +18,34 @@ from .module import Module
 logger = logging.getLogger("zoo")
 
 BATCH_DIMS = ("batch", "seq")
-"""What the first dims of an array are that stands in no module."""
+"""Leading dims of arrays that are not in a module."""
 
 
 def place(tree: PyTree, mesh: Mesh) -> PyTree:
-    """`tree`, every array where the layout wants it: in modules by their annotations, loose arrays whole everywhere.
+    """Shard every array of `tree` over the mesh: arrays in modules by their annotations; all others are replicated.
 
-    Inside `jit` it says where a result is to lie. An optimizer's state belongs on `mesh.updates`. An array that lies
-    right already is not copied: donate one of the two, and the other is gone.
+    Inside `jit` it is a sharding constraint. Optimizer state goes to `mesh.optimizer`. An array that already has its
+    sharding is not copied: donating either one of the two deletes both.
 
-    **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before anything moves.
+    **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before any transfer.
     """
     arrays, rest = eqx.partition(tree, eqx.is_array)
     shardings = mesh.shardings(arrays)
     if isinstance(tree, Module) and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         warn_replicated(arrays, mesh)
 
-    def put(x, sharding):
+    def place_array(x, sharding):
         if isinstance(x, Tracer):
             return lax.with_sharding_constraint(x, sharding)
         return jax.device_put(x, sharding)
 
-    return eqx.combine(jax.tree.map(put, arrays, shardings), rest)
+    return eqx.combine(jax.tree.map(place_array, arrays, shardings), rest)
 
 
 def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Mesh) -> PyTree:
-    """`make(key)`, born in place: every device computes its own share, and nothing is whole anywhere.
+    """Initialize `make(key)` sharded: every device computes its own shards, and no array is ever unsharded in memory.
 
-    The numbers are those of `make(key)` on one device. **Raises** as `place`, before anything is computed.
+    The values are those of `make(key)` on one device. **Raises** as `place` does, before anything is computed.
     """
     abstract = eqx.filter_eval_shape(make, key)
     shapes, rest = eqx.partition(abstract, lambda x: isinstance(x, jax.ShapeDtypeStruct))
@@ -56,28 +56,29 @@ def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Me
 
 
 def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
-    """The rows of a batch, shared out over the axes that split `batch`, their second dim over those that split `seq`.
+    """Shard a batch over the mesh: the first dim of each array is `batch`, the second `seq`.
 
-    With several processes each passes the rows that are its own (`train.data` makes them so); the result is global.
+    With several processes each passes its own rows; the result is the global array.
 
-    **Raises** `ValueError` for a number of rows that the mesh does not divide, or an axis that rows are not split over
-    but processes are.
+    **Raises** `ValueError` for a number of rows that the mesh does not divide, and if processes span an axis that does
+    not shard the batch.
     """
     processes = jax.process_count()
     if processes == 1:
         return jax.device_put(batch, mesh.shardings(batch, BATCH_DIMS))
     if math.prod(mesh.shape[axis] for axis in mesh.axes("batch")) % processes:
         raise ValueError(
-            f"{processes} processes bring rows of their own, so the axes that split the batch have to multiply to a "
-            f"multiple of {processes}, and {mesh} does not: let fsdp or data span the processes, and tensor stay in one"
+            f"{processes} processes pass rows of the batch, so the sizes of the axes that shard it have to multiply to "
+            f"a multiple of {processes}, which those of {mesh} do not: let data or fsdp span the processes, and keep "
+            "tensor inside one"
         )
-    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct((processes * x.shape[0], *x.shape[1:]), x.dtype), batch)
-    shardings = mesh.shardings(whole, BATCH_DIMS)
+    global_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((processes * x.shape[0], *x.shape[1:]), x.dtype), batch)
+    shardings = mesh.shardings(global_shapes, BATCH_DIMS)
 
-    def put(x, sharding, whole):
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x), whole.shape)
+    def make_global_array(x, sharding, abstract):
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x), abstract.shape)
 
-    return jax.tree.map(put, batch, shardings, whole)
+    return jax.tree.map(make_global_array, batch, shardings, global_shapes)
 
 
 def warn_replicated(tree: Any, mesh: Mesh) -> None:

@@ -1,9 +1,8 @@
-"""Names in a trace that read like the source: `Decoder/stack/Block/mixer.Attention/query`.
+"""Name scopes for profiler traces, after the fields of modules: `Decoder/stack/Block/mixer.Attention/query`.
 
-A profiler shows the operations of a compiled program, and each knows the scopes that it was traced in
-(`jax.named_scope`). A module's scope is the field through which its parent called it; of a field that may hold one of
-several classes (`either`) with the class. A module that no parent called, or not as it stands in a field (a block that
-was taken out of its stack), goes by its class alone.
+A profiler shows each operation of a compiled program with the `jax.named_scope`s it was traced in. The scope of a
+module is the field of the calling module that holds it, with its class if the field is `named_by_class()`. A module
+without a calling module, or that is in no field of it (a block taken out of its stack), has its class as scope.
 """
 
 import contextvars
@@ -15,18 +14,18 @@ from typing import Any
 import jax
 
 SCOPED_METHODS = ("__call__", "transposed", "hidden", "logits", "grouped", "per_head", "per_head_transposed")
-"""The methods of modules that compute: those that are a scope, wherever a class defines them."""
+"""Methods that run in a name scope, in every class that defines them."""
 
-_calling_module: contextvars.ContextVar[Any] = contextvars.ContextVar("within", default=None)
-"""The module whose method is being run, in this thread."""
+_calling_module: contextvars.ContextVar[Any] = contextvars.ContextVar("calling_module", default=None)
+"""The module whose method is running in this thread."""
 
 
 def scoped(method: Callable, named_by_class: str) -> Callable:
-    """`method` of a module, in the module's scope; `either` marks the fields that go with their class. A module that
-    calls itself is in its scope already."""
+    """Wrap `method` to run in the scope of its module. `named_by_class` is the metadata key of fields whose scope
+    includes the class. A module that calls itself adds no second scope."""
 
     @functools.wraps(method)
-    def named(self, *args, **kwargs):
+    def run_in_scope(self, *args, **kwargs):
         parent = _calling_module.get()
         if parent is self:
             return method(self, *args, **kwargs)
@@ -37,18 +36,18 @@ def scoped(method: Callable, named_by_class: str) -> Callable:
         finally:
             _calling_module.reset(token)
 
-    return named
+    return run_in_scope
 
 
 def _scope_name(module: Any, parent: Any, named_by_class: str) -> str:
-    """What `parent` calls `module`: the field that holds it, or the only one that holds its class, since `gather` and
-    transformations make a new object of it."""
-    own = type(module)
+    """Return the field of `parent` that holds `module`, or the only field that holds its class: `gather` and JAX
+    transformations make new objects."""
+    cls = type(module)
     if parent is None:
-        return own.__name__
-    same = [name for name, value in vars(parent).items() if value is module]
-    found = same or [name for name, value in vars(parent).items() if type(value) is own]
-    if len(found) != 1:
-        return own.__name__
-    field = next(field for field in dataclasses.fields(parent) if field.name == found[0])
-    return f"{field.name}.{own.__name__}" if field.metadata.get(named_by_class) else field.name
+        return cls.__name__
+    names = [name for name, value in vars(parent).items() if value is module]
+    names = names or [name for name, value in vars(parent).items() if type(value) is cls]
+    if len(names) != 1:
+        return cls.__name__
+    field = next(field for field in dataclasses.fields(parent) if field.name == names[0])
+    return f"{field.name}.{cls.__name__}" if field.metadata.get(named_by_class) else field.name

@@ -1,7 +1,7 @@
-"""One function on every device's share.
+"""Run a function on every device's shards, by the library's only `jax.shard_map` and one `jit` wrapper.
 
-There is one `jax.shard_map` in the library, and it is here. Modules come in laid out by their annotations, every other
-array is batch: its first dim is `batch`, its second `seq`.
+Modules are sharded as their annotations and the layout specify. Every other array is part of a batch: its first dim is
+`batch`, its second `seq`.
 """
 
 import abc
@@ -26,7 +26,7 @@ from .place import BATCH_DIMS
 
 @dataclasses.dataclass(frozen=True)
 class ShardMapProgram(abc.ABC):
-    """What runs on shares: hashable, so that it compiles once."""
+    """A function to run under `shard_map`; hashable, because it is part of the `jit` cache key."""
 
     fn: Callable
     mesh: Mesh
@@ -34,24 +34,25 @@ class ShardMapProgram(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, args: tuple, keys: Key[Array, "batch"] | None) -> PyTree:
-        """On one device's share."""
+        """Run on one device's shards."""
 
     @abc.abstractmethod
-    def out_specs(self, shard_map: Callable, on_one_device: Callable, arrays: PyTree) -> PyTree:
-        """How the shares of the result are put together."""
+    def out_specs(self, shard_map: Callable, run_on_shards: Callable, arrays: PyTree) -> PyTree:
+        """Return the `out_specs` of the `shard_map`: the PartitionSpecs of the result."""
 
 
 def spmd(fn: Callable, mesh: Mesh, *, out: PyTree[str]) -> Callable:
-    """`fn(*args)`, run on every device's share of the arguments.
+    """Return a function that runs `fn(*args)` on every device's shards of the arguments (SPMD).
 
     - `fn`: any function of modules, batch arrays and scalars.
-    - `out`: the dims of what it returns, `"batch seq vocab"`; a tree of them for a tree of results, `""` for a scalar.
-      It names loose arrays: a module in the result lies as its annotations say, at rest, whatever its name here.
+    - `out`: the dims of the result, `"batch seq vocab"`; a tree of them for a tree of results, `""` for a scalar. It
+      applies to plain arrays: a module in the result is sharded at rest, by its annotations.
 
-    The result takes `fn`'s arguments, and a `key` that reaches `fn` as one key a row. It compiles once a shape.
+    The returned function takes the arguments of `fn`, and a `key`, which is split into one PRNG key per row. It
+    compiles once per shape.
 
-    **Raises** `ValueError` where the mesh does not divide a size, where `fn` closes over an array, and where a result
-    still differs between devices along an axis that none of its dims accounts for.
+    **Raises** `ValueError` if the mesh does not divide a size, if `fn` closes over an array, and if a result differs
+    between devices along an axis that shards none of its dims.
     """
 
     def run(*args: Any, key: PRNGKeyArray | None = None) -> PyTree:
@@ -61,45 +62,61 @@ def spmd(fn: Callable, mesh: Mesh, *, out: PyTree[str]) -> Callable:
 
 
 def run_sharded(program: ShardMapProgram, args: tuple, key: PRNGKeyArray | None) -> Any:
+    """Check the arguments of a program, split `key` into one PRNG key per row, and run it."""
     refuse_closed_over_arrays(program.fn)
     for arg in args:
         if isinstance(arg, eqx.Module) and not isinstance(arg, Module):
             raise TypeError(
-                f"{type(arg).__name__} is a module whose annotations name no dims: nothing says how it lies on a mesh. "
+                f"{type(arg).__name__} is a module whose annotations name no dims, so it has no sharding. "
                 "Derive it from zoo.parallel.Module."
             )
     rows = _count_rows(args, program.mesh, program.microbatches)
-    return run_jitted((program, args), (), None if key is None else _split_row_keys(key, rows))
+    return run_jitted(program, args, keys=None if key is None else _split_row_keys(key, rows))
 
 
-def _call_shard_map(kept: tuple[ShardMapProgram, tuple], args: tuple, keys: Key[Array, "batch"] | None) -> Any:
-    """A `shard_map` outside `jit` is slow at every call, and compiled at every call: here it is compiled once.
+def run_jitted(
+    program: Callable,
+    fixed: tuple,
+    args: tuple = (),
+    *,
+    keys: Key[Array, "batch"] | None = None,
+    donate: bool = False,
+) -> Any:
+    """Run `program(*fixed, *args)` under `jit`: compiled once per program and shapes, under `shard_map` if it is a
+    `ShardMapProgram`.
 
-    `kept` has the program and its first arguments, `args` those after: `donating` gives the memory of these to the
-    result. Nothing is checked here: callers that bring their own program in a loop skip what `on_shares` costs.
+    `donate` lets the result reuse the memory of `args`; `fixed` is never donated. Arguments are not checked, so that a
+    loop does not pay for the checks of `run_sharded` at every step.
     """
-    program, first = kept
-    arrays, rest = eqx.partition(((*first, *args), keys), eqx.is_array)
+    return _JITTED[donate]((program, fixed), args, keys)
+
+
+def _call_program(program_and_fixed: tuple[Callable, tuple], args: tuple, keys: Key[Array, "batch"] | None) -> Any:
+    program, fixed = program_and_fixed
+    if not isinstance(program, ShardMapProgram):
+        return program(*fixed, *args)
+    arrays, rest = eqx.partition(((*fixed, *args), keys), eqx.is_array)
     mesh = program.mesh
     specs = mesh.specs(arrays, BATCH_DIMS)
 
-    def on_one_device(arrays):
+    def run_on_shards(arrays):
         with active_mesh(mesh):
             args, keys = eqx.combine(arrays, rest)
             return program(args, keys)
 
-    share = partial(jax.shard_map, mesh=mesh.devices, in_specs=(specs,))
-    return share(on_one_device, out_specs=program.out_specs(share, on_one_device, arrays))(arrays)
+    shard_map = partial(jax.shard_map, mesh=mesh.devices, in_specs=(specs,))
+    return shard_map(run_on_shards, out_specs=program.out_specs(shard_map, run_on_shards, arrays))(arrays)
 
 
-run_jitted = eqx.filter_jit(_call_shard_map)
-run_jitted_donating = eqx.filter_jit(_call_shard_map, donate="all-except-first")
+_JITTED = {False: eqx.filter_jit(_call_program), True: eqx.filter_jit(_call_program, donate="all-except-first")}
+"""The jitted function of `run_jitted`, by `donate`: one for all programs, so that each compiles once."""
 
 
 def _count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
-    """How many rows the batch has, None where no array is batch.
+    """Return the number of rows of the batch; None if no argument is a batch array.
 
-    **Raises** `ValueError` where its arrays disagree, or devices and micro-batches do not divide it.
+    **Raises** `ValueError` if batch arrays differ in their number of rows, or the mesh and `microbatches` do not divide
+    it.
     """
     arrays = eqx.filter(args, eqx.is_array)
     named = zip(leaves(arrays), jax.tree.leaves(arrays), strict=True)
@@ -107,7 +124,7 @@ def _count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the arrays of a batch have one number of rows, not {sizes}")
     if microbatches < 1:
-        raise ValueError(f"a batch is taken in at least 1 micro-batch, not {microbatches}")
+        raise ValueError(f"microbatches is at least 1, not {microbatches}")
     rows = next(iter(sizes.values()), None)
     parts = {f"{axis}={mesh.shape[axis]}": mesh.shape[axis] for axis in mesh.axes("batch")}
     parts |= {f"{microbatches} microbatches": microbatches} if microbatches > 1 else {}
@@ -123,64 +140,64 @@ def _split_row_keys(key: PRNGKeyArray, rows: int | None) -> Key[Array, "batch"]:
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError("key is a typed PRNG key, made by jax.random.key(seed), not by jax.random.PRNGKey")
     if rows is None:
-        raise ValueError("a key is shared out over the rows of a batch, and no array of a batch was passed")
+        raise ValueError("key is split into one key per row of the batch, and no batch array was passed")
     return jax.random.split(key, rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputDims:
-    """The dims of results, a tree of strings, in a form that can be hashed."""
+    """Dims of a tree of results, hashable."""
 
     dims: tuple[str, ...]
     treedef: Any
 
     @classmethod
     def from_tree(cls, out: PyTree[str]) -> "OutputDims":
-        names, treedef = jax.tree.flatten(out)
-        return cls(tuple(names), treedef)
+        dims, treedef = jax.tree.flatten(out)
+        return cls(tuple(dims), treedef)
 
 
 @dataclasses.dataclass(frozen=True)
 class SpmdProgram(ShardMapProgram):
-    """`fn` as it stands."""
+    """Program of `spmd`: `fn`, with PartitionSpecs inferred from the varying axes of its results."""
 
     out: OutputDims
 
     def __call__(self, args, keys):
         return self.fn(*args) if keys is None else self.fn(*args, key=keys)
 
-    def out_specs(self, shard_map, on_one_device, arrays):
-        """A varying type tells along which axes a result differs, its names tell which of its dims is split: together
-        they are its spec. The types are known only inside, so the function is traced once for them."""
-        found: list = []
+    def out_specs(self, shard_map, run_on_shards, arrays):
+        """Infer specs: a result is sharded over its varying axes, each along the dim that has it in the layout.
+        Varying axes exist only inside `shard_map`, so the function is traced once to read them."""
+        traced: list = []
 
-        def look(arrays):
-            result = on_one_device(arrays)
-            found.append((jax.tree.map(varying, result), leaves(result)))
+        def read_varying_axes(arrays):
+            result = run_on_shards(arrays)
+            traced.append((jax.tree.map(varying, result), leaves(result)))
             return ()
 
-        jax.eval_shape(shard_map(look, out_specs=()), arrays)
-        axes, described = found[0]
-        names = self.out.treedef.unflatten(self.out.dims)
-        names = jax.tree.leaves(jax.tree.map(lambda name, part: jax.tree.map(lambda _: name, part), names, axes))
-        results, treedef = jax.tree.flatten(axes)
-        return jax.tree.unflatten(treedef, list(map(self.infer_spec, names, described, results)))
+        jax.eval_shape(shard_map(read_varying_axes, out_specs=()), arrays)
+        axes, result_leaves = traced[0]
+        dims = self.out.treedef.unflatten(self.out.dims)
+        dims = jax.tree.leaves(jax.tree.map(lambda name, part: jax.tree.map(lambda _: name, part), dims, axes))
+        axes, treedef = jax.tree.flatten(axes)
+        return jax.tree.unflatten(treedef, list(map(self._infer_spec, dims, result_leaves, axes)))
 
-    def infer_spec(self, names: str, leaf: Leaf, axes: frozenset[str]) -> PartitionSpec:
+    def _infer_spec(self, names: str, leaf: Leaf, axes: frozenset[str]) -> PartitionSpec:
         dims = [Dim(name) for name in names.split()] if leaf.dims is None else leaf.dims
         at_rest = {} if leaf.dims is None else dict(self.mesh.find_gather_dims(dims))
-        split: list[tuple[str, ...] | None] = []
-        open_axes = set(axes)
-        for place, dim in enumerate(dims):
-            own = tuple(a for a in self.mesh.axes(dim.name) + at_rest.get(place, ()) if a in open_axes)
-            open_axes -= set(own)
-            split.append(own or None)
-        if open_axes:
-            what = f"named {names!r}" if leaf.dims is None else leaf.name
+        entries: list[tuple[str, ...] | None] = []
+        remaining = set(axes)
+        for index, dim in enumerate(dims):
+            dim_axes = tuple(a for a in self.mesh.axes(dim.name) + at_rest.get(index, ()) if a in remaining)
+            remaining -= set(dim_axes)
+            entries.append(dim_axes or None)
+        if remaining:
+            result = f"named {names!r}" if leaf.dims is None else leaf.name
             raise ValueError(
-                f"a result {what} differs between devices along {sorted(open_axes)}, which splits none of its dims. "
-                "Name the dim that it splits, or sum partial results with zoo.parallel.reduce(x, over=dim)."
+                f"a result {result} differs between devices along {sorted(remaining)}, which shards none of its dims. "
+                "Name the dim that it shards, or all-reduce partial results with zoo.parallel.reduce(x, over=dim)."
             )
-        while split and split[-1] is None:  # as JAX writes its own, and Mesh.spec: a result that comes in again is
-            split.pop()  # then no other layout
-        return PartitionSpec(*split)
+        while entries and entries[-1] is None:  # as `Mesh.spec`: equal shardings have equal specs, and a result that is
+            entries.pop()  # passed in again compiles nothing new
+        return PartitionSpec(*entries)

@@ -1,4 +1,4 @@
-"""A parameter that is learnt as a whole, beside the numbers that it started with."""
+"""A trainable copy of a frozen parameter: full fine-tuning of single parameters, as PEFT's `modules_to_save`."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 
 class TrainableCopy(eqx.Module):
-    """(1 - w) base + w array, in the place of an array: w is `weight`, or 0 where it does not apply.
+    """(1 - w) base + w array, in place of a parameter: w is `strength`, or 0 in layers where `applies` is False.
 
-    `array` is learnt and `base` is not, so that the parameter can be switched off, and the model is what it was. Where
-    modules are used, `gather` has put the sum in its place: nobody else has to know.
+    `array` is trainable and `base` is frozen, so strength 0 restores the base model. `gather` replaces the copy by its
+    value before a module is used, so layers only ever see an array.
     """
 
     base: Array
     array: Array
     applies: Bool[Array, "*stacked"]
-    """False in a layer in which the parameter stays, where it is stacked with others."""
+    """False in layers of a stack that keep the frozen parameter."""
     strength: Float[Array, "*stacked"]
 
     adapter_name: str = eqx.field(static=True)
@@ -37,7 +37,7 @@ class TrainableCopy(eqx.Module):
 
     @property
     def value(self) -> Array:
-        """In the dtype of the base."""
+        """The interpolated parameter, in the dtype of `base`."""
         w = jnp.where(self.applies, self.strength, 0)
         w = w.reshape(*w.shape, *[1] * (self.base.ndim - w.ndim))
         return ((1 - w) * self.base + w * self.array).astype(self.base.dtype)
@@ -48,5 +48,5 @@ def is_trainable_copy(node: Any) -> bool:
 
 
 def materialize(tree: PyTree) -> PyTree:
-    """The tree with a plain array in place of every `Learnt`."""
+    """Replace every `TrainableCopy` in the tree by its value, an array."""
     return jax.tree.map(lambda x: x.value if is_trainable_copy(x) else x, tree, is_leaf=is_trainable_copy)
