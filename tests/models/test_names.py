@@ -104,7 +104,7 @@ def test_gradients_moments_and_shapes_have_the_names_of_their_parameters(model):
 def test_loose_trees_and_models_taken_apart(model):
     assert [place.name for place in list_parameter_paths({"a": (jnp.ones(2), [jnp.ones(3)])})] == ["", ""]
     assert list_parameter_paths({"a": jnp.ones(2)})[0].dims == ()
-    with pytest.raises(TypeError, match="stand one by one, to decode with"):
+    with pytest.raises(TypeError, match="are unrolled, for decoding"):
         list_parameter_paths(zoo.models.swap_stack(model, lambda stack: stack.unstack()))
 
 
@@ -125,7 +125,9 @@ def test_classes_in_snake_case(name, expected):
 
 
 def test_no_difference_where_only_numbers_or_the_manner_differ(model):
-    other = make(windows=(4, None), qk_norm=True, tied=False, implementation=reference_attention, remat="full", dropout=0.5)
+    other = make(
+        windows=(4, None), qk_norm=True, tied=False, implementation=reference_attention, remat="full", dropout=0.5
+    )
     for one in (other, zoo.cast(model, jnp.bfloat16), jax.tree.map(lambda x: x + 1, model)):
         assert list(find_differences(one, model)) == [] == list(find_differences(model, one))
 

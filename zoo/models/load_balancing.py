@@ -1,4 +1,4 @@
-"""How evenly a mixture's experts are used: as numbers, as a loss, and by moving what routers choose with."""
+"""Load balancing of mixtures of experts: tokens per expert, auxiliary losses, and loss-free bias updates."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -16,10 +16,10 @@ BalanceOver = Literal["batch", "row", "layers"]
 
 
 def tokens_per_expert(routing: Routing, mask: Bool[Array, "batch seq"] | None = None) -> Float[Array, "choices"]:
-    """How many of the tokens that are here went to each expert; a token goes to `top` of them.
+    """Count the tokens on this device that are routed to each expert; a token counts for each of its top-k experts.
 
-    In a loss on a mesh these are a device's own: return them as `aux`, and `zoo.value_and_grad` adds them up.
-    `real` leaves out padding.
+    `mask` leaves out padding. To sum the counts over a mesh, return them from a loss as `aux`: `zoo.value_and_grad`
+    all-reduces it.
     """
     return _count_row_tokens_per_expert(routing, mask).sum(0)
 
@@ -27,8 +27,9 @@ def tokens_per_expert(routing: Routing, mask: Bool[Array, "batch seq"] | None = 
 def _count_row_tokens_per_expert(
     routing: Routing, mask: Bool[Array, "batch seq"] | None
 ) -> Float[Array, "batch choices"]:
-    hits = (routing.chosen[..., None] == jnp.arange(routing.logits.shape[-1])).sum(2)
-    return (hits if mask is None else jnp.where(mask[..., None], hits, 0)).sum(1).astype(jnp.float32)
+    one_hot_sum = (routing.chosen[..., None] == jnp.arange(routing.logits.shape[-1])).sum(2)
+    masked = one_hot_sum if mask is None else jnp.where(mask[..., None], one_hot_sum, 0)
+    return masked.sum(1).astype(jnp.float32)
 
 
 def balance_loss(
@@ -38,92 +39,99 @@ def balance_loss(
     over: BalanceOver = "batch",
     score: Literal["softmax", "sigmoid"] = "softmax",
 ) -> Float[Array, ""]:
-    """experts * Σ_e f_e P_e, with f_e the visits of expert e a token and P_e its mean score: `top` where all is even.
+    """Load-balancing auxiliary loss: experts * Σ_e f_e P_e, with f_e the tokens per expert e as a fraction of all
+    tokens, and P_e the mean score of e. A uniform load gives k, the number of experts per token.
 
-    - `routing`: what routers decided, one a layer, as it stands in the stream after the layers.
-    - `over`: what f and P are means over before they are multiplied. "batch": all tokens, in each layer by itself
-      (Switch, arXiv:2101.03961, equations 4 to 6). "row": one sequence by itself (DeepSeek-V3, arXiv:2412.19437,
-      equations 17 to 20). "layers": all tokens and all layers, so that uneven layers may make up for one another: what
-      transformers computes. The mean over layers and rows follows.
+    - `routing`: decisions of the routers, one per layer, as in `Hidden.routing`.
+    - `over`: the set over which f and P are means before they are multiplied. "batch": all tokens of a layer (Switch,
+      arXiv:2101.03961, equations 4 to 6). "row": one sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
+      "layers": all tokens and all layers, so that uneven layers can compensate for each other, as in transformers. The
+      loss is then the mean over layers and rows.
     - `score`: softmax(logits), or sigmoid(logits) divided by their sum.
 
-    On a mesh the means are over all devices that split tokens, and the same as on one device. With micro-batches
-    "batch" and "layers" take the means of each alone, which is another loss than that of the whole batch; "row" is the
-    same where each has as many rows that are not all padding.
+    On a mesh, means are over all devices that shard tokens, equal to those on one device. With micro-batches, "batch"
+    and "layers" are means over each micro-batch, which is another loss than that of the full batch; "row" is the same
+    if each micro-batch has as many rows that are not all padding.
+
+    **Raises** `ValueError` for an empty `routing`.
     """
     if not routing:
         raise ValueError("there is no router whose balance could be a loss: the model has no mixture of experts")
-    both = [_sum_row_counts_and_scores(one, mask, score) for one in routing]
-    used, liked = (jnp.stack(x) for x in zip(*both, strict=True))
+    pairs = [_sum_row_counts_and_scores(layer, mask, score) for layer in routing]
+    counts, scores = (jnp.stack(x) for x in zip(*pairs, strict=True))
     tokens = _count_row_tokens(routing[0], mask)
     if over == "row":
-        own = jnp.maximum(tokens, 1)[:, None]
-        rows = (used / own * liked / own).sum(-1).mean(0)
-        product = _reduce_over_tokens(rows.sum()) / _reduce_over_tokens((tokens > 0).astype(jnp.float32).sum())
+        row_tokens = jnp.maximum(tokens, 1)[:, None]
+        row_products = (counts / row_tokens * scores / row_tokens).sum(-1).mean(0)
+        num_rows = _reduce_over_tokens((tokens > 0).astype(jnp.float32).sum())
+        product = _reduce_over_tokens(row_products.sum()) / num_rows
     else:
-        count = _reduce_over_tokens(tokens.sum())
-        used, liked = (_reduce_over_tokens(x.sum(1)) / count for x in (used, liked))
+        num_tokens = _reduce_over_tokens(tokens.sum())
+        counts, scores = (_reduce_over_tokens(x.sum(1)) / num_tokens for x in (counts, scores))
         if over == "layers":
-            used, liked = used.mean(0), liked.mean(0)
-        product = (used * liked).sum(-1).mean()
-    return product * used.shape[-1]
+            counts, scores = counts.mean(0), scores.mean(0)
+        product = (counts * scores).sum(-1).mean()
+    return product * counts.shape[-1]
 
 
 def _sum_row_counts_and_scores(routing: Routing, mask: Any, score: str) -> tuple[Float[Array, "batch choices"], Array]:
-    """Of each row: the visits of every expert, and the sum of its scores."""
+    """Return tokens per expert and the sum of scores per expert, of each row."""
     if score == "softmax":
         scores = jax.nn.softmax(routing.logits, axis=-1)
     else:
-        raw = jax.nn.sigmoid(routing.logits)
-        scores = raw / raw.sum(-1, keepdims=True)
+        unnormalized = jax.nn.sigmoid(routing.logits)
+        scores = unnormalized / unnormalized.sum(-1, keepdims=True)
     scores = scores if mask is None else jnp.where(mask[..., None], scores, 0)
     return _count_row_tokens_per_expert(routing, mask), scores.sum(1)
 
 
 def _count_row_tokens(routing: Routing, mask: Bool[Array, "batch seq"] | None) -> Float[Array, "batch"]:
-    here = jnp.ones_like(routing.logits[..., 0]) if mask is None else mask.astype(jnp.float32)
-    return here.sum(1)
+    is_token = jnp.ones_like(routing.logits[..., 0]) if mask is None else mask.astype(jnp.float32)
+    return is_token.sum(1)
 
 
 def _reduce_over_tokens(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The sum over all devices that split tokens."""
+    """All-reduce over the devices that shard tokens."""
     return reduce(reduce(x, over="batch"), over="seq")
 
 
 def router_z_loss(routing: Sequence[Routing], mask: Bool[Array, "batch seq"] | None = None) -> Float[Array, ""]:
-    """The mean over tokens and layers of (log Σ_e exp(logit_e))²: keeps routers' scores small (ST-MoE, Zoph et al.,
-    arXiv:2202.08906, equation 5)."""
+    """Router z-loss: the mean over tokens and layers of (log Σ_e exp(logit_e))², which keeps router logits small
+    (ST-MoE, Zoph et al., arXiv:2202.08906, equation 5).
+
+    **Raises** `ValueError` for an empty `routing`.
+    """
     if not routing:
         raise ValueError("there is no router whose scores could be kept small: the model has no mixture of experts")
-    squares = jnp.stack([jax.nn.logsumexp(one.logits, axis=-1) ** 2 for one in routing]).mean(0)
+    squares = jnp.stack([jax.nn.logsumexp(layer.logits, axis=-1) ** 2 for layer in routing]).mean(0)
     squares = squares if mask is None else jnp.where(mask, squares, 0)
     return _reduce_over_tokens(squares.sum()) / _reduce_over_tokens(_count_row_tokens(routing[0], mask).sum())
 
 
 def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], *, rate: float | int = 1e-3) -> PyTree:
-    """The model after its routers' selection biases moved by `rate` toward the experts that are used too little:
+    """Auxiliary-loss-free load balancing: move the selection bias of every router by `rate` toward underused experts,
     b_e + rate sign(mean load - load_e) (Wang et al., arXiv:2408.15664, algorithm 1).
 
-    `loads`: the `visits` of each layer that has a router, first to last, of the batch that was just learnt from.
+    `loads`: `tokens_per_expert` of each layer that has a router, in order, over the batch of this training step.
 
-    **Raises** `ValueError` where no router has a selection bias, and for another number of loads than of routers.
+    **Raises** `ValueError` if no router has a selection bias, and unless there is one load per router.
     """
-    found = list_parameter_paths(model)
-    scored = {n for place in found if ".router." in place.name for n in place.ranges[0]}
-    order = {layer: i for i, layer in enumerate(sorted(scored))}
-    if not any(_is_selection_bias(place.name) for place in found):
+    paths = list_parameter_paths(model)
+    routed_layers = {layer for path in paths if ".router." in path.name for layer in path.ranges[0]}
+    load_index = {layer: i for i, layer in enumerate(sorted(routed_layers))}
+    if not any(_is_selection_bias(path.name) for path in paths):
         raise ValueError("no router of this model chooses with a bias: make it with zoo.layers.BiasedRouter")
-    if len(loads) != len(order):
-        raise ValueError(f"{len(loads)} loads were given, and {len(order)} layers have a router")
+    if len(loads) != len(load_index):
+        raise ValueError(f"{len(loads)} loads were given, and {len(load_index)} layers have a router")
     leaves, treedef = jax.tree.flatten(model)
 
-    def moved(place: Any, x: Array) -> Array:
-        if not _is_selection_bias(place.name):
+    def update_bias(path: Any, x: Array) -> Array:
+        if not _is_selection_bias(path.name):
             return x
-        own = jnp.stack([loads[order[layer]] for layer in place.ranges[0]])
-        return x + rate * jnp.sign(own.mean(-1, keepdims=True) - own).astype(x.dtype)
+        load = jnp.stack([loads[load_index[layer]] for layer in path.ranges[0]])
+        return x + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(x.dtype)
 
-    return jax.tree.unflatten(treedef, list(map(moved, found, leaves)))
+    return jax.tree.unflatten(treedef, list(map(update_bias, paths, leaves)))
 
 
 def _is_selection_bias(name: str) -> bool:
@@ -131,15 +139,17 @@ def _is_selection_bias(name: str) -> bool:
 
 
 def count_active_parameters(model: PyTree) -> int:
-    """How many learnt numbers one token meets: of experts the share that it is sent to. Of a model in shapes only, too.
-    Embeddings count whole, as in `zoo.count`."""
-    learnt = trainable(model)
-    idle = 0
-    for mixture in filter(_is_mixture, jax.tree.leaves(learnt, is_leaf=_is_mixture)):
+    """Count the trainable parameters that are active per token: of the routed experts, only the top-k.
+
+    All rows of embeddings count, as in `zoo.count`. `model` may be a tree of `jax.ShapeDtypeStruct`.
+    """
+    parameters = trainable(model)
+    inactive = 0
+    for mixture in filter(_is_mixture, jax.tree.leaves(parameters, is_leaf=_is_mixture)):
         experts = mixture.router.scores.out_size
         size = sum(x.size for x in jax.tree.leaves(mixture.experts))
-        idle += size // experts * (experts - mixture.router.top)
-    return sum(x.size for x in jax.tree.leaves(learnt)) - idle
+        inactive += size // experts * (experts - mixture.router.top)
+    return sum(x.size for x in jax.tree.leaves(parameters)) - inactive
 
 
 def _is_mixture(x: Any) -> bool:

@@ -1,15 +1,16 @@
-"""What a model makes of tokens that are given: its hidden states, and how likely it finds each token."""
+"""Hidden states of all layers, and log-probabilities of given tokens."""
 
 from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import token_info
 from zoo.parallel import gather, num_shards, scan
+from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 from .decoder import AbstractBlock, Decoder, UnrolledStack
 from .loss import token_losses
@@ -18,90 +19,90 @@ from .stack import Stack
 
 def hidden_states(
     model: Decoder,
-    tokens: Int[Array, "batch seq"],
+    tokens: Tokens,
     *,
-    mask: Bool[Array, "batch seq"] | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
-    positions: Int[Array, "batch seq"] | None = None,
-) -> tuple[Float[Array, "batch seq embed"], ...]:
-    """What flows between layers: the input of the first, then the output of each, the last after the final norm.
+    mask: PaddingMask | None = None,
+    segment_ids: SegmentIds | None = None,
+    positions: Positions | None = None,
+) -> tuple[HiddenStates, ...]:
+    """Return the hidden states between layers, as `output_hidden_states` of transformers does: the input of the first
+    layer, then the output of each, the last one after the final norm.
 
-    One more than there are layers, counted as transformers counts its `hidden_states`. Of some families, Mamba and RWKV
-    among them, it counts otherwise (`model.lists_outputs`): the output of each layer, then the last after the final
-    norm. Arguments as the model's own.
+    These are layers + 1. For some families, such as Mamba and RWKV, transformers leaves out the first and appends the
+    normalized one (`model.hidden_states_skip_embedding`). Arguments are those of the model.
     """
-    return _compute_hidden_states(
-        model, tokens, token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
-    )
+    info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
+    return _compute_hidden_states(model, tokens, info)
 
 
 @eqx.filter_jit
-def _compute_hidden_states(
-    model: Decoder, tokens: Int[Array, "batch seq"], info: TokenInfo
-) -> tuple[Float[Array, "batch seq embed"], ...]:
-    stream = model.embed(tokens, info)
-    found = [stream.x]
+def _compute_hidden_states(model: Decoder, tokens: Tokens, info: TokenInfo) -> tuple[HiddenStates, ...]:
+    hidden = model.embed(tokens, info)
+    states = [hidden.x]
     for number, block in enumerate(unstack_blocks(model)):
-        stream, _ = gather(block)(stream, info.fold_keys(number))
-        found.append(stream.x)
-    return (*(found[1:] if model.hidden_states_skip_embedding else found[:-1]), gather(model.norm)(found[-1]))
+        hidden, _ = gather(block)(hidden, info.fold_keys(number))
+        states.append(hidden.x)
+    return (*(states[1:] if model.hidden_states_skip_embedding else states[:-1]), gather(model.norm)(states[-1]))
 
 
 def unstack_blocks(model: Decoder) -> tuple[AbstractBlock, ...]:
-    """The block of each layer. **Raises** `TypeError` for a stack that cannot be taken apart."""
+    """Return the block of each layer. **Raises** `TypeError` for a stack that is no `Stack` or `UnrolledStack`."""
     layers = model.stack.unstack() if isinstance(model.stack, Stack) else model.stack
     if not isinstance(layers, UnrolledStack):
-        raise TypeError(f"layers are looked at one by one, and a {type(layers).__name__} cannot be taken apart")
+        raise TypeError(f"layers are needed one by one, and a {type(layers).__name__} cannot be taken apart")
     return layers.blocks
 
 
 def score(
     model: Decoder,
-    tokens: Int[Array, "batch seq"],
+    tokens: Tokens,
     *,
-    mask: Bool[Array, "batch seq"] | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
-    positions: Int[Array, "batch seq"] | None = None,
+    mask: PaddingMask | None = None,
+    segment_ids: SegmentIds | None = None,
+    positions: Positions | None = None,
     chunk: int = 1024,
 ) -> Float[Array, "batch seq-1"]:
-    """log p(token | those before it), of each token after the first, in float32.
+    """Compute the log-probability of each token given those before it, log p(x_t | x_<t), in float32. The first token
+    of a row has none.
 
-    - `mask`, `segment_ids`, `positions`: as the model's own. What follows padding or another document, or is padding,
-      scores 0: a row's sum is the log-probability of its documents, each given its first token.
-    - `chunk`: how many tokens have logits at a time; in a gradient they are computed again.
+    - `mask`, `segment_ids`, `positions`: as for the model. A token that follows padding or another document, or is
+      padding, scores 0: the sum over a row is the log-probability of its documents given their first tokens.
+    - `chunk`: tokens whose logits are in memory at a time; the backward pass rematerializes them.
 
-    **Raises** `ValueError` for fewer than 2 tokens, and where a mesh splits the sequence.
+    **Raises** `ValueError` for fewer than 2 tokens, and if a mesh shards the sequence.
     """
     if tokens.shape[1] < 2:
         raise ValueError(f"the first token has no score, so that a row needs 2 or more: {tokens.shape=}")
     if num_shards(tokens, "seq") > 1:
-        raise ValueError("score reads the next token of each, which another device holds where the sequence is split")
+        raise ValueError("score reads the next token of each, which another device has if the sequence is sharded")
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
-    stream, _ = model.hidden(tokens, info)
-    x = stream.x[:, :-1]
+    hidden, _ = model.hidden(tokens, info)
+    x = hidden.x[:, :-1]
     scores = -_chunked_token_losses(
         model.gather_unembedding(), x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1), chunk
     )
     scores = scores.reshape(x.shape[:2])
     if info.segment_ids is None:
         return scores
-    counted = info.segment_ids[:, 1:] == info.segment_ids[:, :-1]
+    is_scored = info.segment_ids[:, 1:] == info.segment_ids[:, :-1]
     if mask is not None:
-        counted &= mask[:, 1:]
-    return jnp.where(counted, scores, 0)
+        is_scored &= mask[:, 1:]
+    return jnp.where(is_scored, scores, 0)
 
 
 def _chunked_token_losses(
     head: eqx.Module, x: Float[Array, "tokens embed"], targets: Int[Array, "tokens"], chunk: int
 ) -> Float[Array, "tokens"]:
+    """Compute `token_losses(head(x), targets)`, `chunk` tokens at a time."""
     size = min(chunk, len(x))
-    short = -len(x) % size
-    rows = jnp.pad(x, ((0, short), (0, 0))).reshape(-1, size, x.shape[-1])
-    parameters, static = eqx.partition(head, eqx.is_array)
+    padding = -len(x) % size
+    rows = jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, size, x.shape[-1])
+    arrays, static = eqx.partition(head, eqx.is_array)
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def one(x: Array, targets: Array) -> Array:
-        return token_losses(eqx.combine(parameters, static)(x), targets)
+    def chunk_losses(x: Array, targets: Array) -> Array:
+        return token_losses(eqx.combine(arrays, static)(x), targets)
 
-    _, found = scan(lambda none, now: (none, one(*now)), (), (rows, jnp.pad(targets, (0, short)).reshape(-1, size)))
-    return found.reshape(-1)[: len(x)]
+    chunks = rows, jnp.pad(targets, (0, padding)).reshape(-1, size)
+    _, losses = scan(lambda carry, chunk: (carry, chunk_losses(*chunk)), (), chunks)
+    return losses.reshape(-1)[: len(x)]
