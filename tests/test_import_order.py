@@ -1,7 +1,7 @@
 """Import layers: a package of the library imports packages of lower layers only.
 
-    shapes, _files, _optional, _workarounds < ops < parallel < layers < models < weights, text
-        < adapters, train, generate, inspect < cli, recipes
+    shapes, _files, _optional, _workarounds < ops < parallel < layers < models < weights, text, generate
+        < adapters, train, inspect < cli, recipes
 
 Modules of one package may import one another; packages of one layer may not. Imports inside functions and under
 `TYPE_CHECKING` count, because dependencies matter, not when they are loaded. `zoo/__init__.py` collects the public
@@ -21,8 +21,8 @@ LAYERS = (
     ("parallel",),
     ("layers",),
     ("models",),
-    ("weights", "text"),
-    ("adapters", "train", "generate", "inspect"),
+    ("weights", "text", "generate"),
+    ("adapters", "train", "inspect"),
     ("cli", "recipes"),
 )
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
@@ -82,7 +82,7 @@ PLANTED = {
     "relative, of a package": ("zoo/layers/__init__.py", "from .. import weights", 1, "upward"),
     "from the package": ("zoo/parallel/a.py", "from zoo import layers", 1, "upward"),
     "sideways": ("zoo/train/a.py", "from ..adapters.lora import wrap", 1, "sideways"),
-    "sideways, of a file": ("zoo/generate.py", "from . import inspect", 1, "sideways"),
+    "sideways, of a file": ("zoo/inspect.py", "from . import train", 1, "sideways"),
     "inside a function": ("zoo/ops/a.py", "def f():\n    import zoo.parallel", 2, "upward"),
     "for the type checker": (
         "zoo/models/a.py",
