@@ -38,6 +38,9 @@ FOLDERS = ("zoo", "recipes", "scripts")
 FOLDER_CAPTIONS = {"recipes": "Complete programs in one file, to fork.", "scripts": "Tools around the library."}
 """Captions of folders that are not packages."""
 PACKAGES = (zoo.models, zoo.weights, zoo.layers, zoo.parallel, zoo.ops, zoo.adapters, zoo.train, zoo.inspect)
+IMPORT_ORDER = " < ".join(
+    ("ops", "parallel", "layers", "models", "(weights, text, generate)", "(adapters, train, inspect)", "(cli, recipes)")
+)
 NOTE = f"<!-- Written by `{COMMAND}`. -->\n\n"
 
 
@@ -54,9 +57,8 @@ def build_tree_page() -> str:
 
     rows = "\n".join(row for name in FOLDERS for row in listing(ROOT / name, 0))
     return (
-        f"# The tree\n\n{NOTE}Every file with the first paragraph of its docstring. Imports go down only: `ops < "
-        "parallel < layers < models < (weights, text) < (adapters, train, generate, inspect) < (cli, recipes, scripts)`."
-        "\n\n"
+        f"# The tree\n\n{NOTE}Every file with the first paragraph of its docstring. Imports go down only: "
+        f"`{IMPORT_ORDER}`.\n\n"
         f'<div class="tree" markdown>\n\n{rows}\n\n</div>\n'
     )
 

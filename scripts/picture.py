@@ -254,7 +254,7 @@ class Picture:
         yield "</g>"
 
     def devices(self, array: Any) -> range:
-        return range(math.prod(array.sizes.values()))
+        return range(math.prod(array.axis_sizes.values()))
 
     def wide(self, array: Any) -> float:
         """Return the width of an array: to the scale of its height, unless the widest row would overflow its panel."""
