@@ -1,11 +1,11 @@
-"""Import layers: a package of the library imports packages of lower layers only.
+"""Import order: a package of the library imports packages of lower levels only.
 
     shapes, _files, _optional, _workarounds < ops < parallel < layers < models < weights, text, generate
         < adapters, train, inspect < cli, recipes
 
-Modules of one package may import one another; packages of one layer may not. Imports inside functions and under
+Modules of one package may import one another; packages of one level may not. Imports inside functions and under
 `TYPE_CHECKING` count, because dependencies matter, not when they are loaded. `zoo/__init__.py` collects the public
-names, so it is above every layer; of the library's own files only the command line and the recipes may import it.
+names, so it is above every level; of the library's own files only the command line and the recipes may import it.
 """
 
 import ast
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = (
+LEVELS = (
     ("shapes", "_files", "_optional", "_workarounds"),
     ("ops",),
     ("parallel",),
@@ -25,8 +25,8 @@ LAYERS = (
     ("adapters", "train", "inspect"),
     ("cli", "recipes"),
 )
-LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
-TOP = len(LAYERS) - 1
+LEVEL = {package: number for number, packages in enumerate(LEVELS) for package in packages}
+TOP = len(LEVELS) - 1
 
 
 def find_imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -49,24 +49,24 @@ def find_violations(root: Path) -> list[str]:
         if parts == ("zoo", "__init__"):
             continue
         package = parts[0] if parts[0] == "recipes" else parts[1].removesuffix(".py")
-        if package not in LAYER:
-            found.append(f"{file}:1: {package!r} is in no layer; add it to one in {Path(__file__).name}")
+        if package not in LEVEL:
+            found.append(f"{file}:1: {package!r} is on no level; add it to one in {Path(__file__).name}")
             continue
         for line, name in find_imports(ast.parse(path.read_text(encoding="utf-8")), parts[:-1]):
             if name[0] == "recipes":
                 target = "recipes"
             elif name[0] != "zoo":
                 continue
-            elif len(name) > 1 and name[1] in LAYER:
+            elif len(name) > 1 and name[1] in LEVEL:
                 target = name[1]
-            elif LAYER[package] < TOP:
+            elif LEVEL[package] < TOP:
                 found.append(f"{file}:{line}: {package} imports the public names of zoo, which are above it")
                 continue
             else:
                 continue
-            if target == package or LAYER[target] < LAYER[package]:
+            if target == package or LEVEL[target] < LEVEL[package]:
                 continue
-            direction = "sideways" if LAYER[target] == LAYER[package] else "upward"
+            direction = "sideways" if LEVEL[target] == LEVEL[package] else "upward"
             found.append(f"{file}:{line}: {package} imports {'.'.join(name)}, {direction}")
     return found
 
@@ -94,7 +94,7 @@ PLANTED = {
     "a public name": ("zoo/layers/a.py", "from zoo import make_mesh", 1, "public names"),
     "a recipe": ("zoo/train/a.py", "import recipes.transformer", 1, "upward"),
     "a recipe, from the command line": ("zoo/cli.py", "from recipes import transformer", 1, "sideways"),
-    "an unknown package": ("zoo/utils.py", "import jax", 1, "no layer"),
+    "an unknown package": ("zoo/utils.py", "import jax", 1, "no level"),
 }
 
 
