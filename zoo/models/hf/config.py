@@ -1,8 +1,8 @@
-"""From a config.json, in either spelling, to the values that a family's model is built from: every key accounted for.
+"""Parse and validate a config.json: canonical keys, defaults filled in, and every key accounted for.
 
-transformers 5 writes `rope_parameters` and `dtype`; most files on hubs have `rope_theta`, `rope_scaling` (its kind
-under `type` or `rope_type`), `torch_dtype`, and omit what is equal to the class's default. A key that is neither used
-nor known to change nothing is an error: it might change the result.
+transformers 5 writes `rope_parameters` and `dtype`; most files on the hub have `rope_theta`, `rope_scaling` (with its
+type under `type` or `rope_type`) and `torch_dtype`, and omit keys equal to the default of the class. A key that is
+neither used nor known to be ignorable raises, because it might change the result.
 """
 
 import difflib
@@ -31,7 +31,7 @@ IGNORED_KEYS = frozenset(
     output_router_logits router_aux_loss_coef router_jitter_noise
     """.split()
 )
-"""Keys that change no result at inference in any family: names, ids of special tokens, training, generation."""
+"""Keys that change no result at inference in any family: names, special token ids, training and generation options."""
 
 REQUIRED_VALUES: Mapping[str, tuple] = {
     "quantization_config": (None,),
@@ -46,7 +46,7 @@ REQUIRED_VALUES: Mapping[str, tuple] = {
     "per_layer_config": (None,),
     "transformers_weights": (None,),
 }
-"""Keys that may change a result in any family, with the values that are computed here."""
+"""Keys that may change the result in any family, with the values that are implemented."""
 
 ROPE_CONFIG_KEYS = (
     *("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
@@ -55,60 +55,61 @@ ROPE_CONFIG_KEYS = (
 
 
 class ConfigError(ValueError):
-    """A config.json that we do not understand, or do not honor: says which key."""
+    """Invalid or unsupported config.json; the message names the key."""
 
 
 def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[str] | None = ()) -> Config:
-    """The config of a family from what a config.json holds; keys in `ignore` are left out of account. With None errors
-    do not say that they can be.
+    """Parse the config.json of a family.
 
-    **Raises** `ConfigError` for a key that is unknown, whose value is of another type than it should be, or that asks
-    for what we do not compute: all of them at once, by name.
+    - `given`: contents of the config.json.
+    - `ignore`: keys to skip. If None, errors do not suggest it.
+
+    **Raises** `ConfigError` with all keys that are unknown, have an invalid value, or ask for something that is not
+    implemented.
     """
-    config, wrong, said = Config(family.defaults), [], {}
-    only = {
+    config, errors, read_from = Config(family.defaults), [], {}
+    required = {
         **{key: values for key, values in REQUIRED_VALUES.items() if key not in family.defaults},
         **family.required_values,
     }
-    known = {*family.defaults, *family.aliases, *only, *family.ignored_keys, *IGNORED_KEYS}
+    known = {*family.defaults, *family.aliases, *required, *family.ignored_keys, *IGNORED_KEYS}
     known |= set(ROPE_CONFIG_KEYS) if "rope_parameters" in family.defaults else set()
     given = {key: value for key, value in given.items() if key not in (ignore or ())}
     for key, value in given.items():
-        usual = family.aliases.get(key, key)
-        if key in only:  # the family's own word: another family's word for the same may be read by nobody
-            if value not in only[key]:
-                allowed = " or ".join(map(repr, only[key]))
-                wrong.append(
+        canonical = family.aliases.get(key, key)
+        if key in required:  # by the key as written: a canonical key that this family does not read may be required
+            if value not in required[key]:
+                allowed = " or ".join(map(repr, required[key]))
+                errors.append(
                     f"{key} = {_shorten_repr(value)} would change the result, and only {allowed} is computed here"
                 )
-        elif usual in ROPE_CONFIG_KEYS and usual in known:
+        elif canonical in ROPE_CONFIG_KEYS and canonical in known:
             continue
-        elif usual in family.defaults:
-            if complaint := _validate_value(value, family.defaults[usual], usual):
-                wrong.append(f"{key} = {_shorten_repr(value)} {complaint}")
-            elif usual in said and given[said[usual]] != value:
-                wrong.append(f"{key} and {said[usual]} are two words for one thing and say different things")
+        elif canonical in family.defaults:
+            if error := _validate_value(value, family.defaults[canonical], canonical):
+                errors.append(f"{key} = {_shorten_repr(value)} {error}")
+            elif canonical in read_from and given[read_from[canonical]] != value:
+                errors.append(f"{key} and {read_from[canonical]} are two words for one thing and say different things")
             else:
-                config[usual] = float(value) if isinstance(family.defaults[usual], float) else value
-                said[usual] = key
+                config[canonical] = float(value) if isinstance(family.defaults[canonical], float) else value
+                read_from[canonical] = key
         elif key not in known and value is not None:
-            wrong.append(
-                f"{key} = {_shorten_repr(value)} is not a key of {family.name} that we know{suggest_nearest(key, known)}"
-            )
+            suggestion = suggest_nearest(key, known)
+            errors.append(f"{key} = {_shorten_repr(value)} is not a key of {family.name} that we know{suggestion}")
     if "rope_parameters" in family.defaults:
         try:
             config["rope_parameters"] = _read_rope_parameters(
-                family, {key: given[key] for key in given.keys() - only.keys()}
+                family, {key: given[key] for key in given.keys() - required.keys()}
             )
         except ConfigError as error:
-            wrong.append(str(error))
-    if wrong:
+            errors.append(str(error))
+    if errors:
         hint = '. A key that changes no result of yours can be left out of account: ignore=("key",)'
-        raise ConfigError("; ".join(wrong) + ("" if ignore is None else hint))
+        raise ConfigError("; ".join(errors) + ("" if ignore is None else hint))
     return config
 
 
-_MAX_VALUE = 1e30  # a number of a config that is larger is a mistake, and float32 does not go much further
+_MAX_VALUE = 1e30  # larger values are mistakes, and float32 overflows at 3e38
 _MAX_COUNT = 2**31
 COUNT_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
@@ -118,13 +119,13 @@ COUNT_KEYS = (
     *("state_size", "conv_kernel", "n_groups", "expand", "time_step_rank", "attention_hidden_size"),
 )
 _NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
-"""Counts that may be null though a family has a default of its own."""
+"""Counts that may be null although the family has a default."""
 _ZERO_ALLOWED_KEYS = ("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index")
-"""Counts that may be 0: Qwen2-MoE's class writes a window of 0 where there is none."""
+"""Counts that may be 0: the class of Qwen2-MoE writes a window of 0 for full attention."""
 
 
 def _validate_value(value: Any, default: Any, key: str) -> str:
-    """What is wrong with a value, seen from the default's type; "" where nothing is."""
+    """Return an error message for a value of another type or range than the default; "" for a valid one."""
     if key == "time_step_rank" and value == "auto":
         return ""
     if key == "time_step_limit":
@@ -132,9 +133,9 @@ def _validate_value(value: Any, default: Any, key: str) -> str:
     if key in COUNT_KEYS or key in _ZERO_ALLOWED_KEYS or key.startswith("num_"):
         if value is None and (default is None or key in _NULLABLE_COUNT_KEYS):
             return ""
-        least, told = (0, "not below 0") if key in _ZERO_ALLOWED_KEYS else (1, "above 0")
-        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MAX_COUNT
-        return "" if fits else f"should be a whole number {told}, and not beyond 2 ** 31"
+        minimum, bound = (0, "not below 0") if key in _ZERO_ALLOWED_KEYS else (1, "above 0")
+        fits = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= _MAX_COUNT
+        return "" if fits else f"should be a whole number {bound}, and not beyond 2 ** 31"
     if key == "quantization_config" and value is not None:
         return "" if is_mxfp4(value) else "would change the result, and only quant_method 'mxfp4' is read here"
     if key == "layer_types" and value is not None:
@@ -153,17 +154,17 @@ def _validate_value(value: Any, default: Any, key: str) -> str:
 
 
 def is_mxfp4(value: Any) -> bool:
-    """Whether this says no more than that weights are packed as `zoo.ops.mxfp4` has them. Which modules are not is
-    seen from the tensors that there are."""
+    """Return True for a quantization config of MXFP4 weights without further options. The modules that are not
+    quantized are read off the tensors."""
     if not isinstance(value, Mapping) or value.get("quant_method") != "mxfp4":
         return False
-    left_out = value.get("modules_to_not_convert") or []
-    listed = isinstance(left_out, list) and all(isinstance(name, str) for name in left_out)
-    return listed and value.keys() <= {"quant_method", "modules_to_not_convert", "dequantize"}
+    excluded = value.get("modules_to_not_convert") or []
+    is_valid = isinstance(excluded, list) and all(isinstance(name, str) for name in excluded)
+    return is_valid and value.keys() <= {"quant_method", "modules_to_not_convert", "dequantize"}
 
 
 def _is_interval(value: Any) -> bool:
-    """Two numbers, the second the larger. It may be infinite, which transformers writes as a table of one word."""
+    """Return True for two increasing numbers not below 0. Infinity is written {"__float__": "Infinity"}."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
     low, high = (float("inf") if x == {"__float__": "Infinity"} else x for x in value)
@@ -191,50 +192,51 @@ ROPE_TYPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings", "attention_factor"),
     ),
 }
-"""Kinds of rotary embedding: the keys that each needs, and those that it may have."""
-
+"""Required and optional keys of each `rope_type`."""
 
 _ROPE_BASE_KEYS = ("rope_theta", "partial_rotary_factor")
-"""What is said of a rotary embedding whatever its kind."""
+"""Keys of every `rope_type`."""
 
 
 def _read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The one spelling of rotary embeddings that we use, from whichever the file has. Where it has none, the family's
-    default may be one that stretches them.
+    """Read canonical `rope_parameters` from either spelling. Without any, the default of the family applies, which may
+    scale RoPE.
 
-    **Raises** `ConfigError` for an unknown kind, and for a key that is missing, unknown or no number.
+    **Raises** `ConfigError` for an unknown `rope_type`, and for missing, unknown or invalid keys.
     """
-    usual = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
+    canonical = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
     default = family.defaults["rope_parameters"]
-    scaling = usual.get("rope_scaling") or usual.get("rope_parameters")
+    scaling = canonical.get("rope_scaling") or canonical.get("rope_parameters")
     scaling = (
         {key: value for key, value in default.items() if key not in _ROPE_BASE_KEYS} if scaling is None else scaling
     )
     if not isinstance(scaling, Mapping):
         raise ConfigError(f"rope_parameters = {_shorten_repr(scaling)} should be a table of names and numbers")
-    found = {key: usual.get(key, default.get(key)) for key in _ROPE_BASE_KEYS if key in default or key in usual}
-    found |= {key: value for key, value in scaling.items() if key != "type" and value is not None}
-    outside = usual.get("original_max_position_embeddings")
-    if outside is not None and _read_rope_type(scaling) in ("llama3", "yarn", "longrope"):
-        found["original_max_position_embeddings"] = outside  # phi3 has it there, and there it counts for more
-    kind = _read_rope_type(scaling)
-    if not isinstance(kind, str) or kind not in ROPE_TYPE_KEYS:
-        raise ConfigError(f"rope_type = {kind!r} is no kind that we know{suggest_nearest(str(kind), ROPE_TYPE_KEYS)}")
-    needed, possible = ROPE_TYPE_KEYS[kind]
-    known = {*needed, *possible, "rope_theta", "rope_type", "partial_rotary_factor"}
+    base_keys = [key for key in _ROPE_BASE_KEYS if key in default or key in canonical]
+    rope = {key: canonical.get(key, default.get(key)) for key in base_keys}
+    rope |= {key: value for key, value in scaling.items() if key != "type" and value is not None}
+    original_length = canonical.get("original_max_position_embeddings")
+    if original_length is not None and _read_rope_type(scaling) in ("llama3", "yarn", "longrope"):
+        rope["original_max_position_embeddings"] = original_length  # top level in Phi-3, where it takes precedence
+    rope_type = _read_rope_type(scaling)
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPE_KEYS:
+        suggestion = suggest_nearest(str(rope_type), ROPE_TYPE_KEYS)
+        raise ConfigError(f"rope_type = {rope_type!r} is no kind that we know{suggestion}")
+    required, optional = ROPE_TYPE_KEYS[rope_type]
+    known = {*required, *optional, "rope_theta", "rope_type", "partial_rotary_factor"}
     partial = family.defaults["rope_parameters"].get("partial_rotary_factor")
-    if partial is None and found.get("partial_rotary_factor") not in (None, 1):
+    if partial is None and rope.get("partial_rotary_factor") not in (None, 1):
         raise ConfigError(
-            f"partial_rotary_factor = {found['partial_rotary_factor']}, and {family.name} turns all of each head"
+            f"partial_rotary_factor = {rope['partial_rotary_factor']}, and {family.name} turns all of each head"
         )
-    if missing := [key for key in needed if found.get(key) is None]:
-        raise ConfigError(f"rope_type {kind!r} needs {' and '.join(missing)}")
-    if unknown := [key for key, value in found.items() if key not in known and value is not None]:
-        raise ConfigError(f"rope_type {kind!r} has no key {unknown[0]!r}{suggest_nearest(unknown[0], known)}")
-    for key, value in found.items():
-        if complaint := _validate_rope_value(value, key):
-            raise ConfigError(f"{key} = {_shorten_repr(value)} of rope_type {kind!r} should be {complaint}")
-    return {**found, "rope_type": kind}
+    if missing := [key for key in required if rope.get(key) is None]:
+        raise ConfigError(f"rope_type {rope_type!r} needs {' and '.join(missing)}")
+    if unknown := [key for key, value in rope.items() if key not in known and value is not None]:
+        raise ConfigError(f"rope_type {rope_type!r} has no key {unknown[0]!r}{suggest_nearest(unknown[0], known)}")
+    for key, value in rope.items():
+        if error := _validate_rope_value(value, key):
+            raise ConfigError(f"{key} = {_shorten_repr(value)} of rope_type {rope_type!r} should be {error}")
+    return {**rope, "rope_type": rope_type}
 
 
 def _read_rope_type(scaling: Mapping[str, Any]) -> Any:
@@ -242,32 +244,34 @@ def _read_rope_type(scaling: Mapping[str, Any]) -> Any:
 
 
 def _validate_rope_value(value: Any, key: str) -> str:
-    """What a value of a rotary embedding should be; "" where it is that."""
+    """Return the expected kind of value for a RoPE key; "" for a valid one."""
     if key in ("rope_type", "truncate"):
         return "" if isinstance(value, str if key == "rope_type" else bool) else "true or false"
     if key in ("short_factor", "long_factor"):
-        listed = isinstance(value, list | tuple) and len(value) > 0 and all(map(is_positive_number, value))
-        return "" if listed else "a list of numbers above 0"
+        is_valid = isinstance(value, list | tuple) and len(value) > 0 and all(map(is_positive_number, value))
+        return "" if is_valid else "a list of numbers above 0"
     return "" if is_positive_number(value) else "a number above 0"
 
 
 def is_positive_number(value: Any) -> bool:
+    """Return True for a finite number above 0, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_VALUE
 
 
 def suggest_nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?`, or nothing where no known word is like it."""
+    """Return "; did you mean ...?" with the closest known word, or "" if none is close."""
     known = sorted(known)
-    if len(known) > 300:  # the tensors of a checkpoint: difflib would take a second for each word
+    if len(known) > 300:  # tensor names of a checkpoint: difflib would take a second per word
         known = heapq.nlargest(30, known, key=lambda other: _count_shared_ends(word, other))
-    alike = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {alike[0]!r}?" if alike else ""
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _count_shared_ends(first: str, second: str) -> int:
-    """How many characters two words begin and end with alike."""
-    alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return alike(zip(first, second, strict=False)) + alike(zip(reversed(first), reversed(second), strict=False))
+    """Return the length of the common prefix plus that of the common suffix."""
+    count_equal = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    prefix = count_equal(zip(first, second, strict=False))
+    return prefix + count_equal(zip(reversed(first), reversed(second), strict=False))
 
 
 def _shorten_repr(value: Any) -> str:

@@ -1,11 +1,19 @@
-"""The config of a model that was made from scratch, in the words that the LLaMA line of families shares, mixtures of
-experts included."""
+"""Derive the config.json of a model built from scratch: keys of LLaMA-like families and mixtures of experts."""
 
 from typing import Any
 
 import equinox as eqx
 
-from zoo.layers import Attention, GatedMLP, MixtureOfExperts, RMSNorm
+from zoo.layers import (
+    AbstractLinear,
+    AbstractRouter,
+    Attention,
+    BiasedRouter,
+    GatedMLP,
+    MixtureOfExperts,
+    RMSNorm,
+    SoftmaxRouter,
+)
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import find_activation_name
 from zoo.models.hf.config import ConfigError
@@ -21,30 +29,29 @@ from zoo.ops.rotary import (
 
 
 def describe_dense(model: Any) -> dict[str, Any]:
-    """Every key that a dense family of this line may have, as the first layer shows it. That all layers, and all that
-    no key speaks of, are as the family has them is for the caller to compare.
+    """Return every config key of a dense LLaMA-like family, read off the first layer. The caller verifies the other
+    layers by building a model from the result.
 
-    **Raises** `ConfigError` for layers of another kind.
+    **Raises** `ConfigError` for other classes of layers.
     """
     model, blocks = eval_shape_blocks(model)
-    found, ffn = _describe_common(model, blocks), blocks[0].ffn
+    config, ffn = _describe_common(model, blocks), blocks[0].ffn
     check_type("ffn", ffn, GatedMLP)
-    return found | {
+    return config | {
         "intermediate_size": ffn.gate.out_size,
         "hidden_act": find_activation_name(ffn.activation),
-        "mlp_bias": getattr(ffn.gate, "bias", None) is not None,
+        "mlp_bias": has_bias(ffn.gate),
     }
 
 
 def describe_mixture(model: Any) -> dict[str, Any]:
-    """The same for families with mixtures of experts, as the first layer that has one shows it; and the width of the
-    dense layers, where there are some.
+    """Return every config key of a family with mixtures of experts, read off its first mixture and first dense layer.
 
-    **Raises** `ConfigError` for a model without a mixture, and for layers of another kind.
+    **Raises** `ConfigError` for a model without a mixture, and for other classes of layers.
     """
     model, blocks = eval_shape_blocks(model)
-    found, mixer = _describe_common(model, blocks), blocks[0].mixer
-    sparse = [isinstance(getattr(block, "ffn", None), MixtureOfExperts) for block in blocks]
+    config, mixer = _describe_common(model, blocks), blocks[0].mixer
+    sparse = [isinstance(block, Block) and isinstance(block.ffn, MixtureOfExperts) for block in blocks]
     if not any(sparse):
         raise ConfigError("none of its layers is a mixture of experts")
     mixture = blocks[sparse.index(True)].ffn
@@ -55,16 +62,13 @@ def describe_mixture(model: Any) -> dict[str, Any]:
     if mixture.shared is not None:
         check_type("shared expert", mixture.shared, GatedMLP)
     shared = None if mixture.shared is None else mixture.shared.gate.out_size
-    return found | {
+    return config | {
         "intermediate_size": dense.gate.out_size,
         "moe_intermediate_size": width,
         "hidden_act": find_activation_name(mixture.experts.activation),
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), router.scores.out_size),
         "num_experts_per_tok": router.top,
-        "norm_topk_prob": getattr(router, "renormalize", True),
-        "routed_scaling_factor": getattr(router, "scale", 1.0),
-        "n_group": getattr(router, "groups", 1),
-        "topk_group": getattr(router, "kept_groups", 1),
+        **_describe_routing(router),
         "shared_expert_intermediate_size": shared,
         "n_shared_experts": None if shared is None else shared // width,
         "mlp_only_layers": [number for number, is_sparse in enumerate(sparse) if not is_sparse],
@@ -79,21 +83,38 @@ def describe_mixture(model: Any) -> dict[str, Any]:
     }
 
 
+def _describe_routing(router: AbstractRouter) -> dict[str, Any]:
+    """Return the config keys of top-k routing. A `TopSoftmaxRouter` has no options."""
+    if not isinstance(router, SoftmaxRouter | BiasedRouter):
+        return {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+    return {
+        "norm_topk_prob": router.renormalize,
+        "routed_scaling_factor": router.scale,
+        "n_group": router.groups,
+        "topk_group": router.kept_groups,
+    }
+
+
 def eval_shape_blocks(model: Any) -> tuple[Decoder, tuple[Any, ...]]:
-    """A model and its layers one by one, in shapes. **Raises** `ConfigError` for what is no decoder."""
+    """Return a decoder and the block of each layer, as trees of shapes. **Raises** `ConfigError` for other models."""
     if not isinstance(model, Decoder):
         raise ConfigError(f"a {type(model).__name__} is no decoder")
     return eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.iter_blocks())), model)
 
 
 def check_type(name: str, part: Any, expected_type: type) -> None:
-    """**Raises** `ConfigError` for a part of another kind."""
+    """Check the class of a part. **Raises** `ConfigError` for another one."""
     if not isinstance(part, expected_type):
         raise ConfigError(f"its {name} is a {type(part).__name__}, not a {expected_type.__name__}")
 
 
+def has_bias(linear: AbstractLinear) -> bool:
+    """Return True if a linear layer has a bias."""
+    return getattr(linear, "bias", None) is not None
+
+
 def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
-    """What does not depend on the feed-forward part."""
+    """Return the config keys that do not depend on the feed-forward layers."""
     first = blocks[0]
     check_type("block", first, Block)
     check_type("mixer", first.mixer, Attention)
@@ -104,7 +125,6 @@ def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
     vocab, embed = model.embedding.table_shape
     windows = [block.mixer.window if isinstance(block.mixer, Attention) else None for block in blocks]
     window = next((w for w in windows if w is not None), None)
-    scaling = mixer.rotary.scaling
     return {
         "vocab_size": vocab,
         "hidden_size": embed,
@@ -112,11 +132,11 @@ def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
         "num_attention_heads": mixer.query.out_size // mixer.head_dim,
         "num_key_value_heads": mixer.key.out_size // mixer.head_dim,
         "head_dim": mixer.head_dim,
-        "max_position_embeddings": getattr(scaling, "original_length", 2048),
+        "max_position_embeddings": getattr(mixer.rotary.scaling, "original_length", 2048),
         "rms_norm_eps": first.mixer_norm.epsilon,
         "tie_word_embeddings": model.head is None,
         "rope_parameters": _describe_rope_parameters(mixer.rotary, mixer.head_dim),
-        **dict.fromkeys(("attention_bias", "qkv_bias"), getattr(mixer.query, "bias", None) is not None),
+        **dict.fromkeys(("attention_bias", "qkv_bias"), has_bias(mixer.query)),
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
@@ -124,10 +144,10 @@ def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _describe_rope_parameters(rotary: Rotary, head_dim: int) -> dict[str, Any]:
-    kind, facts = _describe_rope_scaling(rotary.scaling)
+    rope_type, parameters = _describe_rope_scaling(rotary.scaling)
     partial = {} if rotary.dim == head_dim else {"partial_rotary_factor": rotary.dim / head_dim}
-    given = {key: list(x) if isinstance(x, tuple) else x for key, x in facts.items() if x is not None}
-    return {"rope_type": kind, "rope_theta": rotary.base, **partial, **given}
+    parameters = {key: list(x) if isinstance(x, tuple) else x for key, x in parameters.items() if x is not None}
+    return {"rope_type": rope_type, "rope_theta": rotary.base, **partial, **parameters}
 
 
 def _describe_rope_scaling(scaling: RopeScaling | None) -> tuple[str, dict[str, Any]]:
@@ -140,16 +160,16 @@ def _describe_rope_scaling(scaling: RopeScaling | None) -> tuple[str, dict[str, 
             return "dynamic", {"factor": scaling.factor}
         case Llama3Scaling():
             slow, fast = scaling.low_frequency_factor, scaling.high_frequency_factor
-            facts = {"factor": scaling.factor, "low_freq_factor": slow, "high_freq_factor": fast}
+            parameters = {"factor": scaling.factor, "low_freq_factor": slow, "high_freq_factor": fast}
         case YarnScaling():
             names = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-            facts = {name: getattr(scaling, name) for name in names}
+            parameters = {name: getattr(scaling, name) for name in names}
         case LongRopeScaling():
-            sets = {"short_factor": scaling.short_factors, "long_factor": scaling.long_factors}
-            facts = {**sets, "factor": scaling.factor, "attention_factor": scaling.attention_factor}
+            factors = {"short_factor": scaling.short_factors, "long_factor": scaling.long_factors}
+            parameters = {**factors, "factor": scaling.factor, "attention_factor": scaling.attention_factor}
         case _:
             raise ConfigError(f"no config has a word for rotary embeddings scaled by {type(scaling).__name__}")
     return type(scaling).__name__.removesuffix("Scaling").lower(), {
-        **facts,
+        **parameters,
         "original_max_position_embeddings": scaling.original_length,
     }

@@ -1,12 +1,12 @@
-"""The vocabulary in which a family of checkpoints is written down: how its tensors are named, what its config says.
+"""A model family is a small file of facts: its config keys with defaults, and the mapping of its tensor names.
 
-A table of names has the tensors of a checkpoint on the left, as its listing reads, and our parameters on the right:
+A name map has the tensor names of a checkpoint on the left, as its listing reads, and our parameter paths on the right:
 
     {"q_proj": "attention.query", "c_attn": fused("query", "key", "value", transposed=True)}
 
-Rows name modules; `.weight` and `.bias` follow. A star stands for the number of a layer or an expert. There is one
-transform, `Row`, and it is a view of their tensor for each of our parts: loading reads through it and saving writes
-through it, so that there is no inverse that could be wrong.
+Entries name modules; `.weight` and `.bias` follow. A star is the number of a layer or an expert. The one transform,
+`TensorMapping`, returns a view of the checkpoint's tensor for each of our parameters: loading reads through it and
+saving writes through it, so that no inverse has to be written.
 """
 
 import dataclasses
@@ -20,45 +20,48 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-    """Their tensor: in each of `groups`, the rows of our `parts` one after another; (in, out) if `transposed`; with so
-    many dims of size 1 in front (`ones`); filters (features, 1, width) as PyTorch's `Conv1d` has them (`filters`).
+    """A checkpoint tensor that concatenates the rows of our parameters `parts`, within each of `groups`.
 
-    A rename has one part. Splits (one group), fusions per head (as many groups as heads) and interleaving (as many as
-    rows in a part) are all this one. Parts may be of unlike sizes.
+    A rename has one part. One group concatenates the parts, as many groups as heads fuse them per head, and as many
+    groups as rows interleave them. Parts may have different sizes.
     """
 
     parts: tuple[str, ...]
     groups: int = 1
     transposed: bool = False
+    """Stored as (in, out), as GPT-2's `Conv1D` does."""
     leading_ones: int = 0
+    """Number of leading dims of size 1."""
     conv1d_filters: bool = False
+    """Stored as (features, 1, width), as depthwise `torch.nn.Conv1d` does."""
 
     def shape(self, parts: Sequence[Shape], num_stacked_dims: int) -> Shape:
-        """The shape of their tensor, from those of our parts. `lead` dims in front are stacked: all experts in one."""
+        """Return the shape of the checkpoint tensor, from those of our parts. The first `num_stacked_dims` dims are
+        stacked layers or experts."""
         rows = sum(part[num_stacked_dims] for part in parts) if len(parts[0]) > num_stacked_dims else None
         shape = parts[0] if rows is None else (*parts[0][:num_stacked_dims], rows, *parts[0][num_stacked_dims + 1 :])
-        own = shape[num_stacked_dims:][::-1] if self.transposed else shape[num_stacked_dims:]
-        own = (own[0], 1, own[1]) if self.conv1d_filters and len(own) == 2 else own
-        return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *own)
+        unstacked = shape[num_stacked_dims:][::-1] if self.transposed else shape[num_stacked_dims:]
+        unstacked = (unstacked[0], 1, unstacked[1]) if self.conv1d_filters and len(unstacked) == 2 else unstacked
+        return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *unstacked)
 
-    def views(self, theirs: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
-        """A writable view of their tensor for each of our parts, shaped [..., groups, rows of a group, ...] where there
-        are several parts: it holds the part's numbers in the part's order."""
-        theirs = theirs[(slice(None),) * num_stacked_dims + (0,) * self.leading_ones]
-        if self.conv1d_filters and theirs.ndim == num_stacked_dims + 3:
-            theirs = theirs[(slice(None),) * (num_stacked_dims + 1) + (0,)]
-        if self.transposed and theirs.ndim == num_stacked_dims + 2:
-            theirs = theirs.swapaxes(-1, -2)
+    def views(self, tensor: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
+        """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
+        With several parts, views have the shape [..., groups, rows of a group, ...]."""
+        tensor = tensor[(slice(None),) * num_stacked_dims + (0,) * self.leading_ones]
+        if self.conv1d_filters and tensor.ndim == num_stacked_dims + 3:
+            tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
+        if self.transposed and tensor.ndim == num_stacked_dims + 2:
+            tensor = tensor.swapaxes(-1, -2)
         if len(self.parts) == 1:
-            return [theirs]
-        size = theirs.shape[num_stacked_dims] // self.groups
+            return [tensor]
+        size = tensor.shape[num_stacked_dims] // self.groups
         grouped = np.lib.stride_tricks.as_strided(
-            theirs,
-            (*theirs.shape[:num_stacked_dims], self.groups, size, *theirs.shape[num_stacked_dims + 1 :]),
+            tensor,
+            (*tensor.shape[:num_stacked_dims], self.groups, size, *tensor.shape[num_stacked_dims + 1 :]),
             (
-                *theirs.strides[:num_stacked_dims],
-                size * theirs.strides[num_stacked_dims],
-                *theirs.strides[num_stacked_dims:],
+                *tensor.strides[:num_stacked_dims],
+                size * tensor.strides[num_stacked_dims],
+                *tensor.strides[num_stacked_dims:],
             ),
         )
         cuts = np.cumsum([part[num_stacked_dims] // self.groups for part in parts])[:-1]
@@ -66,50 +69,51 @@ class TensorMapping:
 
 
 NameMap = Mapping[str, str | TensorMapping]
+"""Checkpoint tensor names -> our parameter paths; a plain string is a rename."""
 
 
 def fused(*parts: str, groups: int = 1, transposed: bool = False, conv1d_filters: bool = False) -> TensorMapping:
-    """Several of our modules in one of their tensors. See `Row`."""
+    """Map one checkpoint tensor to several of our modules. See `TensorMapping`."""
     return TensorMapping(parts, groups, transposed, conv1d_filters=conv1d_filters)
 
 
 def prefixed(theirs: str, ours: str, name_map: NameMap) -> dict[str, TensorMapping]:
-    """The same rows, further down on both sides."""
+    """Prepend a prefix to the names of a map: `theirs` to checkpoint names, `ours` to parameter paths."""
 
-    def join(above: str, below: str) -> str:
-        return f"{above}.{below}".strip(".")
+    def join(prefix: str, name: str) -> str:
+        return f"{prefix}.{name}".strip(".")
 
-    def move(row: str | TensorMapping) -> TensorMapping:
-        row = TensorMapping((row,)) if isinstance(row, str) else row
-        return dataclasses.replace(row, parts=tuple(join(ours, part) for part in row.parts))
+    def add_prefix(mapping: str | TensorMapping) -> TensorMapping:
+        mapping = TensorMapping((mapping,)) if isinstance(mapping, str) else mapping
+        return dataclasses.replace(mapping, parts=tuple(join(ours, part) for part in mapping.parts))
 
-    return {join(theirs, name): move(row) for name, row in name_map.items()}
+    return {join(theirs, name): add_prefix(mapping) for name, mapping in name_map.items()}
 
 
 class Config(dict):
-    """What `build` and `names` of a family see: the usual word for every key, defaults filled in."""
+    """A parsed config.json: canonical keys, with defaults filled in."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """All that is to be known of the checkpoints of one `model_type`.
+    """Facts about the checkpoints of one `model_type`.
 
-    - `build(config, *, key)` makes the model that a config describes.
-    - `names(config)` is its table of names.
-    - `defaults`: every config key that changes what the model computes, with the value it has where a file omits it:
-      that of the class in transformers. Files in the older spelling leave out what is equal to it.
-    - `aliases`: the family's own word for a key -> the usual one. `build` and `names` see the usual words only.
-    - `only`: keys that would change the result, with the values that we compute; any other value is refused by name.
-    - `inert`: keys that change nothing at inference, beyond those that never do (`config.INERT`).
-    - `ignored`: regular expressions for tensors in files that no model reads: buffers that follow from the config.
-    - `unread(config, tensors)`: of all names in a file, further ones that no model reads, where that depends on the
-      config or on what else is there.
-    - `live`: modules that transformers calls by another word in memory than in its files: in memory -> in the file.
-    - `live_names(config)`: its table of names in memory, where transformers arranges tensors otherwise than in its
-      files: all experts in one.
-    - `head`, `embedding`: the modules whose weights are one where the config ties them.
-    - `describe(model)`: the config of a model that was made from scratch, None where the family has no such form. What
-      it gives is not trusted: the model that `build` makes of it is compared with the one that it describes.
+    - `build(config, *, key)` builds the model of a config.
+    - `names(config)` returns its name map.
+    - `defaults`: every config key that changes the result, with the default of the class in transformers, since files
+      omit keys equal to it.
+    - `aliases`: config keys of this family -> canonical keys. `build` and `names` see canonical keys only.
+    - `required_values`: keys that would change the result, with the values that are implemented; others raise.
+    - `ignored_keys`: keys that change nothing at inference, besides `config.IGNORED_KEYS`.
+    - `ignored_tensors`: regular expressions of tensors that no model reads, such as buffers computed from the config.
+    - `find_ignored_tensors(config, tensors)` returns further tensors that no model reads, if they depend on the config
+      or on the other tensors.
+    - `memory_modules`: modules that transformers names differently in memory than in files: in memory -> in files.
+    - `memory_names(config)` returns the name map in memory, if transformers lays out tensors differently than in files,
+      such as all experts in one tensor.
+    - `head`, `embedding`: the modules that `tie_word_embeddings` ties.
+    - `describe(model)` returns the config of a model built from scratch; None if unsupported. Its result is verified:
+      the model that `build` makes of it is compared with the given one.
     """
 
     name: str
@@ -134,10 +138,10 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a model was read from: what is needed to write it again."""
+    """The checkpoint that a model was loaded from, as needed to save it."""
 
     family: Family
     config: str
-    """Its config.json, as text."""
+    """Text of its config.json."""
     lacks_base_prefix: bool = False
-    """Whether its names lack the first word, as in files of a model without its head."""
+    """True if tensor names lack `base_model_prefix`, as in files of a model without its head."""

@@ -1,4 +1,4 @@
-"""Models of published sizes, from scratch. A preset is data: the family that reads a config.json builds it."""
+"""Models of published sizes, initialized from scratch. A preset is a config.json that its family builds."""
 
 import dataclasses
 import difflib
@@ -16,24 +16,24 @@ from ..hf.spec import Origin
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A model that somebody published."""
+    """A published model."""
 
     family: str
     """The `model_type` of its config."""
     source: str
-    """Whose config.json it is: a repository on the Hugging Face hub."""
+    """Repository on the Hugging Face hub whose config.json it is."""
     parameters: int
-    """How many it was published with."""
+    """Published number of parameters."""
     config: Mapping[str, Any]
-    """The keys of its config.json that bear on the result, as far as they are not the family's defaults anyway."""
+    """Keys of its config.json that change the result and differ from the defaults of the family."""
     active_parameters: int | None = None
-    """Of a mixture of experts: how many of them a token meets, as it was published, rounded or cut off."""
+    """Published number of active parameters of a mixture of experts, rounded or truncated."""
     active_excludes_embedding: bool = False
-    """Whether `active` leaves out the embedding, of which a token meets one row; `count_active` counts all of it."""
+    """True if `active_parameters` leaves out the embedding, which `count_active_parameters` counts in full."""
 
 
 def _transformer_sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int | None = None) -> dict[str, Any]:
-    """A row of a table of sizes, in the words of a config."""
+    """Return a row of a table of sizes as config keys."""
     sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
     return sizes if kv_heads is None else sizes | {"num_key_value_heads": kv_heads}
 
@@ -393,64 +393,66 @@ PRESETS: dict[str, Preset] = {
         "llama", "TinyLlama/TinyLlama_v1.1", 1_100_048_384, _EPSILON | _transformer_sizes(2048, 5632, 22, 32, 4)
     ),
 }
-"""Every preset by name. Sizes are those of the source's config.json. Where the counts stand: those of GPT-NeoX-20B and
-Pythia on their model cards, the others on the hub, which counts what is in the safetensors. There GPT-2 (masks) and
-Llama 2 (rotary frequencies) have numbers that nobody learns, as have mixtures whose routers choose with a bias, GLM-4.5
-and DeepSeek-V3 have layers that predict further tokens, DeepSeek-V3 scales of its 8-bit numbers, too, and the two
-smallest Qwen3 have their tied matrix twice: here a number counts once, where it is learnt. What was published of active
-numbers leaves out embeddings at times, and counts heads: those of GPT-OSS, in table 1 of arXiv:2508.10925, do; those of
-GLM-4.5 and DeepSeek-V2-Lite, which leave out embeddings too, are not told."""
+"""Every preset by name. Sizes are those of the source's config.json.
+
+Sources of the counts: model cards for GPT-NeoX-20B and Pythia, the hub's counts of safetensors for the others. Here only
+trainable parameters count, and each once. The hub also counts buffers (attention masks of GPT-2, RoPE frequencies of
+Llama 2, selection biases of routers), the multi-token prediction layers of GLM-4.5 and DeepSeek-V3, the scales of
+DeepSeek-V3's 8-bit weights, and the tied matrix of the two smallest Qwen3 twice. Some published counts of active
+parameters leave out the embedding but not the head: so does GPT-OSS (table 1 of arXiv:2508.10925). Those of GLM-4.5 and
+DeepSeek-V2-Lite, which leave out the embedding too, are not listed."""
 
 
 def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:
-    """A model of a published size, with new weights: `preset("llama3-8b", key=key)`. `presets()` lists the names.
+    """Build a model of a published size with new weights: `preset("llama3-8b", key=key)`. `list_presets()` returns the
+    names.
 
-    - `changes`: keys of its config.json to replace, in the family's words or the usual ones. `num_hidden_layers=2`
-      makes a small one of the same kind.
+    - `changes`: config.json keys to replace, under the family's names or the canonical ones. `num_hidden_layers=2`
+      makes a small model of the same architecture.
 
-    The model remembers its family and config: `zoo.save` writes what `zoo.load` and transformers read. One that fits no
-    single device is born in place: `zoo.init(lambda key: zoo.models.preset("llama3-8b", key=key), key, mesh)`.
+    `zoo.save` writes the model as a checkpoint of its family, which `zoo.load` and transformers read. To initialize it
+    sharded over a mesh: `zoo.init(lambda key: zoo.models.preset("llama3-8b", key=key), key, mesh)`.
 
-    What is taken over are the sizes and the kinds of layers. The weights start as those of `Transformer` do, and not as
-    the authors' did: matrices with a standard deviation of 1 / sqrt(inputs), those that write to the residual stream
-    divided by sqrt(2 layers) more (GPT-2, section 2.3); embeddings with 1 / sqrt(hidden_size); biases at zero, norms at
-    one. Steps, decays and what mixes with the token before start as their papers say (`zoo.layers`), and a Mamba layer
-    has one matrix that writes: its divisor is sqrt(layers). Nothing is dropped in training. Parameters are float32.
+    Sizes and architecture are the published ones, the initialization is that of `Transformer`: matrices have standard
+    deviation 1 / sqrt(inputs); those that write to the residual stream are divided by sqrt(2 layers) (GPT-2, section
+    2.3), by sqrt(layers) in a Mamba layer, which has one; embeddings have 1 / sqrt(hidden_size); biases are zero, norms
+    one. Time steps, decays and token shifts follow their papers (`zoo.layers`). There is no dropout. Parameters are
+    float32.
 
-    **Raises** `ValueError` for an unknown name, with the nearest; `ConfigError`, which is one too, for changes that the
-    family's config does not have or that do not go together.
+    **Raises** `ValueError` for an unknown name, with the nearest ones, and its subclass `ConfigError` for invalid
+    changes.
     """
-    found = find_preset(name)
-    family, config = FAMILIES[found.family], _override_config(found, changes)
+    entry = find_preset(name)
+    family, config = FAMILIES[entry.family], _override_config(entry, changes)
     try:
         model = family.build(read_config(family, config, ignore=None), key=key)
-    except ValueError as error:  # keys by themselves, or sizes that do not go together
+    except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise ConfigError(f"{name} with another {' and '.join(changes)}: {error}") from None
     return dataclasses.replace(model, origin=Origin(family, json.dumps(config)))
 
 
 def list_presets() -> tuple[str, ...]:
-    """The names that `preset` knows."""
+    """Return the names of all presets."""
     return tuple(PRESETS)
 
 
 def find_preset(name: str) -> Preset:
-    """**Raises** `ValueError` for a name that is none, with those that are like it."""
+    """Return a preset by name. **Raises** `ValueError` for an unknown name, with the nearest ones."""
     if name in PRESETS:
         return PRESETS[name]
-    wanted = name.lower().rpartition("/")[2].removeprefix("meta-")  # names on the hub are longer
-    near = difflib.get_close_matches(wanted, PRESETS, n=4, cutoff=0.6)
-    told = f"nearest are {', '.join(near)}" if near else f"there are {', '.join(PRESETS)}"
-    raise ValueError(f"there is no preset {name!r}; {told}")
+    short_name = name.lower().rpartition("/")[2].removeprefix("meta-")  # names on the hub are longer
+    matches = difflib.get_close_matches(short_name, PRESETS, n=4, cutoff=0.6)
+    hint = f"nearest are {', '.join(matches)}" if matches else f"there are {', '.join(PRESETS)}"
+    raise ValueError(f"there is no preset {name!r}; {hint}")
 
 
-def _override_config(preset_entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of the preset, in which these keys have other values."""
-    family = FAMILIES[preset_entry.family]
+def _override_config(entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preset's config.json with these keys replaced."""
+    family = FAMILIES[entry.family]
     if "model_type" in changes:
         raise ConfigError(f"model_type is no key to change: the preset is a {family.name}")
     replaced = {family.aliases.get(key, key) for key in changes}
-    if "rope_parameters" in replaced:  # one key says then what several said
+    if "rope_parameters" in replaced:  # it replaces several keys of the older spelling
         replaced |= set(ROPE_CONFIG_KEYS)
-    kept = {key: value for key, value in preset_entry.config.items() if family.aliases.get(key, key) not in replaced}
-    return {"architectures": [family.architecture], "model_type": family.name, **kept, **changes}
+    unchanged = {key: value for key, value in entry.config.items() if family.aliases.get(key, key) not in replaced}
+    return {"architectures": [family.architecture], "model_type": family.name, **unchanged, **changes}

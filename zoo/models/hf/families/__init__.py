@@ -1,4 +1,4 @@
-"""One small file a family of checkpoints: how its config maps to our layers, and how its tensors are named."""
+"""Families of checkpoints, one file of facts each: how a config maps to our layers, and how tensors are named."""
 
 from zoo.models.hf.spec import Family
 
@@ -53,7 +53,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 
 
 def families() -> tuple[str, ...]:
-    """The `model_type` of every family that `zoo.load` reads and `zoo.save` writes."""
+    """Return the `model_type` of every family that `zoo.load` reads and `zoo.save` writes."""
     return tuple(sorted(FAMILIES))
 
 

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention, and after a few dense layers mixtures of many narrow
-experts beside some that every token uses, which are one wide expert here."""
+"""DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention; a few dense layers, then mixtures of fine-grained
+experts with shared experts, which are one wide expert here."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,24 +25,24 @@ def _build_deepseek_v2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     if config["num_experts_per_tok"] is None:
         raise ConfigError("num_experts_per_tok has to be given: the family has no usual value for it")
     config = Config(config, **_read_expert_groups(config))
-    how = {"groups": config["n_group"], "kept_groups": config["topk_group"]}
-    router = partial(SoftmaxRouter, renormalize=False, scale=config["routed_scaling_factor"], **how)
+    groups = {"groups": config["n_group"], "kept_groups": config["topk_group"]}
+    router = partial(SoftmaxRouter, renormalize=False, scale=config["routed_scaling_factor"], **groups)
     return build_latent_decoder(config, router, interleaved=True, mlp_bias=config["mlp_bias"], key=key)
 
 
 def _read_expert_groups(config: Config) -> dict[str, int]:
-    """`n_group` and `topk_group`, of which "greedy" takes no notice.
+    """Return `n_group` and `topk_group`; 1 for "greedy", which ignores them.
 
-    **Raises** `ConfigError` for another way to choose, and where it needs them and they are not given.
+    **Raises** `ConfigError` for another `topk_method`, and if it needs them and they are missing.
     """
-    method, found = config["topk_method"], {key: config[key] for key in ("n_group", "topk_group")}
+    method, groups = config["topk_method"], {key: config[key] for key in ("n_group", "topk_group")}
     if method == "greedy":
-        return dict.fromkeys(found, 1)
+        return dict.fromkeys(groups, 1)
     if method != "group_limited_greedy":
         raise ConfigError(f"topk_method = {method!r}, and 'greedy' and 'group_limited_greedy' are computed here")
-    if missing := [key for key, value in found.items() if value is None]:
+    if missing := [key for key, value in groups.items() if value is None]:
         raise ConfigError(f"topk_method = {method!r} needs {' and '.join(missing)}")
-    return found
+    return groups
 
 
 def build_latent_decoder(
@@ -53,7 +53,7 @@ def build_latent_decoder(
     mlp_bias: bool = False,
     key: Key[Array, ""],
 ) -> Decoder:
-    """Pre-norm layers with latent attention, the first of them dense and the others mixtures with this router."""
+    """Build a decoder with latent attention: dense layers first, then mixtures of experts with this router."""
     norm, mixer = make_rms_norm_factory(config), make_latent_attention_factory(config, interleaved=interleaved)
     dense, width = make_gated_mlp_factory(config, bias=mlp_bias), config["moe_intermediate_size"]
     shared = make_gated_mlp_factory(config, width=config["n_shared_experts"] * width, bias=mlp_bias)
@@ -63,10 +63,12 @@ def build_latent_decoder(
 
 
 def map_deepseek_v2_names(config: Config) -> NameMap:
+    """Return the name map of files, with one tensor per expert."""
     return _map_deepseek_v2_layers(config, prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES))
 
 
 def map_deepseek_v2_memory_names(config: Config) -> NameMap:
+    """Return the name map in memory, with all experts of a layer in one tensor."""
     return _map_deepseek_v2_layers(config, prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES))
 
 
@@ -95,7 +97,7 @@ DEFAULTS = {
     "v_head_dim": 128,
 }
 IGNORED_KEYS = frozenset({"aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"})
-"""Keys of files on the hub that change no result: of training, of a machine, and a sum of two others."""
+"""Keys of files on the hub that change no result: training, expert parallelism, and the sum of two other keys."""
 
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
@@ -117,8 +119,7 @@ DEEPSEEK_V2 = Family(
     },
     aliases={"num_experts": "n_routed_experts"},
     required_values={"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
-    ignored_keys=IGNORED_KEYS
-    | {"norm_topk_prob"},  # transformers multiplies by the scores as they are, whatever it says
+    ignored_keys=IGNORED_KEYS | {"norm_topk_prob"},  # transformers does not renormalize, whatever it says
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=map_deepseek_v2_memory_names,
 )

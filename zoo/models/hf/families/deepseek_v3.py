@@ -1,6 +1,6 @@
-"""DeepSeek-V3 (arXiv:2412.19437): DeepSeek-V2's layers, their experts chosen by sigmoid scores and a bias that no
-gradient moves. Files may hold modules of multi-token prediction (section 2.2) behind the last layer: no model here has
-them."""
+"""DeepSeek-V3 (arXiv:2412.19437): DeepSeek-V2's layers, routed by sigmoid scores and a selection bias that is not
+trained by gradient. Multi-token prediction modules (MTP, section 2.2), which files have after the last layer, are not
+read."""
 
 import re
 from collections.abc import Collection
@@ -23,12 +23,11 @@ _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def find_mtp_tensors(config: Config, tensors: Collection[str]) -> set[str]:
-    """The tensors of modules that predict further tokens: numbered as layers are, from `num_hidden_layers` on. Such a
-    module has a projection `eh_proj` and a layer has none, so that no layer beyond a wrong `num_hidden_layers` is taken
-    for one."""
-    by_name = {name: int(match[1]) for name in tensors if (match := _LAYER_NUMBER.search(name))}
-    found = {number for name, number in by_name.items() if name.endswith(".eh_proj.weight")}
-    return {name for name, n in by_name.items() if n in found and n >= config["num_hidden_layers"]}
+    """Return the tensors of multi-token prediction modules, numbered like layers from `num_hidden_layers` on. Only such
+    a module has an `eh_proj`, so that with a wrong `num_hidden_layers` no layer is ignored."""
+    layer_of = {name: int(match[1]) for name in tensors if (match := _LAYER_NUMBER.search(name))}
+    mtp_layers = {layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")}
+    return {name for name, n in layer_of.items() if n in mtp_layers and n >= config["num_hidden_layers"]}
 
 
 DEEPSEEK_V3 = Family(

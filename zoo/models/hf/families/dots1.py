@@ -1,5 +1,5 @@
-"""dots.llm1 (Huo et al., arXiv:2506.05767): Qwen3's attention with DeepSeek-V3's mixture of experts, whose router
-chooses by sigmoid scores and a bias that no gradient moves."""
+"""dots.llm1 (Huo et al., arXiv:2506.05767): Qwen3's attention with DeepSeek-V3's mixture of experts, routed by sigmoid
+scores and a selection bias."""
 
 from jaxtyping import Array, Key
 
@@ -21,11 +21,11 @@ from . import llama, qwen2_moe
 
 def _build_dots1(config: Config, *, key: Key[Array, ""]) -> Decoder:
     layers, bias, window = config["num_hidden_layers"], config["attention_bias"], config["sliding_window"]
-    for needed in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
-        if config[needed] is None:
-            raise ConfigError(f"{needed} has to be given: the family has no usual value for it")
-    local = lambda number: window is not None and number >= config["max_window_layers"]
-    usual = ["sliding_attention" if local(number) else "full_attention" for number in range(layers)]
+    for required in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
+        if config[required] is None:
+            raise ConfigError(f"{required} has to be given: the family has no usual value for it")
+    is_local = lambda number: window is not None and number >= config["max_window_layers"]
+    default = ["sliding_attention" if is_local(number) else "full_attention" for number in range(layers)]
     experts = make_mixture_factory(
         config,
         make_biased_router_factory(config),
@@ -34,12 +34,12 @@ def _build_dots1(config: Config, *, key: Key[Array, ""]) -> Decoder:
         shared=config["n_shared_experts"] * config["moe_intermediate_size"],
     )
     options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
-    seen = list_layer_windows(read_layer_types(config, usual), window)
-    return build_moe_decoder(config, mark_dots1_moe_layers(config), experts, windows=seen, key=key, **options)
+    windows = list_layer_windows(read_layer_types(config, default), window)
+    return build_moe_decoder(config, mark_dots1_moe_layers(config), experts, windows=windows, key=key, **options)
 
 
 def mark_dots1_moe_layers(config: Config) -> list[bool]:
-    """Which layers are mixtures: all from number `first_k_dense_replace` on."""
+    """Return True per layer that is a mixture of experts: those from `first_k_dense_replace` on."""
     return [number >= config["first_k_dense_replace"] for number in range(config["num_hidden_layers"])]
 
 
@@ -51,12 +51,14 @@ MIXTURE_NAMES: NameMap = {
 
 
 def map_dots1_names(config: Config) -> NameMap:
+    """Return the name map of files, with one tensor per expert."""
     return qwen2_moe.map_qwen2_moe_layers(
         {**MIXTURE_NAMES, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)}
     )
 
 
 def map_dots1_memory_names(config: Config) -> NameMap:
+    """Return the name map in memory, with all experts of a layer in one tensor."""
     return qwen2_moe.map_qwen2_moe_layers(
         {**MIXTURE_NAMES, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
     )
@@ -93,7 +95,7 @@ DOTS1 = Family(
     },
     aliases={"num_local_experts": "n_routed_experts"},
     required_values={"moe_layer_freq": (1,)},
-    ignored_keys=frozenset({"scoring_func", "topk_method"}),  # there is one of each, whatever they say
+    ignored_keys=frozenset({"scoring_func", "topk_method"}),  # transformers implements one of each, whatever they say
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=map_dots1_memory_names,
     describe=describe_mixture,

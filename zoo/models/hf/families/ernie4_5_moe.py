@@ -1,5 +1,5 @@
-"""ERNIE 4.5's mixture of experts (Baidu, "ERNIE 4.5 Technical Report", 2025): LLaMA's layer with an interleaved
-rotation, a router that chooses by softmax scores and a bias, and experts that every token uses."""
+"""ERNIE 4.5's mixture of experts (Baidu, "ERNIE 4.5 Technical Report", 2025): LLaMA's layer with
+interleaved RoPE, routing by softmax scores and a selection bias, and shared experts."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 from . import llama, qwen2_moe
 
 _MIN_WEIGHT_SUM = 1e-12
-"""What the sum of a token's weights is at least, before they are divided by it."""
+"""Lower bound of the sum that routing weights are divided by."""
 
 
 def _build_ernie4_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -32,8 +32,8 @@ def _build_ernie4_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def _mark_ernie4_5_moe_layers(config: Config) -> list[bool]:
-    """Which layers are mixtures: every `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`,
-    that one included; -1 is the last."""
+    """Return True per layer that is a mixture of experts: every `moe_layer_interval`-th one from
+    `moe_layer_start_index` to `moe_layer_end_index`, inclusive; -1 is the last layer."""
     layers, step = config["num_hidden_layers"], config["moe_layer_interval"]
     first, last = config["moe_layer_start_index"], config["moe_layer_end_index"]
     if not -1 <= last <= layers:

@@ -1,4 +1,4 @@
-"""Falcon Mamba (Zuo et al., arXiv:2410.05355): Mamba, with norms that have no weights on steps, B and C."""
+"""Falcon Mamba (Zuo et al., arXiv:2410.05355): Mamba with RMSNorm without weights on dt, B and C."""
 
 from functools import partial
 

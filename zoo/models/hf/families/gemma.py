@@ -1,5 +1,5 @@
-"""Gemma (Mesnard et al., arXiv:2403.08295): LLaMA's layer with norms that multiply by 1 + w, a gate of gelu, and
-embeddings times sqrt(hidden_size)."""
+"""Gemma (Mesnard et al., arXiv:2403.08295): LLaMA's layer with RMSNorm scales 1 + w, GeGLU, and embeddings
+times sqrt(hidden_size)."""
 
 from jaxtyping import Array, Key
 
@@ -16,7 +16,7 @@ from . import llama
 
 
 def _build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    # the first releases say "gelu" and mean its tanh form, as transformers reads them
+    # "gelu" of the first releases is its tanh approximation, as in transformers
     config = Config(config, hidden_act="gelu_pytorch_tanh") if config["hidden_act"] == "gelu" else config
     norm, bias = make_rms_norm_factory(config, offset=1.0), config["attention_bias"]
     mixer, ffn = make_attention_factory(config, bias=bias, out_bias=bias), make_gated_mlp_factory(config)

@@ -1,6 +1,5 @@
-"""GLM-4.5 (Zeng et al., arXiv:2508.06471): a rotation of half of each head, biases on queries, keys and values, and
-DeepSeek-V3's mixture of experts. Layers that predict further tokens, which files have behind the others, are not
-read."""
+"""GLM-4.5 (Zeng et al., arXiv:2508.06471): RoPE on half of each head, QKV biases, and DeepSeek-V3's mixture of experts.
+Multi-token prediction layers (MTP), which files have after the last layer, are not read."""
 
 from typing import Any
 
@@ -30,9 +29,9 @@ def _build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def _describe_glm4_moe(model: Any) -> dict[str, Any]:
-    """Of a rotation that leaves nothing out, too, which other families need not say."""
-    found = describe_mixture(model)
-    return {**found, "rope_parameters": {"partial_rotary_factor": 1.0, **found["rope_parameters"]}}
+    """Return the config with an explicit `partial_rotary_factor`, since this family's default is 0.5."""
+    config = describe_mixture(model)
+    return {**config, "rope_parameters": {"partial_rotary_factor": 1.0, **config["rope_parameters"]}}
 
 
 GLM4_MOE = Family(

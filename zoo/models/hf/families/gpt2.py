@@ -1,5 +1,5 @@
-"""GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019): learned positions, layer norms,
-biases everywhere; matrices stored (in, out), with queries, keys and values in one."""
+"""GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019): learned positions, LayerNorm,
+biases everywhere; matrices stored as (in, out), with a fused QKV projection."""
 
 from jaxtyping import Array, Key
 
@@ -61,7 +61,9 @@ GPT2 = Family(
     },
     required_values={
         "scale_attn_by_inverse_layer_idx": (False,),
-        **dict.fromkeys(("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)),  # nobody reads these words
+        **dict.fromkeys(
+            ("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)
+        ),  # transformers does not read these keys
     },
     ignored_keys=frozenset(
         {

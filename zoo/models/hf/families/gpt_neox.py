@@ -1,5 +1,5 @@
-"""GPT-NeoX (Black et al., arXiv:2204.06745) and Pythia (Biderman et al., arXiv:2304.01373): attention and feed-forward
-side by side, a rotation of part of each head; queries, keys and values in one matrix, head by head."""
+"""GPT-NeoX (Black et al., arXiv:2204.06745) and Pythia (Biderman et al., arXiv:2304.01373): parallel attention
+and feed-forward, RoPE on part of each head; a QKV projection that is fused per head."""
 
 from jaxtyping import Array, Key
 
@@ -57,7 +57,7 @@ GPT_NEOX = Family(
     required_values={
         "rope_theta": (None,),
         "partial_rotary_factor": (None,),
-    },  # nobody reads them outside of rope_parameters
+    },  # transformers reads them in rope_parameters only
     memory_modules={"lm_head": "embed_out"},
     head="embed_out",
     embedding="gpt_neox.embed_in",

@@ -1,5 +1,5 @@
-"""GPT-OSS (OpenAI, arXiv:2508.10925): experts of a clamped SwiGLU, sinks in the softmax of attention, a window in every
-other layer, biases everywhere. On hubs its experts are packed as MXFP4."""
+"""GPT-OSS (OpenAI, arXiv:2508.10925): mixture of experts with a clamped SwiGLU, attention sinks, a sliding window in
+every other layer, biases everywhere. On the hub its experts are quantized to MXFP4."""
 
 from functools import partial
 
@@ -105,6 +105,6 @@ GPT_OSS = Family(
     aliases={"num_local_experts": "num_experts"},
     ignored_keys=frozenset(
         {"hidden_act", "initial_context_length", "experts_per_token"}
-    ),  # transformers reads none of them
+    ),  # transformers does not read them
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -1,5 +1,5 @@
-"""Granite's mixture of experts (Granite team, "Granite 3.0 Language Models", 2024): LLaMA's attention, a softmax over
-the experts chosen, and four multipliers: of embeddings, of residuals, of scores and, as a divisor, of logits."""
+"""Granite's mixture of experts (Granite team, "Granite 3.0 Language Models", 2024): LLaMA's attention, routing
+by a softmax over the top-k logits, and four multipliers: of embeddings, residuals, attention scores and 1 / logits."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def _build_granitemoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def _map_granitemoe_names(config: Config) -> NameMap:
-    fusion = fused("experts.gate", "experts.up")  # of all experts in one
+    fusion = fused("experts.gate", "experts.up")  # all experts in one tensor
     mixture = {"router.layer": "router.scores", "input_linear": fusion, "output_linear": "experts.down"}
     return llama.map_llama_layers(prefixed("block_sparse_moe", "mixture_of_experts", mixture))
 

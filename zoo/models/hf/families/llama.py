@@ -1,4 +1,4 @@
-"""LLaMA 1 to 3 (Touvron et al., arXiv:2302.13971; Llama team, arXiv:2407.21783), and the many that have its shape."""
+"""LLaMA 1 to 3 (Touvron et al., arXiv:2302.13971; Llama team, arXiv:2407.21783), and models of its architecture."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ ATTENTION_NAMES: NameMap = {
 }
 GATED_MLP_NAMES: NameMap = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 FUSED_EXPERT_NAMES: NameMap = {"gate_up_proj": fused("gate.weight", "up.weight"), "down_proj": "down.weight"}
-"""All experts of a layer, as transformers holds them in memory."""
+"""All experts of a layer in one tensor, as transformers has them in memory."""
 
 
 def _build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -36,11 +36,12 @@ def _build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def map_llama_names(config: Config) -> NameMap:
+    """Return the name map of dense LLaMA-like models."""
     return map_llama_layers(prefixed("mlp", "gated_mlp", GATED_MLP_NAMES))
 
 
 def map_llama_layers(feed_forward: NameMap, mixer: NameMap | None = None) -> NameMap:
-    """LLaMA's names around those of a feed-forward part; and of a `mixer`, its own unless given."""
+    """Return a LLaMA-like name map, given the names of the feed-forward layers and, if not attention, of the mixer."""
     block = {
         "input_layernorm": "mixer_norm",
         "post_attention_layernorm": "ffn_norm",

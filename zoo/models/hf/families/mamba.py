@@ -1,4 +1,4 @@
-"""Mamba (Gu & Dao, arXiv:2312.00752): layers that are a mixer alone."""
+"""Mamba (Gu & Dao, arXiv:2312.00752): blocks of a mixer without a feed-forward layer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
-from ..describe import check_type, eval_shape_blocks
+from ..describe import check_type, eval_shape_blocks, has_bias
 
 _MIXER_NAMES: NameMap = {
     "in_proj": fused("x", "gate"),
@@ -31,13 +31,14 @@ def _build_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def build_mamba_decoder(config: Config, mixer: Callable[..., Mamba], *, key: Key[Array, ""]) -> Decoder:
-    """The decoder whose layers are this mixer."""
+    """Build a decoder of mixer-only layers."""
     norm = make_rms_norm_factory(config)
     layers = [(mixer, None)] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key)
 
 
 def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
+    """Return a factory of `Mamba` with the sizes of a config."""
     embed, rank = config["hidden_size"], config["time_step_rank"]
     return partial(
         Mamba,
@@ -54,29 +55,30 @@ def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
 
 
 def map_mamba_names(config: Config) -> NameMap:
+    """Return the name map of Mamba and Falcon Mamba."""
     block = {"norm": "mixer_norm", **prefixed("mixer", "mamba", _MIXER_NAMES)}
     shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
     return {**prefixed("backbone", "", shell), "lm_head": "head"}
 
 
 def _describe_mamba(model: Any) -> dict[str, Any]:
-    """**Raises** `ConfigError` for layers of another kind."""
+    """Return the config of a Mamba model. **Raises** `ConfigError` for other classes of layers."""
     model, (block, *others) = eval_shape_blocks(model)
     check_type("block", block, MixerBlock)
     check_type("mixer", block.mixer, Mamba)
     check_type("mixer_norm", block.mixer_norm, RMSNorm)
     mixer, (vocab, embed) = block.mixer, model.embedding.table_shape
-    inner, state = mixer.A_log.shape
+    inner, state_dim = mixer.A_log.shape
     return {
         "vocab_size": vocab,
         "hidden_size": embed,
         "intermediate_size": inner,
         "num_hidden_layers": 1 + len(others),
-        "state_size": state,
+        "state_size": state_dim,
         "expand": max(inner // embed, 1),
         "conv_kernel": mixer.convolution.width,
         "time_step_rank": mixer.dt_down.out_size,
-        "use_bias": getattr(mixer.out, "bias", None) is not None,
+        "use_bias": has_bias(mixer.out),
         "use_conv_bias": mixer.convolution.bias is not None,
         "rms_norm_eps": block.mixer_norm.epsilon,
         "tie_word_embeddings": model.head is None,
@@ -98,21 +100,27 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 REQUIRED_VALUES: dict[str, tuple] = {
-    "hidden_act": ("silu", "swish"),  # the kernels know no other
+    "hidden_act": ("silu", "swish"),  # the kernels have no other
     "rms_norm": (True,),
-    "rms_norm_eps": (None,),  # nobody reads this word
+    "rms_norm_eps": (None,),  # transformers does not read this key
 }
 IGNORED_KEYS = frozenset(
     {
-        *("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme"),  # of new
-        "rescale_prenorm_residual",  # weights
-        "max_position_embeddings",  # what a recipe says it was trained on: no layer asks
-        *("use_mambapy", "use_associative_scan", "fused_add_norm"),  # how, not what
-        "residual_in_fp32",  # the stream has the dtype of the activations, and in float32 that is the same
-        *("d_inner", "d_model", "n_layer", "ssm_cfg", "pad_vocab_size_multiple"),  # of the code it came from, unread
+        *(
+            "time_step_min",
+            "time_step_max",
+            "time_step_floor",
+            "time_step_scale",
+            "time_step_init_scheme",
+        ),  # initialization
+        "rescale_prenorm_residual",  # initialization
+        "max_position_embeddings",  # training length, which no layer reads
+        *("use_mambapy", "use_associative_scan", "fused_add_norm"),  # implementation
+        "residual_in_fp32",  # our residuals have the activation dtype; equal in float32
+        *("d_inner", "d_model", "n_layer", "ssm_cfg", "pad_vocab_size_multiple"),  # of the original code, not read
     }
 )
-"""Falcon Mamba's, too."""
+"""Ignored keys of Mamba and Falcon Mamba."""
 
 MAMBA = Family(
     name="mamba",

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu, arXiv:2405.21060) and Codestral Mamba: layers that are a mixer alone."""
+"""Mamba-2 (Dao & Gu, arXiv:2405.21060) and Codestral Mamba: blocks of a mixer without a feed-forward layer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
-from ..describe import check_type, eval_shape_blocks
+from ..describe import check_type, eval_shape_blocks, has_bias
 
 _MIXER_NAMES: NameMap = {
     "in_proj": fused("gate", "x", "B", "C", "dt"),
@@ -33,7 +33,10 @@ def _build_mamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
-    """**Raises** `ConfigError` where heads are not as wide together as `expand` says, or do not share out."""
+    """Return a factory of `Mamba2` with the sizes of a config.
+
+    **Raises** `ConfigError` unless heads times head dim is `expand * hidden_size`, and if groups do not divide heads.
+    """
     embed, heads, groups = (config[key] for key in ("hidden_size", "num_heads", "n_groups"))
     inner = config["expand"] * embed
     head_dim = config["head_dim"] or inner // heads
@@ -58,7 +61,7 @@ def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
 
 
 def _read_dt_limits(config: Config) -> tuple[float, float]:
-    """The bounds of steps. transformers writes infinity as a word, since JSON has no number for it."""
+    """Return the bounds of dt. transformers writes infinity as {"__float__": "Infinity"}, which JSON lacks."""
     low, high = (float(x["__float__"]) if isinstance(x, dict) else float(x) for x in config["time_step_limit"])
     return low, high
 
@@ -70,7 +73,7 @@ def _map_mamba2_names(config: Config) -> NameMap:
 
 
 def _describe_mamba2(model: Any) -> dict[str, Any]:
-    """**Raises** `ConfigError` for layers of another kind."""
+    """Return the config of a Mamba-2 model. **Raises** `ConfigError` for other classes of layers."""
     model, (block, *others) = eval_shape_blocks(model)
     check_type("block", block, MixerBlock)
     check_type("mixer", block.mixer, Mamba2)
@@ -88,7 +91,7 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
         "state_size": mixer.state_dim,
         "expand": heads * mixer.head_dim // embed,
         "conv_kernel": convolution.width,
-        "use_bias": getattr(mixer.out, "bias", None) is not None,
+        "use_bias": has_bias(mixer.out),
         "use_conv_bias": convolution.bias is not None,
         "rms_norm_eps": block.mixer_norm.epsilon,
         "time_step_limit": [low, {"__float__": "Infinity"} if high == float("inf") else high],
@@ -119,18 +122,18 @@ MAMBA2 = Family(
     },
     aliases={"layer_norm_epsilon": "rms_norm_eps"},
     required_values={
-        "hidden_act": ("silu", "swish"),  # the kernels know no other
+        "hidden_act": ("silu", "swish"),  # the kernels have no other
         "rms_norm": (True,),
-        "rms_norm_eps": (None,),  # nobody reads this word
+        "rms_norm_eps": (None,),  # transformers does not read this key
     },
     ignored_keys=frozenset(
         {
-            "chunk_size",  # how, not what
-            "max_position_embeddings",  # what a recipe says it was trained on: no layer asks
-            *("time_step_rank", "time_step_min", "time_step_max", "time_step_floor"),  # of new weights
-            "rescale_prenorm_residual",  # of new weights
-            "residual_in_fp32",  # the stream has the dtype of the activations, and in float32 that is the same
-            "norm_before_gate",  # some files say so, and nobody reads it: the gate comes first
+            "chunk_size",  # implementation
+            "max_position_embeddings",  # training length, which no layer reads
+            *("time_step_rank", "time_step_min", "time_step_max", "time_step_floor"),  # initialization
+            "rescale_prenorm_residual",  # initialization
+            "residual_in_fp32",  # our residuals have the activation dtype; equal in float32
+            "norm_before_gate",  # in some files, but transformers does not read it: the gate comes first
         }
     ),
     embedding="backbone.embeddings",

@@ -1,4 +1,4 @@
-"""Mistral 7B (Jiang et al., arXiv:2310.06825): LLaMA's layer, with a sliding window in all of them or none."""
+"""Mistral 7B (Jiang et al., arXiv:2310.06825): LLaMA's layer, with a sliding window in all layers or none."""
 
 from jaxtyping import Array, Key
 

@@ -1,5 +1,5 @@
-"""Mixtral (Jiang et al., arXiv:2401.04088): Mistral's layer, its feed-forward part a mixture of experts whose weights
-add up to one."""
+"""Mixtral (Jiang et al., arXiv:2401.04088): Mistral's layer with a mixture of experts, routed by renormalized softmax
+scores."""
 
 from jaxtyping import Array, Key
 

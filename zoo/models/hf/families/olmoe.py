@@ -1,5 +1,5 @@
-"""OLMoE (Muennighoff et al., arXiv:2409.02060): many narrow experts, norms over all heads' queries and keys together,
-and values of all three clipped where a config asks for it."""
+"""OLMoE (Muennighoff et al., arXiv:2409.02060): fine-grained experts, QK norm over all heads, and clipping of queries,
+keys and values if `clip_qkv` is set."""
 
 from functools import partial
 

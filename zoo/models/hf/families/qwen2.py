@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5 (Yang et al., arXiv:2407.10671; arXiv:2412.15115): LLaMA's layer with biases on queries, keys and
-values, the upper layers windowed where a config asks for it."""
+"""Qwen2 and Qwen2.5 (Yang et al., arXiv:2407.10671; arXiv:2412.15115): LLaMA's layer with QKV biases, and sliding
+windows in the upper layers if `use_sliding_window`."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def _build_qwen2(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def build_windowed_decoder(config: Config, *, key: Key[Array, ""], **options: Any) -> Decoder:
-    """LLaMA's layers, with attention of these options and a window from layer `max_window_layers` on."""
+    """Build LLaMA's layers with these options of attention, and sliding windows from layer `max_window_layers` on."""
     norm, window = make_rms_norm_factory(config), config["sliding_window"] if config["use_sliding_window"] else None
     upper = "full_attention" if window is None else "sliding_attention"
     full = min(config["max_window_layers"], config["num_hidden_layers"])

@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2's mixture of experts (Yang et al., arXiv:2407.10671, section 2.2.2): many narrow experts, and a
-wide one that every token uses, multiplied by a gate of its own; dense layers between where a config asks for them."""
+"""Qwen1.5-MoE and Qwen2's mixture of experts (Yang et al., arXiv:2407.10671, section 2.2.2): fine-grained experts, a
+wide shared expert with a sigmoid gate, and dense layers where the config has them."""
 
 from functools import partial
 
@@ -16,8 +16,8 @@ from . import llama, qwen2
 
 def _build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     window, upper = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]
-    local = lambda number: window is not None and number < upper and number % 2 == 0
-    usual = ["sliding_attention" if local(n) else "full_attention" for n in range(config["num_hidden_layers"])]
+    is_local = lambda number: window is not None and number < upper and number % 2 == 0
+    default = ["sliding_attention" if is_local(n) else "full_attention" for n in range(config["num_hidden_layers"])]
     experts = make_mixture_factory(
         config,
         partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]),
@@ -26,16 +26,16 @@ def _build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
         shared=config["shared_expert_intermediate_size"],
         gate=True,
     )
-    seen = list_layer_windows(read_layer_types(config, usual), window)
+    windows = list_layer_windows(read_layer_types(config, default), window)
     return build_moe_decoder(
-        config, mark_qwen2_moe_layers(config), experts, windows=seen, bias=config["qkv_bias"], key=key
+        config, mark_qwen2_moe_layers(config), experts, windows=windows, bias=config["qkv_bias"], key=key
     )
 
 
 def mark_qwen2_moe_layers(config: Config) -> list[bool]:
-    """Which layers are mixtures: every `decoder_sparse_step`-th, without those of `mlp_only_layers`.
+    """Return True per layer that is a mixture of experts: every `decoder_sparse_step`-th, except `mlp_only_layers`.
 
-    **Raises** `ConfigError` where these are no list of numbers.
+    **Raises** `ConfigError` if these are not a list of integers.
     """
     dense, step = config["mlp_only_layers"], config["decoder_sparse_step"]
     if dense is not None and not (isinstance(dense, list) and all(type(number) is int for number in dense)):
@@ -51,15 +51,17 @@ _MIXTURE_NAMES: NameMap = {
 
 
 def map_qwen2_moe_names(config: Config) -> NameMap:
+    """Return the name map of files, with one tensor per expert."""
     return map_qwen2_moe_layers({**_MIXTURE_NAMES, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
 
 
 def map_qwen2_moe_memory_names(config: Config) -> NameMap:
+    """Return the name map in memory, with all experts of a layer in one tensor."""
     return map_qwen2_moe_layers({**_MIXTURE_NAMES, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)})
 
 
 def map_qwen2_moe_layers(mixture: NameMap) -> NameMap:
-    """Of dense layers and of mixtures, both called `mlp`."""
+    """Return a LLaMA-like name map in which dense layers and mixtures of experts are both called `mlp`."""
     return llama.map_llama_layers(
         {**prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), **prefixed("mlp", "mixture_of_experts", mixture)}
     )

@@ -1,5 +1,4 @@
-"""Qwen3, its dense models (Yang et al., arXiv:2505.09388): RMS norms over each head's query and key, and a width of
-heads that does not follow from the model's."""
+"""Qwen3, dense (Yang et al., arXiv:2505.09388): QK norm per head, and a head dim independent of `hidden_size`."""
 
 from jaxtyping import Array, Key
 

@@ -1,5 +1,4 @@
-"""Qwen3's mixture of experts (Yang et al., arXiv:2505.09388, section 2): Qwen3's attention, and experts none of which
-all tokens share."""
+"""Qwen3's mixture of experts (Yang et al., arXiv:2505.09388, section 2): Qwen3's attention, and no shared expert."""
 
 from functools import partial
 
@@ -40,7 +39,7 @@ QWEN3_MOE = Family(
         "num_local_experts": 128,
         "num_experts_per_tok": 8,
     },
-    aliases={"num_experts": "num_local_experts"},  # two words for one thing: transformers 5 writes the second
+    aliases={"num_experts": "num_local_experts"},  # synonyms: transformers 5 writes the second
     required_values={"layer_types": (None,)},
     ignored_keys=frozenset({"max_window_layers"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,

@@ -1,5 +1,5 @@
-"""RWKV-4 (Peng et al., arXiv:2305.13048): time mixing and channel mixing, which both look back one token; and a norm of
-what the embedding gives."""
+"""RWKV-4 (Peng et al., arXiv:2305.13048): time mixing and channel mixing, both with token shift, and a LayerNorm after
+the embedding."""
 
 from functools import partial
 
@@ -63,11 +63,11 @@ RWKV = Family(
         "tie_word_embeddings": False,
     },
     aliases={"layer_norm_epsilon": "layer_norm_eps"},
-    required_values={"layer_norm_eps": (None,)},  # nobody reads this word
+    required_values={"layer_norm_eps": (None,)},  # transformers does not read this key
     ignored_keys=frozenset(
         {
-            *("context_length", "max_position_embeddings"),  # what one kernel can do: the recurrence has no end
-            "rescale_every",  # halves the stream for float16, and so what its hidden states are; the norm undoes it
+            *("context_length", "max_position_embeddings"),  # limit of one CUDA kernel, not of the recurrence
+            "rescale_every",  # halves the residual stream for float16, which the norm undoes
         }
     ),
     head="head",
