@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo.cli.terminal import align_columns, format_bytes, format_ranges
-from zoo.weights import directory
+from zoo.weights import safetensors
 
 from .conftest import SIZES
 
@@ -143,13 +143,13 @@ def test_presets_are_listed(run):
 
 
 def test_no_tensor_is_read(run, bytes_model, monkeypatch):
-    def headers(path, read=directory.open_safetensors):
+    def headers(path, read=safetensors.open_safetensors):
         return {name: dataclasses.replace(tensor, read=unreadable) for name, tensor in read(path).items()}
 
     def unreadable():
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(directory, "open_safetensors", headers)
+    monkeypatch.setattr(safetensors, "open_safetensors", headers)
     run("info", bytes_model)
     with pytest.raises(AssertionError, match="was read"):
         zoo.load(bytes_model)

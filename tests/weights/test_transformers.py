@@ -12,9 +12,9 @@ import pytest
 import zoo
 from zoo.layers import BiasedRouter
 from zoo.models.parameter_paths import find_differences
-from zoo.weights.directory import read_json
 from zoo.weights.from_torch import compute_expectations
 from zoo.weights.parity import compare
+from zoo.weights.safetensors import read_json
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -90,7 +90,7 @@ def test_a_state_dict_with_a_config_is_enough_and_what_can_be_shared_is(tmp_path
 
 
 def test_what_is_no_checkpoint_is_told():
-    with pytest.raises(zoo.CheckpointError, match="weights alone do not say how they are used: pass config="):
+    with pytest.raises(zoo.CheckpointError, match="a state dict has no config: pass config="):
         zoo.from_torch({})
     with pytest.raises(zoo.CheckpointError, match="a module or a state dict was expected, not int"):
         zoo.from_torch(3, {})

@@ -9,7 +9,8 @@ import jax
 import tyro
 
 import zoo
-from zoo.weights.directory import CONFIG_NAME, PICKLE_SUFFIXES, SAFE_WEIGHTS_INDEX_NAME, resolve_directory
+from zoo.weights.resolve import CONFIG_NAME, resolve_directory
+from zoo.weights.safetensors import PICKLE_SUFFIXES, SAFE_WEIGHTS_INDEX_NAME
 
 from .devices import use_cpu
 from .parts import list_weight_files

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 import zoo
 from zoo.parallel import Mesh
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, find_tokenizer
-from zoo.weights.directory import resolve_directory
+from zoo.weights.resolve import resolve_directory
 
 from .devices import make_device_mesh
 

@@ -13,7 +13,8 @@ import tyro
 
 import zoo
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
-from zoo.weights.directory import CONFIG_NAME, read_json, resolve_directory
+from zoo.weights.resolve import CONFIG_NAME, resolve_directory
+from zoo.weights.safetensors import read_json
 
 from .devices import make_device_mesh
 

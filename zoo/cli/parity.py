@@ -8,9 +8,10 @@ from typing import Annotated
 import tyro
 
 from zoo.weights import CheckpointError, load_family
-from zoo.weights.directory import read_json, resolve_directory
 from zoo.weights.from_torch import compute_expectations
 from zoo.weights.parity import TOLERANCE, Comparison, ParityReport, compare, read_expectations
+from zoo.weights.resolve import resolve_directory
+from zoo.weights.safetensors import read_json
 
 from .terminal import align_columns
 

@@ -18,10 +18,9 @@ from zoo.models.hf.spec import Config, Family, NameMap
 from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
-from zoo.weights.directory import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, open_tensors, read_json, resolve_directory
 from zoo.weights.plan import find_mapping, invert_name_map
-from zoo.weights.resolve import open_checkpoint
-from zoo.weights.safetensors import LazyTensor
+from zoo.weights.resolve import open_checkpoint, resolve_directory
+from zoo.weights.safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, LazyTensor, open_tensors, read_json
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Checkpoint directories in and out, by the families' tables of names."""
+"""Load and save Hugging Face checkpoints through the families' name maps: safetensors, shards, tied weights, state
+dicts."""
 
 from .family_file import load_family
 from .from_torch import from_torch

@@ -1,4 +1,4 @@
-"""A family of one's own, from a file."""
+"""Load a user-defined `Family` from a Python file."""
 
 import importlib.util
 from pathlib import Path
@@ -9,9 +9,9 @@ from .safetensors import CheckpointError
 
 
 def load_family(path: str | Path) -> Family:
-    """The one `Family` that a Python file defines. The file is run, as an import would.
+    """Return the one `Family` that a Python file defines. Runs the file, as an import would.
 
-    **Raises** `CheckpointError` where there is no such file, or not exactly one family in it.
+    **Raises** `CheckpointError` if there is no such file, or it does not define exactly one family.
     """
     path = Path(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -19,8 +19,8 @@ def load_family(path: str | Path) -> Family:
         raise CheckpointError(f"there is no Python file {path}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = {name: x for name, x in vars(module).items() if isinstance(x, Family)}
-    if len(found) != 1:
-        told = f"{len(found)}: {', '.join(sorted(found))}" if found else "none"
-        raise CheckpointError(f"{path} should define one zoo.models.Family, and has {told}")
-    return next(iter(found.values()))
+    defined = {name: x for name, x in vars(module).items() if isinstance(x, Family)}
+    if len(defined) != 1:
+        listed = f"{len(defined)}: {', '.join(sorted(defined))}" if defined else "none"
+        raise CheckpointError(f"{path} should define one zoo.models.Family, and has {listed}")
+    return next(iter(defined.values()))

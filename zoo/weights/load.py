@@ -1,6 +1,7 @@
-"""From a directory to a model: shapes from the config, then every array, shard by shard, from the bytes it needs."""
+"""Load a checkpoint directory: shapes from the config, then each array shard by shard, from only the bytes it needs."""
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import iterate_indices
 from zoo.ops.quantized.mxfp4 import NAN_SCALE
 from zoo.parallel import Mesh
-from zoo.parallel import leaves as annotated
+from zoo.parallel import leaves as annotated_leaves
 from zoo.parallel.place import warn_replicated
 
 from .packed import SCALES_SUFFIX
-from .plan import TensorPlan
 from .resolve import Checkpoint, open_checkpoint
-from .safetensors import CheckpointError, LazyTensor, empty_aligned
+from .safetensors import CheckpointError, LazyTensor
+
+_ALIGNMENT = 64  # bytes; JAX takes a CPU buffer without a copy if its address is a multiple of this
+_Sources = Mapping[tuple[int, ...], tuple[str, int]]
+"""Of one array: index into its stacked dims -> (name of the tensor that holds this slice, part of the tensor)."""
 
 
 def load(
@@ -30,61 +34,60 @@ def load(
     ignore: Collection[str] = (),
     packed: bool = False,
 ) -> Decoder:
-    """The model in a Hugging Face directory: `config.json`, and safetensors in one file or in shards.
+    """Load the model in a Hugging Face directory: `config.json`, and safetensors in one file or in shards.
 
-    - `mesh`: where it is to lie; every device reads its own share and no more. One device unless given.
-    - `dtype`: of all parameters; the file's own unless given. What is no parameter (a router's selection bias) is not
-      rounded to it.
-    - `family`: a family of your own; the one that the config's `model_type` names unless given.
-    - `ignore`: keys of the config to leave out of account; `save` leaves them out too.
-    - `packed`: of a checkpoint with matrices in MXFP4, keep them so (`zoo.layers.PackedLinear`): a quarter of the
-      memory of bfloat16, no gradient into them, and `save` writes them byte for byte as they were. Unless asked for
-      they are decoded, each number to exactly what it stands for, and the model is like any other: `save` writes plain
-      tensors and a config that says nothing of packing, and `load` reads the same numbers from these.
+    - `mesh`: shard the model over this mesh; each device reads its own shards only. Default: one device.
+    - `dtype`: dtype of all parameters. Default: as stored. Buffers (a router's selection bias) are not rounded to it.
+    - `family`: a family of your own. Default: the one that the config's `model_type` names.
+    - `ignore`: config keys to disregard; `save` omits them too.
+    - `packed`: keep the matrices of an MXFP4 checkpoint quantized (`zoo.layers.MXFP4Linear`): a quarter of the memory
+      of bfloat16 and no gradient into them; `save` writes them back byte for byte. Default: dequantize them exactly.
+      The model is then like any other: `save` writes plain tensors and a config without quantization, and `load`
+      reads the same numbers from these.
 
-    Tensors are read one by one, straight into place: beside the model there is never more than about one of them in
-    memory. The model remembers its family and config, for `save`. Nothing is dropped in training unless a recipe says
-    so: the config's dropout is not carried over.
+    Tensors are read one at a time, straight into place: beside the model, about one of them is in memory at most. The
+    model remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
 
-    **Raises** `CheckpointError`, before anything is allocated, for a directory that is none, weights that are pickled
-    or damaged, or not packed though `packed` says so, an unknown family, a key that would change the result and is not
-    honored, tensors that are missing, too many, or of another shape or kind; and, while reading, for numbers that are
-    not finite.
+    **Raises** `CheckpointError`, before anything is allocated, for a missing directory; weights that are pickled,
+    damaged, or not packed despite `packed`; an unknown family; a config key that would change the result and is not
+    supported; missing or unexpected tensors, or a wrong shape or dtype; and, while reading, for numbers that are not
+    finite.
     """
     return read_parameters(open_checkpoint(directory, family, ignore, packed), mesh, dtype)
 
 
 def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Decoder:
-    """The model of a checkpoint, its numbers read."""
-    planned, source, place = checkpoint.tensor_plans, checkpoint.tensors, checkpoint.location
+    """Read a resolved checkpoint's parameters into its model, on one device or sharded over `mesh`."""
+    tensor_plans, tensors, location = checkpoint.tensor_plans, checkpoint.tensors, checkpoint.location
     if checkpoint.tied is not None:
         head, embedding = checkpoint.tied
-        if not _is_equal_tensor(source[head], source[embedding]):
-            raise CheckpointError(f"{place}: {head} is not {embedding}, and the config says that they are tied")
+        if not _is_equal_tensor(tensors[head], tensors[embedding]):
+            raise CheckpointError(f"{location}: {head} is not {embedding}, and the config says that they are tied")
     leaves, treedef = jax.tree.flatten(checkpoint.model)
-    homes: list[dict[tuple[int, ...], tuple[str, int]]] = [{} for _ in leaves]
-    for name, tensor in planned.items():
-        for part, piece in enumerate(tensor.slices):
-            homes[piece.leaf][piece.index] = name, part
-    learnt = [leaf.trainable for leaf in annotated(checkpoint.model)]
+    sources: list[dict[tuple[int, ...], tuple[str, int]]] = [{} for _ in leaves]
+    for name, tensor_plan in tensor_plans.items():
+        for part, piece in enumerate(tensor_plan.slices):
+            sources[piece.leaf][piece.index] = name, part
+    is_trainable = [leaf.trainable for leaf in annotated_leaves(checkpoint.model)]
     dtypes = [
-        _resolve_dtype(home, source, place, dtype, own)
+        _resolve_dtype(leaf_sources, tensors, location, dtype, trainable)
         if _is_floating(x.dtype)
-        else _resolve_code_dtype(home, source, place, x.dtype)
-        for home, own, x in zip(homes, learnt, leaves, strict=True)
+        else _resolve_code_dtype(leaf_sources, tensors, location, x.dtype)
+        for leaf_sources, trainable, x in zip(sources, is_trainable, leaves, strict=True)
     ]
-    shapes = [jax.ShapeDtypeStruct(x.shape, of) for x, of in zip(leaves, dtypes, strict=True)]
-    alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract, on_mesh = jax.tree.unflatten(treedef, shapes), None
-    if mesh is not None:
-        on_mesh = jax.tree.leaves(mesh.shardings(abstract))
-        warn_replicated(abstract, mesh)
+    shapes = [jax.ShapeDtypeStruct(x.shape, leaf_dtype) for x, leaf_dtype in zip(leaves, dtypes, strict=True)]
+    abstract_model = jax.tree.unflatten(treedef, shapes)
+    if mesh is None:
+        shardings = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(shapes)
+    else:
+        shardings = jax.tree.leaves(mesh.shardings(abstract_model))
+        warn_replicated(abstract_model, mesh)
     arrays = []
-    for home, leaf, sharding in zip(homes, shapes, on_mesh or [alone] * len(shapes), strict=True):
-        shard = _make_shard_reader(home, leaf, planned, source, place)
-        arrays.append(jax.make_array_from_callback(leaf.shape, sharding, shard))
-        for name, _ in home.values():
-            source[name].release()
+    for leaf_sources, shape, sharding in zip(sources, shapes, shardings, strict=True):
+        read_shard = _make_shard_reader(leaf_sources, shape, checkpoint)
+        arrays.append(jax.make_array_from_callback(shape.shape, sharding, read_shard))
+        for name, _ in leaf_sources.values():
+            tensors[name].release()
     return jax.tree.unflatten(treedef, arrays)
 
 
@@ -93,44 +96,38 @@ def _is_equal_tensor(first: LazyTensor, second: LazyTensor) -> bool:
 
 
 def _resolve_dtype(
-    sources: Mapping[tuple[int, ...], tuple[str, int]],
-    tensors: Mapping[str, LazyTensor],
-    location: str,
-    dtype: Any,
-    is_trainable: bool,
+    sources: _Sources, tensors: Mapping[str, LazyTensor], location: str, dtype: Any, is_trainable: bool
 ) -> np.dtype:
-    """What an array is to be: as asked, and no narrower than in the file where it is not learnt.
+    """Return an array's dtype: the one asked for, or as stored. A buffer is never narrower than in the file.
 
-    **Raises** `CheckpointError` for tensors of another kind than floating point, and where layers that are stacked in
-    one array have several dtypes and none was asked for.
+    **Raises** `CheckpointError` for tensors that are not floating point, and if layers that are stacked in one array
+    are stored in several dtypes and none was asked for.
     """
-    held = {tensors[name].dtype: name for name, _ in sources.values()}
-    for found, name in held.items():
-        if np.dtype(found).itemsize == 1 or not _is_floating(found):
+    stored = {tensors[name].dtype: name for name, _ in sources.values()}
+    for stored_dtype, name in stored.items():
+        if np.dtype(stored_dtype).itemsize == 1 or not _is_floating(stored_dtype):
             raise CheckpointError(
-                f"{location}: {name} is stored as {found}, where float64, float32, bfloat16 or float16 was expected; "
-                "quantized checkpoints are not read"
+                f"{location}: {name} is stored as {stored_dtype}, where float64, float32, bfloat16 or float16 was "
+                "expected; quantized checkpoints are not read"
             )
-    if dtype is None and len(held) > 1:
-        (one, first), (other, second) = list(held.items())[:2]
+    if dtype is None and len(stored) > 1:
+        (first_dtype, first), (second_dtype, second) = list(stored.items())[:2]
         raise CheckpointError(
-            f"{location}: {first} is {one} and {second} is {other}: pass dtype= to read all layers in one"
+            f"{location}: {first} is {first_dtype} and {second} is {second_dtype}: pass dtype= to read all layers in "
+            "one dtype"
         )
-    wanted = np.dtype(next(iter(held)) if dtype is None else dtype)
-    wanted = wanted if is_trainable else max([wanted, *held], key=lambda kind: np.dtype(kind).itemsize)
-    if not _is_floating(wanted):
-        raise CheckpointError(f"dtype={wanted}: parameters are floating point, say float32, bfloat16 or float16")
-    return np.dtype(jax.dtypes.canonicalize_dtype(wanted))
+    result = np.dtype(next(iter(stored)) if dtype is None else dtype)
+    result = result if is_trainable else max([result, *stored], key=lambda kind: np.dtype(kind).itemsize)
+    if not _is_floating(result):
+        raise CheckpointError(f"dtype={result}: parameters are floating point, say float32, bfloat16 or float16")
+    return np.dtype(jax.dtypes.canonicalize_dtype(result))
 
 
 def _resolve_code_dtype(
-    sources: Mapping[tuple[int, ...], tuple[str, int]],
-    tensors: Mapping[str, LazyTensor],
-    location: str,
-    dtype: np.dtype,
+    sources: _Sources, tensors: Mapping[str, LazyTensor], location: str, dtype: np.dtype
 ) -> np.dtype:
-    """Of an array that holds packed numbers, whatever the dtype of the others. **Raises** `CheckpointError` for tensors
-    of another."""
+    """Return the dtype of packed codes, which `load(dtype=)` does not change. **Raises** `CheckpointError` for tensors
+    stored in another."""
     for name, _ in sources.values():
         if tensors[name].dtype != dtype:
             raise CheckpointError(f"{location}: {name} is stored as {tensors[name].dtype}, where {dtype} was expected")
@@ -142,48 +139,55 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def _make_shard_reader(
-    sources: Mapping[tuple[int, ...], tuple[str, int]],
-    leaf: jax.ShapeDtypeStruct,
-    tensor_plans: Mapping[str, TensorPlan],
-    tensors: Mapping[str, LazyTensor],
-    location: str,
+    sources: _Sources, leaf: jax.ShapeDtypeStruct, checkpoint: Checkpoint
 ) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
-    """A function from a shard's slices to its numbers. Devices that hold the same share the same buffer."""
-    stars = len(next(iter(sources)))
-    made: dict[str, np.ndarray] = {}
+    """Return a function that reads one shard of an array, given its slices. Replicas share one buffer."""
+    num_stacked_dims = len(next(iter(sources)))
+    tensors, location = checkpoint.tensors, checkpoint.location
+    buffers: dict[str, np.ndarray] = {}
 
-    def piece(index: tuple[int, ...]) -> tuple[str, Any]:
+    def view_part(index: tuple[int, ...]) -> tuple[str, Any]:
         name, part = sources[index]
-        tensor = tensor_plans[name]
-        return name, tensors[name].read_part(tensor.mapping, tensor.part_shapes, tensor.num_stacked_dims, part)
+        plan = checkpoint.tensor_plans[name]
+        return name, tensors[name].read_part(plan.mapping, plan.part_shapes, plan.num_stacked_dims, part)
 
-    def as_it_is() -> np.ndarray | None:
-        """The tensor itself, where it may be kept and is what the array should be."""
-        name, numbers = piece(next(iter(sources)))
-        return numbers if not stars and tensors[name].zero_copy and numbers.dtype == leaf.dtype else None
+    def view_whole_tensor() -> np.ndarray | None:
+        """Return the tensor itself if it may be used without a copy."""
+        name, numbers = view_part(next(iter(sources)))
+        return numbers if not num_stacked_dims and tensors[name].zero_copy and numbers.dtype == leaf.dtype else None
 
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+    def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         slices = tuple(slice(*s.indices(size)) for s, size in zip(index or (), leaf.shape, strict=True))
-        if str(slices) not in made:
-            chosen = tuple(range(size)[s] for size, s in zip(leaf.shape, slices, strict=True))
-            kept = as_it_is() if tuple(map(len, chosen)) == leaf.shape else None
-            buffer = empty_aligned(map(len, chosen), leaf.dtype) if kept is None else kept
-            for here, numbers in iterate_indices(chosen[:stars]):
-                name, numbers_of_piece = piece(numbers)
-                _write_checked(buffer, here, numbers_of_piece[slices[stars:]], f"{location}: {name}", copy=kept is None)
-            made[str(slices)] = buffer
-        return made[str(slices)]
+        if str(slices) not in buffers:
+            ranges = tuple(range(size)[s] for size, s in zip(leaf.shape, slices, strict=True))
+            uncopied = view_whole_tensor() if tuple(map(len, ranges)) == leaf.shape else None
+            buffer = _empty_aligned(map(len, ranges), leaf.dtype) if uncopied is None else uncopied
+            for buffer_index, source_index in iterate_indices(ranges[:num_stacked_dims]):
+                name, part = view_part(source_index)
+                numbers = part[slices[num_stacked_dims:]]
+                _write_checked(buffer, buffer_index, numbers, f"{location}: {name}", copy=uncopied is None)
+            buffers[str(slices)] = buffer
+        return buffers[str(slices)]
 
-    return shard
+    return read_shard
+
+
+def _empty_aligned(shape: Iterable[int], dtype: Any) -> np.ndarray:
+    """Return an uninitialized array that JAX takes on the CPU without a copy."""
+    shape, dtype = tuple(shape), np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _write_checked(buffer: np.ndarray, index: tuple[int, ...], numbers: np.ndarray, name: str, *, copy: bool) -> None:
-    """**Raises** `CheckpointError` for numbers that are not finite, or that the dtype does not hold."""
+    """Write `numbers` to `buffer[index]`. **Raises** `CheckpointError` if they are not finite or overflow."""
     if copy:
         with np.errstate(over="ignore"):
             buffer[index] = numbers
     if buffer.dtype == np.uint8 and name.endswith(SCALES_SUFFIX) and (numbers == NAN_SCALE).any():
-        raise CheckpointError(f"{name} has the scale {NAN_SCALE}, which says that a block is not a number")
+        raise CheckpointError(f"{name} has the scale {NAN_SCALE}, which marks a block as not a number")
     if not np.isfinite(buffer[index]).all():
         if np.isfinite(numbers).all():
             raise CheckpointError(f"{name} has numbers up to {np.abs(numbers).max():.3g}: too large for {buffer.dtype}")

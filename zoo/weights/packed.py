@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices are packed as MXFP4, read as if they were not: piece by piece, as they are asked for."""
+"""Dequantize MXFP4 checkpoints lazily: each slice is decoded when it is read."""
 
 import dataclasses
 import math
@@ -18,76 +18,78 @@ _BLOCK_BYTES = BLOCK_SIZE // 2
 
 
 def unpack_mxfp4(tensors: Mapping[str, LazyTensor], location: str) -> dict[str, LazyTensor]:
-    """The tensors of a checkpoint, with `NAME` in place of `NAME_blocks` (experts, out, in / 32, 16) and `NAME_scales`
-    (experts, out, in / 32): shaped (experts, in, out) as transformers has it in memory, and in the dtype of the bias
-    beside it, or else of the largest tensor that is not packed.
+    """Replace each pair `NAME_blocks` (experts, out, in / 32, 16) and `NAME_scales` (experts, out, in / 32) by a lazily
+    dequantized tensor `NAME`.
 
-    **Raises** `CheckpointError` for blocks without scales or scales without blocks, and for shapes or dtypes that do
-    not go together.
+    `NAME` has the shape (experts, in, out), as transformers has it in memory, and the dtype of `NAME_bias`, or else of
+    the largest tensor that is not packed.
+
+    **Raises** `CheckpointError` for blocks without scales, scales without blocks, and shapes or dtypes that do not
+    match.
     """
     names = [name.removesuffix(BLOCKS_SUFFIX) for name in tensors if name.endswith(BLOCKS_SUFFIX)]
-    if wrong := [*_find_packing_errors(tensors, names)]:
-        raise CheckpointError(f"{location} has tensors that are no MXFP4: " + "; ".join(sorted(wrong)[:8]))
-    rest = {name: x for name, x in tensors.items() if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
-    floating = [x for x in rest.values() if jnp.issubdtype(x.dtype, jnp.floating)]
-    usual = max(floating, key=lambda x: math.prod(x.shape)).dtype if floating else np.dtype(jnp.bfloat16)
+    if errors := [*_find_packing_errors(tensors, names)]:
+        raise CheckpointError(f"{location} has tensors that are not MXFP4: " + "; ".join(sorted(errors)[:8]))
+    plain = {name: x for name, x in tensors.items() if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
+    floating = [x for x in plain.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    default = max(floating, key=lambda x: math.prod(x.shape)).dtype if floating else np.dtype(jnp.bfloat16)
 
-    def dtype_of(name: str) -> np.dtype:
-        beside = tensors.get(f"{name}_bias")
-        return beside.dtype if beside in floating else usual
+    def choose_dtype(name: str) -> np.dtype:
+        bias = tensors.get(f"{name}_bias")
+        return bias.dtype if bias in floating else default
 
-    return rest | {
-        name: _decode_lazily(tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX], dtype_of(name))
+    return plain | {
+        name: _decode_lazily(tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX], choose_dtype(name))
         for name in names
     }
 
 
 def _find_packing_errors(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each `_blocks` or `_scales` tensor that has no partner, or another shape or dtype."""
     for name in tensors:
         if name.endswith(SCALES_SUFFIX) and name.removesuffix(SCALES_SUFFIX) not in names:
-            yield f"{name} has no {name.removesuffix(SCALES_SUFFIX)}{BLOCKS_SUFFIX} beside it"
+            yield f"{name} lacks its {name.removesuffix(SCALES_SUFFIX)}{BLOCKS_SUFFIX}"
     for name in names:
         if name + SCALES_SUFFIX not in tensors:
-            yield f"{name}{BLOCKS_SUFFIX} has no {name}{SCALES_SUFFIX} beside it"
+            yield f"{name}{BLOCKS_SUFFIX} lacks its {name}{SCALES_SUFFIX}"
             continue
         blocks, scales = tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX]
-        fit = blocks.shape[-1:] == (_BLOCK_BYTES,) and blocks.shape[:-1] == scales.shape and len(scales.shape) >= 2
-        if not fit or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
+        shapes_match = blocks.shape[-1:] == (_BLOCK_BYTES,) and blocks.shape[:-1] == scales.shape
+        if not (shapes_match and len(scales.shape) >= 2) or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
             yield (
                 f"{name}{BLOCKS_SUFFIX} is {blocks.dtype}{list(blocks.shape)} and {name}{SCALES_SUFFIX} "
-                f"{scales.dtype}{list(scales.shape)}, where uint8[..., N, {_BLOCK_BYTES}] and uint8[..., N] were expected"
+                f"{scales.dtype}{list(scales.shape)}, where uint8[..., N, {_BLOCK_BYTES}] and uint8[..., N] were "
+                "expected"
             )
 
 
 def _decode_lazily(blocks: LazyTensor, scales: LazyTensor, dtype: np.dtype) -> LazyTensor:
-    """A tensor whose numbers are decoded while it is read. One of its parts is indexed before that, so that no more is
-    decoded than is asked for."""
-    *front, out, blocks_of_a_row, _ = blocks.shape
+    """Return a tensor that is dequantized when it is read. Indexing a part first decodes only the slice."""
+    *lead, out, blocks_per_row, _ = blocks.shape
 
     def read() -> np.ndarray:
         return dequantize_mxfp4_numpy(blocks.read(), scales.read()).swapaxes(-1, -2).astype(dtype)
 
-    def parts(row: TensorMapping, shapes: Sequence[Shape], lead: int) -> list[Any]:
-        row = dataclasses.replace(row, transposed=not row.transposed)  # packed they are (out, in)
-        whole = blocks.read().view(np.dtype((np.void, _BLOCK_BYTES)))[
-            ..., 0
-        ]  # a block is one element: a matrix as any other
-        both = row.views(whole, shapes, lead), row.views(scales.read(), shapes, lead)
-        return [_PackedView(*pair) for pair in zip(*both, strict=True)]
+    def views(mapping: TensorMapping, shapes: Sequence[Shape], num_stacked_dims: int) -> list[Any]:
+        mapping = dataclasses.replace(mapping, transposed=not mapping.transposed)  # packed matrices are (out, in)
+        # one 16-byte element per block, so that a mapping views packed matrices like any other
+        elements = blocks.read().view(np.dtype((np.void, _BLOCK_BYTES)))[..., 0]
+        views = (mapping.views(x, shapes, num_stacked_dims) for x in (elements, scales.read()))
+        return [_PackedView(*pair) for pair in zip(*views, strict=True)]
 
-    def forget() -> None:
+    def release() -> None:
         blocks.release()
         scales.release()
 
-    return LazyTensor(dtype, (*front, blocks_of_a_row * BLOCK_SIZE, out), read, forget, views=parts)
+    return LazyTensor(dtype, (*lead, blocks_per_row * BLOCK_SIZE, out), read, release, views=views)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PackedView:
-    """What is read of an array, for one whose numbers, float32, are decoded when it is indexed."""
+    """A view of a packed array that is decoded to float32 when it is indexed."""
 
     blocks: np.ndarray
-    """16 bytes an element."""
+    """16 bytes per element."""
     scales: np.ndarray
 
     def reshape(self, shape: Shape) -> "_PackedView":
@@ -95,10 +97,10 @@ class _PackedView:
         return _PackedView(self.blocks.reshape(shape), self.scales.reshape(shape))
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """With a slice, of step 1 and with both ends, for each dim."""
+        """Decode a slice. `index` has one slice per dim, of step 1 and with both ends."""
         *rows, columns = index
         first = columns.start // BLOCK_SIZE
-        held = (*rows, slice(first, -(-columns.stop // BLOCK_SIZE)))
-        blocks = np.ascontiguousarray(self.blocks[held])[..., None].view(np.uint8)
-        numbers = dequantize_mxfp4_numpy(blocks, self.scales[held])
+        covering = (*rows, slice(first, -(-columns.stop // BLOCK_SIZE)))
+        blocks = np.ascontiguousarray(self.blocks[covering])[..., None].view(np.uint8)
+        numbers = dequantize_mxfp4_numpy(blocks, self.scales[covering])
         return numbers[..., columns.start - first * BLOCK_SIZE : columns.stop - first * BLOCK_SIZE]

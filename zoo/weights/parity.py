@@ -1,7 +1,7 @@
-"""How far a model is from PyTorch's, layer by layer: what to look at while a family is being ported.
+"""Compare a model with PyTorch, layer by layer, to find the layer that a port got wrong.
 
-Every layer is measured twice: from the tokens on, as errors add up, and by itself, fed with PyTorch's own input to it.
-The second names the layer that is wrong, and not those after it.
+Each layer is compared twice: in the forward pass from the tokens, where errors accumulate, and alone, on PyTorch's own
+input to it. The second comparison singles out the wrong layer from those after it.
 """
 
 import dataclasses
@@ -9,19 +9,20 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from zoo.layers import TokenInfo
-from zoo.models import Decoder, Hidden
+from zoo.layers import Routing, TokenInfo
+from zoo.models import Decoder, Hidden, cross_entropy
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import to_snake_case
-from zoo.models.scoring import hidden_states, score, unstack_blocks
-from zoo.parallel import trainable
+from zoo.models.scoring import unstack_blocks
+from zoo.parallel import make_mesh, place, value_and_grad
 
 from .load import load
 from .packed import BLOCKS_SUFFIX
@@ -30,25 +31,25 @@ from .safetensors import CheckpointError, open_safetensors
 from .save import export_tensors, read_name_map
 
 TOLERANCE = 1e-4
-"""Of activations and logits, of the largest number in the array. Gradients have twice that, by norm."""
+"""Largest relative error of activations and logits (see `relative_error`); twice that for gradients, by norm."""
 GRADIENT_FLOOR = 1e-7
-"""Of the largest gradient: what is left of one that is zero, such as that of a router whose one weight is always 1."""
+"""Rounding error of a gradient that is zero (a router with top-1 weight 1), relative to the largest gradient norm."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One thing compared."""
+    """Errors of one activation, loss or gradient."""
 
     name: str
     error: float
-    """The largest difference, of the largest number that was expected; of gradients, the norm of the difference."""
+    """`relative_error` of activations; of gradients, norm of the difference / norm."""
     tolerance: float
     own: float | None = None
-    """The same of one layer alone, fed with what PyTorch's was fed with."""
+    """Error of the layer alone, on PyTorch's input to it."""
     bfloat16: float | None = None
-    """The same in bfloat16, against PyTorch in float32."""
+    """Our error in bfloat16, against PyTorch in float32."""
     theirs: float | None = None
-    """PyTorch's own error in bfloat16."""
+    """PyTorch's error in bfloat16, against PyTorch in float32."""
 
     @property
     def passed(self) -> bool:
@@ -57,7 +58,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """What was compared, in the order in which it is computed."""
+    """All comparisons, in the order of the forward pass."""
 
     comparisons: tuple[Comparison, ...]
 
@@ -67,7 +68,7 @@ class ParityReport:
 
     @property
     def first_failure(self) -> Comparison | None:
-        """Where to look: the first layer that is wrong by itself, or else the first thing out of tolerance."""
+        """The first layer that is wrong alone, or else the first comparison out of tolerance."""
         alone = [line for line in self.comparisons if line.own is not None and not line.own <= line.tolerance]
         return next(iter([*alone, *(line for line in self.comparisons if not line.passed)]), None)
 
@@ -81,56 +82,123 @@ def compare(
     family: Family | None = None,
     packed: bool = False,
 ) -> ParityReport:
-    """Our model of a directory against what PyTorch computed.
+    """Compare the model in a directory with results of PyTorch.
 
-    - `expected`: `input_ids`; and of `logits`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that has
-      a router, "tokens experts"), `grad.NAME` whatever there is. Of PyTorch in bfloat16, `bfloat16.logits` and
+    - `expected`: `input_ids`, and any of `logits`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that
+      has a router, "tokens experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and
       `bfloat16.hidden_states.N`.
-    - `norms`: of the gradient of the loss, by the checkpoint's names. That of a matrix in MXFP4 goes by its blocks, and
-      is the gradient of what they stand for.
-    - `packed`: as `load` takes it. What stays packed has no gradient here, and none is compared.
+    - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
+      and its gradient is that of the dequantized matrix.
+    - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
 
     **Raises** `CheckpointError` as `load` does, and for expectations without `input_ids`.
     """
     if "input_ids" not in expected:
-        raise CheckpointError("expectations need input_ids: the tokens that the rest was computed from")
+        raise CheckpointError("expectations need input_ids: the tokens that the other results were computed from")
     tokens = jnp.asarray(expected["input_ids"])
-    read = partial(load, directory, family=family, packed=packed)
-    model, narrow = read(dtype=jnp.float32), read(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
+    load_as = partial(load, directory, family=family, packed=packed)
+    model = load_as(dtype=jnp.float32)
+    bfloat16_model = load_as(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
     with jax.default_matmul_precision("highest"):
-        lines = [*_compare_activations(model, narrow, tokens, expected, tolerance)]
-        lines += _compare_routers(model, tokens, expected, tolerance)
-        lines += _compare_gradients(model, tokens, expected, gradient_norms or {}, 2 * tolerance)
-    return ParityReport(tuple(lines))
+        comparisons = [*_compare_activations(model, bfloat16_model, tokens, expected, tolerance)]
+        comparisons += _compare_gradients(model, tokens, expected, gradient_norms or {}, 2 * tolerance)
+    return ParityReport(tuple(comparisons))
+
+
+class _Activations(NamedTuple):
+    """Activations of a forward pass, layer by layer."""
+
+    hidden_states: list[Array]
+    """As `zoo.hidden_states` counts them."""
+    layers_alone: dict[int, Array]
+    """Output of each layer whose input was given, by the number of its hidden state."""
+    logits: Array
+    router_logits: list[Array]
+    """One per layer that has a router, "tokens experts"."""
+
+
+def _run_model(model: Decoder, blocks: Sequence[Any], tokens: Any, inputs: Mapping[int, np.ndarray]) -> _Activations:
+    """Run the model layer by layer, and each layer alone on its input of `inputs`, by the number of the hidden state.
+
+    One program is compiled per kind of layer, instead of one for all layers.
+    """
+    skip_embedding = model.hidden_states_skip_embedding
+    outputs, alone, routings = [_embed(model, tokens)], {}, []
+    for layer, block in enumerate(blocks):
+        x, routing = _run_block(block, outputs[-1])
+        outputs.append(x)
+        routings += routing
+        number = layer if skip_embedding else layer + 1
+        if number - 1 in inputs:
+            alone[number] = _run_block(block, jnp.asarray(inputs[number - 1]))[0]
+    last = len(blocks)
+    if skip_embedding:
+        alone |= {last: _normalize(model, jnp.asarray(inputs[last - 1]))} if last - 1 in inputs else {}
+    elif last in alone:
+        alone[last] = _normalize(model, alone[last])
+    states = [*(outputs[1:] if skip_embedding else outputs[:-1]), _normalize(model, outputs[-1])]
+    router_logits = [routing.logits.reshape(-1, routing.logits.shape[-1]) for routing in routings]
+    return _Activations(states, alone, _compute_logits(model, states[-1]), router_logits)
+
+
+@eqx.filter_jit
+def _embed(model: Decoder, tokens: Any) -> Array:
+    return model.embed(tokens, TokenInfo()).x
+
+
+@eqx.filter_jit
+def _run_block(block: Any, x: Array) -> tuple[Array, tuple[Routing, ...]]:
+    hidden, _ = block(Hidden(x), TokenInfo())
+    return hidden.x, hidden.routing
+
+
+@eqx.filter_jit
+def _normalize(model: Decoder, x: Array) -> Array:
+    return model.norm(x)
+
+
+_compute_logits = eqx.filter_jit(Decoder.logits)
+_unstack_blocks = eqx.filter_jit(unstack_blocks)
 
 
 def _compare_activations(
     model: Decoder, bfloat16_model: Decoder | None, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
 ) -> Iterator[Comparison]:
-    ours = hidden_states(model, tokens)
-    halves = None if bfloat16_model is None else hidden_states(bfloat16_model, tokens)
-    blocks = unstack_blocks(model)
-    alone = _run_layers_alone(model, blocks, expected)
-    for number, state in enumerate(ours):
+    """Compare hidden states, logits and router logits, and each layer alone on PyTorch's input to it."""
+    blocks = _unstack_blocks(model)
+    inputs = {
+        number: expected[f"hidden_states.{number}"]
+        for number in range(len(blocks))
+        if f"hidden_states.{number}" in expected
+    }
+    ours = _run_model(model, blocks, tokens, inputs)
+    in_bfloat16 = None
+    if bfloat16_model is not None:
+        in_bfloat16 = _run_model(bfloat16_model, _unstack_blocks(bfloat16_model), tokens, {})
+    for number, state in enumerate(ours.hidden_states):
         name = f"hidden_states.{number}"
         if name in expected:
-            wanted = expected[name]
-            half, theirs = _compute_bfloat16_errors(name, None if halves is None else halves[number], expected)
-            own = None if number not in alone else relative_error(alone[number], wanted)
+            state_in_bfloat16 = None if in_bfloat16 is None else in_bfloat16.hidden_states[number]
+            alone = ours.layers_alone.get(number)
             yield Comparison(
-                _name_hidden_state(model, blocks, number), relative_error(state, wanted), tolerance, own, half, theirs
+                _name_hidden_state(model, blocks, number),
+                relative_error(state, expected[name]),
+                tolerance,
+                None if alone is None else relative_error(alone, expected[name]),
+                *_compute_bfloat16_errors(name, state_in_bfloat16, expected),
             )
-    logits = eqx.filter_jit(Decoder.logits)
     if "logits" in expected:
-        narrowed = None if bfloat16_model is None or halves is None else logits(bfloat16_model, halves[-1])
-        half, theirs = _compute_bfloat16_errors("logits", narrowed, expected)
-        yield Comparison(
-            "logits", relative_error(logits(model, ours[-1]), expected["logits"]), tolerance, None, half, theirs
-        )
+        errors = _compute_bfloat16_errors("logits", None if in_bfloat16 is None else in_bfloat16.logits, expected)
+        yield Comparison("logits", relative_error(ours.logits, expected["logits"]), tolerance, None, *errors)
+    numbers = [int(name.partition(".")[2]) for name in expected if name.startswith("router_logits.")]
+    for number in sorted(numbers):
+        name, router_logits = f"router_logits.{number}", ours.router_logits
+        error = relative_error(router_logits[number], expected[name]) if number < len(router_logits) else float("inf")
+        yield Comparison(name, error, tolerance)
 
 
 def _name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> str:
-    """What made one of the hidden states of the one before."""
+    """Name the layer that computes a hidden state: `layer 1 (attention, gated_mlp)`."""
     layer = number if model.hidden_states_skip_embedding else number - 1
     if layer == len(blocks):
         return "the final norm"
@@ -141,50 +209,18 @@ def _name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> st
     return f"layer {layer} ({words})" + (" and the final norm" if number == len(blocks) else "")
 
 
-def _run_layers_alone(model: Decoder, blocks: Sequence[Any], expected: Mapping[str, np.ndarray]) -> dict[int, Any]:
-    """What each layer makes of PyTorch's input to it, where that is known, by the number of the hidden state."""
-
-    @eqx.filter_jit
-    def run(block: Any, x: Any) -> Any:
-        return block(Hidden(x), TokenInfo())[0].x
-
-    norm = eqx.filter_jit(model.norm)
-    found = {}
-    for number in range(1, len(blocks) + 1):
-        if f"hidden_states.{number - 1}" in expected:
-            x = jnp.asarray(expected[f"hidden_states.{number - 1}"])
-            if model.hidden_states_skip_embedding:
-                found[number] = run(blocks[number], x) if number < len(blocks) else norm(x)
-            else:
-                out = run(blocks[number - 1], x)
-                found[number] = out if number < len(blocks) else norm(out)
-    return found
-
-
-def _compare_routers(
-    model: Decoder, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
-) -> Iterator[Comparison]:
-    wanted = {name: x for name, x in expected.items() if name.startswith("router_logits.")}
-    if not wanted:
-        return
-    found = eqx.filter_jit(lambda model, tokens: model.hidden(tokens, TokenInfo())[0].routing)(model, tokens)
-    ours = {f"router_logits.{i}": one.logits.reshape(-1, one.logits.shape[-1]) for i, one in enumerate(found)}
-    for name in sorted(wanted, key=lambda name: int(name.partition(".")[2])):
-        yield Comparison(name, relative_error(ours[name], wanted[name]) if name in ours else float("inf"), tolerance)
-
-
 def _compute_bfloat16_errors(
     name: str, ours: Any, expected: Mapping[str, np.ndarray]
 ) -> tuple[float | None, float | None]:
-    """Our error in bfloat16, and PyTorch's."""
-    narrow = expected.get(f"bfloat16.{name}")
-    if ours is None or narrow is None:
+    """Return our error in bfloat16, and PyTorch's."""
+    theirs = expected.get(f"bfloat16.{name}")
+    if ours is None or theirs is None:
         return None, None
-    return relative_error(ours, expected[name]), relative_error(narrow, expected[name])
+    return relative_error(ours, expected[name]), relative_error(theirs, expected[name])
 
 
 def relative_error(ours: Any, expected: np.ndarray) -> float:
-    """max |ours - wanted| / max |wanted|; infinite where shapes differ or ours is not finite."""
+    """Return max |ours - expected| / max |expected|; infinite if shapes differ or `ours` is not finite."""
     ours = np.asarray(ours, np.float32)
     if ours.shape != expected.shape or not np.isfinite(ours).all():
         return float("inf")
@@ -198,57 +234,57 @@ def _compare_gradients(
     gradient_norms: Mapping[str, float],
     tolerance: float,
 ) -> Iterator[Comparison]:
-    """The loss is the mean over tokens of -log p(token), the first of each row left out."""
-    stored = {name.removeprefix("grad."): wanted for name, wanted in expected.items() if name.startswith("grad.")}
+    """Compare the loss, the mean next-token cross-entropy, and its gradients or their norms."""
+    stored = {name.removeprefix("grad."): x for name, x in expected.items() if name.startswith("grad.")}
     if not stored and not gradient_norms and "loss" not in expected:
         return
-    loss, found, fixed = _compute_loss_and_gradients(model, tokens)
-    gradient_norms = {name: norm for name, norm in gradient_norms.items() if name not in fixed}
-    sizes = {name: float(np.linalg.norm(wanted)) for name, wanted in stored.items()}
-    smallest = max({**gradient_norms, **sizes}.values(), default=0.0) * GRADIENT_FLOOR / tolerance
+    loss, find_gradient, frozen = _compute_loss_and_gradients(model, tokens)
+    gradient_norms = {name: norm for name, norm in gradient_norms.items() if name not in frozen}
+    stored_norms = {name: float(np.linalg.norm(x)) for name, x in stored.items()}
+    smallest = max({**gradient_norms, **stored_norms}.values(), default=0.0) * GRADIENT_FLOOR / tolerance
     if "loss" in expected:
-        wanted = float(expected["loss"])
-        yield Comparison("loss", abs(float(loss) - wanted) / abs(wanted), tolerance / 2)
-    missing = float("inf")
-    for name, wanted in stored.items():
-        ours = found(name)
-        far = missing if ours is None else float(np.linalg.norm(ours - wanted)) / max(sizes[name], smallest)
-        yield Comparison(f"gradient of {name}", far, tolerance)
+        expected_loss = float(expected["loss"])
+        yield Comparison("loss", abs(float(loss) - expected_loss) / abs(expected_loss), tolerance / 2)
+    for name, gradient in stored.items():
+        ours, error = find_gradient(name), float("inf")
+        if ours is not None:
+            error = float(np.linalg.norm(ours - gradient)) / max(stored_norms[name], smallest)
+        yield Comparison(f"gradient of {name}", error, tolerance)
     for name in sorted(gradient_norms.keys() - stored.keys()):
-        ours = found(name)
-        far = (
-            missing
-            if ours is None
-            else abs(float(np.linalg.norm(ours)) - gradient_norms[name]) / max(gradient_norms[name], smallest)
-        )
-        yield Comparison(f"norm of the gradient of {name}", far, tolerance)
+        ours, error = find_gradient(name), float("inf")
+        if ours is not None:
+            norm = gradient_norms[name]
+            error = abs(float(np.linalg.norm(ours)) - norm) / max(norm, smallest)
+        yield Comparison(f"norm of the gradient of {name}", error, tolerance)
 
 
 def _compute_loss_and_gradients(
     model: Decoder, tokens: Any
 ) -> tuple[Any, Callable[[str], np.ndarray | None], Collection[str]]:
-    """The loss; a function from the checkpoint's name of a parameter to its gradient; and the names of what has none,
-    since it is not learnt."""
-
-    @eqx.filter_jit
-    def run(parameters: Any, rest: Any) -> Any:
-        return jax.value_and_grad(lambda p: -score(eqx.combine(p, rest), tokens).mean())(parameters)
-
-    parameters = trainable(model)
-    rest = jax.tree.map(lambda x, p: None if p is not None else x, model, parameters, is_leaf=lambda x: x is None)
-    loss, grads = run(parameters, rest)
+    """Return the loss; a function from a parameter's checkpoint name to its gradient; and the names of the tensors that
+    have none because they are not trainable."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    loss, grads = value_and_grad(cross_entropy, mesh)(place(model, mesh), make_next_token_batch(tokens))
     origin = model.origin
     assert origin is not None  # it was loaded
-    table = read_name_map(origin.family, json.loads(origin.config), False)
-    shapes, tensor = export_tensors(grads, table)
+    name_map = read_name_map(origin.family, json.loads(origin.config), False)
+    specs, assemble_tensor = export_tensors(jax.tree.map(np.asarray, grads), name_map)
 
-    def found(name: str) -> np.ndarray | None:
-        name = name if name in shapes else name.removesuffix(BLOCKS_SUFFIX)
-        return tensor(name) if name in shapes else None
+    def find_gradient(name: str) -> np.ndarray | None:
+        name = name if name in specs else name.removesuffix(BLOCKS_SUFFIX)
+        return assemble_tensor(name) if name in specs else None
 
-    return loss, found, plan(model, table).keys() - shapes.keys()
+    return loss, find_gradient, plan(model, name_map).keys() - specs.keys()
+
+
+def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:
+    """Return a batch whose targets are the next tokens. The last token of a row has no target, so its weight is 0."""
+    tokens = np.asarray(tokens)
+    weights = np.ones(tokens.shape, np.float32)
+    weights[:, -1] = 0
+    return {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": weights}
 
 
 def read_expectations(file: str | Path) -> dict[str, np.ndarray]:
-    """What a safetensors file holds, by name."""
+    """Read the arrays of a safetensors file, by name."""
     return {name: tensor.read() for name, tensor in open_safetensors(Path(file)).items()}

@@ -1,4 +1,4 @@
-"""A family's table of names, applied to one model: which tensor of a checkpoint holds which part of which array."""
+"""Plan a load or a save: apply a family's name map to one model, tensor by tensor."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,24 +12,24 @@ from zoo.models.parameter_paths import ParameterPath, format_path, iterate_indic
 
 @dataclasses.dataclass(frozen=True)
 class _ArraySlice:
-    """`leaf[index]` of our tree: one part of one of their tensors."""
+    """`leaf[index]` of the model: one part of a checkpoint's tensor."""
 
     leaf: int
-    """The number of the array, in JAX's order."""
+    """The array's number, in JAX's leaf order."""
     index: tuple[int, ...]
-    """Into its stacked dims."""
+    """Index into the array's stacked dims."""
     shape: Shape
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlan:
-    """One of their tensors."""
+    """The parts of one checkpoint tensor, each a slice of one of the model's arrays."""
 
     mapping: TensorMapping
     slices: tuple[_ArraySlice, ...]
-    """One a part of the row."""
+    """One per part of `mapping`."""
     num_stacked_dims: int
-    """How many stacked dims the tensor keeps: 1 for all experts in one."""
+    """Stacked dims that the tensor itself has: 1 if it holds all experts."""
 
     @property
     def shape(self) -> Shape:
@@ -41,56 +41,56 @@ class TensorPlan:
 
 
 def plan(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
-    """Their names -> what is in each. `tree` may hold arrays or shapes.
+    """Return the plan of each checkpoint tensor, by its name. `tree` may hold arrays or shapes.
 
-    **Raises** `KeyError` where the table has no row for one of our arrays, and where only some parts of a fused tensor
-    are in the tree; `ValueError` for two rows with one part: mistakes in a family's table.
+    **Raises** `KeyError` if the name map lacks one of the model's arrays, or the model lacks some parts of a fused
+    tensor; `ValueError` if two rows name one part. Each is a mistake in the family's name map.
     """
-    ours = invert_name_map(name_map)
+    mappings = invert_name_map(name_map)
     found: dict[str, tuple[TensorMapping, dict[int, _ArraySlice], int]] = {}
-    for leaf, (place, x) in enumerate(zip(list_parameter_paths(tree), jax.tree.leaves(tree), strict=True)):
-        theirs, row, part = find_mapping(place, ours)
-        stars = theirs.count("*")
-        for index, numbers in iterate_indices(place.ranges[:stars]):
+    for leaf, (path, x) in enumerate(zip(list_parameter_paths(tree), jax.tree.leaves(tree), strict=True)):
+        pattern, mapping, part = find_mapping(path, mappings)
+        stars = pattern.count("*")
+        for index, numbers in iterate_indices(path.ranges[:stars]):
             piece = _ArraySlice(leaf, index, tuple(x.shape[stars:]))
-            name = format_path(theirs, numbers)
-            found.setdefault(name, (row, {}, len(place.ranges) - stars))[1][part] = piece
-    for name, (row, pieces, _) in found.items():
-        if len(pieces) < len(row.parts):
-            raise KeyError(f"{name} is made of {', '.join(row.parts)}, and the model has only some of them")
+            name = format_path(pattern, numbers)
+            found.setdefault(name, (mapping, {}, len(path.ranges) - stars))[1][part] = piece
+    for name, (mapping, slices, _) in found.items():
+        if len(slices) < len(mapping.parts):
+            raise KeyError(f"{name} is made of {', '.join(mapping.parts)}, and the model has only some of them")
     return {
-        name: TensorPlan(row, tuple(p for _, p in sorted(pieces.items())), lead)
-        for name, (row, pieces, lead) in found.items()
+        name: TensorPlan(mapping, tuple(piece for _, piece in sorted(slices.items())), num_stacked_dims)
+        for name, (mapping, slices, num_stacked_dims) in found.items()
     }
 
 
 def invert_name_map(name_map: NameMap) -> Mapping[str, tuple[str, TensorMapping, int]]:
-    """Our name -> their name, the row, and which of its parts."""
-    found: dict[str, tuple[str, TensorMapping, int]] = {}
-    for theirs, row in prefixed("", "", name_map).items():
-        for number, part in enumerate(row.parts):
-            if part in found:
-                raise ValueError(f"the table has two rows for {part}: {found[part][0]} and {theirs}")
-            found[part] = theirs, row, number
-    return found
+    """Return our parameter name -> (the checkpoint's name, its mapping, number of the part)."""
+    inverse: dict[str, tuple[str, TensorMapping, int]] = {}
+    for name, mapping in prefixed("", "", name_map).items():
+        for number, part in enumerate(mapping.parts):
+            if part in inverse:
+                raise ValueError(f"the table has two rows for {part}: {inverse[part][0]} and {name}")
+            inverse[part] = name, mapping, number
+    return inverse
 
 
 def find_mapping(
-    path: ParameterPath, ours: Mapping[str, tuple[str, TensorMapping, int]]
+    path: ParameterPath, mappings: Mapping[str, tuple[str, TensorMapping, int]]
 ) -> tuple[str, TensorMapping, int]:
-    """The row for one of our arrays: of its own name, of its module's, or of its module's without the last star, where
-    their tensor keeps the stacked dim."""
+    """Return the mapping of one of our arrays: by its own name, by its module's name, or by its module's name without
+    the last star if the checkpoint's tensor keeps the stacked dim."""
     module, _, field = path.name.rpartition(".")
     for name, suffix in ((path.name, ""), (module, f".{field}"), (".".join(module.rsplit(".*.", 1)), f".{field}")):
-        if name in ours:
-            theirs, row, part = ours[name]
-            return theirs + suffix, row, part
+        if name in mappings:
+            pattern, mapping, part = mappings[name]
+            return pattern + suffix, mapping, part
     raise KeyError(f"the table has no row for {path.name}")
 
 
 def strip_base_prefix_if_absent(name_map: NameMap, names: set[str]) -> NameMap | None:
-    """The table without the first word of their names, where the files of a model without its head lack it; None where
-    they do not."""
+    """Return the name map without the base model's prefix (`model.`) if no tensor has it, as in files of a model
+    without its head; None if some do."""
     prefix = next(iter(name_map)).partition(".")[0] + "."
     if not names or any(name.startswith(prefix) for name in names):
         return None
@@ -98,5 +98,6 @@ def strip_base_prefix_if_absent(name_map: NameMap, names: set[str]) -> NameMap |
 
 
 def strip_base_prefix(name_map: NameMap) -> NameMap:
+    """Return the name map without the first word of the names that have the base model's prefix."""
     prefix = next(iter(name_map)).partition(".")[0] + "."
-    return {name.removeprefix(prefix): row for name, row in name_map.items()}
+    return {name.removeprefix(prefix): mapping for name, mapping in name_map.items()}

@@ -1,7 +1,8 @@
-"""A checkpoint, understood and not yet read: which model it is of, and which of its tensors belongs where."""
+"""Resolve a checkpoint before reading it: its family, its model in shapes, and the tensor behind each parameter."""
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,52 +13,86 @@ import jax
 
 from zoo.models import Decoder
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
+from zoo.models.hf.families import FAMILIES, families
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
 
-from .directory import CONFIG_NAME, find_family, open_tensors, read_json, resolve_directory
 from .packed import unpack_mxfp4
 from .plan import TensorPlan, plan, strip_base_prefix_if_absent
-from .safetensors import CheckpointError, LazyTensor
+from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
 
+CONFIG_NAME = "config.json"
 _QUANTIZATION_KEY = "quantization_config"
-"""The key of a config that says that matrices are packed."""
+"""The config key that says that weight matrices are packed."""
+_MAX_LISTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What is known of a checkpoint before a tensor of it is read. Names and shapes agree with the config's."""
+    """A checkpoint whose tensor names and shapes agree with its config. No tensor has been read yet."""
 
     location: str
-    """What errors call it."""
+    """Its name in error messages."""
     family: Family
     config: Config
     model: Decoder
-    """In shapes only."""
+    """The model in shapes only."""
     name_map: NameMap
     tensor_plans: Mapping[str, TensorPlan]
-    """The tensors that the model is made of."""
+    """The tensors that hold the model's parameters."""
     tensors: Mapping[str, LazyTensor]
-    """All that there are."""
+    """Every tensor in the files."""
     tied: tuple[str, str] | None
-    """A head that is stored though the config ties it, and the embedding that it has to be equal to."""
+    """Tied weights that are stored twice: the names of the head and of the embedding it must equal. Else None."""
 
 
 def open_checkpoint(
     directory: str | Path, family: Family | None = None, ignore: Collection[str] = (), packed: bool = False
 ) -> Checkpoint:
-    """A directory, understood. Only its config and headers are read. Packed matrices stay so if `packed`, and are else
-    read as if they were not.
+    """Resolve a checkpoint directory from its config and safetensors headers. Packed matrices stay packed if `packed`,
+    and are decoded otherwise.
 
-    **Raises** `CheckpointError` as `load` does, numbers apart.
+    **Raises** `CheckpointError` as `load` does, except for what only the tensors' data can show.
     """
     path = resolve_directory(directory)
-    given = read_json(path / CONFIG_NAME)
-    family = find_family(given, path / CONFIG_NAME) if family is None else family
-    return resolve_checkpoint(given, open_tensors(path), family, ignore, f"{path / CONFIG_NAME}: ", str(path), packed)
+    config = read_json(path / CONFIG_NAME)
+    family = find_family(config, path / CONFIG_NAME) if family is None else family
+    return resolve_checkpoint(config, open_tensors(path), family, ignore, f"{path / CONFIG_NAME}: ", str(path), packed)
+
+
+def resolve_directory(directory: str | Path) -> Path:
+    """Return the directory as a path.
+
+    **Raises** `CheckpointError` if there is none. For the name of a repository on the Hugging Face hub, the message
+    shows how to download it.
+    """
+    path = Path(directory)
+    if os.path.isdir(path):  # unlike `Path.is_dir`, False too for a name that is too long for the file system
+        return path
+    if os.path.exists(path):
+        raise CheckpointError(f"{path} is a file: pass the directory that contains it and {CONFIG_NAME}")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
+        raise CheckpointError(
+            f"there is no directory {directory}. If that is a name on the Hugging Face hub: `pip install "
+            f"huggingface_hub`, then `hf download {directory} --local-dir {path.name}`, and load {path.name!r}"
+        )
+    raise CheckpointError(f"there is no directory {directory}")
+
+
+def find_family(config: Mapping[str, Any], path: Path) -> Family:
+    """Return the family that the config's `model_type` names.
+
+    **Raises** `CheckpointError` for an unknown `model_type`, with the nearest known one.
+    """
+    name = config.get("model_type")
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
+    problem = f"has the model_type {name!r}" if name is not None else "has no model_type"
+    hint = suggest_nearest(str(name), FAMILIES) or "."
+    raise CheckpointError(f"{path} {problem}{hint} Families that can be read: {', '.join(families())}")
 
 
 def resolve_checkpoint(
-    given: Mapping[str, Any],
+    config_json: Mapping[str, Any],
     tensors: Mapping[str, LazyTensor],
     family: Family,
     ignore: Collection[str],
@@ -65,37 +100,39 @@ def resolve_checkpoint(
     location: str,
     packed: bool = False,
 ) -> Checkpoint:
-    """A config and tensors, held against each other."""
-    given, decode = {key: value for key, value in given.items() if key not in ignore}, False
+    """Build the config's model in shapes, plan which tensor each parameter is read from, and check names and shapes.
+
+    **Raises** `CheckpointError` where config and tensors disagree.
+    """
+    config_json, decode = {key: value for key, value in config_json.items() if key not in ignore}, False
     try:
-        config = read_config(family, given)
+        config = read_config(family, config_json)
         if config.get(_QUANTIZATION_KEY) is None and packed:
             raise ConfigError(
                 f"packed=True, and without a {_QUANTIZATION_KEY} nothing in the checkpoint is packed: leave it out"
             )
         if config.get(_QUANTIZATION_KEY) is not None and not packed:
-            given = {key: value for key, value in given.items() if key != _QUANTIZATION_KEY}
-            config, decode = read_config(family, given), True
+            config_json = {key: value for key, value in config_json.items() if key != _QUANTIZATION_KEY}
+            config, decode = read_config(family, config_json), True
         layers = config["num_hidden_layers"]
-        if layers > len(tensors):  # so many would take forever to describe
+        if layers > len(tensors):  # refused here: building 10^9 layers, if only in shapes, would never end
             raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
         model = eqx.filter_eval_shape(lambda: family.build(config, key=jax.random.key(0)))
-        table = family.names(config)
-    except ValueError as error:  # keys by themselves, or sizes that do not go together
+        name_map = family.names(config)
+    except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
     tensors = unpack_mxfp4(tensors, location) if decode else tensors
-    short = strip_base_prefix_if_absent(table, set(tensors))
-    model = dataclasses.replace(model, origin=Origin(family, json.dumps(given), short is not None))
-    table = table if short is None else short
-    planned = plan(model, table)
+    stripped = strip_base_prefix_if_absent(name_map, set(tensors))
+    name_map = name_map if stripped is None else stripped
+    model = dataclasses.replace(model, origin=Origin(family, json.dumps(config_json), stripped is not None))
+    tensor_plans = plan(model, name_map)
     head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
-    tied = config.get("tie_word_embeddings") and {head, embedding} <= tensors.keys()
-    unread = () if family.find_ignored_tensors is None else family.find_ignored_tensors(config, tensors)
-    _check_tensors(planned, tensors, family, location, allowed=(head, *unread) if tied else unread)
-    return Checkpoint(location, family, config, model, table, planned, tensors, (head, embedding) if tied else None)
-
-
-_MAX_LISTED = 20
+    is_tied_head_stored = config.get("tie_word_embeddings") and {head, embedding} <= tensors.keys()
+    ignored = () if family.find_ignored_tensors is None else family.find_ignored_tensors(config, tensors)
+    allowed = (head, *ignored) if is_tied_head_stored else ignored
+    _check_tensors(tensor_plans, tensors, family, location, allowed)
+    tied = (head, embedding) if is_tied_head_stored else None
+    return Checkpoint(location, family, config, model, name_map, tensor_plans, tensors, tied)
 
 
 def _check_tensors(
@@ -105,21 +142,21 @@ def _check_tensors(
     location: str,
     allowed: Collection[str],
 ) -> None:
-    """**Raises** `CheckpointError` that tells of every tensor that is missing, too many, or of another shape."""
-    wrong, surplus = [], tensors.keys() - tensor_plans.keys() - set(allowed)
+    """**Raises** `CheckpointError` that lists every tensor that is missing, unexpected, or of another shape."""
+    problems, unexpected = [], tensors.keys() - tensor_plans.keys() - set(allowed)
     for number, name in enumerate(sorted(tensor_plans.keys() - tensors.keys())):
-        hint = suggest_nearest(name, surplus) if number < _MAX_LISTED else ""
-        wrong.append(f"{name} {list(tensor_plans[name].shape)} is missing{hint}")
-    for name in surplus:
+        hint = suggest_nearest(name, unexpected) if number < _MAX_LISTED else ""
+        problems.append(f"{name} {list(tensor_plans[name].shape)} is missing{hint}")
+    for name in unexpected:
         if not any(re.search(pattern, name) for pattern in family.ignored_tensors):
-            wrong.append(f"{name} {list(tensors[name].shape)} has no place in the model")
+            problems.append(f"{name} {list(tensors[name].shape)} has no place in the model")
     for name in tensor_plans.keys() & tensors.keys():
         if tensors[name].shape != tensor_plans[name].shape:
-            theirs, ours = list(tensors[name].shape), list(tensor_plans[name].shape)
-            wrong.append(f"{name} is {theirs} in the file, and the config asks for {ours}")
-    if wrong:
-        listed = "\n  ".join(sorted(wrong)[:_MAX_LISTED])
-        more = f"\n  and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
+            stored, expected = list(tensors[name].shape), list(tensor_plans[name].shape)
+            problems.append(f"{name} is {stored} in the file, and the config asks for {expected}")
+    if problems:
+        listed = "\n  ".join(sorted(problems)[:_MAX_LISTED])
+        more = f"\n  and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise CheckpointError(
             f"{location} does not hold the {family.name} that its config describes:\n  {listed}{more}"
         )

@@ -1,14 +1,16 @@
-"""Files of safetensors: a header of names, dtypes, shapes and places, then the numbers. Nothing in them can run.
+"""Read and write safetensors files: a header of names, dtypes, shapes and byte offsets, then raw data. No code in them.
 
-Read by mapping the file, so that a tensor is read when it is touched and only where it is; written tensor by tensor.
-Every header is checked before anything is read through it: places must tile the file exactly.
+The reader memory-maps a file, so that a tensor is paged in only when and where it is indexed. The header is validated
+before any data is read: the offsets must tile the file exactly. A checkpoint is one such file, or several shards with
+an index.
 """
 
 import dataclasses
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.models.hf.spec import Shape, TensorMapping
+
+SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 DTYPES: dict[str, np.dtype] = {
     **{f"F{bits}": np.dtype(f"float{bits}") for bits in (64, 32, 16)},
@@ -28,18 +33,16 @@ DTYPES: dict[str, np.dtype] = {
 }
 _DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _DTYPE_ORDER: Sequence[str] = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
-"""In which `safetensors` writes tensors: by dtype, and those of one dtype by name."""
+"""The order in which `safetensors` writes tensors: by dtype, then by name."""
 _MAX_HEADER_BYTES = 100_000_000
-_ALIGNMENT = 64  # JAX takes a buffer on the CPU as it is, without a copy, where it begins at a multiple of this
-
-
 _MAX_ERROR_LENGTH = 1600
 
 
 class CheckpointError(ValueError):
-    """A directory that is no checkpoint that we can read: says what is wrong, where, and what would do.
+    """A checkpoint that cannot be read or written: says what is wrong, where, and what would help.
 
-    A damaged file may hold names and values of any length and of any characters: the message stays short, printable.
+    A damaged file may hold names and values of any length and with any characters: the message stays short and
+    printable.
     """
 
     def __init__(self, message: str):
@@ -50,21 +53,21 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """One tensor of a checkpoint, not read yet."""
+    """One tensor of a checkpoint, read when asked for."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
-    """Its numbers, as a view of where they are: not to be written to."""
+    """Return the data as a read-only view, not a copy."""
     release: Callable[[], None] = lambda: None
-    """Let go of what was read of the file so far; it can be read again."""
+    """Drop the pages that were read from the file; they can be read again."""
     zero_copy: bool = False
-    """Whether a model may keep these very numbers in place of a copy."""
+    """True if a model may keep this very buffer instead of a copy."""
     views: Callable[[TensorMapping, Sequence[Shape], int], Sequence[Any]] | None = None
-    """What `row.views` would give of its numbers, where these are made only when a part is indexed."""
+    """A replacement of `TensorMapping.views` for data that is decoded only when a view is indexed."""
 
     def read_part(self, mapping: TensorMapping, shapes: Sequence[Shape], num_stacked_dims: int, number: int) -> Any:
-        """One of the parts that a row of a table has in it, in its own shape: to be indexed with slices."""
+        """Return part `number` of the tensor's `mapping`, in the parameter's shape, to be indexed with slices."""
         views = (
             mapping.views(self.read(), shapes, num_stacked_dims)
             if self.views is None
@@ -73,64 +76,129 @@ class LazyTensor:
         return views[number].reshape(shapes[number])
 
 
-def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Every tensor of one file, by name. Only the header is read.
+def open_tensors(directory: Path) -> dict[str, LazyTensor]:
+    """Return every tensor of a checkpoint by name, from one safetensors file or from shards. Reads headers only.
 
-    **Raises** `CheckpointError` for a header that is damaged, or does not fit the file.
+    **Raises** `CheckpointError` without a safetensors file, for a damaged file, and for an index that points outside
+    the directory or disagrees with its shards.
+    """
+    if os.path.isfile(directory / SAFE_WEIGHTS_NAME):
+        return open_safetensors(directory / SAFE_WEIGHTS_NAME)
+    if os.path.isfile(directory / SAFE_WEIGHTS_INDEX_NAME):
+        return _open_shards(directory)
+    file_names = sorted(path.name for path in directory.iterdir())
+    pickled = [name for name in file_names if name.endswith(PICKLE_SUFFIXES)]
+    if pickled:
+        raise CheckpointError(
+            f"{directory} has its weights pickled, in {pickled[0]}: unpickling a file runs the code in it, so we never "
+            "do. If you trust it, transformers writes safetensors: "
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(...)"
+        )
+    raise CheckpointError(
+        f"{directory} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, "
+        f"but {', '.join(file_names[:8]) or 'nothing at all'}"
+    )
+
+
+def _open_shards(directory: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of all shards that the index lists. **Raises** `CheckpointError` where the two disagree."""
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    weight_map = read_json(index).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
+        raise CheckpointError(f"{index} is damaged: a weight_map from tensors to files was expected")
+    tensors: dict[str, LazyTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        if shard != Path(shard).name or "\\" in shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {shard!r}: shards must be safetensors files in the same directory")
+        if not os.path.isfile(directory / shard):
+            raise CheckpointError(f"{index} names {shard!r}, and there is no such file in {directory}")
+        shard_tensors = open_safetensors(directory / shard)
+        listed = {name for name, file in weight_map.items() if file == shard}
+        if wrong := sorted(listed ^ shard_tensors.keys()):
+            where = "in the index but not in the file" if wrong[0] in listed else "in the file but not in the index"
+            raise CheckpointError(f"{directory / shard} and {index} disagree: {wrong[0]} is {where}")
+        tensors |= shard_tensors
+    return tensors
+
+
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Memory-map one safetensors file and return its tensors by name. Reads the header only.
+
+    **Raises** `CheckpointError` for a damaged header, or one that does not fit the file's size.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(
-                f"{path}: no safetensors file, or a truncated one: {size} bytes, which should begin with the length of "
+                f"{path}: not a safetensors file, or a truncated one: its {size} bytes should begin with the length of "
                 "a header that fits into them"
             )
         text = file.read(length)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        header = json.loads(text.decode(), object_pairs_hook=reject_duplicate_keys)
+        header = json.loads(text.decode(), object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is damaged: {error}") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header is damaged: a table of tensors was expected")
+        raise CheckpointError(f"{path}: its header is damaged: a JSON object of tensors was expected")
     header.pop("__metadata__", None)
-    found = {name: _parse_header_entry(path, name, facts) for name, facts in header.items()}
+    entries = {name: _parse_header_entry(path, name, entry) for name, entry in header.items()}
     end = 0
-    for name, (_, _, start, stop) in sorted(found.items(), key=lambda item: item[1][2:]):
+    for name, (_, _, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if start != end:
             raise CheckpointError(
-                f"{path}: {name} begins at byte {start} of the data, and what is before ends at {end}"
+                f"{path}: {name} begins at byte {start} of the data, and the tensor before it ends at {end}"
             )
         end = stop
     if end != size - 8 - length:
         raise CheckpointError(
-            f"{path}: truncated, or longer than it says: its header speaks of {end} bytes of data, and there are "
+            f"{path}: truncated, or longer than it says: its header describes {end} bytes of data, and the file has "
             f"{size - 8 - length}"
         )
-    numbers = np.frombuffer(mapped, np.uint8)
+    data = np.frombuffer(mapped, np.uint8)
 
-    def forget() -> None:
+    def release() -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def tensor(dtype: np.dtype, shape: tuple[int, ...], start: int, stop: int) -> LazyTensor:
-        place = slice(8 + length + start, 8 + length + stop)
-        return LazyTensor(dtype, shape, lambda: numbers[place].view(dtype).reshape(shape), forget)
+    def make_tensor(dtype: np.dtype, shape: tuple[int, ...], start: int, stop: int) -> LazyTensor:
+        span = slice(8 + length + start, 8 + length + stop)
+        return LazyTensor(dtype, shape, lambda: data[span].view(dtype).reshape(shape), release)
 
-    return {name: tensor(*facts) for name, facts in found.items()}
+    return {name: make_tensor(*entry) for name, entry in entries.items()}
 
 
-def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. **Raises** `CheckpointError` for a missing or damaged file, or no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_reject_duplicate_keys)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {path}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: a JSON object was expected")
+    return value
+
+
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object's dict (an `object_pairs_hook`). **Raises** `ValueError` for a key that occurs twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands in it twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return table
 
 
 def _parse_header_entry(path: Path, name: str, header_entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """What a header says of one tensor. **Raises** `CheckpointError` where that is not possible."""
+    """Return (dtype, shape, start, stop) of one tensor. **Raises** `CheckpointError` for an invalid entry."""
     if not isinstance(header_entry, dict) or header_entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: its header is damaged at {name!r}: dtype, shape and data_offsets were expected")
     code, shape, offsets = header_entry["dtype"], header_entry["shape"], header_entry["data_offsets"]
@@ -152,26 +220,20 @@ def _is_count_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**62 for x in value)
 
 
-def write_safetensors(path: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
-    """A file of these tensors, as `safetensors` itself writes it. `tensor(name)` is called for one after another."""
-    shapes = dict(sorted(shapes.items(), key=lambda item: (_DTYPE_ORDER.index(_DTYPE_CODES[item[1][1]]), item[0])))
+def write_safetensors(path: Path, specs: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
+    """Write a file of tensors with these (shape, dtype), byte for byte as `safetensors` does.
+
+    `tensor(name)` returns the data; it is called once per tensor, in the file's order, so one is in memory at a time.
+    """
+    specs = dict(sorted(specs.items(), key=lambda item: (_DTYPE_ORDER.index(_DTYPE_CODES[item[1][1]]), item[0])))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype) in shapes.items():
+    for name, (shape, dtype) in specs.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in shapes:
+        for name in specs:
             file.write(np.ascontiguousarray(tensor(name)).reshape(-1).view(np.uint8).data)
-
-
-def empty_aligned(shape: Iterable[int], dtype: Any) -> np.ndarray:
-    """An array that JAX takes on the CPU without a copy."""
-    shape, dtype = tuple(shape), np.dtype(dtype)
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""From a model to a directory that transformers and `load` read: the family's table, backward."""
+"""Save a model as a checkpoint directory that transformers and `load` read: the family's name map, inverted."""
 
 import json
 import math
@@ -19,9 +19,9 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family, NameMap, Origin
 from zoo.models.parameter_paths import find_differences
 
-from .directory import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .plan import plan, strip_base_prefix
-from .safetensors import CheckpointError, write_safetensors
+from .resolve import CONFIG_NAME
+from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_safetensors
 
 _WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -34,46 +34,49 @@ def save(
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model as a Hugging Face directory: `config.json`, and its parameters under the names of its family.
+    """Save a model as a Hugging Face directory: `config.json` and safetensors under the family's tensor names.
 
-    - `model`: a model, or a tree of its shape: gradients are written under the names of their parameters.
-    - `family`: what to write it as. A loaded model is written as what it was read from; one made from scratch as the
-      first family that computes the same.
-    - `config`: keys to add or change in config.json that say nothing of the computation: `{"eos_token_id": 2}`.
-    - `shard_bytes`: a larger checkpoint is written in shards with an index.
+    - `model`: a model, or a tree of its structure: gradients are saved under their parameters' names.
+    - `family`: the family to save as. Default: for a loaded model the family it was loaded from; for a model made from
+      scratch the first family that computes the same.
+    - `config`: keys to add or change in config.json that do not affect the computation: `{"eos_token_id": 2}`.
+    - `shard_bytes`: a larger checkpoint is saved in shards with an index.
 
-    What the config describes is built once more, in shapes only, and compared with the model: it is written only if it
-    will be read as what it is. A checkpoint in MXFP4 that was decoded as it was read is written as the numbers that it
-    stands for, which is another file; one that was loaded `packed` as the same bytes. Tensors are written one by one;
-    what the directory held before is replaced only when all of them are there. Of several processes, which all call
-    this, the first writes. Numbers that are not finite are written as they are, and refused by `load`.
+    Before anything is written, the config's model is built in shapes and compared with `model`, so that `load` returns
+    the same model. An MXFP4 checkpoint that was dequantized on load is saved as plain tensors; one loaded with
+    `packed=True`, byte for byte. Tensors are written one at a time, and the old files of the directory are replaced
+    only once all new ones are complete. With several processes, all of them call this and the first writes. Numbers
+    that are not finite are written unchanged, and refused by `load`.
 
-    **Raises** `CheckpointError` where no family computes what the model does, with the first thing in which it differs,
-    and where parts that are stored in one tensor have several dtypes.
+    **Raises** `CheckpointError` if no family computes what the model does, with the first difference, and if the parts
+    of a fused tensor have several dtypes.
     """
-    origin, table = resolve_origin(model, family, dict(config or {}))
-    _write_checkpoint(model, Path(directory), origin, table, shard_bytes)
+    origin, name_map = resolve_origin(model, family, dict(config or {}))
+    _write_checkpoint(model, Path(directory), origin, name_map, shard_bytes)
 
 
-def resolve_origin(model: Any, asked: str | Family | None, more: dict[str, Any]) -> tuple[Origin, NameMap]:
-    """The config that a model is written with, and the names of its tensors."""
-    family = _get_family(asked) if isinstance(asked, str) else asked
+def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[str, Any]) -> tuple[Origin, NameMap]:
+    """Return the family and config to save a model with, and its name map.
+
+    **Raises** `CheckpointError` with the reason for each family that does not fit.
+    """
+    family = _get_family(requested) if isinstance(requested, str) else requested
     origin, reasons = getattr(model, "origin", None), []
     if origin is not None and family in (None, origin.family):
-        config = {**json.loads(origin.config), **more}
+        config = {**json.loads(origin.config), **overrides}
         reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
             return Origin(origin.family, _format_config(config, model), origin.lacks_base_prefix), read_name_map(
                 origin.family, config, origin.lacks_base_prefix
             )
-        family = origin.family  # it was changed since: what it is now may still be of the family
+        family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
     for candidate in FAMILIES.values() if family is None else [family]:
         if candidate.describe is None:
             reasons.append(f"{candidate.name}: only models that were read from such a checkpoint can be written as one")
             continue
         try:
-            config = {**_describe_config(model, candidate), **more}
+            config = {**_describe_config(model, candidate), **overrides}
             reason = _find_config_mismatch(model, candidate, config)
         except ConfigError as error:
             reason = str(error)
@@ -90,16 +93,16 @@ def _get_family(name: str) -> Family:
 
 
 def _describe_config(model: Any, family: Family) -> dict[str, Any]:
-    """What a family's config.json says of a model made from scratch."""
+    """Return the config.json of a model made from scratch, in the family's own keys."""
     assert family.describe is not None
-    theirs = {usual: word for word, usual in family.aliases.items()}
-    found = {key: value for key, value in family.describe(model).items() if key in family.defaults}
-    facts = {"architectures": [family.architecture], "model_type": family.name}
-    return {**facts, **{theirs.get(key, key): value for key, value in found.items()}}
+    family_keys = {usual: key for key, usual in family.aliases.items()}
+    values = {key: value for key, value in family.describe(model).items() if key in family.defaults}
+    header = {"architectures": [family.architecture], "model_type": family.name}
+    return {**header, **{family_keys.get(key, key): value for key, value in values.items()}}
 
 
 def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
-    """The first thing in which a model differs from the one that a config describes; None where nothing does."""
+    """Return the first difference between a model and the one that a config describes; None if there is none."""
     try:
         read = read_config(family, config)
         built = eqx.filter_eval_shape(lambda: family.build(read, key=jax.random.key(0)))
@@ -109,36 +112,38 @@ def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any])
 
 
 def read_name_map(family: Family, config: Mapping[str, Any], lacks_base_prefix: bool) -> NameMap:
-    table = family.names(read_config(family, config))
-    return strip_base_prefix(table) if lacks_base_prefix else table
+    """Return a config's name map, without the base model's prefix if the files lack it."""
+    name_map = family.names(read_config(family, config))
+    return strip_base_prefix(name_map) if lacks_base_prefix else name_map
 
 
 def _format_config(config: Mapping[str, Any], model: Any) -> str:
-    """config.json with the dtype that the parameters have, in the spelling that it had."""
-    kinds = {np.dtype(x.dtype) for x in jax.tree.leaves(model) if hasattr(x, "dtype")}
-    dtypes = {kind for kind in kinds if jax.numpy.issubdtype(kind, jax.numpy.floating)}
+    """Return config.json as text, with the parameters' dtype, under `torch_dtype` if the config used that key."""
+    dtypes = {np.dtype(x.dtype) for x in jax.tree.leaves(model) if hasattr(x, "dtype")}
+    dtypes = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, jax.numpy.floating)}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    found = dict(config)
+    config = dict(config)
     if len(dtypes) == 1:
-        found[key] = next(iter(dtypes)).name
-    return json.dumps(found, indent=2, sort_keys=True) + "\n"
+        config[key] = next(iter(dtypes)).name
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
 def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: NameMap, shard_bytes: int) -> None:
-    shapes, tensor = export_tensors(model, name_map)
-    shards = _assign_shards(shapes, shard_bytes)
+    """Write config, shards and index as `.partial` files, then rename them all."""
+    specs, tensor = export_tensors(model, name_map)
+    shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
     texts = {CONFIG_NAME: origin.config}
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(map(_count_bytes, shapes.values()))}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(map(_count_bytes, specs.values()))}, "weight_map": weight_map}
         texts[SAFE_WEIGHTS_INDEX_NAME] = json.dumps(index, indent=2, sort_keys=True) + "\n"
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         try:
             for file, names in zip(files, shards, strict=True):
-                write_safetensors(directory / f"{file}.partial", {name: shapes[name] for name in names}, tensor)
+                write_safetensors(directory / f"{file}.partial", {name: specs[name] for name in names}, tensor)
             for file, text in texts.items():
                 (directory / f"{file}.partial").write_text(text, encoding="utf-8")
         except BaseException:
@@ -147,42 +152,44 @@ def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: Nam
             raise
         for file in (*files, *texts):
             os.replace(directory / f"{file}.partial", directory / file)
-        for old in directory.iterdir():  # what would be read before, or beside, what was just written
+        for old in directory.iterdir():  # stale weights, which `load` might read instead
             if _WEIGHT_FILE_PATTERN.fullmatch(old.name) and old.name not in (*files, *texts):
                 old.unlink()
     else:
-        for name in shapes:  # its shards are needed by the process that writes
+        for name in specs:  # take part in the all-gather of each tensor
             tensor(name)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("zoo.save")  # nobody reads before it is all there
+        multihost_utils.sync_global_devices("zoo.save")  # no process loads before all files are written
 
 
 _TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
+"""Tensor name -> (shape, dtype)."""
 
 
 def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
-    """What a model's tensors are called and shaped in a checkpoint, in order of their names; and a function that puts
-    together the one of a name."""
-    leaves, planned = jax.tree.leaves(model), plan(model, name_map)
-    shapes: _TensorSpecs = {}
-    for name, of in sorted(planned.items()):
-        dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in of.slices}
+    """Return shape and dtype of each checkpoint tensor, sorted by name, and a function that assembles a tensor."""
+    leaves, plans = jax.tree.leaves(model), plan(model, name_map)
+    specs: _TensorSpecs = {}
+    for name, tensor_plan in sorted(plans.items()):
+        dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in tensor_plan.slices}
         if len(dtypes) > 1:
-            told = " and ".join(sorted(map(str, dtypes)))
-            raise CheckpointError(f"{name} is made of {', '.join(of.mapping.parts)}, which are {told}: cast them alike")
-        shapes[name] = of.shape, dtypes.pop()
+            listed = " and ".join(sorted(map(str, dtypes)))
+            parts = ", ".join(tensor_plan.mapping.parts)
+            raise CheckpointError(f"{name} is made of {parts}, which are {listed}: cast them to one dtype")
+        specs[name] = tensor_plan.shape, dtypes.pop()
 
-    def tensor(name: str) -> np.ndarray:
-        of = planned[name]
-        parts = [gather_to_host(leaves[piece.leaf], piece.index) for piece in of.slices]
-        if len(parts) == 1 and not of.mapping.transposed:
-            return parts[0].reshape(of.shape)
-        whole = np.empty(of.shape, parts[0].dtype)
-        for view, part in zip(of.mapping.views(whole, of.part_shapes, of.num_stacked_dims), parts, strict=True):
+    def assemble_tensor(name: str) -> np.ndarray:
+        tensor_plan = plans[name]
+        mapping, part_shapes = tensor_plan.mapping, tensor_plan.part_shapes
+        parts = [gather_to_host(leaves[piece.leaf], piece.index) for piece in tensor_plan.slices]
+        if len(parts) == 1 and not mapping.transposed:
+            return parts[0].reshape(tensor_plan.shape)
+        tensor = np.empty(tensor_plan.shape, parts[0].dtype)
+        for view, part in zip(mapping.views(tensor, part_shapes, tensor_plan.num_stacked_dims), parts, strict=True):
             view[...] = part.reshape(view.shape)
-        return whole
+        return tensor
 
-    return shapes, tensor
+    return specs, assemble_tensor
 
 
 def _count_bytes(spec: tuple[tuple[int, ...], np.dtype]) -> int:
@@ -190,28 +197,28 @@ def _count_bytes(spec: tuple[tuple[int, ...], np.dtype]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _assign_shards(shapes: _TensorSpecs, max_bytes: int) -> list[list[str]]:
-    """Names in order, as many in each shard as fit; one that fits in none is alone."""
+def _assign_shards(specs: _TensorSpecs, max_bytes: int) -> list[list[str]]:
+    """Fill shards with names in order, up to `max_bytes` each. A larger tensor gets a shard of its own."""
     shards: list[list[str]] = [[]]
-    filled = 0
-    for name, kind in shapes.items():
-        size = _count_bytes(kind)
-        if shards[-1] and filled + size > max_bytes:
+    shard_bytes = 0
+    for name, spec in specs.items():
+        size = _count_bytes(spec)
+        if shards[-1] and shard_bytes + size > max_bytes:
             shards.append([])
-            filled = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        filled += size
+        shard_bytes += size
     return shards
 
 
 def gather_to_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
-    """`array[index]`, put together from wherever its shards are."""
+    """Gather `array[index]` from all of its shards into host memory."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array[index], tiled=True))
     if index or not isinstance(array, jax.Array):
         return np.asarray(array[index])
-    whole = np.empty(array.shape, array.dtype)  # by shards: JAX would keep a copy of the whole on the host
+    gathered = np.empty(array.shape, array.dtype)  # shard by shard: np.asarray would leave a cached copy in the array
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            whole[shard.index] = shard.data
-    return whole
+            gathered[shard.index] = shard.data
+    return gathered

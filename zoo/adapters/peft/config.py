@@ -1,4 +1,4 @@
-"""adapter_config.json as PEFT has it: which method, which options, and which of them we do not compute."""
+"""Read and validate PEFT's adapter_config.json: the method, its options, and the options that are not supported."""
 
 import math
 import re
@@ -18,8 +18,8 @@ _COMMON_DEFAULTS: Mapping[str, Any] = {
     "task_type": None, "layers_pattern": None, "layers_to_transform": None, "fan_in_fan_out": False, "bias": "none",
     "ensure_weight_tying": False,
 }  # fmt: skip
-"""Keys of every method, with what PEFT has where a file omits them. Which modules have an adapter we read off the
-tensors, and how a base's matrix lies in its file off the family's table."""
+"""Keys of all methods, with PEFT's defaults. Target modules follow from the tensors of the file, and the layout of the
+base's weights (`fan_in_fan_out`) from the name table of the family."""
 
 _LORA_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
@@ -33,7 +33,7 @@ _LORA_IGNORED_KEYS = (
     "megatron_core",
     "qalora_group_size",
 )
-"""How factors were started, or what another switch brings into play."""
+"""Initialization, and options that have no effect without another that is refused."""
 _LORA_REQUIRED_VALUES: Mapping[str, tuple] = {
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,), "layer_replication": (None,),
     "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,), "target_parameters": (None, []),
@@ -42,17 +42,17 @@ _LORA_REQUIRED_VALUES: Mapping[str, tuple] = {
 
 _ADALORA_DEFAULTS: Mapping[str, Any] = {"init_r": 12, "lora_alpha": 8, "lora_dropout": 0.0, "init_lora_weights": True}
 _ADALORA_IGNORED_KEYS = (
-    *_LORA_IGNORED_KEYS, "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
-    "rank_pattern", "alpha_pattern", "use_rslora",
+    *_LORA_IGNORED_KEYS, "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight",
+    "total_step", "rank_pattern", "alpha_pattern", "use_rslora",
 )  # fmt: skip
-"""How ranks are allocated, which we read off the tensors; and LoRA's keys that PEFT does not heed here."""
+"""Rank allocation, whose result follows from the tensors, and keys of LoRA that PEFT ignores for AdaLoRA."""
 _ADALORA_REQUIRED_VALUES: Mapping[str, tuple] = {**_LORA_REQUIRED_VALUES, "use_dora": (False,)}
 
 _OFT_DEFAULTS: Mapping[str, Any] = {
     "module_dropout": 0.0, "block_share": False, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5,
 }  # fmt: skip
 _OFT_IGNORED_KEYS = ("r", "oft_block_size", "init_weights", "eps")
-"""Sizes and numbers of blocks, which we read off the tensors, and how they were started."""
+"""Block size and count, which follow from the tensors, and initialization."""
 
 _LYCORIS_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "alpha": 8, "alpha_pattern": {}, "rank_dropout": 0.0, "module_dropout": 0.0, "rank_dropout_scale": False,
@@ -76,41 +76,43 @@ _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tu
     "OFT": (_OFT_DEFAULTS, _OFT_IGNORED_KEYS, {"coft": (False,)}),
     "ADALORA": (_ADALORA_DEFAULTS, _ADALORA_IGNORED_KEYS, _ADALORA_REQUIRED_VALUES),
 }
-"""A method's own keys with their defaults, those that change nothing, and those with the values that we compute."""
+"""Per method: its keys with defaults, ignored keys, and keys with the only values that are supported."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """An adapter's config, defaults filled in. **Raises** `CheckpointError` for a method or an option that we do not
-    compute, by name."""
+    """Read an adapter's config and fill in the defaults. **Raises** `CheckpointError` for an unknown or unsupported
+    method or option."""
     path = directory / CONFIG_FILE
-    given = read_json(path)
-    method = given.get("peft_type")
+    config = read_json(path)
+    method = config.get("peft_type")
     if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
-            f"{path} has the peft_type {method!r}{suggest_nearest(str(method), _METHODS) or '.'} Methods that are read: "
-            f"{', '.join(_METHODS)}"
+            f"{path} has the peft_type {method!r}{suggest_nearest(str(method), _METHODS) or '.'} "
+            f"Methods that are read: {', '.join(_METHODS)}"
         )
-    defaults, inert, refused = _METHODS[method]
-    for key, value in given.items():
-        if key in refused and value not in refused[key]:
-            allowed = " or ".join(map(repr, refused[key]))
+    defaults, ignored_keys, required_values = _METHODS[method]
+    for key, value in config.items():
+        if key in required_values and value not in required_values[key]:
+            allowed = " or ".join(map(repr, required_values[key]))
             raise CheckpointError(f"{path}: {key} = {value!r} is not computed here; it is read where it is {allowed}")
-        if key not in {*_COMMON_DEFAULTS, *defaults, *inert, *refused}:
+        if key not in {*_COMMON_DEFAULTS, *defaults, *ignored_keys, *required_values}:
             known = {*_COMMON_DEFAULTS, *defaults}
             raise CheckpointError(f"{path}: the key {key!r} is not known{suggest_nearest(key, known) or ' to us.'}")
-    for fault in _find_config_errors({key: value for key, value in {**defaults, **given}.items() if key not in inert}):
-        raise CheckpointError(f"{path}: {fault}")
-    if method == "OFT" and (told := _find_version_error(given)):
-        raise CheckpointError(f"{path}: {told}")
-    honored = ("none", "lora_only", "all") if method == "LORA" else ("none",)
-    if given.get("bias", "none") not in honored:
-        told = f"{given['bias']!r} is not read with this method; it is {' or '.join(map(repr, honored))}"
-        raise CheckpointError(f"{path}: bias = {told}")
-    return {**_COMMON_DEFAULTS, **defaults, **given}
+    checked = {key: value for key, value in {**defaults, **config}.items() if key not in ignored_keys}
+    for error in _find_config_errors(checked):
+        raise CheckpointError(f"{path}: {error}")
+    if method == "OFT" and (error := _find_version_error(config)):
+        raise CheckpointError(f"{path}: {error}")
+    supported = ("none", "lora_only", "all") if method == "LORA" else ("none",)
+    if config.get("bias", "none") not in supported:
+        raise CheckpointError(
+            f"{path}: bias = {config['bias']!r} is not read with this method; it is {' or '.join(map(repr, supported))}"
+        )
+    return {**_COMMON_DEFAULTS, **defaults, **config}
 
 
 def _find_config_errors(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the numbers and patterns of a config."""
+    """Yield errors in the numbers and patterns of a config."""
     for key, what in {"r": "a rank", "init_r": "a rank", "num_cayley_neumann_terms": "a number"}.items():
         number = config.get(key, 1)
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -131,7 +133,7 @@ def _find_config_errors(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _find_version_error(config: Mapping[str, Any]) -> str:
-    """Why an OFT of an older PEFT is not what is computed now, or nothing."""
+    """Return an error for an OFT of an older version of PEFT that computes something else, or an empty string."""
     if "oft_block_size" not in config:
         return "it has no oft_block_size: before PEFT 0.14 an OFT turned outputs, which is not computed here"
     version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
@@ -145,13 +147,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _matches_pattern(pattern: str, module: str) -> bool:
-    """Whether a key of rank_pattern or alpha_pattern means a module: the end of its name, or a regular expression that
-    fits it up to the end."""
+    """Return True if a key of rank_pattern or alpha_pattern matches a module: a suffix of its name, or a regular
+    expression for one."""
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def scale_from_config(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """What a change of so many ranks is multiplied with."""
+    """Return alpha / rank of a module, or alpha / sqrt(rank) with rsLoRA."""
     default = config["lora_alpha"] if "lora_alpha" in config else config["alpha"]
     alpha = next((a for pattern, a in config["alpha_pattern"].items() if _matches_pattern(pattern, module)), default)
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
