@@ -134,10 +134,12 @@ class Attention(AbstractMixer):
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
         if state is None:
-            mask = AttentionMask(True, self.window, info.segment_ids, info.segment_ids)
+            segments = {"query_segments": info.segment_ids, "key_segments": info.segment_ids}
+            mask = AttentionMask(causal=True, window=self.window, **segments)
         else:
             key, value, key_positions, state = self._update_cache(state, key, value, info.positions)
-            mask = AttentionMask(True, self.window, query_positions=info.positions, key_positions=key_positions)
+            positions = {"query_positions": info.positions, "key_positions": key_positions}
+            mask = AttentionMask(causal=True, window=self.window, **positions)
         mixed = self.implementation(
             query,
             select_kv_heads(key, query),

@@ -141,13 +141,15 @@ class LatentAttention(AbstractMixer):
         require_positions(info, state)
         cos_sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
         query, features = self.project_queries(x, cos_sin), self.project_features(x, cos_sin)
-        mask, attend = AttentionMask(True, None, info.segment_ids, info.segment_ids), self.attend_expanded
-        if state is not None:
+        if state is None:
+            mask = AttentionMask(causal=True, query_segments=info.segment_ids, key_segments=info.segment_ids)
+        else:
             assert info.positions is not None  # see require_positions
             state = state.write(features, info.positions)
-            features, attend = state.features, self.attend_absorbed if x.shape[1] == 1 else self.attend_expanded
-            mask = AttentionMask(True, query_positions=info.positions, key_positions=state.positions)
-        mixed = attend(query, features, mask)
+            features = state.features
+            mask = AttentionMask(causal=True, query_positions=info.positions, key_positions=state.positions)
+        is_decoding = state is not None and x.shape[1] == 1
+        mixed = (self.attend_absorbed if is_decoding else self.attend_expanded)(query, features, mask)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
     def project_queries(self, x: HiddenStates, cos_sin: tuple[Array, Array]) -> HeadVectors:

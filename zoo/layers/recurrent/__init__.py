@@ -1,1 +1,1 @@
-"""Recurrent token mixers: one file per paper, and the pieces they share."""
+"""Recurrent token mixers: one file per paper, and their shared parts."""

@@ -28,7 +28,7 @@ class RecurrentState(Module):
     depend on the sequence length."""
 
     matrix: Float[Array, "batch heads key_dim value_dim"]
-    windows: tuple[ConvState, ...] = ()
+    conv_states: tuple[ConvState, ...] = ()
 
 
 class QKVProjections(Module):
@@ -88,10 +88,10 @@ class QKVProjections(Module):
         updated convolution states, if there are any."""
         qkv, new_states = [linear(x) for linear in (self.query, self.key, self.value)], []
         if self.convolutions:
-            conv_states = (None, None, None) if conv_states is None else conv_states
+            old_states = (None, None, None) if conv_states is None else conv_states
             convolved = [
                 convolution(context.mask_padding(y), context, conv_state)
-                for convolution, y, conv_state in zip(self.convolutions, qkv, conv_states, strict=True)
+                for convolution, y, conv_state in zip(self.convolutions, qkv, old_states, strict=True)
             ]
             qkv, new_states = [y for y, _ in convolved], [state for _, state in convolved if state is not None]
         if self.activation is not None:

@@ -88,7 +88,7 @@ class _DeltaInputs(Module):
     ) -> tuple[_DeltaRuleArrays, tuple[ConvState, ...]]:
         """Return L2-normalized queries and keys, values and betas, 0 for padding; and the updated convolution states,
         if there are any."""
-        query, key, value, conv_states = self.projections(x, context, None if state is None else state.windows)
+        query, key, value, conv_states = self.projections(x, context, None if state is None else state.conv_states)
         beta = context.mask_padding(self.max_beta * jax.nn.sigmoid(self.rate(x).astype(jnp.float32)))
         beta = split_heads_and_steps(beta, self.rate.out_size // self.num_householder, 1)[..., 0]
         return (l2_normalize(query), l2_normalize(key), value, beta), conv_states

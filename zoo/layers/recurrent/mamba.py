@@ -25,8 +25,8 @@ class MambaState(Module):
     """Recurrent state: the SSM state of each channel, in float32, and the convolution state. Its size does not depend
     on the sequence length."""
 
-    memory: Float[Array, "batch inner state"]
-    window: ConvState
+    ssm_state: Float[Array, "batch inner state"]
+    conv_state: ConvState
 
 
 class Mamba(AbstractMixer):
@@ -89,7 +89,7 @@ class Mamba(AbstractMixer):
         **Raises** `ValueError` for a size below 1.
         """
         inner, rank = 2 * embed if inner is None else inner, -(-embed // 16) if rank is None else rank
-        sizes = {"inner": inner, "state": state_dim, "rank": rank}
+        sizes = {"inner": inner, "state_dim": state_dim, "rank": rank}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         keys = jax.random.split(key, 9)
@@ -109,29 +109,29 @@ class Mamba(AbstractMixer):
         self.mode = mode
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> MambaState:
-        memory = jnp.zeros((batch, *self.A_log.shape), jnp.float32)
-        return MambaState(memory, self.convolution.init_state(batch, dtype))
+        ssm_state = jnp.zeros((batch, *self.A_log.shape), jnp.float32)
+        return MambaState(ssm_state, self.convolution.init_state(batch, dtype))
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: MambaState | None = None
     ) -> tuple[HiddenStates, MambaState | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
         context, gate = RecurrenceContext.from_info(x, info, state, self.mode), jax.nn.silu(self.gate(x))
-        convolved, conv_state = self.convolution(self.x(x), context, None if state is None else state.window)
+        convolved, conv_state = self.convolution(self.x(x), context, None if state is None else state.conv_state)
         inputs = jax.nn.silu(convolved)
         dt = self.dt_up(_apply_norm(self.dt_norm, self.dt_down(inputs))).astype(jnp.float32)
-        y, memory = selective_scan(
+        y, ssm_state = selective_scan(
             inputs,
             context.mask_padding(jax.nn.softplus(dt + self.dt_bias)),
             -jnp.exp(self.A_log.astype(jnp.float32)),
             _apply_norm(self.B_norm, self.B(inputs)),
             _apply_norm(self.C_norm, self.C(inputs)),
             self.D,
-            state=None if state is None else state.memory,
+            state=None if state is None else state.ssm_state,
             segment_ids=context.segment_ids,
             mode=context.mode,
         )
-        return self.out(y * gate), None if conv_state is None else MambaState(memory, conv_state)
+        return self.out(y * gate), None if conv_state is None else MambaState(ssm_state, conv_state)
 
 
 def _apply_norm(norm: AbstractNorm | None, x: Float[Array, "batch seq features"]) -> Float[Array, "batch seq features"]:

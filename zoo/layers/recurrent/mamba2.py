@@ -29,7 +29,7 @@ class _Mamba2State(Module):
     """Recurrent state: the SSM state of each head, in float32, and the states of the three convolutions. Its size does
     not depend on the sequence length."""
 
-    memory: Float[Array, "batch heads head_dim state"]
+    ssm_state: Float[Array, "batch heads head_dim state"]
     x: ConvState
     B: ConvState
     C: ConvState
@@ -105,7 +105,7 @@ class Mamba2(AbstractMixer):
         if heads is None and (head_dim < 1 or expand * embed % head_dim):
             raise ValueError(f"expand * embed = {expand * embed} does not share out over heads {head_dim} wide")
         heads = expand * embed // head_dim if heads is None else heads
-        sizes = {"heads": heads, "head_dim": head_dim, "groups": groups, "state": state_dim}
+        sizes = {"heads": heads, "head_dim": head_dim, "groups": groups, "state_dim": state_dim}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         if heads % groups:
@@ -138,9 +138,9 @@ class Mamba2(AbstractMixer):
         self.head_dim, self.state_dim, self.dt_limit, self.mode = head_dim, state_dim, (low, high), mode
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba2State:
-        memory = jnp.zeros((batch, self.A_log.shape[0], self.head_dim, self.state_dim), jnp.float32)
+        ssm_state = jnp.zeros((batch, self.A_log.shape[0], self.head_dim, self.state_dim), jnp.float32)
         convolutions = self.x_convolution, self.B_convolution, self.C_convolution
-        return _Mamba2State(memory, *(each.init_state(batch, dtype) for each in convolutions))
+        return _Mamba2State(ssm_state, *(convolution.init_state(batch, dtype) for convolution in convolutions))
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: _Mamba2State | None = None
@@ -151,14 +151,14 @@ class Mamba2(AbstractMixer):
         inputs, x_state = self._convolve_heads(self.x(x), self.x_convolution, context, x_state, self.head_dim)
         B, B_state = self._convolve_heads(self.B(x), self.B_convolution, context, B_state, self.state_dim)
         C, C_state = self._convolve_heads(self.C(x), self.C_convolution, context, C_state, self.state_dim)
-        y, memory = ssd(
+        y, ssm_state = ssd(
             inputs,
             context.mask_padding(self._compute_dt(x)),
             -jnp.exp(self.A_log.astype(jnp.float32)),
             select_kv_heads(B, inputs, dim="groups"),
             select_kv_heads(C, inputs, dim="groups"),
             self.D,
-            state=None if state is None else state.memory,
+            state=None if state is None else state.ssm_state,
             segment_ids=context.segment_ids,
             mode=context.mode,
         )
@@ -166,7 +166,7 @@ class Mamba2(AbstractMixer):
         y = self.out(y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate))
         if x_state is None or B_state is None or C_state is None:
             return y, None
-        return y, _Mamba2State(memory, x_state, B_state, C_state)
+        return y, _Mamba2State(ssm_state, x_state, B_state, C_state)
 
     def _compute_dt(self, x: HiddenStates) -> Float[Array, "batch seq heads"]:
         """Return the step size dt of each token and head, in float32."""

@@ -28,7 +28,7 @@ class _RGLRUState(Module):
     """Recurrent state: that of the RG-LRU, in float32, and that of the convolution."""
 
     hidden: Float[Array, "batch features"]
-    window: ConvState
+    conv_state: ConvState
 
     features: Dim = eqx.field(static=True)
 
@@ -93,7 +93,7 @@ class RGLRU(AbstractMixer):
         require_positions(info, state)
         context = RecurrenceContext.from_info(x, info, state, self.mode)
         inputs = context.mask_padding(self.input(x))
-        inputs, conv_state = self.convolution(inputs, context, None if state is None else state.window)
+        inputs, conv_state = self.convolution(inputs, context, None if state is None else state.conv_state)
         heads = inputs.reshape(*inputs.shape[:2], -1, self.features.unit)
         recurrence_gate, input_gate = (
             gate.per_head(heads).reshape(inputs.shape) for gate in (self.recurrence_gate, self.input_gate)

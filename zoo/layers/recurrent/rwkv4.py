@@ -28,7 +28,7 @@ class RWKV4State(Module):
     numerator: Float[Array, "batch inner"]
     denominator: Float[Array, "batch inner"]
     maximum: Float[Array, "batch inner"]
-    window: ConvState
+    shift_state: ConvState
 
 
 class RWKV4(AbstractMixer):
@@ -93,7 +93,7 @@ class RWKV4(AbstractMixer):
     ) -> tuple[HiddenStates, RWKV4State | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
         context = RecurrenceContext.from_info(x, info, state, self.mode)
-        previous, shift_state = token_shift(x, context, None if state is None else state.window)
+        previous, shift_state = token_shift(x, context, None if state is None else state.shift_state)
         mixed, sums = rwkv4(
             self.key(_lerp(self.key_mix, x, previous)),
             self.value(_lerp(self.value_mix, x, previous)),

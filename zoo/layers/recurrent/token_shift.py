@@ -37,7 +37,7 @@ def compute_token_delta(
     x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
 ) -> tuple[HiddenStates, tuple[ConvState, ...]]:
     """Return previous - x of each token, and the updated token-shift state, if there is one."""
-    previous, shift_state = token_shift(x, context, None if state is None else state.windows[0])
+    previous, shift_state = token_shift(x, context, None if state is None else state.conv_states[0])
     return previous - x, () if shift_state is None else (shift_state,)
 
 

@@ -1,14 +1,14 @@
-"""Every recurrent mixer: one token after another, padded, packed; and nothing flows from later tokens."""
+"""Every recurrent mixer: recurrent mode, decoding, padding, packed sequences, causality and invalid sizes."""
 
 from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import zoo
+from tests.layers.random_layers import activations, randomize
 from zoo.layers import (
     HGRN2,
     MLSTM,
@@ -23,7 +23,6 @@ from zoo.layers import (
     KimiDeltaAttention,
     Lightning,
     LinearAttention,
-    LowRank,
     Mamba,
     Mamba2,
     Retention,
@@ -33,15 +32,15 @@ from zoo.layers import (
 from zoo.ops.rotary import DynamicScaling, Rotary
 
 KEY = jax.random.key(0)
-EMBED, HEADS, SEQ, BORDER = 12, 2, 7, 3
+EMBED, HEADS, SEQ, BOUNDARY = 12, 2, 7, 3
 
 
 def without_heads(mixer, **options):
-    """Of a mixer that has none."""
+    """Return a factory that ignores `heads`, for a mixer without heads."""
     return lambda embed, heads, **more: mixer(embed, **options, **more)
 
 
-MAKERS = {
+MIXERS = {
     "linear_attention": LinearAttention,
     "linear_attention, not normalized": partial(LinearAttention, normalized=False),
     "retention": Retention,
@@ -65,21 +64,15 @@ MAKERS = {
 }
 
 
-def made(maker, seed=0):
-    """With numpy's numbers, for which nothing is compiled: biases and scales, too, are not those of birth."""
-    shapes = eqx.filter_eval_shape(partial(maker, EMBED, HEADS), key=KEY)
-    draw = np.random.default_rng(seed)
-    number = lambda x: jnp.asarray(draw.normal(size=x.shape) * x.shape[-1] ** -0.5, x.dtype)
-    return jax.tree.map(lambda x: number(x) if isinstance(x, jax.ShapeDtypeStruct) else x, shapes)
+def make_mixer(name, **options):
+    return randomize(partial(MIXERS[name], EMBED, HEADS, **options))
 
 
-def activations(seed=1, seq=SEQ):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(2, seq, EMBED)), jnp.float32)
+def decode_tokens(layer, x):
+    """Decode one token at a time."""
 
-
-def step_by_step(layer, x):
-    def step(state, now):
-        x, position = now
+    def step(state, xs):
+        x, position = xs
         y, state = layer(x[:, None], TokenInfo(jnp.broadcast_to(position, (2, 1))), state)
         return state, y[:, 0]
 
@@ -87,8 +80,8 @@ def step_by_step(layer, x):
     return outputs.swapaxes(0, 1), state
 
 
-def in_pieces(layer, x, padding):
-    """Two pieces from an empty state, each with as much padding in front as `padding` says of its rows."""
+def decode_padded_chunks(layer, x, padding):
+    """Decode two chunks, each with `padding[row]` padded tokens to the left of a row."""
     state, start, outputs = layer.init_state(2, 16), 0, []
     for size in (4, SEQ - 4):
         rows, positions = [], []
@@ -104,53 +97,54 @@ def in_pieces(layer, x, padding):
 
 
 @eqx.filter_jit
-def everything(layer, by_definition, x, cotangent):
-    """All that is compared, compiled together: what costs here is compiling."""
-    segments = jnp.array([[1] * BORDER + [2] * (SEQ - BORDER)] * 2)
+def run_modes(layer, recurrent_layer, x, cotangent):
+    """Run a mixer in all ways that must agree, in one program, since compiling dominates the time."""
+    segments = jnp.array([[1] * BOUNDARY + [2] * (SEQ - BOUNDARY)] * 2)
     packed = TokenInfo(zoo.models.pack_positions(segments), segments)
-    backward = jax.grad(lambda x: (layer(x, TokenInfo())[0][:, BORDER] * cotangent).sum())
     return {
-        "whole": layer(x, TokenInfo())[0],
-        "recurrent": by_definition(x, TokenInfo())[0],
-        "steps": step_by_step(layer, x),
-        "pieces": in_pieces(layer, x, (2, 2)),
+        "forward": layer(x, TokenInfo())[0],
+        "recurrent": recurrent_layer(x, TokenInfo())[0],
+        "decoded": decode_tokens(layer, x),
+        "padded": decode_padded_chunks(layer, x, (2, 2)),
         "packed": layer(x, packed)[0],
-        "second": layer(x[:, BORDER:], TokenInfo())[0],
-        "seen": backward(x),
+        "second document": layer(x[:, BOUNDARY:], TokenInfo())[0],
+        "gradient": jax.grad(lambda x: (layer(x, TokenInfo())[0][:, BOUNDARY] * cotangent).sum())(x),
     }
 
 
-def near(a, b, scale=None):
-    scale = float(jnp.abs(b).max()) if scale is None else scale
-    assert float(jnp.abs(a - b).max()) <= 2e-5 * max(scale, 1e-2), float(jnp.abs(a - b).max()) / scale
+def assert_close(actual, expected):
+    scale = float(jnp.abs(expected).max())
+    error = float(jnp.abs(actual - expected).max())
+    assert error <= 2e-5 * max(scale, 1e-2), error / scale
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_what_a_mixer_promises(name):
-    layer, by_definition = made(MAKERS[name]), made(partial(MAKERS[name], mode="recurrent"))
-    x = activations()
-    got = everything(layer, by_definition, x, activations(2)[:, 0])
-    near(got["recurrent"], got["whole"])
-    (steps, state), (pieces, other) = got["steps"], got["pieces"]
-    near(steps, got["whole"])
-    near(pieces, got["whole"])
-    for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(state), strict=True):
-        near(a, b)
-    near(got["packed"][:, :BORDER], got["whole"][:, :BORDER])
-    near(got["packed"][:, BORDER:], got["second"])
-    assert not got["seen"][:, BORDER + 1 :].any()
-    assert (jnp.abs(got["seen"][:, : BORDER + 1]).max(-1) > 1e-7).all()  # and everything does from those before
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixer_modes_agree_packed_padded_and_causal(name):
+    layer, recurrent_layer = make_mixer(name), make_mixer(name, mode="recurrent")
+    results = run_modes(layer, recurrent_layer, activations(2, SEQ, EMBED), activations(2, SEQ, EMBED, seed=2)[:, 0])
+    expected = results["forward"]
+    assert_close(results["recurrent"], expected)
+    (decoded, decoded_state), (padded, padded_state) = results["decoded"], results["padded"]
+    assert_close(decoded, expected)
+    assert_close(padded, expected)
+    for actual, other in zip(jax.tree.leaves(padded_state), jax.tree.leaves(decoded_state), strict=True):
+        assert_close(actual, other)
+    assert_close(results["packed"][:, :BOUNDARY], expected[:, :BOUNDARY])
+    assert_close(results["packed"][:, BOUNDARY:], results["second document"])
+    gradient = results["gradient"]
+    assert not gradient[:, BOUNDARY + 1 :].any()
+    assert (jnp.abs(gradient[:, : BOUNDARY + 1]).max(-1) > 1e-7).all()  # every earlier token has an influence
 
 
-def test_a_state_is_as_large_after_many_tokens_as_after_one():
-    for maker in MAKERS.values():
-        layer = made(maker)
-        sizes = [eqx.filter_eval_shape(layer.init_state, 2, length) for length in (1, 10**6)]
-        assert jax.tree.leaves(sizes[0]) == jax.tree.leaves(sizes[1])
+def test_mixer_state_size_does_not_depend_on_length():
+    for name in MIXERS:
+        layer = make_mixer(name)
+        states = [eqx.filter_eval_shape(layer.init_state, 2, length) for length in (1, 10**6)]
+        assert jax.tree.leaves(states[0]) == jax.tree.leaves(states[1])
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("factory", "message"),
     [
         (partial(Retention, 12, 5), "embed=12 does not share out over 5 heads: give key_dim"),
         (
@@ -165,15 +159,6 @@ def test_a_state_is_as_large_after_many_tokens_as_after_one():
         (partial(RGLRU, 12, 5), "inner=12 features do not share out over 5 heads"),
     ],
 )
-def test_sizes_that_cannot_be(make, message):
+def test_mixer_rejects_impossible_sizes(factory, message):
     with pytest.raises(ValueError, match=message):
-        make(key=KEY)
-
-
-def test_a_low_rank_matrix_has_a_transpose_unless_something_lies_between():
-    low = LowRank(4, 3, rank=2, key=KEY)
-    dense = low.up.weight @ low.down.weight
-    near(low(jnp.eye(4)).T, dense)
-    near(low.transposed(jnp.eye(3)), dense)
-    with pytest.raises(NotImplementedError, match="has no transpose"):
-        LowRank(4, 3, rank=2, activation=jnp.tanh, key=KEY).transposed(jnp.ones(3))
+        factory(key=KEY)

@@ -1,0 +1,10 @@
+"""Gated group norm. Its values on one device and on a mesh are tested with Mamba-2."""
+
+import pytest
+
+from zoo.layers import GatedGroupNorm
+
+
+def test_gated_group_norm_rejects_groups_that_do_not_divide_heads():
+    with pytest.raises(ValueError, match="4 heads do not share out over 3 groups"):
+        GatedGroupNorm(4, 2, 3)
