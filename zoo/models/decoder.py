@@ -32,7 +32,7 @@ from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 from .hf.spec import Origin
 
 LayerStates = tuple[Any, ...]
-"""KV caches and recurrent states, one per layer, each of its own shape."""
+"""KV caches and recurrent states, one per layer, of any shape."""
 
 _EMBEDDING_DROPOUT_SITE = 2**32 - 1
 """Dropout site of the embedding. Layers fold their number into the keys, and no layer's number is as large."""

@@ -395,7 +395,7 @@ PRESETS: dict[str, Preset] = {
 }
 """Every preset by name. Sizes are those of the source's config.json.
 
-Sources of the counts: model cards for GPT-NeoX-20B and Pythia, the hub's counts of safetensors for the others. Here only
+Sources of the counts: model cards for GPT-NeoX-20B and Pythia, the hub (safetensors) for the others. Here only
 trainable parameters count, and each once. The hub also counts buffers (attention masks of GPT-2, RoPE frequencies of
 Llama 2, selection biases of routers), the multi-token prediction layers of GLM-4.5 and DeepSeek-V3, the scales of
 DeepSeek-V3's 8-bit weights, and the tied matrix of the two smallest Qwen3 twice. Some published counts of active

@@ -61,9 +61,8 @@ GPT2 = Family(
     },
     required_values={
         "scale_attn_by_inverse_layer_idx": (False,),
-        **dict.fromkeys(
-            ("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)
-        ),  # transformers does not read these keys
+        # transformers does not read these keys
+        **dict.fromkeys(("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)),
     },
     ignored_keys=frozenset(
         {

@@ -106,14 +106,9 @@ REQUIRED_VALUES: dict[str, tuple] = {
 }
 IGNORED_KEYS = frozenset(
     {
-        *(
-            "time_step_min",
-            "time_step_max",
-            "time_step_floor",
-            "time_step_scale",
-            "time_step_init_scheme",
-        ),  # initialization
-        "rescale_prenorm_residual",  # initialization
+        # initialization
+        *("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme"),
+        "rescale_prenorm_residual",
         "max_position_embeddings",  # training length, which no layer reads
         *("use_mambapy", "use_associative_scan", "fused_add_norm"),  # implementation
         "residual_in_fp32",  # our residuals have the activation dtype; equal in float32
