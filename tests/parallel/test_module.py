@@ -1,4 +1,4 @@
-"""Annotations are checked against arrays, and read back as names."""
+"""Modules check arrays against annotations, and `leaves` reads dims and metadata from them."""
 
 import equinox as eqx
 import jax
@@ -29,13 +29,13 @@ def pair(out=8, in_=3, **fields):
     return Pair(jnp.ones((out, in_)), jnp.ones(out), **fields)
 
 
-def test_dims_follow_the_annotation_and_the_instance():
+def test_dims_come_from_the_annotation_and_the_instance():
     dims = {leaf.name: leaf.dims for leaf in leaves(pair(scales=(jnp.ones(8),), seen=jnp.array(3)))}
     heads = Dim("heads", 4)
     assert dims == {"weight": (heads, Dim("in")), "bias": (heads,), "scales.0": (heads,), "seen": ()}
 
 
-def test_stacked_fields_have_one_more_dim_and_optimizer_states_the_same_names():
+def test_leaves_of_stacked_modules_and_optimizer_states():
     tower = Tower(eqx.filter_vmap(lambda x: Pair(x * jnp.ones((8, 3)), None))(jnp.arange(2.0)), jnp.ones(5))
     assert [leaf.dims for leaf in leaves(tower)] == [(Dim("layers"), Dim("heads", 4), Dim("in")), (Dim("embed"),)]
     state = leaves(optax.adam(1e-3).init(zoo.trainable(tower)))
@@ -46,7 +46,7 @@ def test_stacked_fields_have_one_more_dim_and_optimizer_states_the_same_names():
     assert [leaf.dims for leaf in state if "count" in leaf.name] == [None]
 
 
-def test_trainable_leaves_out_buffers_and_integers_and_cast_what_keeps_its_dtype():
+def test_trainable_omits_buffers_and_cast_keeps_full_precision():
     tower = Tower(eqx.filter_vmap(lambda x: pair(seen=x))(jnp.arange(2)), jnp.ones(5))
     assert zoo.trainable(tower).pairs.seen is None
     assert zoo.count(tower) == 2 * (8 * 3 + 8) + 5
@@ -66,12 +66,12 @@ def test_trainable_leaves_out_buffers_and_integers_and_cast_what_keeps_its_dtype
         (lambda: pair(out=6), r"Pair.weight: 6 elements are no whole number of heads, 4 elements each"),
     ],
 )
-def test_an_array_that_does_not_fit_raises(make, message):
+def test_module_raises_on_an_array_of_another_shape_or_dtype(make, message):
     with pytest.raises(TypeError, match=message):
         make()
 
 
-def test_an_annotation_without_dims_raises():
+def test_module_raises_on_an_annotation_without_dims():
     class Loose(Module):
         weight: Array
 
@@ -90,7 +90,7 @@ def test_an_annotation_without_dims_raises():
             kind(jnp.ones(3))
 
 
-def test_the_check_sees_through_vmap_and_eval_shape():
+def test_module_check_works_under_vmap_and_eval_shape():
     assert eqx.filter_vmap(lambda x: Pair(x * jnp.ones((8, 3)), None))(jnp.arange(2.0)).weight.shape == (2, 8, 3)
     assert eqx.filter_eval_shape(pair).weight == jax.ShapeDtypeStruct((8, 3), jnp.float32)
     with pytest.raises(TypeError, match=r"Pair.bias"):

@@ -1,5 +1,5 @@
-"""Two processes of four devices each are one of eight: the same loss and gradient, each bringing its own rows, and the
-same checkpoint."""
+"""Two processes of four devices give the loss, gradient and checkpoint of one process of eight, each passing its own
+rows."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def work(process, processes, port, folder):
+def run_worker(process, processes, port, folder):
     import jax
     import numpy as np
 
@@ -41,7 +41,7 @@ def work(process, processes, port, folder):
     print(json.dumps({"loss": float(loss), "norm": float(norm), "refused": refused, "saved": float(saved)}))
 
 
-def run(processes, folder):
+def run_processes(processes, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,17 +59,17 @@ def run(processes, folder):
     return [json.loads(printed.splitlines()[-1]) for printed, _ in ended]
 
 
-def test_two_processes_are_one(tmp_path):
-    (alone,) = run(1, tmp_path / "one")
-    first, second = run(2, tmp_path / "two")
+def test_two_processes_give_the_result_of_one(tmp_path):
+    (single,) = run_processes(1, tmp_path / "one")
+    first, second = run_processes(2, tmp_path / "two")
     assert first == second
-    assert first["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-    assert first["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-    assert first["saved"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert first["loss"] == pytest.approx(single["loss"], rel=1e-6)
+    assert first["norm"] == pytest.approx(single["norm"], rel=1e-5)
+    assert first["saved"] == pytest.approx(single["loss"], rel=1e-6)
     saved = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert saved[0] == saved[1]
     assert "2 processes pass rows of the batch" in first["refused"]
 
 
 if __name__ == "__main__":
-    work(*map(int, sys.argv[1:4]), sys.argv[4])
+    run_worker(*map(int, sys.argv[1:4]), sys.argv[4])

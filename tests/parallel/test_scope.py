@@ -1,4 +1,4 @@
-"""Operations carry the names that the source has for the modules they come from, and nothing else changes."""
+"""Operations are traced in name scopes after the fields of modules; methods are otherwise unchanged."""
 
 import inspect
 import pickle
@@ -23,7 +23,7 @@ class Scale(Module):
 
 
 class Pair(Module):
-    """Two of a kind, one of several classes, and a module that calls itself."""
+    """Two fields of one class, a field named by class, and a module that calls itself."""
 
     first: Scale
     second: Scale
@@ -44,7 +44,7 @@ class Other(Module):
     scale: Scale
 
     def __call__(self, x):
-        remade = jax.tree.map(lambda x: x, self.scale)  # another object, as after `gather`
+        remade = jax.tree.map(lambda x: x, self.scale)  # a new object, as after `gather`
         return jnp.sin(remade(x))
 
 
@@ -54,12 +54,12 @@ def pair():
 
 
 def scopes(function, *args):
-    """What the operations of a function without loops are called."""
+    """Scope and primitive of each operation of a function without loops."""
     equations = jax.make_jaxpr(lambda *args: function(*args))(*args).eqns
     return ["/".join(filter(None, (str(x.source_info.name_stack), x.primitive.name))) for x in equations]
 
 
-def test_fields_classes_and_modules_that_call_themselves(pair):
+def test_scopes_of_fields_classes_and_modules_calling_themselves(pair):
     x = jnp.ones(3)
     assert {"Pair/first/mul", "Pair/second/mul", "Pair/last.Other/scale/mul", "Pair/last.Other/sin"} <= set(
         scopes(pair, x)
@@ -71,7 +71,7 @@ def test_fields_classes_and_modules_that_call_themselves(pair):
     assert "Scale/mul" in scopes(lambda x: jnp.exp(pair.first(x)), x)
 
 
-def test_the_gradient_of_a_transformer():
+def test_scopes_in_the_gradient_of_a_transformer():
     model = zoo.models.Transformer(vocab=16, embed=8, layers=2, heads=2, mlp=8, remat="full", key=jax.random.key(0))
     batch = dict.fromkeys(("tokens", "targets"), jnp.zeros((2, 4), jnp.int32))
     arrays, rest = eqx.partition(model, eqx.is_array)
@@ -93,13 +93,13 @@ def test_the_gradient_of_a_transformer():
     assert any(re.search(r"Unembedding\)?/table/dot_general", scope) for scope in found)
 
 
-def test_an_error_leaves_no_scope_behind(pair):
+def test_scope_ends_with_an_error(pair):
     with pytest.raises(TypeError):
         pair(None)
     assert "Scale/mul" in scopes(pair.first, jnp.ones(3))
 
 
-def test_threads_do_not_share_scopes(pair):
+def test_scopes_of_threads_are_separate(pair):
     inside, done, found = threading.Event(), threading.Event(), []
 
     class Waits(Module):
@@ -121,7 +121,7 @@ def test_threads_do_not_share_scopes(pair):
     assert "Pair/first/mul" in found
 
 
-def test_methods_stay_what_they_are(pair):
+def test_scoped_methods_keep_signature_docstring_and_pickling(pair):
     assert list(inspect.signature(Pair.__call__).parameters) == ["self", "x", "twice"]
     assert list(inspect.signature(pair).parameters) == ["x", "twice"]
     assert Pair.__call__.__doc__ == "Scale, and scale again."

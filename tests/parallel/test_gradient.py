@@ -1,0 +1,117 @@
+"""`value` and `value_and_grad` sum over devices and micro-batches; losses that break their contract raise."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zoo
+from tests.parallel.scale_problem import KEY, Scale, loss_fn, make_problem
+from zoo.layers import Linear
+from zoo.parallel import Dim
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_loss_is_the_total_over_the_count_of_all_devices(sizes, microbatches):
+    mesh, model, batch = make_problem(16, **sizes)
+    loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, batch)
+    weights = batch["weights"][:, None]
+    assert jnp.allclose(loss, (batch["x"] * jnp.arange(16.0) * weights).sum() / weights.sum(), rtol=1e-5)
+    assert jnp.allclose(grads.weight, (batch["x"] * weights).sum(0) / weights.sum(), rtol=1e-4, atol=1e-6)
+    assert grads.weight.sharding == model.weight.sharding
+    assert jnp.allclose(zoo.value(loss_fn, mesh)(model, batch), loss, rtol=1e-6)
+
+
+def test_aux_is_summed_over_devices_and_microbatches():
+    mesh, model, batch = make_problem(16, data=4, tensor=2)
+
+    def with_aux(model, batch):
+        return loss_fn(model, batch), {"rows": jnp.ones(()), "sums": batch["x"].sum(0)}
+
+    (loss, aux), _ = zoo.value_and_grad(with_aux, mesh, has_aux=True, microbatches=2)(model, batch)
+    assert aux["rows"] == 4 * 2
+    assert jnp.allclose(aux["sums"], batch["x"].sum(0), rtol=1e-5, atol=1e-5)
+    assert jnp.allclose(zoo.value(with_aux, mesh, has_aux=True)(model, batch)[0], loss, rtol=1e-6)
+
+
+def test_loss_of_no_counted_token_is_zero_and_not_nan():
+    mesh, model, batch = make_problem(data=8)
+    loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch | {"weights": jnp.zeros(8)})
+    assert loss == 0 and not grads.weight.any()
+
+
+def test_loss_takes_a_second_model_and_arrays_as_arguments():
+    mesh, model, batch = make_problem(fsdp=8)
+
+    def distil(model, batch, teacher, scale):
+        y = model(batch["x"]) - teacher(batch["x"])
+        return (y * scale).sum(), batch["weights"].sum()
+
+    loss, grads = zoo.value_and_grad(distil, mesh)(model, batch, zoo.place(Scale(jnp.ones(16)), mesh), jnp.array(2.0))
+    expected = (batch["x"] * (jnp.arange(16.0) - 1)).sum() * 2 / batch["weights"].sum()
+    assert jnp.allclose(loss, expected, rtol=1e-5)
+    assert jax.tree.structure(grads) == jax.tree.structure(model)
+
+
+def test_keys_per_row_do_not_depend_on_the_mesh():
+    def noisy(model, batch, key):
+        noise = jax.vmap(lambda k: jax.random.normal(k, (16,)))(key)
+        return (model(batch["x"]) * noise).sum(), batch["weights"].sum()
+
+    losses = []
+    for sizes, microbatches in (
+        ({"data": 1, "tensor": 8}, 1),
+        ({"data": 8}, 1),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
+    ):
+        mesh, model, batch = make_problem(8, **sizes)
+        losses.append(zoo.value(noisy, mesh, microbatches=microbatches)(model, batch, key=KEY))
+    assert jnp.allclose(losses[0], jnp.stack(losses), rtol=1e-5)
+
+
+def test_value_and_grad_compiles_once_outside_jit():
+    mesh, model, batch = make_problem(data=8)
+    traces = []
+
+    def counted(model, batch):
+        traces.append(1)
+        return loss_fn(model, batch)
+
+    for _ in range(3):
+        zoo.value_and_grad(counted, mesh)(model, batch)
+    assert len(traces) == 1
+
+
+def test_loss_that_still_varies_raises():
+    mesh = zoo.make_mesh(data=2, tensor=4)
+    up = zoo.place(Linear(16, 32, in_=Dim("embed"), out=Dim("vocab"), key=KEY), mesh)
+
+    def naive(model, batch):
+        return jax.nn.logsumexp(model(batch["x"]), axis=-1).sum(), batch["weights"].sum()
+
+    with pytest.raises(ValueError, match=r"the total that naive returns still differs.*'tensor'.*zoo.cross_entropy"):
+        zoo.value_and_grad(naive, mesh)(up, {"x": jnp.ones((8, 16)), "weights": jnp.ones(8)})
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            {"rows": 6},
+            ValueError,
+            "a batch of 6 rows does not share out over data=4 x 2 microbatches: use a multiple of 8",
+        ),
+        ({"weights": jnp.ones(4)}, ValueError, "one number of rows, not"),
+        ({"loss": lambda m, b: loss_fn(m, b)[0]}, ValueError, "has_aux=False a loss returns `total, count`"),
+        ({"loss": lambda m, b: (b["x"], b["weights"].sum())}, ValueError, "is a scalar, not"),
+        ({"model": eqx.nn.Linear(16, 1, key=KEY)}, TypeError, "Linear is a module whose annotations name no dims"),
+        ({"key": jax.random.PRNGKey(0)}, ValueError, r"a typed PRNG key, made by jax.random.key"),
+    ],
+)
+def test_value_and_grad_raises_on_bad_input(change, error, message):
+    mesh, model, batch = make_problem(change.pop("rows", 8), data=4, tensor=2)
+    loss, model = change.pop("loss", loss_fn), change.pop("model", model)
+    key = change.pop("key", None)
+    with pytest.raises(error, match=message):
+        zoo.value_and_grad(loss, mesh, microbatches=2)(model, batch | change, key=key)
