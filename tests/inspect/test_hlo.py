@@ -1,5 +1,5 @@
-"""The reader of compiled programs, on texts with what backends write: nested loops, asynchronous and combined
-collectives, branches, kernels, groups of devices in every notation."""
+"""The HLO parser on nested loops, asynchronous and combined collectives, branches, kernels, and replica groups in every
+notation."""
 
 import jax
 import numpy as np
@@ -112,7 +112,7 @@ def mesh():
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2), ("data", "fsdp", "context", "tensor"))
 
 
-def test_header_and_arguments(module):
+def test_parse_header_and_parameters(module):
     assert (
         hlo.count_devices(module) == 8
         and hlo.count_parameters(module) == 4
@@ -122,36 +122,37 @@ def test_header_and_arguments(module):
         hlo.parse_module("HloModule nothing\n")
 
 
-def test_loops_multiply_and_one_without_a_length_counts_once(module):
-    found, endless = hlo.list_executions(module)
+def test_executions_multiply_trip_counts_of_loops(module):
+    executions, endless = hlo.list_executions(module)
     times = {}
-    for one in found:
-        times.setdefault(one.instruction.name, []).append(one.times)
+    for execution in executions:
+        times.setdefault(execution.instruction.name, []).append(execution.times)
     assert times["start"] == [30, 1] and times["one"] == [6] and times["kernel"] == [1]
     assert endless == ["free"]
     assert "done" not in times and "slice" not in times and "loop" not in times
-    assert times["turned"] == [1] and "a" not in times  # of two branches the one that moves more
+    assert times["turned"] == [1] and "a" not in times  # only the branch that moves more bytes
 
 
-def test_bytes_are_those_of_slices_and_updates_in_place(module):
-    found, _ = hlo.list_executions(module)
+def test_bytes_of_slices_and_in_place_updates(module):
+    executions, _ = hlo.list_executions(module)
     moved = {
-        one.instruction.name: hlo.count_instruction_bytes(module, one.instruction, one.computation) for one in found
+        execution.instruction.name: hlo.count_instruction_bytes(module, execution.instruction, execution.computation)
+        for execution in executions
     }
     row = 4 * 8 * 4
-    assert moved["one"] == row + 4 + row  # of six layers one is read, by its number; and one is written
-    assert moved["new"] == row + 4 + row  # the update is read and written, the other layers stay where they are
+    assert moved["one"] == row + 4 + row  # reads one of six layers and its index, writes one
+    assert moved["new"] == row + 4 + row  # reads and writes the update, not the other layers
     assert moved["kernel"] == row + row + 64
     assert moved["result"] == 2 * row and moved["pair"] == 0
     assert moved["start"] == 2 * row and moved["gathered"] == row + 4 * row
-    assert hlo.count_bytes_moved(module, found) == sum(one.times * moved[one.instruction.name] for one in found)
+    assert hlo.count_bytes_moved(module, executions) == sum(e.times * moved[e.instruction.name] for e in executions)
     assert [
         hlo.count_shape_bytes(shape)
         for shape in ("pred[3]", "s4[3]", "bf16[2,3]{1,0:T(8,128)S(1)}", "f8e4m3fn[5]", "token[]")
     ] == [*(3, 2, 12, 5, 0)]
 
 
-def test_collectives_by_axis(module, mesh):
+def test_collectives_are_summed_by_axis(module, mesh):
     found, _ = hlo.list_executions(module)
     row = 4 * 8 * 4
     assert set(sum_collectives(found, mesh, 8)) == {
@@ -161,7 +162,7 @@ def test_collectives_by_axis(module, mesh):
         Collective("collective-permute", ("data",), "", 1, 1, row),
         Collective("all-reduce", ("data", "fsdp", "tensor"), "", 1, 2, row + 8),
     }
-    assert {one.axes for one in sum_collectives(found, None, 8)} == {None}
+    assert {row.axes for row in sum_collectives(found, None, 8)} == {None}
 
 
 TENSOR, DATA = {(0, 1), (2, 3), (4, 5), (6, 7)}, {(0, 4), (1, 5), (2, 6), (3, 7)}
@@ -186,20 +187,20 @@ NOTATIONS = {
 
 
 @pytest.mark.parametrize(("text", "groups", "axes"), NOTATIONS.values(), ids=NOTATIONS)
-def test_groups_in_every_notation(text, groups, axes, mesh):
+def test_replica_groups_in_every_notation(text, groups, axes, mesh):
     instruction = hlo.parse_instruction("x", f"f32[4] all-reduce(%p), channel_id=1, {text}, use_global_device_ids=true")
     found = parse_groups(instruction, 8)
     assert found == {frozenset(group) for group in groups}
     assert find_mesh_axes(found, mesh) == axes
 
 
-def test_what_no_axis_explains_is_told_as_it_is_written(mesh):
+def test_groups_of_no_axis_are_reported_in_hlo_notation(mesh):
     text = MODULE.replace("{{0,1},{2,3},{4,5},{6,7}}", "{{0,3},{1,2},{4,7},{5,6}}").replace("[4,2]<=[8]", "new(8)")
     found, _ = hlo.list_executions(hlo.parse_module(text))
-    strange = {one.kind: one.groups for one in sum_collectives(found, mesh, 8) if one.axes is None}
-    assert strange == {"all-reduce": "{{0,3},{1,2},{4,7},{5,6}}", "reduce-scatter": "unknown"}
+    groups = {row.kind: row.groups for row in sum_collectives(found, mesh, 8) if row.axes is None}
+    assert groups == {"all-reduce": "{{0,3},{1,2},{4,7},{5,6}}", "reduce-scatter": "unknown"}
 
 
-def test_a_permutation_along_two_axes(mesh):
+def test_permutation_along_two_axes(mesh):
     text = "f32[4] collective-permute(%p), source_target_pairs={{0,3},{3,0},{4,4}}"
     assert find_mesh_axes(parse_groups(hlo.parse_instruction("x", text), 8), mesh, permute=True) == ("fsdp", "tensor")

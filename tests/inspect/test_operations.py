@@ -1,4 +1,4 @@
-"""FLOPs against what a person counts."""
+"""FLOPs equal hand counts."""
 
 import jax
 import jax.numpy as jnp
@@ -62,20 +62,20 @@ CASES = {
 
 
 @pytest.mark.parametrize(("counted", "wanted"), CASES.values(), ids=CASES)
-def test_counts(counted, wanted):
+def test_flops_of_operations(counted, wanted):
     assert counted() == Flops(wanted)
 
 
-def test_a_shard_map_counts_on_every_device():
+def test_flops_of_a_shard_map_count_every_device():
     mesh = jax.make_mesh((2, 4), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = jax.P("rows"), jax.P(None, "columns")
     product = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=specs, out_specs=jax.P("rows", "columns"))
     assert count(product, A, B) == Flops(2 * 8 * 16 * 32)
     repeated = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(jax.P("rows"), jax.P()), out_specs=jax.P("rows"))
-    assert count(repeated, A, B) == Flops(4 * 2 * 8 * 16 * 32)  # four columns of devices do the same
+    assert count(repeated, A, B) == Flops(4 * 2 * 8 * 16 * 32)  # replicated over four columns of devices
 
 
-def test_what_cannot_be_counted_is_named():
+def test_uncounted_operations_are_named():
     def search(x):
         with jax.named_scope("search"):
             return lax.while_loop(lambda x: x.sum() < 0, lambda x: x @ SQUARE, x)
@@ -87,7 +87,7 @@ def test_what_cannot_be_counted_is_named():
     assert hidden + hidden == hidden and (hidden * 3).uncounted == hidden.uncounted
 
 
-def test_a_transformer_and_its_gradient():
+def test_flops_of_a_transformer_and_its_gradient():
     rows, seq, vocab, embed, depth, mlp = 2, 8, 32, 16, 3, 24
     tokens = jnp.zeros((rows, seq), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}

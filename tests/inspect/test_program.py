@@ -1,4 +1,4 @@
-"""A step, compiled and not run: what it says is what a person counts."""
+"""Reports of compiled steps equal hand counts: FLOPs, memory, collectives by axis, donation."""
 
 import json
 
@@ -16,8 +16,8 @@ from zoo.inspect import DonationError, compiled
 LAYERS = 2, 4
 
 
-def program(layers, microbatches=1):
-    """The step of a recipe, data 2 x fsdp 2 x tensor 2, and what it was compiled for."""
+def compile_step(layers, microbatches=1):
+    """Compile the training step of a recipe on data 2 x fsdp 2 x tensor 2; return report, arguments and step."""
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     sizes = {"vocab": 32, "embed": 16, "layers": layers, "heads": 4, "mlp": 32}
     model = zoo.init(lambda key: zoo.models.Transformer(**sizes, key=key), jax.random.key(0), mesh)
@@ -41,68 +41,68 @@ def program(layers, microbatches=1):
 
 @pytest.fixture(scope="module")
 def shallow():
-    return program(LAYERS[0])
+    return compile_step(LAYERS[0])
 
 
 @pytest.fixture(scope="module")
 def deep():
-    return program(LAYERS[1])[0]
+    return compile_step(LAYERS[1])[0]
 
 
 @pytest.fixture(scope="module")
-def in_parts():
-    return program(LAYERS[0], microbatches=2)[0]
+def accumulated():
+    return compile_step(LAYERS[0], microbatches=2)[0]
 
 
-def total(found, kind, *axes, of="count"):
-    return sum(getattr(one, of) for one in found.collectives if (one.kind, one.axes) == (kind, axes))
+def total(report, kind, *axes, of="count"):
+    return sum(getattr(row, of) for row in report.collectives if (row.kind, row.axes) == (kind, axes))
 
 
-def test_sums_over_tensor_are_those_of_the_layers(shallow, deep):
-    # Forward, attention and MLP each end with one. Backward each begins with one: of the gradients of what its first
-    # matrices read, several arrays, which XLA combines.
+def test_tensor_all_reduces_are_those_of_the_layers(shallow, deep):
+    # In the forward pass attention and MLP each end with one. In the backward pass each begins with one, of the
+    # gradients of its input: several arrays, which XLA combines.
     more = LAYERS[1] - LAYERS[0]
     assert total(deep, "all-reduce", "tensor") - total(shallow[0], "all-reduce", "tensor") == 4 * more
-    # A row of the batch is 8 tokens, 16 wide; a device has two of them.
+    # A row of the batch has 8 tokens of 16 features; a device has two rows.
     each = total(deep, "all-reduce", "tensor", of="bytes") - total(shallow[0], "all-reduce", "tensor", of="bytes")
     assert each % (more * 2 * 8 * 16 * 4) == 0 and each >= 4 * more * 2 * 8 * 16 * 4
 
 
-def test_parameters_are_gathered_and_gradients_scattered_over_fsdp(shallow, deep):
+def test_fsdp_gathers_parameters_and_scatters_gradients(shallow, deep):
     more, arrays = LAYERS[1] - LAYERS[0], 9  # of a block: two norms, four matrices of attention, three of the MLP
     scattered = total(deep, "reduce-scatter", "fsdp", of="arrays") - total(
         shallow[0], "reduce-scatter", "fsdp", of="arrays"
     )
     gathered = total(deep, "all-gather", "fsdp", of="arrays") - total(shallow[0], "all-gather", "fsdp", of="arrays")
     assert scattered == arrays * more
-    assert arrays * more < gathered <= 2 * arrays * more  # again in the backward pass, but for what it does not need
-    matrices = (4 * 16 * 16 + 3 * 16 * 32) // 2 + 2 * 16  # on a device, heads and MLP being split over tensor
+    assert arrays * more < gathered <= 2 * arrays * more  # again in the backward pass, as needed
+    matrices = (4 * 16 * 16 + 3 * 16 * 32) // 2 + 2 * 16  # per device, with heads and MLP sharded over tensor
     sent = total(deep, "reduce-scatter", "fsdp", of="bytes") - total(shallow[0], "reduce-scatter", "fsdp", of="bytes")
     assert sent == 4 * more * matrices
 
 
-def test_gradients_are_summed_over_data_once(shallow, deep, in_parts):
-    for found in (shallow[0], deep, in_parts):
+def test_data_all_reduces_gradients_once(shallow, deep, accumulated):
+    for found in (shallow[0], deep, accumulated):
         assert total(found, "all-reduce", "data") == 1
-    assert all(one.axes for one in deep.collectives)
+    assert all(row.axes for row in deep.collectives)
 
 
-def test_microbatches_take_the_layers_again(shallow, deep, in_parts):
+def test_microbatches_repeat_the_collectives_of_layers(shallow, deep, accumulated):
     per_layer = (total(deep, "all-reduce", "tensor") - total(shallow[0], "all-reduce", "tensor")) / (
         LAYERS[1] - LAYERS[0]
     )
-    again = total(in_parts, "all-reduce", "tensor") - total(shallow[0], "all-reduce", "tensor")
+    again = total(accumulated, "all-reduce", "tensor") - total(shallow[0], "all-reduce", "tensor")
     assert again >= per_layer * LAYERS[0]
-    assert in_parts.flops == shallow[0].flops and not in_parts.endless
+    assert accumulated.flops == shallow[0].flops and not accumulated.endless
 
 
-def test_flops_on_a_mesh_are_those_of_one_device(shallow, deep):
+def test_flops_on_a_mesh_equal_those_of_one_device(shallow, deep):
     rows, seq, vocab, embed, mlp = 8, 8, 32, 16, 32
     per_layer = 3 * 2 * rows * seq * (4 * embed**2 + 3 * embed * mlp)
     found = (deep.flops.total - shallow[0].flops.total) / (LAYERS[1] - LAYERS[0])
     assert (
         per_layer < found <= per_layer + 3 * 2 * rows * seq * 2 * seq * embed
-    )  # attention's own: of all keys, at most
+    )  # attention scores: at most of all keys
     head = 3 * 2 * rows * seq * embed * vocab
     assert shallow[0].flops.total == LAYERS[0] * found + head
 
@@ -111,50 +111,50 @@ def test_memory_and_traffic(shallow, deep):
     found, args, _ = shallow
     arrays = jax.tree.leaves(eqx.filter(args, eqx.is_array))
     assert found.memory.arguments == sum(x.addressable_shards[0].data.nbytes for x in arrays)
-    assert found.memory.aliased == sum(one.bytes for one in found.donations)
+    assert found.memory.aliased == sum(donation.bytes for donation in found.donations)
     assert found.memory.total > found.memory.temporaries > 0
-    layer = 4 * ((4 * 16 * 16 + 3 * 16 * 32) // 2 + 2 * 16)  # read at least forward and backward, and written once
+    layer = 4 * ((4 * 16 * 16 + 3 * 16 * 32) // 2 + 2 * 16)  # read at least in both passes, and written once
     assert deep.bytes_moved - found.bytes_moved > 3 * layer * (LAYERS[1] - LAYERS[0])
 
 
-def test_what_a_step_donates_is_taken_over(shallow):
+def test_donated_buffers_are_reused(shallow):
     found, (_, model, opt_state), _ = shallow
     found.require_donations()
-    names = [one.name for one in found.donations]
+    names = [donation.name for donation in found.donations]
     assert len(names) == len(jax.tree.leaves(eqx.filter((model, opt_state), eqx.is_array)))
     assert "model.stack.segments.0.blocks.0.mixer.query.weight" in names
-    query = next(one for one in found.donations if one.name.endswith("blocks.0.mixer.query.weight"))
+    query = next(donation for donation in found.donations if donation.name.endswith("blocks.0.mixer.query.weight"))
     assert (query.bytes, query.aliased, query.used) == (LAYERS[0] * 16 * 16 * 4 // 4, True, True)
     assert not any(name.startswith("batch") for name in names)
 
 
-def test_calling_the_step_compiles_nothing_more(shallow):
+def test_compiled_step_does_not_compile_again_when_called(shallow):
     _, (batch, *donated), step = shallow
     donated = jax.block_until_ready(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, donated))
-    seen = []
+    events = []
 
-    def note(event, *_, **__):
-        seen.append(event)
+    def record(event, *_, **__):
+        events.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(record)
     try:
         jax.block_until_ready(step(batch, *donated))
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    assert not [event for event in seen if event.startswith("/jax/core/compile")]
+        jax.monitoring.unregister_event_duration_listener(record)
+    assert not [event for event in events if event.startswith("/jax/core/compile")]
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_donation_that_fails_is_told_by_name(devices):
+def test_failed_donation_raises_by_name(devices):
     mesh = zoo.make_mesh(data=-1, devices=jax.devices()[:devices])
-    fresh = lambda *shape: zoo.place_batch(jnp.ones(shape), mesh)
+    ones = lambda *shape: zoo.place_batch(jnp.ones(shape), mesh)
 
     @eqx.filter_jit(donate="all")
     def step(weight, moments, *rest, seen):
         return weight + 1, moments["first"].sum(), rest[0] * 2
 
-    found = compiled(step, fresh(8, 4), {"first": fresh(8, 2), "unread": fresh(16)}, fresh(8), seen=fresh(8, 3))
-    assert {one.name: (one.aliased, one.used) for one in found.donations} == {
+    found = compiled(step, ones(8, 4), {"first": ones(8, 2), "unread": ones(16)}, ones(8), seen=ones(8, 3))
+    assert {donation.name: (donation.aliased, donation.used) for donation in found.donations} == {
         "weight": (True, True),
         "moments.first": (False, True),
         "moments.unread": (False, False),
@@ -168,23 +168,23 @@ def test_a_donation_that_fails_is_told_by_name(devices):
     assert "not reused: moments.first" in str(found)
 
 
-def test_axes_are_found_whatever_the_order_of_the_devices():
+def test_collective_axes_on_a_permuted_mesh():
     devices = np.array(jax.devices())[[3, 6, 0, 5, 2, 7, 1, 4]].reshape(2, 2, 2)
     mesh = jax.sharding.Mesh(devices, ("a", "b", "c"))
     total = jax.shard_map(
         lambda x: jax.lax.psum(x, ("a", "c")), mesh=mesh, in_specs=jax.P(("a", "b", "c")), out_specs=jax.P("b")
     )
-    for args in (jnp.ones(8), jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P(("a", "b", "c"))))):
-        (found,) = compiled(total, args).collectives
+    for x in (jnp.ones(8), jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P(("a", "b", "c"))))):
+        (found,) = compiled(total, x).collectives
         assert (found.kind, found.axes, found.count, found.bytes) == ("all-reduce", ("a", "c"), 1, 4)
 
 
-def test_every_kind_of_function():
+def test_compiled_takes_plain_and_jitted_functions():
     x = jnp.ones((4, 4))
     plain = compiled(lambda x: x @ x, x)
     assert plain.flops.total == 128 and plain.mesh == {} and plain.devices == 1 and not plain.donations
     jitted = compiled(jax.jit(lambda state, scale: (state * scale, 0), donate_argnums=0), x, 2.0)
-    assert [(one.name, one.aliased) for one in jitted.donations] == [("state", True)]
+    assert [(donation.name, donation.aliased) for donation in jitted.donations] == [("state", True)]
 
     class Odd:
         lower = None
@@ -198,7 +198,7 @@ def test_every_kind_of_function():
         compiled(lambda x: x, jax.ShapeDtypeStruct((2,), jnp.float32))
 
 
-def test_the_compilation_cache_is_told():
+def test_compiled_reports_a_compilation_cache_hit():
     def make():
         def step_for_the_cache(x):
             return (x @ x).sum()
@@ -214,7 +214,7 @@ def test_the_compilation_cache_is_told():
         jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
-def test_it_prints_and_goes_into_json(shallow):
+def test_report_prints_and_converts_to_json(shallow):
     found = shallow[0]
     assert json.loads(json.dumps(found.as_dict()))["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert found.text.startswith("HloModule") and "text" not in found.as_dict()

@@ -1,4 +1,4 @@
-"""What a model's arrays take in memory, packed or not."""
+"""Parameters, bytes and bits per parameter of dense and quantized models."""
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ from zoo.parallel import Dim
 KEY = jax.random.key(0)
 
 
-def test_numbers_bytes_and_bits():
+def test_size_counts_parameters_bytes_and_bits():
     linear = Linear(64, 8, bias=True, key=KEY)
     assert measure_size(linear) == measure_size(eqx.filter_eval_shape(lambda: linear))
     assert (
@@ -19,11 +19,11 @@ def test_numbers_bytes_and_bits():
         measure_size(linear).bytes,
         measure_size(linear).bits_per_parameter,
     ) == (520, 4 * 520, 32)
-    beside = measure_size((linear, jnp.int32(1)))
-    assert (beside.num_parameters, beside.bytes) == (520, 4 * 520 + 4)
+    with_integer = measure_size((linear, jnp.int32(1)))
+    assert (with_integer.num_parameters, with_integer.bytes) == (520, 4 * 520 + 4)
 
 
-def test_what_is_packed_counts_as_what_it_stands_for():
+def test_size_counts_quantized_matrices_decoded():
     packed = [MXFP4Linear(64, 8, key=KEY), NF4Linear(jnp.ones((8, 64)), jnp.ones(8), in_=Dim("in"), out=Dim("out"))]
     assert measure_size(packed[0]).bits_per_parameter == 4.25 and measure_size(packed[0]).num_parameters == 512
     assert measure_size(packed[1]).num_parameters == 512 + 8
