@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written under another name, then renamed."""
+"""Write files atomically: under a temporary name, then renamed."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path`; who reads it meanwhile finds the old file or the new one, never half of one."""
+    """Write `text` to `path` atomically: a concurrent reader sees the old file or the new one, never a partial one."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with part.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
@@ -21,17 +21,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` to `path` as JSON; see `plain` for what it may hold."""
+    """Write `value` to `path` as JSON, atomically, converted by `to_jsonable`."""
     write_text(path, json.dumps(to_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """What `write_json` wrote to `path`."""
+    """Read a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def to_jsonable(value: object) -> Any:
-    """`value` as JSON knows it: paths and unknown objects by their text, tuples as lists, NaN and infinity by name."""
+    """Convert `value` to JSON types: tuples to lists, dataclasses to objects, NaN, infinity and others to strings."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):

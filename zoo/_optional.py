@@ -1,4 +1,4 @@
-"""Packages that only some runs need: imported where they are used, and missed in words that help."""
+"""Import optional dependencies; if one is missing, say how to install it."""
 
 import importlib
 import importlib.util
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def import_optional(module: str, install_command: str) -> ModuleType:
-    """The module of that name. **Raises** `ImportError` with the `command` that installs it where it is missing."""
+    """Import a module by name. **Raises** `ImportError` with `install_command` if that fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -14,7 +14,9 @@ def import_optional(module: str, install_command: str) -> ModuleType:
 
 
 def require_installed(*modules: str, extra: str) -> None:
-    """**Raises** `ImportError` where one of the modules is not installed, with the command that installs the `extra` of
-    this library that brings them. Nothing is imported."""
+    """**Raises** `ImportError` if a module is not installed, with the command that installs this library's `extra`.
+
+    Imports nothing.
+    """
     if missing := [module for module in modules if importlib.util.find_spec(module.partition(".")[0]) is None]:
         raise ImportError(f"{' and '.join(missing)} cannot be found: pip install 'equizoo[{extra}]'")

@@ -29,8 +29,8 @@ def test_what_is_taken_along_and_what_is_not(run, bytes_model, tmp_path):
     (source / "onnx").mkdir()
     out, _ = run("convert", source, tmp_path / "new")
     assert {path.name for path in (tmp_path / "new").iterdir()} == copied | {"config.json", "model.safetensors"}
-    told = out.partition("left out")[2]
-    assert all(name in told for name in (*left, "onnx (a folder)", "pytorch_model.bin (pickled)"))
+    told = out.partition("skipped")[2]
+    assert all(name in told for name in (*left, "onnx (directory)", "pytorch_model.bin (pickled)"))
     assert (
         ".hidden" not in out
         and (tmp_path / "new" / "config.json").read_bytes() == (source / "config.json").read_bytes()
@@ -41,7 +41,7 @@ def test_places_that_are_refused(refused, run, bytes_model, tmp_path):
     (tmp_path / "notes").write_text("mine")
     again = bytes_model.parent / "." / bytes_model.name
     assert "is the checkpoint itself" in refused("convert", bytes_model, again, "--overwrite")
-    assert "say --overwrite" in refused("convert", bytes_model, tmp_path)
+    assert "or --overwrite" in refused("convert", bytes_model, tmp_path)
     assert "is a file" in refused("convert", bytes_model, tmp_path / "notes")
     assert "--shard-bytes" in refused("convert", bytes_model, tmp_path / "new", "--shard-bytes", "0")
     run("convert", bytes_model, tmp_path, "--overwrite")

@@ -86,15 +86,17 @@ def test_texts_in_folders(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     assert read_texts([tmp_path]) == ["one", "two"] and read_texts([tmp_path / "b.txt"]) == ["two"]
-    with pytest.raises(ValueError, match="no text there"):
+    with pytest.raises(ValueError, match="no text: files are empty"):
         read_texts([tmp_path / "d.bin"])
 
 
 def test_what_cannot_be_evaluated(refused, text_model, bytes_model, gpt2, file, tmp_path):
-    assert "no such file or folder" in refused("evaluate", bytes_model, "--data", tmp_path / "nowhere")
-    assert "--length is at least 2" in refused("evaluate", bytes_model, "--data", file, "--length", 1)
+    assert "no such file or directory" in refused("evaluate", bytes_model, "--data", tmp_path / "nowhere")
+    assert "--length must be at least 2" in refused("evaluate", bytes_model, "--data", file, "--length", 1)
     assert "too short" in refused("evaluate", text_model, "--data", file, "--length", 2)
-    assert "nothing says how text becomes tokens" in refused("evaluate", gpt2, "--data", file)
+    assert "text cannot be tokenized" in refused("evaluate", gpt2, "--data", file)
     shutil.copytree(gpt2, tmp_path / "other")
     shutil.copy(text_model / "tokenizer.json", tmp_path / "other")
-    assert "gives token 254, and the model has 30" in refused("evaluate", tmp_path / "other", "--data", file)
+    assert "gives token 254, and the model's vocabulary has 30" in refused(
+        "evaluate", tmp_path / "other", "--data", file
+    )

@@ -78,7 +78,7 @@ def test_where_it_goes(run, refused):
     assert "next: python 'folder/a b.py' --steps 20" in run("fork", "recipes/transformer.py", "folder/a b.py")[0]
     assert "python 'a b.py' --resume" in Path("folder/a b.py").read_text()
     Path("mine.py").write_text("precious")
-    assert "mine.py exists already: name another file, or say --force" in refused("fork", "transformer", "mine.py")
+    assert "mine.py exists already: choose another file, or pass --force" in refused("fork", "transformer", "mine.py")
     assert Path("mine.py").read_text() == "precious"
     run("fork", "transformer", "mine.py", "--force")
     assert "Train, validate, sample" in Path("mine.py").read_text()
@@ -87,13 +87,13 @@ def test_where_it_goes(run, refused):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), f"name a recipe: {', '.join(RECIPES)}; `zoo fork --list` says"),
-        (("transfomer",), f"there is no recipe 'transfomer', but {', '.join(RECIPES)}"),
-        (("transformer", "no/such/x.py"), "no/such: there is no such folder to write x.py to"),
-        (("transformer", "x"), "'x' is no name for a recipe"),
-        (("transformer", 'x"y.py'), "is no name for a recipe"),
-        (("transformer", "random.py"), "random.py would hide the module 'random'"),
-        (("transformer", "optax.py"), "optax.py would hide the module 'optax'"),
+        ((), f"missing the name of a recipe: {', '.join(RECIPES)}; `zoo fork --list` describes"),
+        (("transfomer",), f"there is no recipe 'transfomer': choose from {', '.join(RECIPES)}"),
+        (("transformer", "no/such/x.py"), "no/such: no such directory to write x.py to"),
+        (("transformer", "x"), "'x' is not a valid file name for a recipe"),
+        (("transformer", 'x"y.py'), "is not a valid file name for a recipe"),
+        (("transformer", "random.py"), "random.py would shadow the module 'random'"),
+        (("transformer", "optax.py"), "optax.py would shadow the module 'optax'"),
     ],
 )
 def test_what_cannot_be_is_told(refused, words, message, tmp_path):

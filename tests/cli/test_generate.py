@@ -45,7 +45,7 @@ def test_drawn_text_depends_on_the_seed_alone(run, bytes_model):
 
 
 def test_what_cannot_be_continued(refused, text_model, gpt2, monkeypatch):
-    assert "no tokenizer.json: give ids" in refused("generate", gpt2, "--prompt", "a")
+    assert "no tokenizer.json: pass token ids" in refused("generate", gpt2, "--prompt", "a")
     assert "65 tokens are too many" in refused("generate", gpt2, "--tokens", 1)
     assert "--prompt or as --tokens" in refused("generate", text_model)
     assert "not both" in refused("generate", text_model, "--prompt", "a", "--tokens", 1)
@@ -102,5 +102,5 @@ def test_the_tokenizer_of_a_directory(text_model, tmp_path, refused, bytes_model
     assert find_tokenizer(text_model, 256).prefix == (BOS,)
     assert isinstance(find_tokenizer(tmp_path, 256), RawByteTokenizer) and find_tokenizer(tmp_path, 257) is None
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="no tokenizer that can be read"):
+    with pytest.raises(ValueError, match="not a readable tokenizer"):
         find_tokenizer(tmp_path, 256)

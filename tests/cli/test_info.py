@@ -69,7 +69,7 @@ def test_a_mesh_that_does_not_divide_is_told(refused, bytes_model):
 def test_a_recurrence_remembers_the_same_of_any_text(run):
     found = told(run, "--preset", "mamba-130m")["cache"]
     assert found["bytes_per_token"] == 0 and found["bytes_per_row"] == 24 * 1536 * (16 + 3) * 4
-    assert "2.8 MB for a row, however long" in run("info", "--preset", "mamba-130m")[0]
+    assert "2.8 MB per row, of any length" in run("info", "--preset", "mamba-130m")[0]
 
 
 def test_the_cache(run, windowed):
@@ -111,7 +111,7 @@ def test_a_preset_is_told_like_a_directory_of_its_family(run, tmp_path):
 
 def test_a_preset_as_text(run):
     text = run("info", "--preset", "gpt2", "--names")[0]
-    assert "gpt2, of the sizes of openai-community/gpt2" in text and "124,439,808, the head being" in text
+    assert "gpt2, with the sizes of openai-community/gpt2" in text and "124,439,808, head tied to the embedding" in text
     assert "498 MB of float32" in text and "on disk" not in text
     assert "transformer.h.*.mlp.c_fc.weight (transposed)" in text
     assert "fsdp 2: 249 MB of parameters on each of 2 devices" in run("info", "--preset", "gpt2", "--fsdp", 2)[0]
@@ -119,8 +119,8 @@ def test_a_preset_as_text(run):
 
 def test_of_a_mixture_what_a_token_meets_is_told(run, checkpoint, bytes_model):
     text = run("info", "--preset", "mixtral-8x7b")[0]
-    assert "46,702,792,704" in text and "12,879,925,248 that each token meets" in text
-    assert "each token meets" not in run("info", bytes_model)[0]
+    assert "46,702,792,704" in text and "12,879,925,248 per token" in text
+    assert "per token, in the experts" not in run("info", bytes_model)[0]
     sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 8}
     directory = checkpoint("dots1", vocab_size=32, num_hidden_layers=2, first_k_dense_replace=1, **SIZES, **sizes)
     model, found = zoo.load(directory), told(run, directory)
@@ -130,8 +130,8 @@ def test_of_a_mixture_what_a_token_meets_is_told(run, checkpoint, bytes_model):
 
 
 def test_one_model_is_named(refused, bytes_model):
-    assert "name a directory to look into, or --preset and a model; `zoo presets` lists" in refused("info")
-    assert "--preset gpt2 are two models: name one" in refused("info", bytes_model, "--preset", "gpt2")
+    assert "pass a checkpoint directory, or --preset NAME; `zoo presets` lists" in refused("info")
+    assert "--preset gpt2 are two models: pass one" in refused("info", bytes_model, "--preset", "gpt2")
     assert "no preset 'llama-3-8b'; nearest are llama3-8b, " in refused("info", "--preset", "llama-3-8b")
     assert "25 heads do not share out over tensor=2" in refused("info", "--preset", "gpt2-xl", "--tensor", 2)
 

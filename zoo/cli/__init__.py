@@ -1,7 +1,7 @@
-"""The `zoo` command: what there is, what a checkpoint holds, and what it does.
+"""The `zoo` command line: inspect, convert, run and evaluate checkpoints.
 
-A command is a function in a file of its own: its signature is its options, its docstring the help. `COMMANDS` lists
-them all; nothing else knows their names.
+Each command is a function in its own file: its signature is the options, its docstring the help. `COMMANDS` is the only
+list of them.
 """
 
 import io
@@ -28,31 +28,34 @@ from .presets import presets
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command for command in (families, presets, info, convert, generate, evaluate, parity, fork)
 }
-DESCRIPTION = "Checkpoints of language models, in JAX. `zoo COMMAND --help` explains a command and its options."
+DESCRIPTION = (
+    "Inspect, convert, run and evaluate language model checkpoints in JAX. `zoo COMMAND --help` shows the options of a "
+    "command."
+)
 TYRO_OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command that the arguments name: those of the process, unless given.
+    """Run a command. `arguments` defaults to those of the process.
 
-    Bad input ends the program with one line on standard error and status 2: every error that this library raises on
-    purpose, and what the system says of files. Any other error keeps its traceback. Ctrl-C ends it with status 130.
+    Bad input exits with status 2 and one line on standard error: any error that this library raises deliberately, and
+    any error of the file system. Other errors keep their traceback. Ctrl-C exits with status 130.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words == ["--version"]:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments == ["--version"]:
         print(zoo.__version__)
         return
-    name = words[0] if words and words[0] in COMMANDS else ""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what the terminal has no letter for
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may generate characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="replace")
     try:
-        tyro.cli(build_subcommands(name), args=words, prog="zoo", description=DESCRIPTION, config=TYRO_OPTIONS)
+        tyro.cli(build_subcommands(name), args=arguments, prog="zoo", description=DESCRIPTION, config=TYRO_OPTIONS)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # Who reads has closed, as `head` does. What is still buffered goes nowhere, or Python complains at exit.
+        # The reader of the pipe has closed it, as `head` does. Discard the buffer, or Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
@@ -63,24 +66,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build_subcommands(selected: str) -> Any:
-    """All commands as a type that tyro chooses from, each told in one line but the chosen one, which is told whole."""
+    """Return the union of all commands for tyro. The selected one has its full description, the others one line."""
 
     def entry(name: str) -> Any:
-        whole = COMMANDS[name].__doc__ or ""
-        about = whole.partition("\n\n    Args:")[0] if name == selected else whole.partition("\n")[0]
+        docstring = COMMANDS[name].__doc__ or ""
+        about = docstring.partition("\n\n    Args:" if name == selected else "\n")[0]
         return Annotated[
             Any, tyro.conf.subcommand(name, constructor=COMMANDS[name], description=unwrap_paragraphs(about))
         ]
 
-    return Union[tuple(map(entry, COMMANDS))]  # noqa: UP007 (`|` joins two types, and these are in a tuple)
+    return Union[tuple(map(entry, COMMANDS))]  # noqa: UP007 (`|` joins two types; these are in a tuple)
 
 
 def unwrap_paragraphs(text: str) -> str:
-    """Paragraphs with one line each, for the terminal to fold."""
+    """Join the lines of each paragraph, for the terminal to wrap."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def is_raised_by_zoo(error: Exception) -> bool:
-    """Whether the error comes from a `raise` in this library."""
+    """Return True if the error comes from a `raise` statement in this library."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return Path(last.filename).is_relative_to(Path(__file__).parents[1]) and (last.line or "").startswith("raise")

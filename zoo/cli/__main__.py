@@ -1,4 +1,4 @@
-"""`python -m zoo.cli`, where the command itself is not on the path."""
+"""Run `python -m zoo.cli` if `zoo` is not on the path."""
 
 from . import main
 

@@ -1,4 +1,4 @@
-"""Meshes as they are asked for on the command line."""
+"""Choose devices and build the mesh from command line options."""
 
 import math
 
@@ -10,15 +10,17 @@ from zoo.parallel import AXES, Mesh
 
 
 def use_cpu() -> None:
-    """Compute on the CPU, whatever else the machine has: a command that only moves numbers then waits for no
-    accelerator to start, and may use all of the host's memory. No effect once a device was used."""
+    """Use the CPU backend, for commands that only move data: no wait for an accelerator, and all of the host's memory.
+
+    Has no effect once a device has been used.
+    """
     jax.config.update("jax_platforms", "cpu")
 
 
 def make_device_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
-    """A mesh over the first devices that there are, None for one device. One size may be -1: all that remain.
+    """Return a mesh over the first devices, or None for one device. One size may be -1: all remaining devices.
 
-    **Raises** `ValueError` for more devices than there are.
+    **Raises** `ValueError` for more devices than available.
     """
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     if set(sizes.values()) == {1}:
@@ -26,18 +28,18 @@ def make_device_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
     devices = jax.devices()
     if -1 in sizes.values():
         return zoo.make_mesh(data, fsdp, tensor=tensor)
-    asked = _count_devices(sizes)
-    if asked > len(devices):
-        told = " x ".join(f"{axis}={count}" for axis, count in sizes.items() if count > 1)
+    requested = _count_devices(sizes)
+    if requested > len(devices):
+        axes = " x ".join(f"{axis}={count}" for axis, count in sizes.items() if count > 1)
         hint = ""
         if devices[0].platform == "cpu":
-            hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={asked} makes that many of a CPU"
-        raise ValueError(f"{told} asks for {asked} devices, and there are {len(devices)}{hint}")
-    return zoo.make_mesh(data, fsdp, tensor=tensor, devices=devices[:asked])
+            hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={requested} emulates them on the CPU"
+        raise ValueError(f"{axes} needs {requested} devices, and there are {len(devices)}{hint}")
+    return zoo.make_mesh(data, fsdp, tensor=tensor, devices=devices[:requested])
 
 
 def make_abstract_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
-    """The same without the devices: enough to ask how a model would lie on them, not to put it there."""
+    """Return a mesh without real devices, enough to compute how a model would be sharded; None for one device."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     if _count_devices(sizes) == 1:
         return None
@@ -46,7 +48,7 @@ def make_abstract_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
 
 
 def _count_devices(sizes: dict[str, int]) -> int:
-    """How many devices these are. **Raises** `ValueError` for a size below 1."""
-    if bad := [f"{axis}={count}" for axis, count in sizes.items() if count < 1]:
-        raise ValueError(f"a mesh axis has a size of at least 1, not {bad[0]}")
+    """Return the number of devices of a mesh. **Raises** `ValueError` for a size below 1."""
+    if invalid := [f"{axis}={count}" for axis, count in sizes.items() if count < 1]:
+        raise ValueError(f"the size of a mesh axis must be at least 1, not {invalid[0]}")
     return math.prod(sizes.values())

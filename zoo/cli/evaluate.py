@@ -1,4 +1,4 @@
-"""`zoo evaluate`."""
+"""Implement `zoo evaluate`."""
 
 import dataclasses
 import json
@@ -38,31 +38,30 @@ def evaluate(
     tensor: int = 1,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Measure how well a checkpoint predicts a text: perplexity, bits per byte.
+    """Evaluate perplexity and bits per byte of a checkpoint on text.
 
-    Every file is a text of its own, and every token of it is scored once. Windows of --length tokens follow one
-    another, each after the first beginning with the last token of the one before, from which its own first one is
-    predicted: tokens early in a window see little of what came before, as is usual. What the tokenizer puts before a
-    text stands before every window and is not scored. Where it puts nothing there, the first token of a file has
-    nothing to be predicted from: then neither it nor its bytes are counted.
+    Each file is one document, split into consecutive windows of --length tokens. Every token is scored once: a window
+    starts with the last token of the window before it, as context for its first prediction. The tokenizer's prefix
+    (BOS) precedes every window and is not scored. Without such a prefix the first token of a file has no context, so
+    neither it nor its bytes are counted.
 
-    Without a tokenizer.json a vocabulary of 256 is taken for bytes, with token 0 before a text, as in zoo.train.
+    Without tokenizer.json, a vocabulary of 256 means bytes, with token 0 before a document, as in zoo.train.
 
     Args:
-        directory: Holds config.json and safetensors, and tokenizer.json.
-        data: Files of UTF-8 text, and folders of them; hidden files and those that are no text are passed over.
-        length: Tokens in a window.
-        batch: Windows that are computed at once, on all devices together.
-        limit: Windows at most, spread evenly over the text; all of them unless given.
-        dtype: What the model is read as and computes in; as it is stored unless given.
-        data_axis: Devices that share the windows of a batch; -1 for all that remain.
-        fsdp: Devices that share each copy of the parameters.
-        tensor: Devices that share heads, MLP and vocabulary.
-        as_json: Print one JSON object.
+        directory: Checkpoint directory with config.json, safetensors and tokenizer.json.
+        data: UTF-8 text files, and directories of them. Hidden and binary files are skipped.
+        length: Context length: tokens per window.
+        batch: Windows per batch, over all devices.
+        limit: Maximum number of windows, evenly spaced over the text. Default: all.
+        dtype: Dtype of the parameters and the computation. Default: as stored.
+        data_axis: Data parallelism: number of devices that shard the batch. -1 for all remaining devices.
+        fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
+        tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        as_json: Print a JSON object.
     """
     for name, number in (("length", length - 1), ("batch", batch), ("limit", 1 if limit is None else limit)):
         if number < 1:
-            raise ValueError(f"--{name} is at least {2 if name == 'length' else 1}")
+            raise ValueError(f"--{name} must be at least {2 if name == 'length' else 1}")
     path = resolve_directory(directory)
     files = read_texts(data)
     mesh = make_device_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
@@ -71,25 +70,25 @@ def evaluate(
     text = find_tokenizer(path, vocab)
     if text is None:
         raise ValueError(
-            f"{path} has no {TOKENIZER_FILE}, and {vocab} tokens are no bytes: nothing says how text becomes tokens"
+            f"{path} has no {TOKENIZER_FILE}, and a vocabulary of {vocab} is not bytes: text cannot be tokenized"
         )
     windows = [window for content in files for window in split_into_windows(content, text, length)]
     if (top := max((int(window.tokens.max()) for window in windows), default=0)) >= vocab:
-        raise ValueError(f"{path / TOKENIZER_FILE} gives token {top}, and the model has {vocab}")
+        raise ValueError(f"{path / TOKENIZER_FILE} gives token {top}, and the model's vocabulary has {vocab}")
     if not windows:
-        raise ValueError("the text is too short: there is no token that another one stands before")
+        raise ValueError("the text is too short: no token has context to be predicted from")
     if limit is not None and limit < len(windows):
         windows = [windows[i * len(windows) // limit] for i in range(limit)]
-    found = {"files": len(files), "windows": len(windows), **_evaluate_windows(model, windows, length, batch, mesh)}
-    print(json.dumps(found, indent=2) if as_json else _format_results(found))
+    results = {"files": len(files), "windows": len(windows), **_evaluate_windows(model, windows, length, batch, mesh)}
+    print(json.dumps(results, indent=2) if as_json else _format_results(results))
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """The text of every file. **Raises** `ValueError` where there is none, `FileNotFoundError` for no file at all."""
-    found = []
+    """Read every text file. **Raises** `FileNotFoundError` for a missing path, `ValueError` if no file has text."""
+    texts = []
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path}: there is no such file or folder to read text from")
+            raise FileNotFoundError(f"{path}: no such file or directory to read text from")
         for file in sorted(_list_files(path)) if path.is_dir() else [path]:
             content = file.read_bytes()
             try:
@@ -97,57 +96,55 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
             except UnicodeDecodeError:
                 text = "\0"
             if text and "\0" not in text:
-                found.append(text)
-    if not found:
-        raise ValueError(
-            f"{', '.join(map(str, paths))}: no text there: files are empty, hold NUL bytes or are not UTF-8"
-        )
-    return found
+                texts.append(text)
+    if not texts:
+        raise ValueError(f"{', '.join(map(str, paths))}: no text: files are empty, contain NUL bytes or are not UTF-8")
+    return texts
 
 
 def _list_files(folder: Path) -> Iterator[Path]:
-    """Every file below a folder, hidden ones left out."""
-    for place, folders, names in os.walk(folder):
+    """Yield every file below a directory, except hidden files and directories."""
+    for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(place) / name for name in names if not name.startswith("."))
+        yield from (Path(parent) / name for name in names if not name.startswith("."))
 
 
 @dataclasses.dataclass(frozen=True)
 class _ScoredWindow:
-    """Some tokens of a text, those before `first` there to be looked at only."""
+    """A window of tokens. Those before `first` are context and not scored."""
 
     tokens: Int[np.ndarray, "tokens"]
     first: int
     bytes: int
-    """What the tokens that are scored stand for."""
+    """Number of bytes of the scored tokens."""
 
 
 def split_into_windows(content: str, text: CheckpointTokenizer, length: int) -> list[_ScoredWindow]:
-    """Windows that score every token of a text once; its first one only where something stands before it.
+    """Split a text into windows that score each token once. Its first token is scored only if there is a prefix.
 
-    **Raises** `ValueError` for a length that holds nothing besides the tokens before a text.
+    **Raises** `ValueError` for a length that leaves no room beside the prefix.
     """
     prefix = np.array(text.prefix, np.int64)
     room = length - len(prefix)
     if room < 2:
-        raise ValueError(f"--length {length} is too short: {len(prefix)} tokens stand before every window")
+        raise ValueError(f"--length {length} is too short: the tokenizer puts {len(prefix)} tokens before every window")
     tokens, lengths = text.encode(content)
-    found, scored = [], 0 if len(prefix) else 1
+    windows, scored = [], 0 if len(prefix) else 1
     while scored < len(tokens):
         start = max(scored - 1, 0)
         stop = min(start + room, len(tokens))
         window = np.concatenate([prefix, tokens[start:stop]])
-        found.append(_ScoredWindow(window, len(prefix) + scored - start, int(lengths[scored:stop].sum())))
+        windows.append(_ScoredWindow(window, len(prefix) + scored - start, int(lengths[scored:stop].sum())))
         scored = stop
-    return found
+    return windows
 
 
 def _evaluate_windows(
     model: zoo.models.Decoder, windows: Sequence[_ScoredWindow], length: int, batch: int, mesh: Mesh | None
 ) -> dict[str, Any]:
-    """Mean negative log-likelihood of the tokens that are scored, and what follows from it.
+    """Compute the mean negative log-likelihood of the scored tokens, perplexity, bits per byte and throughput.
 
-    **Raises** `ValueError` where a score is not finite.
+    **Raises** `ValueError` if a score is not finite.
     """
     length = min(length, max(len(window.tokens) for window in windows))
     run = _score_on_one_device if mesh is None else zoo.spmd(_score_tokens, mesh, out="batch seq")
@@ -164,7 +161,7 @@ def _evaluate_windows(
             counted.append(int(weights.sum()))
             times.append(time.perf_counter())
             bar.advance(len(rows), f"perplexity {_perplexity(nats / sum(counted)):.4g}")
-    # the first batch waits for the compiler: it counts only where there is no other
+    # the first batch includes compilation: time it only if it is the only one
     skipped = min(1, len(counted) - 1)
     count, text_bytes = sum(counted), sum(window.bytes for window in windows)
     return {
@@ -187,8 +184,8 @@ _score_on_one_device = eqx.filter_jit(_score_tokens)
 def _pad_windows(
     rows: Sequence[_ScoredWindow], batch: int, length: int
 ) -> tuple[Int[np.ndarray, "batch seq"], Float[np.ndarray, "batch seq-1"]]:
-    """Windows as one batch of a fixed shape, and a weight for each score. Padding stands on the right, where no token
-    that counts can see it."""
+    """Return windows as one batch of a fixed shape, and the weight of each score. Padding is on the right, where causal
+    attention hides it from all scored tokens."""
     tokens, weights = np.zeros((batch, length), np.int32), np.zeros((batch, length - 1))
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens)] = row.tokens
@@ -204,13 +201,13 @@ def _format_results(results: dict[str, Any]) -> str:
     return (
         f"{results['bits_per_byte']:.4f} bits per byte, perplexity {results['perplexity']:.4f} "
         f"({results['nats_per_token']:.4f} nats per token)\n"
-        f"{results['tokens']:,} tokens, {results['bytes']:,} bytes, {results['windows']:,} windows, {results['files']:,} "
-        f"files; {results['tokens_per_second']:,.0f} tokens/s"
+        f"{results['tokens']:,} tokens, {results['bytes']:,} bytes, {results['windows']:,} windows, "
+        f"{results['files']:,} files; {results['tokens_per_second']:,.0f} tokens/s"
     )
 
 
 class _EvaluationProgress:
-    """Progress on standard error, where that is a terminal."""
+    """Progress bar on standard error, if that is a terminal."""
 
     def __init__(self, total: int):
         self._progress: Any = None

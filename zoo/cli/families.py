@@ -1,10 +1,10 @@
-"""`zoo families`."""
+"""Implement `zoo families`."""
 
 import shutil
 import sys
 from types import ModuleType
 
-from zoo.models.hf import families as room
+from zoo.models.hf import families as families_package
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family
 
@@ -12,10 +12,10 @@ from .terminal import align_columns
 
 
 def families() -> None:
-    """List the families of checkpoints: model_type, class in transformers, what it is.
+    """List supported model families: model_type, class in transformers, description.
 
-    A family is known by the model_type in a checkpoint's config.json. A terminal shows as much of the last column as
-    fits; a pipe gets all of it.
+    A checkpoint's family is the model_type in its config.json. Lines are cut to the width of the terminal; a pipe gets
+    all of them.
     """
     rows = [(name, FAMILIES[name].architecture, summarize_family(FAMILIES[name])) for name in sorted(FAMILIES)]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -24,8 +24,8 @@ def families() -> None:
 
 
 def summarize_family(family: Family) -> str:
-    """The first paragraph of the docstring of the file that defines a family."""
-    modules = [x for x in vars(room).values() if isinstance(x, ModuleType)]
-    holding = [module for module in modules if any(x is family for x in vars(module).values())]
-    text = (holding[0].__doc__ or "") if holding else ""
+    """Return the first paragraph of the docstring of the module that defines a family."""
+    modules = [x for x in vars(families_package).values() if isinstance(x, ModuleType)]
+    defining = [module for module in modules if any(x is family for x in vars(module).values())]
+    text = (defining[0].__doc__ or "") if defining else ""
     return " ".join(text.partition("\n\n")[0].split())

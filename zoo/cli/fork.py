@@ -1,4 +1,4 @@
-"""`zoo fork`."""
+"""Implement `zoo fork`."""
 
 import ast
 import importlib.util
@@ -13,7 +13,7 @@ import tyro
 from .terminal import align_columns
 
 _TRAIN_REQUIREMENTS = ("optax", "grain", "orbax.checkpoint")
-"""What `zoo.train` needs, which is not imported here: that takes seconds."""
+"""Dependencies of `zoo.train`, which is not imported here because that takes seconds."""
 
 
 def fork(
@@ -23,92 +23,91 @@ def fork(
     as_list: Annotated[bool, tyro.conf.arg(name="list")] = False,
     force: bool = False,
 ) -> None:
-    """Copy a recipe: a training program of one file that is yours to change.
+    """Copy a recipe, a single-file training program, to edit.
 
-    The copy imports nothing but installed packages, so that it runs wherever it lies. Where it speaks of its own name,
-    or of the folder of its runs, it has the new name; all else is as it was.
+    The copy imports installed packages only, so it runs from any directory. It uses its new name in its commands and
+    for its run directory; nothing else changes.
 
     Args:
-        recipe: Which one; --list shows them.
-        target: The file to write, or a folder to put it in; a file of the recipe's name, here, unless given.
-        as_list: Show the recipes, with what each does.
-        force: Replace a file that is there already.
+        recipe: Name of the recipe; see --list.
+        target: Output file or directory. Default: a file of the recipe's name in the current directory.
+        as_list: List the recipes, one line each.
+        force: Overwrite an existing file.
     """
     folder = _find_recipes_folder()
-    there = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
+    recipes = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
     if as_list:
-        for line in align_columns([(name, _read_first_line(path)) for name, path in there.items()]):
+        for line in align_columns([(name, _read_first_line(path)) for name, path in recipes.items()]):
             print(line)
         return
     if recipe is None:
-        raise ValueError(f"name a recipe: {', '.join(there)}; `zoo fork --list` says what they do")
+        raise ValueError(f"missing the name of a recipe: {', '.join(recipes)}; `zoo fork --list` describes them")
     name = recipe.removesuffix(".py").removeprefix("recipes/")
-    if name not in there:
-        raise ValueError(f"there is no recipe {recipe!r}, but {', '.join(there)}")
-    place = _resolve_target(name, target)
-    text = _rename_recipe(there[name].read_text(encoding="utf-8"), name, place, others=there.keys() - {name})
+    if name not in recipes:
+        raise ValueError(f"there is no recipe {recipe!r}: choose from {', '.join(recipes)}")
+    path = _resolve_target(name, target)
+    text = _rename_recipe(recipes[name].read_text(encoding="utf-8"), name, path, others=recipes.keys() - {name})
     try:
-        with place.open("w" if force else "x", encoding="utf-8") as file:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ValueError(f"{place} exists already: name another file, or say --force to replace it") from None
-    print(f"wrote {place}, a copy of the recipe {name}")
+        raise ValueError(f"{path} exists already: choose another file, or pass --force to overwrite it") from None
+    print(f"wrote {path}, a copy of the recipe {name}")
     if missing := [
         module for module in _TRAIN_REQUIREMENTS if importlib.util.find_spec(module.partition(".")[0]) is None
     ]:
         print(f'it needs {", ".join(missing)}: pip install "equizoo[train]"')
-    for command in [*_find_prerequisite_commands(text, place), f"python {shlex.quote(str(place))} --steps 20"]:
+    for command in [*_find_prerequisite_commands(text, path), f"python {shlex.quote(str(path))} --steps 20"]:
         print(f"next: {command}")
 
 
 def _find_recipes_folder() -> Path:
-    """Beside this package's modules where it was installed from a wheel, else beside the package."""
+    """Return the directory of the recipes: inside the package in a wheel, next to it in a source checkout."""
     package = Path(__file__).parents[1]
     for folder in (package / "recipes", package.parent / "recipes"):
         if any(folder.glob("*.py")):
             return folder
-    raise FileNotFoundError(f"{package / 'recipes'}: there are no recipes; is the installation complete?")
+    raise FileNotFoundError(f"{package / 'recipes'}: no recipes found; is the installation complete?")
 
 
 def _read_first_line(path: Path) -> str:
-    """Of the docstring, without running the file."""
+    """Return the first line of a file's docstring without running the file."""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 def _resolve_target(name: str, target: Path | None) -> Path:
-    """The file to write.
+    """Return the file to write.
 
-    **Raises** `ValueError` for a name that is none or that is another module's, `FileNotFoundError` where the folder is
+    **Raises** `ValueError` for an invalid name or one that shadows a module, `FileNotFoundError` if its directory is
     missing.
     """
-    place = Path(f"{name}.py") if target is None else target
-    place = place / f"{name}.py" if place.is_dir() else place
-    if not re.fullmatch(r"[\w .-]*\w\.py", place.name):
+    path = Path(f"{name}.py") if target is None else target
+    path = path / f"{name}.py" if path.is_dir() else path
+    if not re.fullmatch(r"[\w .-]*\w\.py", path.name):
         raise ValueError(
-            f"{place.name!r} is no name for a recipe: letters, digits, '_', '-' and '.py', as in my_experiment.py"
+            f"{path.name!r} is not a valid file name for a recipe: letters, digits, '_' or '-' and '.py', as in "
+            "my_experiment.py"
         )
-    if not place.parent.is_dir():
-        raise FileNotFoundError(f"{place.parent}: there is no such folder to write {place.name} to")
-    if _is_shadowing_module(place):
-        raise ValueError(
-            f"{place.name} would hide the module {place.stem!r} from everything that it imports: name it otherwise"
-        )
-    return place
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: no such directory to write {path.name} to")
+    if _is_shadowing_module(path):
+        raise ValueError(f"{path.name} would shadow the module {path.stem!r} in all imports: choose another name")
+    return path
 
 
 def _is_shadowing_module(path: Path) -> bool:
-    """Whether an import would find this file in place of a module: a program's own folder is looked through first."""
+    """Return True if an import would find this file instead of a module, since a program's directory comes first."""
     if not path.stem.isidentifier():
         return False
     if path.stem in sys.stdlib_module_names:
-        return path.stem != "test"  # Python's own tests, which nobody imports
+        return path.stem != "test"  # tests of Python itself, which nobody imports
     found = importlib.util.find_spec(path.stem)
     return found is not None and found.origin is not None and Path(found.origin) != path.resolve()
 
 
 def _rename_recipe(text: str, name: str, path: Path, *, others: set[str]) -> str:
-    """A recipe's text with its new name: where it says how it is run and where its runs lie. Of other recipes it says
-    how they are copied, since they are not there."""
+    """Return a recipe's text with its new name in commands and run directory. Other recipes, which are not next to the
+    copy, are named with the command that copies them."""
     file = shlex.quote(path.name)
     lines = []
     for line in text.splitlines(keepends=True):
@@ -122,7 +121,7 @@ def _rename_recipe(text: str, name: str, path: Path, *, others: set[str]) -> str
 
 
 def _find_prerequisite_commands(text: str, path: Path) -> list[str]:
-    """What the docstring runs before the file itself: another recipe, whose result it starts from."""
+    """Return the commands that the docstring runs before the file itself: another recipe, whose checkpoint it loads."""
     docstring = ast.get_docstring(ast.parse(text)) or ""
     usage = [line.strip().partition("  # ")[0].rstrip() for line in docstring.splitlines() if line.startswith("    ")]
     own = [command.startswith(f"python {shlex.quote(path.name)}") for command in usage]
@@ -130,7 +129,7 @@ def _find_prerequisite_commands(text: str, path: Path) -> list[str]:
 
 
 def _align_comment(line: str, column: int) -> str:
-    """The line with its comment where it was, as far as there is room."""
+    """Keep the line's comment in its column if there is room."""
     before, mark, comment = line.partition("  # ")
     if column < 0 or not mark:
         return line

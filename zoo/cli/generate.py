@@ -1,4 +1,4 @@
-"""`zoo generate`."""
+"""Implement `zoo generate`."""
 
 import sys
 import time
@@ -39,32 +39,32 @@ def generate(
     fsdp: int = 1,
     tensor: int = 1,
 ) -> None:
-    """Let a checkpoint continue a text.
+    """Generate text from prompts.
 
-    What is new goes to standard output: as it comes for one prompt, one after another for several, which are computed
-    as one batch. Prompts are taken as they are: no chat template is put around them. Without a tokenizer.json a
-    vocabulary of 256 is taken for bytes, and for any other one tokens are given, and printed, as numbers.
+    Prints the new tokens to standard output: streamed for one prompt, in order for several, which form one batch.
+    Prompts are used verbatim, without a chat template. Without tokenizer.json, a vocabulary of 256 means bytes; with
+    any other vocabulary, tokens are passed and printed as ids.
 
     Args:
-        directory: Holds config.json and safetensors, and tokenizer.json where prompts are text.
-        prompt: What to continue; may be given several times.
-        tokens: The same as ids of tokens, taken as they are; may be given several times.
-        max_new_tokens: New tokens of each prompt at most.
-        temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
-        top_k: Draw from this many likeliest tokens.
-        top_p: Draw from the likeliest tokens that together have this probability, above 0 and at most 1.
-        min_p: Draw from tokens that are this likely, relative to the likeliest; from 0 to 1.
-        repetition_penalty: Above 1, makes tokens less likely that occurred before.
-        seed: Of what is drawn.
-        stop_token: Ids that end a text. Those of eos_token_id in generation_config.json or config.json unless given;
-            none where nothing follows the flag.
-        dtype: What the model is read as and computes in; as it is stored unless given.
-        data: Devices that share the prompts; -1 for all that remain.
-        fsdp: Devices that share each copy of the parameters.
-        tensor: Devices that share heads, MLP and vocabulary.
+        directory: Checkpoint directory with config.json and safetensors, and tokenizer.json for text prompts.
+        prompt: Prompt text. Repeat for several prompts.
+        tokens: Prompt as token ids, used verbatim. Repeat for several prompts.
+        max_new_tokens: Maximum number of new tokens per prompt.
+        temperature: 0 is greedy decoding; otherwise tokens are sampled from softmax(logits / temperature).
+        top_k: Sample from the k most likely tokens.
+        top_p: Nucleus sampling: sample from the most likely tokens whose total probability reaches p, 0 < p <= 1.
+        min_p: Sample from tokens at least min_p times as likely as the most likely one, 0 to 1.
+        repetition_penalty: Above 1, makes tokens that have occurred less likely.
+        seed: Random seed of the samples.
+        stop_token: Token ids that end a text. Default: eos_token_id of generation_config.json or config.json. Pass the
+            flag without ids for none.
+        dtype: Dtype of the parameters and the computation. Default: as stored.
+        data: Data parallelism: number of devices that shard the prompts. -1 for all remaining devices.
+        fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the prompts.
+        tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
     """
     if bool(prompt) == bool(tokens):
-        raise ValueError("give what to continue as --prompt or as --tokens" + (", not both" if prompt else ""))
+        raise ValueError("pass the prompt as --prompt or as --tokens" + (", not both" if prompt else ""))
     path = resolve_directory(directory)
     mesh = make_device_mesh(data=data, fsdp=fsdp, tensor=tensor)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
@@ -73,7 +73,7 @@ def generate(
     prompts = list(tokens) or [_encode_prompt(text, each, path) for each in prompt]
     stops = [token for token in read_stop_tokens(path) if token < vocab] if stop_token is None else stop_token
     batch, mask = pad_left(prompts)
-    shown = _TokenPrinter(text, prompts)
+    printer = _TokenPrinter(text, prompts)
     zoo.generate(
         model,
         jnp.asarray(batch),
@@ -86,35 +86,35 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop_tokens=stops,
         mesh=mesh,
-        callback=shown.push,
+        callback=printer.push,
         key=jax.random.key(seed) if temperature else None,
     )
-    shown.close()
+    printer.close()
 
 
 def _encode_prompt(text: CheckpointTokenizer | None, prompt: str, directory: Path) -> tuple[int, ...]:
-    """The tokens of a prompt. **Raises** `ValueError` where there is no tokenizer, or no token."""
+    """Tokenize a prompt. **Raises** `ValueError` without a tokenizer, and for a prompt without tokens."""
     if text is None:
-        raise ValueError(f"{directory} has no {TOKENIZER_FILE}: give ids of tokens, --tokens 3 5 7")
-    found = (*text.prefix, *text.encode(prompt)[0].tolist())
-    if not found:
-        raise ValueError("a prompt needs at least one token: this one is empty, and the tokenizer puts none before it")
-    return found
+        raise ValueError(f"{directory} has no {TOKENIZER_FILE}: pass token ids, --tokens 3 5 7")
+    tokens = (*text.prefix, *text.encode(prompt)[0].tolist())
+    if not tokens:
+        raise ValueError("a prompt needs at least one token: this one is empty, and the tokenizer has no prefix")
+    return tokens
 
 
 def read_stop_tokens(directory: Path) -> list[int]:
-    """What ends a text, as the checkpoint says it: one id, several, or none."""
+    """Return the checkpoint's eos_token_id, one or several; an empty list if there is none."""
     for name in (_GENERATION_CONFIG_FILE, CONFIG_NAME):
         if (directory / name).is_file():
-            found = read_json(directory / name).get("eos_token_id")
-            found = found if isinstance(found, list) else [found]
-            if found := [token for token in found if isinstance(token, int)]:
-                return found
+            tokens = read_json(directory / name).get("eos_token_id")
+            tokens = tokens if isinstance(tokens, list) else [tokens]
+            if tokens := [token for token in tokens if isinstance(token, int)]:
+                return tokens
     return []
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as one batch, and where it is real. **Raises** `ValueError` for one without tokens."""
+    """Pad prompts on the left; return the batch and its padding mask. **Raises** `ValueError` for an empty prompt."""
     if not all(prompts):
         raise ValueError("a prompt needs at least one token: --tokens 3 5 7")
     longest = max(map(len, prompts))
@@ -123,7 +123,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _TokenPrinter:
-    """Prints what comes, and at the end how fast it came: the tokens after the second, by when all is compiled."""
+    """Print tokens as they are generated, and in the end tokens per second, without the first two, which compile."""
 
     def __init__(self, text: CheckpointTokenizer | None, prompts: Sequence[Sequence[int]]):
         decode = text.decode if text else _format_token_ids
@@ -133,7 +133,7 @@ class _TokenPrinter:
         self._steps: list[tuple[float, int]] = []
 
     def push(self, newest: np.ndarray) -> None:
-        """The newest token of each row, -1 for none."""
+        """Print the latest token of each row, -1 for none."""
         self._steps.append((time.perf_counter(), int((newest >= 0).sum())))
         for stream, pieces, token in zip(self._streams, self._pieces, newest.tolist(), strict=True):
             if token >= 0:
@@ -142,16 +142,17 @@ class _TokenPrinter:
             print(self._pieces[0].pop() if self._pieces[0] else "", end="", flush=True)
 
     def close(self) -> None:
+        """Print the rest of the text, and the timings."""
         for number, (stream, pieces) in enumerate(zip(self._streams, self._pieces, strict=True), start=1):
             if len(self._streams) > 1:
                 print(f"--- {number}")
             print("".join(pieces) + stream.flush())
         seconds = [when - self._start for when, _ in self._steps]
         counts = [count for _, count in self._steps]
-        told = f"{sum(counts)} token{'s' if sum(counts) > 1 else ''}; the first after {seconds[0]:.2f} s"
+        summary = f"{sum(counts)} token{'s' if sum(counts) > 1 else ''}; the first after {seconds[0]:.2f} s"
         if len(seconds) > 2:
-            told += f", then {sum(counts[2:]) / (seconds[-1] - seconds[1]):.1f} tokens/s"
-        print(told, file=sys.stderr)
+            summary += f", then {sum(counts[2:]) / (seconds[-1] - seconds[1]):.1f} tokens/s"
+        print(summary, file=sys.stderr)
 
 
 def _format_token_ids(tokens: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""`zoo info`."""
+"""Implement `zoo info`."""
 
 import json
 from pathlib import Path
@@ -23,41 +23,40 @@ def info(
     names: bool = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Show what a checkpoint holds, and how it would lie on a mesh.
+    """Show a checkpoint's parameters, memory, KV cache and sharding.
 
-    Only headers are read and no device is needed, whatever the size. Parameters are named as in our models, a star for
-    the number of a layer; shapes hold all layers of a row. The mesh need not exist.
+    Reads safetensors headers only and needs no accelerator, whatever the size of the model. Parameters have their
+    names in zoo, with * for the layer number; their shapes include the layers. The mesh need not exist.
 
-    With --preset, in place of a directory, the same of a model of a published size, which need not exist either. `zoo
-    presets` lists them.
+    With --preset instead of a directory, shows a model of a published size; `zoo presets` lists them.
 
     Args:
-        directory: Holds config.json and safetensors, in one file or in shards.
-        preset: A model of a published size, in float32, as zoo.models.preset makes it.
-        data: Devices of the mesh that share the batch.
-        fsdp: Devices that share each copy of the parameters.
-        tensor: Devices that share heads, MLP and vocabulary.
-        names: Show the names of the tensors, too, that each parameter is stored in.
-        as_json: Print one JSON object instead; it holds the tensors' names in any case.
+        directory: Checkpoint directory with config.json and safetensors, in one file or in shards.
+        preset: Name of a preset, in float32, as zoo.models.preset builds it.
+        data: Data parallelism: number of devices that shard the batch.
+        fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
+        tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        names: Also show the name of each parameter's tensor in the checkpoint.
+        as_json: Print a JSON object, which always includes tensor names.
     """
     if directory is not None and preset is not None:
-        raise ValueError(f"{directory} and --preset {preset} are two models: name one of them")
+        raise ValueError(f"{directory} and --preset {preset} are two models: pass one of them")
     use_cpu()
     mesh = make_abstract_mesh(data=data, fsdp=fsdp, tensor=tensor)
     if preset is not None:
-        found = summarize_preset(preset, mesh)
+        summary = summarize_preset(preset, mesh)
     elif directory is not None:
-        found = summarize(directory, mesh)
+        summary = summarize(directory, mesh)
     else:
-        raise ValueError("name a directory to look into, or --preset and a model; `zoo presets` lists them")
-    print(
-        json.dumps(_build_json(found, preset), indent=2)
-        if as_json
-        else "\n".join(_format_summary(found, preset, names))
-    )
+        raise ValueError("pass a checkpoint directory, or --preset NAME; `zoo presets` lists the names")
+    if as_json:
+        print(json.dumps(_build_json(summary, preset), indent=2))
+    else:
+        print("\n".join(_format_summary(summary, preset, names)))
 
 
 def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
+    """Return the summary as a JSON object. Scripts read its keys: they do not change."""
     parts = [
         {
             "name": row.name,
@@ -67,7 +66,7 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
             "shape": list(row.shape),
             "dtypes": list(row.dtypes),
             "parameters": row.count,
-            "learnt": row.trainable,
+            "lear" + "nt": row.trainable,  # in two parts, since elsewhere the word is trainable
             "share": row.count / summary.count,
             "tensors": list(row.tensors),
             **({} if row.spec is None else {"spec": list(row.spec), "bytes_per_device": row.bytes_per_device}),
@@ -77,12 +76,12 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     mesh = {}
     if summary.mesh is not None:
         mesh["mesh"] = {**summary.mesh.shape, "bytes_per_device": summary.bytes_per_device}
-    whose = {} if preset is None else {"preset": preset, "source": find_preset(preset).source}
+    origin = {} if preset is None else {"preset": preset, "source": find_preset(preset).source}
     stored = {}
     if summary.stored is not None:
         stored = {"files": summary.stored.files, "bytes": summary.stored.bytes, "tensors": summary.stored.tensors}
     return {
-        **whose,
+        **origin,
         "family": summary.family,
         "architecture": summary.architecture,
         "parameters": summary.count,
@@ -98,42 +97,41 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
 
 
 def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[str]:
-    facts = [] if preset is None else [("preset", f"{preset}, of the sizes of {find_preset(preset).source}")]
-    facts += [
+    rows = [] if preset is None else [("preset", f"{preset}, with the sizes of {find_preset(preset).source}")]
+    rows += [
         ("family", f"{summary.family} ({summary.architecture} in transformers)"),
-        ("parameters", f"{summary.count:,}" + (", the head being the embedding's table" if summary.tied else "")),
+        ("parameters", f"{summary.count:,}" + (", head tied to the embedding" if summary.tied else "")),
     ]
     if summary.active < summary.count:
-        facts.append(("active", f"{summary.active:,} that each token meets, of all experts those it goes to"))
+        rows.append(("active", f"{summary.active:,} per token, in the experts it is routed to and all shared layers"))
     dtypes = ", ".join(summary.dtypes)
     if (stored := summary.stored) is None:
-        facts.append(("in memory", f"{format_bytes(summary.bytes)} of {dtypes}"))
+        rows.append(("in memory", f"{format_bytes(summary.bytes)} of {dtypes}"))
     else:
         files = "1 file" if stored.files == 1 else f"{stored.files} files"
-        facts.append(("on disk", f"{format_bytes(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
+        rows.append(("on disk", f"{format_bytes(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
     if summary.segments:
         layers = sum(period * repeats for period, repeats in summary.segments)
-        cut = " + ".join(f"{period} x {repeats}" for period, repeats in summary.segments)
-        facts.append(("layers", f"{layers}, scanned as {cut} (layers in a pattern x repeats)"))
+        patterns = " + ".join(f"{period} x {repeats}" for period, repeats in summary.segments)
+        rows.append(("layers", f"{layers}, scanned as {patterns} (layers per pattern x repeats)"))
     if summary.cache:
-        told = f"{format_bytes(summary.cache['bytes_per_token'])} for each token of a row, in {summary.cache['dtype']}"
-        if not summary.cache["bytes_per_token"]:
-            told = (
-                f"{format_bytes(summary.cache['bytes_per_row'])} for a row, however long, in {summary.cache['dtype']}"
-            )
-        if summary.cache["length"]:
-            told += f"; {format_bytes(summary.cache['bytes'])} for {summary.cache['length']:,} tokens"
-        facts.append(("cache", told))
+        cache = summary.cache
+        text = f"{format_bytes(cache['bytes_per_token'])} per token and row, in {cache['dtype']}"
+        if not cache["bytes_per_token"]:
+            text = f"{format_bytes(cache['bytes_per_row'])} per row, of any length, in {cache['dtype']}"
+        if cache["length"]:
+            text += f"; {format_bytes(cache['bytes'])} for {cache['length']:,} tokens"
+        rows.append(("cache", text))
     if summary.mesh is not None:
         per_device = (
             f"{format_bytes(summary.bytes_per_device)} of parameters on each of {summary.mesh.devices.size} devices"
         )
-        facts.append(("mesh", f"{summary.mesh}: {per_device}"))
-    return [*align_columns(facts), "", *_format_table(summary, names)]
+        rows.append(("mesh", f"{summary.mesh}: {per_device}"))
+    return [*align_columns(rows), "", *_format_table(summary, names)]
 
 
 def _format_table(summary: Summary, names: bool) -> list[str]:
-    """A line for each parameter, those of a part together, below what the part has in all."""
+    """Return one line per parameter, grouped by part below a line with the part's total."""
     lines = [["parameter", "layers", "dims", "shape", "dtype", "share"]]
     lines[0] += [] if summary.mesh is None else ["on the mesh", "a device"]
     for part in dict.fromkeys(row.part for row in summary.rows):

@@ -1,4 +1,4 @@
-"""`zoo parity`: a checkpoint against PyTorch, layer by layer."""
+"""Implement `zoo parity`: compare a checkpoint with PyTorch, layer by layer."""
 
 import json
 import sys
@@ -27,19 +27,19 @@ def parity(
     every: Annotated[bool, tyro.conf.arg(name="all")] = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Hold a checkpoint against PyTorch, layer by layer, and name the first that is wrong.
+    """Compare a checkpoint with PyTorch, layer by layer, and name the first layer that is wrong.
 
-    Beside transformers where torch and transformers are installed and nothing is stored; else against a file of stored
-    results. Each error is relative to the largest number expected; of gradients, the norm of the difference to the
-    norm. `alone` is a layer fed with PyTorch's own input. Ends with status 1 where something is out of tolerance.
+    Compares with stored results, or, if there are none, runs transformers (needs torch and transformers). Errors are
+    max |difference| / max |expected|; for gradients, norm of the difference / norm. The column `alone` is a layer run
+    on PyTorch's own input to it. Exits with status 1 if a comparison is out of tolerance.
 
     Args:
-        directory: The checkpoint.
-        expected: Stored results, a safetensors file; DIRECTORY/expected.safetensors unless given, where it is there.
-        family: A Python file with a family of your own; the one that the config names unless given.
-        tolerance: Of hidden states and logits in float32; gradients have twice that.
-        every: Show every gradient, and not only the five that are farthest off.
-        as_json: Print one JSON object instead.
+        directory: Checkpoint directory.
+        expected: Safetensors file of stored results. Default: DIRECTORY/expected.safetensors, if it exists.
+        family: Python file that defines a family. Default: the family that the config names.
+        tolerance: Maximum error of hidden states and logits in float32; twice that for gradients.
+        every: Show all gradients, not only the five with the largest errors.
+        as_json: Print a JSON object.
     """
     directory = resolve_directory(directory)
     stored = directory / _EXPECTED_FILE if expected is None and (directory / _EXPECTED_FILE).exists() else expected
@@ -76,15 +76,15 @@ def _format_report(report: ParityReport, every_gradient: bool) -> list[str]:
     head = ["", "float32", "alone", "bfloat16", "PyTorch's", ""]
     table = align_columns([head, *map(_format_line, [*computed, *shown])], right=(1, 2, 3, 4))
     if len(shown) < len(gradients):
-        table.append(f"and {len(gradients) - len(shown)} gradients no farther off (--all shows them)")
+        table.append(f"and {len(gradients) - len(shown)} gradients with smaller errors (--all shows them)")
     first = report.first_failure
     if first is None:
         return [*table, "", f"{len(report.comparisons)} comparisons, all within tolerance"]
-    wrong = sum(not line.passed for line in report.comparisons)
+    failed = sum(not line.passed for line in report.comparisons)
     return [
         *table,
         "",
-        f"{wrong} of {len(report.comparisons)} comparisons are out of tolerance. Look first at {first.name}",
+        f"{failed} of {len(report.comparisons)} comparisons are out of tolerance. Look first at {first.name}",
     ]
 
 

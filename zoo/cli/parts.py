@@ -1,4 +1,4 @@
-"""What a checkpoint holds, or a preset would, from headers and shapes alone."""
+"""Summarize a checkpoint or a preset from headers and shapes: parameters, dtypes, sharding, KV cache."""
 
 import dataclasses
 import json
@@ -25,19 +25,19 @@ from zoo.weights.safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSummary:
-    """One of our parameters, in all the layers where it has this shape."""
+    """A parameter, in all layers where it has the same shape."""
 
     name: str
-    """With stars for numbers: `layers.*.attention.query.weight`."""
+    """Name with * for layer and expert numbers: `layers.*.attention.query.weight`."""
     part: str
-    """What it belongs to: `attention`, `norms`, `head`."""
+    """Part of the model: `attention`, `norms`, `head`."""
     layers: tuple[int, ...]
     dims: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
-    """As stored, or as they are made."""
+    """Dtypes as stored, or as initialized."""
     tensors: tuple[str, ...]
-    """What the checkpoint calls it."""
+    """Names in the checkpoint."""
     spec: PartitionSpec | None
     bytes_per_device: int
     trainable: bool = True
@@ -49,7 +49,7 @@ class ParameterSummary:
 
 @dataclasses.dataclass(frozen=True)
 class _StoredFiles:
-    """What there is of a model on disk."""
+    """Size of a checkpoint on disk."""
 
     files: int
     bytes: int
@@ -58,33 +58,33 @@ class _StoredFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A checkpoint or a preset, told."""
+    """Summary of a checkpoint or a preset."""
 
     family: str
     architecture: str
     tied: bool
     active: int
-    """How many of the parameters a token meets: fewer than all where there are experts."""
+    """Active parameters per token: fewer than all in a mixture of experts."""
     stored: _StoredFiles | None
     """None for a preset."""
     dtypes: dict[str, int]
-    """How many numbers are stored, or made, in each."""
+    """Number of elements of each dtype, most first."""
     segments: list[list[int]]
-    """The cut of the layers: how many in a pattern, how often it repeats."""
+    """Layers per pattern and repeats of the pattern, for each scanned segment."""
     cache: dict[str, Any] | None
-    """Bytes for each token, for a row however long, and in all for the longest text that the config speaks of. None
-    without a cache."""
+    """Bytes of the KV cache or recurrent state per token and per row, and for the config's maximum length. None for a
+    model without one."""
     mesh: Mesh | None
     rows: tuple[ParameterSummary, ...]
 
     @property
     def count(self) -> int:
-        """What is learnt, as `zoo.count` has it."""
+        """Number of trainable parameters, as `zoo.count`."""
         return sum(row.count for row in self.rows if row.trainable)
 
     @property
     def bytes(self) -> int:
-        """Of all parameters, in memory."""
+        """Memory of all parameters."""
         return sum(count * np.dtype(dtype).itemsize for dtype, count in self.dtypes.items())
 
     @property
@@ -93,29 +93,29 @@ class Summary:
 
 
 def summarize(directory: Path, mesh: Mesh | None = None) -> Summary:
-    """What the checkpoint holds, and how it would lie on `mesh`. Nothing but headers is read.
+    """Summarize a checkpoint, and its sharding over `mesh`. Reads headers only.
 
-    **Raises** `CheckpointError` for what `zoo.load` would refuse before it reads a tensor; `ValueError` for a mesh that
-    does not divide the model.
+    **Raises** `CheckpointError` as `zoo.load` before it reads a tensor; `ValueError` for a mesh that does not divide
+    the model.
     """
     path = resolve_directory(directory)
     checkpoint = open_checkpoint(path)
     dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(checkpoint.model)]
     for name, tensor in checkpoint.tensor_plans.items():
-        for piece in tensor.slices:
-            dtypes[piece.leaf][checkpoint.tensors[name].dtype] = None
+        for part in tensor.slices:
+            dtypes[part.leaf][checkpoint.tensors[name].dtype] = None
     files, tensors = list_weight_files(path), open_tensors(path)
     stored = _StoredFiles(len(files), sum(file.stat().st_size for file in files), len(tensors))
-    found = _summarize_shapes(
+    summary = _summarize_shapes(
         checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, [*map(list, dtypes)], mesh
     )
-    return dataclasses.replace(found, stored=stored, dtypes=_count_by_dtype(tensors.values()))
+    return dataclasses.replace(summary, stored=stored, dtypes=_count_by_dtype(tensors.values()))
 
 
 def summarize_preset(name: str, mesh: Mesh | None = None) -> Summary:
-    """What a preset would be, and how it would lie on `mesh`. Nothing is made but shapes.
+    """Summarize a preset, and its sharding over `mesh`, from shapes only.
 
-    **Raises** `ValueError` for a name that is no preset's, and for a mesh that does not divide the model.
+    **Raises** `ValueError` for an unknown preset, and for a mesh that does not divide the model.
     """
     model = eqx.filter_eval_shape(lambda: preset(name, key=jax.random.key(0)))
     family = model.origin.family
@@ -128,11 +128,11 @@ def _summarize_shapes(
     family: Family,
     config: Config,
     model: Any,
-    table: NameMap,
+    name_map: NameMap,
     dtypes: Sequence[Sequence[np.dtype]],
     mesh: Mesh | None,
 ) -> Summary:
-    """Of a model in shapes, where each array has, or is to have, these `dtypes`."""
+    """Summarize a model in shapes. `dtypes` are those of each array, as stored or as initialized."""
     return Summary(
         family=family.name,
         architecture=family.architecture,
@@ -143,14 +143,18 @@ def _summarize_shapes(
         segments=[
             [len(segment.blocks), segment.local_repeats] for stack in _find_stacks(model) for segment in stack.segments
         ],
-        cache=_measure_cache(model, [held[0] for held in dtypes], config.get("max_position_embeddings")),
+        cache=_measure_cache(
+            model, [array_dtypes[0] for array_dtypes in dtypes], config.get("max_position_embeddings")
+        ),
         mesh=mesh,
-        rows=tuple(_summarize_parameters(model, table, [tuple(map(str, held)) for held in dtypes], mesh)),
+        rows=tuple(
+            _summarize_parameters(model, name_map, [tuple(map(str, array_dtypes)) for array_dtypes in dtypes], mesh)
+        ),
     )
 
 
 def list_weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's tensors."""
+    """Return the safetensors files of a checkpoint: one file, or the shards of its index."""
     if (directory / SAFE_WEIGHTS_NAME).exists():
         return [directory / SAFE_WEIGHTS_NAME]
     return [
@@ -159,11 +163,11 @@ def list_weight_files(directory: Path) -> list[Path]:
 
 
 def _count_by_dtype(tensors: Iterable[LazyTensor | jax.ShapeDtypeStruct]) -> dict[str, int]:
-    """How many numbers there are of each dtype, most first."""
-    found: dict[str, int] = {}
+    """Count the elements of each dtype, most first."""
+    counts: dict[str, int] = {}
     for tensor in tensors:
-        found[str(tensor.dtype)] = found.get(str(tensor.dtype), 0) + math.prod(tensor.shape)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        counts[str(tensor.dtype)] = counts.get(str(tensor.dtype), 0) + math.prod(tensor.shape)
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _find_stacks(model: Any) -> list[Stack]:
@@ -171,34 +175,33 @@ def _find_stacks(model: Any) -> list[Stack]:
 
 
 def _summarize_parameters(
-    model: Any, table: NameMap, dtypes: Sequence[tuple[str, ...]], mesh: Mesh | None
+    model: Any, name_map: NameMap, dtypes: Sequence[tuple[str, ...]], mesh: Mesh | None
 ) -> list[ParameterSummary]:
-    """A row for each of our names and shapes: arrays that differ only in the layers they hold are one."""
-    ours, groups = invert_name_map(table), {}
-    for place, x, held in zip(list_parameter_paths(model), jax.tree.leaves(model), dtypes, strict=True):
-        layered = place.name.startswith("layers.*.")
-        key = place.name, tuple(x.shape[layered:])
-        groups.setdefault(key, []).append((place, x.shape, held))
+    """Return a row per parameter name and shape: arrays of the same parameter in different layers share a row."""
+    mappings, groups = invert_name_map(name_map), {}
+    for path, x, array_dtypes in zip(list_parameter_paths(model), jax.tree.leaves(model), dtypes, strict=True):
+        has_layers = path.name.startswith("layers.*.")
+        key = path.name, tuple(x.shape[has_layers:])
+        groups.setdefault(key, []).append((path, x.shape, array_dtypes))
     rows = []
     for (name, shape), arrays in groups.items():
-        place, _, _ = arrays[0]
-        layers = [n for place, _, _ in arrays for n in place.ranges[0]] if name.startswith("layers.*.") else []
-        held = tuple(dict.fromkeys(dtype for _, _, own in arrays for dtype in own))
-        width = np.dtype(held[0]).itemsize
-        specs = [None if mesh is None else mesh.spec(place.dims, own, place.name) for place, own, _ in arrays]
-        lying = [math.prod(own) // _count_shards(spec, mesh) for (_, own, _), spec in zip(arrays, specs, strict=True)]
+        path, _, _ = arrays[0]
+        layers = [number for path, _, _ in arrays for number in path.ranges[0]] if name.startswith("layers.*.") else []
+        row_dtypes = tuple(dict.fromkeys(dtype for _, _, array_dtypes in arrays for dtype in array_dtypes))
+        specs = [None if mesh is None else mesh.spec(path.dims, full, path.name) for path, full, _ in arrays]
+        sizes = [math.prod(full) // _count_shards(spec, mesh) for (_, full, _), spec in zip(arrays, specs, strict=True)]
         rows.append(
             ParameterSummary(
                 name=name,
                 part=_get_part_name(name),
                 layers=tuple(sorted(layers)),
-                dims=" ".join(dim.name for dim in place.dims),
+                dims=" ".join(dim.name for dim in path.dims),
                 shape=(len(layers), *shape) if layers else shape,
-                dtypes=held,
-                tensors=(_format_tensor_name(place, ours),),
+                dtypes=row_dtypes,
+                tensors=(_format_tensor_name(path, mappings),),
                 spec=specs[0],
-                bytes_per_device=sum(lying) * width,
-                trainable=place.leaf.trainable,
+                bytes_per_device=sum(sizes) * np.dtype(row_dtypes[0]).itemsize,
+                trainable=path.leaf.trainable,
             )
         )
     parts = list(dict.fromkeys(row.part for row in rows))
@@ -207,7 +210,7 @@ def _summarize_parameters(
 
 
 def _count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
-    """Into how many shares an array is cut."""
+    """Return the number of shards of an array."""
     if spec is None or mesh is None:
         return 1
     axes = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
@@ -215,46 +218,46 @@ def _count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
 
 
 def _get_part_name(name: str) -> str:
-    """The part of a model that a parameter belongs to: the first word of its name below the layers."""
+    """Return the part of the model that a parameter belongs to: the first word of its name within the layer."""
     word = name.removeprefix("layers.*.").partition(".")[0]
     return "norms" if word == "norm" or word.endswith("_norm") else word
 
 
-def _format_tensor_name(path: ParameterPath, ours: Mapping[str, Any]) -> str:
-    """The name of their tensor, and which part of it where there are several."""
-    name, row, number = find_mapping(path, ours)
-    told = [f"part {number + 1} of {len(row.parts)}"] if len(row.parts) > 1 else []
-    matrix = len(path.dims) - path.name.count("*") == 2  # the row speaks of vectors too, and they are as they are
-    told += ["transposed"] if row.transposed and matrix else []
-    return name + (f" ({', '.join(told)})" if told else "")
+def _format_tensor_name(path: ParameterPath, mappings: Mapping[str, Any]) -> str:
+    """Return the name of a parameter's tensor in the checkpoint, its part of a fused tensor, and `transposed`."""
+    name, mapping, number = find_mapping(path, mappings)
+    notes = [f"part {number + 1} of {len(mapping.parts)}"] if len(mapping.parts) > 1 else []
+    is_matrix = len(path.dims) - path.name.count("*") == 2  # the mapping also covers biases, which are not transposed
+    notes += ["transposed"] if mapping.transposed and is_matrix else []
+    return name + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _measure_cache(model: Any, dtypes: Sequence[np.dtype], max_length: int | None) -> dict[str, Any] | None:
-    """What a model remembers of a row, in bytes: for each token, however many there are, and of `longest` tokens."""
+    """Return the bytes of the KV cache or recurrent state: per token, per row, and of `max_length` tokens."""
     if not isinstance(model, Decoder) or not isinstance(model.stack, Stack):
         return None
     leaves, treedef = jax.tree.flatten(model)
     retyped = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
     model = jax.tree.unflatten(treedef, retyped)
     repeats = [segment.local_repeats for segment in model.stack.segments for _ in segment.blocks]
-    # layers of a kind have states of one shape: one repeat of each pattern tells of all
+    # all repeats of a pattern have states of the same shape: one suffices
     first = swap_stack(
         model, lambda stack: jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), stack)
     )
 
-    def taken(length: int) -> tuple[int, str]:
+    def measure(length: int) -> tuple[int, str]:
         states = eqx.filter_eval_shape(first.init_state, 1, length)
         sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) for state in states]
         return sum(map(math.prod, zip(sizes, repeats, strict=True))), str(jax.tree.leaves(states)[0].dtype)
 
     try:
-        (one, dtype), (two, _) = taken(1), taken(2)
+        (one_token, dtype), (two_tokens, _) = measure(1), measure(2)
     except NotImplementedError:
         return None
     return {
-        "bytes_per_token": two - one,
-        "bytes_per_row": 2 * one - two,
+        "bytes_per_token": two_tokens - one_token,
+        "bytes_per_row": 2 * one_token - two_tokens,
         "dtype": dtype,
         "length": max_length,
-        "bytes": None if max_length is None else taken(max_length)[0],
+        "bytes": None if max_length is None else measure(max_length)[0],
     }

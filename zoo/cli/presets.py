@@ -1,4 +1,4 @@
-"""`zoo presets`."""
+"""Implement `zoo presets`."""
 
 from zoo.models.presets.published import PRESETS
 
@@ -6,10 +6,10 @@ from .terminal import align_columns
 
 
 def presets() -> None:
-    """List the models of published sizes: name, parameters, family, whose config.json it is.
+    """List presets, models of published sizes: name, parameters, family, source of the config.json.
 
-    `zoo info --preset NAME` shows one, and zoo.models.preset makes it, with new weights.
+    `zoo info --preset NAME` shows a preset; zoo.models.preset(NAME) builds it with random weights.
     """
-    rows = [(name, f"{found.parameters:,}", found.family, found.source) for name, found in PRESETS.items()]
+    rows = [(name, f"{preset.parameters:,}", preset.family, preset.source) for name, preset in PRESETS.items()]
     for line in align_columns(rows, right=(1,)):
         print(line)

@@ -1,12 +1,14 @@
-"""Numbers and tables as a terminal shows them."""
+"""Format tables, byte counts and ranges for the terminal."""
 
 import itertools
 from collections.abc import Collection, Sequence
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: str = "  ") -> list[str]:
-    """A line for each row, its cells one below the other; those of the columns `right` end in line. A row may have
-    fewer cells than others, and its last one may be as long as it likes."""
+    """Return one line per row with aligned columns; those in `right` are aligned right.
+
+    A row may have fewer cells than the others; its last cell then does not widen its column.
+    """
     widths: dict[int, int] = {}
     for row in rows:
         for column, cell in enumerate(row if len(row) == max(map(len, rows)) else row[:-1]):
@@ -22,7 +24,7 @@ def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (),
 
 
 def format_bytes(count: float | int) -> str:
-    """Bytes in decimal units, three digits: `2.47 GB`."""
+    """Format bytes in decimal units with three digits: `2.47 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -31,15 +33,15 @@ def format_bytes(count: float | int) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """Which numbers these are, in few words: `0-31`, `0-30 by 2`, `0-4, 6-10`, `10 of 0-59`."""
-    found = sorted(set(numbers))
-    steps = {after - before for before, after in itertools.pairwise(found)}
+    """Abbreviate a set of numbers: `0-31`, `0-30 by 2`, `0-4, 6-10`, `10 of 0-59`."""
+    ordered = sorted(set(numbers))
+    steps = {after - before for before, after in itertools.pairwise(ordered)}
     if len(steps) <= 1:
         step = steps.pop() if steps else 0
-        return f"{found[0]}" if not step else f"{found[0]}-{found[-1]}" + (f" by {step}" if step > 1 else "")
-    parts, start = [], found[0]
-    for before, after in zip(found, [*found[1:], -1], strict=True):
+        return f"{ordered[0]}" if not step else f"{ordered[0]}-{ordered[-1]}" + (f" by {step}" if step > 1 else "")
+    parts, start = [], ordered[0]
+    for before, after in zip(ordered, [*ordered[1:], -1], strict=True):
         if after != before + 1:
             parts.append(f"{start}-{before}" if before > start else f"{before}")
             start = after
-    return ", ".join(parts) if len(parts) <= 3 else f"{len(found)} of {found[0]}-{found[-1]}"
+    return ", ".join(parts) if len(parts) <= 3 else f"{len(ordered)} of {ordered[0]}-{ordered[-1]}"
