@@ -1,44 +1,32 @@
-"""Adapt a checkpoint with DoRA, and see how far its rows turn and how far they grow meanwhile.
+"""Adapt a checkpoint with DoRA, and measure how far rows of its matrices turn and how far they grow.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
-    python recipes/dora.py                                # 100 steps of each kind
-    python recipes/dora.py --no-compare-full                   # DoRA alone
-    python recipes/dora.py --resume                       # after Ctrl-C; on another mesh too
-    python recipes/dora.py --checkpoint ~/llama --data ~/books --seq-len 2048 --batch-size 64 --rank 16 --no-compare-full --fsdp 8
+    python recipes/dora.py                                # 100 steps
+    python recipes/dora.py --checkpoint ~/llama --data ~/books --seq-len 2048 --rank 16 --fsdp 8
 
-On text that was held out, English prose goes from 2.83 to 2.08 bits per byte, to 2.00 where all is trained. Of the
-matrices whose rows full training turns further it changes the lengths further too (a correlation of 0.89); DoRA hardly
-does (0.16).
+On held-out text, English prose goes from 2.83 to 2.08 bits per byte, to 2.00 with `finetune.py --steps 100`. Matrices
+whose rows full training turns further, it also scales further (a correlation of 0.89); DoRA hardly does (0.16).
 
-How this differs from finetune.py:
-
-- As lora.py does, which lists how: adapters alone are learnt, beside a run that trains everything; and what is exported
-  is PEFT's adapter, and the model with the adapter merged.
-- Of each row of W + scale B A the direction alone counts; its length is a number of its own, which is learnt beside B
-  and A and starts as that of W's row (Liu et al., arXiv:2402.09353). Where LoRA ties how far a row turns to how far it
-  grows, here either may move without the other.
-- It measures that, for each matrix of each layer, after DoRA and after full training, against the model they started
-  from (section 3.2 of the paper): by how much lengths changed, and one minus the cosine between directions, as means
-  over rows. Pearson's correlation between the two says whether they went together.
-- A row's length costs time in each step, forward and back: the table has it.
+Unlike lora.py it uses only the direction of each row of W + scale B A; its magnitude is a trainable parameter of its
+own, initialized to that of W's row (Liu et al., arXiv:2402.09353). At the end it measures both as section 3.2 does.
 """
 
-from functools import partial
+import functools
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo import train  # isort: skip  (before optax: it says which command installs what is missing)
+import zoo
+from zoo import train
+
 import optax
 
-import zoo
-
-START = Path("runs/transformer/export")  # where transformer.py leaves its model unless told otherwise
+START = Path("runs/transformer/export")  # where transformer.py exports its model by default
+PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called, "]
 
 
 def main(
@@ -49,240 +37,97 @@ def main(
     targets: tuple[str, ...] = ("all-linear",),
     rank: int = 8,
     alpha: float = 16.0,
-    compare_full: bool = True,
     seq_len: int = 128,
     batch_size: int = 16,
-    microbatches: int = 1,
     steps: int = 100,
     learning_rate: float = 1e-2,
-    full_learning_rate: float = 1e-3,
     warmup_steps: int = 10,
     weight_decay: float = 0.1,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    remat: zoo.parallel.Remat = "full",
-    fsdp: int = 1,
-    tensor: int = 1,
-    zero_stage: Literal[1, 3] = 3,
     eval_every: int = 50,
-    seed: int = 0,
-    out: Path = Path("runs/dora"),
-    resume: bool = False,
-    profile: bool = False,
+    mesh_options: train.MeshOptions = train.MeshOptions(remat="full"),
+    run_options: train.RunOptions = train.RunOptions(Path("runs/dora")),
 ) -> None:
-    """Load, train all parameters, train an adapter, validate, sample, export, read again.
+    """Load, train an adapter, evaluate, sample, merge, measure, export.
 
     Args:
-        checkpoint: The directory of the model to start from: config.json, safetensors and tokenizer.json.
-        data: Files and folders of new text; Python's language reference, by topic, where there are none.
-        pretraining_data: Files and folders of what the model knew, of which the part that is held out is measured; the standard
-            library where there are none.
-        targets: Matrices that get an adapter: ends of names, patterns, or all-linear for all but the head's.
-        rank: Of B A.
-        alpha: What B A is scaled with, divided by the rank.
-        compare_full: Train all parameters, too.
-        seq_len: Tokens in a row.
-        batch_size: Rows in a step, on all devices together.
-        microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimizer steps of each kind.
-        learning_rate: Peak of the adapter's learning rate, after warm-up; it falls to a tenth as a cosine does.
-        full_learning_rate: That of all parameters.
-        warmup_steps: Steps of warm-up.
-        weight_decay: Of matrices and embeddings, as in AdamW.
-        dtype: What the model computes in; parameters and their updates are float32.
-        remat: What the backward pass computes again to save memory.
-        fsdp: Devices that share each copy of the parameters.
-        tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero_stage: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
-        eval_every: Steps between validations, each with a checkpoint.
-        seed: Of the adapter, the order of the text and the samples.
-        out: The folder of both runs.
-        resume: Go on from the newest checkpoints in `out`; `start` is read all the same.
-        profile: Trace a few steps of each run into the folder `profile` of its own.
+        checkpoint: Directory of the model to start from: config.json, safetensors and tokenizer.json.
+        data: Files and directories of new text; by default Python's language reference, by topic.
+        pretraining_data: Text as the model was trained on, to measure forgetting; by default the standard library.
+        targets: Linear layers to adapt: ends of names, patterns, or all-linear for all but the head.
+        rank: Rank of B A.
+        alpha: B A is scaled by alpha / rank.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per step, over all devices.
+        steps: Optimizer steps.
+        learning_rate: Peak learning rate, after linear warmup; cosine decay to a tenth.
+        warmup_steps: Steps of linear warmup, at most half of all.
+        weight_decay: AdamW's, of matrices.
+        eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
+    config, mesh = dict(locals()), mesh_options.make_mesh()
     if not (checkpoint / "config.json").exists():
         raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
-    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero_stage == 1 else None)
-    tokenizer = train.read_tokenizer(checkpoint)
-    corpus, known = (
-        train.load_text(data or topics, tokenizer=tokenizer),
-        train.load_text(pretraining_data, tokenizer=tokenizer),
-    )
-    texts = {"new": corpus.validation, "old": known.validation}
-    held_out = {kind: text.ordered(seq_len, batch_size, limit=16) for kind, text in texts.items()}
-    placed = {kind: [zoo.place_batch(rows, mesh) for rows in text] for kind, text in held_out.items()}
-    tokens = batch_size * seq_len
-
-    def load(folder):
-        return train.rematerialize(zoo.load(folder, mesh=mesh, dtype="float32"), remat)
-
-    def with_adapter(model):
-        options = {"targets": targets, "rank": rank, "alpha": alpha}
-        return zoo.place(zoo.adapters.dora(model, **options, key=jax.random.key(seed)), mesh)
+    tokenizer, key = train.read_tokenizer(checkpoint), jax.random.key(run_options.seed)
+    corpus, old_corpus = (train.load_text(text, tokenizer=tokenizer) for text in (data or topics, pretraining_data))
+    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+    base = train.rematerialize(zoo.load(checkpoint, mesh=mesh, dtype="float32"), mesh_options.remat)
+    model = zoo.place(zoo.adapters.dora(base, targets=targets, rank=rank, alpha=alpha, key=key), mesh)
+    warmup_steps = min(warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch):
-        return zoo.cross_entropy(zoo.cast(model, dtype), batch)
+        return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch)
 
-    def validate(model):
-        """Bits per byte on held-out text, new and old."""
-        bits = {}
-        for kind, text in held_out.items():
-            losses = jax.device_get([zoo.value(loss_fn, mesh)(model, rows) for rows in placed[kind]])
-            mean = np.average(losses, weights=[rows["weights"].sum() for rows in text])
-            bits[kind] = float(train.bits_per_byte(float(mean), text))
-        return bits
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, model, opt_state):
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
 
-    def learn(name, model, learning_rate):
-        """Train what is learnt of a model, in a run of its own; None where that was stopped."""
-        warm = min(warmup_steps, steps // 2)
-        schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warm, steps, learning_rate / 10)
-        adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(seq_len, batch_size, seed=seed)
-
-        @eqx.filter_jit(donate="all-except-first")
-        def step(inputs, model, opt_state):
-            loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, inputs)
-            updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-            bits = train.bits_per_byte(loss, corpus.train)
-            return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, bits
-
-        # Forward and back through everything, and once more for the gradients of what is learnt.
-        flops = tokens * (4 * parameters + 2 * zoo.count(model))
-        places = {"config": config | {"run": name}, "resume": resume, "profile": profile, "frozen": model}
-        with train.Run(out / name, **places) as run:
-            run.print_line(f"{name}: {zoo.count(model):,} numbers learnt")
-            learnt, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
-            model = eqx.combine(learnt, model)
-            for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):
-                inputs = zoo.place_batch(inputs, mesh)
-                if run.step == 1 and (memory := zoo.inspect.compiled(step, inputs, model, opt_state).memory):
-                    run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
-                model, opt_state, bits = step(inputs, model, opt_state)
-                run.log(bits_per_byte=bits)
-                measured = validate(model) if run.every(eval_every) else {}
-                run.log(**measured)
-                if run.due(eval_every):
-                    run.save((zoo.trainable(model), opt_state), batches, metric=measured.get("new"))
-        batches.close()
-        return None if run.stopped else model
-
-    base = load(checkpoint)
-    parameters = zoo.count(base)
-    numbers = zoo.count(eqx.filter_eval_shape(with_adapter, base))  # what no adapter fits is told before anything runs
-    print(f"{parameters:,} parameters from {checkpoint} on {mesh}, {numbers:,} in adapters; {corpus}")
-    before, samples = validate(base), sample(base, corpus, mesh, jax.random.key(seed))
-    kinds = {"full": (load, full_learning_rate), "dora": (lambda start: with_adapter(load(start)), learning_rate)}
-    folders = {name: out / name for name in kinds if compare_full or name == "dora"}
-    table, moves = [], {}
-    for name, folder in folders.items():
-        make, rate = kinds[name]
-        model = learn(name, make(checkpoint), rate)
-        if model is None:
-            return
-        merged = zoo.adapters.merge(model) if name == "dora" else model
-        moves[name] = movements(base, merged)
-        both = np.array([*moves[name].values()]).T
-        together = float(np.corrcoef(both)[0, 1]) if both.shape[-1] > 1 else np.nan
-        row = summed_up(name, folder, zoo.count(model), parameters)
-        table.append(row | {"lengths with directions": together})
-
-    zoo.adapters.save(model, out / "adapter")
-    exported = train.export(merged, corpus, out / "export", seq_len=seq_len)
-    again = zoo.place(zoo.adapters.load(load(checkpoint), out / "adapter"), mesh)
-    if not all(map(jnp.array_equal, *(jax.tree.leaves(zoo.trainable(one)) for one in (model, again)))):
-        raise RuntimeError(f"{out / 'adapter'}: the adapter that was read again is not the one that was written")
-    logits = zoo.spmd(lambda model, rows: model(rows["tokens"]), mesh, out="batch seq vocab")
-    wanted, *found = (logits(one, placed["new"][0]) for one in (model, again, load(exported)))
-    apart = max(float(jnp.abs(one - wanted).max() / jnp.abs(wanted).max()) for one in found)
-    if apart > 0.01:
-        raise RuntimeError(f"{out}: logits of the adapter read again, or of the merged model, are {apart:.1%} away")
-
-    samples_after, last = sample(merged, corpus, mesh, jax.random.key(seed)), table[-1]
-    moved = {f"{kind} text": f"{before[kind]:.3f} → {last[f'{kind} text']:.3f}" for kind in held_out}
-    result = ", ".join(f"{text.replace('→', 'to')} on the {kind}" for kind, text in moved.items())
-    points = {run: sorted((1000 * turned, 1000 * grown) for grown, turned in moves[run].values()) for run in moves}
-    groups = [train.ScatterSeries(run, *zip(*points[run], strict=True)) for run in moves]
-    axes = {"unit": "lengths, thousandths", "against": "directions, thousandths"}
-    by_matrix = [
-        {"matrix": name}
-        | {f"{run}, lengths": 1000 * moves[run].get(name, (0.0, 0.0))[0] for run in moves}
-        | {f"{run}, directions": 1000 * moves[run].get(name, (0.0, 0.0))[1] for run in moves}
-        for name in moves["dora"]
-    ]
-    report = train.write_report(
-        out,
-        title="DoRA on new text",
-        summary=f"Bits per byte on held-out text after {steps} steps on {mesh}: {result}; {last['share']} learnt",
-        runs=folders,
-        curves={"new": "new text", "old": "old text"},
-        baselines={"xz -9e, new text": corpus.xz_bits_per_byte},
-        unit="bits per byte",
-        headline=moved | {"learnt": last["share"]},
-        tables={"In the end": table, "Thousandths by which rows moved": by_matrix},
-        plots={"Lengths against directions, a point a matrix": partial(train.draw_scatter, groups, **axes)},
-        samples=samples + samples_after,
-        parameters=train.tabulate_parameters(zoo.trainable(model), mesh),
-    )
-    print(f"\nbefore: {''.join(samples[0])}\n\nafter: {''.join(samples_after[0])}\n\nbits per byte: {result}")
-    for row in table:
-        print(f"{row['run']:>8}: " + ", ".join(f"{name} {row[name]:.3f}" for name in moved), end="; ")
-        print(f"lengths and directions went together by {row['lengths with directions']:.2f}", end="; ")
-        print(f"{row['numbers']:,} learnt; bytes: {row['bytes held']:,} held, {row['bytes at work']:,} at work")
-    print(f"the adapter lies in {out / 'adapter'} and was read again bit for bit; merged, it lies in {exported}, whose")
-    print(f"logits are within {apart:.1e} of the largest; the report lies in {report}")
+    new, old = (text.validation.ordered(seq_len, batch_size, limit=16) for text in (corpus, old_corpus))
+    evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
+    with train.Run(run_options, config=config, best_metric="new", frozen=model) as run:
+        run.print_line(f"{zoo.count(model):,} of {zoo.count(base):,} parameters trainable on {mesh}; {corpus}")
+        before, samples = evaluate(base), train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
+        trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
+        model = eqx.combine(trainable, model)
+        for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
+            model, opt_state, bits = step(zoo.place_batch(batch, mesh), model, opt_state)
+            run.log(bits_per_byte=bits)
+            if run.every(eval_every):
+                run.log(**evaluate(model))
+            if run.due(eval_every):
+                run.save((zoo.trainable(model), opt_state), batches)
+    if run.stopped:
+        return
+    zoo.adapters.save(model, run.directory / "adapter")
+    merged = zoo.adapters.merge(model)
+    moved = movements(zoo.load(checkpoint, mesh=mesh, dtype="float32"), merged)
+    magnitudes, directions = np.array([*moved.values()]).T
+    points = train.ScatterSeries("dora", *zip(*sorted(zip(directions, magnitudes, strict=True)), strict=True))
+    draw = functools.partial(train.draw_scatter, [points], unit="change of magnitude", x_label="change of direction")
+    rows = [{"matrix": name, "magnitude": change[0], "direction": change[1]} for name, change in moved.items()]
+    report = {"before": before, "samples": samples, "prompts": PROMPTS, "key": key, "export_seq_len": seq_len}
+    report["headline"] = {"correlation of magnitude and direction": f"{np.corrcoef(magnitudes, directions)[0, 1]:.2f}"}
+    report |= {"plots": {"Magnitudes against directions, one point per matrix": draw}, "tables": {"Changes": rows}}
+    run.report("DoRA on new text", merged, mesh, corpus, parameters=zoo.trainable(model), **report)
 
 
 def movements(before, after):
-    """For each matrix that moved, in each layer: the mean over its rows of |length after - length before|, and of one
-    minus the cosine between the row before and after."""
-    moved = {}
-    for one, other in zip(zoo.adapters.find_linears(before), zoo.adapters.find_linears(after), strict=True):
-        get = matrix_of
-        for _ in one.numbers:  # layers, and experts
-            get = eqx.filter_vmap(get)
-        (old, long), (new, now_long) = (with_lengths(get(found.module)) for found in (one, other))
-        # Half the square of the distance between two directions is 1 - cosine, and 0 where nothing moved.
-        turned = jnp.square(old / long[..., None] - new / now_long[..., None]).sum(-1) / 2
-        grown, turned = (np.asarray(x.mean(-1)) for x in (jnp.abs(now_long - long), turned))
-        moved |= {name: (float(grown[at]), float(turned[at])) for at, name in one.names().items() if turned[at] > 0}
+    """Per matrix that changed: the means over rows of |magnitude after - before| and of 1 - cosine(before, after)."""
+    moved, get_weight = {}, lambda module: module.dense_weight
+    for site, trained in zip(zoo.adapters.find_linears(before), zoo.adapters.find_linears(after), strict=True):
+        get = functools.reduce(lambda get, _: eqx.filter_vmap(get), site.numbers, get_weight)  # layers, and experts
+        old, new = get(site.module), get(trained.module)
+        old_norm, new_norm = jnp.linalg.norm(old, axis=-1), jnp.linalg.norm(new, axis=-1)
+        # 1 - cosine is half the squared distance of unit vectors, which is exactly 0 if nothing moved.
+        turned = jnp.square(old / old_norm[..., None] - new / new_norm[..., None]).sum(-1) / 2
+        grown, turned = (np.asarray(x.mean(-1)) for x in (jnp.abs(new_norm - old_norm), turned))
+        moved |= {name: (float(grown[i]), float(turned[i])) for i, name in site.names().items() if turned[i] > 0}
     return moved
-
-
-def matrix_of(module):
-    return module.matrix
-
-
-def with_lengths(matrix):
-    return matrix, jnp.linalg.norm(matrix, axis=-1)
-
-
-def summed_up(name, folder, count, parameters):
-    """What a run came to, from its folder: what its step holds, parameters, moments and rows, and what it works in."""
-    last = {name: value for line in train.read_metrics(folder / "metrics.jsonl") for name, value in line.items()}
-    speeds = [line.get("steps_per_second") for line in train.read_metrics(folder / "timing.jsonl")]
-    return {
-        "run": name,
-        "numbers": count,
-        "share": f"{count / parameters:.2%}",
-        "new text": last["new"],
-        "old text": last["old"],
-        "bytes held": last.get("bytes_held", 0),
-        "bytes at work": last.get("bytes_at_work", 0),
-        "ms a step": round(1000 / float(np.median([speed for speed in speeds if speed] or [np.inf]))),
-    }
-
-
-def sample(model, corpus, mesh, key):
-    """Continue a few beginnings: (prompt, continuation) pairs."""
-    prompts = ['The "with" statement\n', "An object is ", "When a function is called, "]
-    begun = [np.append(corpus.tokenizer.separator, corpus.encode(prompt)) for prompt in prompts]
-    width = max(map(len, begun))
-    tokens = jnp.asarray([np.pad(row, (width - len(row), 0)) for row in begun])
-    mask = jnp.asarray([np.arange(width) >= width - len(row) for row in begun])
-    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, mesh=mesh, key=key)
-    return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
 
 
 if __name__ == "__main__":

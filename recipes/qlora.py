@@ -1,23 +1,12 @@
-"""Adapt a checkpoint whose matrices are in 4 bits, beside LoRA on the same one as it was: rounding costs little.
+"""Adapt a checkpoint whose linear layers are quantized to 4 bits: that costs 0.01 bits per byte.
 
     python recipes/transformer.py                         # makes the checkpoint to start from, once
-    python recipes/qlora.py                               # 60 steps of each kind
-    python recipes/qlora.py --quantization int8                   # twice the bits
-    python recipes/qlora.py --resume                      # after Ctrl-C; on another mesh too
-    python recipes/qlora.py --checkpoint ~/llama --data ~/books --seq-len 2048 --batch-size 64 --dtype bfloat16
+    python recipes/qlora.py                               # 60 steps
+    python recipes/qlora.py --checkpoint ~/llama --data ~/books --seq-len 2048 --dtype bfloat16
 
-On text that was held out, English prose goes from 2.83 bits per byte to 2.85 when matrices are rounded to NF4, and to
-2.22 by learning; LoRA around matrices as they were takes it to 2.21, training of all to 2.15. The base takes 5.6 bits a
-number in place of 32: embeddings, norms and the constants of blocks are what 4 bits leave out.
-
-How this differs from lora.py:
-
-- The matrices that adapters stand around are rounded to NF4, or to int8, and stay so: each is decoded while it is
-  multiplied (QLoRA, Dettmers et al., arXiv:2305.14314, section 3).
-- It trains three: all parameters, LoRA on the model as it was read, and LoRA on the rounded one.
-- It says how many bits a number of the base takes, and what rounding cost before anything was learnt.
-- The merged model is one of float32 matrices, those of the rounded ones with the adapter. On the model as it was read
-  the adapter computes something else: it learnt around the rounded one.
+On held-out text, English prose goes from 2.83 bits per byte to 2.85 by quantization to NF4, then to 2.22 by training;
+to 2.21 with `lora.py --steps 60`, to 2.15 with `finetune.py --steps 60`. The base takes 5.6 bits per parameter, not 32.
+Unlike lora.py it wraps linear layers in NF4 or int8, dequantized in each product (QLoRA, arXiv:2305.14314, section 3).
 """
 
 from pathlib import Path
@@ -26,15 +15,14 @@ from typing import Literal
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
-
-from zoo import train  # isort: skip  (before optax: it says which command installs what is missing)
-import optax
 
 import zoo
+from zoo import train
 
-START = Path("runs/transformer/export")  # where transformer.py leaves its model unless told otherwise
+import optax
+
+START = Path("runs/transformer/export")  # where transformer.py exports its model by default
+PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called, "]
 
 
 def main(
@@ -48,223 +36,81 @@ def main(
     rank: int = 8,
     alpha: float = 16.0,
     rank_stabilized: bool = False,
-    compare_full: bool = True,
     seq_len: int = 128,
     batch_size: int = 16,
-    microbatches: int = 1,
     steps: int = 60,
     learning_rate: float = 1e-2,
-    full_learning_rate: float = 1e-3,
     warmup_steps: int = 6,
     weight_decay: float = 0.1,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    remat: zoo.parallel.Remat = "full",
-    fsdp: int = 1,
-    tensor: int = 1,
-    zero_stage: Literal[1, 3] = 3,
     eval_every: int = 30,
-    seed: int = 0,
-    out: Path = Path("runs/qlora"),
-    resume: bool = False,
-    profile: bool = False,
+    mesh_options: train.MeshOptions = train.MeshOptions(remat="full"),
+    run_options: train.RunOptions = train.RunOptions(Path("runs/qlora")),
 ) -> None:
-    """Load, round, train an adapter on either, validate, sample, export, read again.
+    """Load, quantize, train an adapter, evaluate, sample, merge, export.
 
     Args:
-        checkpoint: The directory of the model to start from: config.json, safetensors and tokenizer.json.
-        data: Files and folders of new text; Python's language reference, by topic, where there are none.
-        pretraining_data: Files and folders of what the model knew, of which the part that is held out is measured; the standard
-            library where there are none.
-        quantization: What matrices of the base are rounded to.
-        quantize_targets: Which ones: ends of names, patterns, or all-linear for all but the head's.
-        targets: Matrices that get an adapter: ends of names, patterns, or all-linear for all but the head's.
-        rank: Of B A.
-        alpha: What B A is scaled with, divided by the rank.
-        rank_stabilized: Divide alpha by the root of the rank instead (rsLoRA).
-        compare_full: Train the model as it was read, too: all of its parameters, and an adapter.
-        seq_len: Tokens in a row.
-        batch_size: Rows in a step, on all devices together.
-        microbatches: Parts in which a device takes its rows, one after another, to save memory.
-        steps: Optimizer steps of each kind.
-        learning_rate: Peak of the learning rate of an adapter, after warm-up; it falls to a tenth as a cosine does.
-        full_learning_rate: The peak where all parameters are trained.
-        warmup_steps: Steps of warm-up.
-        weight_decay: Of matrices and embeddings, as in AdamW.
-        dtype: What the model computes in; parameters and their updates are float32.
-        remat: What the backward pass computes again to save memory.
-        fsdp: Devices that share each copy of the parameters.
-        tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        zero_stage: With fsdp, 3 splits parameters and optimizer state, 1 the optimizer state alone.
-        eval_every: Steps between validations, each with a checkpoint.
-        seed: Of the adapter, the order of the text and the samples.
-        out: The folder of all runs.
-        resume: Go on from the newest checkpoints in `out`; `start` is read all the same.
-        profile: Trace a few steps of each run into the folder `profile` of its own.
+        checkpoint: Directory of the model to start from: config.json, safetensors and tokenizer.json.
+        data: Files and directories of new text; by default Python's language reference, by topic.
+        pretraining_data: Text as the model was trained on, to measure forgetting; by default the standard library.
+        quantization: Format of the base's linear layers.
+        quantize_targets: Linear layers to quantize, named like targets.
+        targets: Linear layers to adapt: ends of names, patterns, or all-linear for all but the head.
+        rank: Rank of B A.
+        alpha: B A is scaled by alpha / rank.
+        rank_stabilized: Scale by alpha / sqrt(rank) instead (rsLoRA).
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per step, over all devices.
+        steps: Optimizer steps.
+        learning_rate: Peak learning rate, after linear warmup; cosine decay to a tenth.
+        warmup_steps: Steps of linear warmup, at most half of all.
+        weight_decay: AdamW's, of matrices.
+        eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
+    config, mesh = dict(locals()), mesh_options.make_mesh()
     if not (checkpoint / "config.json").exists():
         raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
-    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor, layout=zoo.parallel.ZERO1 if zero_stage == 1 else None)
-    tokenizer = train.read_tokenizer(checkpoint)
-    corpus, known = (
-        train.load_text(data or topics, tokenizer=tokenizer),
-        train.load_text(pretraining_data, tokenizer=tokenizer),
-    )
-    texts = {"new": corpus.validation, "old": known.validation}
-    held_out = {kind: text.ordered(seq_len, batch_size, limit=16) for kind, text in texts.items()}
-    placed = {kind: [zoo.place_batch(rows, mesh) for rows in text] for kind, text in held_out.items()}
-    tokens = batch_size * seq_len
-
-    def load(folder):
-        return train.rematerialize(zoo.load(folder, mesh=mesh, dtype="float32"), remat)
-
-    def in_few_bits(model):
-        return zoo.place(zoo.adapters.quantize(model, quantization, targets=quantize_targets), mesh)
-
-    def with_adapter(model):
-        options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilized": rank_stabilized}
-        return zoo.place(zoo.adapters.lora(model, **options, key=jax.random.key(seed)), mesh)
+    tokenizer, key = train.read_tokenizer(checkpoint), jax.random.key(run_options.seed)
+    corpus, old_corpus = (train.load_text(text, tokenizer=tokenizer) for text in (data or topics, pretraining_data))
+    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+    base = train.rematerialize(zoo.load(checkpoint, mesh=mesh, dtype="float32"), mesh_options.remat)
+    base = zoo.place(zoo.adapters.quantize(base, quantization, targets=quantize_targets), mesh)
+    options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilized": rank_stabilized}
+    model = zoo.place(zoo.adapters.lora(base, **options, key=key), mesh)
+    warmup_steps = min(warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch):
-        return zoo.cross_entropy(zoo.cast(model, dtype), batch)
+        return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch)
 
-    def validate(model):
-        """Bits per byte on held-out text, new and old."""
-        bits = {}
-        for name, text in held_out.items():
-            losses = jax.device_get([zoo.value(loss_fn, mesh)(model, rows) for rows in placed[name]])
-            mean = np.average(losses, weights=[rows["weights"].sum() for rows in text])
-            bits[name] = float(train.bits_per_byte(float(mean), text))
-        return bits
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, model, opt_state):
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
 
-    def learn(name, model, learning_rate):
-        """Train what is learnt of a model, in a run of its own; None where that was stopped."""
-        warm = min(warmup_steps, steps // 2)
-        schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warm, steps, learning_rate / 10)
-        adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(seq_len, batch_size, seed=seed)
-
-        @eqx.filter_jit(donate="all-except-first")
-        def step(inputs, model, opt_state):
-            loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, inputs)
-            updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-            bits = train.bits_per_byte(loss, corpus.train)
-            return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, bits
-
-        # Forward and back through everything, and once more for the gradients of what is learnt.
-        flops = tokens * (4 * parameters + 2 * zoo.count(model))
-        places = {"config": config | {"run": name}, "resume": resume, "profile": profile, "frozen": model}
-        with train.Run(out / name, **places) as run:
-            run.print_line(f"{name}: {zoo.count(model):,} numbers learnt")
-            learnt, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
-            model = eqx.combine(learnt, model)
-            for inputs in run.steps(batches, steps, tokens=tokens, flops=flops):
-                inputs = zoo.place_batch(inputs, mesh)
-                if run.step == 1 and (memory := zoo.inspect.compiled(step, inputs, model, opt_state).memory):
-                    run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
-                model, opt_state, bits = step(inputs, model, opt_state)
-                run.log(bits_per_byte=bits)
-                measured = validate(model) if run.every(eval_every) else {}
-                run.log(**measured)
-                if run.due(eval_every):
-                    run.save((zoo.trainable(model), opt_state), batches, metric=measured.get("new"))
-        batches.close()
-        return None if run.stopped else model
-
-    model = load(checkpoint)
-    parameters = zoo.count(model)
-    small = in_few_bits(model)
-    numbers = zoo.count(eqx.filter_eval_shape(with_adapter, small))  # what no adapter fits is told before anything runs
-    bits, bits_as_read = (
-        zoo.inspect.measure_size(small).bits_per_parameter,
-        zoo.inspect.measure_size(model).bits_per_parameter,
-    )
-    print(f"{parameters:,} parameters from {checkpoint} on {mesh}, {numbers:,} in adapters; {corpus}")
-    print(f"in {quantization} the base takes {bits:.2f} bits a parameter, as it was read {bits_as_read:.2f}")
-    before, samples = validate(model), sample(model, corpus, mesh, jax.random.key(seed))
-    rounded_before = validate(small)
-    kinds = {
-        "full": (load, full_learning_rate),
-        "lora": (lambda start: with_adapter(load(start)), learning_rate),
-        "qlora": (lambda start: with_adapter(in_few_bits(load(start))), learning_rate),
-    }
-    folders, table = {name: out / name for name in kinds if compare_full or name == "qlora"}, []
-    for name, folder in folders.items():
-        make, rate = kinds[name]
-        model = learn(name, make(checkpoint), rate)
-        if model is None:
-            return
-        own, at_birth = (bits, rounded_before) if name == "qlora" else (bits_as_read, before)
-        about = {"bits of the base": own} | {f"{text}, before": at_birth[text] for text in held_out}
-        table.append(summed_up(name, folder, zoo.count(model), parameters) | about)
-
-    zoo.adapters.save(model, out / "adapter")
+    new, old = (text.validation.ordered(seq_len, batch_size, limit=16) for text in (corpus, old_corpus))
+    evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
+    with train.Run(run_options, config=config, best_metric="new", frozen=model) as run:
+        run.print_line(
+            f"{zoo.inspect.measure_size(base).bits_per_parameter:.2f} bits per parameter on {mesh}; {corpus}"
+        )
+        before, samples = evaluate(base), train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
+        trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
+        model = eqx.combine(trainable, model)
+        for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
+            model, opt_state, bits = step(zoo.place_batch(batch, mesh), model, opt_state)
+            run.log(bits_per_byte=bits)
+            if run.every(eval_every):
+                run.log(**evaluate(model))
+            if run.due(eval_every):
+                run.save((zoo.trainable(model), opt_state), batches)
+    zoo.adapters.save(model, run.directory / "adapter")
     merged = zoo.adapters.merge(model, quantized="decode")
-    exported = train.export(merged, corpus, out / "export", seq_len=seq_len)
-    again = zoo.place(zoo.adapters.load(in_few_bits(load(checkpoint)), out / "adapter"), mesh)
-    if not all(map(jnp.array_equal, *(jax.tree.leaves(zoo.trainable(one)) for one in (model, again)))):
-        raise RuntimeError(f"{out / 'adapter'}: the adapter that was read again is not the one that was written")
-    logits = zoo.spmd(lambda model, rows: model(rows["tokens"]), mesh, out="batch seq vocab")
-    wanted, *found = (logits(one, placed["new"][0]) for one in (model, again, load(exported)))
-    apart = max(float(jnp.abs(one - wanted).max() / jnp.abs(wanted).max()) for one in found)
-    if apart > 0.01:
-        raise RuntimeError(f"{out}: logits of the adapter read again, or of the merged model, are {apart:.1%} away")
-
-    samples_after, last = sample(merged, corpus, mesh, jax.random.key(seed)), table[-1]
-    moved = {
-        f"{text} text": f"{before[text]:.3f} → {rounded_before[text]:.3f} → {last[f'{text} text']:.3f}"
-        for text in held_out
-    }
-    result = ", ".join(f"{text.replace('→', 'to')} on the {name}" for name, text in moved.items())
-    report = train.write_report(
-        out,
-        title=f"LoRA around a model in {quantization}, on new text",
-        summary=f"Bits per byte on held-out text, as read, in {quantization}, and after {steps} steps on {mesh}: {result}",
-        runs=folders,
-        curves={"new": "new text", "old": "old text"},
-        baselines={"xz -9e, new text": corpus.xz_bits_per_byte},
-        unit="bits per byte",
-        headline=moved | {"bits a parameter": f"{bits:.2f}", "learnt": last["share"]},
-        tables={"In the end": table},
-        samples=samples + samples_after,
-        parameters=train.tabulate_parameters(zoo.trainable(model), mesh),
-    )
-    print(f"\nbefore: {''.join(samples[0])}\n\nafter: {''.join(samples_after[0])}\n")
-    print(f"bits per byte, as read, in {quantization}, and in the end: {result}")
-    for row in table:
-        print(f"{row['run']:>8}: " + ", ".join(f"{name} {row[name]:.3f}" for name in moved), end="; ")
-        print(f"{row['numbers']:,} learnt; bytes: {row['bytes held']:,} held, {row['bytes at work']:,} at work")
-    print(f"the adapter lies in {out / 'adapter'} and was read again bit for bit; merged, it lies in {exported}, whose")
-    print(f"logits are within {apart:.1e} of the largest; the report lies in {report}")
-
-
-def summed_up(name, folder, count, parameters):
-    """What a run came to, from its folder: what its step holds, parameters, moments and rows, and what it works in."""
-    last = {name: value for line in train.read_metrics(folder / "metrics.jsonl") for name, value in line.items()}
-    speeds = [line.get("steps_per_second") for line in train.read_metrics(folder / "timing.jsonl")]
-    return {
-        "run": name,
-        "numbers": count,
-        "share": f"{count / parameters:.2%}",
-        "new text": last["new"],
-        "old text": last["old"],
-        "bytes held": last.get("bytes_held", 0),
-        "bytes at work": last.get("bytes_at_work", 0),
-        "ms a step": round(1000 / float(np.median([speed for speed in speeds if speed] or [np.inf]))),
-    }
-
-
-def sample(model, corpus, mesh, key):
-    """Continue a few beginnings: (prompt, continuation) pairs."""
-    prompts = ['The "with" statement\n', "An object is ", "When a function is called, "]
-    begun = [np.append(corpus.tokenizer.separator, corpus.encode(prompt)) for prompt in prompts]
-    width = max(map(len, begun))
-    tokens = jnp.asarray([np.pad(row, (width - len(row), 0)) for row in begun])
-    mask = jnp.asarray([np.arange(width) >= width - len(row) for row in begun])
-    new = zoo.generate(model, tokens, max_new_tokens=200, mask=mask, temperature=0.7, mesh=mesh, key=key)
-    return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
+    report = {"before": before, "samples": samples, "prompts": PROMPTS, "key": key, "export_seq_len": seq_len}
+    run.report("QLoRA on new text", merged, mesh, corpus, parameters=zoo.trainable(model), **report)
 
 
 if __name__ == "__main__":

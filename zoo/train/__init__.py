@@ -18,12 +18,15 @@ from zoo.text.tokenizers import Tokenizer, read_tokenizer
 
 from .checkpoint import Checkpoints, RestoredCheckpoint
 from .command import run_cli
+from .comparison import report_runs
 from .ema import update_ema
+from .evaluation import Evaluation
 from .export import export
 from .fingerprint import fingerprint
 from .interrupt import Interrupt
 from .masks import decay_mask, matrix_mask
 from .metrics import Metrics, read_metrics
+from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .remat import rematerialize
 from .report.chart import Curve, draw_line_chart
@@ -31,6 +34,8 @@ from .report.page import ParameterRow, write_report
 from .report.parameters import tabulate_parameters
 from .report.scatter import ScatterSeries, draw_scatter
 from .run import Run
+from .samples import continue_prompts
+from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
 
@@ -41,13 +46,16 @@ __all__ = [
     "CorpusSplit",
     "Curve",
     "Dataset",
+    "Evaluation",
     "Interrupt",
+    "MeshOptions",
     "Metrics",
     "OrderedBatches",
     "ParameterRow",
     "Profile",
     "RestoredCheckpoint",
     "Run",
+    "RunOptions",
     "ScatterSeries",
     "ShuffledBatches",
     "TensorBoard",
@@ -56,6 +64,7 @@ __all__ = [
     "Tracker",
     "WeightsAndBiases",
     "bits_per_byte",
+    "continue_prompts",
     "decay_mask",
     "draw_line_chart",
     "draw_scatter",
@@ -66,7 +75,9 @@ __all__ = [
     "read_metrics",
     "read_tokenizer",
     "rematerialize",
+    "report_runs",
     "run_cli",
+    "summary",
     "sweep_grid",
     "sweep_map",
     "sweep_models",

@@ -1,4 +1,4 @@
-"""A recipe's `main` as a command: its signature is the configuration, its docstring the help."""
+"""Command-line interface of a recipe: the signature of `main` is the configuration, its docstring the help."""
 
 import functools
 import sys
@@ -14,11 +14,11 @@ def run_cli(
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> Any:
-    """Run `main` with what the command line says: every keyword is a flag, `presets` are other defaults by name.
+    """Call `main` with the command line's flags: one per keyword, or per field of an option group.
 
-    The first word may name a preset: `transformer.py 1b --steps 100`. Bad input ends the program with one line on
-    standard error and status 2: that is every error that this library, or the recipe itself, raises on purpose. One
-    that comes from elsewhere keeps its traceback.
+    `presets` are other defaults by name; the first word may name one: `transformer.py 1b --steps 100`. Bad input ends
+    the program with one line on standard error and status 2: every error that this library, or the recipe itself,
+    raises on purpose. Other errors keep their traceback.
     """
     import tyro
 
@@ -29,10 +29,10 @@ def run_cli(
     program = " ".join(filter(None, (Path(sys.argv[0]).name, preset)))
     about = sys.modules[main.__module__].__doc__ or ""
     about += f"\nPresets, as the first word: {', '.join(presets)}." if presets else ""
+    # Fields of option groups are flags like any other: --fsdp, not --mesh-options.fsdp.
+    markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     try:
-        return tyro.cli(
-            chosen, args=words, prog=program, description=about.strip(), config=(tyro.conf.FlagCreatePairsOff,)
-        )
+        return tyro.cli(chosen, args=words, prog=program, description=about.strip(), config=markers)
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
         if not _is_user_error(error, main):
             raise
@@ -41,7 +41,7 @@ def run_cli(
 
 
 def _is_user_error(error: Exception, main: Callable[..., Any]) -> bool:
-    """Whether the error comes from a `raise` in this library or in the file of `main`."""
+    """Return True if the error comes from a `raise` in this library or in the file of `main`."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     library = Path(__file__).parents[1]
     ours = Path(last.filename).is_relative_to(library) or last.filename == main.__code__.co_filename

@@ -1,14 +1,17 @@
-"""A run's folder, and what happens around the loop: resuming, logging, saving, leaving when asked to.
+"""A run in a directory, around the caller's loop: resume, log, save checkpoints, stop on a signal, report.
 
-    with Run(out, config=config, resume=resume) as run:
+    with Run(run_options, config=config) as run:
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, steps, tokens=batch_size * seq):
+        for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
             model, opt_state, loss = step(zoo.place_batch(batch, mesh), model, opt_state)
             run.log(loss=loss)
+            if run.every(100):
+                run.log(**evaluate(model))
             if run.due(100):
-                run.save((model, opt_state), batches, metric=...)
+                run.save((model, opt_state), batches)
+    run.report("A Transformer from scratch", model, mesh, corpus)
 
-The loop is the caller's. Every object here can be used alone: `Metrics`, `Checkpoints`, `Interrupt`, `Pace`.
+The loop is the caller's. Every object here can be used alone: `Metrics`, `Checkpoints`, `Interrupt`, `Throughput`.
 """
 
 import contextlib
@@ -19,48 +22,60 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, Key, PyTree
 
 from zoo._files import write_json
+from zoo.parallel import Mesh, count
 from zoo.text.batches import BatchIterator
+from zoo.text.corpus import Corpus
 
 from .checkpoint import Checkpoints, diff_configs
 from .environment import collect_environment
+from .export import export
 from .interrupt import Interrupt, is_set_on_any_process
 from .metrics import Metrics, Record, Value, append_records, truncate_after
+from .options import RunOptions, flatten_config
 from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
+from .report.page import write_report
+from .report.parameters import tabulate_parameters
+from .samples import continue_prompts
+from .summary import summary
 from .trackers import Tracker
 
 _log = logging.getLogger("zoo")
 
 
 class Run:
-    """One run in one folder: `config.json`, `env.json`, `metrics.jsonl`, `timing.jsonl`, `checkpoints/`.
+    """One run in one directory: `config.json`, `env.json`, `metrics.jsonl`, `timing.jsonl`, `checkpoints/`.
 
-    `step` counts the steps that are done, the one in the loop's body included. `every` steps metrics are fetched, and
-    with several processes signals are shared. With `profile` a trace of a few steps goes to `profile/`
-    (`zoo.train.Profile`). `frozen` is what the run reads, and neither learns nor saves: a model around which adapters
-    stand, a teacher. What adapters learn in it is left out; of the rest each checkpoint keeps a fingerprint.
-    **Raises** `FileExistsError` where the folder holds checkpoints and `resume` is not set.
+    `step` counts the steps that are done, including the one in the loop's body. Metrics are fetched, and signals shared
+    between processes, every `fetch_every` steps. Checkpoints kept are the newest `keep_last`, and the `keep_best` with
+    the lowest `best_metric` among those in whose step it was logged. `frozen` is a tree that the run reads but neither
+    trains nor saves, a base model under adapters or a teacher: each checkpoint keeps a fingerprint of it, without the
+    adapters' own parameters.
+
+    - `options`: the run's flags, or its directory alone.
+    - `config`: what `config.json` holds. Option groups are flattened; `main`'s `locals()` will do.
+
+    **Raises** `FileExistsError` if the directory holds checkpoints and `resume` is not set.
     """
 
     def __init__(
         self,
-        directory: Path,
+        options: RunOptions | Path,
         *,
         config: Mapping[str, Any],
-        resume: bool = False,
-        profile: bool = False,
+        best_metric: str = "validation",
         fetch_every: int = 10,
         keep_last: int = 2,
         keep_best: int = 1,
         trackers: Sequence[Tracker] = (),
         frozen: PyTree = None,
     ):
-        self.directory = Path(directory)
-        # Whether a run was resumed or traced is no property of it: the configurations of both halves are the same.
-        self.config = {name: value for name, value in config.items() if name not in ("resume", "profile")}
+        options = options if isinstance(options, RunOptions) else RunOptions(Path(options))
+        self.directory = options.out
+        self.config = flatten_config(config)
         self.step = 0
         self.total = 0
         self.stopped = False
@@ -68,14 +83,16 @@ class Run:
         self.checkpoints = Checkpoints(
             self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best, frozen=frozen
         )
+        self._best_metric = best_metric
+        self._best_value: tuple[int, Any] | None = None
         self._every = fetch_every
-        self._profile = Profile(self.directory / "profile", self.print_line) if profile else None
+        self._profile = Profile(self.directory / "profile", self.print_line) if options.profile else None
         self._interrupt = Interrupt()
         self._pace = Throughput(0)
         self._progress: Progress = LineProgress(0) if jax.process_index() == 0 else SilentProgress()
         self._exit = contextlib.ExitStack()
         self._newest = self.checkpoints.latest_step()
-        if self._newest is not None and not resume:
+        if self._newest is not None and not options.resume:
             self.checkpoints.close()
             raise FileExistsError(
                 f"{self.directory} holds a run of {self._newest} steps: resume it (--resume), or choose another folder "
@@ -100,11 +117,11 @@ class Run:
         self._exit.__exit__(kind, error, at)
 
     def restore(self, like: PyTree, batches: BatchIterator | None = None) -> PyTree:
-        """The state of the newest checkpoint, and `batches` put where they were; `like` itself where there is none.
+        """Return the state of the newest checkpoint and move `batches` to its position; `like` itself without one.
 
-        `like` is the state that the run would start with, already placed. Metrics of later steps are cut off: the run
-        will write them again. **Raises** `ValueError` where the checkpoint is of another model, or was learnt on top of
-        another one than `frozen`; what is in the folder stays as it is.
+        `like` is the initial state, already placed. Metrics of later steps are truncated: the run writes them again.
+        **Raises** `ValueError` if the checkpoint is of another model, or was trained on another one than `frozen`; the
+        directory stays as it is.
         """
         if self._newest is None:
             return like
@@ -123,9 +140,9 @@ class Run:
         return state
 
     def steps(self, batches: BatchIterator, total: int, *, tokens: int = 0, flops: float | int = 0) -> Iterator[Any]:
-        """Batches for the steps from `step` to `total`; fewer where a signal asks the run to stop.
+        """Yield a batch for each step up to `total`; stop early on a signal.
 
-        `tokens` and `flops` are those of one step in all processes together, for the speed shown.
+        `tokens` and `flops` are per step, over all processes, for the speed shown.
         """
         if self._newest is not None and self.step == 0:
             raise RuntimeError("this run is resumed: call run.restore before run.steps")
@@ -149,19 +166,26 @@ class Run:
             )
 
     def log(self, **values: Value) -> None:
-        """Log `values`, scalars on the device or numbers, under the current step. Does not wait for the device."""
+        """Log numbers or device arrays under the current step, without waiting for the device."""
+        if self._best_metric in values:
+            self._best_value = self.step, values[self._best_metric]
         self._show_metrics(self.metrics.log(self.step, **values))
 
     def every(self, steps: int) -> bool:
-        """Whether the current step is a multiple of `steps`, or the last: a matter of the step alone."""
+        """Return True if the current step is a multiple of `steps`, or the last."""
         return self.step % steps == 0 or self.step == self.total
 
     def due(self, steps: int) -> bool:
-        """Whether to save now: `every(steps)`, or the run is about to stop."""
+        """Return True if it is time to save: `every(steps)`, or the run is about to stop."""
         return self.every(steps) or self.stopped
 
     def save(self, state: PyTree, batches: BatchIterator | None = None, *, metric: float | int | None = None) -> None:
-        """Save `state` after the current step, and where `batches` stand; the loop goes on while it is written."""
+        """Save `state` after the current step and the position of `batches`, while the loop continues.
+
+        `metric` ranks the checkpoint; by default the value of `best_metric` that this step logged, if it did.
+        """
+        if metric is None and self._best_value is not None and self._best_value[0] == self.step:
+            metric = float(self._best_value[1])
         self._show_metrics(self.metrics.flush())
         data = None if batches is None else batches.state
         self.checkpoints.save(self.step, state, data=data, config=self.config, metric=metric)
@@ -169,6 +193,65 @@ class Run:
     def print_line(self, text: str) -> None:
         """Show a line of text that stays."""
         self._progress.print_line(text)
+
+    def report(
+        self,
+        title: str,
+        model: Any,
+        mesh: Mesh,
+        corpus: Corpus,
+        *,
+        before: Mapping[str, float] | None = None,
+        headline: Mapping[str, str] | None = None,
+        prompts: Sequence[str] = (),
+        key: Key[Array, ""] | None = None,
+        samples: Sequence[tuple[str, str]] = (),
+        export_seq_len: int | None = None,
+        parameters: PyTree = None,
+        **sections: Any,
+    ) -> None:
+        """Sample, export the model if asked, write `report.html` from the run's files, and print the result.
+
+        - `before`: an evaluation before training, `{name: bits per byte}`. Without it "validation" alone is reported.
+        - `headline`: further figures, label to text.
+        - `prompts`: continued by `model` with `key`; `samples` are earlier prompts and continuations, shown before.
+        - `export_seq_len`: export `model` with the corpus's tokenizer to `export/`, for contexts of this length.
+        - `parameters`: the tree to tabulate, by default `model`.
+        - `sections`: further arguments of `write_report`.
+
+        Call it in every process after the `with` block; the first one alone writes the report. A run that was stopped
+        writes and prints nothing.
+        """
+        if self.stopped:
+            return
+        if prompts and key is not None:
+            samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
+        written = {}
+        if export_seq_len is not None:
+            written["model"] = export(model, corpus, self.directory / "export", seq_len=export_seq_len)
+        if jax.process_index() != 0:
+            return
+        last = summary(self.directory)
+        values = {name: (start, last[name]) for name, start in before.items()} if before else {}
+        values = values or {"validation": (last["validation"],)}
+        figures = {name: " → ".join(f"{value:.3f}" for value in pair) for name, pair in values.items()}
+        result = f"{', '.join(map(' '.join, figures.items()))} bits per byte after {self.step:,} steps on {mesh}"
+        written["report"] = write_report(
+            self.directory,
+            title=title,
+            summary=result,
+            curves={"bits_per_byte": "training", **{name: name for name in values}},
+            baselines={"xz -9e": corpus.xz_bits_per_byte},
+            unit="bits per byte",
+            headline={**figures, "parameters": f"{count(model):,}", **(headline or {})},
+            samples=samples,
+            parameters=tabulate_parameters(model if parameters is None else parameters, mesh),
+            **sections,
+        )
+        shown = ["".join(sample) for sample in samples if sample[0] == samples[0][0]]
+        print("", *shown, result, sep="\n\n" if shown else "\n")
+        for content, path in written.items():
+            print(f"wrote the {content} to {path}")
 
     def _show_metrics(self, lines: Sequence[Record]) -> None:
         if lines:

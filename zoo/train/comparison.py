@@ -1,0 +1,36 @@
+"""Reports on several runs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .report.page import write_report
+
+
+def report_runs(
+    directory: Path, title: str, rows: Sequence[Mapping[str, Any]], *, description: str, **sections: Any
+) -> None:
+    """Write `report.html` on the runs in subdirectories of `directory`, and print its table.
+
+    - `rows`: the table, one row per run; "run" names its subdirectory.
+    - `description`: the line below the title. `sections`: further arguments of `write_report`.
+
+    The first process alone writes.
+    """
+    if jax.process_index() != 0:
+        return
+    runs = {row["run"]: directory / row["run"] for row in rows}
+    tables = {"Results": rows, **sections.pop("tables", {})}
+    path = write_report(directory, title=title, summary=description, runs=runs, tables=tables, **sections)
+    cells = [list(rows[0]), *([_format_number(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print()
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print(f"\nwrote the report to {path}")
+
+
+def _format_number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,40 @@
+"""Bits per byte on held-out text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo.parallel import Mesh, place_batch, value
+from zoo.text.batches import OrderedBatches, bits_per_byte
+
+
+class Evaluation:
+    """Mean loss of a model over held-out batches, in bits per byte.
+
+        evaluate = Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=16))
+        evaluate(model)  # {"validation": 2.31}
+
+    `loss_fn` is as for `zoo.value`. With `has_aux` it returns `(total, count), aux`, and an evaluation returns the bits
+    per byte and `aux` summed over all batches. Batches are placed on the mesh once.
+    """
+
+    def __init__(self, loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, **texts: OrderedBatches):
+        self._loss = value(loss_fn, mesh, has_aux=has_aux)
+        self._has_aux = has_aux
+        self._texts = texts
+        self._counts = {name: [batch["weights"].sum() for batch in text] for name, text in texts.items()}
+        self._batches = {name: [place_batch(batch, mesh) for batch in text] for name, text in texts.items()}
+
+    def __call__(self, model: PyTree) -> Any:
+        """Return `{name: bits per byte}`, with `has_aux` also the summed `aux`."""
+        bits, all_aux = {}, []
+        for name, batches in self._batches.items():
+            results = jax.device_get([self._loss(model, batch) for batch in batches])
+            losses = [loss for loss, _ in results] if self._has_aux else results
+            all_aux += [aux for _, aux in results] if self._has_aux else []
+            mean = np.average(losses, weights=self._counts[name])
+            bits[name] = float(bits_per_byte(float(mean), self._texts[name]))
+        return (bits, jax.tree.map(lambda *x: np.sum(x, axis=0), *all_aux)) if self._has_aux else bits

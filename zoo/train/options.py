@@ -1,0 +1,63 @@
+"""Command-line flags that recipes share: sharding, memory and precision of a step, and a run's directory."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zoo.parallel import ZERO1, Mesh, Remat, make_mesh
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """Sharding, memory and precision of a training step: flags that change its result by rounding alone."""
+
+    fsdp: int = 1
+    """Devices over which each copy of the parameters is sharded."""
+    tensor: int = 1
+    """Devices over which heads, MLPs and the vocabulary are sharded. All devices that remain shard the batch."""
+    zero_stage: Literal[1, 3] = 3
+    """With fsdp, 3 shards parameters, gradients and optimizer state; 1 the optimizer state alone."""
+    microbatches: int = 1
+    """Sequential micro-batches over which gradients are accumulated, to save memory."""
+    remat: Remat = "elementwise"
+    """Activations that the backward pass recomputes, to save memory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype. Parameters, optimizer state, routers and recurrent states are float32."""
+
+    def make_mesh(self) -> Mesh:
+        """Return the mesh over all devices."""
+        return make_mesh(fsdp=self.fsdp, tensor=self.tensor, layout=ZERO1 if self.zero_stage == 1 else None)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """A run's directory, its PRNG seed, and whether it is resumed or traced."""
+
+    out: Path
+    """Directory of the run: configuration, metrics, checkpoints, report."""
+    seed: int = 0
+    """PRNG seed of parameters, data order, dropout and samples."""
+    resume: bool = False
+    """Continue from the newest checkpoint in `out`, on any mesh."""
+    profile: bool = False
+    """Trace a few steps into `out`/profile, for Perfetto, XProf and TensorBoard."""
+
+    def subrun(self, name: str) -> "RunOptions":
+        """Return the options of one of several runs, in the subdirectory `name` of `out`."""
+        return dataclasses.replace(self, out=self.out / name)
+
+
+def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with the fields of option groups in place of the groups, by the names of their flags.
+
+    `resume` and `profile` are left out: they are no properties of a run, and both halves of a resumed one agree.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, MeshOptions | RunOptions):
+            flat |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        else:
+            flat[name] = value
+    return {name: value for name, value in flat.items() if name not in ("resume", "profile")}

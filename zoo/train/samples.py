@@ -1,0 +1,31 @@
+"""Continuations of prompts, for reports."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key
+
+from zoo.generate import generate
+from zoo.models import Decoder
+from zoo.parallel import Mesh
+from zoo.text.corpus import Corpus
+
+
+def continue_prompts(
+    model: Decoder,
+    corpus: Corpus,
+    prompts: Sequence[str],
+    *,
+    mesh: Mesh,
+    key: Key[Array, ""],
+    max_new_tokens: int = 200,
+    temperature: float = 0.7,
+) -> list[tuple[str, str]]:
+    """Sample a continuation of each prompt in one left-padded batch: (prompt, continuation) pairs."""
+    rows = [np.append(corpus.tokenizer.separator, corpus.encode(prompt)) for prompt in prompts]
+    length = max(map(len, rows))
+    tokens = jnp.asarray([np.pad(row, (length - len(row), 0)) for row in rows])
+    mask = jnp.asarray([np.arange(length) >= length - len(row) for row in rows])
+    new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, temperature=temperature, mesh=mesh, key=key)
+    return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
