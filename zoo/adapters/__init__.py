@@ -1,20 +1,19 @@
-"""Adapters: what is learnt on top of a finished model, whose own parameters stay as they are."""
+"""Parameter-efficient fine-tuning: adapters such as LoRA wrap the frozen linear layers of a model."""
 
-from .apply import dora, ia3, loha, lokr, lora, vera
-from .base import AbstractAdapter
+from .base import AbstractAdapter, AbstractLinearAdapter
 from .compose import adapter_names, remove, select_per_row, set_strength
 from .lora_plus import lora_plus
 from .merge import merge, unmerge
 from .methods.adalora import AdaLoRA, adalora, orthogonality
-from .methods.dora import DoRA
+from .methods.dora import DoRA, dora
 from .methods.embedding import EmbeddingLoRA
-from .methods.ia3 import IA3
-from .methods.lora import LoRA
-from .methods.lycoris import LoHa, LoKr
+from .methods.ia3 import IA3, ia3
+from .methods.lora import LoRA, lora
+from .methods.lycoris import LoHa, LoKr, loha, lokr
 from .methods.modules_to_save import unfreeze
 from .methods.oft import OFT, oft
 from .methods.rank_allocation import keep_top_ranks, rank_importance
-from .methods.vera import VeRA
+from .methods.vera import VeRA, vera
 from .peft.read import load
 from .peft.write import save
 from .quantize import dequantize, quantize
@@ -24,6 +23,7 @@ __all__ = [
     "IA3",
     "OFT",
     "AbstractAdapter",
+    "AbstractLinearAdapter",
     "AdaLoRA",
     "DoRA",
     "EmbeddingLoRA",

@@ -1,4 +1,4 @@
-"""LoRA+: A and B at rates of their own."""
+"""LoRA+: a larger learning rate for B than for A."""
 
 from typing import Any
 
@@ -12,20 +12,23 @@ from .compose import adapter_names
 
 
 def lora_plus(model: Any) -> PyTree[str]:
-    """A label for every parameter that is learnt: "B" for that of each LoRA and its kin, "rest" for all else. It is the
-    function that `optax.partition` asks for: labels in the shape of a model, which can be called, it would call.
+    """Label every trainable parameter for `optax.partition`: "B" for the B of LoRA and similar methods, "rest" for all
+    others.
 
         rates = {"rest": optax.adamw(rate), "B": optax.adamw(16 * rate)}
         optimizer = optax.partition(rates, adapters.lora_plus)
 
-    B learns faster than A in wide models: the steps of both then change what the adapter adds by as much (Hayou et al.,
-    LoRA+, arXiv:2402.12354, section 4; they take a ratio of 16).
+    Pass the function, not its result: optax would call labels that have the structure of a model, since models are
+    callable.
 
-    **Raises** `ValueError` for a model in which no LoRA is learnt.
+    In wide models B needs a larger learning rate than A for both to change the output equally fast (Hayou et al.,
+    LoRA+, arXiv:2402.12354, section 4; they use a ratio of 16).
+
+    **Raises** `ValueError` for a model without a trainable LoRA.
     """
     model = trainable(model)
-    ends = tuple(f".{label}.up.weight" for label in adapter_names(model))
-    found = ["B" if place.name.endswith(ends) else "rest" for place in list_parameter_paths(model)]
-    if "B" not in found:
-        raise ValueError("no LoRA is learnt in this model: its parameters have one rate")
-    return jax.tree.unflatten(jax.tree.structure(model), found)
+    suffixes = tuple(f".{name}.up.weight" for name in adapter_names(model))
+    labels = ["B" if path.name.endswith(suffixes) else "rest" for path in list_parameter_paths(model)]
+    if "B" not in labels:
+        raise ValueError("the model has no trainable LoRA: its parameters have one learning rate")
+    return jax.tree.unflatten(jax.tree.structure(model), labels)

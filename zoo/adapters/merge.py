@@ -1,4 +1,4 @@
-"""Adapters into the matrices they stand around, and out again."""
+"""Merge adapters into the weights of their base layers, and unmerge them."""
 
 from typing import Any, Literal, TypeVar, get_args
 
@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.parallel import Dim, buffer, materialize, wrapped
+from zoo.shapes import HiddenStates, Tokens
 
-from .base import AbstractAdapter, BiasVector, Matrix, get_dims
-from .compose import Adapter, cast_like, check_adapter_name, get_base_layer, is_adapter
+from .base import AbstractAdapter, AbstractLinearAdapter, BiasVector, Matrix, get_base_layer, get_dims, is_adapter
+from .compose import cast_like, check_adapter_name
 from .methods.embedding import EmbeddingLoRA
 from .targets import find_linears, vmap_stacked
 
@@ -20,7 +21,7 @@ _QuantizedMerge = Literal["refuse", "decode", "round"]
 
 
 class _MergedEmbedding(AbstractEmbedding):
-    """A table with an adapter merged into it, and beside it what it was made of, so that it can be taken out again."""
+    """An embedding with a merged adapter, and the original adapter, which `unmerge` restores."""
 
     base: AbstractEmbedding = wrapped()
     made_of: EmbeddingLoRA = buffer()
@@ -28,7 +29,7 @@ class _MergedEmbedding(AbstractEmbedding):
     adapter_name: str = eqx.field(static=True)
     multiplier: float = eqx.field(static=True)
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+    def __call__(self, tokens: Tokens) -> HiddenStates:
         return self.base(tokens)
 
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
@@ -47,10 +48,10 @@ class _MergedEmbedding(AbstractEmbedding):
 
 
 class _MergedLinear(AbstractLinear):
-    """A matrix with an adapter merged into it, and beside it what it was made of, so that it can be taken out again."""
+    """A linear layer with a merged adapter, and the original adapter, which `unmerge` restores."""
 
     base: AbstractLinear = wrapped()
-    made_of: AbstractAdapter = buffer()
+    made_of: AbstractLinearAdapter = buffer()
 
     in_: Dim = eqx.field(static=True)
     out: Dim = eqx.field(static=True)
@@ -85,26 +86,26 @@ class _MergedLinear(AbstractLinear):
 
 
 def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "refuse") -> _Model:
-    """The model with the adapters' changes in its matrices: as fast as it was without them.
+    """Merge all adapters into the weights of their bases, so that inference costs no more than without them.
 
-    Matrices are changed in float32, whatever they are stored in, and rounded once. With `keep` the originals stay
-    beside them for `unmerge`, which brings these back, however often: nothing is subtracted, and nothing drifts.
-    Without it the model is like any other, and `zoo.save` writes it.
+    Weights are updated in float32, in any storage dtype, and rounded once. With `keep`, the adapters and original
+    weights are stored too, and `unmerge` restores them exactly, any number of times. Without it, the result has the
+    structure of the base model, and `zoo.save` writes it.
 
-    - `quantized`: what becomes of a matrix in NF4, int8 or MXFP4. `"decode"`: a float32 `Linear` of the sum as it is,
-      in 4 to 8 times the memory. `"round"`: the sum in the same form, each number off by at most, in int8, 1 / 254 of
-      its row's largest magnitude, in NF4 0.152 of its block's and 1 / 510 of its row's, in MXFP4 a quarter of its
-      block's. A change that is smaller than that may be lost.
+    - `quantized`: how to merge into a base in NF4, int8 or MXFP4. `"decode"`: a float32 `Linear` of the exact sum, in 4
+      to 8 times the memory. `"round"`: the sum, quantized again in the same format, with a rounding error of at most,
+      in int8, 1 / 254 of its row's largest magnitude, in NF4 0.152 of its block's and 1 / 510 of its row's, in MXFP4 a
+      quarter of its block's. A smaller update may be lost.
 
-    **Raises** `ValueError` for a model without adapters, and, unless `quantized` is given, for adapters around matrices
-    that are quantized.
+    **Raises** `ValueError` for a model without adapters, and, unless `quantized` is given, for adapters of quantized
+    layers.
     """
     check_adapter_name(model, None)
     if quantized not in get_args(_QuantizedMerge):
         raise ValueError(f"quantized is one of {', '.join(get_args(_QuantizedMerge))}, not {quantized!r}")
     is_packed = lambda adapter: isinstance(get_base_layer(adapter), AbstractPackedLinear)
     packed = [
-        one.name or "the matrix" for one in find_linears(model) if is_adapter(one.module) and is_packed(one.module)
+        site.name or "the matrix" for site in find_linears(model) if is_adapter(site.module) and is_packed(site.module)
     ]
     if packed and quantized == "refuse":
         raise ValueError(
@@ -112,29 +113,31 @@ def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "re
             "matrices of them, quantized='round' rounds the sums again"
         )
 
-    def fold(adapter: Any) -> Any:
+    def merge_layer(adapter: Any) -> Any:
         adapter = materialize(adapter)
         base = get_base_layer(adapter)
         if not isinstance(base, AbstractPackedLinear):
             return cast_like(base.with_weight(adapter.dense_weight, adapter.dense_bias), base)
         return (base.to_linear if quantized == "decode" else base.repack)(adapter.dense_weight, adapter.dense_bias)
 
-    def one(name: str, numbers: IndexRanges, adapter: Adapter) -> AbstractLinear | AbstractEmbedding:
-        plain = vmap_stacked(fold, numbers)(adapter)
+    def merge_stacked(name: str, ranges: IndexRanges, adapter: AbstractAdapter) -> AbstractLinear | AbstractEmbedding:
+        merged = vmap_stacked(merge_layer, ranges)(adapter)
         if not keep:
-            return plain
+            return merged
         if isinstance(adapter, EmbeddingLoRA):
             return _MergedEmbedding(
-                base=plain, made_of=adapter, adapter_name=adapter.adapter_name, multiplier=adapter.multiplier
+                base=merged, made_of=adapter, adapter_name=adapter.adapter_name, multiplier=adapter.multiplier
             )
-        return _MergedLinear(plain, adapter, *get_dims(adapter), adapter.adapter_name)
+        assert isinstance(adapter, AbstractLinearAdapter)
+        return _MergedLinear(merged, adapter, *get_dims(adapter), adapter.adapter_name)
 
-    merged = map_modules(one, model, is_adapter)
+    merged = map_modules(merge_stacked, model, is_adapter)
     return merged if keep else materialize(merged)
 
 
 def unmerge(model: _Model) -> _Model:
-    """What `merge(model, keep=True)` was given. **Raises** `ValueError` where nothing was kept."""
+    """Restore the adapters and original weights after `merge(model, keep=True)`. **Raises** `ValueError` for a model
+    that was not merged with `keep=True`."""
     is_merged = lambda node: isinstance(node, _MergedLinear | _MergedEmbedding)
     if not any(map(is_merged, jax.tree.leaves(model, is_leaf=is_merged))):
         raise ValueError("no merged adapter was kept in this model: merge with keep=True")

@@ -1,4 +1,4 @@
-"""The matrices of a finished model in 8 bits or in 4, for adapters to stand around."""
+"""Quantize the frozen linear layers of a model to 8 or 4 bits, as the base of adapters (QLoRA)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from zoo.layers import AbstractLinear, AbstractPackedLinear, Int8Linear, Linear, NF4Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
 
-from .base import AbstractAdapter
-from .compose import get_base_layer
+from .base import AbstractLinearAdapter, get_base_layer
 from .methods.dora import DoRA
 from .targets import ALL_LINEAR, LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
 
@@ -21,79 +20,86 @@ _PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": 
 
 
 def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets = "all-linear") -> _Model:
-    """The model with its matrices rounded to 4 bits (`NF4Linear`) or to 8 (`Int8Linear`), which `zoo.trainable` omits:
-    what QLoRA puts its adapters around (Dettmers et al., arXiv:2305.14314, section 3). Matrices that have adapters
-    already are rounded beneath them.
+    """Quantize frozen linear layers to 4 bits (`NF4Linear`) or 8 bits (`Int8Linear`), the base of QLoRA (Dettmers et
+    al., arXiv:2305.14314, section 3). Quantized weights are no parameters: `zoo.trainable` omits them. Layers that have
+    adapters are quantized beneath them.
 
-    - `targets`: as `lora` has them. `"all-linear"` leaves out, beside the head, matrices that are declared to keep full
-      precision, as a router's: name these to round them too.
+    - `targets`: as in `lora`. `"all-linear"` excludes the head and layers that are declared in full precision, such as
+      routers; name these to quantize them too.
 
-    One stacked array is rounded after another; the model that was given lives as long as somebody holds it. How far
-    numbers are off: `zoo.ops.nf4.encode`, `zoo.ops.int8.encode`. How much is left: `zoo.inspect.size`.
+    Stacked arrays are quantized sequentially; the caller's reference keeps the original model in memory. Rounding
+    errors: `zoo.ops.quantized`. Memory: `zoo.inspect.measure_size`.
 
-    **Raises** `ValueError` for another kind, for a target that means no matrix, and, before anything is computed and
-    for all of them at once, for matrices that cannot be rounded: that are no plain `Linear`, that are stacked with
-    layers that `targets` leave out, or, in NF4, whose inputs are no whole blocks of 64.
+    **Raises** `ValueError` for another format, for a target that matches nothing, and, before anything is computed, one
+    error for all layers that cannot be quantized: no plain `Linear`, stacked with layers that `targets` exclude, or, in
+    NF4, with inputs that are no whole blocks of 64.
     """
     if format not in _PACKED_LINEAR_CLASSES:
         raise ValueError(f"matrices are quantized to {' or '.join(_PACKED_LINEAR_CLASSES)}, not {format!r}")
-    found = find_linears(model)
-    meant = match_targets(targets, found)
-    kept = (
-        {place.name for place in list_parameter_paths(model) if place.leaf.full_precision}
+    sites = find_linears(model)
+    is_target = match_targets(targets, sites)
+    full_precision = (
+        {path.name for path in list_parameter_paths(model) if path.leaf.full_precision}
         if targets == ALL_LINEAR
         else set()
     )
-    chosen = [one for one in found if f"{one.name}.weight" not in kept and one.tabulate(meant, bool).any()]
-    if wrong := [f"{one.name}: {reason}" for one in chosen for reason in _find_quantization_errors(one, meant, format)]:
-        raise ValueError(f"these cannot be quantized to {format}:\n  " + "\n  ".join(wrong))
-    names = {one.name for one in chosen}
-    made = lambda base: _PACKED_LINEAR_CLASSES[format](base.dense_weight, base.dense_bias, in_=base.in_, out=base.out)
+    selected = [
+        site for site in sites if f"{site.name}.weight" not in full_precision and site.tabulate(is_target, bool).any()
+    ]
+    if errors := [
+        f"{site.name}: {reason}" for site in selected for reason in _find_quantization_errors(site, is_target, format)
+    ]:
+        raise ValueError(f"these cannot be quantized to {format}:\n  " + "\n  ".join(errors))
+    names = {site.name for site in selected}
 
-    def one(name: str, numbers: IndexRanges, module: Any) -> Any:
-        return vmap_stacked(_map_base_layer(made), numbers)(module) if name in names else module
+    def quantize_layer(base: Linear) -> AbstractLinear:
+        return _PACKED_LINEAR_CLASSES[format](base.dense_weight, base.dense_bias, in_=base.in_, out=base.out)
 
-    return map_modules(one, model, is_linear_site)
+    def quantize_stacked(name: str, ranges: IndexRanges, module: Any) -> Any:
+        return vmap_stacked(_map_base_layer(quantize_layer), ranges)(module) if name in names else module
+
+    return map_modules(quantize_stacked, model, is_linear_site)
 
 
 def _find_quantization_errors(
     site: LinearSite, is_target: Callable[[str], bool], format: _PackedFormat
 ) -> Iterator[str]:
-    """Why a matrix that is meant cannot be quantized."""
-    base, meant_here = get_base_layer(site.module), site.tabulate(is_target, bool)
-    if not meant_here.all():
-        count = f"{meant_here.sum()} of the {meant_here.size} that are one array"
+    """Yield the reasons why a target module cannot be quantized."""
+    base, is_targeted = get_base_layer(site.module), site.tabulate(is_target, bool)
+    if not is_targeted.all():
+        count = f"{is_targeted.sum()} of the {is_targeted.size} that are one array"
         yield f"targets mean {count}: all of them become integers, or none"
     if type(base) is not Linear:
         yield f"it is a {type(base).__name__}, and no Linear"
-    elif reason := _PACKED_LINEAR_CLASSES[format].get_packing_error(site.sizes()[1], base.in_):
+    elif reason := _PACKED_LINEAR_CLASSES[format].get_packing_error(site.get_shape()[1], base.in_):
         yield f"{reason}: take int8, or leave it out"
 
 
 def dequantize(model: _Model) -> _Model:
-    """The model with a float32 `Linear` in place of each matrix that `quantize` has rounded: of the same numbers, in 4
-    to 8 times the memory."""
+    """Replace every layer that `quantize` made with a float32 `Linear` of the same values, in 4 to 8 times the
+    memory."""
 
-    def decoded(base: AbstractLinear) -> AbstractLinear:
+    def dequantize_layer(base: AbstractLinear) -> AbstractLinear:
         return base.to_linear(base.dense_weight, base.dense_bias) if isinstance(base, Int8Linear | NF4Linear) else base
 
-    def one(name: str, numbers: IndexRanges, module: Any) -> Any:
-        packed = isinstance(get_base_layer(module), AbstractPackedLinear)
-        return vmap_stacked(_map_base_layer(decoded), numbers)(module) if packed else module
+    def dequantize_stacked(name: str, ranges: IndexRanges, module: Any) -> Any:
+        is_packed = isinstance(get_base_layer(module), AbstractPackedLinear)
+        return vmap_stacked(_map_base_layer(dequantize_layer), ranges)(module) if is_packed else module
 
-    return map_modules(one, model, is_linear_site)
+    return map_modules(dequantize_stacked, model, is_linear_site)
 
 
 def _map_base_layer(function: Callable[[Any], AbstractLinear]) -> Callable[[AbstractLinear], AbstractLinear]:
-    """`function` of what lies under all adapters, which stay around it. What a DoRA knows of its base is found anew."""
+    """Apply `function` to the layer beneath all adapters, and recompute the row norms of the base that a DoRA
+    stores."""
 
-    def one(module: AbstractLinear) -> AbstractLinear:
-        if not isinstance(module, AbstractAdapter):
+    def map_base(module: AbstractLinear) -> AbstractLinear:
+        if not isinstance(module, AbstractLinearAdapter):
             return function(module)
-        base = one(module.base)
-        changed = eqx.tree_at(lambda adapter: adapter.base, module, base)
-        if not isinstance(changed, DoRA):
-            return changed
-        return eqx.tree_at(lambda dora: dora.squares, changed, jnp.square(base.dense_weight).sum(-1))
+        base = map_base(module.base)
+        updated = eqx.tree_at(lambda adapter: adapter.base, module, base)
+        if not isinstance(updated, DoRA):
+            return updated
+        return eqx.tree_at(lambda dora: dora.squares, updated, jnp.square(base.dense_weight).sum(-1))
 
-    return one
+    return map_base

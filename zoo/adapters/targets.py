@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter goes to: by name, by pattern, by predicate."""
+"""Target modules: select the linear layers and embeddings that adapters wrap, by name, pattern or predicate."""
 
 import difflib
 import re
@@ -19,88 +19,89 @@ ALL_LINEAR = "all-linear"
 
 
 class LinearSite(NamedTuple):
-    """A module that multiplies, as it stands in a model: stacked over layers, over experts too."""
+    """A linear layer or embedding of a model, with its path; stacked over layers, and over experts if it has any."""
 
     name: str
-    """With a star for each number."""
-    numbers: IndexRanges
+    """The path, with a star for each stacked index: `layers.*.attention.query`."""
+    ranges: IndexRanges
+    """The indices that each star stands for."""
     module: AbstractLinear | AbstractEmbedding
 
     @property
     def identity(self) -> tuple[str, IndexRanges]:
-        """What no other matrix of a model has: kinds of layers that take turns share their names."""
-        return self.name, self.numbers
+        """A key that is unique within the model. The name alone is not: alternating kinds of layers share names."""
+        return self.name, self.ranges
 
-    def names(self) -> dict[tuple[int, ...], str]:
-        """Index into the stacked dims -> the name of what lies there."""
-        return {index: format_path(self.name, numbers) for index, numbers in iterate_indices(self.numbers)}
+    def list_names(self) -> dict[tuple[int, ...], str]:
+        """Map each index into the stacked dims to the full path of the module at that index."""
+        return {index: format_path(self.name, indices) for index, indices in iterate_indices(self.ranges)}
 
-    def sizes(self) -> tuple[int, int]:
-        """Outputs and inputs of one of them; rows and their length of a table."""
+    def get_shape(self) -> tuple[int, int]:
+        """Return the shape (out, in) of one layer's weight, or (vocab, embed) of an embedding table."""
         shapes = eqx.filter_eval_shape(lambda base: base, self.module)
-        for _ in self.numbers:
+        for _ in self.ranges:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
         return get_linear_shape(shapes)
 
     @property
     def supports_dropout(self) -> bool:
-        """Whether it reads rows of tokens, within a layer: heads, embeddings and experts do not."""
-        return self.name not in ("head", "embedding") and len(self.numbers) <= 1
+        """True if the module reads rows of tokens inside a layer. Heads, embeddings and experts do not."""
+        return self.name not in ("head", "embedding") and len(self.ranges) <= 1
 
     def tabulate(self, value: Callable[[str], Any], dtype: Any) -> np.ndarray:
-        """`value` of each name, at its index."""
-        table = np.zeros([len(run) for run in self.numbers], dtype)
-        for index, name in self.names().items():
+        """Return an array of `value(name)` over the stacked dims."""
+        table = np.zeros([len(run) for run in self.ranges], dtype)
+        for index, name in self.list_names().items():
             table[index] = value(name)
         return table
 
 
-def vmap_stacked(function: Callable, numbers: IndexRanges) -> Callable:
-    """A function of one layer's matrix, or one expert's, as one of all that are stacked together."""
-    for _ in numbers:
+def vmap_stacked(function: Callable, ranges: IndexRanges) -> Callable:
+    """Map a function of one layer's module over all stacked dims."""
+    for _ in ranges:
         function = eqx.filter_vmap(function)
     return function
 
 
 def is_linear_site(node: Any) -> bool:
-    """Whether it is one matrix, or a table, or one that adapters were put around."""
+    """Return True for an embedding, or a linear layer with one weight matrix, wrapped by adapters or not."""
     return isinstance(node, AbstractEmbedding) or (isinstance(node, AbstractLinear) and hasattr(node, "in_"))
 
 
 def find_linears(model: Any, *, include_embeddings: bool = False) -> list[LinearSite]:
-    """Every module of a model that multiplies one matrix; with `tables` the embedding too."""
+    """List every linear layer of a model that has one weight matrix, and the embedding if asked for."""
     nodes = jax.tree.leaves(model, is_leaf=is_linear_site)
-    named = walk_parameters(model, "", (), is_linear_site)
-    found = [LinearSite(*at, node) for at, node in zip(named, nodes, strict=True) if is_linear_site(node)]
-    return [one for one in found if include_embeddings or not isinstance(one.module, AbstractEmbedding)]
+    paths = walk_parameters(model, "", (), is_linear_site)
+    sites = [LinearSite(*path, node) for path, node in zip(paths, nodes, strict=True) if is_linear_site(node)]
+    return [site for site in sites if include_embeddings or not isinstance(site.module, AbstractEmbedding)]
 
 
 def match_targets(targets: Targets, sites: Sequence[LinearSite]) -> Callable[[str], bool]:
-    """Whether a module of this name, a layer's number in it, is meant.
+    """Return a predicate of full module paths (with layer indices) that is True for target modules.
 
-    - `"all-linear"`: every matrix but the head's and the embedding.
-    - a name: `"query"`, `"attention.query"`, `"layers.3.attention.query"` is meant by what ends with it. A pattern is
-      one of Python's regular expressions and has to fit the whole name: `r"layers\\.[01]\\..*"`.
-    - a function of the name.
+    - `"all-linear"`: every linear layer except the head.
+    - a name: `"query"`, `"attention.query"` and `"layers.3.attention.query"` match every path that ends with them. A
+      pattern is a regular expression that matches the full path: `r"layers\\.[01]\\..*"`.
+    - a predicate of the path.
 
-    **Raises** `ValueError` where one of them means nothing, with names that are near.
+    **Raises** `ValueError` for a target that matches nothing, with suggestions of similar names.
     """
-    names = [name for one in sites for name in one.names().values()]
+    names = [name for site in sites for name in site.list_names().values()]
     if callable(targets):
         if not any(map(targets, names)):
             raise ValueError(f"the function given for targets takes none of the model's {len(names)} matrices")
         return targets
-    wanted = [targets] if isinstance(targets, str) else list(targets)
-    if not wanted:
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    if not patterns:
         raise ValueError("targets names no module")
-    for one in wanted:
-        if not any(matches(one, name) for name in names):
-            raise ValueError(f"no matrix of the model is meant by the target {one!r}. {_suggest(one, sites)}")
-    return lambda name: any(matches(one, name) for one in wanted)
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            raise ValueError(f"no matrix of the model is meant by the target {pattern!r}. {_suggest(pattern, sites)}")
+    return lambda name: any(matches(pattern, name) for pattern in patterns)
 
 
 def matches(target: str, name: str) -> bool:
-    """Whether one target means a module."""
+    """Return True if one target, a name or a pattern, matches the path of a module."""
     if target == ALL_LINEAR:
         return name not in ("head", "embedding")
     if name == target or name.endswith("." + target):
@@ -112,19 +113,19 @@ def matches(target: str, name: str) -> bool:
 
 
 def _suggest(target: str, sites: Sequence[LinearSite]) -> str:
-    """What may have been meant, or what there is."""
+    """Suggest similar module names, and list all."""
     words = sorted({name.rpartition(".")[2] for name, *_ in sites})
     return f"{suggest_words(target, words)[:-1]}, or {ALL_LINEAR!r}."
 
 
 def suggest_words(target: str, words: Sequence[str]) -> str:
-    """Which of these words may have been meant, and all there are."""
+    """Suggest the words that are similar to `target`, and list all."""
     last = target.rpartition(".")[2]
     close = difflib.get_close_matches(last, words, cutoff=0.5) + [word for word in words if last and last in word]
-    told = f"Is it {' or '.join(dict.fromkeys(close))}? " if close else ""
-    return f"{told}There are {', '.join(words)}."
+    question = f"Is it {' or '.join(dict.fromkeys(close))}? " if close else ""
+    return f"{question}There are {', '.join(words)}."
 
 
 def lookup_by_pattern(patterns: dict[str, Any], default: Any) -> Callable[[str], Any]:
-    """The value of the first pattern that means a name, or the default."""
+    """Return a function from a module path to the value of the first pattern that matches it, or to the default."""
     return lambda name: next((value for pattern, value in patterns.items() if matches(pattern, name)), default)

@@ -1,1 +1,1 @@
-"""Adapter methods: LoRA, DoRA, VeRA, IA3, LoHa, LoKr, OFT, AdaLoRA, modules to save."""
+"""Adapter methods: LoRA, DoRA, VeRA, IA3, LoHa, LoKr, OFT, AdaLoRA and parameters trained in full."""

@@ -1,4 +1,4 @@
-"""AdaLoRA: a change of a matrix in the form of its singular value decomposition, whose ranks can be weighed."""
+"""AdaLoRA: a trainable update in the form of a singular value decomposition, whose ranks can be pruned."""
 
 from typing import Any, TypeVar
 
@@ -8,31 +8,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
-from zoo.layers.linear import expand_group_values
 from zoo.models.parameter_paths import IndexRanges
+from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, gather, reduce, wrapped
 
-from ..apply import apply_uniform
-from ..apply import compute_scale as checked
-from ..base import AbstractAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..apply import apply_uniform, compute_scale
+from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape, is_adapter
 from ..targets import Targets, find_linears, vmap_stacked
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
 RANK_EPSILON = 1e-5
-"""What PEFT adds to the rank that it divides by."""
+"""Added to the rank that the scale is divided by, as in PEFT."""
 
 
-class AdaLoRA(AbstractAdapter):
-    """y = W x + b + scale B (e ∘ (A x)), A and B being kept near to orthogonal rows and columns by a term of the loss
-    (`orthogonality`), and e what a singular value is (Zhang et al., arXiv:2303.10512, section 3.1). A and B start
-    normal with a deviation of 0.02, e as zeros.
+class AdaLoRA(AbstractLinearAdapter):
+    """y = W x + b + scale B (e ∘ (A x)), where a penalty (`orthogonality`) keeps the rows of A and the columns of B
+    nearly orthogonal and e has the role of the singular values (Zhang et al., arXiv:2303.10512, section 3.1). A and B
+    are initialized from a normal distribution with standard deviation 0.02, e with zeros.
 
-    This is the form that is learnt. Which ranks are left as learning goes on (section 3.2) is decided between steps, by
-    `allocated`: a rank whose e is zero counts for nothing. Where layers that are stacked have unlike ranks, all have
-    the largest, and what is beyond a layer's own is zero, which no gradient moves.
+    `keep_top_ranks` prunes ranks between steps (section 3.2): a rank whose e is zero has no effect. If stacked layers
+    have different ranks, their arrays have the largest, padded with zeros that get no gradient.
 
-    FLOPs: 2 rank (in + out) a token beside the base's 2 in out.
+    FLOPs: 2 rank (in + out) per token, in addition to the base's 2 in out.
     """
 
     base: AbstractLinear = wrapped()
@@ -44,7 +42,7 @@ class AdaLoRA(AbstractAdapter):
     """e."""
     rank: Int[Array, ""]
     applies: Bool[Array, ""]
-    """False in a layer that has no adapter, where it is stacked with others that have."""
+    """False in a layer without the adapter that is stacked with others that have it."""
     scale: Float[Array, ""] = buffer()
     strength: Strength = buffer()
 
@@ -71,75 +69,42 @@ class AdaLoRA(AbstractAdapter):
         self.rank, self.applies = jnp.asarray(rank, jnp.int32), jnp.asarray(applies)
         self.scale, self.strength, self.adapter_name = jnp.asarray(scale, jnp.float32), full_strength(), adapter_name
 
-    def scale_singular_values(self, strength: Float[Array, "..."]) -> Float[Array, "*rows rank"]:
-        """scale e, as much as it counts."""
+    @property
+    def has_adapter(self) -> Bool[Array, "*stacked"]:
+        return self.applies
+
+    def _scale_singular_values(self, strength: Float[Array, "..."]) -> Float[Array, "*rows rank"]:
+        """Return strength scale e, or zeros if the adapter does not apply."""
         return jnp.where(self.applies, strength, 0) * self.scale * self.values
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        inner = self.down(x.astype(self.down.weight.dtype)) * self.scale_singular_values(self.strength_per_row(x))
+        """Return W x + b + scale B (e ∘ (A x))."""
+        inner = self.down(x.astype(self.down.weight.dtype)) * self._scale_singular_values(self.strength_per_row(x))
         return self.up.add_matmul(self.base(x), inner.astype(self.up.weight.dtype))
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        inner = self.up.transposed(x.astype(self.up.weight.dtype)) * self.scale_singular_values(
-            self.strength_per_row(x)
-        )
+        inner = self.up.transposed(x.astype(self.up.weight.dtype))
+        inner = inner * self._scale_singular_values(self.strength_per_row(x))
         return self.base.transposed(x) + self.down.transposed(inner.astype(self.down.weight.dtype)).astype(x.dtype)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes)
-        inner = inner * expand_group_values(
-            jax.vmap(AdaLoRA.scale_singular_values)(self, self.strength_per_expert(self.applies)), sizes, len(x)
-        )
+        values = jax.vmap(AdaLoRA._scale_singular_values)(self, self.strength_per_expert(self.applies))
+        inner = inner * expand_group_values(values, sizes, len(x))
         return self.base.grouped(x, sizes) + self.up.grouped(inner.astype(self.up.weight.dtype), sizes).astype(x.dtype)
 
     def merge_weight(self, weight: Matrix) -> Matrix:
-        return weight + jnp.matmul(
-            self.up.dense_weight * self.scale_singular_values(self.strength_per_expert(self.applies)),
-            self.down.dense_weight,
-            precision="highest",
-        )
+        up = self.up.dense_weight * self._scale_singular_values(self.strength_per_expert(self.applies))
+        return weight + jnp.matmul(up, self.down.dense_weight, precision="highest")
 
     def orthogonality_penalty(self) -> Float[Array, ""]:
-        """|A Aᵀ - I|² + |Bᵀ B - I|², of the ranks that there are."""
-        counts = self.applies & (jnp.arange(len(self.values)) < self.rank)
+        """Return |A Aᵀ - I|² + |Bᵀ B - I|², over the ranks of this layer."""
+        is_used = self.applies & (jnp.arange(len(self.values)) < self.rank)
         down, up = self.down.dense_weight, self.up.dense_weight
-        of_down = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
-        of_up = reduce(jnp.matmul(up.T, up, precision="highest"), over=self.out.name)
-        off = jnp.square(of_down - jnp.eye(len(counts))) + jnp.square(of_up - jnp.eye(len(counts)))
-        return jnp.where(counts & counts[:, None], off, 0).sum()
-
-
-def orthogonality(model: Any) -> Float[Array, ""]:
-    """The sum over all matrices of |A Aᵀ - I|² + |Bᵀ B - I|², by which AdaLoRA keeps ranks apart (Zhang et al.,
-    arXiv:2303.10512, section 3.1, equation 4); PEFT takes the mean of the roots instead.
-
-    It is one number, the same on every device of a mesh. In a loss that is a sum over tokens it counts with them:
-
-        total, count = zoo.cross_entropy(model, batch)
-        return total + 0.1 * count * adapters.orthogonality(model), count
-
-    **Raises** `ValueError` for a model without an AdaLoRA.
-    """
-    found = []
-    for numbers, adapter in find_adalora(gather(model)):
-        apart = vmap_stacked(AdaLoRA.orthogonality_penalty, numbers)(adapter).sum()
-        found.append(reduce(reduce(apart, over="layers"), over="experts"))
-    return sum(found[1:], start=found[0])
-
-
-def find_adalora(model: Any) -> list[tuple[IndexRanges, AdaLoRA]]:
-    """Every AdaLoRA of a model, stacked as it is, with what its layers and experts are; of one matrix's the innermost
-    first. **Raises** `ValueError` where there is none."""
-
-    def around(node: Any) -> list[AdaLoRA]:
-        if not isinstance(node, AbstractAdapter):
-            return []
-        return around(node.base) + ([node] if isinstance(node, AdaLoRA) else [])
-
-    found = [(numbers, adapter) for _, numbers, node in find_linears(model) for adapter in around(node)]
-    if not found:
-        raise ValueError("the model has no AdaLoRA")
-    return found
+        down_gram = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
+        up_gram = reduce(jnp.matmul(up.T, up, precision="highest"), over=self.out.name)
+        squares = jnp.square(down_gram - jnp.eye(len(is_used))) + jnp.square(up_gram - jnp.eye(len(is_used)))
+        return jnp.where(is_used & is_used[:, None], squares, 0).sum()
 
 
 def adalora(
@@ -151,12 +116,45 @@ def adalora(
     adapter_name: str = "adalora",
     key: Key[Array, ""],
 ) -> _Model:
-    """The model with an `AdaLoRA` around each of the targets, its change scaled by alpha / (rank + 1e-5), as PEFT has
-    it; `alpha` is `rank` unless given. **Raises** `ValueError` for a target that means no matrix, and for a rank below
-    1."""
-    scale = checked(alpha, rank) * rank / (rank + RANK_EPSILON)
+    """Wrap each target module with an `AdaLoRA` and freeze the rest of the model. The update is scaled by
+    alpha / (rank + 1e-5), as in PEFT; `alpha` defaults to `rank`. **Raises** `ValueError` for a target that matches
+    nothing, and for a rank below 1."""
+    scale = compute_scale(alpha, rank) * rank / (rank + RANK_EPSILON)
 
-    def make(base: AbstractLinear, *, key: Key[Array, ""], applies: Array) -> AdaLoRA:
+    def factory(base: AbstractLinear, *, key: Key[Array, ""], applies: Array) -> AdaLoRA:
         return AdaLoRA(base, rank=rank, scale=scale, applies=applies, adapter_name=adapter_name, key=key)
 
-    return apply_uniform(model, make, targets, key, adapter_name)
+    return apply_uniform(model, factory, targets, key, adapter_name)
+
+
+def orthogonality(model: Any) -> Float[Array, ""]:
+    """Sum AdaLoRA's orthogonality penalty |A Aᵀ - I|² + |Bᵀ B - I|² over all layers (Zhang et al., arXiv:2303.10512,
+    section 3.1, equation 4); PEFT uses the mean of the square roots instead.
+
+    The result is a scalar, replicated on a mesh. In a loss that is summed over tokens, weight it by their count:
+
+        total, count = zoo.cross_entropy(model, batch)
+        return total + 0.1 * count * adapters.orthogonality(model), count
+
+    **Raises** `ValueError` for a model without an AdaLoRA.
+    """
+    penalties = []
+    for ranges, adapter in find_adalora(gather(model)):
+        penalty = vmap_stacked(AdaLoRA.orthogonality_penalty, ranges)(adapter).sum()
+        penalties.append(reduce(reduce(penalty, over="layers"), over="experts"))
+    return sum(penalties[1:], start=penalties[0])
+
+
+def find_adalora(model: Any) -> list[tuple[IndexRanges, AdaLoRA]]:
+    """List every AdaLoRA of a model, stacked over layers and experts, with the indices of these; of nested adapters the
+    innermost first. **Raises** `ValueError` if there is none."""
+
+    def find_in(module: Any) -> list[AdaLoRA]:
+        if not is_adapter(module):
+            return []
+        return find_in(module.base) + ([module] if isinstance(module, AdaLoRA) else [])
+
+    found = [(ranges, adapter) for _, ranges, module in find_linears(model) for adapter in find_in(module)]
+    if not found:
+        raise ValueError("the model has no AdaLoRA")
+    return found

@@ -1,4 +1,8 @@
-"""DoRA: LoRA for the directions of a matrix's rows, and their lengths learnt apart."""
+"""DoRA: LoRA for the direction of each row of a weight, and a trainable magnitude per row."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -7,26 +11,29 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
-from zoo.layers.linear import expand_group_values
+from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, reduce, wrapped
 
 from ..base import Matrix, Strength
-from .lora import LoRA, LoRAInit
-from .low_rank import AbstractLowRankAdapter, linear_from_weight, low_rank_product
+from ..targets import Targets
+from .lora import LoRA, LoRAInit, apply_low_rank
+from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
+from .modules_to_save import BiasOption, train_biases_and_modules
 
+_Model = TypeVar("Model")
 _Rows = Float[Array, "*rows out"]
 
 
 class DoRA(AbstractLowRankAdapter):
-    """y = m / |W + scale B A| (W + scale B A) x + b, |.| being the length of each row, over the inputs, and m a number
-    a row that is learnt and starts as |W| (Liu et al., arXiv:2402.09353, section 4.1). The gradient takes the length as
-    a constant (section 4.3).
+    """y = m / |W + scale B A| (W + scale B A) x + b, where |.| is the norm of each row, over the inputs, and m a
+    trainable magnitude per row, initialized to |W| (Liu et al., arXiv:2402.09353, section 4.1). The norm is a constant
+    in the backward pass (section 4.3).
 
-    W is never needed as an array: |W|² is kept, and with V = scale B A
+    The forward pass needs no dense W: |W|² is stored, and with V = scale B A
 
         |W + V|² = |W|² + 2 scale sum over rank of B (W Aᵀ)ᵀ + |V|²,     |V|² = scale² sum over rank of B (B A Aᵀ)
 
-    takes W Aᵀ from the base, as it would multiply any rows. FLOPs: LoRA's, and 2 rank in out a call.
+    where the base computes W Aᵀ as it multiplies any rows. FLOPs: LoRA's, and 2 rank in out per call.
 
     Rounding: where W and V nearly cancel in a whole row, the sum has the rounding of its largest term.
     """
@@ -59,8 +66,8 @@ class DoRA(AbstractLowRankAdapter):
         adapter_name: str = "dora",
         key: Key[Array, ""],
     ):
-        """As a `LoRA` is made, and from the same numbers. In a layer of rank 0 nothing is changed. **Raises**
-        `ValueError` for a `start` that takes a part out of W, whose lengths m starts as."""
+        """Initialize like a `LoRA` with the same arguments. A layer of rank 0 has no adapter. **Raises** `ValueError`
+        for an `init` that subtracts a part from W, whose row norms initialize m."""
         if init in ("pissa", "olora"):
             raise ValueError(
                 f"init={init!r} takes a part out of the matrix whose lengths a DoRA starts from: take a LoRA"
@@ -82,58 +89,87 @@ class DoRA(AbstractLowRankAdapter):
         self.in_, self.out, self.adapter_name = lora.in_, lora.out, adapter_name
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        of_base, of_change = self.get_magnitude_ratios(self.multiply_base(self.down.weight), self.strength_per_row(x))
-        inner, shift = self.project_down(x, self.scale), self.base.dense_bias
-        product = self.base(x) if shift is None else self.base(x) - shift
-        if of_change.ndim > 1:  # rows of their own
-            mixed = of_base * product + of_change * self.up(inner)
+        """Return m / |W + scale B A| (W + scale B A) x + b."""
+        base_ratio, update_ratio = self._get_magnitude_ratios(
+            self._multiply_base(self.down.weight), self.strength_per_row(x)
+        )
+        inner, bias = self.project_down(x, self.scale), self.base.dense_bias
+        product = self.base(x) if bias is None else self.base(x) - bias
+        if update_ratio.ndim > 1:  # one strength per row of the batch
+            y = base_ratio * product + update_ratio * self.up(inner)
         else:
-            up = (of_change[:, None] * self.up.weight).astype(inner.dtype)
-            mixed = linear_from_weight(up, in_=self.up.in_, out=self.out).add_matmul(of_base * product, inner)
-        return (mixed if shift is None else mixed + shift).astype(x.dtype)
+            up = (update_ratio[:, None] * self.up.weight).astype(inner.dtype)
+            y = linear_from_weight(up, in_=self.up.in_, out=self.out).add_matmul(base_ratio * product, inner)
+        return (y if bias is None else y + bias).astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        of_base, of_change = self.get_magnitude_ratios(self.multiply_base(self.down.weight), self.strength_per_row(x))
-        inner = self.up.transposed((x * of_change).astype(self.up.weight.dtype)) * self.scale
-        change = self.down.transposed(inner.astype(self.down.weight.dtype))
-        return (self.base.transposed((x * of_base).astype(x.dtype)) + change).astype(x.dtype)
+        base_ratio, update_ratio = self._get_magnitude_ratios(
+            self._multiply_base(self.down.weight), self.strength_per_row(x)
+        )
+        inner = self.up.transposed((x * update_ratio).astype(self.up.weight.dtype)) * self.scale
+        update = self.down.transposed(inner.astype(self.down.weight.dtype))
+        return (self.base.transposed((x * base_ratio).astype(x.dtype)) + update).astype(x.dtype)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         if self.base.dense_bias is not None:
             raise NotImplementedError("a DoRA of experts that have biases: take a LoRA, or target other modules")
         experts, rank, _ = self.down.weight.shape
-        rows = self.down.weight.reshape(experts * rank, -1)
-        each = jnp.full((experts,), rank, sizes.dtype)
-        seen = reduce(self.base.grouped(rows, each), over=self.in_.name).reshape(experts, rank, -1)
-        ratios = jax.vmap(DoRA.get_magnitude_ratios)(self, seen, self.strength_per_expert(self.scale))
-        of_base, of_change = (expand_group_values(row, sizes, len(x)) for row in ratios)
+        down_rows = self.down.weight.reshape(experts * rank, -1)
+        down_sizes = jnp.full((experts,), rank, sizes.dtype)
+        base_times_down = reduce(self.base.grouped(down_rows, down_sizes), over=self.in_.name)
+        base_times_down = base_times_down.reshape(experts, rank, -1)
+        ratios = jax.vmap(DoRA._get_magnitude_ratios)(self, base_times_down, self.strength_per_expert(self.scale))
+        base_ratio, update_ratio = (expand_group_values(ratio, sizes, len(x)) for ratio in ratios)
         inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes) * expand_group_values(
             self.scale[:, None], sizes, len(x)
         )
-        change = self.up.grouped(inner.astype(self.up.weight.dtype), sizes)
-        return (of_base * self.base.grouped(x, sizes) + of_change * change).astype(x.dtype)
+        update = self.up.grouped(inner.astype(self.up.weight.dtype), sizes)
+        return (base_ratio * self.base.grouped(x, sizes) + update_ratio * update).astype(x.dtype)
 
-    def multiply_base(self, rows: Float[Array, "rank in"]) -> Float[Array, "rank out"]:
-        """W times each row, without the bias."""
-        shift = self.base.dense_bias
+    def _multiply_base(self, rows: Float[Array, "rank in"]) -> Float[Array, "rank out"]:
+        """Return W x for each row x, without the bias."""
+        bias = self.base.dense_bias
         product = self.base(rows).astype(jnp.float32)
-        return product if shift is None else product - shift
+        return product if bias is None else product - bias
 
-    def get_magnitude_ratios(
+    def _get_magnitude_ratios(
         self, base_times_down: Float[Array, "rank out"], strength: Float[Array, "..."]
     ) -> tuple[_Rows, _Rows]:
-        """What W x and what scale B A x is multiplied with, `seen` being W Aᵀ: m over the length, or as much of it as
-        the adapter `counts`."""
+        """Return the factors of W x and of scale B A x: the ratio of m to the norm, interpolated by `strength`.
+        `base_times_down` is W Aᵀ."""
         up, down = self.up.weight.astype(jnp.float32), self.down.weight.astype(jnp.float32)
-        among = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
-        crossed = 2 * self.scale * (up * base_times_down.T.astype(jnp.float32)).sum(-1)
-        own = jnp.square(self.scale) * (jnp.matmul(up, among, precision="highest") * up).sum(-1)
-        length = lax.stop_gradient(jnp.sqrt(jnp.maximum(self.squares + crossed + own, 0)))
-        ratio = jnp.where(self.rank > 0, self.magnitude / jnp.where(length == 0, 1, length), 1)
+        down_gram = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
+        cross_term = 2 * self.scale * (up * base_times_down.T.astype(jnp.float32)).sum(-1)
+        update_squares = jnp.square(self.scale) * (jnp.matmul(up, down_gram, precision="highest") * up).sum(-1)
+        norm = lax.stop_gradient(jnp.sqrt(jnp.maximum(self.squares + cross_term + update_squares, 0)))
+        ratio = jnp.where(self.rank > 0, self.magnitude / jnp.where(norm == 0, 1, norm), 1)
         return 1 + strength * (ratio - 1), strength * ratio
 
     def merge_weight(self, weight: Matrix) -> Matrix:
-        moved = weight + self.scale * low_rank_product(self.down, self.up)
-        length = jnp.linalg.norm(moved, axis=-1)
-        ratio = jnp.where(self.rank > 0, self.magnitude / jnp.where(length == 0, 1, length), 1)
-        return weight + self.strength_per_expert(self.scale) * (ratio[:, None] * moved - weight)
+        updated = weight + self.scale * low_rank_product(self.down, self.up)
+        norm = jnp.linalg.norm(updated, axis=-1)
+        ratio = jnp.where(self.rank > 0, self.magnitude / jnp.where(norm == 0, 1, norm), 1)
+        return weight + self.strength_per_expert(self.scale) * (ratio[:, None] * updated - weight)
+
+
+def dora(
+    model: _Model,
+    *,
+    targets: Targets = ("query", "value"),
+    rank: int = 8,
+    alpha: float | int | None = None,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float | int] | None = None,
+    rank_stabilized: bool = False,
+    init: LoRAInit = "zero",
+    dropout: float | int = 0.0,
+    bias: BiasOption = "none",
+    modules_to_save: Sequence[str] = (),
+    adapter_name: str = "dora",
+    key: Key[Array, ""],
+) -> _Model:
+    """Wrap each target module with a `DoRA` and freeze the rest of the model. Arguments and errors are those of
+    `lora`."""
+    factory = partial(DoRA, init=init, dropout=check_dropout_rate(dropout), adapter_name=adapter_name)
+    model = apply_low_rank(model, factory, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilized, key)
+    return train_biases_and_modules(model, targets, bias, modules_to_save, adapter_name)

@@ -1,25 +1,25 @@
-"""LoRA of an embedding: two narrow tables beside one that is not learnt."""
+"""LoRA of an embedding: a trainable low-rank update of a frozen embedding table."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractEmbedding, Linear
 from zoo.layers.embedding import lookup_rows
 from zoo.layers.linear import contract
 from zoo.parallel import Dim, adapter_parameter, buffer, materialize, wrapped
+from zoo.shapes import HiddenStates, Tokens
 
-from ..base import Strength, full_strength, strength_per_expert, strength_per_row
+from ..base import AbstractAdapter, Strength, full_strength
 from .low_rank import linear_from_weight
 
 
-class EmbeddingLoRA(AbstractEmbedding):
-    """Row t of E + scale Aᵀ Bᵀ, with Aᵀ of shape [vocab, rank] and B [embed, rank]: a row of Aᵀ is looked up, and
-    multiplied with B (Hu et al., arXiv:2106.09685, applied to a table as PEFT does it). A head that is tied to the
-    table sees the same sum.
+class EmbeddingLoRA(AbstractAdapter, AbstractEmbedding):
+    """Row t of E + scale Aᵀ Bᵀ, with Aᵀ of shape [vocab, rank] and B [embed, rank]: look up a row of Aᵀ and multiply it
+    by B (Hu et al., arXiv:2106.09685, applied to an embedding table as PEFT does). A tied head uses the same sum.
 
-    Aᵀ starts as zeros and B with normal numbers. FLOPs: 2 rank embed a token.
+    Aᵀ is initialized with zeros, B from a normal distribution. FLOPs: 2 rank embed per token.
     """
 
     base: AbstractEmbedding = wrapped()
@@ -44,7 +44,7 @@ class EmbeddingLoRA(AbstractEmbedding):
         adapter_name: str = "lora",
         key: Key[Array, ""],
     ):
-        """`largest` is the rank of the arrays, `rank` how much of it counts."""
+        """`max_rank` is the rank of the arrays, of which `rank` is used."""
         vocab, embed = materialize(base).table_shape
         self.base, self.multiplier = base, base.multiplier
         self.rank, self.scale = jnp.asarray(rank, jnp.int32), jnp.asarray(scale, jnp.float32)
@@ -53,20 +53,25 @@ class EmbeddingLoRA(AbstractEmbedding):
         self.up = linear_from_weight(up, in_=Dim("rank"), out=Dim("embed"))
         self.strength, self.adapter_name = full_strength(), adapter_name
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+    @property
+    def has_adapter(self) -> Bool[Array, "*stacked"]:
+        return self.rank > 0
+
+    def __call__(self, tokens: Tokens) -> HiddenStates:
+        """Return (E + scale Aᵀ Bᵀ)[tokens] times the multiplier."""
         rows = lookup_rows(self.down, tokens)
-        factor = self.scale * self.multiplier * strength_per_row(self, rows)
+        factor = self.scale * self.multiplier * self.strength_per_row(rows)
         return self.base(tokens) + self.up((rows * factor).astype(rows.dtype))
 
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         inner = self.up.transposed(x.astype(self.up.weight.dtype))
-        inner = (inner * (self.scale * strength_per_row(self, x))).astype(inner.dtype)
+        inner = (inner * (self.scale * self.strength_per_row(x))).astype(inner.dtype)
         return self.base.transposed(x) + contract(inner, self.down, 1).astype(x.dtype)
 
     @property
     def dense_weight(self) -> Float[Array, "vocab embed"]:
-        change = jnp.matmul(self.down.astype(jnp.float32), self.up.dense_weight.T, precision="highest")
-        return self.base.dense_weight + self.scale * strength_per_expert(self, self.scale) * change
+        update = jnp.matmul(self.down.astype(jnp.float32), self.up.dense_weight.T, precision="highest")
+        return self.base.dense_weight + self.scale * self.strength_per_expert(self.scale) * update
 
     def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> AbstractEmbedding:
         raise NotImplementedError("the table under an adapter is not exchanged: merge the adapter first")

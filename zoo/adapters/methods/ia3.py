@@ -1,26 +1,34 @@
-"""IA3: each output of a matrix, or each input of it, multiplied with a number that is learnt."""
+"""IA3: a trainable factor per output, or per input, of a frozen linear layer."""
+
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear
-from zoo.layers.linear import expand_group_values
+from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
 
-from ..base import AbstractAdapter, BiasVector, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..apply import apply_adapters, refuse_embedding
+from ..base import AbstractLinearAdapter, BiasVector, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..targets import LinearSite, Targets, find_linears, match_targets
+
+_Model = TypeVar("Model")
 
 
-class IA3(AbstractAdapter):
-    """y = l ∘ (W x + b), or W (l ∘ x) + b for what leads out of a feed-forward layer; l starts as ones (Liu et al.,
-    arXiv:2205.05638, section 3.3, where it stands on keys, values and the inner activations)."""
+class IA3(AbstractLinearAdapter):
+    """y = l ∘ (W x + b), or W (l ∘ x) + b for the down projection of a feed-forward layer; l is initialized with ones
+    (Liu et al., arXiv:2205.05638, section 3.3, for keys, values and the inner activations)."""
 
     base: AbstractLinear = wrapped()
     of_out: Float[Array, "out"] | None = adapter_parameter(full_precision=True)
+    """l of the outputs."""
     of_in: Float[Array, "in"] | None = adapter_parameter(full_precision=True)
+    """l of the inputs."""
     applies: Bool[Array, ""]
-    """False in a layer that has no adapter, where it is stacked with others that have."""
+    """False in a layer without the adapter that is stacked with others that have it."""
     strength: Strength = buffer()
 
     in_: Dim = eqx.field(static=True)
@@ -28,58 +36,86 @@ class IA3(AbstractAdapter):
     adapter_name: str = eqx.field(static=True)
 
     def __init__(self, base: AbstractLinear, *, inputs: bool, applies: bool | Array = True, adapter_name: str = "ia3"):
-        """`inputs`: whether these are multiplied, and not the outputs."""
+        """`inputs`: multiply the inputs instead of the outputs."""
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
-        self.base, self.applies, self.strength, self.adapter_name = (
-            base,
-            jnp.asarray(applies),
-            full_strength(),
-            adapter_name,
-        )
+        self.base, self.applies, self.strength = base, jnp.asarray(applies), full_strength()
         self.of_in = jnp.ones(in_size) if inputs else None
         self.of_out = None if inputs else jnp.ones(out_size)
+        self.adapter_name = adapter_name
+
+    @property
+    def has_adapter(self) -> Bool[Array, "*stacked"]:
+        return self.applies
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        return self.scale_outputs(self.base(self.scale_inputs(x)))
+        """Return l ∘ (W x + b), or W (l ∘ x) + b."""
+        return self._scale_outputs(self.base(self._scale_inputs(x)))
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        return self.scale_inputs(self.base.transposed(self.scale_outputs(x)))
+        return self._scale_inputs(self.base.transposed(self._scale_outputs(x)))
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        counts = self.strength_per_expert(self.applies)
-        gates = lambda gate: expand_group_values(jax.vmap(IA3.apply_strength)(self, gate, counts), sizes, len(x))
-        x = x if self.of_in is None else (x * gates(self.of_in)).astype(x.dtype)
+        strength = self.strength_per_expert(self.applies)
+        factors = jax.vmap(IA3._apply_strength)
+        expand = lambda values: expand_group_values(factors(self, values, strength), sizes, len(x))
+        x = x if self.of_in is None else (x * expand(self.of_in)).astype(x.dtype)
         y = self.base.grouped(x, sizes)
-        return y if self.of_out is None else (y * gates(self.of_out)).astype(y.dtype)
+        return y if self.of_out is None else (y * expand(self.of_out)).astype(y.dtype)
 
-    def scale_inputs(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows in"]:
-        return (
-            x if self.of_in is None else (x * self.apply_strength(self.of_in, self.strength_per_row(x))).astype(x.dtype)
-        )
+    def _scale_inputs(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows in"]:
+        if self.of_in is None:
+            return x
+        return (x * self._apply_strength(self.of_in, self.strength_per_row(x))).astype(x.dtype)
 
-    def scale_outputs(self, y: Float[Array, "*rows out"]) -> Float[Array, "*rows out"]:
-        return (
-            y
-            if self.of_out is None
-            else (y * self.apply_strength(self.of_out, self.strength_per_row(y))).astype(y.dtype)
-        )
+    def _scale_outputs(self, y: Float[Array, "*rows out"]) -> Float[Array, "*rows out"]:
+        if self.of_out is None:
+            return y
+        return (y * self._apply_strength(self.of_out, self.strength_per_row(y))).astype(y.dtype)
 
-    def apply_strength(self, gate: Float[Array, "size"], strength: Float[Array, "..."]) -> Float[Array, "*rows size"]:
-        """l, as much as it counts."""
-        return 1 + jnp.where(self.applies, strength, 0) * (gate - 1)
+    def _apply_strength(
+        self, factors: Float[Array, "size"], strength: Float[Array, "..."]
+    ) -> Float[Array, "*rows size"]:
+        """Interpolate between ones and l by the strength."""
+        return 1 + jnp.where(self.applies, strength, 0) * (factors - 1)
 
     def merge_weight(self, weight: Matrix) -> Matrix:
         if self.of_in is not None:
-            return weight * self.apply_strength(self.of_in, self.strength_per_expert(self.applies))
-        return (
-            weight
-            if self.of_out is None
-            else weight * self.apply_strength(self.of_out, self.strength_per_expert(self.applies))[:, None]
-        )
+            return weight * self._apply_strength(self.of_in, self.strength_per_expert(self.applies))
+        if self.of_out is None:
+            return weight
+        return weight * self._apply_strength(self.of_out, self.strength_per_expert(self.applies))[:, None]
 
     def merge_bias(self, bias: BiasVector | None) -> BiasVector | None:
-        return (
-            bias
-            if bias is None or self.of_out is None
-            else bias * self.apply_strength(self.of_out, self.strength_per_expert(self.applies))
-        )
+        if bias is None or self.of_out is None:
+            return bias
+        return bias * self._apply_strength(self.of_out, self.strength_per_expert(self.applies))
+
+
+def ia3(
+    model: _Model,
+    *,
+    targets: Targets = ("key", "value", "down"),
+    inputs: Targets | None = ("down",),
+    adapter_name: str = "ia3",
+    key: Key[Array, ""] | None = None,
+) -> _Model:
+    """Wrap each target module with an `IA3` and freeze the rest of the model. Targets that `inputs` matches too have
+    their inputs multiplied, like PEFT's feedforward modules. **Raises** `ValueError` for a target that matches
+    nothing."""
+    sites = find_linears(model, include_embeddings=True)
+    is_target = match_targets(targets, sites)
+    multiplies_inputs = (lambda _: False) if inputs is None else match_targets(inputs, sites)
+
+    def plan(site: LinearSite) -> Any:
+        applies = site.tabulate(is_target, bool)
+        if not applies.any():
+            return None
+        refuse_embedding(site, "ia3")
+        sides = {multiplies_inputs(name) for name in site.list_names().values() if is_target(name)}
+        if len(sides) > 1:
+            raise ValueError(f"ia3: {site.name} is one array over its layers: multiply the inputs of all, or of none")
+        of_inputs = sides.pop()
+        factory = lambda base, *, key, applies: IA3(base, inputs=of_inputs, applies=applies, adapter_name=adapter_name)
+        return factory, {"applies": applies}
+
+    return apply_adapters(model, plan, jax.random.key(0) if key is None else key)

@@ -1,34 +1,43 @@
-"""LoRA: a matrix that is not learnt, and beside it a product of two narrow ones that is."""
+"""LoRA: a trainable low-rank update B A of a frozen weight matrix."""
 
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractLinear, Linear
-from zoo.layers.linear import expand_group_values
+from zoo.layers import AbstractEmbedding, AbstractLinear, Linear
+from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, wrapped
 
+from ..apply import apply_adapters, check_rank, refuse_embedding
 from ..base import Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..targets import LinearSite, Targets, find_linears, lookup_by_pattern, match_targets
+from .embedding import EmbeddingLoRA
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
+from .modules_to_save import BiasOption, train_biases_and_modules
 
+_Model = TypeVar("Model")
 LoRAInit = Literal["zero", "gaussian", "pissa", "olora"]
-"""How factors start: B with zeros, A as PyTorch starts a Linear, or normal; or with a part of W, which the base gives
-up: its largest singular values (PiSSA, Meng et al., arXiv:2404.02948, section 3), or the first columns of its QR
-decomposition (OLoRA, Büyükakyüz, arXiv:2406.01775, section 3). Switched off, such an adapter leaves W without it."""
+"""Initialization of the factors. B is zero and A uniform ("zero") or normal ("gaussian"); or both are a part of W that
+is subtracted from the base: its largest singular values (PiSSA, Meng et al., arXiv:2404.02948, section 3), or the first
+columns of its QR decomposition (OLoRA, Büyükakyüz, arXiv:2406.01775, section 3). Switching such an adapter off leaves
+W without that part."""
 
 
 class LoRA(AbstractLowRankAdapter):
     """y = W x + b + scale B A x, with A of shape [rank, in] and B [out, rank] (Hu et al., arXiv:2106.09685, section
     4.1).
 
-    `scale` is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski, arXiv:2312.03732). Where layers that are
-    stacked have unlike ranks, all have the largest, and rows of A and columns of B beyond a layer's own are zero: a
-    fixed point of learning, since the gradient of either is a product with the other.
+    `scale` is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski, arXiv:2312.03732). If stacked layers have
+    different ranks, their arrays have the largest, padded with zero rows of A and zero columns of B. These stay zero
+    in training, since the gradient of either is a product with the other.
 
-    FLOPs: 2 rank (in + out) a token beside the base's 2 in out.
+    FLOPs: 2 rank (in + out) per token, in addition to the base's 2 in out.
     """
 
     base: AbstractLinear = wrapped()
@@ -38,7 +47,7 @@ class LoRA(AbstractLowRankAdapter):
     """B."""
     first_down: Float[Array, "rank in"] | None = buffer()
     first_up: Float[Array, "out rank"] | None = buffer()
-    """A and B as they started, where the base gave them up: what it was is W + scale B A of these."""
+    """Initial A and B if they were subtracted from the base, whose original weight is W + scale B A of these."""
     rank: Int[Array, ""]
     scale: Float[Array, ""] = buffer()
     strength: Strength = buffer()
@@ -61,15 +70,15 @@ class LoRA(AbstractLowRankAdapter):
         adapter_name: str = "lora",
         key: Key[Array, ""],
     ):
-        """- `largest` is the rank of the arrays, `rank` how much of it counts.
-        - `start`: A starts uniform within 1 / sqrt(in), or normal with a deviation of 1 / rank ("gaussian"), and B with
-          zeros; or both with a part of W ("pissa", "olora").
-        - `dropout`: the share of what A reads that is zeroed while the model is given a key.
+        """- `max_rank`: rank of the arrays, of which this layer uses `rank`.
+        - `init`: A is uniform within 1 / sqrt(in), or normal with standard deviation 1 / rank ("gaussian"), and B zero;
+          or both are a part of W ("pissa", "olora").
+        - `dropout`: dropout rate of the inputs of A while the model is called with a key.
         """
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
         rank = jnp.asarray(rank, jnp.int32)
         scale = jnp.where(rank > 0, jnp.asarray(scale, jnp.float32), 0)
-        counts = jnp.arange(max_rank) < rank
+        is_used = jnp.arange(max_rank) < rank
         up, self.first_down, self.first_up = jnp.zeros((out_size, max_rank)), None, None
         if init == "gaussian":
             down = jax.random.normal(key, (max_rank, in_size)) / jnp.maximum(rank, 1)
@@ -77,19 +86,24 @@ class LoRA(AbstractLowRankAdapter):
             down = jax.random.uniform(key, (max_rank, in_size), minval=-(in_size**-0.5), maxval=in_size**-0.5)
         else:
             down, up = _factorize_weight(base.dense_weight, max_rank, jnp.where(scale == 0, 1, scale), init)
-            up = jnp.where(counts, up, 0)
+            up = jnp.where(is_used, up, 0)
             base = _subtract_from_base(base, scale * jnp.matmul(up, down, precision="highest"))
-            self.first_down, self.first_up = jnp.where(counts[:, None], down, 0), up
+            self.first_down, self.first_up = jnp.where(is_used[:, None], down, 0), up
         self.base = base
-        self.down = linear_from_weight(jnp.where(counts[:, None], down, 0), in_=self.in_, out=Dim("rank"))
+        self.down = linear_from_weight(jnp.where(is_used[:, None], down, 0), in_=self.in_, out=Dim("rank"))
         self.up = linear_from_weight(up, in_=Dim("rank"), out=self.out)
         self.rank, self.scale, self.strength = rank, scale, full_strength()
         self.keys, self.dropout, self.adapter_name = None, check_dropout_rate(dropout), adapter_name
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        return self.up.add_matmul(self.base(x), self.project_down(x, self.scale * self.strength_per_row(x)))
+        """Return W x + b + scale B A x."""
+        y = self.base(x)
+        scale = self.scale * self.strength_per_row(x)
+        scaled_down = self.project_down(x, scale)  # scale A x
+        return self.up.add_matmul(y, scaled_down)  # y + B (scale A x)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
+        """Return Wᵀ x + scale Aᵀ Bᵀ x."""
         inner = self.up.transposed(x.astype(self.up.weight.dtype))
         inner = (inner * (self.scale * self.strength_per_row(x))).astype(inner.dtype)
         return self.base.transposed(x) + self.down.transposed(inner).astype(x.dtype)
@@ -103,25 +117,110 @@ class LoRA(AbstractLowRankAdapter):
         return weight + self.scale * self.strength_per_expert(self.scale) * low_rank_product(self.down, self.up)
 
 
+def lora(
+    model: _Model,
+    *,
+    targets: Targets = ("query", "value"),
+    rank: int = 8,
+    alpha: float | int | None = None,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float | int] | None = None,
+    rank_stabilized: bool = False,
+    init: LoRAInit = "zero",
+    dropout: float | int = 0.0,
+    bias: BiasOption = "none",
+    modules_to_save: Sequence[str] = (),
+    adapter_name: str = "lora",
+    key: Key[Array, ""],
+) -> _Model:
+    """Wrap each target module with a `LoRA` and freeze the rest of the model. The output does not change at first.
+
+    - `targets`: names, patterns, or a predicate of module paths: see `zoo.adapters.match_targets`.
+    - `rank`, `alpha`: of all modules that no pattern in `rank_pattern` or `alpha_pattern` matches. `alpha` defaults to
+      `rank`. The update is scaled by alpha / rank, or by alpha / sqrt(rank) if `rank_stabilized`.
+    - `init`: initialization of A and B: "zero", "gaussian", "pissa" or "olora".
+    - `dropout`: dropout rate of the inputs of A while the model is called with a key.
+    - `bias`: biases that are trained too: "none", "lora_only" for those of the targets, or "all".
+    - `modules_to_save`: modules that are trained in full: see `unfreeze`.
+    - `adapter_name`: the name that the adapter's parameter paths contain.
+
+    **Raises** `ValueError` for a target or pattern that matches nothing, and for a rank below 1.
+    """
+    factory = partial(LoRA, init=init, dropout=check_dropout_rate(dropout), adapter_name=adapter_name)
+    model = apply_low_rank(model, factory, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilized, key)
+    return train_biases_and_modules(model, targets, bias, modules_to_save, adapter_name)
+
+
+def apply_low_rank(
+    model: _Model,
+    factory: partial[Any],
+    targets: Targets,
+    rank: int,
+    alpha: float | int | None,
+    rank_pattern: Mapping[str, int] | None,
+    alpha_pattern: Mapping[str, float | int] | None,
+    rank_stabilized: bool,
+    key: Key[Array, ""],
+) -> _Model:
+    """Wrap each target module with a low-rank adapter whose rank and scale may differ between layers."""
+    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
+    check_rank(min([rank, *ranks.values()]))
+    sites = find_linears(model, include_embeddings=True)
+    is_target = match_targets(targets, sites)
+    for pattern in (*ranks, *alphas):
+        match_targets(pattern, sites)
+    get_rank, get_alpha = lookup_by_pattern(ranks, rank), lookup_by_pattern(alphas, rank if alpha is None else alpha)
+
+    def get_scale(name: str) -> float:
+        return get_alpha(name) / (get_rank(name) ** 0.5 if rank_stabilized else get_rank(name))
+
+    def plan(site: LinearSite) -> Any:
+        site_ranks = site.tabulate(lambda name: get_rank(name) if is_target(name) else 0, np.int32)
+        if not site_ranks.any():
+            return None
+        if factory.keywords.get("dropout") and not site.supports_dropout:
+            raise ValueError(
+                f"{site.name}: what embeddings, heads and experts read is not dropped: leave "
+                "dropout out, or target other modules"
+            )
+        if isinstance(site.module, AbstractEmbedding):
+            return _plan_embedding(factory, site_ranks, site, get_scale)
+        tables = {"rank": site_ranks, "scale": site.tabulate(get_scale, np.float32)}
+        return partial(factory, max_rank=int(site_ranks.max())), tables
+
+    return apply_adapters(model, plan, key)
+
+
+def _plan_embedding(factory: partial[Any], ranks: np.ndarray, site: LinearSite, get_scale: Callable) -> Any:
+    """Plan the LoRA of an embedding. **Raises** `ValueError` for another method or initialization."""
+    adapter_name, init = factory.keywords["adapter_name"], factory.keywords["init"]
+    if factory.func is not LoRA:
+        refuse_embedding(site, adapter_name)
+    if init != "zero":
+        raise ValueError(f"{site.name}: a LoRA of a table starts as zero, not as {init!r}")
+    tables = {"rank": ranks, "scale": site.tabulate(get_scale, np.float32)}
+    return partial(EmbeddingLoRA, max_rank=int(ranks.max()), adapter_name=adapter_name), tables
+
+
 def _factorize_weight(
-    matrix: Matrix, rank: int, scale: Float[Array, ""], init: LoRAInit
+    weight: Matrix, rank: int, scale: Float[Array, ""], init: LoRAInit
 ) -> tuple[Float[Array, "rank in"], Float[Array, "out rank"]]:
-    """A and B whose product, scaled, is the largest part of a matrix that a rank can hold; or, of its QR decomposition,
-    as the paper has it, A and B whose product is the part itself."""
-    if rank > min(matrix.shape):
+    """Return A and B of PiSSA, where scale B A is the best approximation of the weight of this rank; or of OLoRA, where
+    B A is the first part of its QR decomposition, unscaled as in the paper."""
+    if rank > min(weight.shape):
         raise ValueError(
-            f"a matrix of {list(matrix.shape)} has no {rank} directions to start from: take a smaller rank"
+            f"a matrix of {list(weight.shape)} has no {rank} directions to start from: take a smaller rank"
         )
     if init == "olora":
-        orthogonal, rest = jnp.linalg.qr(matrix)
-        return rest[:rank], orthogonal[:, :rank]
-    left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+        q, r = jnp.linalg.qr(weight)
+        return r[:rank], q[:, :rank]
+    left, values, right = jnp.linalg.svd(weight, full_matrices=False)
     roots = jnp.sqrt(values[:rank] / scale)
     return roots[:, None] * right[:rank], left[:, :rank] * roots
 
 
 def _subtract_from_base(base: AbstractLinear, part: Matrix) -> AbstractLinear:
-    """The base without a part of its matrix, in the dtypes that it has."""
+    """Subtract a matrix from the weight of the base, in the base's dtypes."""
     return jax.tree.map(
         lambda new, old: new.astype(old.dtype), base.with_weight(base.dense_weight - part, base.dense_bias), base
     )

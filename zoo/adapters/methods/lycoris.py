@@ -1,7 +1,8 @@
-"""Adapters that add a matrix, put together from small ones while it is multiplied: LoHa and LoKr."""
+"""LyCORIS methods: LoHa and LoKr add a dense update that is a Hadamard or Kronecker product of small factors."""
 
 import abc
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,56 +11,70 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
-from zoo.layers.linear import expand_group_values
+from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, shard_offset, wrapped
 
-from ..base import AbstractAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..apply import apply_uniform, compute_scale
+from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..targets import Targets
 from .low_rank import linear_from_weight
 
+_Model = TypeVar("Model")
 
-class _AbstractDeltaAdapter(AbstractAdapter):
-    """y = W x + b + scale D x. FLOPs: the base's again, and those that make D, once a call."""
+
+class _AbstractDeltaAdapter(AbstractLinearAdapter):
+    """y = W x + b + scale D x, where D is computed from its factors once per call. FLOPs: the base's again, and those
+    of D."""
 
     applies: eqx.AbstractVar[Bool[Array, ""]]
     scale: eqx.AbstractVar[Float[Array, ""]]
 
+    @property
+    def has_adapter(self) -> Bool[Array, "*stacked"]:
+        return self.applies
+
     @abc.abstractmethod
     def get_delta_weight(self) -> Matrix:
-        """D, in float32: of a device's share, its share."""
+        """Return D in float32, or this device's shard of it."""
 
-    def get_scaled_delta_weight(self) -> Matrix:
-        """scale D, where it applies."""
+    def _get_scaled_delta_weight(self) -> Matrix:
+        """Return scale D, or zeros if the adapter does not apply."""
         return jnp.where(self.applies, self.scale, 0) * self.get_delta_weight()
 
-    def build_delta_linear(self, dtype: Any) -> Linear:
-        return linear_from_weight(self.get_scaled_delta_weight().astype(dtype), in_=self.in_, out=self.out)
+    def _build_delta_linear(self, dtype: Any) -> Linear:
+        return linear_from_weight(self._get_scaled_delta_weight().astype(dtype), in_=self.in_, out=self.out)
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        return self.base(x) + (self.strength_per_row(x) * self.build_delta_linear(x.dtype)(x)).astype(x.dtype)
+        """Return W x + b + scale D x."""
+        return self.base(x) + (self.strength_per_row(x) * self._build_delta_linear(x.dtype)(x)).astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         return self.base.transposed(x) + (
-            self.strength_per_row(x) * self.build_delta_linear(x.dtype).transposed(x)
+            self.strength_per_row(x) * self._build_delta_linear(x.dtype).transposed(x)
         ).astype(x.dtype)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        each = eqx.filter_vmap(lambda one: one.build_delta_linear(x.dtype))(self)
-        counts = expand_group_values(self.strength_per_expert(self.applies)[:, None], sizes, len(x))
-        return self.base.grouped(x, sizes) + (counts * each.grouped(x, sizes)).astype(x.dtype)
+        delta = eqx.filter_vmap(lambda adapter: adapter._build_delta_linear(x.dtype))(self)
+        strength = expand_group_values(self.strength_per_expert(self.applies)[:, None], sizes, len(x))
+        return self.base.grouped(x, sizes) + (strength * delta.grouped(x, sizes)).astype(x.dtype)
 
     def merge_weight(self, weight: Matrix) -> Matrix:
-        return weight + self.strength_per_expert(self.applies) * self.get_scaled_delta_weight()
+        return weight + self.strength_per_expert(self.applies) * self._get_scaled_delta_weight()
 
 
 class LoHa(_AbstractDeltaAdapter):
-    """D = (B1 A1) ∘ (B2 A2), number by number: of a rank up to the square of the factors' (FedPara, Hyeon-Woo et al.,
-    arXiv:2108.06098, section 2.2; as an adapter: LyCORIS, arXiv:2309.14859). B2 starts as zeros."""
+    """D = (B1 A1) ∘ (B2 A2), a Hadamard product whose rank is at most the square of the factors' (FedPara, Hyeon-Woo et
+    al., arXiv:2108.06098, section 2.2; as an adapter: LyCORIS, arXiv:2309.14859)."""
 
     base: AbstractLinear = wrapped()
     up: Float[Array, "out rank"] = adapter_parameter()
+    """B1."""
     down: Float[Array, "rank in"] = adapter_parameter()
+    """A1."""
     other_up: Float[Array, "out rank"] = adapter_parameter()
+    """B2."""
     other_down: Float[Array, "rank in"] = adapter_parameter()
+    """A2."""
     applies: Bool[Array, ""]
     scale: Float[Array, ""] = buffer()
     strength: Strength = buffer()
@@ -78,12 +93,9 @@ class LoHa(_AbstractDeltaAdapter):
         adapter_name: str = "loha",
         key: Key[Array, ""],
     ):
-        """As PEFT starts it: A1 and A2 normal with a deviation of 1, B1 of 0.1."""
-        (self.in_, self.out), (out_size, in_size), keys = (
-            get_dims(base),
-            get_linear_shape(base),
-            jax.random.split(key, 3),
-        )
+        """Initialize as PEFT does: A1 and A2 normal with standard deviation 1, B1 with 0.1, B2 zero."""
+        (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
+        keys = jax.random.split(key, 3)
         self.base, self.other_up = base, jnp.zeros((out_size, rank))
         self.down = jax.random.normal(keys[0], (rank, in_size))
         self.up = 0.1 * jax.random.normal(keys[1], (out_size, rank))
@@ -96,10 +108,10 @@ class LoHa(_AbstractDeltaAdapter):
 
 
 class LoKr(_AbstractDeltaAdapter):
-    """D = L ⊗ R, the Kronecker product of two small matrices, of which either may be a product of two narrow ones
+    """D = L ⊗ R, the Kronecker product of two small matrices, either of which may be a low-rank product itself
     (LyCORIS, arXiv:2309.14859, section 3.2).
 
-    Both are whole on every device. Where a mesh splits W, D is made whole there and cut.
+    The factors are replicated. If W is sharded, each device computes the full D and slices its shard.
     """
 
     base: AbstractLinear = wrapped()
@@ -129,16 +141,14 @@ class LoKr(_AbstractDeltaAdapter):
         adapter_name: str = "lokr",
         key: Key[Array, ""],
     ):
-        """- `factor`: of outputs and inputs, L gets about so many and R the rest; -1 for as even a cut as there is.
-        - `both`: whether L, too, is narrow where `rank` is below half its size.
+        """- `factor`: approximate number of rows and of columns of L; R has the rest. -1 for the most even
+          factorization.
+        - `decompose_both`: L is a low-rank product too if `rank` is below half its size.
 
-        L starts as zeros, or with a zero factor; R as PyTorch starts a Linear.
+        L is initialized with zeros, or with a zero factor; R as PyTorch initializes a Linear.
         """
-        (self.in_, self.out), (out_size, in_size), keys = (
-            get_dims(base),
-            get_linear_shape(base),
-            jax.random.split(key, 3),
-        )
+        (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
+        keys = jax.random.split(key, 3)
         (left_out, right_out), (left_in, right_in) = _factorization(out_size, factor), _factorization(in_size, factor)
         uniform = lambda key, *shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * shape[-1] ** -0.5
         self.base = base
@@ -157,18 +167,59 @@ class LoKr(_AbstractDeltaAdapter):
     def get_delta_weight(self) -> Matrix:
         left = _matmul_fp32(self.left_up, self.left_down) if self.left is None else self.left.astype(jnp.float32)
         right = _matmul_fp32(self.right_up, self.right_down) if self.right is None else self.right.astype(jnp.float32)
-        whole = (left[:, None, :, None] * right[None, :, None, :]).reshape(len(left) * len(right), -1)
-        return _slice_local_shard(_slice_local_shard(whole, 0, self.base, self.out), 1, self.base, self.in_)
+        delta = (left[:, None, :, None] * right[None, :, None, :]).reshape(len(left) * len(right), -1)
+        return _slice_local_shard(_slice_local_shard(delta, 0, self.base, self.out), 1, self.base, self.in_)
+
+
+def loha(
+    model: _Model,
+    *,
+    targets: Targets = ("query", "value"),
+    rank: int = 8,
+    alpha: float | int | None = None,
+    adapter_name: str = "loha",
+    key: Key[Array, ""],
+) -> _Model:
+    """Wrap each target module with a `LoHa` and freeze the rest of the model. The update is scaled by alpha / rank;
+    `alpha` defaults to `rank`. **Raises** `ValueError` for a target that matches nothing, and for a rank below 1."""
+    factory = partial(LoHa, rank=rank, scale=compute_scale(alpha, rank), adapter_name=adapter_name)
+    return apply_uniform(model, factory, targets, key, adapter_name)
+
+
+def lokr(
+    model: _Model,
+    *,
+    targets: Targets = ("query", "value"),
+    rank: int = 8,
+    alpha: float | int | None = None,
+    factor: int = -1,
+    decompose_both: bool = False,
+    adapter_name: str = "lokr",
+    key: Key[Array, ""],
+) -> _Model:
+    """Wrap each target module with a `LoKr` and freeze the rest of the model. The update is scaled by alpha / rank;
+    `alpha` defaults to `rank`. `factor` and `decompose_both` are those of `LoKr`. **Raises** `ValueError` for a target
+    that matches nothing, and for a rank below 1."""
+    factory = partial(
+        LoKr,
+        rank=rank,
+        scale=compute_scale(alpha, rank),
+        factor=factor,
+        decompose_both=decompose_both,
+        adapter_name=adapter_name,
+    )
+    return apply_uniform(model, factory, targets, key, adapter_name)
 
 
 def _slice_local_shard(
     matrix: Float[Array, "_ _"], dim: int, base: AbstractLinear, sharded_dim: Dim
 ) -> Float[Array, "_ _"]:
-    """Of a whole matrix, the rows or columns of this device's share of the base."""
-    here = get_linear_shape(base)[dim]
-    if here == matrix.shape[dim]:
+    """Slice a replicated matrix along `dim` to this device's shard of the base."""
+    local_size = get_linear_shape(base)[dim]
+    if local_size == matrix.shape[dim]:
         return matrix
-    return lax.dynamic_slice_in_dim(matrix, shard_offset(base.dense_weight, sharded_dim.name, here), here, dim)
+    offset = shard_offset(base.dense_weight, sharded_dim.name, local_size)
+    return lax.dynamic_slice_in_dim(matrix, offset, local_size, dim)
 
 
 def _matmul_fp32(up: Float[Array, "out rank"] | None, down: Float[Array, "rank in"] | None) -> Matrix:
@@ -177,10 +228,10 @@ def _matmul_fp32(up: Float[Array, "out rank"] | None, down: Float[Array, "rank i
 
 
 def _factorization(size: int, factor: int) -> tuple[int, int]:
-    """Two numbers whose product is `size`, the first the smaller: `factor` and the rest where that divides, else the
-    pair nearest to a square whose first is at most `factor`, if that is given (LyCORIS' rule)."""
+    """Factor `size` into two numbers, the smaller first: `factor` and the rest if it divides `size`, else the pair
+    nearest to a square whose first number is at most `factor`, if that is given (LyCORIS' rule)."""
     if factor > 0 and size % factor == 0:
         return min(factor, size // factor), max(factor, size // factor)
-    most = size if factor == -1 else factor
-    first = max(n for n in range(1, int(size**0.5) + 1) if size % n == 0 and n <= most)
+    limit = size if factor == -1 else factor
+    first = max(n for n in range(1, int(size**0.5) + 1) if size % n == 0 and n <= limit)
     return first, size // first

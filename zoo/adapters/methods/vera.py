@@ -1,4 +1,6 @@
-"""VeRA: random narrow matrices that stay as they are, and beside them vectors that are learnt."""
+"""VeRA: frozen random low-rank factors, the same in all layers, and trainable scaling vectors."""
+
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -6,28 +8,34 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
-from zoo.layers.linear import expand_group_values
+from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
 
-from ..base import AbstractAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..apply import apply_uniform, check_rank
+from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..targets import Targets, find_linears, match_targets
 from .low_rank import linear_from_weight
 
+_Model = TypeVar("Model")
 
-class VeRA(AbstractAdapter):
-    """y = W x + b + up_scale ∘ (B (down_scale ∘ (A x))): A and B are random and never learnt, the same numbers in every
-    layer, and what is learnt are the two vectors (Kopiczko et al., arXiv:2310.11454, section 3.1).
 
-    Every layer has its copy of A and B here, so that it scans and lies on a mesh like any other; files hold them once.
-    A matrix takes the first `out` rows and `in` columns of the largest.
+class VeRA(AbstractLinearAdapter):
+    """y = W x + b + up_scale ∘ (B (down_scale ∘ (A x))), where A and B are random, frozen and the same in every layer,
+    and the two vectors are trainable (Kopiczko et al., arXiv:2310.11454, section 3.1).
+
+    Every layer has a copy of A and B, so that it scans and is sharded like any other; files store them once. A linear
+    layer uses the first `out` rows and `in` columns of the largest.
     """
 
     base: AbstractLinear = wrapped()
     down: Linear = buffer()
+    """A."""
     up: Linear = buffer()
+    """B."""
     down_scale: Float[Array, "rank"] = adapter_parameter(full_precision=True)
     up_scale: Float[Array, "out"] = adapter_parameter(full_precision=True)
     applies: Bool[Array, ""]
-    """False in a layer that has no adapter, where it is stacked with others that have."""
+    """False in a layer without the adapter that is stacked with others that have it."""
     strength: Strength = buffer()
 
     in_: Dim = eqx.field(static=True)
@@ -43,8 +51,8 @@ class VeRA(AbstractAdapter):
         d_initial: float | int = 0.1,
         adapter_name: str = "vera",
     ):
-        """`shared` are A and B of the largest matrix. `down_scale` starts as `first`, `up_scale` as zeros; where the
-        adapter does not apply it changes nothing."""
+        """`shared` are A and B of the largest linear layer. `down_scale` is initialized with `d_initial`, `up_scale`
+        with zeros. If `applies` is False the adapter has no effect."""
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
         down, up = shared
         self.base = base
@@ -53,42 +61,67 @@ class VeRA(AbstractAdapter):
         self.down_scale, self.up_scale = d_initial * jnp.ones(len(down)), jnp.zeros(out_size)
         self.applies, self.strength, self.adapter_name = jnp.asarray(applies), full_strength(), adapter_name
 
-    def get_output_scale(self, strength: Float[Array, "..."]) -> Float[Array, "*rows out"]:
-        """`up_scale`, as much as it counts."""
+    @property
+    def has_adapter(self) -> Bool[Array, "*stacked"]:
+        return self.applies
+
+    def _get_output_scale(self, strength: Float[Array, "..."]) -> Float[Array, "*rows out"]:
+        """Return strength `up_scale`, or zeros if the adapter does not apply."""
         return jnp.where(self.applies, strength, 0) * self.up_scale
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        """Return W x + b + up_scale ∘ (B (down_scale ∘ (A x)))."""
         inner = self.down(x.astype(self.down.weight.dtype)) * self.down_scale
-        change = self.up(inner.astype(self.up.weight.dtype)) * self.get_output_scale(self.strength_per_row(x))
-        return self.base(x) + change.astype(x.dtype)
+        update = self.up(inner.astype(self.up.weight.dtype)) * self._get_output_scale(self.strength_per_row(x))
+        return self.base(x) + update.astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        inner = (
-            self.up.transposed((x * self.get_output_scale(self.strength_per_row(x))).astype(self.up.weight.dtype))
-            * self.down_scale
-        )
+        scaled = (x * self._get_output_scale(self.strength_per_row(x))).astype(self.up.weight.dtype)
+        inner = self.up.transposed(scaled) * self.down_scale
         return self.base.transposed(x) + self.down.transposed(inner.astype(self.down.weight.dtype)).astype(x.dtype)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        per_row = lambda numbers: expand_group_values(numbers, sizes, len(x))
-        inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes) * per_row(self.down_scale)
-        change = self.up.grouped(inner.astype(self.up.weight.dtype), sizes)
-        change = change * per_row(jax.vmap(VeRA.get_output_scale)(self, self.strength_per_expert(self.applies)))
-        return self.base.grouped(x, sizes) + change.astype(x.dtype)
+        expand = lambda values: expand_group_values(values, sizes, len(x))
+        inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes) * expand(self.down_scale)
+        update = self.up.grouped(inner.astype(self.up.weight.dtype), sizes)
+        update = update * expand(jax.vmap(VeRA._get_output_scale)(self, self.strength_per_expert(self.applies)))
+        return self.base.grouped(x, sizes) + update.astype(x.dtype)
 
     def merge_weight(self, weight: Matrix) -> Matrix:
-        up = (
-            self.get_output_scale(self.strength_per_expert(self.applies))[:, None]
-            * self.up.dense_weight
-            * self.down_scale
-        )
+        output_scale = self._get_output_scale(self.strength_per_expert(self.applies))
+        up = output_scale[:, None] * self.up.dense_weight * self.down_scale
         return weight + jnp.matmul(up, self.down.dense_weight, precision="highest")
 
 
-def init_shared_projections(
+def vera(
+    model: _Model,
+    *,
+    targets: Targets = ("query", "value"),
+    rank: int = 256,
+    d_initial: float = 0.1,
+    adapter_name: str = "vera",
+    key: Key[Array, ""],
+) -> _Model:
+    """Wrap each target module with a `VeRA` and freeze the rest of the model. All use slices of one random A and B;
+    `down_scale` is initialized with `d_initial`. **Raises** `ValueError` for a target that matches nothing, and for a
+    rank below 1."""
+    check_rank(rank)
+    sites = find_linears(model, include_embeddings=True)
+    is_target = match_targets(targets, sites)
+    shapes = [site.get_shape() for site in sites if site.tabulate(is_target, bool).any()]
+    out_size, in_size = (max(sizes) for sizes in zip(*shapes, strict=True))
+    shared = _init_shared_projections(rank, out_size, in_size, key)
+
+    def factory(base: Any, *, key: Key[Array, ""], applies: Array) -> VeRA:
+        return VeRA(base, shared=shared, applies=applies, d_initial=d_initial, adapter_name=adapter_name)
+
+    return apply_uniform(model, factory, targets, key, adapter_name)
+
+
+def _init_shared_projections(
     rank: int, out_size: int, in_size: int, key: Key[Array, ""]
 ) -> tuple[Float[Array, "rank _"], Float[Array, "_ rank"]]:
-    """A and B, uniform within sqrt(6 / inputs): He et al., arXiv:1502.01852, as PEFT draws them."""
+    """Sample A and B uniformly within sqrt(6 / inputs): He et al., arXiv:1502.01852, as in PEFT."""
     down_key, up_key = jax.random.split(key)
     uniform = lambda key, shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * (6 / shape[1]) ** 0.5
     return uniform(down_key, (rank, in_size)), uniform(up_key, (out_size, rank))

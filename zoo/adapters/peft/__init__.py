@@ -1,1 +1,1 @@
-"""PEFT's adapter files, read and written."""
+"""Read and write PEFT's adapter files."""

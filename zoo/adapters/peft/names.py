@@ -1,7 +1,7 @@
-"""Where an adapter's arrays are in PEFT's files.
+"""Map an adapter's arrays to tensor names in PEFT's files.
 
-The names come from the family's own table: what its row does to a matrix it does to the rows of B, so that a fused
-projection is cut and put together as its weight is. A is one for all parts of it, and each of ours has a copy.
+The module names come from the name table of the model family. For a fused projection, the rows of B are split and
+concatenated as the rows of its weight are. All parts share one A in the file; here each part has a copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,8 @@ from zoo.models.parameter_paths import format_path, iterate_indices
 from zoo.weights.plan import invert_name_map
 from zoo.weights.save import resolve_origin
 
-from ..compose import Adapter, strip_adapters
+from ..base import AbstractAdapter
+from ..compose import strip_adapters
 from ..methods.adalora import AdaLoRA
 from ..methods.dora import DoRA
 from ..methods.embedding import EmbeddingLoRA
@@ -30,8 +31,7 @@ from ..targets import LinearSite, find_linears
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 VERA_SHARED = {"base_model.vera_A": lambda vera: vera.down.weight, "base_model.vera_B": lambda vera: vera.up.weight}
-"""What VeRA has once for all modules."""
-
+"""Tensors that VeRA stores once for all modules."""
 
 LYCORIS_FIELDS = {
     "LOHA": {"hada_w1_a": "up", "hada_w1_b": "down", "hada_w2_a": "other_up", "hada_w2_b": "other_down"},
@@ -40,33 +40,32 @@ LYCORIS_FIELDS = {
         "lokr_w2_a": "right_up", "lokr_w2_b": "right_down",
     },
 }  # fmt: skip
-"""Method -> their word -> our field, of what is put together into one difference."""
+"""For LyCORIS methods: PEFT's tensor suffix -> our field."""
 
 
 class PeftTensor(NamedTuple):
-    """One array of an adapter, as PEFT stores it."""
+    """One array of an adapter in PEFT's format."""
 
     suffix: str
     get: Callable[[Any], Any]
-    """It, of an adapter of ours."""
+    """Read it from one of our adapters, in PEFT's layout."""
     has_rows: bool = False
-    """Whether it has a row for each output, so that of a fused projection it is cut; one that has none is the same in
-    all parts of it."""
+    """True if it has one row per output, so that it is split for a fused projection. Otherwise all parts share it."""
     rank_dim: int | None = None
-    """Which of its dims counts ranks."""
+    """The dim whose size is the rank."""
 
 
-def list_peft_tensors(adapter: Adapter) -> list[PeftTensor]:
-    """The arrays of an adapter. **Raises** `NotImplementedError` for a kind that PEFT's files do not have."""
+def list_peft_tensors(adapter: AbstractAdapter) -> list[PeftTensor]:
+    """List the arrays of an adapter. **Raises** `NotImplementedError` for a method that PEFT does not have."""
     match adapter:
         case LoRA() | DoRA():
-            found = [
+            tensors = [
                 PeftTensor("lora_A.weight", lambda lora: lora.down.weight, rank_dim=0),
                 PeftTensor("lora_B.weight", lambda lora: lora.up.weight, has_rows=True, rank_dim=1),
             ]
             if isinstance(adapter, DoRA):
-                found.append(PeftTensor("lora_magnitude_vector", lambda dora: dora.magnitude, has_rows=True))
-            return found
+                tensors.append(PeftTensor("lora_magnitude_vector", lambda dora: dora.magnitude, has_rows=True))
+            return tensors
         case EmbeddingLoRA():
             return [
                 PeftTensor("lora_embedding_A", lambda lora: lora.down.swapaxes(-1, -2), rank_dim=0),
@@ -87,23 +86,23 @@ def list_peft_tensors(adapter: Adapter) -> list[PeftTensor]:
             return [PeftTensor("oft_R.weight", lambda oft: oft.shared[..., None, :])]
         case AdaLoRA():
             return [
-                PeftTensor("lora_A", lambda one: one.down.weight, rank_dim=0),
-                PeftTensor("lora_B", lambda one: one.up.weight, has_rows=True, rank_dim=1),
-                PeftTensor("lora_E", lambda one: one.values[..., None], rank_dim=0),
+                PeftTensor("lora_A", lambda ada: ada.down.weight, rank_dim=0),
+                PeftTensor("lora_B", lambda ada: ada.up.weight, has_rows=True, rank_dim=1),
+                PeftTensor("lora_E", lambda ada: ada.values[..., None], rank_dim=0),
             ]
         case LoHa() | LoKr():
-            words = LYCORIS_FIELDS[type(adapter).__name__.upper()].items()
-            ours = [(theirs, ours) for theirs, ours in words if getattr(adapter, ours) is not None]
-            by_rows = isinstance(adapter, LoHa)
+            fields = LYCORIS_FIELDS[type(adapter).__name__.upper()].items()
+            has_rows = isinstance(adapter, LoHa)
             return [
-                PeftTensor(theirs, attrgetter(ours), has_rows=by_rows and theirs.endswith("_a"))
-                for theirs, ours in ours
+                PeftTensor(suffix, attrgetter(field), has_rows=has_rows and suffix.endswith("_a"))
+                for suffix, field in fields
+                if getattr(adapter, field) is not None
             ]
     raise NotImplementedError(f"a {type(adapter).__name__} has no form in PEFT's files")
 
 
 class PeftModule(NamedTuple):
-    """One of their modules and the place of ours that is in it."""
+    """A module in PEFT's naming, and our layer that it holds, or that is one part of it if the module is fused."""
 
     peft_name: str
     site: LinearSite
@@ -111,24 +110,24 @@ class PeftModule(NamedTuple):
     mapping: TensorMapping
     part: int
     part_sizes: tuple[int, ...]
-    """Outputs of every part."""
+    """Number of outputs of each part."""
 
 
 def list_peft_modules(model: Any, table: NameMap) -> Iterator[PeftModule]:
-    """Every matrix of a model, one for each layer, with its place in PEFT's files."""
-    ours, found = invert_name_map(table), find_linears(model, include_embeddings=True)
-    outputs = {one.name: one.sizes()[0] for one in found}
-    for one in found:
-        if one.name not in ours:
+    """Yield every linear layer and embedding of a model, one per layer, with its module name in PEFT's files."""
+    mappings, sites = invert_name_map(table), find_linears(model, include_embeddings=True)
+    num_outputs = {site.name: site.get_shape()[0] for site in sites}
+    for site in sites:
+        if site.name not in mappings:
             continue
-        pattern, row, part = ours[one.name]
-        if pattern.count("*") < len(one.numbers):  # all experts in one tensor: PEFT has no module there
+        pattern, mapping, part = mappings[site.name]
+        if pattern.count("*") < len(site.ranges):  # all experts in one tensor: PEFT has no module there
             continue
-        sizes = tuple(outputs[name] for name in row.parts)
-        for index, numbers in iterate_indices(one.numbers):
-            yield PeftModule(format_path(pattern, numbers), one, index, row, part, sizes)
+        part_sizes = tuple(num_outputs[name] for name in mapping.parts)
+        for index, indices in iterate_indices(site.ranges):
+            yield PeftModule(format_path(pattern, indices), site, index, mapping, part, part_sizes)
 
 
 def get_name_table(model: Any) -> NameMap:
-    """The names of a model's tensors in its family's files, whatever adapters it has, and whatever was quantized."""
+    """Return the tensor names of a model's family, ignoring adapters and quantization."""
     return resolve_origin(eqx.filter_eval_shape(dequantize, strip_adapters(model)), None, {})[1]

@@ -1,4 +1,4 @@
-"""PEFT's files in: adapter_config.json and adapter_model.safetensors."""
+"""Read PEFT's files: adapter_config.json and adapter_model.safetensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,17 +33,18 @@ from .forms import plan_adalora, plan_oft, read_adalora, read_oft
 from .names import LYCORIS_FIELDS, PREFIX, VERA_SHARED, WEIGHTS_FILE, PeftModule, get_name_table, list_peft_modules
 
 _Model = TypeVar("Model")
+_LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
+"""Index into the stacked dims -> the arrays of that layer."""
 
 
 def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, adapter_name: str = "default") -> _Model:
-    """The model with the adapter of a PEFT directory around its matrices. `model` is, or has the names of, a checkpoint
-    that we read: `zoo.load` gives one.
+    """Load a PEFT adapter onto its base model, which has the tensor names of a checkpoint, as `zoo.load` returns it.
 
-    - `dropout`: of a LoRA or DoRA, where it is learnt on: a file's own is a matter of how it was learnt, and not read.
-    - `label`: what the adapter is called, and its parameters stand under.
+    - `dropout`: dropout rate of a LoRA or DoRA that is trained further. The file's own rate is not read.
+    - `adapter_name`: the name that the adapter's parameter paths contain.
 
-    **Raises** `CheckpointError` for a directory that is none, a method or an option that we do not compute, tensors of
-    modules that the model does not have, and tensors that are missing or of another shape.
+    **Raises** `CheckpointError` for a path that is no adapter directory, a method or option that is not supported,
+    tensors of modules that the model does not have, and tensors that are missing or of another shape.
     """
     path = resolve_directory(directory)
     config, source = read_config(path), open_safetensors(path / WEIGHTS_FILE)
@@ -51,151 +52,145 @@ def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, ad
     reader = _AdapterReader(config, source, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
     for module in list_peft_modules(model, table):
         reader.read_module(module)
-    tied = getattr(model, "head", True) is None and not config["ensure_weight_tying"]
-    if tied and any(name == "embedding" for name, _ in reader.parts):
+    is_tied = getattr(model, "head", True) is None and not config["ensure_weight_tying"]
+    if is_tied and any(name == "embedding" for name, _ in reader.layers):
         raise CheckpointError(
             f"{path}: the embedding has an adapter, and is the head here too; PEFT leaves the head as it was unless "
             "ensure_weight_tying is set, which is another model: untie the two in the base"
         )
-    of_base = {name.removeprefix(PREFIX): tensor for name, tensor in source.items() if name not in reader.read_so_far}
-    values, also = base_tensors.read_base_tensors(model, table, of_base, config, reader.path)
-    reader.read_so_far |= {PREFIX + name for name in also}
+    remaining = {name.removeprefix(PREFIX): tensor for name, tensor in source.items() if name not in reader.names_read}
+    trained, names_read = base_tensors.read_base_tensors(model, table, remaining, config, reader.path)
+    reader.names_read |= {PREFIX + name for name in names_read}
     reader.check_all_read()
-    return make_trainable(apply_adapters(model, reader.plan_adapter, jax.random.key(0)), values, adapter_name)
+    return make_trainable(apply_adapters(model, reader.plan_adapter, jax.random.key(0)), trained, adapter_name)
 
 
 class _AdapterReader:
-    """The tensors of one adapter, as they are found for the modules of a model."""
+    """Reads the tensors of one adapter module by module, and collects them per linear layer of the model."""
 
     def __init__(
         self, config: Mapping[str, Any], source: Mapping[str, LazyTensor], path: str, adapter_name: str, dropout: float
     ):
-        self.config, self.source, self.path, self.adapter_name, self.dropout = (
-            config,
-            source,
-            path,
-            adapter_name,
-            dropout,
-        )
-        self.read_so_far: set[str] = set()
-        self.parts: dict[tuple[str, IndexRanges], dict[tuple[int, ...], dict[str, Any]]] = {}
-        """Place of ours -> index -> its arrays."""
-        self.method = _READERS[config["peft_type"]]
+        self.config, self.source, self.path = config, source, path
+        self.adapter_name, self.dropout = adapter_name, dropout
+        self.names_read: set[str] = set()
+        self.layers: dict[tuple[str, IndexRanges], dict[tuple[int, ...], dict[str, Any]]] = {}
+        """Identity of a `LinearSite` -> index into its stacked dims -> the arrays of that layer."""
+        self.read_method = _READERS[config["peft_type"]]
 
     def read_vector(self, module: PeftModule, suffix: str, size: int, *, has_rows: bool = False) -> np.ndarray | None:
-        """One that has a number for each of `size`. **Raises** `CheckpointError` where it has not."""
-        found = self.read_tensor(module, suffix, has_rows=has_rows)
-        if found is not None and found.size != size:
+        """Read a tensor as a vector. **Raises** `CheckpointError` unless it has `size` elements."""
+        tensor = self.read_tensor(module, suffix, has_rows=has_rows)
+        if tensor is not None and tensor.size != size:
             raise CheckpointError(
-                f"{self.path}: {module.peft_name}.{suffix} has the shape {list(found.shape)}, where {size} numbers were "
-                "expected"
+                f"{self.path}: {module.peft_name}.{suffix} has the shape {list(tensor.shape)}, where {size} numbers "
+                "were expected"
             )
-        return None if found is None else found.reshape(-1)
+        return None if tensor is None else tensor.reshape(-1)
 
     def read_tensor(self, module: PeftModule, suffix: str, *, has_rows: bool = False) -> np.ndarray | None:
-        """One of a module's tensors, or the part of it that is ours."""
+        """Read a tensor of a module, or with `has_rows` the rows of one part of a fused module; None if missing."""
         name = f"{PREFIX}{module.peft_name}.{suffix}"
         if name not in self.source:
             return None
-        self.read_so_far.add(name)
-        numbers = np.asarray(self.source[name].read())
-        if not np.isfinite(numbers).all():
+        self.names_read.add(name)
+        array = np.asarray(self.source[name].read())
+        if not np.isfinite(array).all():
             raise CheckpointError(f"{self.path}: {name} has a number that is not finite")
         if not has_rows or len(module.mapping.parts) == 1:
-            return numbers
-        if len(numbers) != sum(module.part_sizes):
-            raise CheckpointError(
-                f"{self.path}: {name} has {len(numbers)} rows, and its parts {sum(module.part_sizes)}"
-            )
-        row = TensorMapping(module.mapping.parts, module.mapping.groups)
-        parts = [(size, *numbers.shape[1:]) for size in module.part_sizes]
-        return row.views(numbers, parts, 0)[module.part].reshape(parts[module.part])
+            return array
+        if len(array) != sum(module.part_sizes):
+            raise CheckpointError(f"{self.path}: {name} has {len(array)} rows, and its parts {sum(module.part_sizes)}")
+        mapping = TensorMapping(module.mapping.parts, module.mapping.groups)
+        shapes = [(size, *array.shape[1:]) for size in module.part_sizes]
+        return mapping.views(array, shapes, 0)[module.part].reshape(shapes[module.part])
 
     def read_module(self, module: PeftModule) -> None:
-        found = self.method(self, module)
-        if found is not None:
-            self.parts.setdefault(module.site.identity, {})[module.index] = found
+        """Read and collect the arrays of a module, if the file has them."""
+        arrays = self.read_method(self, module)
+        if arrays is not None:
+            self.layers.setdefault(module.site.identity, {})[module.index] = arrays
 
     def check_all_read(self) -> None:
-        """**Raises** `CheckpointError` for tensors that no module of the model has read."""
-        if unread := sorted(set(self.source) - self.read_so_far - set(VERA_SHARED)):
+        """**Raises** `CheckpointError` for tensors that fit no module of the model."""
+        if unread := sorted(set(self.source) - self.names_read - set(VERA_SHARED)):
             raise CheckpointError(
                 f"{self.path} has {len(unread)} tensors for which the model has no module, {unread[0]} the first"
             )
 
     def plan_adapter(self, site: LinearSite) -> Any:
-        """For one of the model's matrices, a maker of its adapter."""
-        if site.identity not in self.parts:
+        """Plan the adapter of a linear layer for `apply_adapters`, or return None if the file has none for it."""
+        if site.identity not in self.layers:
             return None
-        return _PLANNERS[self.config["peft_type"]](self, site, self.parts[site.identity])
+        return _PLANNERS[self.config["peft_type"]](self, site, self.layers[site.identity])
 
 
 def _read_lora(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
-    is_table = isinstance(module.site.module, AbstractEmbedding)
-    words = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
-    down, up = reader.read_tensor(module, words[0]), reader.read_tensor(module, words[1], has_rows=True)
+    is_embedding = isinstance(module.site.module, AbstractEmbedding)
+    suffixes = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
+    down, up = reader.read_tensor(module, suffixes[0]), reader.read_tensor(module, suffixes[1], has_rows=True)
     if down is None and up is None:
         return None
-    outputs, inputs = module.site.sizes()[:: -1 if is_table else 1]
+    outputs, inputs = module.site.get_shape()[:: -1 if is_embedding else 1]
     if down is None or up is None or down.shape[1:] != (inputs,) or up.shape != (outputs, len(down)):
-        told = " and ".join(str(list(x.shape)) if x is not None else "nothing" for x in (down, up))
+        shapes = " and ".join(str(list(x.shape)) if x is not None else "nothing" for x in (down, up))
         raise CheckpointError(
             f"{reader.path}: {module.peft_name} multiplies {inputs} numbers and gives {outputs}, and lora_A and lora_B "
-            f"are {told}"
+            f"are {shapes}"
         )
-    found = {"down": down, "up": up, "scale": scale_from_config(reader.config, module.peft_name, len(down))}
-    if reader.config["use_dora"] and is_table:
+    arrays = {"down": down, "up": up, "scale": scale_from_config(reader.config, module.peft_name, len(down))}
+    if reader.config["use_dora"] and is_embedding:
         raise CheckpointError(
             f"{reader.path}: use_dora is set, and {module.peft_name} is a table: it is read with LoRA only"
         )
     if reader.config["use_dora"]:
-        found["magnitude"] = reader.read_vector(module, "lora_magnitude_vector", outputs, has_rows=True)
-        if found["magnitude"] is None:
+        arrays["magnitude"] = reader.read_vector(module, "lora_magnitude_vector", outputs, has_rows=True)
+        if arrays["magnitude"] is None:
             raise CheckpointError(
                 f"{reader.path}: use_dora is set, and {module.peft_name} has no lora_magnitude_vector"
             )
-    return found
+    return arrays
 
 
-def _plan_lora(reader: _AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
-    """Factors of the largest rank for all layers, those of fewer ranks filled up with zeros."""
+def _plan_lora(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -> Any:
+    """Plan the LoRA or DoRA of a linear layer: factors of all stacked layers, padded with zeros to the largest rank."""
     if reader.dropout and not site.supports_dropout:
         raise CheckpointError(
             f"{reader.path}: what {site.name} reads is not dropped: read the adapter without dropout="
         )
-    runs, (outputs, inputs) = [len(run) for run in site.numbers], site.sizes()
+    stacked_shape, (outputs, inputs) = [len(run) for run in site.ranges], site.get_shape()
     if isinstance(site.module, AbstractEmbedding):
         outputs, inputs = inputs, outputs
-    largest = max(len(part["down"]) for part in parts.values())
-    dtype = next(iter(parts.values()))["down"].dtype
+    max_rank = max(len(arrays["down"]) for arrays in layers.values())
+    dtype = next(iter(layers.values()))["down"].dtype
     tables = {
-        "rank": np.zeros(runs, np.int32),
-        "scale": np.zeros(runs, np.float32),
-        "down": np.zeros((*runs, largest, inputs), dtype),
-        "up": np.zeros((*runs, outputs, largest), dtype),
+        "rank": np.zeros(stacked_shape, np.int32),
+        "scale": np.zeros(stacked_shape, np.float32),
+        "down": np.zeros((*stacked_shape, max_rank, inputs), dtype),
+        "up": np.zeros((*stacked_shape, outputs, max_rank), dtype),
     }
-    for index, part in parts.items():
-        rank = len(part["down"])
-        tables["rank"][index], tables["scale"][index] = rank, part["scale"]
-        tables["down"][index][:rank], tables["up"][index][:, :rank] = part["down"], part["up"]
+    for index, arrays in layers.items():
+        rank = len(arrays["down"])
+        tables["rank"][index], tables["scale"][index] = rank, arrays["scale"]
+        tables["down"][index][:rank], tables["up"][index][:, :rank] = arrays["down"], arrays["up"]
     if reader.config["use_dora"]:
-        tables["magnitude"] = np.zeros((*runs, outputs), dtype)
-        for index, part in parts.items():
-            tables["magnitude"][index] = part["magnitude"]
+        tables["magnitude"] = np.zeros((*stacked_shape, outputs), dtype)
+        for index, arrays in layers.items():
+            tables["magnitude"][index] = arrays["magnitude"]
 
-    def make(base: Any, *, rank: Any, scale: Any, key: Any, down: Any, up: Any, magnitude: Any = None) -> Any:
-        options = {"max_rank": largest, "rank": rank, "scale": scale, "adapter_name": reader.adapter_name, "key": key}
+    def factory(base: Any, *, rank: Any, scale: Any, key: Any, down: Any, up: Any, magnitude: Any = None) -> Any:
+        options = {"max_rank": max_rank, "rank": rank, "scale": scale, "adapter_name": reader.adapter_name, "key": key}
         if isinstance(base, AbstractEmbedding):
-            table = EmbeddingLoRA(base, **options)
-            return eqx.tree_at(lambda a: (a.down, a.up.weight), table, (down.T, up))
+            adapter = EmbeddingLoRA(base, **options)
+            return eqx.tree_at(lambda lora: (lora.down, lora.up.weight), adapter, (down.T, up))
         adapter = (LoRA if magnitude is None else DoRA)(base, dropout=reader.dropout, **options)
-        adapter = eqx.tree_at(lambda a: (a.down.weight, a.up.weight), adapter, (down, up))
+        adapter = eqx.tree_at(lambda lora: (lora.down.weight, lora.up.weight), adapter, (down, up))
         if magnitude is None:
             return adapter
-        own = jnp.where(rank > 0, magnitude, adapter.magnitude)  # of a layer that has no adapter: as it was
-        return eqx.tree_at(lambda a: a.magnitude, adapter, own)
+        magnitude = jnp.where(rank > 0, magnitude, adapter.magnitude)  # a layer without the adapter keeps |W|
+        return eqx.tree_at(lambda dora: dora.magnitude, adapter, magnitude)
 
-    return make, tables
+    return factory, tables
 
 
 def _read_ia3(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
@@ -203,32 +198,33 @@ def _read_ia3(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | No
     if name not in reader.source:
         return None
     inputs = reader.source[name].shape[0] == 1
-    gate = reader.read_vector(module, "ia3_l", module.site.sizes()[1 if inputs else 0], has_rows=not inputs)
-    return {"inputs": inputs, "gate": gate}
+    factors = reader.read_vector(module, "ia3_l", module.site.get_shape()[1 if inputs else 0], has_rows=not inputs)
+    return {"inputs": inputs, "factors": factors}
 
 
-def _plan_ia3(reader: _AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
-    runs = [len(run) for run in site.numbers]
-    kinds = {part["inputs"] for part in parts.values()}
-    if len(kinds) > 1:
+def _plan_ia3(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -> Any:
+    """Plan the IA3 of a linear layer: factors of all stacked layers."""
+    stacked_shape = [len(run) for run in site.ranges]
+    sides = {arrays["inputs"] for arrays in layers.values()}
+    if len(sides) > 1:
         raise CheckpointError(f"{reader.path}: {site.name} multiplies inputs in some layers and outputs in others")
-    inputs = kinds.pop()
-    one = next(iter(parts.values()))["gate"]
-    gates, applies = np.ones((*runs, len(one)), one.dtype), np.zeros(runs, bool)
-    for index, part in parts.items():
-        gates[index], applies[index] = part["gate"], True
+    inputs = sides.pop()
+    first = next(iter(layers.values()))["factors"]
+    factors, applies = np.ones((*stacked_shape, len(first)), first.dtype), np.zeros(stacked_shape, bool)
+    for index, arrays in layers.items():
+        factors[index], applies[index] = arrays["factors"], True
 
-    def make(base: Any, *, key: Any, gate: Any, applies: Any) -> IA3:
+    def factory(base: Any, *, key: Any, factors: Any, applies: Any) -> IA3:
         adapter = IA3(base, inputs=inputs, applies=applies, adapter_name=reader.adapter_name)
-        return eqx.tree_at(lambda a: a.of_in if inputs else a.of_out, adapter, gate)
+        return eqx.tree_at(lambda ia3: ia3.of_in if inputs else ia3.of_out, adapter, factors)
 
-    return make, {"gate": gates, "applies": applies}
+    return factory, {"factors": factors, "applies": applies}
 
 
 def _read_vera(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
     shared = reader.source.get(next(iter(VERA_SHARED)))
     down = reader.read_vector(module, "vera_lambda_d", reader.config["r"] if shared is None else shared.shape[0])
-    up = reader.read_vector(module, "vera_lambda_b", module.site.sizes()[0], has_rows=True)
+    up = reader.read_vector(module, "vera_lambda_b", module.site.get_shape()[0], has_rows=True)
     if down is None and up is None:
         return None
     if down is None or up is None:
@@ -236,69 +232,72 @@ def _read_vera(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | N
     return {"down_scale": down, "up_scale": up}
 
 
-def _plan_vera(reader: _AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
+def _plan_vera(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -> Any:
+    """Plan the VeRA of a linear layer: scaling vectors of all stacked layers, and the shared A and B."""
     if missing := [name for name in VERA_SHARED if name not in reader.source]:
         raise CheckpointError(
             f"{reader.path} has no {missing[0]}: PEFT drew it from PyTorch's generator, and saves it with "
             "save_projection=True"
         )
     down, up = (jnp.asarray(reader.source[name].read()) for name in VERA_SHARED)
-    runs, rank = [len(run) for run in site.numbers], len(down)
-    outputs, _ = site.sizes()
+    stacked_shape, rank = [len(run) for run in site.ranges], len(down)
+    outputs, _ = site.get_shape()
     tables = {
-        "down_scale": np.zeros((*runs, rank), np.float32),
-        "up_scale": np.zeros((*runs, outputs), np.float32),
-        "applies": np.zeros(runs, bool),
+        "down_scale": np.zeros((*stacked_shape, rank), np.float32),
+        "up_scale": np.zeros((*stacked_shape, outputs), np.float32),
+        "applies": np.zeros(stacked_shape, bool),
     }
-    for index, part in parts.items():
-        for word, numbers in part.items():
-            tables[word][index] = numbers
+    for index, arrays in layers.items():
+        for field, array in arrays.items():
+            tables[field][index] = array
         tables["applies"][index] = True
 
-    def make(base: Any, *, key: Any, applies: Any, **vectors: Any) -> VeRA:
+    def factory(base: Any, *, key: Any, applies: Any, down_scale: Any, up_scale: Any) -> VeRA:
         adapter = VeRA(base, shared=(down, up), applies=applies, adapter_name=reader.adapter_name)
-        return eqx.tree_at(lambda a: (a.down_scale, a.up_scale), adapter, (vectors["down_scale"], vectors["up_scale"]))
+        return eqx.tree_at(lambda vera: (vera.down_scale, vera.up_scale), adapter, (down_scale, up_scale))
 
-    return make, tables
+    return factory, tables
 
 
 def _read_lycoris(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
     method = reader.config["peft_type"]
-    by_rows = method == "LOHA"
+    has_rows = method == "LOHA"
     arrays = {
-        ours: reader.read_tensor(module, theirs, has_rows=by_rows and theirs.endswith("_a"))
-        for theirs, ours in LYCORIS_FIELDS[method].items()
+        field: reader.read_tensor(module, suffix, has_rows=has_rows and suffix.endswith("_a"))
+        for suffix, field in LYCORIS_FIELDS[method].items()
     }
-    arrays = {word: numbers for word, numbers in arrays.items() if numbers is not None}
+    arrays = {field: array for field, array in arrays.items() if array is not None}
     if not arrays:
         return None
-    if len(module.mapping.parts) > 1 and not by_rows:
+    if len(module.mapping.parts) > 1 and not has_rows:
         raise CheckpointError(
-            f"{reader.path}: {module.peft_name} holds {', '.join(module.mapping.parts)}, which are matrices of their own "
+            f"{reader.path}: {module.peft_name} holds {', '.join(module.mapping.parts)}, which are separate matrices "
             "here, and a Kronecker product is not cut into theirs"
         )
     return {"scale": scale_from_config(reader.config, module.peft_name, reader.config["r"]), **arrays}
 
 
-def _plan_lycoris(reader: _AdapterReader, site: LinearSite, parts: Mapping[tuple[int, ...], dict[str, Any]]) -> Any:
-    runs, one = [len(run) for run in site.numbers], next(iter(parts.values()))
-    tables = {word: np.zeros((*runs, *np.shape(numbers)), np.float32) for word, numbers in one.items()}
-    tables["applies"] = np.zeros(runs, bool)
-    for index, part in parts.items():
-        if {word: np.shape(x) for word, x in part.items()} != {word: np.shape(x) for word, x in one.items()}:
+def _plan_lycoris(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -> Any:
+    """Plan the LoHa or LoKr of a linear layer: factors of all stacked layers."""
+    stacked_shape, first = [len(run) for run in site.ranges], next(iter(layers.values()))
+    tables = {field: np.zeros((*stacked_shape, *np.shape(array)), np.float32) for field, array in first.items()}
+    tables["applies"] = np.zeros(stacked_shape, bool)
+    shapes = {field: np.shape(array) for field, array in first.items()}
+    for index, arrays in layers.items():
+        if {field: np.shape(array) for field, array in arrays.items()} != shapes:
             raise CheckpointError(f"{reader.path}: {site.name} is one array over its layers, which differ in shape")
         tables["applies"][index] = True
-        for word, numbers in part.items():
-            tables[word][index] = numbers
-    kind = {"LOHA": LoHa, "LOKR": LoKr}[reader.config["peft_type"]]
-    words = list(LYCORIS_FIELDS[reader.config["peft_type"]].values())
+        for field, array in arrays.items():
+            tables[field][index] = array
+    adapter_class = {"LOHA": LoHa, "LOKR": LoKr}[reader.config["peft_type"]]
+    fields = list(LYCORIS_FIELDS[reader.config["peft_type"]].values())
 
-    def make(base: Any, *, key: Any, scale: Any, applies: Any, **arrays: Any) -> AbstractAdapter:
-        adapter = kind(base, rank=1, scale=scale, applies=applies, adapter_name=reader.adapter_name, key=key)
-        where = lambda adapter: [getattr(adapter, word) for word in words]
-        return eqx.tree_at(where, adapter, [arrays.get(word) for word in words], is_leaf=lambda x: x is None)
+    def factory(base: Any, *, key: Any, scale: Any, applies: Any, **arrays: Any) -> AbstractAdapter:
+        adapter = adapter_class(base, rank=1, scale=scale, applies=applies, adapter_name=reader.adapter_name, key=key)
+        where = lambda adapter: [getattr(adapter, field) for field in fields]
+        return eqx.tree_at(where, adapter, [arrays.get(field) for field in fields], is_leaf=lambda x: x is None)
 
-    return make, tables
+    return factory, tables
 
 
 _READERS = {"LORA": _read_lora, "IA3": _read_ia3, "VERA": _read_vera, "LOHA": _read_lycoris, "LOKR": _read_lycoris}
