@@ -1,4 +1,4 @@
-"""What every adapter promises, of random matrices, ranks, targets and dtypes."""
+"""Properties of all methods for random sizes, ranks, target modules and dtypes."""
 
 from functools import partial
 
@@ -38,15 +38,15 @@ TARGETS = st.lists(st.sampled_from(["up", "gate", "down"]), min_size=1, max_size
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=5)
 @given(sizes=LAYERS, targets=TARGETS, rank=st.integers(1, 4), half=st.booleans(), seed=st.integers(0, 99))
-def test_born_as_it_was_learnt_alone_and_merged(method, sizes, targets, rank, half, seed):
-    """The same numbers at birth; after ten steps of AdamW what is not learnt is as it was, bit for bit; and merged it
-    computes what it computed."""
+def test_adapter_preserves_base_and_merges(method, sizes, targets, rank, half, seed):
+    """An adapter does not change the initial output; ten steps of AdamW leave frozen parameters bitwise equal; merging
+    does not change the output."""
     keys = jax.random.split(jax.random.key(seed), 3)
     base = GatedMLP(sizes[0], mlp=sizes[1], key=keys[0])
     base = zoo.cast(base, jnp.bfloat16) if half and method not in ("pissa", "olora") else base
     x = jax.random.normal(keys[1], (2, 3, sizes[0]))
     before = base(x)[0]
-    targets = ["up", *targets] if method == "lora" and "up" not in targets else targets  # its pattern means that one
+    targets = ["up", *targets] if method == "lora" and "up" not in targets else targets  # rank_pattern names it
     adapted = METHODS[method](rank)(base, targets=targets, key=keys[2])
     scale = float(jnp.abs(before).max())
     np.testing.assert_allclose(adapted(x)[0], before, atol=3e-6 * scale)
@@ -57,25 +57,25 @@ def test_born_as_it_was_learnt_alone_and_merged(method, sizes, targets, rank, ha
     @eqx.filter_jit
     def ten_steps(model):
         def step(carry, _):
-            tuned, state = carry
-            loss = lambda tuned: jnp.square(eqx.combine(tuned, model)(x)[0] - target).mean()
-            updates, state = optimizer.update(jax.grad(loss)(tuned), state, tuned)
-            return (eqx.apply_updates(tuned, updates), state), None
+            trainable, state = carry
+            loss = lambda trainable: jnp.square(eqx.combine(trainable, model)(x)[0] - target).mean()
+            updates, state = optimizer.update(jax.grad(loss)(trainable), state, trainable)
+            return (eqx.apply_updates(trainable, updates), state), None
 
-        tuned = zoo.trainable(model)
-        (tuned, _), _ = jax.lax.scan(step, (tuned, optimizer.init(tuned)), length=10)
-        return eqx.combine(tuned, model)
+        trainable = zoo.trainable(model)
+        (trainable, _), _ = jax.lax.scan(step, (trainable, optimizer.init(trainable)), length=10)
+        return eqx.combine(trainable, model)
 
-    learnt = ten_steps(adapted)
-    names = {place.name for place in list_parameter_paths(zoo.trainable(adapted))}
-    assert names and all(f".{label}." in name for name in names for label in adapters.adapter_names(adapted))
-    for place, old, new in zip(
-        list_parameter_paths(adapted), jax.tree.leaves(adapted), jax.tree.leaves(learnt), strict=True
+    trained = ten_steps(adapted)
+    names = {path.name for path in list_parameter_paths(zoo.trainable(adapted))}
+    assert names and all(f".{adapter}." in name for name in names for adapter in adapters.adapter_names(adapted))
+    for path, old, new in zip(
+        list_parameter_paths(adapted), jax.tree.leaves(adapted), jax.tree.leaves(trained), strict=True
     ):
-        assert (place.name in names) != np.array_equal(old, new), place.name
+        assert (path.name in names) != np.array_equal(old, new), path.name
 
-    after, merged = learnt(x)[0], adapters.merge(learnt)
+    after, merged = trained(x)[0], adapters.merge(trained)
     assert jnp.abs(after - before).max() > 1e-3 * scale
-    rounding = 2e-2 if half else 3e-5  # a merged matrix is rounded to the dtype of its base
+    rounding = 2e-2 if half else 3e-5  # a merged weight is rounded to the dtype of its base
     np.testing.assert_allclose(merged(x)[0], after, atol=rounding * float(jnp.abs(after).max()))
-    np.testing.assert_allclose(adapters.remove(learnt)(x)[0], before, atol=3e-6 * scale)
+    np.testing.assert_allclose(adapters.remove(trained)(x)[0], before, atol=3e-6 * scale)

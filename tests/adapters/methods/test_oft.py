@@ -1,4 +1,4 @@
-"""OFT: rotations are rotations, all forms of the product agree, and no mesh cuts a block."""
+"""OFT: orthogonal rotations, the agreement of all its products, and blocks on a mesh."""
 
 import equinox as eqx
 import jax
@@ -15,8 +15,8 @@ from zoo.parallel import Dim
 KEY = jax.random.key(0)
 
 
-def around(in_size=24, out_size=6, in_=Dim("in"), experts=None, **options):
-    """An OFT around a matrix, or around one for each expert, that has learnt something."""
+def make_oft(in_size=24, out_size=6, in_=Dim("in"), experts=None, **options):
+    """An OFT of one linear layer, or of one per expert, with random parameters."""
 
     def make(key):
         keys = jax.random.split(key)
@@ -26,7 +26,7 @@ def around(in_size=24, out_size=6, in_=Dim("in"), experts=None, **options):
     return make(KEY) if experts is None else eqx.filter_vmap(make)(jax.random.split(KEY, experts))
 
 
-def test_rotations():
+def test_cayley_transform_matches_closed_form_and_series():
     pairs = 0.1 * jax.random.normal(KEY, (3, 6))
     skewed = np.asarray(skew_symmetric(pairs, 4), np.float64)
     np.testing.assert_array_equal(skewed, -skewed.swapaxes(1, 2))
@@ -35,39 +35,43 @@ def test_rotations():
     exact = (identity - skewed) @ np.linalg.inv(identity + skewed)
     np.testing.assert_allclose(cayley_transform(skew_symmetric(pairs, 4), None), exact, atol=1e-6)
     power = lambda n: np.linalg.matrix_power(skewed, n)
-    cut = {
+    truncated = {
         1: identity + 0 * skewed,
         2: identity + 2 * skewed,
         3: identity + 2 * skewed + 2 * power(2) + power(3),
         4: identity + 2 * skewed + 2 * power(2) + power(3),
         6: identity + 2 * sum(power(n) for n in range(1, 5)) + power(5),
     }
-    for terms, expected in cut.items():
+    for terms, expected in truncated.items():
         np.testing.assert_allclose(cayley_transform(skew_symmetric(pairs, 4), terms), expected, atol=1e-6)
     many = cayley_transform(skew_symmetric(pairs, 4), 40)
     np.testing.assert_allclose(many, exact.swapaxes(1, 2), atol=1e-6)
     np.testing.assert_allclose(many @ many.swapaxes(1, 2), np.broadcast_to(identity, (3, 4, 4)), atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"block_size": 4}, {"blocks": 3, "neumann_terms": None}, {"blocks": 2, "shared": True}])
-def test_all_forms_are_one_matrix(options):
-    oft = around(**options)
+@pytest.mark.parametrize(
+    "options", [{"block_size": 4}, {"blocks": 3, "neumann_terms": None}, {"blocks": 2, "shared": True}]
+)
+def test_oft_products_match_dense_weight(options):
+    oft = make_oft(**options)
     x, y = jax.random.normal(KEY, (2, 5, 24)), jax.random.normal(KEY, (5, 6))
     np.testing.assert_allclose(oft(x), x @ oft.dense_weight.T + oft.dense_bias, atol=1e-5)
     np.testing.assert_allclose(oft.transposed(y), y @ oft.dense_weight, atol=1e-5)
     assert jnp.abs(oft.dense_weight - oft.base.dense_weight).max() > 0.1
     if oft.neumann_terms is None:
-        np.testing.assert_allclose(oft.dense_weight @ oft.dense_weight.T, oft.base.dense_weight @ oft.base.dense_weight.T, atol=1e-5)
+        np.testing.assert_allclose(
+            oft.dense_weight @ oft.dense_weight.T, oft.base.dense_weight @ oft.base.dense_weight.T, atol=1e-5
+        )
 
-    experts, sizes = around(experts=3, **options), jnp.array([4, 0, 3])
-    rows = jax.random.normal(KEY, (9, 24))  # two of which no expert has
-    every = eqx.filter_vmap(lambda one: one.dense_weight)(experts)
-    expected = np.concatenate([rows[:4] @ every[0].T, rows[4:7] @ every[2].T, np.zeros((2, 6))])
+    experts, sizes = make_oft(experts=3, **options), jnp.array([4, 0, 3])
+    rows = jax.random.normal(KEY, (9, 24))  # the last two belong to no expert
+    weights = eqx.filter_vmap(lambda oft: oft.dense_weight)(experts)
+    expected = np.concatenate([rows[:4] @ weights[0].T, rows[4:7] @ weights[2].T, np.zeros((2, 6))])
     np.testing.assert_allclose(experts.grouped(rows, sizes), expected, atol=1e-5)
 
 
-def test_no_mesh_cuts_a_block():
-    """Half of 24 inputs is whole blocks of 4 and whole heads of 6, which the blocks do not keep apart."""
+def test_oft_on_a_mesh_keeps_blocks_on_one_device():
+    """Half of 24 inputs is three blocks of 4 and two heads of 6, though blocks cross the boundaries of heads."""
     mesh, x = zoo.make_mesh(data=1, tensor=2, devices=jax.devices()[:2]), jax.random.normal(KEY, (2, 24))
     heads = Dim("heads", 6)
     multiply = zoo.spmd(lambda oft, x: oft(split(x)), mesh, out="batch out")
@@ -76,25 +80,25 @@ def test_no_mesh_cuts_a_block():
         return jax.lax.dynamic_slice_in_dim(x, 12 * jax.lax.axis_index("tensor"), 12, 1)
 
     for options in ({"block_size": 4}, {"block_size": 4, "shared": True}):
-        oft = around(in_=heads, **options)
+        oft = make_oft(in_=heads, **options)
         np.testing.assert_allclose(multiply(zoo.place(oft, mesh), x), oft(x), atol=1e-5)
     with pytest.raises(ValueError, match="12 inputs of heads are no whole blocks of 8"):
-        multiply(zoo.place(around(in_=heads, block_size=8, shared=True), mesh), x)
+        multiply(zoo.place(make_oft(in_=heads, block_size=8, shared=True), mesh), x)
     with pytest.raises(ValueError, match="3 heads do not share out over tensor=2"):
-        zoo.place(around(in_=heads, block_size=8), mesh)
+        zoo.place(make_oft(in_=heads, block_size=8), mesh)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "how large its blocks are, or how many"),
-        ({"block_size": 4, "blocks": 6}, "how large its blocks are, or how many"),
+        ({}, "needs the size of its blocks or their number"),
+        ({"block_size": 4, "blocks": 6}, "needs the size of its blocks or their number"),
         ({"block_size": 7}, "24 inputs are no blocks of 7.* 2, 3, 4, 6, 8, 12, 24"),
         ({"block_size": 1}, "24 inputs are no blocks of 1 of two inputs or more"),
         ({"blocks": 5}, "24 inputs are no 5 blocks"),
         ({"blocks": 0}, "24 inputs are no 0 blocks"),
     ],
 )
-def test_blocks_that_cannot_be(options, message):
+def test_oft_with_wrong_blocks_raises(options, message):
     with pytest.raises(ValueError, match=message):
-        around(**options)
+        make_oft(**options)

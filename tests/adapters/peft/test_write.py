@@ -1,0 +1,82 @@
+"""Saving PEFT files: a round trip of every method, initial factors, and the choice of the adapter."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.adapters.perturb import perturb
+from zoo import adapters
+
+METHODS = ("lora", "dora", "vera", "ia3", "loha", "lokr", "oft", "adalora")
+
+
+def make_model(layers=2, embed=16, **options):
+    sizes = {"vocab": 32, "embed": embed, "layers": layers, "heads": 2, "mlp": 24, **options}
+    return zoo.models.Transformer(**sizes, key=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    return adapters.lora(make_model(), targets=("query", "down"), rank=2, key=jax.random.key(1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_save_and_load_round_trip(method, tmp_path):
+    model = make_model()
+    options = {"block_size": 8} if method == "oft" else {}
+    wrapped = perturb(getattr(adapters, method)(model, key=jax.random.key(1), **options))
+    adapters.save(wrapped, tmp_path)
+    loaded = adapters.load(model, tmp_path)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_allclose(loaded(tokens), wrapped(tokens), atol=1e-5)
+    assert adapters.adapter_names(loaded) == ["default"]
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_save_after_pissa_or_olora_doubles_the_rank(init, tmp_path):
+    """The initial output is the base's. After training, the file is for the original base, with twice the rank."""
+    model = make_model()
+    options = {"rank": 4, "alpha": 8, "rank_pattern": {"layers.1.attention.query": 2}}
+    wrapped = adapters.lora(model, init=init, key=jax.random.key(1), **options)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_allclose(wrapped(tokens), model(tokens), atol=1e-5)
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape) * (x != 0)  # padding stays zero
+    trained = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
+    assert jnp.abs(trained(tokens) - model(tokens)).max() > 0.1
+    np.testing.assert_allclose(adapters.merge(trained)(tokens), trained(tokens), atol=1e-5)
+    np.testing.assert_allclose(adapters.remove(trained)(tokens), model(tokens), atol=1e-5)
+    adapters.save(trained, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["r"] == 8 and set(config["rank_pattern"].values()) == {4}
+    np.testing.assert_allclose(adapters.load(model, tmp_path)(tokens), trained(tokens), atol=2e-5)
+    with pytest.raises(ValueError, match="no 17 directions"):
+        adapters.lora(model, init=init, rank=17, key=jax.random.key(1))
+    with pytest.raises(ValueError, match="take a LoRA"):
+        adapters.dora(model, init=init, key=jax.random.key(1))
+
+
+def test_save_dora_of_some_layers(tmp_path):
+    model = make_model()
+    wrapped = adapters.dora(model, targets=r"layers\.1\..*\.query", rank=2, key=jax.random.key(1))
+    wrapped = eqx.combine(jax.tree.map(lambda x: 1.3 * x, zoo.trainable(wrapped)), wrapped)
+    adapters.save(wrapped, tmp_path)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_allclose(adapters.load(model, tmp_path)(tokens), wrapped(tokens), atol=1e-5)
+    assert jnp.abs(wrapped(tokens) - model(tokens)).max() > 1e-3
+
+
+def test_save_needs_the_name_of_one_adapter(adapted, tmp_path):
+    with pytest.raises(zoo.CheckpointError, match="has no adapters"):
+        adapters.save(adapters.remove(adapted), tmp_path)
+    both = adapters.ia3(adapted, targets="query", inputs=None)
+    with pytest.raises(zoo.CheckpointError, match="several adapters, lora, ia3: name one"):
+        adapters.save(both, tmp_path)
+    with pytest.raises(zoo.CheckpointError, match="no adapter 'dora'"):
+        adapters.save(both, tmp_path, adapter_name="dora")
+    adapters.save(both, tmp_path, adapter_name="lora")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"

@@ -1,0 +1,75 @@
+"""Several adapters on one model: nested, and selected per row of a batch."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.adapters.perturb import perturb
+from zoo import adapters
+from zoo.models.parameter_paths import list_parameter_paths
+
+KEY = jax.random.key(0)
+TOKENS = jax.random.randint(KEY, (8, 6), 0, 32)
+BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
+
+
+def run(model, tokens=TOKENS):
+    return eqx.filter_jit(lambda model: model(tokens))(model)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, tied=False, key=KEY)
+
+
+def test_nested_adapters_keep_names_and_base(model):
+    """Each adapter has its name, its strength, and the module that it wraps as its base."""
+    inner = adapters.lora(model, targets=("query", "value", "down"), rank=3, alpha=6, key=jax.random.key(1))
+    both = adapters.ia3(inner, targets="query", inputs=None)
+    assert adapters.adapter_names(both) == ["lora", "ia3"]
+    names = {path.name for path in list_parameter_paths(zoo.trainable(both))}
+    assert {"layers.*.attention.query.ia3.of_out", "layers.*.attention.query.lora.down.weight"} <= names
+    both = perturb(both)
+    np.testing.assert_allclose(run(adapters.merge(both)), run(both), atol=1e-5)
+    off = adapters.set_strength(both, {"ia3": 0})
+    np.testing.assert_allclose(run(off), run(adapters.remove(both, "ia3")), atol=1e-5)
+    np.testing.assert_array_equal(run(adapters.remove(both)), run(model))
+    for wrong in (lambda: adapters.set_strength(both, {"dora": 1}), lambda: adapters.remove(model)):
+        with pytest.raises(ValueError, match="no adapter"):
+            wrong()
+
+
+def test_select_per_row_matches_each_adapter_alone(model):
+    """Rows with one of three adapters, or none; by name, and inside a loss by index, on a mesh too."""
+    both = adapters.lora(model, targets=("query", "down"), adapter_name="french", key=KEY)
+    both = perturb(adapters.dora(both, targets="value", adapter_name="german", key=KEY))
+    both = perturb(adapters.ia3(both, targets="key", inputs=None, adapter_name="tone"))
+    keep_only = lambda name: adapters.set_strength(
+        both, {other: 0 for other in adapters.adapter_names(both) if other != name}
+    )
+    alone = {name: run(keep_only(name)) for name in ("french", "german", "tone")}
+    rows = ["french", None, "german", "tone", "french", None, None, "german"]
+    mixed = run(adapters.select_per_row(both, rows))
+    for row, name in enumerate(rows):
+        expected = run(model)[row] if name is None else alone[name][row]
+        np.testing.assert_allclose(mixed[row], expected, atol=1e-5)
+
+    text = zoo.generate(adapters.select_per_row(both, ["french", "german"]), TOKENS[:2], max_new_tokens=3)
+    for row, name in enumerate(("french", "german")):
+        expected = zoo.generate(keep_only(name), TOKENS[:2], max_new_tokens=3)
+        np.testing.assert_array_equal(text[row], expected[row])
+
+    def loss_fn(model, batch):
+        selected = adapters.select_per_row(model, batch["adapter"])
+        return zoo.cross_entropy(selected, {name: x for name, x in batch.items() if name != "adapter"})
+
+    indices = jnp.asarray([-1 if name is None else adapters.adapter_names(both).index(name) for name in rows])
+    log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(mixed), BATCH["targets"][..., None], -1)
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    batch = zoo.place_batch({**BATCH, "adapter": indices}, mesh)
+    np.testing.assert_allclose(
+        zoo.value(loss_fn, mesh)(zoo.place(both, mesh), batch), -log_probabilities.mean(), rtol=1e-5
+    )

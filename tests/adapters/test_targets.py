@@ -1,0 +1,29 @@
+"""Target modules: errors suggest similar names."""
+
+import equinox as eqx
+import jax
+import pytest
+
+import zoo
+from zoo import adapters
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": "querry"}, "'querry'. Is it query"),
+        ({"targets": ()}, "targets names no module"),
+        ({"targets": "("}, "is no name, and no pattern either"),
+        ({"targets": lambda name: False}, "takes none of the model's 15 matrices"),
+        ({"rank": 0}, "a rank is at least 1, not 0"),
+        ({"rank_pattern": {"query": 0}}, "a rank is at least 1, not 0"),
+        ({"alpha_pattern": {"qery": 2}}, "'qery'. Is it query"),
+    ],
+)
+def test_lora_with_wrong_targets_or_ranks_raises(options, message):
+    make = lambda: zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, mlp=24, key=KEY)
+    model = eqx.filter_eval_shape(make)
+    with pytest.raises(ValueError, match=message):
+        adapters.lora(model, key=KEY, **options)
