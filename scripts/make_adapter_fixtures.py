@@ -1,4 +1,4 @@
-"""Make the small reference cases of adapters: what PEFT saves, and what PyTorch computes with it.
+"""Make the reference fixtures of adapters: the files that PEFT saves, and the logits and gradients in PyTorch.
 
     python -m scripts.make_adapter_fixtures                                    # all of tests/fixtures/adapters
     python -m scripts.make_adapter_fixtures --only dora oft --out /tmp/cases   # some, elsewhere
@@ -7,13 +7,13 @@
 It needs `pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 numpy==2.4.6 tyro` and Python
 3.11, which made the committed files on one CPU. The same versions on the same CPU give the same bytes.
 
-The bases are the models of tests/fixtures/models, which `make_fixtures.py` makes, widened to float32. What an adapter
-learns is moved away from where it starts, by noise. A case has adapter_config.json and adapter_model.safetensors as
-PEFT saves them; meta.json; and expected.safetensors, computed by what PEFT reads out of these files again:
+The bases are the models of tests/fixtures/models, made by `make_fixtures.py`, cast to float32. Noise is added to the
+trainable parameters of an adapter. A case has adapter_config.json and adapter_model.safetensors as PEFT saves them;
+meta.json; and expected.safetensors, computed after PEFT has loaded these files again:
 
-    input_ids, logits, loss      one pass, and the loss of predicting each next token
-    logits_merged                after `merge_and_unload`, where PEFT can
-    grad.NAME                    gradients of that loss, a few, by the names of the adapter's file
+    input_ids, logits, loss      a forward pass, and the next-token loss
+    logits_merged                after `merge_and_unload`, if PEFT supports it
+    grad.NAME                    some gradients of that loss, by tensor name in the adapter's file
 """
 
 import contextlib
@@ -41,25 +41,25 @@ except ImportError:
 ROOT = Path(__file__).parents[1]
 BASES = ROOT / "tests/fixtures/models"
 ROWS, LENGTH = 2, 8
-NOISE = 1e-5
-FEW = re.compile(r"\.0\.|lm_head|embed_tokens|\.norm\.|\bwte\b|vera_")
-"""Gradients that are stored: those of the first layer, and of what is no layer's."""
+TOLERANCE = 1e-5
+STORED_GRADIENTS = re.compile(r"\.0\.|lm_head|embed_tokens|\.norm\.|\bwte\b|vera_")
+"""Tensor names whose gradients are stored: those of the first layer, and of modules outside the layers."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An adapter: what it stands on, PEFT's word for its config, what is particular, and its options."""
+    """An adapter: its base model, the class of its PEFT config, a note, and the options of the config."""
 
     base: str
     config: str
     note: str
     options: dict[str, Any]
     embeddings: str | bool = "auto"
-    """Whether embeddings are saved with it: PEFT's own rule unless given."""
+    """PEFT's option `save_embedding_layers`."""
     ranks: dict[str, list[bool]] = field(default_factory=dict)
-    """Of AdaLoRA: which ranks of a matrix its allocator has left."""
+    """For AdaLoRA: the ranks of each matrix that its allocator keeps."""
     merges: bool = True
-    """False where PEFT would merge into embeddings that the head shares."""
+    """False if PEFT would merge into embeddings that are tied to the head."""
 
 
 QV = {"target_modules": ["q_proj", "v_proj"]}
@@ -68,7 +68,7 @@ ADALORA = {"init_r": 4, "lora_alpha": 6, "total_step": 10}
 CASES = {
     "lora": Case("llama", "LoraConfig", "queries and values", QV | {"r": 2, "lora_alpha": 3}),
     "lora_patterns": Case(
-        "llama", "LoraConfig", "ranks and alphas by pattern, scaled by the root of the rank",
+        "llama", "LoraConfig", "rank_pattern and alpha_pattern, scaled by the root of the rank",
         {"target_modules": ["q_proj", "o_proj", "down_proj"], "r": 2, "lora_alpha": 4, "use_rslora": True}
         | {"rank_pattern": {"layers.1.self_attn.q_proj": 3, "down_proj": 1}, "alpha_pattern": {"o_proj": 5}},
     ),
@@ -76,61 +76,65 @@ CASES = {
         "gpt2", "LoraConfig", "q, k and v fused, weights stored (in, out)",
         {"target_modules": ["c_attn", "mlp.c_proj"], "r": 2, "lora_alpha": 4, "fan_in_fan_out": True},
     ),
-    "lora_mamba": Case("mamba", "LoraConfig", "a recurrence's inputs", {"target_modules": ["in_proj"], "r": 2}),
+    "lora_mamba": Case(
+        "mamba", "LoraConfig", "the input projection of a recurrence", {"target_modules": ["in_proj"], "r": 2}
+    ),
     "lora_embedding": Case(
         "mistral", "LoraConfig", "embeddings and queries; PEFT saves the embeddings too",
         {"target_modules": ["embed_tokens", "q_proj"], "r": 2, "lora_alpha": 4},
     ),
     "lora_embedding_alone": Case(
-        "llama", "LoraConfig", "tied embeddings, which the head does not follow, without the embeddings themselves",
+        "llama", "LoraConfig", "tied embeddings, where the head keeps the original; the embeddings are not saved",
         {"target_modules": ["embed_tokens"], "r": 2, "lora_alpha": 4}, embeddings=False, merges=False,
     ),
     "lora_head": Case("mistral", "LoraConfig", "the head; PEFT saves it too", {"target_modules": ["lm_head"], "r": 2}),
-    "lora_bias_only": Case("qwen2", "LoraConfig", "biases of the targets", QV | {"r": 2, "bias": "lora_only"}),
+    "lora_bias_only": Case("qwen2", "LoraConfig", "biases of the target modules", QV | {"r": 2, "bias": "lora_only"}),
     "lora_bias_all": Case(
-        "gpt2", "LoraConfig", "every bias of the base, norms' too",
+        "gpt2", "LoraConfig", "all biases of the base, including those of norms",
         {"target_modules": ["c_attn"], "r": 2, "bias": "all", "fan_in_fan_out": True},
     ),
     "lora_saved_head": Case(
-        "mistral", "LoraConfig", "a head learnt whole", QV | {"r": 2, "modules_to_save": ["lm_head"]}
+        "mistral", "LoraConfig", "a head trained in full", QV | {"r": 2, "modules_to_save": ["lm_head"]}
     ),
     "lora_saved_norms": Case(
-        "mistral", "LoraConfig", "the final norm and those before attention learnt whole",
+        "mistral", "LoraConfig", "the final norm and those before attention trained in full",
         QV | {"r": 2, "modules_to_save": ["input_layernorm", "model.norm"]},
     ),
     "lora_saved_embedding": Case(
-        "mistral", "LoraConfig", "embeddings learnt whole", QV | {"r": 2, "modules_to_save": ["embed_tokens"]}
+        "mistral", "LoraConfig", "embeddings trained in full", QV | {"r": 2, "modules_to_save": ["embed_tokens"]}
     ),
     "lora_experts": Case(
-        "mixtral", "LoraConfig", "what leads out of each expert, by the name of the parameter",
+        "mixtral", "LoraConfig", "the down projection of each expert, by parameter name",
         {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"], "r": 2},
     ),
-    "dora": Case("llama", "LoraConfig", "all matrices", ALL | {"r": 2, "lora_alpha": 3, "use_dora": True}),
+    "dora": Case("llama", "LoraConfig", "all linear layers", ALL | {"r": 2, "lora_alpha": 3, "use_dora": True}),
     "dora_bias_only": Case(
-        "qwen2", "LoraConfig", "biases of the targets", QV | {"r": 2, "use_dora": True, "bias": "lora_only"}
+        "qwen2", "LoraConfig", "biases of the target modules", QV | {"r": 2, "use_dora": True, "bias": "lora_only"}
     ),
     "ia3": Case(
         "llama", "IA3Config", "keys, values and inner activations",
         {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     ),
-    "vera": Case("llama", "VeraConfig", "random matrices, cut to unlike sizes", QV | {"r": 3}),
+    "vera": Case("llama", "VeraConfig", "random factors sliced to different sizes", QV | {"r": 3}),
     "loha": Case(
-        "llama", "LoHaConfig", "queries and what leads out",
+        "llama", "LoHaConfig", "queries and output projections",
         {"target_modules": ["q_proj", "o_proj"], "r": 2, "alpha": 3},
     ),
     "lokr": Case(
-        "llama", "LoKrConfig", "both factors narrow, in fours",
+        "llama", "LoKrConfig", "both factors low-rank, factor 4",
         {"target_modules": ["q_proj", "down_proj"], "r": 1, "alpha": 2, "decompose_both": True, "decompose_factor": 4},
     ),
-    "oft": Case("llama", "OFTConfig", "blocks of 4, which heads of 6 do not keep apart", ALL | {"oft_block_size": 4}),
+    "oft": Case(
+        "llama", "OFTConfig", "blocks of 4, which cross the boundaries of heads of 6", ALL | {"oft_block_size": 4}
+    ),
     "oft_shared": Case(
-        "gpt_neox", "OFTConfig", "two blocks that are one, exactly orthogonal; q, k and v fused",
+        "gpt_neox", "OFTConfig", "two blocks with shared parameters, exactly orthogonal; q, k and v fused",
         {"target_modules": ["query_key_value", "dense_h_to_4h"], "r": 2, "oft_block_size": 0, "block_share": True}
         | {"use_cayley_neumann": False},
     ),
     "adalora": Case("llama", "AdaLoraConfig", "queries and values", QV | ADALORA),
     "adalora_allocated": Case(
-        "llama", "AdaLoraConfig", "ranks of 4 of which some are left, in one matrix none", QV | ADALORA,
+        "llama", "AdaLoraConfig", "some ranks of 4 kept, none in one matrix", QV | ADALORA,
         ranks={
             "model.layers.0.self_attn.q_proj": [True, False, True, True],
             "model.layers.0.self_attn.v_proj": [False, False, True, False],
@@ -138,31 +142,32 @@ CASES = {
             "model.layers.1.self_attn.v_proj": [False, False, False, False],
         },
     ),
-    "peft": Case("qwen2", "LoraConfig", "the tutorial's", QV | {"r": 4, "lora_alpha": 8}),
+    "peft": Case("qwen2", "LoraConfig", "the tutorial's adapter", QV | {"r": 4, "lora_alpha": 8}),
 }  # fmt: skip
-PAGES = ("peft",)  # of the documentation, made only when named, and with the base beside it
+PAGES = ("peft",)  # of the documentation: made only when named, and with a copy of the base
 
 
 def main(*, out: Path = ROOT / "tests/fixtures/adapters", only: tuple[str, ...] = ()) -> None:
-    """Make the cases, and say how large each is and what PEFT was found to do.
+    """Make the cases, and print the size of each and PEFT's own errors.
 
     Args:
-        out: The folder that gets a folder for each case.
-        only: Names of cases; all but that of the documentation where none is given.
+        out: Folder to write one folder per case to.
+        only: Names of cases; by default all except that of the documentation.
     """
     if peft is None or transformers is None:
         raise SystemExit("This needs PEFT: pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # sums in one order
+    torch.set_num_threads(1)  # a deterministic order of summation
     for name in only or [name for name in CASES if name not in PAGES]:
-        checks = make(name, out / name)
+        checks = make_case(name, out / name)
         size = sum(path.stat().st_size for path in (out / name).iterdir() if path.is_file())
         print(f"{name:22}{size / 1000:5.1f} kB  {checks}", flush=True)
 
 
-def make(name: str, folder: Path) -> dict[str, float]:
-    """Write one case; how far what PEFT reads again and what it merges is from what it saved, and from the base."""
+def make_case(name: str, folder: Path) -> dict[str, float]:
+    """Write one case. Return the largest differences of logits: reloaded and merged against saved, and saved against
+    the base."""
     case, seed = CASES[name], zlib.crc32(name.encode()) % 100_000
     shutil.rmtree(folder, ignore_errors=True)
     base = BASES / case.base
@@ -170,7 +175,7 @@ def make(name: str, folder: Path) -> dict[str, float]:
     ids = torch.randint(FIRST, load(base).config.vocab_size, (ROWS, LENGTH), generator=random)
     torch.manual_seed(seed)
     with ignored_warnings():
-        model = peft.get_peft_model(load(base), config_of(case)).eval()
+        model = peft.get_peft_model(load(base), build_config(case)).eval()
         with torch.no_grad():
             add_noise(model, seed)
             for module, kept in case.ranks.items():
@@ -180,21 +185,23 @@ def make(name: str, folder: Path) -> dict[str, float]:
             pattern = {f"{module}.lora_E.default": kept for module, kept in case.ranks.items()}
             model.peft_config["default"].rank_pattern = pattern
         model.save_pretrained(folder, save_embedding_layers=case.embeddings)
-        again = peft.PeftModel.from_pretrained(load(base), folder, is_trainable=True).eval()
-        expected = compute(again, ids, case.embeddings)
+        reloaded = peft.PeftModel.from_pretrained(load(base), folder, is_trainable=True).eval()
+        expected = compute_expected(reloaded, ids, case.embeddings)
         checks = {"reread": distance(expected["logits"], saved), "effect": distance(saved, before)}
         if case.merges:
             with torch.no_grad():
-                expected["logits_merged"] = again.merge_and_unload()(input_ids=ids).logits
+                expected["logits_merged"] = reloaded.merge_and_unload()(input_ids=ids).logits
             checks["merged"] = distance(expected["logits_merged"], saved)
-    if max(checks.get("merged", 0), checks["reread"]) > NOISE * float(saved.abs().max()) or checks["effect"] < 0.05:
-        raise RuntimeError(f"{name}: PEFT disagrees with itself, or changes next to nothing: {checks}")
+    if max(checks.get("merged", 0), checks["reread"]) > TOLERANCE * float(saved.abs().max()) or checks["effect"] < 0.05:
+        raise RuntimeError(
+            f"{name}: PEFT's reloaded or merged adapter differs from the saved one, or has almost no effect: {checks}"
+        )
 
     (folder / "README.md").unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
     for key in ("target_modules", "modules_to_save", "feedforward_modules"):
         if isinstance(config.get(key), list):
-            config[key] = sorted(config[key])  # PEFT keeps sets, whose order is another in each process
+            config[key] = sorted(config[key])  # PEFT stores sets, whose order differs between processes
     config["base_model_name_or_path"] = case.base
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
     versions = {module.__name__: module.__version__ for module in (torch, transformers, peft)}
@@ -216,29 +223,31 @@ def ignored_warnings() -> Iterator[None]:
         yield
 
 
-def config_of(case: Case) -> Any:
+def build_config(case: Case) -> Any:
     return getattr(peft, case.config)(task_type="CAUSAL_LM", **case.options)
 
 
 def add_noise(model: Any, seed: int) -> None:
-    """Noise on all that is learnt, in the order of names."""
+    """Add noise to all trainable parameters, in the order of their names."""
     random = np.random.default_rng(seed)
     for _, weight in sorted(model.named_parameters()):
         if weight.requires_grad:
             weight.add_(0.2 * torch.from_numpy(random.standard_normal(tuple(weight.shape), dtype=np.float32)))
 
 
-def compute(model: Any, ids: Any, embeddings: str | bool) -> dict[str, Any]:
-    """Logits, loss and gradients of a model as PEFT read it."""
+def compute_expected(model: Any, ids: Any, embeddings: str | bool) -> dict[str, Any]:
+    """Compute the logits, loss and gradients of a loaded adapter."""
     logits = model(input_ids=ids).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    learnt = {weight.data_ptr(): weight for weight in model.parameters() if weight.requires_grad and weight.numel()}
-    gradients = dict(zip(learnt, torch.autograd.grad(loss, list(learnt.values()), allow_unused=True), strict=True))
+    trainable = {weight.data_ptr(): weight for weight in model.parameters() if weight.requires_grad and weight.numel()}
+    gradients = dict(
+        zip(trainable, torch.autograd.grad(loss, list(trainable.values()), allow_unused=True), strict=True)
+    )
     expected = {"input_ids": ids, "logits": logits.detach(), "loss": loss.detach()}
     for name, weight in peft.get_peft_model_state_dict(model, save_embedding_layers=embeddings).items():
-        found = gradients.get(weight.data_ptr()) if weight.numel() else None
-        if found is not None and FEW.search(name):
-            expected[f"grad.{name}"] = found.reshape(weight.shape)
+        gradient = gradients.get(weight.data_ptr()) if weight.numel() else None
+        if gradient is not None and STORED_GRADIENTS.search(name):
+            expected[f"grad.{name}"] = gradient.reshape(weight.shape)
     return {name: value.clone().contiguous() for name, value in expected.items()}
 
 

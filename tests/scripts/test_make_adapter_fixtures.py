@@ -1,4 +1,4 @@
-"""The committed adapters are those of the script, and it makes them again where PEFT is installed."""
+"""The committed adapter fixtures are those of the script, which reproduces them if PEFT is installed."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ ADAPTERS = ROOT / "tests/fixtures/adapters"
 FILES = {"adapter_config.json", "adapter_model.safetensors", "expected.safetensors", "meta.json"}
 
 
-def test_every_case_is_there_and_all_are_small():
+def test_fixtures_are_complete_and_small():
     folders = {path.name: path for path in [*ADAPTERS.iterdir(), ROOT / "docs/fixtures/peft"]}
     assert set(folders) == set(make_adapter_fixtures.CASES)
     for name, folder in folders.items():
@@ -22,20 +22,20 @@ def test_every_case_is_there_and_all_are_small():
     assert sum(path.stat().st_size for path in ADAPTERS.rglob("*") if path.is_file()) < 400_000
 
 
-def test_the_page_has_its_base_beside_it():
+def test_fixture_of_the_tutorial_has_its_base():
     base = ROOT / "tests/fixtures/models" / make_adapter_fixtures.CASES["peft"].base
     for path in (ROOT / "docs/fixtures/peft/base").iterdir():
         assert path.read_bytes() == (base / path.name).read_bytes()
 
 
-def test_without_peft_it_says_what_to_install(monkeypatch, tmp_path):
+def test_fixtures_without_peft_raise(monkeypatch, tmp_path):
     monkeypatch.setattr(make_adapter_fixtures, "peft", None)
     with pytest.raises(SystemExit, match="pip install torch"):
         make_adapter_fixtures.main(out=tmp_path)
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_case_is_made_again_bit_by_bit(tmp_path):
+def test_fixtures_are_reproduced_bit_by_bit(tmp_path):
     if make_adapter_fixtures.peft is None or make_adapter_fixtures.transformers is None:
         pytest.skip("PEFT is not installed")
     make_adapter_fixtures.main(out=tmp_path, only=("adalora_allocated",))
