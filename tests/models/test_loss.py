@@ -1,4 +1,4 @@
-"""The loss in chunks, and over a split vocabulary, is the plain one: values and gradients."""
+"""The chunked cross-entropy, and that of a sharded vocabulary, equal the reference: values and gradients."""
 
 import equinox as eqx
 import jax
@@ -21,14 +21,14 @@ KEY = jax.random.key(0)
     seed=st.integers(0, 9),
     bias=st.booleans(),
 )
-def test_chunked_equals_plain(chunk, z_loss, seed, bias):
+def test_chunked_cross_entropy_equals_reference(chunk, z_loss, seed, bias):
     head_key, x_key, target_key, weight_key = jax.random.split(jax.random.key(seed), 4)
     head = zoo.layers.Linear(8, 11, bias=bias, key=head_key)
     x = jax.random.normal(x_key, (13, 8)) * 3
     targets = jax.random.randint(target_key, (13,), 0, 11)
     weights = jax.random.uniform(weight_key, (13,)) * (jnp.arange(13) % 3 > 0)
 
-    def plain(args):
+    def reference(args):
         head, x, weights = args
         return (cross_entropy(head(x), targets, z_loss=z_loss) * weights).sum()
 
@@ -36,7 +36,7 @@ def test_chunked_equals_plain(chunk, z_loss, seed, bias):
         head, x, weights = args
         return 0.5 * chunked_cross_entropy(head, x, targets, weights, z_loss, chunk)
 
-    expected, expected_grads = eqx.filter_value_and_grad(plain)((head, x, weights))
+    expected, expected_grads = eqx.filter_value_and_grad(reference)((head, x, weights))
     loss, grads = eqx.filter_value_and_grad(in_chunks)((head, x, weights))
     assert jnp.allclose(2 * loss, expected, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
@@ -46,7 +46,7 @@ def test_chunked_equals_plain(chunk, z_loss, seed, bias):
     )
 
 
-def test_no_chunk_holds_all_logits():
+def test_chunked_cross_entropy_never_holds_all_logits():
     head = zoo.layers.Linear(16, 512, key=KEY)
     x, targets, weights = jnp.ones((256, 16)), jnp.zeros(256, int), jnp.ones(256)
 
@@ -58,16 +58,18 @@ def test_no_chunk_holds_all_logits():
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_split_vocabulary(z_loss):
+def test_cross_entropy_of_a_sharded_vocabulary(z_loss):
     mesh = zoo.make_mesh(data=2, tensor=4)
     logits = jax.random.normal(KEY, (4, 6, 16)) * 5
     head = zoo.place(zoo.layers.Linear(16, 16, in_=Dim("embed"), out=Dim("vocab"), key=KEY), mesh)
     targets = jax.random.randint(KEY, (4, 6), 0, 16)
-    split = zoo.spmd(lambda h, x, t: token_losses(h(x), t, z_loss=z_loss), mesh, out="batch seq")(head, logits, targets)
-    assert jnp.allclose(split, cross_entropy(head(logits), targets, z_loss=z_loss), rtol=1e-5, atol=1e-5)
+    sharded = zoo.spmd(lambda h, x, t: token_losses(h(x), t, z_loss=z_loss), mesh, out="batch seq")(
+        head, logits, targets
+    )
+    assert jnp.allclose(sharded, cross_entropy(head(logits), targets, z_loss=z_loss), rtol=1e-5, atol=1e-5)
 
 
-def test_weights_default_to_one_and_auxiliary_losses_count_as_their_tokens():
+def test_cross_entropy_weights_default_to_one():
     model = zoo.models.Transformer(vocab=16, embed=8, layers=1, heads=2, mlp=8, key=KEY)
     tokens = jax.random.randint(KEY, (2, 5), 0, 16)
     batch = {"tokens": tokens, "targets": tokens}

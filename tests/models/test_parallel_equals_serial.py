@@ -1,4 +1,4 @@
-"""The definition of correct: the same loss, gradients and curve on every mesh as on one device."""
+"""The definition of correct: loss, gradients and learning curve on every mesh equal those on one device."""
 
 import collections
 import contextlib
@@ -29,14 +29,14 @@ MESHES = [
 
 
 def make(key, tied=True, **options):
-    """Two kinds of layers, and fewer kv heads than some meshes have devices along `tensor`."""
+    """Two block structures, and fewer kv heads than some meshes have devices along `tensor`."""
     sizes = {"vocab": VOCAB, "embed": 32, "layers": 4, "heads": 8, "kv_heads": 2, "mlp": 64}
     options = {"windows": (5, None), "qk_norm": True, "dropout": 0.2} | options
     return zoo.models.Transformer(**sizes, tied=tied, **options, key=key)
 
 
 def make_batch():
-    """Rows of unlike length, two documents in each, so that devices hold unlike numbers of tokens."""
+    """Rows of different lengths with two documents each, so that devices have different numbers of tokens."""
     text_key, length_key = jax.random.split(DATA_KEY)
     text = jax.random.randint(text_key, (ROWS, SEQ + 1), 0, VOCAB)
     index, lengths = jnp.arange(SEQ), jax.random.randint(length_key, (ROWS, 1), 2, SEQ + 1)
@@ -55,44 +55,44 @@ def loss_fn(model, batch, key=None):
 
 
 @functools.cache
-def born(**options):
+def make_unsharded(**options):
     return eqx.filter_jit(make)(MODEL_KEY, **options)
 
 
 @functools.cache
 def expected(tied):
-    """One device, no mesh, no `shard_map`: JAX's own gradient of the plain function."""
+    """Loss and gradients on one device without mesh and `shard_map`, by `jax.grad`."""
 
     def serial(model):
         total, count = loss_fn(model, make_batch(), jax.random.split(DROP_KEY, ROWS))
         return total / count
 
-    return eqx.filter_jit(eqx.filter_value_and_grad(serial))(born(tied=tied))
+    return eqx.filter_jit(eqx.filter_value_and_grad(serial))(make_unsharded(tied=tied))
 
 
-def furthest(tree, reference):
-    """The largest difference between two trees, relative to the largest number in each array."""
+def largest_relative_difference(tree, reference):
+    """Largest difference between two trees, relative to the largest value of each array."""
     pairs = zip(jax.tree.leaves(jax.device_get(reference)), jax.tree.leaves(jax.device_get(tree)), strict=True)
     return max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
 
 
 @pytest.mark.parametrize("i", range(len(MESHES)), ids=[str(zoo.make_mesh(**sizes)) for sizes in MESHES])
-def test_loss_and_gradients(i):
-    """Dropout, packed documents, grouped queries and unlike counts on all; tied heads, micro-batches, remat in turn."""
+def test_mesh_loss_and_gradients_equal_one_device(i):
+    """All with dropout, packed sequences, GQA and uneven token counts; tied heads, micro-batches and remat in turn."""
     tied, remat = i % 2 == 0, ("none", "full", "dots", "elementwise")[i % 4]
     microbatches = 2 if i % 4 < 2 else 1
     mesh = zoo.make_mesh(**MESHES[i])
-    model = zoo.place(born(tied=tied, remat=remat), mesh)
+    model = zoo.place(make_unsharded(tied=tied, remat=remat), mesh)
     loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, make_batch(), key=DROP_KEY)
-    loss_alone, grads_alone = expected(tied)
-    assert abs(loss - loss_alone) < 1e-5 * abs(loss_alone)
-    assert furthest(grads, grads_alone) < 2e-5
+    expected_loss, expected_grads = expected(tied)
+    assert abs(loss - expected_loss) < 1e-5 * abs(expected_loss)
+    assert largest_relative_difference(grads, expected_grads) < 2e-5
     for grad, parameter in zip(jax.tree.leaves(grads), jax.tree.leaves(zoo.trainable(model)), strict=True):
         assert grad.sharding.is_equivalent_to(parameter.sharding, grad.ndim)
 
 
-def test_a_vocabulary_that_does_not_divide_and_bfloat16():
-    """An odd vocabulary lies whole; the compute dtype's rounding is the same on a mesh to its own precision."""
+def test_mesh_with_uneven_vocabulary_and_bfloat16():
+    """An uneven vocabulary is replicated; bfloat16 results on a mesh agree to the precision of bfloat16."""
 
     def rounded(model, batch, key=None):
         assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(zoo.trainable(model)))
@@ -107,13 +107,13 @@ def test_a_vocabulary_that_does_not_divide_and_bfloat16():
         loss, grads = zoo.value_and_grad(rounded, mesh)(zoo.init(sized, MODEL_KEY, mesh), make_batch())
         assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
         results.append(jax.device_get((loss, grads)))
-    (loss_alone, grads_alone), (loss, grads) = results
-    assert abs(loss - loss_alone) < 2e-3
-    assert furthest(grads, grads_alone) < 0.03  # eight bits of mantissa, summed in another order
+    (expected_loss, expected_grads), (loss, grads) = results
+    assert abs(loss - expected_loss) < 2e-3
+    assert largest_relative_difference(grads, expected_grads) < 0.03  # 8 bits of mantissa, summed in another order
 
 
-def test_an_angle_that_depends_on_the_longest_row_is_that_of_the_whole_batch():
-    """Only one device holds the long row; all turn by its length."""
+def test_mesh_dynamic_rope_uses_the_longest_row_of_the_batch():
+    """One device has the long row; all devices scale RoPE by its length."""
 
     def sized(key):
         rotary = Rotary(8, scaling=DynamicScaling(4.0, original_length=4))
@@ -132,7 +132,7 @@ def test_an_angle_that_depends_on_the_longest_row_is_that_of_the_whole_batch():
 
 
 def recipe_step(mesh, traces):
-    """The step of a recipe, clipped AdamW outside, on global arrays; `traces` grows with every trace of it."""
+    """Training step of a recipe with clipped AdamW on global arrays; appends to `traces` when traced."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask))
 
     @eqx.filter_jit(donate="all-except-first")
@@ -147,7 +147,7 @@ def recipe_step(mesh, traces):
 
 
 def train(mesh, steps=10):
-    """The losses of some steps, how often the step was traced and compiled, and which arrays ended up elsewhere."""
+    """Return losses, number of traces, number of compilations, and arrays whose sharding changed."""
     traces = []
     step, model, opt_state = recipe_step(mesh, traces)
     before = [(x.ndim, x.sharding) for x in jax.tree.leaves((model, opt_state))]
@@ -163,7 +163,7 @@ def train(mesh, steps=10):
 
 @contextlib.contextmanager
 def compilations():
-    """A list that grows by one with every program that is compiled, or fetched from the compilation cache."""
+    """Yield a list that grows with every program compiled or fetched from the compilation cache."""
     found = []
 
     def listen(event, duration, **_):
@@ -174,15 +174,15 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_ten_steps_with_clipping_give_the_same_curve_and_trace_once():
-    alone, *_ = train(zoo.make_mesh(devices=jax.devices()[:1]))
-    assert alone[0] - alone[-1] > 1
+def test_mesh_ten_clipped_steps_equal_one_device_and_trace_once():
+    expected_losses, *_ = train(zoo.make_mesh(devices=jax.devices()[:1]))
+    assert expected_losses[0] - expected_losses[-1] > 1
     for mesh in (
         zoo.make_mesh(data=2, fsdp=2, tensor=2),
         zoo.make_mesh(data=2, fsdp=4, layout=ZERO1),
     ):
         losses, traces, compiled, moved = train(mesh)
-        assert jnp.allclose(losses, alone, rtol=1e-4), mesh
+        assert jnp.allclose(losses, expected_losses, rtol=1e-4), mesh
         assert (traces, compiled, moved) == (1, 1, [])
 
 
@@ -196,25 +196,25 @@ def compiled(mesh, remat="none", **sizes):
 
 
 def collectives(step):
-    """By kind; a pattern that sees those combined into tuples too."""
+    """Count collectives by kind, including those combined into tuples."""
     kinds = r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
     return collections.Counter(re.findall(kinds, step.as_text()))
 
 
-def test_zero3_holds_no_model_and_gathers_what_it_must():
-    """A block has seven matrices and two norms; embedding and final norm make eleven parameters."""
+def test_zero3_gathers_each_parameter_and_never_the_model():
+    """Eleven parameters: seven matrices and two norms of a block, embedding and final norm."""
     model, step = compiled(zoo.make_mesh(fsdp=8))
     size = sum(x.nbytes for x in jax.tree.leaves(model))
     assert step.memory_analysis().temp_size_in_bytes < size / 2
     moved = collectives(step)
-    assert moved["all-gather"] <= 11 + 9 + 1, "each parameter once forward, a block's once more backward"
-    assert moved["reduce-scatter"] <= 11 + 1, "each parameter's gradient once; a tied table's from both its uses"
+    assert moved["all-gather"] <= 11 + 9 + 1, "all-gather each parameter once forward, a block's again backward"
+    assert moved["reduce-scatter"] <= 11 + 1, "reduce-scatter each gradient once, that of a tied table twice"
     assert moved["all-reduce"] <= 1, "the loss and its count"
     assert set(moved) == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
-def test_zero1_splits_the_optimizer_state_and_its_gradients():
-    """No parameter is gathered for the passes, and each gradient is scattered once."""
+def test_zero1_shards_optimizer_state_and_gradients():
+    """No parameter is all-gathered for the passes, and each gradient is reduce-scattered once."""
     model, step = compiled(zoo.make_mesh(fsdp=8, layout=ZERO1))
     moved = collectives(step)
     assert set(moved) == {"reduce-scatter", "all-reduce"}
@@ -224,46 +224,46 @@ def test_zero1_splits_the_optimizer_state_and_its_gradients():
 
 
 @pytest.mark.parametrize("sizes", [{"devices": 1}, {"devices": 8, "fsdp": 4, "tensor": 2}], ids=str)
-def test_a_donated_step_works_in_place(sizes):
-    """What goes in as model and optimizer state comes out in the same memory: a failed donation would be silent."""
+def test_donated_step_updates_in_place(sizes):
+    """Model and optimizer state are updated in the same memory: a failed donation would be silent."""
     mesh = zoo.make_mesh(**sizes | {"devices": jax.devices()[: sizes["devices"]]})
     step, model, opt_state = recipe_step(mesh, [])
     program = step.lower(zoo.place_batch(make_batch(), mesh), model, opt_state).compile()
-    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((model, opt_state)))
-    assert program.compiled.memory_analysis().alias_size_in_bytes >= held
+    state_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((model, opt_state)))
+    assert program.compiled.memory_analysis().alias_size_in_bytes >= state_bytes
 
 
-def test_data_parallel_sums_gradients_once_and_outside_the_layers():
+def test_data_parallel_all_reduces_gradients_once_outside_the_scan():
     _, step = compiled(zoo.make_mesh(data=8))
     moved = collectives(step)
     assert set(moved) == {"all-reduce"}
-    assert moved["all-reduce"] <= 2, "all gradients together, and the loss with its count"
-    assert not sums_inside_loops(step)
+    assert moved["all-reduce"] <= 2, "one for all gradients, one for the loss and its count"
+    assert not all_reduces_inside_loops(step)
 
 
-def test_tensor_parallel_sums_twice_a_layer_forward_and_backward():
-    """Two sublayers contract a split dim forward, two backward; the vocabulary is summed in the embedding, in the
-    loss (peak, sum, target) and in the gradient of the head's input."""
+def test_tensor_parallel_all_reduces_twice_per_layer_and_pass():
+    """Two sublayers contract a sharded dim forward, two backward. The sharded vocabulary is all-reduced in the
+    embedding, in the loss (max, sum, target) and in the gradient of the head's input."""
     _, step = compiled(zoo.make_mesh(data=1, tensor=8))
     moved = collectives(step)
     assert set(moved) == {"all-reduce"}
     assert moved["all-reduce"] <= 4 + 5
-    assert sums_inside_loops(step), "the layers' own, which data parallelism must not have"
+    assert all_reduces_inside_loops(step), "those of the layers, which data parallelism must not have"
 
 
-def sums_inside_loops(step):
-    """The sums that a scan makes at every step, by the names that JAX gave the operations."""
+def all_reduces_inside_loops(step):
+    """List the all-reduces inside a scan, by JAX's names of operations."""
     return [line for line in step.as_text().splitlines() if " all-reduce(" in line and "while/body" in line]
 
 
-def test_gradients_of_a_bfloat16_model_are_summed_in_float32():
-    """What is gathered travels in bfloat16, what is scattered or summed over tokens in float32, as the program says."""
+def test_bfloat16_gradients_are_reduced_in_float32():
+    """All-gathers are in bfloat16, reduce-scatters and sums over tokens in float32, as the jaxpr shows."""
 
     def rounded(model, batch):
         return loss_fn(zoo.cast(model, jnp.bfloat16), batch)
 
     mesh = zoo.make_mesh(data=2, fsdp=4)
-    model = zoo.place(born(dropout=0.0), mesh)
+    model = zoo.place(make_unsharded(dropout=0.0), mesh)
     program = str(jax.make_jaxpr(lambda m, b: zoo.value_and_grad(rounded, mesh)(m, b))(model, make_batch()))
     results = re.findall(r":(\w+)\[[^\]]*\]\S* = (all_gather|reduce_scatter|psum\w*)\[", program)
     kinds = collections.Counter((kind, dtype) for dtype, kind in results)

@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2 from scratch: they learn, are written as their families and read again, and are one on any mesh."""
+"""Mamba and Mamba-2 from scratch: they train, save and load as their families, and are the same on any mesh."""
 
 from functools import partial
 
@@ -20,26 +20,26 @@ EACH = pytest.mark.parametrize("name", MODELS)
 
 
 @EACH
-def test_it_is_written_as_its_family_and_read_again(name, tmp_path):
+def test_mamba_save_and_load_roundtrip(name, tmp_path):
     model = MODELS[name](key=KEY)
     zoo.save(model, tmp_path)
-    again = zoo.load(tmp_path)
-    assert again.origin.family.name == name and not list(find_differences(again, model))
-    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+    loaded = zoo.load(tmp_path)
+    assert loaded.origin.family.name == name and not list(find_differences(loaded, model))
+    assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(model)))
     tokens = jnp.arange(10).reshape(2, 5)
     states = zoo.hidden_states(model, tokens)
-    assert len(states) == 3 and jnp.allclose(states[2], model.norm(states[1]), atol=1e-5), "outputs, the last normed"
-    assert all(map(np.array_equal, states, zoo.hidden_states(again, tokens)))
+    assert len(states) == 3 and jnp.allclose(states[2], model.norm(states[1]), atol=1e-5), "last one normalized"
+    assert all(map(np.array_equal, states, zoo.hidden_states(loaded, tokens)))
 
 
 @EACH
-def test_what_no_config_says_is_refused(name, tmp_path):
+def test_mamba_save_refuses_what_no_config_describes(name, tmp_path):
     model = MODELS[name](key=KEY)
-    for family, told in (
+    for family, message in (
         ("llama", "block is a MixerBlock, not a Block"),
         ("falcon_mamba", "only models that were read"),
     ):
-        with pytest.raises(zoo.CheckpointError, match=told):
+        with pytest.raises(zoo.CheckpointError, match=message):
             zoo.save(model, tmp_path / "refused", family)
     other = {"mamba": "mamba2", "mamba2": "mamba"}[name]
     with pytest.raises(zoo.CheckpointError, match=f"mixer is a {name.capitalize()}, not a {other.capitalize()}"):
@@ -50,14 +50,14 @@ def test_what_no_config_says_is_refused(name, tmp_path):
 
 
 @EACH
-def test_it_learns_the_token_before_the_last(name):
-    """On a mesh, whose loss is that of one device."""
+def test_mamba_learns_the_previous_token(name):
+    """On a mesh, with the loss of one device."""
     tokens = np.random.default_rng(0).integers(0, 12, (8, 9))
     batch = {"tokens": tokens[:, 1:], "targets": tokens[:, :-1], "weights": np.ones((8, 8), np.float32)}
-    batch["weights"][:, 0] = 0  # what came before the first is not known
+    batch["weights"][:, 0] = 0  # the token before the first is unknown
     model, mesh = MODELS[name](key=KEY), zoo.make_mesh(data=2, fsdp=2, tensor=2)
-    alone = zoo.make_mesh(devices=jax.devices()[:1])
-    losses = [float(zoo.value(zoo.cross_entropy, where)(zoo.place(model, where), batch)) for where in (alone, mesh)]
+    one_device = zoo.make_mesh(devices=jax.devices()[:1])
+    losses = [float(zoo.value(zoo.cross_entropy, m)(zoo.place(model, m), batch)) for m in (one_device, mesh)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     step = zoo.value_and_grad(zoo.cross_entropy, mesh)
     model = zoo.place(model, mesh)
@@ -67,15 +67,15 @@ def test_it_learns_the_token_before_the_last(name):
     assert loss < 0.7 * losses[0]
 
 
-def test_a_continued_text_is_that_of_whole_passes():
-    """Rows of unlike length, padded on the left, on a mesh too."""
+def test_mamba2_generation_equals_full_passes():
+    """Rows of different lengths, padded on the left; on a mesh too."""
     model = MODELS["mamba2"](key=KEY)
     prompt, mask = np.random.default_rng(0).integers(0, 12, (4, 5)), np.ones((4, 5), bool)
     mask[1, :2] = False
     new = zoo.generate(model, jnp.asarray(prompt), max_new_tokens=3, mask=jnp.asarray(mask))
     texts = [np.concatenate([prompt[row, mask[row]], new[row]]) for row in range(4)]
-    whole = eqx.filter_jit(model)(jnp.stack([np.pad(text, (0, 8 - len(text))) for text in texts]))
-    for text, logits in zip(texts, whole, strict=True):
+    all_logits = eqx.filter_jit(model)(jnp.stack([np.pad(text, (0, 8 - len(text))) for text in texts]))
+    for text, logits in zip(texts, all_logits, strict=True):
         np.testing.assert_array_equal(logits.argmax(-1)[len(text) - 4 : len(text) - 1], text[-3:])
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     placed = zoo.place(model, mesh)
@@ -83,7 +83,7 @@ def test_a_continued_text_is_that_of_whole_passes():
     np.testing.assert_array_equal(on_mesh, new)
 
 
-def test_what_cannot_be_is_told():
+def test_mamba_refuses_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match="a model has at least 1 layer, not 0"):
         MODELS["mamba"](layers=0, key=KEY)
     with pytest.raises(ValueError, match="does not share out over heads 7 wide"):

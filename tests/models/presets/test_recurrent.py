@@ -1,4 +1,4 @@
-"""Models of recurrent mixers: the same on a mesh as on one device, and text from a state that does not grow."""
+"""Models of recurrent mixers: the same on a mesh as on one device, and generation from a recurrent state."""
 
 from functools import partial
 
@@ -15,31 +15,28 @@ from zoo.layers import (
     RGLRU,
     RWKV6,
     RWKV7,
-    Attention,
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaProduct,
     GatedLinearAttention,
-    GatedMLP,
     KimiDeltaAttention,
     Lightning,
     LinearAttention,
     Retention,
 )
 from zoo.models.presets import recurrent
-from zoo.ops.rotary import Rotary
 
 KEY = jax.random.key(0)
 ROWS, SEQ, VOCAB = 8, 11, 32
 PATTERNS = {
-    "added to": (GatedLinearAttention, MLSTM),
-    "corrected": (GatedDeltaNet, partial(RWKV7, rank=4)),
-    "shifted": (partial(RWKV6, rank=4, decay_rank=4), RGLRU),
-    "added to, the others": (LinearAttention, Retention, Lightning, HGRN2),
-    "corrected, the others": (DeltaNet, KimiDeltaAttention, GatedDeltaProduct),
+    "additive": (GatedLinearAttention, MLSTM),
+    "delta rule": (GatedDeltaNet, partial(RWKV7, rank=4)),
+    "token shift": (partial(RWKV6, rank=4, decay_rank=4), RGLRU),
+    "additive, the others": (LinearAttention, Retention, Lightning, HGRN2),
+    "delta rule, the others": (DeltaNet, KimiDeltaAttention, GatedDeltaProduct),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) if name.endswith("others") else name for name in PATTERNS]
-"""One mixer or two of each kind, which share their code; the others by `pytest -m slow tests/models`."""
+"""One or two mixers per kind, since a kind has its code in common; the others by `pytest -m slow tests/models`."""
 
 
 def make(name, key):
@@ -48,7 +45,7 @@ def make(name, key):
 
 
 def make_batch():
-    """Two documents and padding in each row, of unlike lengths."""
+    """Two documents of different lengths per row, and padding."""
     draw = np.random.default_rng(0)
     text = jnp.asarray(draw.integers(0, VOCAB, (ROWS, SEQ + 1)))
     lengths = jnp.asarray(draw.integers(3, SEQ + 1, (ROWS, 1)))
@@ -72,8 +69,8 @@ def serial(model):
     return total / count
 
 
-def last_places(model, seed):
-    """The model with every parameter moved by its last place or so."""
+def perturb_last_place(model, seed):
+    """Change every parameter by about one unit in the last place."""
     leaves, treedef = jax.tree.flatten(model)
     draw = np.random.default_rng(seed)
     moved = [x * (1 + 1.2e-7 * draw.choice([-1, 1], x.shape)) if eqx.is_inexact_array(x) else x for x in leaves]
@@ -81,28 +78,30 @@ def last_places(model, seed):
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_a_mesh_gives_what_one_device_does(name):
-    """Within rounding. Norms of heads whose output is small magnify it: how much is measured, by what moving parameters
-    by their last place does to the gradients of one device."""
+def test_recurrent_models_are_the_same_on_a_mesh(name):
+    """Within rounding, which norms of heads with small outputs magnify: the bound is the change of the gradients on one
+    device when parameters change by their last place."""
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     model = eqx.filter_jit(make)(name, KEY)
     loss, gradients = zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), make_batch(), key=KEY)
     on_one_device = eqx.filter_jit(eqx.filter_value_and_grad(serial))
-    expected, alone = on_one_device(model)
-    others = [jax.tree.leaves(on_one_device(last_places(model, seed))[1]) for seed in range(3)]
+    expected, expected_gradients = on_one_device(model)
+    perturbed = [jax.tree.leaves(on_one_device(perturb_last_place(model, seed))[1]) for seed in range(3)]
     assert abs(loss - expected) < 1e-5 * abs(expected)
-    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(alone))
-    numbers = zip(jax.tree.leaves(jax.device_get(gradients)), jax.tree.leaves(alone), *others, strict=True)
-    for leaf, (a, b, *moved) in zip(zoo.parallel.leaves(alone), numbers, strict=True):
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected_gradients))
+    gradient_leaves = zip(
+        jax.tree.leaves(jax.device_get(gradients)), jax.tree.leaves(expected_gradients), *perturbed, strict=True
+    )
+    for leaf, (a, b, *others) in zip(zoo.parallel.leaves(expected_gradients), gradient_leaves, strict=True):
         assert np.isfinite(a).all()
-        rounding = max(float(jnp.abs(x - b).max()) for x in moved)
+        rounding = max(float(jnp.abs(x - b).max()) for x in others)
         allowed = 2e-5 * max(float(jnp.abs(b).max()), 1e-3 * largest)
         assert np.abs(a - b).max() <= max(allowed, rounding), leaf.name
 
 
-def test_text_on_a_mesh_and_with_padding():
-    """One compiled prompt and one compiled step for rows of unlike lengths; the same tokens as row by row."""
-    model = eqx.filter_jit(make)("shifted", KEY)
+def test_recurrent_generation_on_a_mesh_and_with_padding():
+    """Rows of different lengths in one batch give the same tokens as row by row."""
+    model = eqx.filter_jit(make)("token shift", KEY)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (2, 9)))
     mask = jnp.arange(9) >= jnp.array([[0], [4]])
     text = zoo.generate(model, tokens, mask=mask, max_new_tokens=6)
@@ -112,7 +111,7 @@ def test_text_on_a_mesh_and_with_padding():
     assert zoo.generate(zoo.place(model, mesh), tokens, mask=mask, max_new_tokens=6).tolist() == text.tolist()
 
 
-def test_each_model_has_the_layers_of_its_name():
+def test_recurrent_presets_build_and_run():
     sizes = {"vocab": VOCAB, "embed": 16, "layers": 4, "heads": 2, "mlp": 24}
     names = {name for name in zoo.models.__all__ if getattr(zoo.models, name).__module__ == recurrent.__name__}
     assert len(names) == 13
@@ -124,20 +123,3 @@ def test_each_model_has_the_layers_of_its_name():
         assert model_of.__doc__
     with pytest.raises(TypeError, match="nonsense"):
         zoo.models.RetNet(**sizes, nonsense=1, key=KEY)
-
-
-def test_patterns_of_mixers_and_what_follows_them():
-    attention = partial(Attention, heads=2, rotary=Rotary(8))
-    recurrent = partial(GatedDeltaNet, heads=2)
-    model = partial(zoo.models.Hybrid, vocab=VOCAB, embed=16, key=KEY)
-    hybrid = eqx.filter_eval_shape(model, layers=8, pattern=[recurrent] * 3 + [attention], mlp=24)
-    assert [(len(s.blocks), s.local_repeats) for s in hybrid.stack.segments] == [(4, 2)]
-    kinds = [type(block.mixer).__name__ for block in hybrid.stack.segments[0].blocks]
-    assert kinds == ["GatedDeltaNet"] * 3 + ["Attention"]
-    sparse = eqx.filter_eval_shape(model, layers=4, pattern=[recurrent], ffns=[None, partial(GatedMLP, mlp=8)])
-    assert [hasattr(block, "ffn") for block in sparse.stack.segments[0].blocks] == [False, True]
-    for wrong in ({"layers": 0, "pattern": [recurrent]}, {"layers": 2, "pattern": []}):
-        with pytest.raises(ValueError, match="at least 1 layer"):
-            model(**wrong)
-    with pytest.raises(ValueError, match="say one of the two"):
-        model(layers=2, pattern=[recurrent], mlp=8, ffns=[partial(GatedMLP, mlp=8)])

@@ -1,4 +1,4 @@
-"""Every key of a config is honored, refused by name, or known to change nothing; whatever its spelling and family."""
+"""Every config key is honored, refused by name, or known to change nothing, in every spelling and family."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ ANOTHER = {
     "time_step_rank": 5,
     "attention_hidden_size": 24,
 }
-"""A value other than the small model's; what is not listed is made from its default."""
+"""Values other than the small model's. For keys that are not listed, one is derived from the default."""
 CONTEXTS = [
     {},
     {"sliding_window": 4, "max_window_layers": 1},
@@ -76,7 +76,7 @@ CONTEXTS = [
     {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
     {"topk_method": "group_limited_greedy", "mlp_only_layers": [0]},
 ]
-"""Some keys count only beside others."""
+"""Some keys have an effect only together with others."""
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
 ROTARY = pytest.mark.parametrize(
@@ -84,64 +84,64 @@ ROTARY = pytest.mark.parametrize(
 )
 
 
-def word_for(family, key):
-    """What the family's own files call a key."""
-    return {usual: word for word, usual in family.aliases.items()}.get(key, key)
+def alias_of(family, key):
+    """Return the name of a canonical key in the files of a family."""
+    return {canonical: alias for alias, canonical in family.aliases.items()}.get(key, key)
 
 
 def small(family, **more):
-    left_out = {"intermediate_size"} if "expand" in family.defaults else set()  # one of the two says how wide it is
-    known = family.defaults.keys() - left_out
-    return {word_for(family, key): value for key, value in (SMALL | more).items() if key in known}
+    omitted = {"intermediate_size"} if "expand" in family.defaults else set()  # the two determine each other
+    known = family.defaults.keys() - omitted
+    return {alias_of(family, key): value for key, value in (SMALL | more).items() if key in known}
 
 
 @lru_cache(maxsize=64)
-def built_from(name, text):
+def build_from_text(name, text):
     family = FAMILIES[name]
     config = read_config(family, json.loads(text))
     return eqx.filter_eval_shape(partial(family.build, config), key=jax.random.key(0))
 
 
-def built(family, given):
-    return built_from(family.name, json.dumps(given))
+def build(family, given):
+    return build_from_text(family.name, json.dumps(given))
 
 
-def another(key, default):
+def other_value(key, default):
     if key in ANOTHER:
         return ANOTHER[key]
     if isinstance(default, bool):
         return not default
     if isinstance(default, int | float):
         return type(default)(default * 2 or 1)
-    pytest.fail(f"the value {default!r} of {key!r} says nothing of others: list one in ANOTHER")
+    pytest.fail(f"the value {default!r} of {key!r} does not suggest another: list one in ANOTHER")
 
 
-def read_or_refused(family, given):
-    """The model of a config, or the message with which it was refused: by `read_config`, or by what it builds."""
+def build_or_error(family, given):
+    """Return the model of a config, or the error message of `read_config` or of `Family.build`."""
     try:
-        return built(family, given)
+        return build(family, given)
     except ValueError as error:
         assert str(error)
         return str(error)
 
 
 @EACH
-def test_every_key_is_honored(family):
-    """Changing it changes the model, or is refused by name, alone or beside another key."""
+def test_config_keys_are_honored_or_refused(family):
+    """Changing a key changes the model, or raises with its name, alone or together with another key."""
     for key, default in family.defaults.items():
-        found = []
+        effects = []
         for context in CONTEXTS:
             given = small(family, **context)
-            word = word_for(family, key)
-            changed = read_or_refused(family, given | {word: another(key, default)})
+            alias = alias_of(family, key)
+            changed = build_or_error(family, given | {alias: other_value(key, default)})
             if isinstance(changed, str):
-                assert word in changed or key in ("hidden_size", "num_attention_heads", "head_dim")
-            found.append(isinstance(changed, str) or any(find_differences(changed, built(family, given))))
-        assert any(found), f"{family.name}: {key} = {another(key, default)!r} changes nothing"
+                assert alias in changed or key in ("hidden_size", "num_attention_heads", "head_dim")
+            effects.append(isinstance(changed, str) or any(find_differences(changed, build(family, given))))
+        assert any(effects), f"{family.name}: {key} = {other_value(key, default)!r} changes nothing"
 
 
 @EACH
-def test_defaults_are_what_an_empty_config_says(family):
+def test_config_defaults_are_those_of_an_empty_file(family):
     config = read_config(family, {})
     assert {key: config[key] for key in family.defaults if key != "rope_parameters"} == {
         key: value for key, value in family.defaults.items() if key != "rope_parameters"
@@ -155,18 +155,22 @@ def test_defaults_are_what_an_empty_config_says(family):
 
 
 @EACH
-def test_aliases_are_their_usual_words(family):
-    for word, usual in family.aliases.items():
-        value = another(usual, family.defaults.get(usual))
-        config = read_config(family, {word: value})
-        assert (config if usual in family.defaults else config["rope_parameters"])[usual] == value
-        if usual not in family.required_values:
-            assert config == read_config(family, {usual: value}) == read_config(family, {usual: value, word: value})
-            if usual in family.defaults:
+def test_config_aliases_equal_canonical_keys(family):
+    for alias, canonical in family.aliases.items():
+        value = other_value(canonical, family.defaults.get(canonical))
+        config = read_config(family, {alias: value})
+        assert (config if canonical in family.defaults else config["rope_parameters"])[canonical] == value
+        if canonical not in family.required_values:
+            assert (
+                config
+                == read_config(family, {canonical: value})
+                == read_config(family, {canonical: value, alias: value})
+            )
+            if canonical in family.defaults:
                 with pytest.raises(ConfigError, match="say different things"):
-                    read_config(family, {word: value, usual: family.defaults[usual]})
+                    read_config(family, {alias: value, canonical: family.defaults[canonical]})
         assert config == read_config(
-            family, {word: value, usual: None} if usual in family.required_values else {word: value}
+            family, {alias: value, canonical: None} if canonical in family.required_values else {alias: value}
         )
 
 
@@ -186,66 +190,68 @@ SCALINGS = [
 ]
 
 
-def scaled(family, scaling):
-    """With as many factors as pairs of values are turned in this family."""
-    pairs = next(built(family, small(family)).stack.iter_blocks()).mixer.rotary.dim // 2
-    listed = lambda key, value: [value] * pairs if key in ("short_factor", "long_factor") else value
-    return {key: listed(key, value) for key, value in scaling.items()}
+def expand_factors(family, scaling):
+    """Repeat LongRoPE factors for each rotated pair of this family."""
+    pairs = next(build(family, small(family)).stack.iter_blocks()).mixer.rotary.dim // 2
+    repeat = lambda key, value: [value] * pairs if key in ("short_factor", "long_factor") else value
+    return {key: repeat(key, value) for key, value in scaling.items()}
 
 
 @ROTARY
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling.get("rope_type", "default"))
-def test_both_spellings_of_rotary_embeddings_are_one(family, scaling):
-    """transformers 5 writes one table; older files a base, a scaling whose kind is its `type`, or its `rope_type`."""
-    base, scaling = word_for(family, "rope_theta"), scaled(family, scaling)
+def test_config_spellings_of_rope_are_equal(family, scaling):
+    """transformers 5 writes `rope_parameters`, older files `rope_theta` and `rope_scaling`."""
+    base, scaling = alias_of(family, "rope_theta"), expand_factors(family, scaling)
     usual = family.defaults["rope_parameters"].get("rope_type", "default")
-    facts = {"rope_theta": 500.0} | {key: value for key, value in scaling.items() if key != "rope_type"}
+    parameters = {"rope_theta": 500.0} | {key: value for key, value in scaling.items() if key != "rope_type"}
     kind = scaling.get("rope_type", "default")
-    new = read_config(family, {"rope_parameters": facts | {"rope_type": kind}})
-    without = {key: value for key, value in facts.items() if key != "rope_theta"}
-    for word in ("type", "rope_type"):
-        for older in [without | {word: kind}] + ([None, {}] if kind == usual == "default" else []):
+    new = read_config(family, {"rope_parameters": parameters | {"rope_type": kind}})
+    without = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    for type_key in ("type", "rope_type"):
+        for older in [without | {type_key: kind}] + ([None, {}] if kind == usual == "default" else []):
             assert read_config(family, {base: 500.0, "rope_scaling": older}) == new
     assert new["rope_parameters"]["rope_theta"] == 500.0 and new["rope_parameters"]["rope_type"] == kind
     nulls = dict.fromkeys(
-        {key for needed, possible in ROPE_TYPE_KEYS.values() for key in (*needed, *possible)} - facts.keys()
+        {key for needed, possible in ROPE_TYPE_KEYS.values() for key in (*needed, *possible)} - parameters.keys()
     )
-    assert read_config(family, {"rope_parameters": nulls | facts | {"rope_type": kind}}) == new, "nulls are absent"
-    model = built(family, small(family) | {"rope_parameters": facts | {"rope_type": kind}})
+    assert read_config(family, {"rope_parameters": nulls | parameters | {"rope_type": kind}}) == new, (
+        "null equals absent"
+    )
+    model = build(family, small(family) | {"rope_parameters": parameters | {"rope_type": kind}})
     rotary = next(model.stack.iter_blocks()).mixer.rotary
     assert rotary.base == 500.0
     assert type(rotary.scaling).__name__.lower() == ("nonetype" if kind == "default" else kind)
 
 
 @ROTARY
-def test_every_number_of_a_scaling_counts(family):
-    for scaling in (scaled(family, scaling) for scaling in SCALINGS[1:]):
+def test_config_rope_scaling_parameters_change_the_model(family):
+    for scaling in (expand_factors(family, scaling) for scaling in SCALINGS[1:]):
         given = small(family) | {"rope_parameters": {"rope_theta": 500.0} | scaling}
         for key, value in scaling.items():
             other = {bool: lambda x: not x, list: lambda x: [2 * y for y in x]}.get(type(value), lambda x: 2 * x)
             if key != "rope_type":
                 changed = given | {"rope_parameters": given["rope_parameters"] | {key: other(value)}}
-                assert any(find_differences(built(family, changed), built(family, given))), (scaling, key)
+                assert any(find_differences(build(family, changed), build(family, given))), (scaling, key)
 
 
 @EACH
-def test_unknown_keys_are_told_with_the_nearest(family):
+def test_config_unknown_key_suggests_the_nearest(family):
     for key in family.defaults:
-        misspelled = word_for(family, key) + key[-1]
+        misspelled = alias_of(family, key) + key[-1]
         with pytest.raises(ConfigError) as raised:
             read_config(family, {misspelled: 1})
         text = str(raised.value)
         assert misspelled in text and "did you mean" in text and f"is not a key of {family.name}" in text
         assert "ignore=" in text
         assert read_config(family, {misspelled: 1}, ignore=(misspelled,)) == read_config(family, {})
-        assert read_config(family, {misspelled: None}) == read_config(family, {}), "what is null asks for nothing"
+        assert read_config(family, {misspelled: None}) == read_config(family, {}), "null is ignored"
     with pytest.raises(ConfigError) as raised:
         read_config(family, {"no_such_thing": 1, "nor_this": 2, "vocab_size": "3"})
     assert all(word in str(raised.value) for word in ("no_such_thing = 1", "nor_this = 2", "vocab_size = '3'"))
 
 
 @EACH
-def test_keys_that_would_change_the_result_are_refused_and_may_be_ignored(family):
+def test_config_required_values_are_enforced_unless_ignored(family):
     for key, allowed in {**REQUIRED_VALUES, **family.required_values}.items():
         for value in allowed:
             assert read_config(family, {key: value}) == read_config(family, {})
@@ -257,7 +263,7 @@ def test_keys_that_would_change_the_result_are_refused_and_may_be_ignored(family
         assert read_config(family, {key: "anything"}) == read_config(family, {})
 
 
-def test_ignored_keys_keep_their_defaults():
+def test_config_ignored_keys_keep_their_defaults():
     llama = FAMILIES["llama"]
     for key, value in (("rms_norm_eps", "x"), ("vocab_size", 7), ("rope_scaling", {"type": "su"}), ("rope_theta", 5.0)):
         assert read_config(llama, {key: value}, ignore=(key,)) == read_config(llama, {})
@@ -266,10 +272,10 @@ def test_ignored_keys_keep_their_defaults():
 
 
 @EACH
-def test_null_where_absent_is_meant(family):
+def test_config_null_equals_absent(family):
     absent = {"num_key_value_heads", "head_dim", "sliding_window", "rope_parameters", "layer_types", "q_lora_rank"}
     for key, default in family.defaults.items():
-        found = read_or_refused(family, small(family) | {word_for(family, key): None})
+        found = build_or_error(family, small(family) | {alias_of(family, key): None})
         if default is None and isinstance(found, str):
             assert found == f"{key} has to be given: the family has no usual value for it"
         elif key == "sliding_window" and isinstance(found, str):
@@ -277,7 +283,7 @@ def test_null_where_absent_is_meant(family):
         elif default is None or key in absent:
             assert not isinstance(found, str), found
         else:
-            assert isinstance(found, str) and word_for(family, key) in found
+            assert isinstance(found, str) and alias_of(family, key) in found
 
 
 BAD = (
@@ -302,25 +308,25 @@ BAD = (
 )
 
 
-def keys_once():
-    """Every key of every family, once: with the first family that has it."""
-    met = set()
+def list_keys():
+    """Yield every key once, with the first family that has it."""
+    seen = set()
     for family, key in itertools.chain.from_iterable(zip(itertools.repeat(f), f.defaults) for f in FAMILIES.values()):
-        if key not in met:
-            met.add(key)
+        if key not in seen:
+            seen.add(key)
             yield family, key
 
 
-@pytest.mark.parametrize("family, key", list(keys_once()), ids=str)
-def test_values_of_another_kind_are_refused_or_honored(family, key):
+@pytest.mark.parametrize("family, key", list(list_keys()), ids=str)
+def test_config_invalid_values_are_refused_or_honored(family, key):
     needed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     given = small(family, **needed, topk_method="group_limited_greedy")
     for value in BAD:
         if key == "num_hidden_layers" and value == 2**31:
-            continue  # a list of so many layers: the loader holds them against the number of tensors first
-        found = read_or_refused(family, given | {word_for(family, key): value})
+            continue  # too many layers to build: the loader compares with the number of tensors first
+        found = build_or_error(family, given | {alias_of(family, key): value})
         if not isinstance(found, str):
-            right = given.get(word_for(family, key), family.defaults[key])
+            right = given.get(alias_of(family, key), family.defaults[key])
             absent = not value and key in ("rope_parameters", "mlp_only_layers")
             same = value == right or absent or key == "max_position_embeddings"
-            assert same or any(find_differences(found, built(family, given))), value
+            assert same or any(find_differences(found, build(family, given))), value

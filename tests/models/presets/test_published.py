@@ -1,4 +1,4 @@
-"""Presets have the sizes that were published, small ones of a kind work, and wrong names and changes are told."""
+"""Presets have their published sizes, small variants work, and errors name invalid names and changes."""
 
 import dataclasses
 import json
@@ -15,17 +15,17 @@ from zoo.models.presets.published import PRESETS, preset
 
 KEY = jax.random.key(0)
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
-ONE_A_FAMILY = {found.family: name for name, found in PRESETS.items()}
+ONE_PER_FAMILY = {entry.family: name for name, entry in PRESETS.items()}
 
 
 def small(name, **changes):
-    """A model of a preset's kind: narrow, with two kv_heads where the family has such, heads 16 wide."""
+    """Build a narrow model of a preset's architecture: two kv heads if the family has any, head dim 16."""
     family = FAMILIES[PRESETS[name].family]
     possible = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
     possible |= {"num_heads": 8, "attention_hidden_size": 64}
     possible |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
     possible |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 128)
-    if "kv_lora_rank" in family.defaults:  # a key for each head
+    if "kv_lora_rank" in family.defaults:  # one key per head
         possible |= {"num_key_value_heads": 4, "qk_rope_head_dim": 16, "v_head_dim": 16}
         possible |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
     sizes = {key: value for key, value in possible.items() if key in family.defaults}
@@ -34,58 +34,58 @@ def small(name, **changes):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_it_has_as_many_parameters_as_were_published(name):
+def test_preset_has_its_published_number_of_parameters(name):
     model = eqx.filter_eval_shape(lambda: preset(name, key=KEY))
     assert zoo.count(model) == PRESETS[name].parameters
     assert {x.dtype for x in jax.tree.leaves(model)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("name", [name for name, found in PRESETS.items() if found.active_parameters is not None])
-def test_a_token_meets_as_many_as_were_published(name):
-    """In the digits that were published: some cut off where others round."""
+@pytest.mark.parametrize("name", [name for name, entry in PRESETS.items() if entry.active_parameters is not None])
+def test_preset_has_its_published_active_parameters(name):
+    """To the published digits, which are rounded or truncated."""
     published = PRESETS[name].active_parameters
     last_digit = 10 ** (len(str(published)) - len(str(published).rstrip("0")))
     model = eqx.filter_eval_shape(lambda: preset(name, key=KEY))
-    found = zoo.models.count_active_parameters(model) - PRESETS[name].active_excludes_embedding * zoo.count(
+    active = zoo.models.count_active_parameters(model) - PRESETS[name].active_excludes_embedding * zoo.count(
         model.embedding
     )
-    assert abs(found - published) < last_digit
-    assert found < PRESETS[name].parameters
+    assert abs(active - published) < last_digit
+    assert active < PRESETS[name].parameters
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_its_keys_are_those_of_the_family_and_say_something(name):
-    found = PRESETS[name]
-    family = FAMILIES[found.family]
-    whole = read_config(family, found.config)
-    for key in found.config.keys() - {"rope_scaling"}:
-        without = {other: value for other, value in found.config.items() if other != key}
-        same = read_config(family, without) == whole
-        sizes = ("hidden", "intermediate", "num_", "n_")  # a row of sizes is written whole
-        assert not same or key.startswith(sizes), f"{key} is the family's default"
+def test_preset_config_keys_differ_from_defaults(name):
+    entry = PRESETS[name]
+    family = FAMILIES[entry.family]
+    config = read_config(family, entry.config)
+    for key in entry.config.keys() - {"rope_scaling"}:
+        without = {other: value for other, value in entry.config.items() if other != key}
+        is_default = read_config(family, without) == config
+        sizes = ("hidden", "intermediate", "num_", "n_")  # a row of sizes is complete
+        assert not is_default or key.startswith(sizes), f"{key} is the family's default"
 
 
-def test_all_families_have_one():
-    assert set(ONE_A_FAMILY) == set(zoo.families())
+def test_presets_cover_all_families():
+    assert set(ONE_PER_FAMILY) == set(zoo.families())
     assert zoo.models.list_presets() == tuple(PRESETS) and len(PRESETS) == len(
-        {found.source for found in PRESETS.values()}
+        {entry.source for entry in PRESETS.values()}
     )
 
 
-def first_of(part, *names):
-    return next(found for name in names if (found := getattr(part, name, None)) is not None)
+def first_child(module, *names):
+    return next(child for name in names if (child := getattr(module, name, None)) is not None)
 
 
-@pytest.mark.parametrize("name", ONE_A_FAMILY.values())
-def test_new_weights(name):
+@pytest.mark.parametrize("name", ONE_PER_FAMILY.values())
+def test_preset_initialization_scales(name):
     model = small(name)
     *_, block = model.stack.iter_blocks()
     ffn = getattr(block, "ffn", None)
     ffn = getattr(ffn, "experts", ffn)
-    reads = [first_of(block.mixer, "query", "query_down", "gate", "receptance")]
+    reads = [first_child(block.mixer, "query", "query_down", "gate", "receptance")]
     writes = [block.mixer.out]
     if ffn is not None:
-        reads, writes = [*reads, first_of(ffn, "up", "key")], [*writes, first_of(ffn, "down", "value")]
+        reads, writes = [*reads, first_child(ffn, "up", "key")], [*writes, first_child(ffn, "down", "value")]
     residual = (2 * len(writes)) ** -0.5
 
     def deviation(x):
@@ -102,24 +102,24 @@ def test_new_weights(name):
     assert (norm.weight + getattr(norm, "offset", 0.0) == 1).all()
 
 
-@pytest.mark.parametrize("name", ONE_A_FAMILY.values())
-def test_it_is_written_as_its_family_and_read_again(name, tmp_path):
+@pytest.mark.parametrize("name", ONE_PER_FAMILY.values())
+def test_preset_save_and_load_roundtrip(name, tmp_path):
     model = small(name)
     zoo.save(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == PRESETS[name].family and config["num_hidden_layers"] == 2
-    again, model = (dataclasses.replace(x, origin=None) for x in (zoo.load(tmp_path), model))
-    assert jax.tree.structure(again) == jax.tree.structure(model)
-    assert all(map(jnp.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+    loaded, model = (dataclasses.replace(x, origin=None) for x in (zoo.load(tmp_path), model))
+    assert jax.tree.structure(loaded) == jax.tree.structure(model)
+    assert all(map(jnp.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(model)))
 
 
-def test_born_on_a_mesh_it_is_the_same():
+def test_preset_initialized_on_a_mesh_is_the_same():
     sizes = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
     make = lambda key: zoo.models.preset("qwen3-0.6b", key=key, **sizes)
     model = zoo.init(make, KEY, zoo.make_mesh(fsdp=2, tensor=2, data=2))
-    alone = make(KEY)
-    assert model.origin == alone.origin
-    assert all(map(jnp.allclose, jax.tree.leaves(model), jax.tree.leaves(alone)))
+    unsharded = make(KEY)
+    assert model.origin == unsharded.origin
+    assert all(map(jnp.allclose, jax.tree.leaves(model), jax.tree.leaves(unsharded)))
     assert model.embedding.weight.sharding.spec == jax.sharding.PartitionSpec("tensor", "fsdp")
 
 
@@ -131,28 +131,28 @@ def config_of(name, **changes):
     return json.loads(shapes(name, **changes).origin.config)
 
 
-def test_changes_replace_a_key_whatever_it_is_called():
+def test_preset_changes_replace_keys_under_any_name():
     assert config_of("gpt2", n_layer=2) == config_of("gpt2") | {"n_layer": 2}
-    usual = config_of("gpt2", num_hidden_layers=2)
-    assert usual["num_hidden_layers"] == 2 and "n_layer" not in usual
+    canonical = config_of("gpt2", num_hidden_layers=2)
+    assert canonical["num_hidden_layers"] == 2 and "n_layer" not in canonical
     assert zoo.count(shapes("gpt2", n_layer=2)) == zoo.count(shapes("gpt2", num_hidden_layers=2)) < 60e6
     assert zoo.count(shapes("llama3-8b", num_hidden_layers=2)) < PRESETS["llama3-8b"].parameters / 5
     assert shapes("llama3-8b", tie_word_embeddings=True).head is None
-    assert config_of("llama3-8b", eos_token_id=7)["eos_token_id"] == 7, "what changes no result is written all the same"
+    assert config_of("llama3-8b", eos_token_id=7)["eos_token_id"] == 7, "ignored keys are saved too"
 
 
-def test_changes_of_the_rotation():
+def test_preset_changes_of_rope():
     def rotary(**changes):
         return next(iter(shapes("llama3.1-8b", **changes).stack.iter_blocks())).mixer.rotary
 
     assert rotary().base == 500000 and rotary().scaling.factor == 8
     assert rotary(rope_theta=1e4).base == 1e4 and rotary(rope_theta=1e4).scaling.factor == 8
     assert rotary(rope_scaling=None).scaling is None and rotary(rope_scaling=None).base == 500000
-    plain = rotary(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
-    assert (plain.scaling, plain.base) == (None, 7.0)
+    unscaled = rotary(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    assert (unscaled.scaling, unscaled.base) == (None, 7.0)
 
 
-def test_an_unknown_name_is_told_with_the_nearest():
+def test_preset_unknown_name_suggests_the_nearest():
     with pytest.raises(ValueError, match="no preset 'llama-3-8b'; nearest are llama3-8b, "):
         preset("llama-3-8b", key=KEY)
     with pytest.raises(ValueError, match="nearest are llama3-8b"):
@@ -175,14 +175,14 @@ def test_an_unknown_name_is_told_with_the_nearest():
         ({"model_type": "qwen3"}, "model_type is no key to change: the preset is a llama"),
     ],
 )
-def test_changes_that_cannot_be_are_told_before_anything_is_made(changes, message):
+def test_preset_refuses_invalid_changes(changes, message):
     with pytest.raises(ConfigError, match=message) as raised:
         preset("llama3-8b", key=KEY, **changes)
     assert "ignore=" not in str(raised.value), "preset has no such argument"
 
 
-def test_it_computes():
+def test_preset_computes_logits_of_unit_scale():
     model = small("qwen2.5-0.5b")
     logits = eqx.filter_jit(lambda model, tokens: model(tokens))(model, jnp.arange(12).reshape(2, 6))
     assert logits.shape == (2, 6, 64) and jnp.isfinite(logits).all()
-    assert float(jnp.std(logits)) == pytest.approx(1, rel=0.3), "as wide as a softmax likes them"
+    assert float(jnp.std(logits)) == pytest.approx(1, rel=0.3), "of the order of 1"
