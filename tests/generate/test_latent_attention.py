@@ -1,4 +1,4 @@
-"""Decoding with latent attention: the tokens of whole passes, from a cache of latents, on one device and on a mesh."""
+"""Decoding with latent attention from a cache of latents equals uncached forward passes, on one device and a mesh."""
 
 from functools import partial
 
@@ -20,14 +20,14 @@ SIZES = {"vocab": VOCAB, "embed": 16, "layers": 2, "heads": 4, "mlp": 12, "exper
 
 
 @eqx.filter_jit
-def made(rotary):
+def make_model(rotary):
     mixer = partial(LatentAttention, latent=8, head_dim=6, value_dim=5, query_latent=7, rotary=rotary)
     router = partial(BiasedRouter, groups=2, kept_groups=1)
     return zoo.models.MixtureOfExperts(**SIZES, mixer=mixer, router=router, shared=8, key=jax.random.key(0))
 
 
-def by_whole_passes(model, prompt):
-    """Greedy tokens. Nothing sees what stands behind it, so that all passes have one shape."""
+def generate_uncached(model, prompt):
+    """Greedy tokens from full forward passes, all of one shape: attention is causal."""
     tokens = np.zeros((len(prompt), PROMPT + NEW), np.int32)
     tokens[:, :PROMPT] = prompt
     run = eqx.filter_jit(lambda model, tokens: model(tokens))
@@ -36,46 +36,46 @@ def by_whole_passes(model, prompt):
     return tokens[:, PROMPT:]
 
 
-def test_tokens_are_those_of_whole_passes_on_a_mesh_too():
-    model, prompt = made(Rotary(4)), np.random.default_rng(0).integers(0, VOCAB, (4, PROMPT))
-    expected = by_whole_passes(model, prompt)
+def test_latent_attention_decodes_as_uncached_and_on_a_mesh():
+    model, prompt = make_model(Rotary(4)), np.random.default_rng(0).integers(0, VOCAB, (4, PROMPT))
+    expected = generate_uncached(model, prompt)
     assert (zoo.generate(model, jnp.asarray(prompt), max_new_tokens=NEW) == expected).all()
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     on_mesh = zoo.generate(zoo.place(model, mesh), jnp.asarray(prompt), max_new_tokens=NEW, mesh=mesh)
     assert (on_mesh == expected).all()
 
 
-def test_a_rotation_that_depends_on_the_length_is_not_rounded_up():
-    """16 tokens, to which a cache for 11 would be rounded, would turn by other angles."""
-    grows, plain = made(Rotary(4, scaling=DynamicScaling(2.0, 8))), made(Rotary(4))
-    assert choose_cache_length(grows, PROMPT, NEW, None) == PROMPT + NEW
-    assert choose_cache_length(plain, PROMPT, NEW, None) == 16
+def test_cache_length_of_length_dependent_rope_is_exact():
+    """A cache for 11 tokens must not be rounded up to 16, which would change the RoPE angles."""
+    dynamic, unscaled = make_model(Rotary(4, scaling=DynamicScaling(2.0, 8))), make_model(Rotary(4))
+    assert choose_cache_length(dynamic, PROMPT, NEW, None) == PROMPT + NEW
+    assert choose_cache_length(unscaled, PROMPT, NEW, None) == 16
 
 
-def test_a_step_writes_in_place():
-    model, options = made(Rotary(4)), SamplingOptions.from_arguments(0, None, None, None, None, (), VOCAB)
+def test_latent_decode_step_updates_caches_in_place():
+    model, options = make_model(Rotary(4)), SamplingOptions.from_arguments(0, None, None, None, None, (), VOCAB)
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
     args = jnp.zeros((2, 16), jnp.int32), positions, jnp.arange(2), 4096
     state = run_jitted(prefill, ((model, options, None),), args)
-    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     assert sum(x.nbytes for x in jax.tree.leaves(state.states)) < 2 * 2 * 4096 * (8 + 4 + 1) * 4 + 100
     fixed = unstack_layers(model, None), options
     program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
     memory = program.compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= held
-    assert memory.temp_size_in_bytes < held / 2
+    assert memory.alias_size_in_bytes >= state_size
+    assert memory.temp_size_in_bytes < state_size / 2
 
 
 @pytest.mark.parametrize(
     "options", [{"kv_heads": 2}, {"head_dim": 8}, {"rotary": Rotary(4)}, {"qk_norm": True}, {"windows": (4,)}], ids=str
 )
-def test_options_of_attention_are_not_taken_beside_a_mixer(options):
+def test_preset_refuses_attention_options_with_a_mixer(options):
     mixer = partial(LatentAttention, latent=8, head_dim=6, rotary=Rotary(4))
     with pytest.raises(ValueError, match=f"{next(iter(options))} is an option of Attention, and a mixer was given"):
         zoo.models.MixtureOfExperts(**SIZES, mixer=mixer, **options, key=jax.random.key(0))
 
 
-def test_attention_itself_may_be_the_mixer():
+def test_preset_takes_attention_as_mixer():
     shapes = eqx.filter_eval_shape(
         partial(zoo.models.MixtureOfExperts, **SIZES, mixer=partial(Attention, kv_heads=1)), key=jax.random.key(0)
     )

@@ -1,4 +1,4 @@
-"""A cache changes nothing, a draw follows its distribution, and few programs serve many requests."""
+"""Cached decoding equals uncached forward passes, samples follow their distribution, and few programs compile."""
 
 import dataclasses
 import functools
@@ -31,20 +31,20 @@ module = sys.modules["zoo.generate.run"]  # the package's name is that of its fu
 
 
 @functools.cache
-def born(**options):
+def make_model(**options):
     return zoo.models.Transformer(**SIZES | options, key=KEY)
 
 
-def text(shape, seed=1):
+def random_tokens(shape, seed=1):
     return jax.random.randint(jax.random.key(seed), shape, 0, SIZES["vocab"])
 
 
-def left_padded(shape, pads):
+def left_padding_mask(shape, pads):
     return jnp.arange(shape[1]) >= jnp.minimum(jnp.array(pads), shape[1] - 1)[:, None]
 
 
 @eqx.filter_jit
-def whole_pass(model, tokens, mask):
+def forward_greedy(model, tokens, mask):
     return model(tokens, mask=mask).argmax(-1)
 
 
@@ -55,43 +55,43 @@ def whole_pass(model, tokens, mask):
     pads=st.tuples(st.integers(0, 19), st.integers(0, 3), st.just(0)),
     seed=st.integers(0, 99),
 )
-def test_greedy_tokens_are_those_of_whole_passes(kind, seq, new, pads, seed):
-    """Prompts of unlike length, and more tokens than the windows hold. By induction one pass over the result shows that
-    each token was the likeliest after those before it."""
-    model, tokens, mask = born(**KINDS[kind]), text((3, seq), seed), left_padded((3, seq), pads)
+def test_greedy_tokens_equal_those_of_a_full_forward_pass(kind, seq, new, pads, seed):
+    """Prompts of different lengths, and more tokens than the windows hold. By induction one forward pass over the
+    result shows that each token is the argmax after those before it."""
+    model, tokens, mask = make_model(**KINDS[kind]), random_tokens((3, seq), seed), left_padding_mask((3, seq), pads)
     got = zoo.generate(model, tokens, max_new_tokens=new, mask=mask, length=LENGTH)
     assert got.shape == (3, new) and got.dtype == jnp.int32
     padding = jnp.zeros((3, LENGTH - seq - new), int)
-    real = jnp.concatenate([padding, mask, jnp.ones((3, new), int)], 1).astype(bool)
-    likeliest = whole_pass(model, jnp.concatenate([padding, tokens, got], 1), real)
-    assert jnp.array_equal(likeliest[:, LENGTH - new - 1 : -1], got)
+    is_real = jnp.concatenate([padding, mask, jnp.ones((3, new), int)], 1).astype(bool)
+    greedy = forward_greedy(model, jnp.concatenate([padding, tokens, got], 1), is_real)
+    assert jnp.array_equal(greedy[:, LENGTH - new - 1 : -1], got)
 
 
-def test_a_bfloat16_model_and_layers_that_stand_alone_already():
-    model = zoo.cast(born(), jnp.bfloat16)
-    alone = swap_stack(model, Stack.unstack)
-    tokens = text((2, 6))
-    assert jnp.array_equal(*(zoo.generate(m, tokens, max_new_tokens=9) for m in (model, alone)))
+def test_generate_takes_bfloat16_and_unstacked_models():
+    model = zoo.cast(make_model(), jnp.bfloat16)
+    unstacked = swap_stack(model, Stack.unstack)
+    tokens = random_tokens((2, 6))
+    assert jnp.array_equal(*(zoo.generate(m, tokens, max_new_tokens=9) for m in (model, unstacked)))
 
 
-def test_inside_another_jit():
-    model, tokens = born(), text((2, 6))
+def test_generate_runs_under_jit():
+    model, tokens = make_model(), random_tokens((2, 6))
     draw = lambda model, tokens, mask, key: zoo.generate(
         model, tokens, max_new_tokens=9, mask=mask, temperature=0.7, stop_tokens=[3], key=key
     )
-    arguments = model, tokens, left_padded((2, 6), (2, 0)), KEY
+    arguments = model, tokens, left_padding_mask((2, 6), (2, 0)), KEY
     assert jnp.array_equal(eqx.filter_jit(draw)(*arguments), draw(*arguments))
     with pytest.raises(ValueError, match="under jit there are none yet"):
         eqx.filter_jit(lambda *a: zoo.generate(*a, max_new_tokens=2, callback=print))(model, tokens)
 
 
-def test_a_seed_fixes_the_tokens_and_other_rows_do_not_matter():
-    model, tokens = born(), text((3, 6))
+def test_samples_depend_on_the_key_and_not_on_other_rows():
+    model, tokens = make_model(), random_tokens((3, 6))
     draw = lambda tokens, seed: zoo.generate(model, tokens, max_new_tokens=9, temperature=1.5, key=jax.random.key(seed))
-    one = draw(tokens, 1)
-    assert jnp.array_equal(one, draw(tokens, 1))
-    assert not jnp.array_equal(one, draw(tokens, 2))
-    assert jnp.array_equal(one[1], draw(tokens.at[::2].set(0), 1)[1])
+    first = draw(tokens, 1)
+    assert jnp.array_equal(first, draw(tokens, 1))
+    assert not jnp.array_equal(first, draw(tokens, 2))
+    assert jnp.array_equal(first[1], draw(tokens.at[::2].set(0), 1)[1])
     same = draw(jnp.broadcast_to(tokens[:1], (3, 6)), 1)
     assert not jnp.array_equal(same[0], same[1])
 
@@ -99,7 +99,7 @@ def test_a_seed_fixes_the_tokens_and_other_rows_do_not_matter():
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9, "min_p": 0.1}], ids=str
 )
-def test_pairs_of_drawn_tokens_follow_their_distribution(options):
+def test_samples_follow_their_distribution(options):
     """p(a, b) = p(a) p(b | a), by chi-square over 4,000 rows of one prompt."""
     vocab, rows, temperature = 5, 4000, 2.0
     model = zoo.models.Transformer(vocab=vocab, embed=16, layers=1, heads=2, mlp=16, key=KEY)
@@ -120,23 +120,23 @@ def test_pairs_of_drawn_tokens_follow_their_distribution(options):
     assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
 
 
-def test_a_penalty_spares_what_was_neither_in_the_prompt_nor_came_since():
-    """So strong a penalty that no token comes twice; padding was not in the prompt."""
-    model, tokens = born(), text((2, 6))
-    mask = left_padded((2, 6), (4, 0))
+def test_repetition_penalty_spares_unseen_tokens():
+    """The penalty is so strong that no token repeats; padding does not count as part of the prompt."""
+    model, tokens = make_model(), random_tokens((2, 6))
+    mask = left_padding_mask((2, 6), (4, 0))
     got = zoo.generate(model, tokens, max_new_tokens=20, mask=mask, repetition_penalty=1e6)
-    for row, prompt, real in zip(got.tolist(), tokens.tolist(), mask.tolist(), strict=True):
+    for row, prompt, is_real in zip(got.tolist(), tokens.tolist(), mask.tolist(), strict=True):
         assert len(set(row)) == 20
-        assert not set(row) & {t for t, here in zip(prompt, real, strict=True) if here}
-    plain = zoo.generate(model, tokens, max_new_tokens=20, mask=mask)
-    assert jnp.array_equal(zoo.generate(model, tokens, max_new_tokens=20, mask=mask, repetition_penalty=1), plain)
+        assert not set(row) & {token for token, real in zip(prompt, is_real, strict=True) if real}
+    unpenalized = zoo.generate(model, tokens, max_new_tokens=20, mask=mask)
+    assert jnp.array_equal(zoo.generate(model, tokens, max_new_tokens=20, mask=mask, repetition_penalty=1), unpenalized)
 
 
-def test_a_row_ends_with_its_stop_token_and_a_callback_sees_the_same():
-    model, tokens = born(**KINDS["windows, shared keys, capped"]), text((3, 6))
-    free = np.asarray(zoo.generate(model, tokens, max_new_tokens=24))
-    stops = {int(free[0, 4]), int(free[1, 9])}
-    expected = free.copy()
+def test_rows_end_with_stop_tokens_also_for_a_callback():
+    model, tokens = make_model(**KINDS["windows, shared keys, capped"]), random_tokens((3, 6))
+    unstopped = np.asarray(zoo.generate(model, tokens, max_new_tokens=24))
+    stops = {int(unstopped[0, 4]), int(unstopped[1, 9])}
+    expected = unstopped.copy()
     for row in expected:
         ends = [i for i, token in enumerate(row) if token in stops]
         if ends:
@@ -144,22 +144,22 @@ def test_a_row_ends_with_its_stop_token_and_a_callback_sees_the_same():
     assert (expected == -1).any()
     arguments = {"max_new_tokens": 24, "stop_tokens": sorted(stops)}
     assert (np.asarray(zoo.generate(model, tokens, **arguments)) == expected).all()
-    heard = []
-    assert (np.asarray(zoo.generate(model, tokens, callback=heard.append, **arguments)) == expected).all()
-    assert all(isinstance(x, np.ndarray) and x.shape == (3,) for x in heard)
-    assert (np.stack(heard, 1) == expected[:, : len(heard)]).all()
+    received = []
+    assert (np.asarray(zoo.generate(model, tokens, callback=received.append, **arguments)) == expected).all()
+    assert all(isinstance(x, np.ndarray) and x.shape == (3,) for x in received)
+    assert (np.stack(received, 1) == expected[:, : len(received)]).all()
 
 
-def test_it_ends_when_every_row_has():
-    model, tokens = born(), text((3, 6))
-    heard = []
+def test_generate_ends_when_every_row_has():
+    model, tokens = make_model(), random_tokens((3, 6))
+    received = []
     every = range(SIZES["vocab"])
-    got = zoo.generate(model, tokens, max_new_tokens=24, stop_tokens=every, callback=heard.append)
-    assert len(heard) == 1 and (got[:, 1:] == -1).all() and (got[:, 0] >= 0).all()
+    got = zoo.generate(model, tokens, max_new_tokens=24, stop_tokens=every, callback=received.append)
+    assert len(received) == 1 and (got[:, 1:] == -1).all() and (got[:, 0] >= 0).all()
 
 
-def counting(monkeypatch, name):
-    """How often one of the programs is traced from now on."""
+def count_traces(monkeypatch, name):
+    """Return a list that grows by one each time the program `name` is traced."""
     traces, program = [], getattr(module, name)
 
     def counted(*args):
@@ -170,71 +170,74 @@ def counting(monkeypatch, name):
     return traces
 
 
-def test_prompts_share_a_program_a_bucket_and_decoding_one_a_length(monkeypatch):
-    prefills, steps = counting(monkeypatch, "prefill"), counting(monkeypatch, "decode_until")
-    model = born()
+def test_prefill_compiles_per_bucket_and_decoding_per_length(monkeypatch):
+    prefills, steps = count_traces(monkeypatch, "prefill"), count_traces(monkeypatch, "decode_until")
+    model = make_model()
     for i, seq in enumerate((3, 11, 17, 32)):
         options = {"temperature": 0.5 + i, "top_k": 3 + i, "top_p": 0.3 + i / 10, "min_p": i / 10}
         options |= {"repetition_penalty": 1.0 + i, "stop_tokens": range(1 + i), "key": jax.random.key(i)}
-        zoo.generate(model, text((1, seq)), max_new_tokens=2 + 5 * i, length=64, **options)
+        zoo.generate(model, random_tokens((1, seq)), max_new_tokens=2 + 5 * i, length=64, **options)
     assert (len(prefills), len(steps)) == (2, 1)
-    zoo.generate(model, text((1, 30)), max_new_tokens=33, **options)
-    zoo.generate(model, text((1, 30)), max_new_tokens=3, callback=lambda _: None, **options)
-    assert (len(prefills), len(steps)) == (2, 1), "unless given, the length is that of the bucket, here 64 too"
-    zoo.generate(model, text((1, 30)), max_new_tokens=35, **options)
+    zoo.generate(model, random_tokens((1, 30)), max_new_tokens=33, **options)
+    zoo.generate(model, random_tokens((1, 30)), max_new_tokens=3, callback=lambda _: None, **options)
+    assert (len(prefills), len(steps)) == (2, 1), "the default length is that of the bucket, here 64 too"
+    zoo.generate(model, random_tokens((1, 30)), max_new_tokens=35, **options)
     assert (len(prefills), len(steps)) == (3, 2)
 
 
-def test_a_step_writes_in_place():
-    """The caches go in and come out in the same memory, and nothing as large lives beside them."""
+def test_decode_step_updates_caches_in_place():
+    """Donated caches are aliased to the outputs, and temporaries are smaller than they are."""
     from zoo.generate.decode import decode_until, prefill, unstack_layers
     from zoo.generate.request import SamplingOptions
     from zoo.parallel.spmd import _JITTED, run_jitted
 
-    model, options = born(head_dim=32), SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"])
+    model, options = (
+        make_model(head_dim=32),
+        SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"]),
+    )
     tokens = jnp.zeros((2, 16), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
     state = run_jitted(prefill, ((model, options, None),), (tokens, positions, jnp.arange(2), 2048))
-    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     fixed = unstack_layers(model, None), options
     program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
     memory = program.compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= held
-    assert memory.temp_size_in_bytes < held / 2
+    assert memory.alias_size_in_bytes >= state_size
+    assert memory.temp_size_in_bytes < state_size / 2
     cache = dataclasses.replace(state.states[0])
     run_jitted(decode_until, (fixed,), (state, jnp.int32(9)), donate=True)
     assert cache.key.is_deleted()
 
 
 @pytest.mark.parametrize("scaling", [DynamicScaling(2.0, 8), LongRopeScaling((1.0, 1.5), (2.0, 4.0), 8, 4.0)])
-def test_ropes_that_depend_on_the_length_are_those_of_the_cache(scaling):
-    """11 tokens would be rounded up to 16, at which the keys would turn by other angles. Uncached, a row of 11 whose
-    end is still unknown has them: attention is causal."""
-    model, prompt, new = born(rotary=Rotary(4, scaling=scaling)), text((1, 6)), 5
+def test_length_dependent_rope_uses_the_cache_length(scaling):
+    """A capacity of 11 tokens must not be rounded up to 16, which would change the RoPE angles. An uncached row of 11
+    tokens, its end not yet generated, has the right angles: attention is causal."""
+    model, prompt, new = make_model(rotary=Rotary(4, scaling=scaling)), random_tokens((1, 6)), 5
     row = np.zeros((1, 6 + new), np.int32)
     row[:, :6] = prompt
     for i in range(6, 6 + new):
-        row[:, i] = whole_pass(model, row, row >= 0)[:, i - 1]
+        row[:, i] = forward_greedy(model, row, row >= 0)[:, i - 1]
     np.testing.assert_array_equal(zoo.generate(model, prompt, max_new_tokens=new), row[:, 6:])
 
 
-def test_a_model_that_holds_no_more_is_asked_for_no_more():
-    """20 tokens would be rounded up to 32, and the model learned 20 positions."""
+def test_cache_length_is_at_most_the_learned_positions():
+    """A capacity of 20 tokens must not be rounded up to 32: the model has 20 learned positions."""
     learned = PositionEmbedding(20, SIZES["embed"], key=KEY)
-    model, tokens = dataclasses.replace(born(), position_embedding=learned), text((1, 6))
+    model, tokens = dataclasses.replace(make_model(), position_embedding=learned), random_tokens((1, 6))
     assert (zoo.generate(model, tokens, max_new_tokens=14) >= 0).all()
     for options in ({"max_new_tokens": 15}, {"max_new_tokens": 3, "length": 32}):
         with pytest.raises(ValueError, match=r"(21|32) tokens are too many: the model learned 20 positions"):
             zoo.generate(model, tokens, **options)
 
 
-def test_a_cache_is_rounded_up_only_as_far_as_angles_do_not_depend_on_it():
-    model = born(rotary=Rotary(4, scaling=DynamicScaling(2.0, original_length=20)))
+def test_cache_length_is_rounded_only_if_rope_is_stable():
+    model = make_model(rotary=Rotary(4, scaling=DynamicScaling(2.0, original_length=20)))
     assert [choose_cache_length(model, 6, new, None) for new in (3, 14, 15)] == [16, 20, 21]
-    assert choose_cache_length(born(), 6, 14, None) == 32
+    assert choose_cache_length(make_model(), 6, 14, None) == 32
 
 
-NOT_REAL = jnp.zeros((2, 6), bool)
+NO_TOKEN = jnp.zeros((2, 6), bool)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +245,8 @@ NOT_REAL = jnp.zeros((2, 6), bool)
     [
         ({"tokens": jnp.zeros((2, 0), int)}, r"a prompt of at least 1 row and 1 token.*\(2, 0\)"),
         ({"tokens": jnp.zeros((0, 2), int)}, r"at least 1 row"),
-        ({"mask": NOT_REAL.at[1].set(True)}, "row 0 of the prompt has no real token"),
-        ({"mask": ~NOT_REAL.at[1, 3].set(True)}, "padded on the left.*row 1 of mask"),
+        ({"mask": NO_TOKEN.at[1].set(True)}, "row 0 of the prompt has no real token"),
+        ({"mask": ~NO_TOKEN.at[1, 3].set(True)}, "padded on the left.*row 1 of mask"),
         ({"tokens": jnp.full((2, 6), 32)}, "the prompt holds 32, which is outside the vocabulary of 32 tokens"),
         ({"tokens": jnp.full((2, 6), -1)}, "the prompt holds -1"),
         ({"max_new_tokens": 0}, "max_new_tokens of at least 1, not 0"),
@@ -260,14 +263,14 @@ NOT_REAL = jnp.zeros((2, 6), bool)
     ],
     ids=str,
 )
-def test_what_cannot_be_raises_by_name(options, message):
-    tokens = options.pop("tokens", text((2, 6)))
+def test_generate_raises_on_bad_arguments(options, message):
+    tokens = options.pop("tokens", random_tokens((2, 6)))
     with pytest.raises(ValueError, match=message):
-        zoo.generate(born(), tokens, **{"max_new_tokens": 3} | options)
+        zoo.generate(make_model(), tokens, **{"max_new_tokens": 3} | options)
 
 
-def test_padding_may_be_any_id():
-    model, tokens, mask = born(), text((2, 6)), left_padded((2, 6), (3, 0))
+def test_padding_tokens_may_be_any_id():
+    model, tokens, mask = make_model(), random_tokens((2, 6)), left_padding_mask((2, 6), (3, 0))
     new = [
         zoo.generate(model, jnp.where(mask, tokens, pad), max_new_tokens=5, mask=mask) for pad in (-100, 0, 31, 32000)
     ]
