@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.normalization import layer_norm, rms_norm
 from zoo.parallel import Dim, Module, full_precision, num_shards, shard_offset
-from zoo.shapes import HeadVectors, HiddenStates, LogDecays
+from zoo.shapes import HeadVectors, HiddenStates, LogDecays, MatrixState, Values
 
 from ..abstract import AbstractLinear, AbstractNorm
 from ..convolution import ConvState, ShortConvolution
@@ -27,7 +27,7 @@ class RecurrentState(Module):
     """Recurrent state: one matrix per head, in float32, and the states of the short convolutions. Its size does not
     depend on the sequence length."""
 
-    matrix: Float[Array, "batch heads key_dim value_dim"]
+    matrix: MatrixState
     conv_states: tuple[ConvState, ...] = ()
 
 
@@ -154,7 +154,7 @@ class OutputGate(Module):
         self.out = Linear(heads * value_dim, embed, in_=head_values, out=embed_dim, scale=out_scale, key=out_key)
         self.activation, self.norm_over_heads = activation, norm_over_heads
 
-    def __call__(self, mixed: Float[Array, "batch seq heads value_dim"], x: HiddenStates) -> HiddenStates:
+    def __call__(self, mixed: Values, x: HiddenStates) -> HiddenStates:
         if self.norm is not None and not self.norm_over_heads:
             mixed = self.norm(mixed)
         mixed = mixed.reshape(*mixed.shape[:2], -1)

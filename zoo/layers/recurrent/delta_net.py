@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
 from zoo.parallel import Dim, Module, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, Queries
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..convolution import ConvState
@@ -37,7 +37,7 @@ from .common import (
 from .context import RecurrenceContext
 
 _DeltaRuleArrays = tuple[
-    Float[Array, "batch seq heads key_dim"],
+    Queries,
     Float[Array, "batch rows heads key_dim"],
     Float[Array, "batch rows heads value_dim"],
     Float[Array, "batch rows heads"],
@@ -86,7 +86,7 @@ class _DeltaInputs(Module):
     def __call__(
         self, x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
     ) -> tuple[_DeltaRuleArrays, tuple[ConvState, ...]]:
-        """Return L2-normalized queries and keys, values and betas, 0 for padding; and the updated convolution states,
+        """Return L2-normalized queries and keys, values, and betas (0 for padding); and the updated convolution states,
         if there are any."""
         query, key, value, conv_states = self.projections(x, context, None if state is None else state.conv_states)
         beta = context.mask_padding(self.max_beta * jax.nn.sigmoid(self.rate(x).astype(jnp.float32)))

@@ -21,7 +21,7 @@ from zoo.ops.recurrence.linear_attention import (
 )
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, Values
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..kv_cache import require_positions
@@ -274,7 +274,7 @@ class GatedLinearAttention(AbstractMixer):
 
 def _broadcast_log_decay(
     make: Callable[[int], Float[Array, "heads"]],
-    value: Float[Array, "batch seq heads value_dim"],
+    value: Values,
     context: RecurrenceContext,
 ) -> Float[Array, "batch seq heads"]:
     """Broadcast fixed log decays `make(heads)` of this device's heads to all tokens, 0 for padding."""

@@ -11,7 +11,7 @@ from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.ops.recurrence.mlstm import MatrixMemory, mlstm
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, MatrixState
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..linear import Linear, resolve_head_dim
@@ -23,7 +23,7 @@ from .context import RecurrenceContext
 class _MLSTMState(Module):
     """Recurrent state of an mLSTM, in float32: see `zoo.ops.recurrence.mlstm.MatrixMemory`."""
 
-    sums: Float[Array, "batch heads key_dim value_dim"]
+    sums: MatrixState
     """Matrix memory, with the normalizer as an additional column."""
     maximum: Float[Array, "batch heads"]
 

@@ -28,8 +28,8 @@ class RWKV7(AbstractMixer):
         y = W_out [gate * (norm(o) + (r · (u * k')) v)]
 
     with r, k, v projections of x after a token shift, one shift each; removal key c = w_c * k, L2-normalized;
-    in-context learning rate a = sigmoid(b + W_up W_down x); replacement key k' = k * (1 + (a - 1) * w_k); log decays g
-    = -exp(-1/2) sigmoid(b + W_up tanh(W_down x)); and gate = W_up sigmoid(W_down x).
+    in-context learning rate a = sigmoid(b + W_up W_down x); replacement key k' = k * (1 + (a - 1) * w_k);
+    log decays g = -exp(-1/2) sigmoid(b + W_up tanh(W_down x)); and gate = W_up sigmoid(W_down x).
 
     `query` is the paper's receptance r. The paper's value residual from the first layer is left out. Heads are sharded
     over `tensor`.
