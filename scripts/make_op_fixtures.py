@@ -1,19 +1,19 @@
-"""Make the small reference cases of the recurrences: tests/fixtures/ops, one file for each operation and variant.
+"""Write the reference cases of the recurrences to tests/fixtures/ops, one file per operation and variant.
 
     python scripts/make_op_fixtures.py                                  # all
-    python scripts/make_op_fixtures.py --only gla kda --out /tmp/ops    # some, elsewhere
+    python scripts/make_op_fixtures.py --only gla kda --out /tmp/ops    # some, to another folder
 
-Each operation is written once more, as a loop over tokens in float64 that shares nothing with the library; NumPy gives
-the values, and `jax.grad` of the same loop in float64 the gradients. A file <op>.<variant>.safetensors has
+Each operation is a loop over tokens in float64, independent of the library; NumPy computes the values, and `jax.grad`
+of the same loop in float64 the gradients. A file <op>.<variant>.safetensors has
 
     in.NAME                     the inputs, float32
     weight.o, weight.state      cotangents: loss = sum(o * weight.o) + sum(state * weight.state)
     f64.o, f64.state            outputs and the last state
     f64.grad.NAME               the loss's gradients
 
-in the layout [batch, time, heads, dim]. `base` has mild decays, `strong` log decays down to about -20 a token, where a
-form that divides by a cumulative decay overflows; operations without a decay among their inputs have no `strong`. All
-have as many tokens, so that the tests compile each form once. It takes half a minute; the same versions give the same
+in the layout [batch, time, heads, dim]. `base` has mild decays, `strong` log decays down to about -20 per token, where
+dividing by a cumulative decay overflows; operations without a decay among their inputs have no `strong`. All have the
+same number of tokens, so that the tests compile each mode once. It takes half a minute; the same versions give the same
 bytes.
 """
 
@@ -37,27 +37,27 @@ Result = tuple[Any, Any]
 
 
 def sigmoid(n: Any, x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
+    """Compute 1 / (1 + exp(-x))."""
     return n.exp(-n.logaddexp(0.0, -x))
 
 
 def outer(x: Any, y: Any) -> Any:
-    """x yᵀ of each head."""
+    """Compute the outer product x yᵀ of each head."""
     return x[..., :, None] * y[..., None, :]
 
 
 def read(q: Any, s: Any) -> Any:
-    """q . s, summed over keys."""
+    """Compute q . s, summed over key_dim."""
     return (q[..., :, None] * s).sum(-2)
 
 
 def heads_state(n: Any, i: Inputs) -> Any:
-    """The first state of an operation with queries, keys and values."""
+    """Return the initial state of an operation with queries, keys and values."""
     return i["s0"] if "s0" in i else n.zeros((*i["q"].shape[:1], *i["q"].shape[2:], i["v"].shape[-1]))
 
 
 def gated(n: Any, i: Inputs, decay: Callable[[int], Any], *, scale: bool = True) -> Result:
-    """s = exp(g) s + k v; o = q . s."""
+    """Compute s = exp(g) s + k v; o = q . s."""
     s, o = heads_state(n, i), []
     for t in range(i["q"].shape[1]):
         s = n.exp(decay(t)) * s + outer(i["k"][:, t], i["v"][:, t])
@@ -66,35 +66,35 @@ def gated(n: Any, i: Inputs, decay: Callable[[int], Any], *, scale: bool = True)
 
 
 def linear_attn(n: Any, i: Inputs) -> Result:
-    """s = s + k v; o = q . s."""
+    """Compute s = s + k v; o = q . s."""
     return gated(n, i, lambda t: 0.0)
 
 
 def linear_attn_norm(n: Any, i: Inputs) -> Result:
-    """The same divided by q . z, with z the sum of keys."""
+    """Compute linear attention divided by q . z, with z the sum of keys."""
     o, s = gated(n, i, lambda t: 0.0, scale=False)
     total = n.cumsum(i["k"], 1)
     return o / (i["q"] * total).sum(-1)[..., None], s
 
 
 def retention(n: Any, i: Inputs) -> Result:
-    """s = gamma s + k v, with a gamma for each head."""
+    """Compute s = gamma s + k v, with one gamma per head."""
     gamma = np.log(1 - 2.0 ** (-5 - np.arange(i["q"].shape[2])))[:, None, None]
     return gated(n, i, lambda t: gamma)
 
 
 def simple_gla(n: Any, i: Inputs) -> Result:
-    """s = exp(g) s + k v, with a decay for each head."""
+    """Compute s = exp(g) s + k v, with one decay per head."""
     return gated(n, i, lambda t: i["g"][:, t, :, None, None])
 
 
 def gla(n: Any, i: Inputs) -> Result:
-    """s = exp(g) s + k v, with a decay for each key channel."""
+    """Compute s = exp(g) s + k v, with one decay per key channel."""
     return gated(n, i, lambda t: i["g"][:, t, :, :, None])
 
 
 def delta(n: Any, i: Inputs, decay: Callable[[int], Any], steps: int = 1) -> Result:
-    """s = exp(g) s; then `steps` times s = s + k (beta (v - k . s)); o = q . s."""
+    """Compute s = exp(g) s; then `steps` times s = s + k (beta (v - k . s)); o = q . s."""
     s, o = heads_state(n, i), []
     for t in range(i["q"].shape[1]):
         s = n.exp(decay(t)) * s
@@ -106,27 +106,27 @@ def delta(n: Any, i: Inputs, decay: Callable[[int], Any], steps: int = 1) -> Res
 
 
 def delta_rule(n: Any, i: Inputs) -> Result:
-    """s = s + k (beta (v - k . s))."""
+    """Compute the delta rule, s = s + k (beta (v - k . s))."""
     return delta(n, i, lambda t: 0.0)
 
 
 def gated_delta_rule(n: Any, i: Inputs) -> Result:
-    """The delta rule after a decay for each head."""
+    """Compute the delta rule after one decay per head."""
     return delta(n, i, lambda t: i["g"][:, t, :, None, None])
 
 
 def kda(n: Any, i: Inputs) -> Result:
-    """The delta rule after a decay for each key channel."""
+    """Compute the delta rule after one decay per key channel."""
     return delta(n, i, lambda t: i["g"][:, t, :, :, None])
 
 
 def gated_delta_product(n: Any, i: Inputs) -> Result:
-    """Two delta steps a token after one decay."""
+    """Compute two delta rules per token after one decay."""
     return delta(n, i, lambda t: i["g"][:, t, :, None, None], steps=2)
 
 
 def hgrn(n: Any, i: Inputs) -> Result:
-    """s = exp(g) s + x; o = s."""
+    """Compute s = exp(g) s + x; o = s."""
     s, o = i["s0"], []
     for t in range(i["x"].shape[1]):
         s = n.exp(i["g"][:, t]) * s + i["x"][:, t]
@@ -135,7 +135,7 @@ def hgrn(n: Any, i: Inputs) -> Result:
 
 
 def rwkv4(n: Any, i: Inputs) -> Result:
-    """num, den: decayed sums of exp(k) v and exp(k); o is their quotient with the present token in."""
+    """Compute num, den, decayed sums of exp(k) v and exp(k); o is their quotient including the current token."""
     k, v, w, u = (i[name] for name in "kvwu")
     num, den, o = n.zeros_like(k[:, 0]), n.zeros_like(k[:, 0]), []
     for t in range(k.shape[1]):  # keys are small here: float64 needs no running maximum
@@ -147,7 +147,7 @@ def rwkv4(n: Any, i: Inputs) -> Result:
 
 
 def rwkv6(n: Any, i: Inputs) -> Result:
-    """o = q . (s + u k v); then s = exp(g) s + k v."""
+    """Compute o = q . (s + u k v); then s = exp(g) s + k v."""
     s, o = heads_state(n, i), []
     for t in range(i["q"].shape[1]):
         new = outer(i["k"][:, t], i["v"][:, t])
@@ -157,7 +157,7 @@ def rwkv6(n: Any, i: Inputs) -> Result:
 
 
 def rwkv7(n: Any, i: Inputs) -> Result:
-    """s = exp(g) s + b (a . s) + k v; o = q . s."""
+    """Compute s = exp(g) s + b (a . s) + k v; o = q . s."""
     s, o = heads_state(n, i), []
     for t in range(i["q"].shape[1]):
         correction = outer(i["b"][:, t], read(i["a"][:, t], s))
@@ -167,7 +167,7 @@ def rwkv7(n: Any, i: Inputs) -> Result:
 
 
 def mamba1(n: Any, i: Inputs) -> Result:
-    """h = exp(dt A) h + dt B x; o = C . h + D x."""
+    """Compute h = exp(dt A) h + dt B x; o = C . h + D x."""
     h, o = n.zeros((len(i["x"]), *i["A"].shape)), []
     for t in range(i["x"].shape[1]):
         x, dt = i["x"][:, t], i["dt"][:, t]
@@ -177,7 +177,7 @@ def mamba1(n: Any, i: Inputs) -> Result:
 
 
 def mamba2(n: Any, i: Inputs) -> Result:
-    """The same with one decay a head, and groups of heads that share B and C."""
+    """Compute the state-space model with one decay per head, and B and C shared by groups of heads."""
     h, o = i["s0"], []
     share = i["x"].shape[2] // i["B"].shape[2]
     for t in range(i["x"].shape[1]):
@@ -189,7 +189,7 @@ def mamba2(n: Any, i: Inputs) -> Result:
 
 
 def rg_lru(n: Any, i: Inputs) -> Result:
-    """h = a h + sqrt(1 - a^2) sigmoid(i) x, the root replaced by 1 at the first token."""
+    """Compute h = a h + sqrt(1 - a^2) sigmoid(i) x, with 1 instead of the root at the first token."""
     h, o = n.zeros_like(i["x"][:, 0]), []
     for t in range(i["x"].shape[1]):
         log_a = -8 * sigmoid(n, i["r"][:, t]) * n.logaddexp(0.0, i["param"])
@@ -200,7 +200,7 @@ def rg_lru(n: Any, i: Inputs) -> Result:
 
 
 def mlstm(n: Any, i: Inputs) -> Result:
-    """The matrix memory of xLSTM, with its running maximum."""
+    """Compute the mLSTM of xLSTM, with its running maximum."""
     c, o = heads_state(n, i), []
     z, m = n.zeros_like(i["k"][:, 0]), None
     for t in range(i["q"].shape[1]):
@@ -225,38 +225,38 @@ OPERATIONS: dict[str, Callable[[Any, Inputs], Result]] = {
     )
 }
 UNDECAYED = ("linear_attn", "linear_attn_norm", "retention", "delta_rule")
-"""Operations without a decay that is an input."""
+"""Operations without a decay among their inputs."""
 
 
 class Draw:
-    """Random inputs of the forms that operations take."""
+    """Random inputs in the shapes of the operations."""
 
     def __init__(self, name: str, variant: str):
         self.random = np.random.default_rng([SEED, zlib.crc32(name.encode())])
         self.tokens, self.strong = TOKENS, variant == "strong"
 
     def normal(self, *shape: int) -> np.ndarray:
-        """Standard normal numbers."""
+        """Draw standard normal values."""
         return self.random.normal(size=shape)
 
     def each(self, *dims: int, steps: int = 1) -> np.ndarray:
-        """Numbers for each token."""
+        """Draw values for each token."""
         return self.normal(BATCH, self.tokens * steps, *dims)
 
     def unit(self, *dims: int, steps: int = 1) -> np.ndarray:
-        """Vectors of length one."""
+        """Draw vectors of length one."""
         x = self.each(*dims, steps=steps)
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     def decay(self, *dims: int) -> np.ndarray:
-        """Log decays: mild, or up to -20 a token."""
+        """Draw log decays: mild, or down to -20 per token."""
         if self.strong:
             return -20 * self.random.uniform(size=(BATCH, self.tokens, *dims)) ** 2
         return -np.logaddexp(0, -self.each(*dims) - 2)
 
 
 def draw(name: str, variant: str) -> dict[str, np.ndarray]:
-    """The inputs of an operation, float32."""
+    """Draw the inputs of an operation in float32."""
     d = Draw(name, variant)
     keys = KEY
     if name in ("hgrn", "rwkv4", "rg_lru", "mamba1"):
@@ -307,7 +307,7 @@ def draw(name: str, variant: str) -> dict[str, np.ndarray]:
 
 
 def case(name: str, variant: str) -> dict[str, np.ndarray]:
-    """Everything that a file holds."""
+    """Compute all arrays of a file."""
     inputs, random = draw(name, variant), np.random.default_rng([SEED, 1])
     operation, wide = OPERATIONS[name], {key: x.astype(np.float64) for key, x in inputs.items()}
     with np.errstate(all="raise", under="ignore"):

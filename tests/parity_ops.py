@@ -1,8 +1,8 @@
-"""Every recurrence by one call, and files of reference values to hold them against.
+"""Comparison of every recurrence with files of reference values in float64.
 
-`evaluate(op, form, inputs)` takes the names and arrays that the reference files have. `check_folder(folder)` runs every
-file <op>.<variant>.safetensors there: in.NAME are the inputs, weight.o and weight.state cotangents (loss =
-sum(o * weight.o) + sum(state * weight.state)), f64.o, f64.state and f64.grad.NAME what float64 gives.
+`evaluate(op, mode, inputs)` takes the names and arrays of the reference files. `check_folder(folder)` checks every file
+<op>.<variant>.safetensors there: in.NAME are the inputs, weight.o and weight.state cotangents (loss =
+sum(o * weight.o) + sum(state * weight.state)), f64.o, f64.state and f64.grad.NAME the results in float64.
 
     PYTHONPATH=. python -m tests.parity_ops FOLDER
 """
@@ -20,21 +20,21 @@ import numpy as np
 from jaxtyping import Array
 from safetensors.numpy import load_file
 
-FORMS = ("recurrent", "chunked")
+MODES = ("recurrent", "chunked")
 VALUES = {"recurrent": 5e-6, "chunked": 2e-5}
-"""How far values may be from those in float64, in parts of the largest; five times as far for `strong`, chunked."""
+"""Tolerance of values, relative to the largest; five times that for chunked `strong`."""
 GRADIENTS = {"strong": 1e-3}
-"""How far gradients may be, likewise; 1e-4 where nothing is said."""
+"""Tolerance of gradients, relative to the largest; 1e-4 by default."""
 
 
 class Op(NamedTuple):
-    """Where an operation is, and its arguments by the names in the files, in order."""
+    """The module and function of an operation, and its arguments by their names in the files, in order."""
 
     module: str
     function: str
     inputs: str
-    of_state: Callable[[Any], Array] = lambda state: state
-    """The state that the files have, of the one that the function gives."""
+    convert_state: Callable[[Any], Array] = lambda state: state
+    """Convert the state of the function to that of the files."""
 
 
 OPS = {
@@ -58,26 +58,26 @@ OPS = {
 }
 
 
-def evaluate(op: str, form: str, inputs: dict[str, Array]) -> tuple[Array, Array]:
-    """The output and the last state of an operation; the first state is `s0`, or what there is without one."""
-    module, function, names, of_state = OPS[op]
+def evaluate(op: str, mode: str, inputs: dict[str, Array]) -> tuple[Array, Array]:
+    """Compute the output and the last state of an operation; the initial state is `s0`, or the default."""
+    module, function, names, convert_state = OPS[op]
     unknown = set(inputs) - set(names.split()) - {"s0"}
     if unknown:
         raise ValueError(f"{op} takes {names} and s0, not {', '.join(sorted(unknown))}")
     run = getattr(import_module(f"zoo.ops.recurrence.{module}"), function)
-    output, state = run(*(inputs[name] for name in names.split()), state=inputs.get("s0"), mode=form)
-    return output, of_state(state)
+    output, state = run(*(inputs[name] for name in names.split()), state=inputs.get("s0"), mode=mode)
+    return output, convert_state(state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def with_gradients(op: str, form: str, inputs: dict[str, Array], weights: dict[str, Array]) -> tuple:
-    """Output, state and the loss's gradients."""
-    (output, state), back = jax.vjp(lambda inputs: evaluate(op, form, inputs), inputs)
+def with_gradients(op: str, mode: str, inputs: dict[str, Array], weights: dict[str, Array]) -> tuple:
+    """Compute output, state and the gradients of the loss."""
+    (output, state), back = jax.vjp(lambda inputs: evaluate(op, mode, inputs), inputs)
     return output, state, back((weights["o"].astype(output.dtype), weights["state"]))[0]
 
 
 def distance(ours: Array, theirs: np.ndarray) -> float:
-    """The largest difference, in parts of the largest value; infinite where ours is not finite."""
+    """Return the largest difference relative to the largest value; infinite if ours is not finite."""
     found = np.asarray(ours, np.float64)
     if found.shape != theirs.shape:
         raise AssertionError(f"ours is {found.shape}, the reference {theirs.shape}")
@@ -86,35 +86,35 @@ def distance(ours: Array, theirs: np.ndarray) -> float:
     return float(np.abs(found - theirs).max() / max(np.abs(theirs).max(), 1e-30))
 
 
-def distances(file: Path, form: str) -> dict[str, float]:
-    """Of the output, the state and each gradient."""
+def distances(file: Path, mode: str) -> dict[str, float]:
+    """Return the distances of the output, the state and each gradient."""
     arrays = load_file(file)
     part = lambda prefix: {key.removeprefix(prefix): x for key, x in arrays.items() if key.startswith(prefix)}
     inputs = {key: jnp.asarray(x) for key, x in part("in.").items()}
-    output, state, gradients = with_gradients(file.name.split(".")[0], form, inputs, part("weight."))
+    output, state, gradients = with_gradients(file.name.split(".")[0], mode, inputs, part("weight."))
     found = {"o": distance(output, arrays["f64.o"]), "state": distance(state, arrays["f64.state"])}
     return found | {f"grad.{key}": distance(gradients[key], x) for key, x in part("f64.grad.").items()}
 
 
-def tolerance(file: Path, form: str, what: str) -> float:
-    """How far a result may be from the reference."""
+def tolerance(file: Path, mode: str, what: str) -> float:
+    """Return the tolerance of a result."""
     variant = file.name.split(".")[1]
     if what.startswith("grad."):
         return GRADIENTS.get(variant, 1e-4)
-    return VALUES[form] * (5 if (form, variant) == ("chunked", "strong") else 1)
+    return VALUES[mode] * (5 if (mode, variant) == ("chunked", "strong") else 1)
 
 
-def failures(file: Path, form: str) -> list[str]:
-    """What is too far off, in words."""
+def failures(file: Path, mode: str) -> list[str]:
+    """Describe the results beyond their tolerance."""
     return [
-        f"{file.stem} {form}: {what} is off by {found:.1e}, and {tolerance(file, form, what):.0e} is allowed"
-        for what, found in distances(file, form).items()
-        if not found <= tolerance(file, form, what)
+        f"{file.stem} {mode}: {what} is off by {found:.1e}, and {tolerance(file, mode, what):.0e} is allowed"
+        for what, found in distances(file, mode).items()
+        if not found <= tolerance(file, mode, what)
     ]
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """The reference files of a folder. **Raises** `FileNotFoundError` where there are none."""
+    """Yield the reference files of a folder. **Raises** `FileNotFoundError` if it has none."""
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise FileNotFoundError(f"no <op>.<variant>.safetensors in {folder}")
@@ -122,11 +122,11 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def check_folder(folder: Path) -> list[str]:
-    """What of all files and both forms is too far off: nothing, where all is well."""
-    return [line for file in files(folder) for form in FORMS for line in failures(file, form)]
+    """Describe the results of all files and modes beyond their tolerance."""
+    return [line for file in files(folder) for mode in MODES for line in failures(file, mode)]
 
 
 if __name__ == "__main__":
-    wrong = check_folder(Path(sys.argv[1]))
-    print("\n".join(wrong) or "all agree")
-    sys.exit(bool(wrong))
+    failed = check_folder(Path(sys.argv[1]))
+    print("\n".join(failed) or "all agree")
+    sys.exit(bool(failed))

@@ -20,13 +20,13 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_each_is_its_formula(name):
+def test_activations_equal_their_formulas(name):
     x = np.linspace(-4, 4, 33, dtype=np.float32)
     expected = [FORMULAS[name](float(v)) for v in x]
     np.testing.assert_allclose(get_activation(name)(jnp.array(x)), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_clamped_swiglu_is_its_formula():
+def test_clamped_swiglu_equals_its_formula():
     gates, ups = (x.reshape(-1) for x in np.meshgrid(np.linspace(-4, 4, 9), np.linspace(-4, 4, 9)))
 
     def formula(gate, up):
@@ -41,6 +41,6 @@ def test_the_clamped_swiglu_is_its_formula():
     assert (to_ups[np.abs(ups) > 2.5] == 0).all() and (to_ups[(np.abs(ups) < 2.5) & (gates != 0)] != 0).all()
 
 
-def test_an_unknown_name_lists_the_known():
+def test_get_activation_of_an_unknown_name_lists_the_known():
     with pytest.raises(ValueError, match=r"'swish'.*gelu, gelu_tanh, relu, relu_squared, silu"):
         get_activation("swish")

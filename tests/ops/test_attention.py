@@ -72,7 +72,7 @@ def by_loops(query, key, value, sinks, sees, scale, soft_cap):
     segments=st.none() | st.lists(st.integers(0, 2), min_size=2 * SEQ, max_size=2 * SEQ),
     places=st.none() | st.lists(st.integers(-2, 9), min_size=4 * SEQ, max_size=4 * SEQ),
 )
-def test_plain_is_the_definition(causal, window, soft_cap, scale, sinks, segments, places):
+def test_reference_attention_equals_python_loops(causal, window, soft_cap, scale, sinks, segments, places):
     (query, key, value), _ = inputs(value_dim=5)
     who, rules = {}, []
     at = np.broadcast_to(np.arange(SEQ), (2, BATCH, SEQ))
@@ -155,7 +155,7 @@ def run(form, options, arrays, cotangent):
     [*((case, jnp.float32) for case in CASES), *((case, jnp.bfloat16) for case in ROUNDED)],
     ids=[*CASES, *(f"{case}, bfloat16" for case in ROUNDED)],
 )
-def test_forms_agree_in_values_and_gradients(case, dtype):
+def test_attention_implementations_equal_the_reference(case, dtype):
     options, shapes = CASES[case]
     arrays, cotangent = inputs(**shapes, dtype=dtype)
     expected = run(FORMS["plain"], options, arrays, cotangent)
@@ -177,7 +177,7 @@ def test_forms_agree_in_values_and_gradients(case, dtype):
 @pytest.mark.parametrize(
     ("window", "first_keys"), [(None, [0, 0, 0, 0]), (1, [0, 64, 128, 192]), (70, [0, 0, 59, 123]), (500, [0, 0, 0, 0])]
 )
-def test_spans_leave_out_what_none_of_their_queries_sees(window, first_keys):
+def test_make_query_blocks_skips_masked_keys(window, first_keys):
     found = attention.make_query_blocks(attention.AttentionMask(True, window), LONG, LONG)
     assert [(queries.start, queries.stop) for queries, _ in found] == [(0, 64), (64, 128), (128, 192), (192, 200)]
     assert [(keys.start, keys.stop) for _, keys in found] == list(zip(first_keys, (64, 128, 192, 200), strict=True))
@@ -190,7 +190,7 @@ def test_spans_leave_out_what_none_of_their_queries_sees(window, first_keys):
     [*((form, None) for form in FORMS.values()), *((FORMS[name], SINKS) for name in ("plain", "grouped"))],
     ids=[*FORMS, "plain, sinks", "grouped, sinks"],
 )
-def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient(form, sinks):
+def test_attention_of_a_masked_query_is_zero_without_gradient(form, sinks):
     arrays, cotangent = inputs(seq=2, key_seq=SEQ, sinks=sinks)
     nothing = jnp.full((BATCH, SEQ), -1).at[1].set(jnp.arange(SEQ))
     options = dict(causal=True, query_positions=jnp.array([[3, 4], [-1, 4]]), key_positions=nothing)
@@ -206,7 +206,7 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient(form, sinks):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("window", [None, 3])
-def test_nothing_flows_from_later_tokens(form, window):
+def test_attention_is_causal_by_gradient(form, window):
     arrays, _ = inputs()
     outputs = lambda arrays: form(*arrays, causal=True, window=window).sum((0, 2, 3))
     flows = [(jnp.abs(g).sum((1, 3, 4)) > 0) for g in jax.jit(jax.jacrev(outputs))(arrays)]
@@ -218,7 +218,7 @@ def test_nothing_flows_from_later_tokens(form, window):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_sequences_are_as_if_alone(form, causal):
+def test_attention_of_packed_sequences_equals_separate(form, causal):
     arrays, _ = inputs()
     attend = jax.jit(partial(form, causal=causal, window=2))
     segments = jnp.array([[1, 1, 1, 0, 2, 2, 2]] * BATCH)  # two of three tokens, and padding between them
@@ -228,7 +228,7 @@ def test_packed_sequences_are_as_if_alone(form, causal):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_slots_of_a_cache_may_lie_in_any_order(form):
+def test_attention_over_a_kv_cache_in_any_slot_order(form):
     (query, key, value), _ = inputs()
     attend = jax.jit(partial(form, causal=True, window=4))
     expected = attend(query, key, value)[:, -2:]
@@ -242,7 +242,7 @@ def test_slots_of_a_cache_may_lie_in_any_order(form):
 
 
 @pytest.mark.parametrize("form", [FORMS["grouped"], FORMS["fused"]], ids=["grouped", "fused"])
-def test_a_mesh_changes_nothing(form):
+def test_attention_on_a_mesh_equals_one_device(form):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     arrays, cotangent = inputs()
     split, rows = P("data", None, "tensor"), P("data")
@@ -258,7 +258,7 @@ def test_a_mesh_changes_nothing(form):
         np.testing.assert_allclose(ours, alone, atol=2e-6)
 
 
-def test_where_everything_is_seen_there_is_no_mask():
+def test_attention_mask_materializes_to_none_if_full():
     assert attention.AttentionMask(causal=False).materialize(3, 5) is None
     assert attention.AttentionMask(causal=True).materialize(3, 3).shape == (1, 3, 3)
     slots = attention.AttentionMask(False, query_positions=jnp.array([[0, 1, 2]]), key_positions=jnp.array([[0, -1]]))
@@ -276,12 +276,12 @@ def test_where_everything_is_seen_there_is_no_mask():
         (dict(causal=True), dict(kv_heads=3), "4 query heads"),
     ],
 )
-def test_what_makes_no_sense_raises(form, options, shapes, says):
+def test_attention_raises_for_bad_arguments(form, options, shapes, says):
     with pytest.raises(ValueError, match=says):
         form(*inputs(**shapes)[0], **options)
 
 
-def test_fused_names_what_it_cannot_do():
+def test_fused_attention_raises_for_unsupported_arguments():
     with pytest.raises(ValueError, match="has no sinks"):
         FORMS["fused"](*inputs(sinks=SINKS)[0], causal=True)
     with pytest.raises(ValueError, match="soft_cap"):

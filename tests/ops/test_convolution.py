@@ -37,14 +37,14 @@ def with_gradients(form, operands, ids, pull):
     segments=st.booleans(),
     bias=st.booleans(),
 )
-def test_its_gradient_is_that_of_the_definition(batch, seq, width, seed, segments, bias):
+def test_causal_conv1d_equals_the_reference_with_gradients(batch, seq, width, seed, segments, bias):
     given = case(batch, seq, 3, width, seed, segments=segments, bias=bias)
     ours, theirs = (jax.tree.leaves(with_gradients(form, *given)) for form in FORMS)
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_half_precision_is_summed_in_single():
+def test_causal_conv1d_sums_bfloat16_gradients_in_float32():
     """Taps' gradients are sums over rows: of single precision, rounded once."""
     operands, ids, pull = case(4, 64, 3, 4, 0, dtype=jnp.bfloat16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (operands, pull))
@@ -57,7 +57,7 @@ def test_half_precision_is_summed_in_single():
         np.testing.assert_allclose(mine.astype(jnp.float32), exact, atol=2**-7 * float(np.abs(exact).max()))
 
 
-def test_rows_of_a_mesh_share_their_taps():
+def test_causal_conv1d_all_reduces_weight_gradients_on_a_mesh():
     """Inside `shard_map` the gradient of taps that all devices have is the sum of theirs."""
     operands, ids, pull = case(4, 5, 3, 4, 1)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -70,7 +70,7 @@ def test_rows_of_a_mesh_share_their_taps():
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_forward_mode_is_refused():
+def test_causal_conv1d_raises_for_forward_mode():
     operands, ids, _ = case(1, 3, 2, 2, 0)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda seen: causal_conv1d(seen, *operands[1:], ids), operands[:1], operands[:1])

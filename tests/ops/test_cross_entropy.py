@@ -10,7 +10,7 @@ from zoo.ops.cross_entropy import cross_entropy
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("tokens", [(), (5,), (2, 3)])
-def test_it_is_the_formula(tokens, z_loss):
+def test_cross_entropy_equals_its_formula(tokens, z_loss):
     random = np.random.default_rng(0)
     logits = random.normal(0, 4, (*tokens, 11)).astype(np.float32)
     targets = random.integers(0, 11, tokens)
@@ -20,12 +20,12 @@ def test_it_is_the_formula(tokens, z_loss):
     np.testing.assert_allclose(loss, log_z - chosen + z_loss * log_z**2, rtol=1e-6, atol=1e-6)
 
 
-def test_even_odds_cost_the_logarithm_of_their_number():
+def test_cross_entropy_of_uniform_logits_is_log_vocab():
     loss = cross_entropy(jnp.zeros((3, 8)), jnp.array([0, 3, 7]))
     np.testing.assert_allclose(loss, 3 * np.log(2), rtol=1e-6)
 
 
-def test_large_logits_in_half_precision_are_taken_in_single():
+def test_cross_entropy_of_large_bfloat16_logits_is_float32():
     logits = jnp.array([[2e4, 0.0, -2e4]], jnp.bfloat16)
     loss, gradient = jax.value_and_grad(lambda x: cross_entropy(x, jnp.array([1])).sum())(logits)
     assert loss.dtype == jnp.float32

@@ -24,7 +24,7 @@ def traced(x, seq_offset, feature_offset):
 
 
 @given(st.sampled_from([(5, 9), (4, 6), (1, 1), (3, 22)]), st.data())
-def test_a_share_gets_its_part_of_the_whole_mask(shape, data):
+def test_dropout_of_a_shard_is_a_slice_of_the_global_mask(shape, data):
     seq, features = shape
     s = data.draw(st.integers(0, SEQ - seq))
     f = data.draw(st.integers(0, FEATURES - features))
@@ -34,7 +34,7 @@ def test_a_share_gets_its_part_of_the_whole_mask(shape, data):
     np.testing.assert_array_equal(dropout(x, KEYS, rate=0.3, seq_offset=s, feature_offset=f), part)
 
 
-def test_a_mesh_changes_no_bit():
+def test_dropout_on_a_mesh_is_bitwise_equal():
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     keys = jax.random.split(jax.random.key(1), 4)
     x = jax.random.normal(jax.random.key(2), (4, 6, 14))
@@ -49,7 +49,7 @@ def test_a_mesh_changes_no_bit():
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_the_share_that_is_kept_and_its_scale(rate):
+def test_dropout_keep_rate_and_scale(rate):
     x = jnp.full((4, 100, 250), 3.0)
     y = np.asarray(dropout(x, jax.random.split(jax.random.key(3), 4), rate=rate))
     kept = y != 0
@@ -63,7 +63,7 @@ def test_the_share_that_is_kept_and_its_scale(rate):
     assert abs(neighbors) < 0.02  # the two words of one hash
 
 
-def test_rows_and_keys_differ_and_a_row_follows_its_key():
+def test_dropout_mask_of_a_row_depends_on_its_key_alone():
     x = jnp.ones((BATCH, SEQ, FEATURES))
     masks = {np.asarray(row).tobytes() for row in WHOLE}
     masks |= {np.asarray(row).tobytes() for row in dropout(x, jax.random.split(jax.random.key(9), BATCH), rate=0.3)}
@@ -71,13 +71,13 @@ def test_rows_and_keys_differ_and_a_row_follows_its_key():
     np.testing.assert_array_equal(dropout(x, KEYS[::-1], rate=0.3), WHOLE[::-1])
 
 
-def test_gradients_pass_where_values_passed():
+def test_dropout_gradient_is_the_mask():
     x = jnp.ones((BATCH, SEQ, FEATURES))
     gradient = jax.grad(lambda x: dropout(x, KEYS, rate=0.3).sum())(x)
     np.testing.assert_array_equal(gradient, WHOLE)
 
 
-def test_half_precision_stays_and_a_rate_of_zero_is_nothing():
+def test_dropout_keeps_the_dtype_and_rate_zero_is_identity():
     x = jnp.ones((BATCH, SEQ, FEATURES), jnp.bfloat16)
     y = dropout(x, KEYS, rate=0.3)
     assert y.dtype == jnp.bfloat16
@@ -85,7 +85,7 @@ def test_half_precision_stays_and_a_rate_of_zero_is_nothing():
     assert dropout(x, KEYS, rate=0.0) is x
 
 
-def test_what_makes_no_sense_raises():
+def test_dropout_raises_for_bad_rates_and_keys():
     x = jnp.ones((BATCH, SEQ, FEATURES))
     drop = partial(dropout, x)
     for rate in (-0.1, 1.0, float("nan")):

@@ -30,7 +30,7 @@ def operands(spec, dtype, seed):
     wide=st.booleans(),
     seed=st.integers(0, 3),
 )
-def test_it_is_the_einsum_and_so_is_its_gradient(spec, dtype, wide, seed):
+def test_einsum_fp32_accum_equals_einsum_with_gradients(spec, dtype, wide, seed):
     x, y = operands(spec, dtype, seed)
     out = jnp.float32 if wide else dtype
     weight = jax.random.normal(jax.random.key(9), jnp.einsum(spec, x, y).shape).astype(dtype).astype(jnp.float32)
@@ -49,7 +49,7 @@ def test_it_is_the_einsum_and_so_is_its_gradient(spec, dtype, wide, seed):
         assert error <= 2 * jnp.finfo(rounded).eps * jnp.abs(other.astype(jnp.float32)).max()
 
 
-def test_operands_that_vary_unlike_on_a_mesh():
+def test_einsum_fp32_accum_aligns_varying_operands_on_a_mesh():
     """A weight that is split meets rows that are not, and the other way round: sums come out right both ways."""
     make = lambda key: zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=16, key=key)
     tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 32)
@@ -65,7 +65,7 @@ def test_operands_that_vary_unlike_on_a_mesh():
         np.testing.assert_allclose(one, other, atol=0.03 * np.abs(other).max())
 
 
-def test_what_is_kept_for_the_backward_pass():
+def test_einsum_fp32_accum_is_saved_by_remat_policies():
     """A product of half precision stands behind a gradient of its own, and is kept as any other."""
     function = lambda x, y: jnp.sin(einsum_fp32_accum("ri,oi->ro", jnp.sin(x), y).astype(jnp.float32)).sum()
 
@@ -78,7 +78,7 @@ def test_what_is_kept_for_the_backward_pass():
         assert [products(remat, dtype) for remat in ("none", "elementwise", "dots", "full")] == [3, 3, 3, 4]
 
 
-def test_forward_mode():
+def test_einsum_fp32_accum_forward_mode_in_float32_alone():
     x, y = operands("ri,oi->ro", jnp.float32, 0)
     tangent = jax.jvp(lambda x: einsum_fp32_accum("ri,oi->ro", x, y), (x,), (x,))[1]
     np.testing.assert_allclose(tangent, x @ y.T, rtol=1e-5)
@@ -88,19 +88,19 @@ def test_forward_mode():
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (7, 5), (1, 8), (40, 24)])
-def test_turned(shape):
+def test_blocked_transpose_equals_transpose(shape):
     x = jnp.arange(np.prod(shape)).reshape(shape)
     np.testing.assert_array_equal(blocked_transpose(x.astype(jnp.float32)), x.T)
 
 
 @pytest.mark.parametrize("spec", ["ri,oi->r", "ri,oi", "rix,oi->ro"])
-def test_what_is_no_product(spec):
-    with pytest.raises(ValueError, match="is no product of two arrays"):
+def test_einsum_fp32_accum_raises_for_other_specs(spec):
+    with pytest.raises(ValueError, match="is not a product of two arrays"):
         einsum_fp32_accum(spec, jnp.ones((2, 3)), jnp.ones((4, 3)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_sum_with_a_product_and_its_gradient(dtype):
+def test_add_matmul_equals_its_formula_with_gradients(dtype):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((2, 3, 5), (2, 3, 4), (5, 4), (2, 3, 5))
     *given, ahead = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
@@ -112,7 +112,7 @@ def test_a_sum_with_a_product_and_its_gradient(dtype):
         np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=tolerance)
 
 
-def test_the_sum_alone_is_kept_for_a_backward_pass():
+def test_add_matmul_saves_the_sum_alone_as_residual():
     """Where products are kept: W x + V x, and neither of the two beside it."""
     x, first, second = jnp.ones((8, 3)), jnp.ones((4, 3)), jnp.ones((4, 3))
 

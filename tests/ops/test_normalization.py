@@ -21,7 +21,7 @@ def formula(x, weight=1.0, bias=0.0, *, center):
 
 
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 4, 16)])
-def test_norms_are_their_formulas(shape):
+def test_norms_equal_their_formulas(shape):
     x, weight, bias = values(*shape), values(16, seed=1), values(16, seed=2)
     close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-5)
     x_, weight_, bias_ = (jnp.array(a) for a in (x, weight, bias))
@@ -34,14 +34,14 @@ def test_norms_are_their_formulas(shape):
     close(layer_norm(x_, None, bias_, epsilon=EPSILON), formula(x, 1.0, bias, center=True))
 
 
-def test_a_weight_may_differ_by_head():
+def test_rms_norm_with_one_weight_per_head():
     x, weight = values(2, 3, 4, 16), values(4, 16, seed=1)
     y = rms_norm(jnp.array(x), jnp.array(weight), epsilon=EPSILON)
     np.testing.assert_allclose(y, formula(x, weight, center=False), rtol=2e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
-def test_half_precision_is_computed_in_single_and_rounded_once(norm):
+def test_norms_of_bfloat16_compute_in_float32(norm):
     x = jnp.array(values(3, 16)).astype(jnp.bfloat16)
     weight = jnp.array(values(16, seed=1)).astype(jnp.bfloat16)
     y = norm(x, weight, epsilon=EPSILON)
@@ -51,7 +51,7 @@ def test_half_precision_is_computed_in_single_and_rounded_once(norm):
 
 
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
-def test_a_constant_far_from_zero_neither_overflows_nor_divides_by_zero(norm):
+def test_norms_of_a_large_constant_are_finite(norm):
     x = jnp.full((1, 16), 3e4, jnp.bfloat16)
     y, gradient = jax.value_and_grad(lambda x: norm(x, epsilon=1e-6).astype(jnp.float32).sum())(x)
     assert np.isfinite(y) and np.isfinite(np.asarray(gradient, np.float32)).all()

@@ -95,14 +95,14 @@ CASES = {
 
 @pytest.mark.parametrize("length", [1, 16, 24, 25, 33, 4096])
 @pytest.mark.parametrize(("dim", "base", "scaling", "formula", "magnitude"), CASES.values(), ids=CASES)
-def test_a_scaling_is_its_formula(dim, base, scaling, formula, magnitude, length):
+def test_rope_scalings_equal_their_formulas(dim, base, scaling, formula, magnitude, length):
     frequencies, scale = scaling(dim, base, length)
     # Dynamic raises to a power in float32; all others are rounded once, if at all.
     np.testing.assert_allclose(frequencies, formula(dim, base, length, scaling), rtol=2e-6)
     assert scale == pytest.approx(magnitude, rel=1e-12)
 
 
-def test_without_scaling_each_pair_turns_at_its_own_rate():
+def test_rotary_without_scaling_equals_its_formula():
     cos, sin = Rotary(8)(jnp.arange(6))
     angles = np.arange(6)[:, None] * np.array([1, 0.1, 0.01, 0.001])
     np.testing.assert_allclose(cos, np.cos(angles), atol=1e-6)
@@ -116,13 +116,13 @@ def test_yarn_of_one_pair_is_a_step():
     np.testing.assert_allclose(alike / expected_plain(8, 10000.0), [1, 1, 0.25, 0.25])
 
 
-def test_yarn_magnitude_grows_from_one():
+def test_yarn_get_mscale_grows_from_one():
     assert yarn_get_mscale(0.5) == yarn_get_mscale(1) == 1.0
     assert yarn_get_mscale(math.e**2, 3) == pytest.approx(1.6)
 
 
 @pytest.mark.parametrize("scaling", [DynamicScaling(2.0, 16), LONGROPE], ids=["dynamic", "longrope"])
-def test_the_length_is_read_off_the_positions_or_given(scaling):
+def test_rotary_length_defaults_to_the_largest_position(scaling):
     rotary = Rotary(8, scaling=scaling)
     turn = jax.jit(lambda positions, length=None: rotary(positions, length=length))
     whole = turn(jnp.arange(33))
@@ -133,7 +133,7 @@ def test_the_length_is_read_off_the_positions_or_given(scaling):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[:8], b[0], atol=1e-6), whole, turn(rows))
 
 
-def test_all_are_hashable_and_equal_by_value():
+def test_rotary_is_hashable_and_equal_by_value():
     for dim, base, scaling, *_ in CASES.values():
         assert hash(Rotary(dim, base, scaling=scaling)) == hash(Rotary(dim, base, scaling=scaling))
         assert Rotary(dim, base, scaling=scaling) == Rotary(dim, base, scaling=dataclasses.replace(scaling))
@@ -145,7 +145,7 @@ def values(shape, seed=0, dtype=jnp.float32):
 
 
 @given(st.integers(0, 1000), st.booleans(), st.sampled_from([None, YarnScaling(4.0, 64), Llama3Scaling(8, 1, 4, 64)]))
-def test_scores_depend_on_distances_only(shift, interleaved, scaling):
+def test_rotary_scores_depend_on_distances_alone(shift, interleaved, scaling):
     rotary = Rotary(8, interleaved=interleaved, scaling=scaling)
 
     def scores(positions):
@@ -159,7 +159,7 @@ def test_scores_depend_on_distances_only(shift, interleaved, scaling):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_turning_keeps_the_norm_of_every_pair(interleaved):
+def test_apply_rotary_keeps_the_norm_of_pairs(interleaved):
     x = values((2, 5, 3, 8))
     y = apply_rotary(x, *Rotary(8)(jnp.arange(5)), interleaved=interleaved)
     shape = (2, 5, 3, 4, 2) if interleaved else (2, 5, 3, 2, 4)
@@ -167,7 +167,7 @@ def test_turning_keeps_the_norm_of_every_pair(interleaved):
     np.testing.assert_allclose(*norms, rtol=1e-5)
 
 
-def test_interleaved_is_half_split_but_for_the_order():
+def test_apply_rotary_interleaved_is_a_permutation():
     x, angles = values((2, 5, 3, 8)), Rotary(8)(jnp.arange(5))
     order = np.arange(8).reshape(2, 4).T.ravel()  # 0 4 1 5 2 6 3 7
     expected = apply_rotary(x, *angles)[..., order]
@@ -175,14 +175,14 @@ def test_interleaved_is_half_split_but_for_the_order():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_of_a_partial_rotary_the_rest_passes_through(interleaved):
+def test_apply_rotary_passes_the_rest_through(interleaved):
     x, angles = values((2, 5, 3, 10)), Rotary(4, scaling=YarnScaling(4.0, 16))(jnp.arange(5))
     y = apply_rotary(x, *angles, interleaved=interleaved)
     np.testing.assert_array_equal(y[..., 4:], x[..., 4:])
     np.testing.assert_array_equal(y[..., :4], apply_rotary(x[..., :4], *angles, interleaved=interleaved))
 
 
-def test_positions_may_differ_by_row():
+def test_rotary_of_positions_per_row():
     rotary, x = Rotary(8), values((2, 5, 3, 8))
     positions = jnp.array([[0, 1, 2, 3, 4], [7, 8, 0, 1, 2]])
     y = apply_rotary(x, *rotary(positions))
@@ -191,17 +191,17 @@ def test_positions_may_differ_by_row():
         np.testing.assert_array_equal(y[row : row + 1], alone)
 
 
-def test_half_precision_is_rounded_once():
+def test_apply_rotary_of_bfloat16_rounds_once():
     x, angles = values((2, 5, 3, 8), dtype=jnp.bfloat16), Rotary(8)(jnp.arange(5))
     y = apply_rotary(x, *angles)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, apply_rotary(x.astype(jnp.float32), *angles).astype(jnp.bfloat16))
 
 
-def test_what_cannot_turn_raises():
+def test_rotary_raises_for_bad_dims():
     with pytest.raises(ValueError, match="dim is 7"):
         Rotary(7)
-    with pytest.raises(ValueError, match="8 values a head"):
+    with pytest.raises(ValueError, match="8 features per head"):
         apply_rotary(values((1, 2, 1, 6)), *Rotary(8)(jnp.arange(2)))
     with pytest.raises(ValueError, match="3 pairs"):
         Rotary(6, scaling=LONGROPE)(jnp.arange(2))

@@ -53,7 +53,7 @@ def slowly(logits, top_k=None, top_p=None, min_p=None):
     top_p=st.none() | st.floats(0.01, 1),
     min_p=st.none() | st.floats(0, 1),
 )
-def test_what_stays_is_what_the_papers_say(rows, top_k, top_p, min_p):
+def test_filter_logits_equals_the_papers_rules(rows, top_k, top_p, min_p):
     rows = np.array(rows, np.float32)
     expected = [slowly(row, top_k, top_p, min_p) for row in rows]
     assume(None not in expected)
@@ -63,7 +63,7 @@ def test_what_stays_is_what_the_papers_say(rows, top_k, top_p, min_p):
 
 
 @given(rows=ROWS, top_k=st.integers(1, VOCAB), top_p=st.floats(1e-6, 1), min_p=st.floats(0, 1))
-def test_the_likeliest_always_stays_and_more_is_kept_by_looser_numbers(rows, top_k, top_p, min_p):
+def test_filter_logits_keeps_the_likeliest_and_is_monotonic(rows, top_k, top_p, min_p):
     logits = jnp.array(rows, jnp.float32)
     kept = lambda **options: jnp.isfinite(filter_logits(logits, **options))
     for options in ({"top_k": top_k}, {"top_p": top_p}, {"min_p": min_p}, {"top_k": top_k, "top_p": top_p}):
@@ -74,7 +74,7 @@ def test_the_likeliest_always_stays_and_more_is_kept_by_looser_numbers(rows, top
     assert jnp.array_equal(filter_logits(logits, top_k=VOCAB, min_p=0.0), logits)
 
 
-def test_of_equal_tokens_a_nucleus_takes_as_many_as_it_needs():
+def test_filter_logits_top_p_of_ties_keeps_the_fewest():
     """A threshold would take all of them, and a nucleus of 0.5 would be everything."""
     kept = jnp.isfinite(filter_logits(jnp.zeros((1, 8)), top_p=0.5))
     assert kept[0].tolist() == [True] * 4 + [False] * 4
@@ -83,19 +83,19 @@ def test_of_equal_tokens_a_nucleus_takes_as_many_as_it_needs():
     ]
 
 
-def test_a_nucleus_holds_the_token_that_crosses_and_no_more():
+def test_filter_logits_top_p_includes_the_crossing_token():
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
     sizes = [int(jnp.isfinite(filter_logits(logits, top_p=p)).sum()) for p in (0.01, 0.49, 0.51, 0.74, 0.76, 0.9, 1.0)]
     assert sizes == [1, 1, 2, 2, 3, 4, 4]
 
 
-def test_a_tail_too_small_for_a_sum_from_the_top_is_kept_by_a_nucleus_of_nearly_all():
+def test_filter_logits_top_p_of_one_keeps_a_tiny_tail():
     logits = jnp.zeros((1, 4096)).at[0, 0].set(20.0)  # each of the rest 2e-9, together 8e-6
     assert jnp.isfinite(filter_logits(logits, top_p=1.0)).all()
 
 
 @given(rows=ROWS, penalty=st.floats(0.25, 4), bits=st.integers(0, 2 ** (2 * VOCAB) - 1))
-def test_a_penalty_divides_above_zero_and_multiplies_below(rows, penalty, bits):
+def test_penalize_repetition_equals_its_formula(rows, penalty, bits):
     rows = np.array(rows, np.float32)
     seen = np.array([bits >> i & 1 for i in range(rows.size)], bool).reshape(rows.shape)
     expected = [
@@ -106,13 +106,13 @@ def test_a_penalty_divides_above_zero_and_multiplies_below(rows, penalty, bits):
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-9, 0.5, 1, 7.0])
-def test_any_temperature_above_zero_gives_probabilities(temperature):
+def test_apply_temperature_is_finite_for_low_temperatures(temperature):
     logits = jnp.array([[3.0, -1e4, 2.0, 0.5]])
     got = jax.nn.softmax(apply_temperature(logits, temperature))[0]
     assert np.allclose(got, softmax(np.array(logits[0]) / max(temperature, 1e-30)), atol=1e-6)
 
 
-def test_draws_follow_the_softmax_and_rows_do_not_matter_to_each_other():
+def test_sample_tokens_follows_the_softmax_row_by_row():
     logits = jnp.broadcast_to(jnp.array([2.0, -jnp.inf, 1.0, 0.0, 0.5]), (4000, 5))
     keys = jax.random.split(jax.random.key(0), 4000)
     tokens = sample_tokens(logits, keys)

@@ -1,26 +1,26 @@
-"""Softmax attention in forms that must agree: `plain` is the definition, `grouped` the default, `fused` JAX's own.
+"""Softmax attention: a reference, the default for grouped queries, and JAX's fused kernel, which must agree.
 
     scores  = soft_cap * tanh(scale * query . key / soft_cap)       without soft_cap: scale * query . key
-    weights = softmax(scores) over the keys that the query sees
+    weights = softmax(scores) over the keys that the attention mask allows
     output  = sum(weights * value)
 
-With `sinks`, a number s for each head, a score joins the softmax for which nothing is taken:
+Attention sinks add one score s per head to the softmax denominator:
 
     weights = exp(scores) / (exp(s) + sum(exp(scores)))
 
-All take the same arguments (Vaswani et al., arXiv 1706.03762, section 3.2; grouped queries: Ainslie et al., arXiv
-2305.13245; windows: Beltagy et al., arXiv 2004.05150, section 3.1; the cap: Gemma 2, arXiv 2408.00118, section 2;
-sinks: GPT-OSS, arXiv 2508.10925, section 2.2, after StreamingLLM, arXiv 2309.17453, section 3; with s = 0 "softmax off
-by one"):
+All implementations take the same arguments (Vaswani et al., arXiv 1706.03762, section 3.2; grouped queries: Ainslie et
+al., arXiv 2305.13245; windows: Beltagy et al., arXiv 2004.05150, section 3.1; the cap: Gemma 2, arXiv 2408.00118,
+section 2; sinks: GPT-OSS, arXiv 2508.10925, section 2.2, after StreamingLLM, arXiv 2309.17453, section 3; with s = 0
+"softmax off by one"):
 
 - `query` head i attends to key and value head i // (heads // kv_heads).
-- `sight` says who sees whom. A query that sees nothing gives zeros, and sends no gradient back.
-- `scale` is head_dim ** -0.5 unless given.
-- The softmax is taken in float32, with sinks in float32 too. The result has the dtype of `value`.
+- `attention_mask` is an `AttentionMask`. A fully masked query returns zeros and gets no gradient.
+- `scale` is head_dim ** -0.5 by default.
+- The softmax is computed in float32, including the sinks. The result has the dtype of `value`.
 
-**Raises** `ValueError` where kv_heads does not divide heads, where `sight` does not fit the arrays, and where a form
-cannot do what it is asked. In einsums b is batch, q query_seq, k key_seq, h heads, n kv_heads, g the query heads of one
-of them, d the width of a head.
+**Raises** `ValueError` where kv_heads does not divide heads, where the mask does not fit the arrays, and where an
+implementation does not support an argument. In einsums b is batch, q query_seq, k key_seq, h heads, n kv_heads, r the
+rows of a key head (its query heads times query_seq), d head_dim.
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zoo.ops.matmul import einsum_fp32_accum
 
-_MASK_VALUE = -1e30  # finite, so that a row without anything else has a softmax
+_MASK_VALUE = -1e30  # finite, so that the softmax of a fully masked row is finite
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMask:
-    """Which keys each query sees: those that every rule allows.
+    """An attention mask, described by rules: a query attends to the keys that all rules allow.
 
-    - Positions are the places in time. Without them the order in the arrays is the order in time. A key at a negative
-      position is not seen: an empty slot of a cache, or padding.
-    - `causal`: a key is not later than the query, key_position <= query_position.
-    - `window`: the last `window` keys up to the query's own, query_position - key_position < window. Where attention
-      is not causal, as many on the other side too: |query_position - key_position| < window.
-    - Segments: equal ids see each other.
+    - Positions default to the order in the arrays. A key at a negative position is masked: an empty slot of a KV cache,
+      or padding.
+    - `causal`: key_position <= query_position.
+    - `window`: sliding-window attention, query_position - key_position < window; if not causal,
+      |query_position - key_position| < window.
+    - Segments (packed sequences): only tokens with equal ids attend to each other.
 
     **Raises** `ValueError` where positions or segments are given for one side only, and for a window below 1.
     """
@@ -65,18 +65,22 @@ class AttentionMask:
         if (self.query_segments is None) != (self.key_segments is None):
             raise ValueError("attention: give segments for queries and keys, or for neither.")
         if self.window is not None and self.window < 1:
-            raise ValueError(f"attention: window is {self.window}; a query sees at least its own position, which is 1.")
+            raise ValueError(
+                f"attention: window is {self.window}; a query attends at least to itself, so it is at least 1."
+            )
 
     @property
     def is_structural(self) -> bool:
-        """Whether causality and the window are all there is, in the order of the arrays: rows are alike, and every
-        query sees itself."""
+        """Return True if the mask is the same for all rows and depends on causality and the window alone."""
         return self.query_positions is None and self.query_segments is None
 
     def materialize(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
-        """True where seen; `rows` is batch, or 1 where all rows are alike. None where everything is seen.
+        """Return the boolean mask, True where a query attends to a key, or None if nothing is masked.
 
-        **Raises** `ValueError` where order matters but sides of unlike length have no positions.
+        `rows` is batch, or 1 if all rows have the same mask.
+
+        **Raises** `ValueError` if causality or a window needs positions: query_seq and key_seq differ and there are
+        none.
         """
         rules = []
         if self.query_positions is not None and self.key_positions is not None:
@@ -111,10 +115,10 @@ def reference_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
-    """The definition, in float32 and with every head written out: slow, and obviously right."""
+    """Compute attention by its definition in float32, with keys and values repeated for every query head."""
     group = group_size(query, key)
-    query, key, wide_value = (x.astype(jnp.float32) for x in (query, key, value))
-    key, wide_value = (jnp.repeat(x, group, axis=2) for x in (key, wide_value))
+    query, key, value_fp32 = (x.astype(jnp.float32) for x in (query, key, value))
+    key, value_fp32 = (jnp.repeat(x, group, axis=2) for x in (key, value_fp32))
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
     scores = _scale_scores(scores, query.shape[-1], scale, soft_cap)
@@ -125,7 +129,7 @@ def reference_attention(
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0)), 0)
     total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - highest))
     weights = weights / jnp.where(total > 0, total, 1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, wide_value, precision="highest").astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value_fp32, precision="highest").astype(value.dtype)
 
 
 def grouped_query_attention(
@@ -138,20 +142,20 @@ def grouped_query_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
-    """The default: matrix products over [batch, kv_heads, group * query_seq, dim], keys and values never repeated.
+    """Compute grouped-query attention, the default implementation, without repeating keys and values.
 
-    Scores and softmax are float32; the products take the inputs' dtype, so that bfloat16 runs on matrix units. Where
-    the order in the arrays is the order in time, up to four spans of queries are taken one after another, each with
-    the keys that any of it can see: of a causal square that is 10 of 16 parts of the products and of the softmax. The
-    weights of all these pairs are kept for the backward pass.
+    The products run over [batch, kv_heads, group * query_seq, dim] in the inputs' dtype, so that bfloat16 uses matrix
+    units; scores and softmax are float32. Causal attention without positions runs in up to four blocks of queries, each
+    with the keys that its mask can allow: 10/16 of the products and of the softmax of a causal square. The attention
+    weights of all blocks are residuals of the backward pass.
     """
     group = group_size(query, key)
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(key.shape[1], group)
 
-    def span(queries: slice, keys: slice) -> Array:
-        # The group lies in the rows of one product: with a dim of its own XLA's CPU backend copies the weights about.
+    def attend(queries: slice, keys: slice) -> Array:
+        # The group is folded into the rows of one product: as a separate dim, XLA's CPU backend copies the weights.
         rows = rearrange(
             query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
         )
@@ -159,20 +163,22 @@ def grouped_query_attention(
         scores = _scale_scores(scores, query.shape[-1], scale, soft_cap)
         if mask is not None:
             scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, _MASK_VALUE)
-        own = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
-        weights = _softmax_with_sinks(scores, own).astype(value.dtype)
+        row_sinks = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
+        weights = _softmax_with_sinks(scores, row_sinks).astype(value.dtype)
         output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights, value[:, :, keys])
         return rearrange(output, "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim", group=group)
 
     output = jnp.concatenate(
-        [span(*which) for which in make_query_blocks(attention_mask, query.shape[1], key.shape[2])], axis=1
+        [attend(*block) for block in make_query_blocks(attention_mask, query.shape[1], key.shape[2])], axis=1
     )
     return output if attention_mask.is_structural else _zero_masked_queries(output, mask)
 
 
 def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
-    """Queries cut into up to four spans of at least 64, each with the keys between the first and the last that any of
-    it sees; one span of everything where positions are values, or nothing is causal."""
+    """Split queries into up to four blocks of at least 64, each with the range of keys that its mask can allow.
+
+    Returns one block of all queries and keys if the mask is not causal or has positions.
+    """
     if attention_mask.query_positions is not None or not attention_mask.causal:
         return [(slice(0, query_seq), slice(0, key_seq))]
     size = max(-(-query_seq // 4), min(query_seq, 64))
@@ -193,23 +199,21 @@ def fused_attention(
     sinks: Float[Array, "heads"] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
-    """`jax.nn.dot_product_attention`, which on NVIDIA GPUs can be one kernel that never holds the weights.
+    """Call `jax.nn.dot_product_attention`, on NVIDIA GPUs a flash-attention kernel that never materializes the weights.
 
-    `implementation` is handed on: "cudnn" is that kernel, "xla" or None (in jax 0.10 the same) is not fused. Order
-    in the arrays and windows go to the kernel as such, which then skips what is not seen; segments and positions go as
-    a boolean mask.
+    `implementation="cudnn"` selects that kernel; "xla" or None (the same in jax 0.10) is not fused. Causality and
+    windows are passed as arguments, so that the kernel skips masked blocks; segments and positions as a boolean mask.
 
-    **Raises** `ValueError` for a soft cap, for sinks and for values whose width is not the keys', which it does not
-    know.
+    **Raises** `ValueError` for a soft cap, for sinks and for values whose width is not that of keys: not supported.
     """
     if soft_cap is not None:
-        raise ValueError("attention.fused: jax.nn.dot_product_attention has no soft_cap. Take attention.grouped.")
-    if sinks is not None:  # its log-sum-exp, which would do, lets no gradient through (jax 0.10)
-        raise ValueError("attention.fused: jax.nn.dot_product_attention has no sinks. Take attention.grouped.")
+        raise ValueError("fused_attention: jax.nn.dot_product_attention has no soft_cap. Use grouped_query_attention.")
+    if sinks is not None:  # its log-sum-exp would do, but has no gradient (jax 0.10)
+        raise ValueError("fused_attention: jax.nn.dot_product_attention has no sinks. Use grouped_query_attention.")
     if value.shape[-1] != key.shape[-1]:
         raise ValueError(
-            f"attention.fused: jax.nn.dot_product_attention wants values as wide as keys, and they are "
-            f"{value.shape[-1]} and {key.shape[-1]} wide. Take attention.grouped."
+            f"fused_attention: jax.nn.dot_product_attention wants values as wide as keys, and they are "
+            f"{value.shape[-1]} and {key.shape[-1]} wide. Use grouped_query_attention."
         )
     group_size(query, key)
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
@@ -224,7 +228,7 @@ def fused_attention(
 def _scale_scores(
     scores: Float[Array, "..."], head_dim: int, scale: float | None, soft_cap: float | None
 ) -> Float[Array, "..."]:
-    """Products of queries and keys as the softmax takes them: scaled, and capped where there is a cap."""
+    """Scale the products of queries and keys, and apply the soft cap if there is one."""
     scores = scores * (head_dim**-0.5 if scale is None else scale)
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
@@ -232,7 +236,7 @@ def _scale_scores(
 def _softmax_with_sinks(
     scores: Float[Array, "batch kv_heads rows keys"], sinks: Float[Array, "kv_heads rows 1"] | None
 ) -> Float[Array, "batch kv_heads rows keys"]:
-    """Over keys, in float32, with a sink for each row where there are any."""
+    """Compute the softmax over keys in float32, with one sink per row if given."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     highest = lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sinks))
@@ -241,7 +245,7 @@ def _softmax_with_sinks(
 
 
 def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
-    """How many query heads share a key head; raises `ValueError` where that is no whole number."""
+    """Return the number of query heads per key head. **Raises** `ValueError` if it is not an integer."""
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads do not share out over {kv_heads} key heads.")
@@ -249,5 +253,5 @@ def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
 
 
 def _zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
-    """The output with zeros for queries that see nothing: their softmax is flat, and means nothing."""
+    """Zero the output of fully masked queries, whose softmax is uniform and meaningless."""
     return output if mask is None else jnp.where(mask.any(axis=-1)[:, :, None, None], output, 0)

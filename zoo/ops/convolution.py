@@ -1,16 +1,16 @@
-"""Short causal convolutions along time, one filter a feature.
+"""Short causal depthwise convolutions along the sequence.
 
     y_t = bias + sum over k < width of weight_{width-1-k} x_{t-k}
 
-(H3, Fu et al., arXiv:2212.14052, section 3; Mamba, arXiv:2312.00752, figure 3). The last tap is the present token's, as
-PyTorch's `Conv1d` has it with padding on the left. Nothing crosses the border of a segment.
+(H3, Fu et al., arXiv:2212.14052, section 3; Mamba, arXiv:2312.00752, figure 3). The last tap multiplies the current
+token, as in PyTorch's `Conv1d` with left padding. Segments of packed sequences do not mix.
 
-`summed` is this, and what `convolved` computes; the second has a gradient of its own: x's is a convolution, of later
-outputs with the same taps. The one that JAX derives adds up padded copies, one a tap, and sums what a tap contributed
-over two dims at once, in one thread: a fifth of a training step of Gated DeltaNet (width 256, two cores of an EPYC, jax
-0.10), of which a fifth is left.
+`causal_conv1d_reference` is the definition. `causal_conv1d` computes the same with a custom VJP, in which the gradient
+of x is a convolution of later cotangents with the same taps. JAX's own gradient adds one padded copy per tap and
+reduces over two dims at once in a single thread: a fifth of a training step of Gated DeltaNet (embed 256, two cores of
+an EPYC, jax 0.10), of which the custom VJP leaves a fifth.
 
-FLOPs: 2 width a feature and token, twice that again for a gradient. Bytes: those of x and y, since taps are fused.
+FLOPs: 2 conv per feature and token, twice that again for a gradient. Bytes: those of x and y, since taps are fused.
 """
 
 from functools import reduce
@@ -18,12 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from .varying import vary, varying
+from zoo.shapes import SegmentIds
+
+from .varying import align_varying
 
 _InputsWithHistory = Float[Array, "batch _ features"]
-"""Inputs, and in front of them the width - 1 before."""
+"""Inputs, preceded by the conv - 1 tokens of history."""
 _Taps = Float[Array, "features conv"]
 
 
@@ -31,23 +33,22 @@ def causal_conv1d(
     inputs: _InputsWithHistory,
     weight: _Taps,
     bias: Float[Array, "features"] | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
+    segment_ids: SegmentIds | None = None,
 ) -> Float[Array, "batch seq features"]:
-    """The convolution at all but the first width - 1 of `seen`, in the dtype that operands promote to.
+    """Compute the causal convolution at all but the first conv - 1 of `inputs`, in the operands' promoted dtype.
 
-    There is no forward-mode differentiation, which JAX says with a `TypeError`.
+    A custom VJP: forward-mode differentiation raises `TypeError`.
     """
-    given = (inputs, weight, bias, segment_ids)
-    return _causal_conv1d_custom_vjp(*vary(given, frozenset().union(*(varying(x) for x in given if x is not None))))
+    return _causal_conv1d_custom_vjp(*align_varying(inputs, weight, bias, segment_ids))
 
 
 def causal_conv1d_reference(
     inputs: _InputsWithHistory,
     weight: _Taps,
     bias: Float[Array, "features"] | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
+    segment_ids: SegmentIds | None = None,
 ) -> Float[Array, "batch seq features"]:
-    """The definition: a sum over taps."""
+    """Compute the causal convolution by its definition, a sum over taps."""
     width = weight.shape[-1]
     seq = inputs.shape[1] - width + 1
     taps = (weight[:, ~lag] * lag_inputs(inputs, lag, seq, segment_ids) for lag in range(width - 1, -1, -1))
@@ -56,18 +57,18 @@ def causal_conv1d_reference(
 
 
 def lag_inputs(
-    inputs: _InputsWithHistory, lag: int, seq: int, segment_ids: Int[Array, "batch seq"] | None = None
+    inputs: _InputsWithHistory, lag: int, seq: int, segment_ids: SegmentIds | None = None
 ) -> Float[Array, "batch seq features"]:
-    """What stood `lag` tokens before each of the last `seq`; zero where that is another segment's."""
+    """Return the input `lag` tokens before each of the last `seq`, or zero where it belongs to another segment."""
     first = inputs.shape[1] - seq - lag
     x = inputs[:, first : first + seq]
     same = _is_same_segment(segment_ids, lag)
     return x if same is None else jnp.where(same[..., None], x, 0)
 
 
-def _is_same_segment(segment_ids: Int[Array, "batch seq"] | None, lag: int) -> Bool[Array, "batch seq"] | None:
-    """Where the token `lag` earlier is of a token's own segment, as what was before the first token is. None where all
-    are."""
+def _is_same_segment(segment_ids: SegmentIds | None, lag: int) -> Bool[Array, "batch seq"] | None:
+    """Return True where the token `lag` earlier is in the same segment, or None if all are. History counts as the
+    segment of the first token."""
     if segment_ids is None or lag == 0:
         return None
     seq = segment_ids.shape[1]
@@ -79,33 +80,34 @@ _causal_conv1d_custom_vjp = jax.custom_vjp(causal_conv1d_reference)
 
 
 def _causal_conv1d_fwd(*operands: Any) -> tuple:
-    """The output, and what its gradient needs: the inputs."""
+    """Return the output, and the operands as residuals."""
     return causal_conv1d_reference(*operands), operands
 
 
 def _causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq features"]) -> tuple:
-    """With gradients of outputs beside the inputs that they took with a lag, a tap's is the sum of their products."""
-    seen, weight, bias, segment_ids = residuals
-    rest, along = weight.shape[-1] - 1, seen.shape[1]
-    # What follows reads the padded copy alone, which XLA makes once: what led to `gradient` it would make for each tap.
-    gradient = jnp.pad(gradient.astype(jnp.float32), [(0, 0), (rest, rest), (0, 0)])
-    of_seen, of_taps = jnp.zeros_like(seen, jnp.float32), []
-    for lag in range(rest, -1, -1):
-        reached = gradient[:, lag : lag + along]
+    """Return cotangents: a convolution for the inputs, and for each tap the sum of lagged inputs times cotangents."""
+    inputs, weight, bias, segment_ids = residuals
+    history, length = weight.shape[-1] - 1, inputs.shape[1]
+    # The loop reads only the padded copy, which XLA materializes once; the producers of `gradient` it would fuse per
+    # tap.
+    gradient = jnp.pad(gradient.astype(jnp.float32), [(0, 0), (history, history), (0, 0)])
+    grad_inputs, grad_taps = jnp.zeros_like(inputs, jnp.float32), []
+    for lag in range(history, -1, -1):
+        lagged = gradient[:, lag : lag + length]
         same = _is_same_segment(segment_ids, lag)
         if same is not None:
-            same = jnp.pad(same, [(0, 0), (rest, rest)])[:, lag : lag + along]
-            reached = jnp.where(same[..., None], reached, 0)
-        of_seen = of_seen + weight[:, ~lag] * reached
-        of_taps.append(_sum_over_rows(reached * seen))
-    of_weight = jnp.stack(of_taps, axis=-1).astype(weight.dtype)
-    of_bias = None if bias is None else _sum_over_rows(gradient[:, :along]).astype(bias.dtype)
-    return of_seen.astype(seen.dtype), of_weight, of_bias, None
+            same = jnp.pad(same, [(0, 0), (history, history)])[:, lag : lag + length]
+            lagged = jnp.where(same[..., None], lagged, 0)
+        grad_inputs = grad_inputs + weight[:, ~lag] * lagged
+        grad_taps.append(_sum_over_rows(lagged * inputs))
+    grad_weight = jnp.stack(grad_taps, axis=-1).astype(weight.dtype)
+    grad_bias = None if bias is None else _sum_over_rows(gradient[:, :length]).astype(bias.dtype)
+    return grad_inputs.astype(inputs.dtype), grad_weight, grad_bias, None
 
 
 def _sum_over_rows(x: Float[Array, "batch _ features"]) -> Float[Array, "features"]:
-    """The sum over all rows. Its first step is an addition of halves: XLA makes a sum over two dims of any other, even
-    of one that was reshaped, and those it takes in one thread, ten times as slowly."""
+    """Sum over all rows, first by adding halves: XLA's CPU backend turns a plain sum, even of a reshaped array, into
+    one over two dims, which runs in a single thread and is ten times slower."""
     rows = x.reshape(-1, x.shape[-1])
     half = len(rows) // 2
     rows = rows if len(rows) % 2 else rows[:half] + rows[half:]

@@ -1,4 +1,4 @@
-"""Cross-entropy as it is defined: the oracle of every chunked or split form."""
+"""Cross-entropy by its definition: the reference for the chunked and vocabulary-sharded losses."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,11 @@ from jaxtyping import Array, Float, Int
 def cross_entropy(
     logits: Float[Array, "*tokens vocab"], targets: Int[Array, "*tokens"], *, z_loss: float = 0.0
 ) -> Float[Array, "*tokens"]:
-    """The surprise at each target, in nats and float32: log Z - logits[target] + z_loss (log Z)^2.
+    """Compute the cross-entropy of each target, in nats and float32: log Z - logits[target] + z_loss (log Z)^2.
 
-    Z = sum(exp(logits)) over the vocabulary. `z_loss` draws log Z toward zero, which keeps the logits from drifting
-    (PaLM, arXiv 2204.02311, section 5, with 1e-4). `targets` lie in [0, vocab): a token that does not count gets
-    weight 0 from the caller, there is no magic target that is passed over.
+    Z = sum(exp(logits)) over the vocabulary. `z_loss` regularizes log Z toward zero, which keeps the logits from
+    drifting (PaLM, arXiv 2204.02311, section 5, with 1e-4). `targets` are in [0, vocab): there is no ignore index;
+    callers weight ignored tokens by 0.
     """
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)

@@ -1,8 +1,7 @@
-"""Dropout whose mask is a function of a row's key and a value's place in the whole array.
+"""Dropout whose mask depends only on a row's key and global indices, so that it is bitwise the same on any mesh.
 
-`jax.random.bernoulli` numbers the values of the array that it is given, so that a device's share of an activation gets
-another mask than the same values got on one device. Here a value is numbered by its global indices. A share passes its
-offsets, and the mask is bitwise the same on one device and on any mesh.
+`jax.random.bernoulli` counts the values of the local array, so a shard would get another mask than the same values on
+one device. Here the counter is made of global indices: a sharded activation passes the offsets of its shard.
 """
 
 from functools import partial
@@ -23,11 +22,11 @@ def dropout(
     seq_offset: int | Int[Array, ""] = 0,
     feature_offset: int | Int[Array, ""] = 0,
 ) -> Float[Array, "batch seq features"]:
-    """Zero each value with probability `rate`, and divide the others by 1 - rate.
+    """Apply dropout: zero each value with probability `rate`, and divide the others by 1 - rate.
 
-    Value (b, s, f) of `x` stands at (b, s + seq_offset, f + feature_offset) of the whole, and its fate is a function of
-    `keys[b]` and that place alone. Offsets may be traced (an axis index) and odd. A row has a key of its own, so that
-    rows may be dealt to devices in any way; a layer folds its number into the keys.
+    Value (b, s, f) of the shard `x` has the global index (b, s + seq_offset, f + feature_offset); its mask depends on
+    `keys[b]` and that index alone. Offsets may be traced (an axis index) and odd. There is one key per row, so the
+    batch may be sharded in any way; a layer folds its index into the keys.
 
     **Raises** `ValueError` for a rate outside [0, 1), and for keys that are not of threefry.
 
@@ -35,7 +34,7 @@ def dropout(
     Threefry-2x32's (Salmon et al., Random123, SC 2011), a hash of a key and a counter.
     """
     if not 0 <= rate < 1:
-        raise ValueError(f"dropout: rate is {rate}; it must lie in [0, 1).")
+        raise ValueError(f"dropout: rate is {rate}; it must be in [0, 1).")
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or jax.random.key_impl(keys) != "threefry2x32":
         raise ValueError(
             f"dropout: the keys are of {keys.dtype}, and the mask is made of Threefry's bits. "
@@ -57,12 +56,12 @@ def _make_dropout_mask(
     seq_offset: int | Int[Array, ""] = 0,
     feature_offset: int | Int[Array, ""] = 0,
 ) -> Bool[Array, "seq features"]:
-    """Which values of one row survive: `shape` (seq, features) of the whole mask, from the offsets on.
+    """Return one row's dropout mask of `shape` (seq, features), True for kept values, starting at the offsets.
 
-    The counter is (seq index, feature index // 2); the hash's two words decide on the two features that share it.
+    The counter is (seq index, feature index // 2); the two words of the hash are the bits of two adjacent features.
     """
     seq, features = shape
-    pairs = features // 2 + 1  # enough for an odd offset too, where the first pair and the last are halves
+    pairs = features // 2 + 1  # one more than needed for an odd offset, which splits the first pair and the last
     feature_offset = jnp.asarray(feature_offset)
     rows = jnp.arange(seq, dtype=jnp.uint32) + jnp.asarray(seq_offset).astype(jnp.uint32)
     columns = jnp.arange(pairs, dtype=jnp.uint32) + (feature_offset // 2).astype(jnp.uint32)

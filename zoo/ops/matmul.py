@@ -1,9 +1,9 @@
-"""Matrix products in half precision: sums in float32, rounded once, and so in the gradient.
+"""Matrix products with float32 accumulation, rounded once, in the forward pass and in the gradient.
 
-Two things make them a function of their own. XLA's CPU backend uses a processor's bfloat16 units (AVX-512 BF16, AMX)
-where operands are bfloat16 and the result float32, and converts to float32 first where the result is bfloat16 too: 430
-against 190 GFLOP/s on two cores of an EPYC (jax 0.10). And where a result is kept in float32, as attention's scores
-are, JAX's gradient multiplies float32 by bfloat16, which no matrix unit does.
+`jnp.einsum` falls short twice. XLA's CPU backend uses a processor's bfloat16 units (AVX-512 BF16, AMX) only where the
+operands are bfloat16 and the result float32; for a bfloat16 result it converts to float32 first: 190 instead of 430
+GFLOP/s on two cores of an EPYC (jax 0.10). And for a float32 result, as attention scores are, JAX's gradient multiplies
+float32 by bfloat16, which no matrix unit supports.
 """
 
 import math
@@ -15,39 +15,37 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .varying import vary, varying
+from .varying import align_varying
 
-HALF_DTYPES = (jnp.bfloat16, jnp.float16)
+_HALF_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def einsum_fp32_accum(
     spec: str, x: Float[Array, "..."], y: Float[Array, "..."], *, dtype: Any = None
 ) -> Float[Array, "..."]:
-    """`jnp.einsum(spec, x, y)` in the operands' dtype, or with its float32 sums as `dtype=jnp.float32`.
+    """Compute `jnp.einsum(spec, x, y)` with float32 accumulation; `dtype` defaults to the operands'.
 
-    Every letter of `spec` stands in two of its three terms, or in all where it is a batch dim, so that a gradient is an
-    einsum with the terms exchanged. Of half precision, gradients are rounded to the operands' dtype before they are
-    multiplied and after, whatever the result's; and there is no forward-mode differentiation, which JAX says with a
-    `TypeError`.
+    Every letter of `spec` is in two of its three terms, or in all three for a batch dim, so that a gradient is an
+    einsum with the terms exchanged. In half precision, cotangents are rounded to the operands' dtype before the product
+    and after it, whatever `dtype` is; forward-mode differentiation raises `TypeError` (a custom VJP).
 
-    **Raises** `ValueError` for a letter that stands in one term only.
+    **Raises** `ValueError` for a letter in one term only.
     """
     left, right, out = _parse_einsum_terms(spec)
     dtype = jnp.result_type(x, y) if dtype is None else dtype
-    if x.dtype != y.dtype or x.dtype not in HALF_DTYPES:
+    if x.dtype != y.dtype or x.dtype not in _HALF_DTYPES:
         return einsum_dot_general(left, right, out, x, y, dtype)
-    axes = varying(x) | varying(y)
-    return _half_precision_einsum((left, right, out, dtype), vary(x, axes), vary(y, axes))
+    return _half_precision_einsum((left, right, out, dtype), *align_varying(x, y))
 
 
 def _parse_einsum_terms(spec: str) -> tuple[str, str, str]:
-    """`"ab,cb->ac"` as its three terms."""
+    """Parse `"ab,cb->ac"` into its three terms."""
     operands, _, out = spec.partition("->")
     left, _, right = operands.partition(",")
-    alone = [letter for letter in set(left + right + out) if (left + right + out).count(letter) < 2]
-    if alone or not (left and right and out):
+    unpaired = [letter for letter in set(left + right + out) if (left + right + out).count(letter) < 2]
+    if unpaired or not (left and right and out):
         raise ValueError(
-            f"product: {spec!r} is no product of two arrays whose letters each stand in two terms or three"
+            f"einsum_fp32_accum: {spec!r} is not a product of two arrays with each letter in two terms or in three"
         )
     return left, right, out
 
@@ -56,7 +54,7 @@ def _parse_einsum_terms(spec: str) -> tuple[str, str, str]:
 def _half_precision_einsum(
     terms_and_dtype: tuple[str, str, str, Any], x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The product of two arrays in half precision, `how` being its three terms and the result's dtype."""
+    """Compute the einsum of two half-precision arrays; `terms_and_dtype` are its three terms and the result's dtype."""
     left, right, out, dtype = terms_and_dtype
     return einsum_round_once(left, right, out, x, y, dtype)
 
@@ -64,14 +62,14 @@ def _half_precision_einsum(
 def _half_precision_einsum_fwd(
     terms_and_dtype: tuple[str, str, str, Any], x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> tuple:
-    """The product, and what its gradient needs."""
+    """Return the product, and the operands as residuals."""
     return _half_precision_einsum(terms_and_dtype, x, y), (x, y)
 
 
 def _half_precision_einsum_bwd(
     terms_and_dtype: tuple[str, str, str, Any], residuals: tuple, gradient: Float[Array, "..."]
 ) -> tuple:
-    """An einsum for each operand, with the terms exchanged."""
+    """Return both cotangents: einsums with the terms exchanged."""
     left, right, out, _ = terms_and_dtype
     x, y = residuals
     gradient = gradient.astype(x.dtype)
@@ -87,33 +85,34 @@ _half_precision_einsum.defvjp(_half_precision_einsum_fwd, _half_precision_einsum
 def add_matmul(
     y: Float[Array, "*rows out"], x: Float[Array, "*rows in"], weight: Float[Array, "out in"]
 ) -> Float[Array, "*rows out"]:
-    """y + W x, as one operation with a gradient of its own: where matrix products are kept for a backward pass and the
-    rest is computed again, the sum is kept, and neither y nor W x beside it."""
+    """Compute y + W x as one operation with a custom VJP.
+
+    Rematerialization policies that save matrix products then save the sum alone, neither y nor W x.
+    """
     flat = lambda z: z.reshape(-1, z.shape[-1])
-    axes = varying(y) | varying(x) | varying(weight)
-    return _add_matmul_custom_vjp(vary(flat(y), axes), vary(flat(x), axes), vary(weight, axes)).reshape(y.shape)
+    return _add_matmul_custom_vjp(*align_varying(flat(y), flat(x), weight)).reshape(y.shape)
 
 
 @jax.custom_vjp
 def _add_matmul_custom_vjp(
     y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
 ) -> Float[Array, "rows out"]:
-    """`plus_product`, of arrays that vary alike over a mesh."""
+    """Compute `add_matmul` of operands that vary over the same mesh axes."""
     return y + einsum_fp32_accum("ri,oi->ro", x, weight).astype(y.dtype)
 
 
 def _add_matmul_fwd(
     y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
 ) -> tuple[Float[Array, "rows out"], tuple]:
-    """The sum, and what its gradient needs."""
+    """Return the sum, and x and the weight as residuals."""
     return _add_matmul_custom_vjp(y, x, weight), (x, weight)
 
 
 def _add_matmul_bwd(residuals: tuple, gradient: Float[Array, "rows out"]) -> tuple:
-    """What comes in for y, and a product for each of the others."""
+    """Return the cotangents: the incoming one for y, and products for x and the weight."""
     x, weight = residuals
-    theirs = gradient.astype(x.dtype)
-    return gradient, einsum_fp32_accum("ro,oi->ri", theirs, weight), einsum_fp32_accum("ro,ri->oi", theirs, x)
+    rounded = gradient.astype(x.dtype)
+    return gradient, einsum_fp32_accum("ro,oi->ri", rounded, weight), einsum_fp32_accum("ro,ri->oi", rounded, x)
 
 
 _add_matmul_custom_vjp.defvjp(_add_matmul_fwd, _add_matmul_bwd)
@@ -122,12 +121,11 @@ _add_matmul_custom_vjp.defvjp(_add_matmul_fwd, _add_matmul_bwd)
 def einsum_round_once(
     left: str, right: str, out: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: Any
 ) -> Float[Array, "..."]:
-    """The sums in float32, rounded to `dtype`: by the product itself, except where that is slow."""
+    """Compute an einsum with float32 accumulation and round once to `dtype`, after the product on CPUs."""
     if jax.default_backend() != "cpu":
         return einsum_dot_general(left, right, out, x, y, dtype)
-    if (
-        len(left) == len(right) == len(out) == 2 and left[0] == right[0]
-    ):  # over the rows of both, which the fast kernels do not take
+    is_over_rows = len(left) == len(right) == len(out) == 2 and left[0] == right[0]
+    if is_over_rows:  # the fast kernels do not support a contraction over the rows of both
         if left[1] != out[0]:
             x, y, left, right = y, x, right, left
         x, left = blocked_transpose(x), left[::-1]
@@ -137,18 +135,25 @@ def einsum_round_once(
 def einsum_dot_general(
     left: str, right: str, out: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: Any
 ) -> Float[Array, "..."]:
-    """The einsum as one product and, where its dims come in another order, a transpose."""
+    """Compute an einsum as one `dot_general`, followed by a transpose if its dims come in another order."""
     batch = [letter for letter in left if letter in right and letter in out]
     contracted = [letter for letter in left if letter in right and letter not in out]
-    found = [*batch, *(letter for letter in left + right if letter in out and letter not in batch)]
-    place = lambda letters: ([left.index(letter) for letter in letters], [right.index(letter) for letter in letters])
-    sums = lax.dot_general(x, y, (place(contracted), place(batch)), preferred_element_type=dtype)
-    return sums if found == list(out) else sums.transpose([found.index(letter) for letter in out])
+    dims = [*batch, *(letter for letter in left + right if letter in out and letter not in batch)]
+    dims_of = lambda letters: ([left.index(letter) for letter in letters], [right.index(letter) for letter in letters])
+    product = lax.dot_general(x, y, (dims_of(contracted), dims_of(batch)), preferred_element_type=dtype)
+    return product if dims == list(out) else product.transpose([dims.index(letter) for letter in out])
+
+
+def einsum_in_dtype(
+    left: str, right: str, out: str, x: Float[Array, "..."], y: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """Compute an einsum with float32 accumulation, rounded to the dtype of `x`."""
+    return (einsum_round_once if x.dtype in _HALF_DTYPES else einsum_dot_general)(left, right, out, x, y, x.dtype)
 
 
 def blocked_transpose(x: Float[Array, "rows columns"]) -> Float[Array, "columns rows"]:
-    """`x.T` as an array of its own, turned in small squares: XLA's CPU backend would fetch one number after another."""
+    """Materialize `x.T` block by block: XLA's CPU backend would transpose one element at a time."""
     rows, columns = x.shape
     size = math.gcd(32, rows, columns)
-    squares = x.reshape(rows // size, size, columns // size, size).transpose(0, 2, 3, 1)
-    return lax.optimization_barrier(lax.optimization_barrier(squares).transpose(1, 2, 0, 3).reshape(columns, rows))
+    blocks = x.reshape(rows // size, size, columns // size, size).transpose(0, 2, 3, 1)
+    return lax.optimization_barrier(lax.optimization_barrier(blocks).transpose(1, 2, 0, 3).reshape(columns, rows))

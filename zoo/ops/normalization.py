@@ -1,9 +1,8 @@
-"""Normalization over the last dim, computed in float32 whatever the input's dtype.
+"""RMSNorm and LayerNorm over the last dim, computed in float32 for any input dtype.
 
-Where the result is rounded back differs between models. PyTorch's own layer_norm and rms_norm multiply by the weight in
-float32 and round once; so do Gemma and OLMo 2, and so do we. Llama and most of its descendants round the normalized
-value to the input's dtype first and multiply after, which rounds twice. In float32 the two are the same numbers; in
-bfloat16 they differ by one rounding.
+Like PyTorch's layer_norm and rms_norm, Gemma and OLMo 2, these multiply by the weight in float32 and round once. Llama
+and most of its descendants round the normalized value to the input's dtype and then multiply, which rounds twice. The
+two are equal in float32 and differ by one rounding in bfloat16.
 """
 
 from collections.abc import Callable
@@ -24,15 +23,15 @@ def rms_norm(
     offset: float = 0.0,
     mean: Callable = mean_last_dim,
 ) -> Float[Array, "*dims features"]:
-    """Divide by the root of the mean square: y = x / sqrt(mean(x^2) + epsilon) * (offset + weight).
+    """Apply RMSNorm: y = x / sqrt(mean(x^2) + epsilon) * (offset + weight).
 
-    `weight` is one scale a feature, or anything that broadcasts against `x`, such as `"heads head_dim"`; without one
-    nothing is scaled. `offset=1.0` is Gemma's, whose weights are stored as the distance from one. `mean` takes the mean
-    over the last dim and keeps it: of features that are a share of more, that of all of them. The result has the dtype
-    of `x`. Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
+    `weight` is one scale per feature, or anything that broadcasts against `x`, such as `"heads head_dim"`; None scales
+    nothing. `offset=1.0` is Gemma's, whose weights are stored minus one. `mean` averages over the last dim and keeps
+    it; for sharded features pass one that averages over all shards. The result has the dtype of `x`. Source: Zhang and
+    Sennrich, arXiv 1910.07467, equation 4.
     """
-    wide = x.astype(jnp.float32)
-    y = wide * lax.rsqrt(mean(wide * wide) + epsilon)
+    x_fp32 = x.astype(jnp.float32)
+    y = x_fp32 * lax.rsqrt(mean(x_fp32 * x_fp32) + epsilon)
     if weight is not None:
         y = y * (offset + weight.astype(jnp.float32))
     return y.astype(x.dtype)
@@ -46,14 +45,14 @@ def layer_norm(
     epsilon: float,
     mean: Callable = mean_last_dim,
 ) -> Float[Array, "*dims features"]:
-    """Subtract the mean, divide by the deviation: y = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias.
+    """Apply LayerNorm: y = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias.
 
-    The variance divides by the number of features, not by one less. `weight` and `bias` are one number a feature, or
-    anything that broadcasts against `x`; either may be missing. `mean` is that of `rms_norm`. The result has the dtype
-    of `x`. Source: Ba, Kiros and Hinton, arXiv 1607.06450, section 3.
+    The variance is the biased one, divided by the number of features. `weight` and `bias` have one value per feature,
+    or broadcast against `x`; both are optional. `mean` is as for `rms_norm`. The result has the dtype of `x`. Source:
+    Ba, Kiros and Hinton, arXiv 1607.06450, section 3.
     """
-    wide = x.astype(jnp.float32)
-    centered = wide - mean(wide)
+    x_fp32 = x.astype(jnp.float32)
+    centered = x_fp32 - mean(x_fp32)
     y = centered * lax.rsqrt(mean(centered * centered) + epsilon)
     if weight is not None:
         y = y * weight.astype(jnp.float32)

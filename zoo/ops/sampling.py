@@ -1,8 +1,7 @@
-"""From logits to the next token: what is made less likely, what is cut off, and the draw.
+"""Sampling the next token from logits: repetition penalty, temperature, top-k, top-p, min-p, and the draw.
 
-Pure functions of a batch of logits. Taken in the order of this file (`penalize`, `cool`, `truncate`, `draw`) they do
-what the logits processors of transformers do, ties apart, where a sort has to choose: here the lower id comes first.
-Numbers may be traced, so that another temperature is no other program.
+Pure functions of a batch of logits. In the order of this file they match the logits processors of transformers, except
+for ties, where the lower token id comes first here. Options may be traced, so a new temperature does not recompile.
 """
 
 import jax
@@ -16,16 +15,16 @@ _Number = float | int | Float[Array, ""] | Int[Array, ""]
 def penalize_repetition(
     logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], penalty: _Number
 ) -> Float[Array, "batch vocab"]:
-    """Tokens already seen made less likely: logit / penalty where it is positive, logit * penalty where it is not.
+    """Apply the repetition penalty to seen tokens: logit / penalty if positive, else logit * penalty.
 
-    A penalty of 1 changes nothing, one below 1 makes repeats likelier. Source: Keskar et al., CTRL, arXiv 1909.05858,
-    section 4.1, which divides; negative logits are multiplied since a quotient would make them likelier.
+    A penalty of 1 changes nothing; below 1 repetition gets likelier. Source: Keskar et al., CTRL, arXiv 1909.05858,
+    section 4.1, which divides; negative logits are multiplied, because dividing would make them likelier.
     """
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def apply_temperature(logits: Float[Array, "batch vocab"], temperature: _Number) -> Float[Array, "batch vocab"]:
-    """logits / temperature, shifted so that the largest is 0: no temperature above 0, however low, overflows."""
+    """Divide logits by the temperature, shifted so that the largest is 0 and low temperatures do not overflow."""
     return (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
 
 
@@ -36,39 +35,41 @@ def filter_logits(
     top_p: _Number | None = None,
     min_p: _Number | None = None,
 ) -> Float[Array, "batch vocab"]:
-    """The logits with -inf for tokens that are not to be drawn; the likeliest always stays.
+    """Apply top-k, top-p and min-p filtering: set the logits of excluded tokens to -inf. The likeliest always stays.
 
-    - `top_k`: the k largest stay, and what equals the k-th (Fan et al., arXiv 1805.04833, section 5.4). All stay
-      where there are fewer.
-    - `top_p`: of what `top_k` left, the fewest largest whose probabilities sum to p or more, hence with the one that
-      crosses p: a nucleus (Holtzman et al., arXiv 1904.09751, section 3.1).
-    - `min_p`: of what is left, those at least min_p times as probable as the likeliest (Nguyen et al., arXiv
-      2407.01082, section 3).
+    - `top_k`: keep the k largest and all equal to the k-th (Fan et al., arXiv 1805.04833, section 5.4); keep all if
+      there are fewer.
+    - `top_p`: of these, keep the nucleus, the fewest largest whose probabilities sum to at least p (Holtzman et al.,
+      arXiv 1904.09751, section 3.1).
+    - `min_p`: of these, keep tokens at least min_p times as probable as the likeliest (Nguyen et al., arXiv 2407.01082,
+      section 3).
 
     Sorts once for `top_k` and `top_p` together, and not at all for `min_p`.
     """
-    kept = jnp.ones_like(logits, bool)
+    keep = jnp.ones_like(logits, bool)
     if top_p is not None:
         ids = jnp.broadcast_to(jnp.arange(logits.shape[1]), logits.shape)
-        rising, sorted_ids = lax.sort((-logits, ids), num_keys=1, is_stable=True)  # of the negative: largest first
-        falling = -rising if top_k is None else jnp.where(-rising >= _kth_largest(-rising, top_k), -rising, -jnp.inf)
-        # Summed from the small end: the tail that is cut would be lost to rounding in a sum from the large end.
-        tail = lax.cumsum(jax.nn.softmax(falling), axis=1, reverse=True)
+        negated, sorted_ids = lax.sort((-logits, ids), num_keys=1, is_stable=True)  # largest logit first
+        descending = -negated
+        if top_k is not None:
+            descending = jnp.where(descending >= _kth_largest(descending, top_k), descending, -jnp.inf)
+        # Summed from the small end: a sum from the large end would lose the tail to rounding.
+        tail = lax.cumsum(jax.nn.softmax(descending), axis=1, reverse=True)
         count = jnp.maximum((tail > 1 - top_p).sum(-1, keepdims=True), 1)
-        last, last_id = (jnp.take_along_axis(x, count - 1, axis=1) for x in (falling, sorted_ids))
-        kept = (logits > last) | ((logits == last) & (ids <= last_id))
+        last, last_id = (jnp.take_along_axis(x, count - 1, axis=1) for x in (descending, sorted_ids))
+        keep = (logits > last) | ((logits == last) & (ids <= last_id))
     elif top_k is not None:
-        kept = logits >= _kth_largest(-lax.sort(-logits), top_k)
+        keep = logits >= _kth_largest(-lax.sort(-logits), top_k)
     if min_p is not None:
-        kept &= logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)
-    return jnp.where(kept, logits, -jnp.inf)
+        keep &= logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)
+    return jnp.where(keep, logits, -jnp.inf)
 
 
 def _kth_largest(sorted_logits: Float[Array, "batch vocab"], k: _Number) -> Float[Array, "batch 1"]:
-    """The k-th largest of each row, or the last where there are fewer."""
+    """Return the k-th largest logit of each row, or the last if there are fewer."""
     return lax.dynamic_slice_in_dim(sorted_logits, jnp.clip(k, 1, sorted_logits.shape[1]) - 1, 1, axis=1)
 
 
 def sample_tokens(logits: Float[Array, "batch vocab"], keys: Key[Array, "batch"]) -> Int[Array, "batch"]:
-    """A token for each row from softmax(logits), by the row's own key: other rows do not matter."""
+    """Sample one token per row from softmax(logits), with one key per row: rows do not affect each other."""
     return jax.vmap(jax.random.categorical)(keys, logits)

@@ -1,7 +1,7 @@
-"""Along which mesh axes a value may differ between devices: part of its type in JAX, inside `shard_map`.
+"""Varying mesh axes (JAX's varying manual axes, `vma`): the axes along which a value may differ between devices.
 
-A function with a gradient of its own gives cotangents of its operands' own types, so it makes its operands alike first;
-the gradient of that cast is the sum over devices. Outside `shard_map` both functions do nothing.
+A custom VJP must return cotangents with the types of its operands, so such functions first cast all operands to vary
+over the same axes; the gradient of that cast is an all-reduce. Outside `shard_map` these functions do nothing.
 """
 
 from typing import Any
@@ -12,19 +12,27 @@ from jaxtyping import PyTree
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The mesh axes along which `x` may differ between devices. The one place that asks JAX."""
+    """Return the mesh axes along which `x` may differ between devices. The only place that asks JAX."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return frozenset(jax.typeof(x).mat.varying) if manual else frozenset()
 
 
 def vary(tree: PyTree, axes: frozenset[str] | tuple[str, ...]) -> PyTree:
-    """Cast every array to vary over `axes` too. The gradient of the cast is a sum: cast where it should happen once."""
-    named = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
-    return jax.tree.map(lambda x: _vary_array(x, named), tree) if named else tree
+    """Cast every array of a tree to vary over `axes` too. The gradient of the cast is an all-reduce over these axes."""
+    ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
+    return jax.tree.map(lambda x: _vary_array(x, ordered), tree) if ordered else tree
+
+
+def align_varying(*trees: Any) -> tuple[Any, ...]:
+    """Cast all arrays of the trees to vary over the union of their varying mesh axes; None stays None.
+
+    Arrays that already vary so are returned as they are, not copied: residuals of a scan over layers stay references.
+    """
+    return vary(trees, frozenset().union(*(varying(x) for x in jax.tree.leaves(trees))))
 
 
 def _vary_array(x: Any, axes: list[str]) -> Any:
-    """One array, cast to vary over those of the axes over which it does not yet."""
+    """Cast one array to vary over the axes along which it does not vary yet."""
     already = varying(x)
     missing = tuple(axis for axis in axes if axis not in already)
     return lax.pcast(x, missing, to="varying") if missing else x

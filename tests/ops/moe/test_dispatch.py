@@ -24,7 +24,7 @@ def inputs(seed):
     return x, jax.random.uniform(keys[2], (TOKENS, TOP)), cotangent
 
 
-def test_rows_are_sorted_and_know_where_they_came_from():
+def test_sort_by_expert_indices():
     order = sort_by_expert(jnp.array([[2, 0], [2, 1], [0, 2]]), 4)
     assert order.group_sizes.tolist() == [2, 1, 3, 0]
     assert order.assignments.tolist() == [1, 4, 3, 0, 2, 5]
@@ -45,7 +45,7 @@ def one_by_one(x, weights, chosen, matrices):
 
 
 @given(seed=st.integers(0, 999))
-def test_it_is_the_sum_over_each_tokens_experts(seed):
+def test_dispatch_and_combine_equal_the_reference(seed):
     x, weights, cotangent = inputs(seed)
     matrices = jax.random.normal(jax.random.key(seed + 1), (EXPERTS, EMBED))
     results = []
@@ -56,7 +56,7 @@ def test_it_is_the_sum_over_each_tokens_experts(seed):
         np.testing.assert_allclose(ours, theirs, atol=5e-6)
 
 
-def test_only_gathers_bring_tokens_there_and_back():
+def test_dispatch_and_combine_do_not_scatter_add():
     """A scatter that adds would add in another order at each run on a GPU. One that writes each place once has none."""
 
     def run(x, weights):
@@ -68,7 +68,7 @@ def test_only_gathers_bring_tokens_there_and_back():
     assert "stablehlo.add" not in "".join(part.split("}")[0] for part in text.split("stablehlo.scatter")[1:])
 
 
-def test_bfloat16_is_added_up_in_float32():
+def test_combine_of_bfloat16_sums_in_float32():
     x = jnp.ones((1, 1), jnp.bfloat16)
     order = sort_by_expert(jnp.arange(3)[None], 3)
     weights = jnp.array([[1.0, 2**-8, 2**-8]])  # one by one, in bfloat16, each would be lost: half a unit, to even
@@ -88,7 +88,7 @@ def slots_by_hand(chosen, experts, capacity):
 
 
 @given(seed=st.integers(0, 999), capacity=st.sampled_from([1, 4, 40]))
-def test_slots_are_dealt_out_first_choices_first(seed, capacity):
+def test_sort_into_slots_fills_first_choices_first(seed, capacity):
     chosen = choices(seed)
     order, taken = sort_into_slots(chosen, EXPERTS, capacity)
     held, expected = slots_by_hand(np.asarray(chosen), EXPERTS, capacity)
@@ -102,7 +102,7 @@ def test_slots_are_dealt_out_first_choices_first(seed, capacity):
 
 
 @given(seed=st.integers(0, 999), capacity=st.sampled_from([1, 4, 40]))
-def test_what_found_no_slot_adds_nothing_and_gets_no_gradient(seed, capacity):
+def test_sort_into_slots_drops_without_gradient(seed, capacity):
     x, weights, cotangent = inputs(seed)
     chosen = choices(seed)
 

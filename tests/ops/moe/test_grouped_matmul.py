@@ -52,7 +52,7 @@ def deal(how, rows, experts, seed):
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
     seed=st.integers(0, 99),
 )
-def test_forms_agree_in_values_and_gradients(shape, how, dtype, seed):
+def test_grouped_matmul_equals_the_reference_with_gradients(shape, how, dtype, seed):
     rows, experts, in_size, out_size = shape
     keys = jax.random.split(jax.random.key(seed), 3)
     x = jax.random.normal(keys[0], (rows, in_size), dtype)
@@ -71,14 +71,14 @@ def test_forms_agree_in_values_and_gradients(shape, how, dtype, seed):
             np.testing.assert_allclose(ours, theirs, atol=tolerance, err_msg=name)
 
 
-def test_the_right_form_for_a_cpu():
+def test_grouped_matmul_is_padded_on_cpus():
     x, weight, sizes = jnp.ones((6, 2)), jnp.ones((3, 4, 2)), jnp.array([1, 2, 3])
     program = jax.jit(grouped_matmul.grouped_matmul).lower(x, weight, sizes).as_text()
     assert "ragged" not in program
     assert jnp.array_equal(grouped_matmul.grouped_matmul(x, weight, sizes), grouped_matmul_reference(x, weight, sizes))
 
 
-def test_matrices_without_rows_are_not_read():
+def test_grouped_matmul_padded_reads_no_matrix_without_rows():
     """Two rows and 512 experts: no copy is made of all matrices, and the arithmetic is that of two rows."""
     x, weight, sizes = jnp.ones((2, 64)), jnp.ones((512, 64, 64)), jnp.zeros(512, int).at[7].set(2)
     program = jax.jit(grouped_matmul_padded).lower(x, weight, sizes).compile()
@@ -86,13 +86,13 @@ def test_matrices_without_rows_are_not_read():
     assert program.cost_analysis()["flops"] < 10 * 2 * 2 * 64 * 64
 
 
-def test_there_is_no_forward_mode():
+def test_grouped_matmul_padded_raises_for_forward_mode():
     x, weight, sizes = jnp.ones((6, 2)), jnp.ones((3, 4, 2)), jnp.array([1, 2, 3])
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: grouped_matmul.grouped_matmul(x, weight, sizes), (x,), (x,))
 
 
-def test_rows_know_their_expert_and_its_vector():
+def test_expand_group_values_and_find_row_experts():
     sizes = jnp.array([2, 0, 3])
     assert find_row_experts(sizes, 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
     values = jnp.arange(6.0).reshape(3, 2)
@@ -106,7 +106,7 @@ class Matrices(zoo.parallel.Module):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_on_a_mesh(form):
+def test_grouped_matmul_on_a_mesh(form):
     """Rows and groups of each device are its own, and the gradient of the matrices is summed."""
     model = Matrices(jax.random.normal(jax.random.key(1), (2, 5, 3)))
     x = jax.random.normal(jax.random.key(0), (8, 40, 3))

@@ -32,7 +32,7 @@ LOGITS = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=E
 
 
 @given(LOGITS, st.sampled_from([1, 3, EXPERTS]), st.booleans())
-def test_softmax_then_top(logits, top, renormalize):
+def test_softmax_top_k_equals_its_formula(logits, top, renormalize):
     weights, chosen = softmax_top_k(jnp.array([logits]), top, renormalize=renormalize, scale=2)
     scores = softmax(np.array(logits))
     assert chosen[0].tolist() == largest(logits, top)
@@ -41,7 +41,7 @@ def test_softmax_then_top(logits, top, renormalize):
 
 
 @given(LOGITS, st.sampled_from([1, 3, EXPERTS]))
-def test_top_then_softmax_is_the_renormalized_softmax(logits, top):
+def test_top_k_softmax_equals_renormalized_softmax_top_k(logits, top):
     ours, chosen = top_k_softmax(jnp.array([logits]), top)
     other, same = softmax_top_k(jnp.array([logits]), top, renormalize=True)
     assert chosen.tolist() == same.tolist()
@@ -49,7 +49,7 @@ def test_top_then_softmax_is_the_renormalized_softmax(logits, top):
 
 
 @given(LOGITS, st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4)]))
-def test_a_groups_best_expert_decides(logits, groups):
+def test_softmax_top_k_limits_to_the_best_groups(logits, groups):
     weights, chosen = softmax_top_k(jnp.array([logits]), 2, groups=groups[0], kept_groups=groups[1])
     usable = best_groups(softmax(np.float32(logits)), *groups, 1)
     expected = [usable[i] for i in largest([logits[e] for e in usable], 2)]
@@ -58,7 +58,7 @@ def test_a_groups_best_expert_decides(logits, groups):
 
 
 @given(LOGITS, LOGITS, st.sampled_from([(1, 1), (2, 1), (4, 2)]), st.booleans())
-def test_a_bias_chooses_and_does_nothing_else(logits, bias, groups, renormalize):
+def test_biased_top_k_selects_by_bias_and_weights_without(logits, bias, groups, renormalize):
     scores, bias = np.float32(jax.nn.sigmoid(jnp.array(logits))), np.float32(bias)
     how = {"groups": groups[0], "kept_groups": groups[1], "renormalize": renormalize, "scale": 2.5}
     weights, chosen = biased_top_k(jnp.array([scores]), jnp.array(bias), 2, **how)
@@ -69,17 +69,17 @@ def test_a_bias_chooses_and_does_nothing_else(logits, bias, groups, renormalize)
     np.testing.assert_allclose(weights[0], 2.5 * scores[expected] / total, rtol=1e-5)
 
 
-def test_gradients_go_through_the_weights_alone():
+def test_biased_top_k_gradients_flow_through_weights_alone():
     scores, bias = jnp.array([[0.2, 0.7, 0.6]]), jnp.array([0.0, 0.0, 0.5])
     to_scores, to_bias = jax.grad(lambda *x: biased_top_k(*x, 1, renormalize=False)[0].sum(), (0, 1))(scores, bias)
     assert to_scores.tolist() == [[0, 0, 1]] and to_bias.tolist() == [0, 0, 0]
 
 
-def test_all_groups_are_all_experts():
+def test_is_in_top_groups_of_all_groups_is_true():
     assert is_in_top_groups(jnp.zeros((3, 6)), 3, 3, experts_per_group_score=1).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_weights_are_float32(dtype):
+def test_routing_weights_are_float32(dtype):
     logits = jnp.ones((2, 4), dtype)
     assert softmax_top_k(logits, 2)[0].dtype == top_k_softmax(logits, 2)[0].dtype == jnp.float32

@@ -13,7 +13,7 @@ coded = jax.jit(quantize_int8)
 
 
 @given(values=st.lists(numbers, min_size=30, max_size=30))
-def test_each_becomes_the_nearest(values):
+def test_quantize_int8_rounds_to_nearest(values):
     x = np.array(values, np.float32).reshape(2, 3, 5)
     codes, scales = coded(x)
     assert codes.dtype == jnp.int8 and codes.shape == (2, 3, 5) and scales.shape == (2, 3)
@@ -27,7 +27,7 @@ def test_each_becomes_the_nearest(values):
         assert (np.abs(own - new) <= largest * (1 / 254 + 1e-6)).all()
 
 
-def test_what_codes_and_scales_stand_for():
+def test_dequantize_int8_multiplies_codes_by_scales():
     codes, scales = jnp.array([[127, -127, 0, 3], [1, 2, -3, 0]], jnp.int8), jnp.array([0.5, 2.0])
     assert dequantize_int8(codes, scales).tolist() == [[63.5, -63.5, 0, 1.5], [2, 4, -6, 0]]
     assert dequantize_int8(codes, scales, jnp.bfloat16).dtype == jnp.bfloat16
@@ -35,6 +35,6 @@ def test_what_codes_and_scales_stand_for():
     assert again[0].tolist() == [[127, -127, 0, 3], [0, 0, 0, 0]] and again[1].tolist() == [0.5, 0]
 
 
-def test_a_row_that_is_not_finite_is_no_number_as_a_whole():
+def test_quantize_int8_of_a_non_finite_row_is_nan():
     x = jnp.zeros((3, 8)).at[0, 3].set(jnp.nan).at[1, 4].set(-jnp.inf)
     assert jnp.isnan(dequantize_int8(*quantize_int8(x))).all(-1).tolist() == [True, True, False]

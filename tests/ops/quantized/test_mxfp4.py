@@ -35,7 +35,7 @@ def expected():
 @pytest.mark.parametrize(
     ("dtype", "first", "last"), [(jnp.float32, 2, 252), (jnp.bfloat16, 2, 252), (jnp.float16, 104, 140)]
 )
-def test_every_byte_with_every_scale(expected, dtype, first, last):
+def test_dequantize_mxfp4_of_every_byte_and_scale(expected, dtype, first, last):
     found = jax.jit(dequantize_mxfp4, static_argnums=2)(jnp.asarray(ALL_BYTES), jnp.asarray(ALL_SCALES), dtype)
     assert found.dtype == dtype
     found = np.asarray(found, np.float64)
@@ -44,13 +44,13 @@ def test_every_byte_with_every_scale(expected, dtype, first, last):
     assert np.isnan(found[255]).all()
 
 
-def test_on_the_host_it_is_the_same(expected):
+def test_dequantize_mxfp4_numpy_equals_jax(expected):
     found = dequantize_mxfp4_numpy(ALL_BYTES, ALL_SCALES)
     assert found.dtype == np.float32
     assert np.array_equal(found[:253], expected[:253]) and np.isnan(found[255]).all()
 
 
-def test_the_low_half_comes_first():
+def test_mxfp4_low_nibble_comes_first():
     blocks = jnp.array([[0x21, 0xF7, *[0] * 14]], jnp.uint8)  # of one block
     assert dequantize_mxfp4(blocks, jnp.array([128], jnp.uint8))[:5].tolist() == [1.0, 2.0, 12.0, -12.0, 0.0]
 
@@ -60,7 +60,7 @@ coded = jax.jit(quantize_mxfp4)
 
 
 @given(values=st.lists(numbers, min_size=96, max_size=96))
-def test_each_becomes_the_nearest(values):
+def test_quantize_mxfp4_rounds_to_nearest(values):
     x = np.array(values, np.float32).reshape(3, 32)
     blocks, scales = coded(x)
     assert blocks.shape == (3, 1, 16) and scales.shape == (3, 1)
@@ -75,7 +75,7 @@ def test_each_becomes_the_nearest(values):
 
 
 @given(drawn=st.binary(min_size=102, max_size=102))
-def test_what_was_decoded_is_encoded_without_loss(drawn):
+def test_quantize_mxfp4_of_dequantized_values_is_lossless(drawn):
     """The bytes may differ, where a block has no large number: its values do not. Nor do signs of zeros."""
     drawn = np.frombuffer(drawn, np.uint8)
     blocks, scales = drawn[:96].reshape(SHAPE), np.clip(drawn[96:].reshape(SHAPE[:2]), 5, 252)
@@ -84,12 +84,12 @@ def test_what_was_decoded_is_encoded_without_loss(drawn):
     assert again.tobytes() == values.tobytes()
 
 
-def test_ties_go_to_the_even_code():
+def test_quantize_mxfp4_rounds_ties_to_even():
     x = jnp.array([4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, *[0] * 22])
     assert dequantize_mxfp4(*quantize_mxfp4(x))[:10].tolist() == [4, 0, 1, 1, 2, 2, 4, 4, 0, -4]
 
 
-def test_a_block_that_is_not_finite_is_no_number_as_a_whole():
+def test_quantize_mxfp4_of_a_non_finite_block_is_nan():
     x = jnp.zeros((3, 64)).at[0, 3].set(jnp.nan).at[1, 40].set(-jnp.inf)
     assert jnp.isnan(dequantize_mxfp4(*quantize_mxfp4(x))).reshape(3, 2, 32).all(-1).tolist() == [
         [1, 0],
@@ -98,6 +98,6 @@ def test_a_block_that_is_not_finite_is_no_number_as_a_whole():
     ]
 
 
-def test_blocks_are_whole():
+def test_quantize_mxfp4_raises_for_partial_blocks():
     with pytest.raises(ValueError, match="blocks of 32, and 48 numbers"):
         quantize_mxfp4(jnp.zeros((2, 48)))

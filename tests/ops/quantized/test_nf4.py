@@ -27,7 +27,7 @@ def by_definition(codes, constants, offset, step):
     return numbers.reshape(*constants.shape[:-1], -1)
 
 
-def test_the_book_is_made_of_quantiles():
+def test_nf4_codebook_is_normal_quantiles():
     """Evenly spaced in probability on either side of zero, from 1 - 0.9677 on, and divided by the largest."""
     quantile, tail = NormalDist().inv_cdf, 0.9677083
     above = [quantile(p) for p in np.linspace(tail, 0.5, 9)[:-1]]
@@ -36,7 +36,7 @@ def test_the_book_is_made_of_quantiles():
     assert CODEBOOK[7] == 0 and CODEBOOK[0] == -1 and CODEBOOK[15] == 1
 
 
-def test_every_byte():
+def test_dequantize_nf4_of_every_byte():
     codes = np.arange(256, dtype=np.uint8).reshape(2, 4, 32)
     constants = np.array([[0, 1, 128, 255], [255, 0, 7, 9]], np.uint8)
     offset, step = np.array([0.5, 0.0], np.float32), np.array([0.25, 2.0], np.float32)
@@ -50,7 +50,7 @@ numbers = st.floats(-(2.0**60), 2.0**60, width=32) | st.sampled_from([0.0, 1.0, 
 
 
 @given(values=st.lists(numbers, min_size=12, max_size=12), seed=st.integers(0, 99))
-def test_each_becomes_the_nearest(values, seed):
+def test_quantize_nf4_rounds_to_nearest(values, seed):
     """Blocks of normal numbers, of very unlike sizes, with some numbers of any size among them."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(2, 3 * BLOCK_SIZE)) * np.repeat(10.0 ** random.integers(-3, 3, (2, 3)), BLOCK_SIZE, axis=1)
@@ -71,7 +71,7 @@ def test_each_becomes_the_nearest(values, seed):
         assert (np.abs(own - new) <= 0.152 * largest[:, None] + largest.max() / 510 + slack).all()
 
 
-def test_normal_weights_are_off_by_7_percent_of_their_deviation():
+def test_nf4_error_of_normal_weights_is_7_percent():
     """The mean distance, worked out here in float64 with constants as they are; rounding these adds next to nothing."""
     x = np.random.default_rng(0).normal(size=(64, 1024))
     blocks = x.reshape(-1, BLOCK_SIZE)
@@ -84,22 +84,22 @@ def test_normal_weights_are_off_by_7_percent_of_their_deviation():
     assert abs(found - expected) < 0.002 * expected
 
 
-def test_bits_a_number():
+def test_nf4_bits_per_value():
     packed = jax.eval_shape(quantize_nf4, jax.ShapeDtypeStruct((8, 4096), jnp.float32))
     assert sum(x.size * x.dtype.itemsize * 8 for x in packed) / (8 * 4096) == 4 + 8 / 64 + 64 / 4096
 
 
-def test_the_low_half_comes_first():
+def test_nf4_low_nibble_comes_first():
     x = jnp.zeros((1, 64)).at[0, :3].set(jnp.array([-1.0, 1.0, 1.0]))
     codes, *_ = quantize_nf4(x)
     assert codes[0, 0, :3].tolist() == [0xF0, 0x7F, 0x77]
 
 
-def test_a_row_that_is_not_finite_is_no_number_as_a_whole():
+def test_quantize_nf4_of_a_non_finite_row_is_nan():
     x = jnp.ones((3, 128)).at[0, 3].set(jnp.nan).at[1, 70].set(-jnp.inf)
     assert jnp.isnan(dequantize_nf4(*quantize_nf4(x))).all(-1).tolist() == [True, True, False]
 
 
-def test_blocks_are_whole():
+def test_quantize_nf4_raises_for_partial_blocks():
     with pytest.raises(ValueError, match="blocks of 64, and 96 numbers are no whole number of blocks: take int8"):
         quantize_nf4(jnp.zeros((2, 96)))

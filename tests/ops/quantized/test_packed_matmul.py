@@ -45,7 +45,7 @@ def expected_of(x, weight, sizes, cotangent):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", DEALT)
-def test_groups(case, dtype):
+def test_grouped_packed_matmul_equals_the_reference(case, dtype):
     rows, sizes = DEALT[case]
     keys, sizes = jax.random.split(jax.random.key(0)), jnp.array(sizes)
     x, cotangent = jax.random.normal(keys[0], (rows, 64), dtype), jax.random.normal(keys[1], (rows, 5), dtype)
@@ -63,7 +63,7 @@ def test_groups(case, dtype):
 @pytest.mark.parametrize(("quantize", "dequantize"), FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("how", ["oi", "io"])
 @pytest.mark.parametrize(("piece", "rows"), [(64 * 11, 11), (64 * 4, 4), (1, 1)])
-def test_one_matrix(quantize, dequantize, how, piece, rows):
+def test_packed_matmul_equals_dequantized_matmul(quantize, dequantize, how, piece, rows):
     """Whole, or in pieces that do not divide it: the last reaches back, and counts nothing twice."""
     packed = quantize(jax.random.normal(jax.random.key(1), (11, 64)) / 8)
     weight = dequantize(*packed)
@@ -82,7 +82,7 @@ def test_one_matrix(quantize, dequantize, how, piece, rows):
 
 
 @pytest.mark.parametrize("how", ["oi", "io"])
-def test_pieces_in_half_precision_are_summed_in_full(how):
+def test_packed_matmul_of_bfloat16_sums_tiles_in_float32(how):
     packed = int8.quantize_int8(jax.random.normal(jax.random.key(1), (64, 64)))
     x = jax.random.normal(jax.random.key(0), (7, 64), jnp.bfloat16)
     weight = int8.dequantize_int8(*packed, jnp.bfloat16).astype(jnp.float32)
@@ -92,7 +92,7 @@ def test_pieces_in_half_precision_are_summed_in_full(how):
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-5)
 
 
-def test_what_is_decoded_is_a_piece_and_kept_by_nobody():
+def test_packed_matmul_holds_one_tile_and_saves_none():
     """One matrix of 64 kB in float32, 4 kB a piece: of the decoded numbers no array holds more than a piece."""
     packed = nf4.quantize_nf4(jax.random.normal(jax.random.key(1), (256, 64)))
     x = jnp.ones((2, 64))
@@ -105,7 +105,7 @@ def test_what_is_decoded_is_a_piece_and_kept_by_nobody():
     assert held(lambda x, packed: x @ nf4.dequantize_nf4(*packed).T) > 64 * 1024
 
 
-def test_one_matrix_at_a_time_is_decoded_and_only_those_with_rows():
+def test_grouped_packed_matmul_dequantizes_one_expert_at_a_time():
     """64 matrices, 16 kB each in float32: neither a forward nor a backward pass holds more than a few of them."""
     x, sizes = jnp.ones((4, 64)), jnp.zeros(64, int).at[9].set(3).at[60].set(1)
     blocks, scales = matrices(64, 64, 64)
@@ -120,7 +120,7 @@ class Matrices(zoo.parallel.Module):
     gain: Float[Array, "in"]
 
 
-def test_on_a_mesh():
+def test_grouped_packed_matmul_on_a_mesh():
     """Rows and groups of each device are its own, and gradients go on to what is before."""
     model = Matrices(*matrices(2, 5, 32), jnp.linspace(0.5, 2, 32))
     x = jax.random.normal(jax.random.key(0), (8, 40, 32))
@@ -152,7 +152,7 @@ class Row(zoo.parallel.Module):
     gain: Float[Array, "mlp"]
 
 
-def test_pieces_on_a_mesh():
+def test_packed_matmul_on_a_mesh():
     """Split over what is contracted, and so over what the gradient gives."""
     weight = jax.random.normal(jax.random.key(1), (12, 16))
     model = Row(*int8.quantize_int8(weight), jnp.linspace(0.5, 2, 16))

@@ -56,7 +56,7 @@ def close(ours, theirs, tolerance=5e-6):
     segments=st.booleans(),
     strength=st.sampled_from([0.1, 2, 20, 1e4]),
 )
-def test_chunked_is_recurrent(seq, seed, segments, strength):
+def test_chunked_selective_scan_equals_recurrent(seq, seed, segments, strength):
     numbers = case(seq, seed, segments=segments, strength=strength)
     ours, theirs = (with_gradients(form, *numbers) for form in ("chunked", "recurrent"))
     close(ours, theirs)
@@ -64,7 +64,7 @@ def test_chunked_is_recurrent(seq, seed, segments, strength):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_either_form_is_the_equation(form):
+def test_selective_scan_equals_its_equation(form):
     *numbers, state, ids = case(17, 1)
     x, dt, A, B, C, D = (np.asarray(x, np.float64) for x in numbers)
     output, last = mamba.selective_scan(*numbers, state=state, segment_ids=ids, mode=form)
@@ -78,7 +78,7 @@ def test_either_form_is_the_equation(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_packed_is_separate_and_a_state_goes_on(form):
+def test_selective_scan_of_segments_and_states(form):
     x, dt, A, B, C, D, _, _ = case(33, 2)
     run = jax.jit(lambda x, dt, B, C, ids, state: FORMS[form](x, dt, A, B, C, D, state=state, segment_ids=ids))
     part = lambda of, state=None: run(x[:, of], dt[:, of], B[:, of], C[:, of], None, state)
@@ -91,7 +91,7 @@ def test_packed_is_separate_and_a_state_goes_on(form):
 
 
 @pytest.mark.parametrize("segments", [False, True])
-def test_affine_is_what_a_stretch_does(segments):
+def test_affine_selective_scan_equals_the_scan(segments):
     x, dt, A, B, C, D, state, ids = case(17, 3, segments=segments)
     decay, own = mamba.affine_selective_scan(x, dt, A, B, segment_ids=ids)
     _, last = mamba.recurrent_selective_scan(x, dt, A, B, C, D, state=state, segment_ids=ids)
@@ -100,7 +100,7 @@ def test_affine_is_what_a_stretch_does(segments):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bfloat16_is_float32_of_rounded_inputs_but_for_the_last_rounding(form):
+def test_selective_scan_of_bfloat16_computes_in_float32(form):
     x, dt, A, B, C, D, state, ids = case(17, 4)
     x, dt, B, C = (x.astype(jnp.bfloat16) for x in (x, dt, B, C))
     output, last = FORMS[form](x, dt, A, B, C, D, state=state, segment_ids=ids)
@@ -111,7 +111,7 @@ def test_bfloat16_is_float32_of_rounded_inputs_but_for_the_last_rounding(form):
     close(last, end)
 
 
-def test_the_backward_pass_holds_the_states_of_borders_only():
+def test_chunked_selective_scan_saves_boundary_states_alone():
     row, rank = jax.ShapeDtypeStruct((1, 2048, 64), jnp.float32), jax.ShapeDtypeStruct((1, 2048, 16), jnp.float32)
     matrix, skip = jax.ShapeDtypeStruct((64, 16), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
     arguments, every = (row, row, matrix, rank, rank, skip), 2048 * 64 * 16
@@ -122,7 +122,7 @@ def test_the_backward_pass_holds_the_states_of_borders_only():
     assert memory.temp_size_in_bytes < 4 * every  # what the states of all tokens would be
 
 
-def test_split_over_a_mesh():
+def test_selective_scan_on_a_mesh_equals_one_device():
     x, dt, A, B, C, D, _, ids = case(17, 6)
 
     def loss(x, dt, A, B, C, D, ids):
@@ -149,7 +149,7 @@ def test_split_over_a_mesh():
     close(gradients(2, 3), gradients(1, 1), 1e-5)
 
 
-def test_a_chunk_without_tokens_is_told():
+def test_chunked_selective_scan_raises_for_chunk_size_zero():
     *numbers, _, _ = case(7, 0)
-    with pytest.raises(ValueError, match="chunk is 0; a chunk has at least one token"):
+    with pytest.raises(ValueError, match="chunk_size is 0; a chunk has at least one token"):
         mamba.chunked_selective_scan(*numbers, chunk_size=0)

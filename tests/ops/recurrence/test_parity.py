@@ -1,4 +1,4 @@
-"""All recurrences, both forms, against float64: outputs, last states and gradients."""
+"""All recurrences, in both modes, against float64: outputs, last states and gradients."""
 
 import os
 from pathlib import Path
@@ -10,17 +10,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from scripts.make_op_fixtures import case
-from tests.parity_ops import FORMS, OPS, check_folder, evaluate, failures, files
+from tests.parity_ops import MODES, OPS, check_folder, evaluate, failures, files
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "ops"
 MORE = os.environ.get("ZOO_PARITY")
 
 
-def test_every_operation_has_a_reference():
+def test_parity_fixtures_cover_every_op():
     assert {file.name.split(".")[0] for file in files(FIXTURES)} == set(OPS)
 
 
-def test_the_script_makes_the_files():
+def test_parity_script_reproduces_the_fixtures():
     with jax.enable_x64(True):
         made = case("hgrn", "strong")
     held = load_file(FIXTURES / "hgrn.strong.safetensors")
@@ -29,22 +29,22 @@ def test_the_script_makes_the_files():
         np.testing.assert_allclose(x, held[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", OPS)
-def test_values_and_gradients_are_those_of_float64(op, form):
-    assert [line for file in FIXTURES.glob(f"{op}.*.safetensors") for line in failures(file, form)] == []
+def test_parity_of_ops_with_float64(op, mode):
+    assert [line for file in FIXTURES.glob(f"{op}.*.safetensors") for line in failures(file, mode)] == []
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", ["hgrn", "rg_lru", "rwkv4", "mamba1"])
-def test_outside_jit_too(op, form):
+def test_parity_of_ops_without_jit(op, mode):
     arrays = load_file(FIXTURES / f"{op}.base.safetensors")
     inputs = {key.removeprefix("in."): jnp.asarray(x) for key, x in arrays.items() if key.startswith("in.")}
-    for ours, theirs in zip(evaluate(op, form, inputs), ("f64.o", "f64.state"), strict=True):
+    for ours, theirs in zip(evaluate(op, mode, inputs), ("f64.o", "f64.state"), strict=True):
         np.testing.assert_allclose(ours, arrays[theirs], rtol=1e-4, atol=1e-5)
 
 
-def test_a_wrong_result_is_told(tmp_path):
+def test_parity_reports_a_wrong_result(tmp_path):
     source = FIXTURES / "hgrn.base.safetensors"
     arrays = load_file(source)
     arrays["f64.grad.g"][0, 3, 2] += 0.01
@@ -54,28 +54,28 @@ def test_a_wrong_result_is_told(tmp_path):
     assert all("grad.g is off by" in line for line in wrong)
 
 
-def test_an_unknown_input_is_told():
+def test_parity_raises_for_an_unknown_input():
     with pytest.raises(ValueError, match="hgrn takes x g and s0, not q"):
         evaluate("hgrn", "recurrent", {"q": jnp.ones(())})
 
 
-def test_a_folder_without_files_is_told(tmp_path):
+def test_parity_raises_for_an_empty_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="no <op>"):
         check_folder(tmp_path)
 
 
 @pytest.mark.skipif(not MORE, reason="ZOO_PARITY names no folder")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", OPS)
-def test_reference_cases_of_elsewhere(op, form):
-    """The last of each operation's, which is the strong one where there is one: each shape is two more programs."""
+def test_parity_of_external_cases(op, mode):
+    """Only the last case of each operation, the strong one if there is one: each shape compiles two programs."""
     found = sorted(Path(str(MORE)).joinpath("ops").glob(f"{op}.*.safetensors"))
     if not found:
         pytest.skip(f"no case of {op}")
-    assert list(failures(found[-1], form)) == []
+    assert list(failures(found[-1], mode)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not MORE, reason="ZOO_PARITY names no folder")
-def test_all_reference_cases_of_elsewhere():
+def test_parity_of_all_external_cases():
     assert check_folder(Path(str(MORE)) / "ops") == []

@@ -1,10 +1,9 @@
-"""Tokens to experts and back, by gathers alone.
+"""Expert dispatch and combine, by gathers alone.
 
-Each token goes to `top` experts: of tokens * top visits every one becomes a row, and rows are sorted by expert, so that
-an expert's are side by side. Coming back, a token takes its own rows and adds them up in the order in which its experts
-were chosen. Both ways, and in both gradients, each number is fetched from one known place and sums have a fixed order:
-the same bits at every run. A scatter that adds, the usual way back, has no such order on a GPU. Both ways have
-gradients of their own, and so no forward-mode differentiation.
+Each token is assigned to `top` experts; every one of the tokens * top assignments becomes a row, and rows are sorted by
+expert. To combine, a token gathers its rows and adds them in the order in which its experts were selected. Both passes
+and both gradients use gathers and sums in a fixed order, so they are bitwise deterministic; a scatter-add, the usual
+way to combine, is not on a GPU. Both are custom VJPs, without forward-mode differentiation.
 """
 
 from typing import Any, NamedTuple
@@ -18,32 +17,34 @@ from ..varying import vary, varying
 
 
 class _DispatchIndices(NamedTuple):
-    """Where visits stand once they are sorted by expert. A visit is token * top + its place among the token's own."""
+    """The permutation between assignments and rows sorted by expert. Assignment k of a token is token * top + k."""
 
     assignments: Int[Array, "rows"]
-    """The visit of each row."""
+    """The assignment of each row."""
     row_indices: Int[Array, "tokens top"]
-    """The row of each visit."""
+    """The row of each assignment."""
     group_sizes: Int[Array, "experts"]
-    """How many rows each expert has."""
+    """The number of rows of each expert."""
 
 
 def sort_by_expert(selected_experts: Int[Array, "tokens top"], experts: int) -> _DispatchIndices:
-    """Rows by expert; those of one expert in the order of tokens."""
+    """Sort assignments by expert, and by token for the same expert."""
     flat, rows = selected_experts.reshape(-1), selected_experts.size
     if rows * experts < 2**31:
-        # Expert and visit in one number: a sort of numbers alone, without what belongs to them, takes a fifth as long.
-        both = lax.sort(flat.astype(jnp.int32) * rows + jnp.arange(rows, dtype=jnp.int32), is_stable=False)
-        visits, ends = both % rows, jnp.searchsorted(both, jnp.arange(1, experts + 1, dtype=jnp.int32) * rows)
+        # Expert and assignment packed into one integer: sorting keys without values takes a fifth of the time.
+        packed = lax.sort(flat.astype(jnp.int32) * rows + jnp.arange(rows, dtype=jnp.int32), is_stable=False)
+        assignments, ends = packed % rows, jnp.searchsorted(packed, jnp.arange(1, experts + 1, dtype=jnp.int32) * rows)
     else:
-        visits = jnp.argsort(flat, stable=True)
-        ends = jnp.searchsorted(flat[visits], jnp.arange(experts), side="right")
-    places = jnp.zeros_like(visits).at[visits].set(jnp.arange(rows, dtype=visits.dtype), unique_indices=True)
-    return _DispatchIndices(visits, places.reshape(selected_experts.shape), jnp.diff(ends, prepend=0).astype(jnp.int32))
+        assignments = jnp.argsort(flat, stable=True)
+        ends = jnp.searchsorted(flat[assignments], jnp.arange(experts), side="right")
+    row_indices = jnp.zeros_like(assignments)
+    row_indices = row_indices.at[assignments].set(jnp.arange(rows, dtype=assignments.dtype), unique_indices=True)
+    group_sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
+    return _DispatchIndices(assignments, row_indices.reshape(selected_experts.shape), group_sizes)
 
 
 def dispatch(x: Float[Array, "tokens embed"], indices: _DispatchIndices) -> Float[Array, "rows embed"]:
-    """A token's vector for each of its visits, sorted by expert."""
+    """Gather each token's vector for each of its experts, sorted by expert."""
     axes = varying(x) | varying(indices.assignments)
     return _gather_tokens(*vary((x, indices.assignments, indices.row_indices), axes))
 
@@ -51,7 +52,7 @@ def dispatch(x: Float[Array, "tokens embed"], indices: _DispatchIndices) -> Floa
 def combine(
     rows: Float[Array, "rows embed"], weights: Float[Array, "tokens top"], indices: _DispatchIndices
 ) -> Float[Array, "tokens embed"]:
-    """Of each token the sum of its rows, each times its weight: in float32, rounded to the rows' dtype."""
+    """Sum the rows of each token times their routing weights, in float32, rounded to the dtype of `rows`."""
     axes = varying(rows) | varying(weights) | varying(indices.assignments)
     return _combine_rows(*vary((rows, weights, indices.assignments, indices.row_indices), axes))
 
@@ -60,17 +61,17 @@ def combine(
 def _gather_tokens(
     x: Float[Array, "tokens embed"], assignments: Int[Array, "rows"], row_indices: Int[Array, "tokens top"]
 ) -> Array:
-    """Rows in the order of visits."""
+    """Return one row per assignment, sorted by expert."""
     return x[assignments // row_indices.shape[1]]
 
 
 def _gather_tokens_fwd(x: Array, assignments: Array, row_indices: Array) -> tuple[Array, Array]:
-    """The rows, and where each token's stand."""
+    """Return the rows, and the row indices as residuals."""
     return _gather_tokens(x, assignments, row_indices), row_indices
 
 
 def _gather_tokens_bwd(row_indices: Array, gradient: Array) -> tuple[Any, ...]:
-    """A token's gradient is the sum of its rows'."""
+    """Sum the cotangents of each token's rows."""
     return _sum_in_choice_order(gradient, row_indices, None).astype(gradient.dtype), None, None
 
 
@@ -79,21 +80,22 @@ _gather_tokens.defvjp(_gather_tokens_fwd, _gather_tokens_bwd)
 
 @jax.custom_vjp
 def _combine_rows(rows: Array, weights: Array, assignments: Array, row_indices: Array) -> Float[Array, "tokens embed"]:
-    """The weighted sum of each token's rows."""
+    """Return the weighted sum of each token's rows."""
     return _sum_in_choice_order(rows, row_indices, weights).astype(rows.dtype)
 
 
 def _combine_rows_fwd(rows: Array, weights: Array, assignments: Array, row_indices: Array) -> tuple[Array, tuple]:
-    """The sums, and what their gradient needs."""
+    """Return the sums, and all operands as residuals."""
     return _combine_rows(rows, weights, assignments, row_indices), (rows, weights, assignments, row_indices)
 
 
 def _combine_rows_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
-    """A row's gradient is its token's times its weight; a weight's is the product of the two."""
-    rows, weights, visits, places = residuals
-    to_rows = gradient[visits // places.shape[1]] * weights.reshape(-1)[visits][:, None]
-    along = [(rows[places[:, k]].astype(jnp.float32) * gradient).sum(-1) for k in range(places.shape[1])]
-    return to_rows.astype(rows.dtype), jnp.stack(along, 1).astype(weights.dtype), None, None
+    """Return the cotangents: of a row its token's times its weight, of a weight the dot product of row and token."""
+    rows, weights, assignments, row_indices = residuals
+    top = row_indices.shape[1]
+    grad_rows = gradient[assignments // top] * weights.reshape(-1)[assignments][:, None]
+    grad_weights = [(rows[row_indices[:, k]].astype(jnp.float32) * gradient).sum(-1) for k in range(top)]
+    return grad_rows.astype(rows.dtype), jnp.stack(grad_weights, 1).astype(weights.dtype), None, None
 
 
 _combine_rows.defvjp(_combine_rows_fwd, _combine_rows_bwd)
@@ -102,7 +104,7 @@ _combine_rows.defvjp(_combine_rows_fwd, _combine_rows_bwd)
 def _sum_in_choice_order(
     rows: Array, row_indices: Int[Array, "tokens top"], weights: Array | None
 ) -> Float[Array, "tokens embed"]:
-    """Each token's rows, weighted where weights are given, added up one after another in float32."""
+    """Add the rows of each token in float32 in the order of its experts, times their weights if given."""
     total: Any = 0.0
     for k in range(row_indices.shape[1]):
         row = rows[row_indices[:, k]].astype(jnp.float32)
@@ -113,24 +115,24 @@ def _sum_in_choice_order(
 def sort_into_slots(
     selected_experts: Int[Array, "tokens top"], experts: int, capacity: int
 ) -> tuple[_DispatchIndices, Array]:
-    """Each expert has `capacity` rows, one expert's after another's, and takes no more visits: all first choices go
-    before any second one, earlier tokens before later. Which visits were taken comes beside (True).
+    """Assign tokens to `capacity` slots per expert, first choices before second ones, earlier tokens first.
 
-    The order is that of one more token, which stands for none: its vector and its weights are zero, empty slots are its
-    visits, and so is one row behind all slots, where visits stand that no expert took. Whoever combines gives these the
-    weight 0. Source: GShard, arXiv 2006.16668, algorithm 1, without its random choice of second experts.
+    Returns the indices, and a mask "tokens top" that is True for assignments that got a slot; the others are dropped.
+    The indices contain one padding token more, whose vector and weights the caller sets to zero: empty slots are its
+    assignments, and so is one row after all slots, the row of dropped assignments. Callers give these the weight 0.
+    Source: GShard, arXiv 2006.16668, algorithm 1, without its random choice of second experts.
     """
     tokens, top = selected_experts.shape
     first_choices_first = selected_experts.T.reshape(-1)
-    to_each = (first_choices_first[:, None] == jnp.arange(experts)).astype(jnp.int32)
-    before = (jnp.cumsum(to_each, axis=0) - to_each)[jnp.arange(tokens * top), first_choices_first]
-    before = before.reshape(top, tokens).T
-    taken, behind = before < capacity, experts * capacity
-    places = jnp.where(taken, selected_experts * capacity + before, behind)
-    visits = jnp.full(behind + 1, tokens * top, places.dtype)
-    visits = visits.at[jnp.where(taken, places, behind + 1)].set(
+    one_hot = (first_choices_first[:, None] == jnp.arange(experts)).astype(jnp.int32)
+    slot = (jnp.cumsum(one_hot, axis=0) - one_hot)[jnp.arange(tokens * top), first_choices_first]
+    slot = slot.reshape(top, tokens).T
+    has_slot, padding_row = slot < capacity, experts * capacity
+    row_indices = jnp.where(has_slot, selected_experts * capacity + slot, padding_row)
+    assignments = jnp.full(padding_row + 1, tokens * top, row_indices.dtype)
+    assignments = assignments.at[jnp.where(has_slot, row_indices, padding_row + 1)].set(
         jnp.arange(tokens * top).reshape(tokens, top), mode="drop"
     )
-    nowhere = jnp.full((1, top), behind, places.dtype)
-    sizes = jnp.full(experts, capacity, jnp.int32)
-    return _DispatchIndices(visits, jnp.concatenate([places, nowhere]), sizes), taken
+    padding_token = jnp.full((1, top), padding_row, row_indices.dtype)
+    group_sizes = jnp.full(experts, capacity, jnp.int32)
+    return _DispatchIndices(assignments, jnp.concatenate([row_indices, padding_token]), group_sizes), has_slot

@@ -1,20 +1,19 @@
-"""NF4: numbers of four bits in blocks of 64, for weights that are normally distributed (QLoRA, Dettmers et al.,
+"""NF4 (NormalFloat): 4-bit quantization in blocks of 64 for normally distributed weights (QLoRA, Dettmers et al.,
 arXiv:2305.14314, section 3).
 
-    x = constant BOOK[code]        constant = max |x| of the block, code from 0 to 15
+    x = constant CODEBOOK[code]        constant = max |x| of the block, code from 0 to 15
 
-The 16 values of the book are quantiles of a normal distribution between -1 and 1, zero among them (appendix E). Blocks
-lie along the last dim; two codes are a byte, the earlier number in the low half.
+The 16 values of the codebook are quantiles of a normal distribution, scaled to [-1, 1] and including zero (appendix E).
+Blocks run along the last dim; a byte holds two codes, the earlier one in the low nibble.
 
-A block's constant takes eight bits itself, as in the paper's double quantization, by a float32 offset and step that a
-whole row shares:
+Block constants are quantized to eight bits, as in the paper's double quantization, with a float32 offset and step per
+row:
 
-    constant = offset + step number        offset the least of the row, step 1/255 of the distance to its largest
+    constant = offset + step code        offset = min over the row, step = (max - min) / 255
 
-The paper takes 256 constants together, in the order in which they lie in memory, and so across rows. Here a row never
-shares anything with another, and what a row shares it has whole: a matrix lies on a mesh by its own dims alone, and no
-group is ever cut. Constants cost 8 / 64 + 64 / n bits a number in rows of n, where the paper has 0.127: 0.141 for 4,096
-inputs, and 4.141 bits a number in all.
+The paper groups 256 constants in memory order, and so across rows. Here groups are rows, so that a sharded matrix never
+splits a group. Constants cost 8 / 64 + 64 / n bits per value in rows of n, where the paper has 0.127: 0.141 for 4,096
+inputs, and 4.141 bits per value in all.
 """
 
 from typing import Any
@@ -24,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 BLOCK_SIZE = 64
-"""How many numbers share a constant."""
+"""Number of values that share a constant."""
 CODEBOOK = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -34,7 +33,7 @@ CODEBOOK = np.array(
     ],
     np.float32,
 )
-"""What each code stands for: the paper's table."""
+"""Value of each code, from the paper."""
 _CONSTANT_LEVELS = 255
 
 _Codes = UInt8[Array, "*rows blocks 32"]
@@ -45,22 +44,24 @@ _RowScalars = Float[Array, "*rows"]
 def dequantize_nf4(
     codes: _Codes, constants: _Constants, offset: _RowScalars, step: _RowScalars, dtype: Any = jnp.float32
 ) -> Float[Array, "*rows values"]:
-    """The numbers, 64 for each block: multiplied in float32, and rounded to `dtype`."""
-    both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], BLOCK_SIZE)
-    numbers = _lookup_codebook(both) * _dequantize_constants(constants, offset, step)[..., None]
-    return numbers.astype(dtype).reshape(*codes.shape[:-2], -1)
+    """Dequantize blocks of 64 values: multiply in float32, and round to `dtype`."""
+    unpacked = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], BLOCK_SIZE)
+    values = _lookup_codebook(unpacked) * _dequantize_constants(constants, offset, step)[..., None]
+    return values.astype(dtype).reshape(*codes.shape[:-2], -1)
 
 
 def _dequantize_constants(
     constants: _Constants, offset: _RowScalars, step: _RowScalars
 ) -> Float[Array, "*rows blocks"]:
-    """What each block's values are multiplied with."""
+    """Dequantize the constants of all blocks."""
     return offset[..., None] + step[..., None] * constants.astype(jnp.float32)
 
 
 def _lookup_codebook(codes: UInt8[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """The value of each code. Its bits choose half of the book, a quarter, an eighth, one: a few operations a number on
-    any backend, that fuse with what reads them, where a table would be looked up one number after another."""
+    """Look up each code by a binary tree of selects over its bits.
+
+    This takes a few elementwise operations per value on any backend, and fuses into its consumers; a gather would not.
+    """
     values = [jnp.float32(value) for value in CODEBOOK]
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1
@@ -69,16 +70,15 @@ def _lookup_codebook(codes: UInt8[Array, "*dims"]) -> Float[Array, "*dims"]:
 
 
 def quantize_nf4(x: Float[Array, "*rows values"]) -> tuple[_Codes, _Constants, _RowScalars, _RowScalars]:
-    """Codes, constants, offset and step of rows of numbers whose length is a multiple of 64.
+    """Quantize rows to NF4: codes, constants, and the offset and step of each row.
 
-    Each number becomes the nearest that its block's constant, as it is rounded, can give. A constant is off by at most
-    step / 2. What lies between those furthest apart in the book, -1 and -0.696, is off by 0.152 constants at most, and
-    what lies beyond a constant that was rounded down by no more than that was: a number is never off by more than
-    0.152 of its block's largest and 1 / 510 of its row's. Zeros stay zeros. A row with a number that is not finite
-    becomes not a number as a whole.
+    Each value rounds to the nearest multiple of its block's quantized constant. The error of a constant is at most
+    step / 2, and half the widest gap of the codebook, from -1 to -0.696, is 0.152 constants: the error of a value is at
+    most 0.152 of its block's largest plus 1 / 510 of its row's. Zeros stay zeros. A row with a value that is not finite
+    becomes NaN.
 
-    **Raises** `ValueError` where 64 does not divide the last dim: a smaller block at the end of a row could not lie on
-    a mesh as the others do.
+    **Raises** `ValueError` if 64 does not divide the last dim: a shorter block at the end of a row could not be
+    sharded.
     """
     if x.shape[-1] % BLOCK_SIZE:
         raise ValueError(
@@ -89,14 +89,14 @@ def quantize_nf4(x: Float[Array, "*rows values"]) -> tuple[_Codes, _Constants, _
     offset, top = largest.min(axis=-1), largest.max(axis=-1)
     offset = jnp.where(jnp.isfinite(top), offset, jnp.nan)
     step = (top - offset) / _CONSTANT_LEVELS
-    distances = (largest - offset[..., None]) / jnp.where(step == 0, 1, step)[..., None]
-    constants = jnp.clip(jnp.round(distances), 0, _CONSTANT_LEVELS).astype(jnp.uint8)
+    scaled = (largest - offset[..., None]) / jnp.where(step == 0, 1, step)[..., None]
+    constants = jnp.clip(jnp.round(scaled), 0, _CONSTANT_LEVELS).astype(jnp.uint8)
     scale = _dequantize_constants(constants, offset, step)[..., None]
     codes = _nearest_nf4_code(x / jnp.where(scale == 0, 1, scale))
     return codes[..., 0::2] | (codes[..., 1::2] << 4), constants, offset, step
 
 
 def _nearest_nf4_code(values: Float[Array, "*dims"]) -> UInt8[Array, "*dims"]:
-    """The place in the book of what each is nearest to."""
+    """Return the code of the nearest value in the codebook."""
     middles = (CODEBOOK[:-1] + CODEBOOK[1:]) / 2
     return sum((jnp.uint8(values > middle) for middle in middles), start=jnp.zeros(values.shape, jnp.uint8))

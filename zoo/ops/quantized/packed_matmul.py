@@ -1,13 +1,13 @@
-"""Products with matrices that stay packed: what is decoded is a piece of one, while it is multiplied.
+"""Matrix products with quantized (packed) weights, which are dequantized tile by tile.
 
-What is packed is a tuple of arrays, each with the matrix's outputs in front, and a function that decodes them: those of
-`mxfp4`, `nf4` and `int8` alike.
+A packed matrix is a tuple of arrays with the output dim in front, and a function that dequantizes them, from `mxfp4`,
+`nf4` or `int8`.
 
-    W = decode(*packed, dtype)        of shape [out, in]; of some rows of each array, these rows of W
+    W = dequantize(*packed, dtype)        of shape [out, in]; a slice of the rows of all arrays gives these rows of W
 
-Gradients flow to the rows that are multiplied, none to what is packed, and a backward pass decodes again instead of
-keeping what was decoded. Sums are float32 and rounded to the dtype of the rows, in which the matrix is decoded too.
-There is no forward-mode differentiation.
+The packed weights are frozen: only x gets a gradient. The backward pass dequantizes again instead of saving W as a
+residual. Products accumulate in float32 and round to the dtype of x, in which W is dequantized too. The custom VJPs
+have no forward-mode differentiation.
 """
 
 from collections.abc import Callable
@@ -19,62 +19,57 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from ..matmul import einsum_dot_general
-from ..moe.grouped_matmul import MAX_BLOCK_ROWS as ROWS
-from ..moe.grouped_matmul import einsum_in_dtype, index_expert
-from ..varying import vary, varying
+from ..matmul import einsum_dot_general, einsum_in_dtype
+from ..moe.grouped_matmul import MAX_BLOCK_ROWS, index_expert
+from ..varying import align_varying, vary, varying
 
 _TILE_ELEMENTS = 1 << 22
-"""How many numbers of a matrix are decoded at a time, at most, unless told: 16 MiB in float32."""
+"""Default maximal number of weights that are dequantized at a time: 16 MiB in float32."""
 
 _Dequantize = Callable[..., Float[Array, "out in"]]
-"""A function of a module, since programs are compiled by which it is."""
+"""A module-level function: jit caches programs by its identity."""
 
 
 def packed_matmul(
-    x: Float[Array, "rows _"], packed: tuple[Shaped[Array, "out ..."], ...], dequantize: _Dequantize, weight_subscripts: str, *,
+    x: Float[Array, "rows _"],
+    packed: tuple[Shaped[Array, "out ..."], ...],
+    dequantize: _Dequantize,
+    weight_subscripts: str,
+    *,
     tile_elements: int = _TILE_ELEMENTS,
-) -> Float[Array, "rows _"]:  # fmt: skip
-    """W x of each row with `how="oi"`, Wᵀ x with `how="io"`.
+) -> Float[Array, "rows _"]:
+    """Compute W x for each row (`weight_subscripts="oi"`) or Wᵀ x (`"io"`) with a packed matrix W.
 
-    A matrix of more than `piece` numbers is decoded and multiplied some outputs at a time, one at least: these follow
-    one another in the result, or, contracted, are summed in float32 and rounded once.
+    A matrix of more than `tile_elements` is dequantized and multiplied in tiles of at least one output. The results of
+    tiles are concatenated, or for "io" accumulated in float32 and rounded once.
 
-    FLOPs: 2 rows in out, and as many again for a gradient. Bytes: what is packed once, and the matrix, piece by piece,
-    written and read once in the dtype of the rows; with "io" float32 sums too, a piece.
+    FLOPs: 2 rows in out, and as many again for a gradient. Bytes: the packed arrays once, and W, tile by tile, written
+    and read once in the dtype of x; for "io" also float32 sums per tile.
     """
-    x, packed = _align_packed_varying(x, packed)
+    x, packed = align_varying(x, packed)
     return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed)
 
 
 def grouped_packed_matmul(
-    x: Float[Array, "rows in"], packed: tuple[Shaped[Array, "experts out ..."], ...], dequantize: _Dequantize,
+    x: Float[Array, "rows in"],
+    packed: tuple[Shaped[Array, "experts out ..."], ...],
+    dequantize: _Dequantize,
     group_sizes: Int[Array, "experts"],
-) -> Float[Array, "rows out"]:  # fmt: skip
-    """`grouped_matmul` with packed matrices: W[e] x of each row, the first `sizes[0]` rows being expert 0's.
+) -> Float[Array, "rows out"]:
+    """Compute `grouped_matmul` with packed matrices: W[e] x for rows sorted by expert.
 
-    Experts that have rows follow one another: each is decoded once, multiplies its rows a block at a time and makes
-    room for the next. FLOPs: 2 rows in out, and as many again for a gradient. Bytes: of each expert that has rows what
-    is packed is read, and its matrix is written and read once in the dtype of the rows.
+    Experts that have rows run sequentially: each is dequantized once and multiplies its rows block by block. FLOPs: 2
+    rows in out, and as many again for a gradient. Bytes: for each expert that has rows, its packed arrays, and its W
+    written and read once in the dtype of x.
 
-    Rows beyond the sum of `sizes` give zeros.
+    Rows beyond sum(group_sizes) give zeros.
     """
-    x, packed, group_sizes = _align_packed_varying(x, packed, group_sizes)
+    x, packed, group_sizes = align_varying(x, packed, group_sizes)
     return _expertwise_matmul(dequantize, x, packed, group_sizes)
 
 
-def _align_packed_varying(x: Array, packed: tuple[Array, ...], *rest: Array) -> Any:
-    """Everything varying as all of it does over a mesh, and else as it came.
-
-    For its backward pass a scan over layers holds on to the matrices that it was given at no cost, but to a copy of
-    what is made of them, were it `stop_gradient`.
-    """
-    axes = frozenset().union(*map(varying, (x, *packed, *rest)))
-    return vary((x, packed, *rest), axes)
-
-
 def _get_matrix_shape(dequantize: _Dequantize, packed: tuple[Array, ...]) -> tuple[int, int]:
-    """Outputs and inputs of a matrix, or of each of those that are stacked, without decoding it."""
+    """Return (out, in) of a packed matrix, or of each stacked one, without dequantizing it."""
     return jax.eval_shape(dequantize, *packed).shape[-2:]
 
 
@@ -82,27 +77,28 @@ def _get_matrix_shape(dequantize: _Dequantize, packed: tuple[Array, ...]) -> tup
 def _tiled_matmul(
     dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: tuple[Array, ...]
 ) -> Float[Array, "rows _"]:
-    """`packed_matmul`, of arrays that vary alike over a mesh."""
+    """Compute `packed_matmul` of operands that vary over the same mesh axes."""
     out, in_size = _get_matrix_shape(dequantize, packed)
     size = max(1, min(out, tile_elements // in_size))
     if size == out:
         return einsum_in_dtype("ri", weight_subscripts, "ro", x, dequantize(*packed, x.dtype))
 
-    def first_and_weight(i: Array) -> tuple[Array, Array]:
-        first = jnp.minimum(i * size, out - size)  # the last piece reaches back, not beyond the matrix
+    def dequantize_tile(i: Array) -> tuple[Array, Array]:
+        first = jnp.minimum(i * size, out - size)  # the last tile overlaps the one before instead of exceeding W
         return first, dequantize(*(lax.dynamic_slice_in_dim(array, first, size) for array in packed), x.dtype)
 
-    def follow(i: Array, y: Array) -> Array:
-        first, weight = first_and_weight(i)
+    def write_outputs(i: Array, y: Array) -> Array:
+        first, weight = dequantize_tile(i)
         return lax.dynamic_update_slice_in_dim(y, einsum_in_dtype("ri", "oi", "ro", x, weight), first, 1)
 
-    def add(i: Array, y: Array) -> Array:
-        first, weight = first_and_weight(i)
-        own = first + jnp.arange(size) >= i * size
-        rows = jnp.where(own, lax.dynamic_slice_in_dim(x, first, size, 1), 0)
+    def add_outputs(i: Array, y: Array) -> Array:
+        first, weight = dequantize_tile(i)
+        is_new = first + jnp.arange(size) >= i * size
+        rows = jnp.where(is_new, lax.dynamic_slice_in_dim(x, first, size, 1), 0)
         return y + einsum_dot_general("ri", "io", "ro", rows, weight, jnp.float32)
 
-    step, features, dtype = (follow, out, x.dtype) if weight_subscripts == "oi" else (add, in_size, jnp.float32)
+    is_forward = weight_subscripts == "oi"
+    step, features, dtype = (write_outputs, out, x.dtype) if is_forward else (add_outputs, in_size, jnp.float32)
     start = vary(jnp.zeros((len(x), features), dtype), varying(x))
     return lax.fori_loop(0, -(-out // size), step, start).astype(x.dtype)
 
@@ -110,15 +106,17 @@ def _tiled_matmul(
 def _tiled_matmul_fwd(
     dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: tuple[Array, ...]
 ) -> tuple[Array, Any]:
-    """The product, and what its gradient needs."""
+    """Return the product, and the packed weights as residuals."""
     return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed), packed
 
 
 def _tiled_matmul_bwd(
     dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, packed: tuple[Array, ...], gradient: Array
 ) -> tuple[Array, None]:
-    """The same product with the matrix the other way round. It waits for the gradient: else the compiler would find
-    that the matrix was decoded before, and keep it."""
+    """Return the cotangent of x, a product with the transposed matrix.
+
+    The barrier prevents XLA from reusing, and so keeping, the matrix that the forward pass dequantized.
+    """
     gradient, packed = lax.optimization_barrier((gradient, packed))
     return _tiled_matmul(dequantize, weight_subscripts[::-1], tile_elements, gradient, packed), None
 
@@ -130,21 +128,21 @@ _tiled_matmul.defvjp(_tiled_matmul_fwd, _tiled_matmul_bwd)
 def _expertwise_matmul(
     dequantize: _Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array
 ) -> Float[Array, "rows out"]:
-    """`grouped_packed_matmul`, of arrays that vary alike over a mesh."""
+    """Compute `grouped_packed_matmul` of operands that vary over the same mesh axes."""
     return _loop_over_experts(dequantize, x, packed, group_sizes, "oi")
 
 
 def _expertwise_matmul_fwd(
     dequantize: _Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array
 ) -> tuple[Array, tuple]:
-    """The product, and what its gradient needs."""
+    """Return the product, and the packed weights and group sizes as residuals."""
     return _expertwise_matmul(dequantize, x, packed, group_sizes), (packed, group_sizes)
 
 
 def _expertwise_matmul_bwd(dequantize: _Dequantize, residuals: tuple, gradient: Array) -> tuple[Array, None, None]:
-    """The rows' gradient is the same product with the matrices the other way round."""
-    packed, sizes = residuals
-    return _loop_over_experts(dequantize, gradient, packed, sizes, "io"), None, None
+    """Return the cotangent of x, the grouped product with transposed matrices."""
+    packed, group_sizes = residuals
+    return _loop_over_experts(dequantize, gradient, packed, group_sizes, "io"), None, None
 
 
 _expertwise_matmul.defvjp(_expertwise_matmul_fwd, _expertwise_matmul_bwd)
@@ -153,26 +151,26 @@ _expertwise_matmul.defvjp(_expertwise_matmul_fwd, _expertwise_matmul_bwd)
 def _loop_over_experts(
     dequantize: _Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array, weight_subscripts: str
 ) -> Float[Array, "rows _"]:
-    """Each row by its expert's matrix, contracting the dim that `how`, "oi" or "io", calls i."""
+    """Multiply each row by its expert's matrix, contracting the dim i of `weight_subscripts`, "oi" or "io"."""
     features = _get_matrix_shape(dequantize, packed)[weight_subscripts.index("o")]
-    size = min(ROWS, 1 << (len(x) - 1).bit_length())
+    size = min(MAX_BLOCK_ROWS, 1 << (len(x) - 1).bit_length())
     ends = jnp.cumsum(group_sizes)
-    visited = jnp.argsort(group_sizes == 0)  # stable: experts that have rows, in their order, then the others
+    order = jnp.argsort(group_sizes == 0)  # stable: experts that have rows first
 
-    def one_expert(i: Array, y: Array) -> Array:
-        expert = visited[i]
+    def run_expert(i: Array, y: Array) -> Array:
+        expert = order[i]
         weight = dequantize(*(index_expert(array, expert) for array in packed), x.dtype)
 
-        def one_block(j: Array, y: Array) -> Array:
-            # What of a block is not the expert's own belongs to those that follow, who write it once more.
+        def run_block(j: Array, y: Array) -> Array:
+            # Rows of a block beyond the expert belong to later experts, which overwrite them.
             first = ends[expert] - group_sizes[expert] + j * size
             rows = x[jnp.minimum(first + jnp.arange(size), len(x) - 1)]
             return lax.dynamic_update_slice_in_dim(
                 y, einsum_in_dtype("ri", weight_subscripts, "ro", rows, weight), first, 0
             )
 
-        return lax.fori_loop(0, -(-group_sizes[expert] // size), one_block, y)
+        return lax.fori_loop(0, -(-group_sizes[expert] // size), run_block, y)
 
     start = vary(jnp.zeros((len(x) + size, features), x.dtype), varying(x))
-    y = lax.fori_loop(0, (group_sizes > 0).sum(), one_expert, start)[: len(x)]
+    y = lax.fori_loop(0, (group_sizes > 0).sum(), run_expert, start)[: len(x)]
     return jnp.where((jnp.arange(len(x)) < ends[-1])[:, None], y, 0)

@@ -1,4 +1,4 @@
-"""Linear recurrences over time: reference scans, chunked matrix-product forms, and one file per paper."""
+"""Linear recurrences: reference scans, chunked matrix-product algorithms, and one file per paper."""
 
 from . import chunks as chunks
 from . import delta_rule as delta_rule

@@ -1,88 +1,161 @@
-"""Delta rules: a state that is read with the key, and corrected toward the value, before it is asked.
+"""Delta rules: linear attention that corrects the value stored under a key instead of adding to it.
 
     S_t = decayed S_{t-1};   S_t += k_t (beta_t (v_t - k_t · S_t))ᵀ;   o_t = key_dim ** -0.5 q_t · S_t
 
-`delta_rule` has no decay (Schlag et al., arXiv:2102.11174, section 4.2; in parallel: arXiv:2406.06484),
-`gated_delta_rule` a number a head (Gated DeltaNet, arXiv:2412.06464, section 3.1), `kda` one for each of key_dim (Kimi
-Linear, arXiv:2510.26692, section 3), `gated_delta_product` a number a head and several corrections a token
-(DeltaProduct, arXiv:2502.10297, section 4). Keys are as they are given: layers normalize them to length one, with which
-beta in [0, 2] keeps the state from growing. All give the outputs, in the dtype of the values, and the state after the
-last token, in float32; state, segments and forms are those of `zoo.ops.delta`, where costs and rounding are too.
+`delta_rule` has no decay (DeltaNet: Schlag et al., arXiv:2102.11174, section 4.2; in parallel: arXiv:2406.06484),
+`gated_delta_rule` one decay per head (Gated DeltaNet, arXiv:2412.06464, section 3.1), `kda` one per key channel (Kimi
+Linear, arXiv:2510.26692, section 3), `gated_delta_product` one decay per head and several corrections per token
+(DeltaProduct, arXiv:2502.10297, section 4). Layers normalize keys to length one, with which beta in [0, 2] keeps the
+state bounded; here keys are used as they are.
+
+All return the outputs, in the dtype of the values, and the state after the last token, in float32. State, segments,
+modes, costs and rounding are those of `zoo.ops.recurrence.generalized_delta`. Each has a `_reference`: the paper's
+equation, token by token.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from zoo.shapes import LogDecays, MatrixState, Queries, SegmentIds, Values
 
 from .chunks import RecurrenceMode
-from .generalized_delta import Decay, MatrixState, select_delta
-
-_Queries = Float[Array, "batch seq heads key_dim"]
-_Values = Float[Array, "batch seq heads value_dim"]
-_SegmentIds = Int[Array, "batch seq"]
+from .generalized_delta import scan_heads, select_delta
 
 
 def delta_rule(
-    query: _Queries,
-    key: _Queries,
-    value: _Values,
+    query: Queries,
+    key: Queries,
+    value: Values,
     beta: Float[Array, "batch seq heads"],
     *,
     state: MatrixState | None = None,
-    segment_ids: _SegmentIds | None = None,
+    segment_ids: SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[_Values, MatrixState]:
-    """S_t = S_{t-1} + k_t (beta_t (v_t - k_t · S_{t-1}))ᵀ,  o_t = key_dim ** -0.5 q_t · S_t."""
+) -> tuple[Values, MatrixState]:
+    """Compute the delta rule: S_t = S_{t-1} + k_t (beta_t (v_t - k_t · S_{t-1}))ᵀ,  o_t = key_dim ** -0.5 q_t · S_t."""
     return _apply_delta_rule(query, key, value, beta, None, 1, state, segment_ids, mode)
 
 
+def delta_rule_reference(
+    query: Queries, key: Queries, value: Values, beta: Float[Array, "batch seq heads"], *, state: MatrixState
+) -> tuple[Values, MatrixState]:
+    """Compute S_t = (I - beta_t k_t k_tᵀ) S_{t-1} + beta_t k_t v_tᵀ (arXiv:2406.06484, section 2.2, transposed)."""
+
+    def step(S, q, k, v, beta):
+        S = (jnp.eye(len(k)) - beta * jnp.outer(k, k)) @ S + beta * jnp.outer(k, v)
+        return S, q @ S * len(q) ** -0.5
+
+    return scan_heads(step, state, query, key, value, beta)
+
+
 def gated_delta_rule(
-    query: _Queries,
-    key: _Queries,
-    value: _Values,
+    query: Queries,
+    key: Queries,
+    value: Values,
     beta: Float[Array, "batch seq heads"],
     log_decay: Float[Array, "batch seq heads"],
     *,
     state: MatrixState | None = None,
-    segment_ids: _SegmentIds | None = None,
+    segment_ids: SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[_Values, MatrixState]:
-    """R_t = exp(g_t) S_{t-1},  S_t = R_t + k_t (beta_t (v_t - k_t · R_t))ᵀ,  o_t = key_dim ** -0.5 q_t · S_t."""
+) -> tuple[Values, MatrixState]:
+    """Compute the gated delta rule: R_t = exp(g_t) S_{t-1},  S_t = R_t + k_t (beta_t (v_t - k_t · R_t))ᵀ,
+    o_t = key_dim ** -0.5 q_t · S_t."""
     return _apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, mode)
+
+
+def gated_delta_rule_reference(
+    query: Queries,
+    key: Queries,
+    value: Values,
+    beta: Float[Array, "batch seq heads"],
+    log_decay: Float[Array, "batch seq heads"],
+    *,
+    state: MatrixState,
+) -> tuple[Values, MatrixState]:
+    """Compute S_t = exp(g_t) (I - beta_t k_t k_tᵀ) S_{t-1} + beta_t k_t v_tᵀ (arXiv:2412.06464, section 3.1,
+    transposed)."""
+
+    def step(S, q, k, v, beta, g):
+        S = jnp.exp(g) * (jnp.eye(len(k)) - beta * jnp.outer(k, k)) @ S + beta * jnp.outer(k, v)
+        return S, q @ S * len(q) ** -0.5
+
+    return scan_heads(step, state, query, key, value, beta, log_decay)
 
 
 def kda(
-    query: _Queries,
-    key: _Queries,
-    value: _Values,
+    query: Queries,
+    key: Queries,
+    value: Values,
     beta: Float[Array, "batch seq heads"],
-    log_decay: _Queries,
+    log_decay: Queries,
     *,
     state: MatrixState | None = None,
-    segment_ids: _SegmentIds | None = None,
+    segment_ids: SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[_Values, MatrixState]:
-    """The gated delta rule with R_t = diag(exp(g_t)) S_{t-1}, a decay for each row of the state."""
+) -> tuple[Values, MatrixState]:
+    """Compute Kimi Delta Attention: the gated delta rule with R_t = diag(exp(g_t)) S_{t-1}, one decay per key
+    channel."""
     return _apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, mode)
 
 
+def kda_reference(
+    query: Queries,
+    key: Queries,
+    value: Values,
+    beta: Float[Array, "batch seq heads"],
+    log_decay: Queries,
+    *,
+    state: MatrixState,
+) -> tuple[Values, MatrixState]:
+    """Compute S_t = (I - beta_t k_t k_tᵀ) diag(exp(g_t)) S_{t-1} + beta_t k_t v_tᵀ (arXiv:2510.26692, section 3)."""
+
+    def step(S, q, k, v, beta, g):
+        S = (jnp.eye(len(k)) - beta * jnp.outer(k, k)) @ (jnp.exp(g)[:, None] * S) + beta * jnp.outer(k, v)
+        return S, q @ S * len(q) ** -0.5
+
+    return scan_heads(step, state, query, key, value, beta, log_decay)
+
+
 def gated_delta_product(
-    query: _Queries,
+    query: Queries,
     key: Float[Array, "batch rows heads key_dim"],
     value: Float[Array, "batch rows heads value_dim"],
     beta: Float[Array, "batch rows heads"],
     log_decay: Float[Array, "batch seq heads"],
     *,
     state: MatrixState | None = None,
-    segment_ids: _SegmentIds | None = None,
+    segment_ids: SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[_Values, MatrixState]:
-    """exp(g_t) S_{t-1}, then n delta rules one after another with rows n t to n t + n - 1, then the query reads.
+) -> tuple[Values, MatrixState]:
+    """Compute gated DeltaProduct: decay by exp(g_t), apply n delta rules with rows n t to n t + n - 1, then read.
 
-    n is rows / seq, 2 in DeltaProduct's models. **Raises** `ValueError` where that is no whole number.
+    n is rows / seq, 2 in DeltaProduct's models. **Raises** `ValueError` if it is not an integer.
     """
-    return _apply_delta_rule(
-        query, key, value, beta, log_decay, key.shape[1] // query.shape[1], state, segment_ids, mode
-    )
+    steps = key.shape[1] // query.shape[1]
+    return _apply_delta_rule(query, key, value, beta, log_decay, steps, state, segment_ids, mode)
+
+
+def gated_delta_product_reference(
+    query: Queries,
+    key: Float[Array, "batch rows heads key_dim"],
+    value: Float[Array, "batch rows heads value_dim"],
+    beta: Float[Array, "batch rows heads"],
+    log_decay: Float[Array, "batch seq heads"],
+    *,
+    state: MatrixState,
+) -> tuple[Values, MatrixState]:
+    """Compute S_t = prod_j (I - beta_j k_j k_jᵀ) exp(g_t) S_{t-1} + ..., a product of the n Householder transforms of a
+    token (arXiv:2502.10297, section 4)."""
+
+    def step(S, q, k, v, beta, g):
+        S = jnp.exp(g) * S
+        for j in range(len(k)):
+            S = (jnp.eye(len(k[j])) - beta[j] * jnp.outer(k[j], k[j])) @ S + beta[j] * jnp.outer(k[j], v[j])
+        return S, q @ S * len(q) ** -0.5
+
+    by_token = lambda x: jnp.moveaxis(x.reshape(*query.shape[:2], -1, *x.shape[2:]), 2, 3)
+    return scan_heads(step, state, query, by_token(key), by_token(value), by_token(beta), log_decay)
 
 
 def _apply_delta_rule(
@@ -90,13 +163,13 @@ def _apply_delta_rule(
     key: Array,
     value: Array,
     beta: Array,
-    log_decay: Decay | None,
+    log_decay: LogDecays | None,
     steps: int,
     state: Array | None,
     segment_ids: Array | None,
     mode: RecurrenceMode,
 ) -> tuple[Array, Array]:
-    """Delta rules as the recurrence that they are cases of: reads -beta k, writes k, and new beta v."""
+    """Run a delta rule as a generalized one with read -beta k, write k and write_value beta v."""
     rate = beta.astype(jnp.float32)[..., None]
     return select_delta(mode)(
         query,

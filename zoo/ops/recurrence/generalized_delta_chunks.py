@@ -1,13 +1,15 @@
-"""What a chunk of a delta rule is, and the scan over chunks: parts of `zoo.ops.delta.chunked`, in its letters."""
+"""Chunks of a generalized delta rule and the scan over them: parts of `chunked_delta`, in its notation."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from ..varying import vary, varying
+from zoo.shapes import MatrixState, Queries, SegmentIds
+
+from ..varying import align_varying
 from .chunks import (
     batched_matmul,
     count_segment_starts,
@@ -21,29 +23,29 @@ from .triangular import solve_unit_triangular
 
 
 class _ChunkTransition(NamedTuple):
-    """What chunks do to the state: U = read S + constant,  S' = through S + writeᵀ U + added."""
+    """The map that chunks apply to the state: U = read S + constant,  S' = chunk_decay S + writeᵀ U + kv_update."""
 
     chunk_decay: Float[Array, "*chunks dim"]
-    """The decay of the whole chunk, a number or one for each of key_dim; 0 where a segment begins in it."""
+    """The total decay of a chunk, one per head or per key channel; 0 where a segment starts in it."""
     read: Float[Array, "*chunks rows key_dim"]
     constant: Float[Array, "*chunks rows value_dim"]
     write: Float[Array, "*chunks rows key_dim"]
     kv_update: Float[Array, "*chunks key_dim value_dim"] | None
-    """What keys and values of their own add."""
+    """The update by separate keys and values."""
 
 
 class DeltaOperands(NamedTuple):
-    """What every form is given, with every array varying over the same mesh axes."""
+    """The operands of a generalized delta rule, which vary over the same mesh axes."""
 
-    query: Float[Array, "batch seq heads key_dim"]
+    query: Queries
     read: Float[Array, "batch rows heads key_dim"]
     write: Float[Array, "batch rows heads key_dim"]
     write_value: Float[Array, "batch rows heads value_dim"] | None
     key: Float[Array, "batch rows heads key_dim"] | None
     value: Float[Array, "batch rows heads value_dim"] | None
     log_decay: Float[Array, "batch seq heads dim"]
-    """Float32; one of dim where it is a number a head."""
-    state: Float[Array, "batch heads key_dim value_dim"]
+    """Float32; dim is 1 for one decay per head."""
+    state: MatrixState
 
     @classmethod
     def from_arrays(
@@ -58,7 +60,7 @@ class DeltaOperands(NamedTuple):
         state: Array | None,
         steps: int,
     ) -> "DeltaOperands":
-        """Decays and the state written out, in float32. **Raises** `ValueError` for what cannot be."""
+        """Check shapes and fill in defaults, with decays and state in float32. **Raises** `ValueError`."""
         seq, rows = query.shape[1], read.shape[1]
         if rows != seq * steps:
             raise ValueError(
@@ -68,40 +70,38 @@ class DeltaOperands(NamedTuple):
             raise ValueError("delta: give keys and values, or neither")
         values = write_value if value is None else value
         if values is None:
-            raise ValueError("delta: nothing is ever written without new or value; give one of them, or both")
+            raise ValueError("delta: nothing is ever written without write_value or value; give one of them, or both")
         if log_decay is None:
             log_decay = jnp.zeros(query.shape[:3])
         if log_decay.ndim == 3:
             log_decay = log_decay[..., None]
         if state is None:
             state = jnp.zeros((len(read), *read.shape[2:], values.shape[3]))
-        given = (query, read, write, write_value, key, value, log_decay.astype(jnp.float32), state.astype(jnp.float32))
-        return cls(*vary(given, frozenset().union(*(varying(x) for x in given if x is not None))))
+        log_decay, state = log_decay.astype(jnp.float32), state.astype(jnp.float32)
+        return cls(*align_varying(query, read, write, write_value, key, value, log_decay, state))
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the values, and so of the output."""
-        return (
-            (self.write if self.write_value is None else self.write_value).dtype
-            if self.value is None
-            else self.value.dtype
-        )
+        """The dtype of the values, which is that of the output."""
+        if self.value is not None:
+            return self.value.dtype
+        return (self.write if self.write_value is None else self.write_value).dtype
 
 
 class DeltaChunks:
-    """The rows of all chunks, [batch, chunks, heads, size, dim], and what of a chunk needs no state."""
+    """The rows of all chunks, [batch, chunks, heads, size, dim], and all computations that do not need the state."""
 
     def __init__(
         self,
         operands: DeltaOperands,
-        segment_ids: Int[Array, "batch seq"] | None,
+        segment_ids: SegmentIds | None,
         steps: int,
         read_before_decay: bool,
         chunk_size: int,
     ):
         if chunk_size < steps or chunk_size & (chunk_size - 1):
             raise ValueError(
-                f"delta: chunk is {chunk_size}; it is a power of two and holds the {steps} steps of a token"
+                f"delta: chunk_size is {chunk_size}; it is a power of two and holds the {steps} steps of a token"
             )
         seq = operands.query.shape[1]
         tokens = 1 << (min(chunk_size // steps, 2 * seq - 1).bit_length() - 1)
@@ -119,60 +119,60 @@ class DeltaChunks:
         self.steps, self.read_before_decay = steps, read_before_decay
 
     def compute_transition(self) -> _ChunkTransition:
-        """What each chunk does to the state, chunks first."""
-        reach = self.mask_after_segment_start(
-            decay_from_start(self.row_decay, exclusive=self.read_before_decay), self.steps
-        )
+        """Compute the transition of every chunk, with the chunk dim first."""
+        decay = decay_from_start(self.row_decay, exclusive=self.read_before_decay)
+        decay = self._mask_after_segment_start(decay, self.steps)
         constant = 0 if self.write_value is None else self.write_value
         if self.key_value is not None:
             key, value = self.key_value
-            constant = constant + _apply_scores(self.decayed_scores(self.read, key, strict=True), value)
-        right = jnp.concatenate([self.read * reach, constant], axis=-1).astype(self.read.dtype)
-        solution = solve_unit_triangular(self.decayed_scores(self.read, self.write, strict=True), right)
-        left = decay_to_end(self.row_decay)
-        through = jnp.exp(self.log_decay.sum(-2))
+            constant = constant + _apply_scores(self._decayed_scores(self.read, key, strict=True), value)
+        right = jnp.concatenate([self.read * decay, constant], axis=-1).astype(self.read.dtype)
+        solution = solve_unit_triangular(self._decayed_scores(self.read, self.write, strict=True), right)
+        to_end = decay_to_end(self.row_decay)
+        chunk_decay = jnp.exp(self.log_decay.sum(-2))
         if self.count is not None:
             count = jnp.repeat(self.count, self.steps, axis=-1)
-            left = jnp.where((count == count[..., -1:])[..., None], left, 0)
-            through = jnp.where(count[..., -1:] == 0, through, 0)
-        keep = lambda rows: (rows * left).astype(rows.dtype)
-        added = None if self.key_value is None else batched_matmul(keep(self.key_value[0]).mT, self.key_value[1])
-        width = self.read.shape[-1]
-        found = _ChunkTransition(through, solution[..., :width], solution[..., width:], keep(self.write), added)
-        return jax.tree.map(lambda x: x.swapaxes(0, 1), found)
+            to_end = jnp.where((count == count[..., -1:])[..., None], to_end, 0)
+            chunk_decay = jnp.where(count[..., -1:] == 0, chunk_decay, 0)
+        decay_rows = lambda rows: (rows * to_end).astype(rows.dtype)
+        kv_update = None
+        if self.key_value is not None:
+            kv_update = batched_matmul(decay_rows(self.key_value[0]).mT, self.key_value[1])
+        read, constant = jnp.split(solution, [self.read.shape[-1]], axis=-1)
+        transition = _ChunkTransition(chunk_decay, read, constant, decay_rows(self.write), kv_update)
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), transition)
 
-    def compute_output(self, borders: Array, updates: Array) -> Array:
-        """What the queries of all chunks read, of the states before them and of what was written up to them."""
-        reach = self.mask_after_segment_start(decay_from_start(self.log_decay), 1)
-        carried = (self.query * reach).astype(self.query.dtype)
-        output = batched_matmul(carried, borders.swapaxes(0, 1).astype(carried.dtype))
-        output = output + _apply_scores(self.decayed_scores(self.query, self.write), updates.swapaxes(0, 1))
+    def compute_output(self, boundary_states: Array, updates: Array) -> Array:
+        """Compute the outputs of all chunks from the states before them and the updates within."""
+        decay = self._mask_after_segment_start(decay_from_start(self.log_decay), 1)
+        query = (self.query * decay).astype(self.query.dtype)
+        output = batched_matmul(query, boundary_states.swapaxes(0, 1).astype(query.dtype))
+        output = output + _apply_scores(self._decayed_scores(self.query, self.write), updates.swapaxes(0, 1))
         if self.key_value is not None:
             key, value = self.key_value
-            output = output + _apply_scores(self.decayed_scores(self.query, key), value)
+            output = output + _apply_scores(self._decayed_scores(self.query, key), value)
         return output
 
-    def decayed_scores(self, rows: Array, columns: Array, *, strict: bool = False) -> Array:
-        """The decayed products of reads, `strict`, or of queries with what is written, in a segment."""
-        decay = self.log_decay
-        if decay.shape[-1] == 1:
-            table = exp_segsum(self.row_decay[..., 0], strict=strict, exclusive=strict and self.read_before_decay)
-            table = table if strict else table[..., self.steps - 1 :: self.steps, :]
-            scores = batched_matmul(rows, columns.mT) * table
+    def _decayed_scores(self, rows: Array, columns: Array, *, strict: bool = False) -> Array:
+        """Compute decayed products of reads (`strict`) or queries with written vectors, masked to the same segment."""
+        if self.log_decay.shape[-1] == 1:
+            decay = exp_segsum(self.row_decay[..., 0], strict=strict, exclusive=strict and self.read_before_decay)
+            decay = decay if strict else decay[..., self.steps - 1 :: self.steps, :]
+            scores = batched_matmul(rows, columns.mT) * decay
         else:
-            scores = self.decayed_scores_by_step(rows, columns, strict)
+            scores = self._decayed_scores_by_step(rows, columns, strict)
         if self.count is not None:
             row = jnp.repeat(self.count, self.steps if strict else 1, axis=-1)
             column = jnp.repeat(self.count, self.steps, axis=-1)
             scores = jnp.where(row[..., :, None] == column[..., None, :], scores, 0)
         return scores
 
-    def decayed_scores_by_step(self, rows: Array, columns: Array, strict: bool) -> Array:
-        """The same products with vectors of decays, for each pair of steps, whose rows follow in tokens."""
+    def _decayed_scores_by_step(self, rows: Array, columns: Array, strict: bool) -> Array:
+        """Compute decayed products with one decay per key channel, separately for each pair of steps of a token."""
         size, steps = self.log_decay.shape[-2], self.steps
         row_steps = steps if strict else 1
 
-        def pair(i: int, j: int) -> Array:
+        def block(i: int, j: int) -> Array:
             return decayed_product(
                 rows[..., i::row_steps, :],
                 columns[..., j::steps, :],
@@ -181,18 +181,18 @@ class DeltaChunks:
                 exclusive=strict and self.read_before_decay and i == 0,
             )
 
-        blocks = jnp.stack([jnp.stack([pair(i, j) for j in range(steps)], -1) for i in range(row_steps)], -3)
+        blocks = jnp.stack([jnp.stack([block(i, j) for j in range(steps)], -1) for i in range(row_steps)], -3)
         return blocks.reshape(*rows.shape[:-2], size * row_steps, size * steps)
 
-    def mask_after_segment_start(self, reach: Array, repeats: int) -> Array:
-        """Zero for what comes after the start of a segment in the chunk: it sees nothing of before."""
+    def _mask_after_segment_start(self, decay: Array, repeats: int) -> Array:
+        """Zero the decay from the start of the chunk after a segment starts in it."""
         if self.count is None:
-            return reach
-        return jnp.where((jnp.repeat(self.count, repeats, axis=-1) == 0)[..., None], reach, 0)
+            return decay
+        return jnp.where((jnp.repeat(self.count, repeats, axis=-1) == 0)[..., None], decay, 0)
 
 
 def _expand_decay_to_rows(x: Float[Array, "*lead tokens dim"], steps: int) -> Float[Array, "*lead rows dim"]:
-    """Decays of tokens as those of rows: the first of a token has it, the others none."""
+    """Expand log decays of tokens to rows: the first row of a token decays, the others do not."""
     rows = jnp.pad(x[..., None, :], [(0, 0)] * (x.ndim - 1) + [(0, steps - 1), (0, 0)])
     return rows.reshape(*x.shape[:-2], -1, x.shape[-1])
 
@@ -205,10 +205,10 @@ def scan_chunks(
     Float[Array, "chunks batch heads key_dim dim"],
     Float[Array, "chunks batch heads rows dim"],
 ]:
-    """The state after all chunks, those before each, and the u of each.
+    """Scan over chunks: returns the last state, the states before each chunk, and the updates u of each.
 
-    The gradient is a scan of its own, which carries the state's cotangent back; those of the chunks' matrices, outer
-    products over rows, are then batched over all chunks, where JAX's would be made one after another.
+    The custom VJP scans backward over the cotangent of the state only; the cotangents of the transitions, outer
+    products over rows, are batched over all chunks, where JAX would compute them inside the scan.
     """
 
     def step(state: Array, chunk: _ChunkTransition) -> tuple[Array, tuple[Array, Array]]:
@@ -217,42 +217,44 @@ def scan_chunks(
         after = chunk.chunk_decay[..., None] * state + batched_matmul(chunk.write.mT, update)
         return after if chunk.kv_update is None else after + chunk.kv_update, (state, update)
 
-    state, (borders, updates) = lax.scan(step, state, chunks)
-    return state, borders, updates
+    state, (boundary_states, updates) = lax.scan(step, state, chunks)
+    return state, boundary_states, updates
 
 
 def _scan_chunks_fwd(state: Array, chunks: _ChunkTransition) -> tuple[tuple, tuple]:
-    """The states, and what their gradient needs."""
-    found = scan_chunks(state, chunks)
-    return found, (chunks, *found[1:])
+    """Return the states, and the transitions, boundary states and updates as residuals."""
+    outputs = scan_chunks(state, chunks)
+    return outputs, (chunks, *outputs[1:])
 
 
 def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkTransition]:
-    """With D the cotangent of the state after a chunk, that of its u is b h D + dU, and that of the state before it
-    f_C D + Wᵀ of this."""
-    chunks, borders, updates = residuals
-    last, at_borders, at_updates = gradients
+    """Return the cotangents. With D that of the state after a chunk, the cotangent of its u is dU' = b h D + dU, and
+    that of the state before it f_C D + Wᵀ dU'."""
+    chunks, boundary_states, updates = residuals
+    grad_last, grad_boundaries, grad_updates = gradients
 
-    def step(state: Array, now: tuple) -> tuple[Array, tuple[Array, Array]]:
-        through, read, write, at_border, at_update = now
-        update = (at_update + batched_matmul(write, state.astype(write.dtype))).astype(read.dtype)
-        before = through[..., None] * state + batched_matmul(read.mT, update) + at_border
-        return before, (state, update)
+    def step(grad_state: Array, chunk: tuple) -> tuple[Array, tuple[Array, Array]]:
+        chunk_decay, read, write, grad_boundary, grad_update = chunk
+        grad_update = (grad_update + batched_matmul(write, grad_state.astype(write.dtype))).astype(read.dtype)
+        grad_before = chunk_decay[..., None] * grad_state + batched_matmul(read.mT, grad_update) + grad_boundary
+        return grad_before, (grad_state, grad_update)
 
-    matrices = (chunks.chunk_decay, chunks.read, chunks.write, at_borders, at_updates)
-    first, (after, update) = lax.scan(step, last, matrices, reverse=True)
-    through = (after * borders).sum(-1)
+    xs = (chunks.chunk_decay, chunks.read, chunks.write, grad_boundaries, grad_updates)
+    grad_first, (grad_after, grad_updates) = lax.scan(step, grad_last, xs, reverse=True)
+    grad_decay = (grad_after * boundary_states).sum(-1)
     if chunks.chunk_decay.shape[-1] == 1:
-        through = through.sum(-1, keepdims=True)
+        grad_decay = grad_decay.sum(-1, keepdims=True)
     outer = lambda rows, state, like: batched_matmul(rows, state.mT.astype(rows.dtype)).astype(like.dtype)
-    read, write = outer(update, borders, chunks.read), outer(updates, after, chunks.write)
-    added = None if chunks.kv_update is None else after
-    return first, _ChunkTransition(through, read, update.astype(chunks.constant.dtype), write, added)
+    grad_read = outer(grad_updates, boundary_states, chunks.read)
+    grad_write = outer(updates, grad_after, chunks.write)
+    grad_constant = grad_updates.astype(chunks.constant.dtype)
+    grad_kv = None if chunks.kv_update is None else grad_after
+    return grad_first, _ChunkTransition(grad_decay, grad_read, grad_constant, grad_write, grad_kv)
 
 
 scan_chunks.defvjp(_scan_chunks_fwd, _scan_chunks_bwd)
 
 
 def _apply_scores(scores: Float[Array, "*lead rows columns"], x: Float[Array, "*lead columns dim"]) -> Array:
-    """Rows taken together by float32 scores, which are rounded to the dtype of the rows first."""
+    """Multiply float32 scores, rounded to the dtype of `x`, with the rows of `x`."""
     return batched_matmul(scores.astype(x.dtype), x)

@@ -1,7 +1,9 @@
-"""Mamba-2's state-space layer as linear attention with decays: state-space duality."""
+"""Mamba-2's state-space duality (SSD): the state-space model as gated linear attention."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from zoo.shapes import SegmentIds
 
 from .chunks import RecurrenceMode
 from .gated_linear import select_gated_linear
@@ -16,23 +18,24 @@ def ssd(
     D: Float[Array, "heads"] | None = None,
     *,
     state: Float[Array, "batch heads head_dim state"] | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
+    segment_ids: SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
 ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch heads head_dim state"]]:
-    """The state-space model with a number for A (Dao & Gu, arXiv:2405.21060, section 5):
+    """Compute Mamba-2's state-space model with a scalar A per head (Dao & Gu, arXiv:2405.21060, section 5):
 
         h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) B_tᵀ         h: [head_dim, state] of each head
         y_t = h_t C_t + D x_t
 
-    which is `zoo.ops.gated` with queries C, keys B, values dt x and log decays dt A (section 7.2): costs and rounding
-    are its. A head uses the B and C of group h // (heads // groups). A is negative; dt, after its softplus, not below
-    0. The papers' letters stay as they are.
+    which is `gated_linear` with queries C, keys B, values dt x and log decays dt A (section 7.2); see there for costs
+    and rounding. Head h uses the B and C of group h // (heads // groups). A is negative; dt, after its softplus, is >=
+    0.
 
-    **Raises** `ValueError` where groups do not divide heads.
+    **Raises** `ValueError` if groups do not divide heads.
     """
     dt = dt.astype(jnp.float32)
     value = (x * dt[..., None]).astype(x.dtype)
-    before = None if state is None else state.swapaxes(-1, -2)
-    y, after = select_gated_linear(mode)(C, B, value, dt * A.astype(jnp.float32), state=before, segment_ids=segment_ids)
+    initial = None if state is None else state.swapaxes(-1, -2)
+    log_decay = dt * A.astype(jnp.float32)
+    y, last = select_gated_linear(mode)(C, B, value, log_decay, state=initial, segment_ids=segment_ids)
     y = y if D is None else (y + D.astype(jnp.float32)[:, None] * x).astype(x.dtype)
-    return y, after.swapaxes(-1, -2)
+    return y, last.swapaxes(-1, -2)

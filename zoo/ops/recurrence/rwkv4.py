@@ -1,38 +1,39 @@
-"""RWKV-4's attention: a mean of values with weights that decay, a number a channel.
+"""RWKV-4's time mixing (WKV): an average of values with decaying weights, per channel.
 
     o_t = (n_{t-1} + exp(u + k_t) v_t) / (d_{t-1} + exp(u + k_t))
     n_t = exp(-exp(w)) n_{t-1} + exp(k_t) v_t
     d_t = exp(-exp(w)) d_{t-1} + exp(k_t)
 
-(Peng et al., arXiv:2305.13048, section 3.1.3 and appendix D.) The present token enters with the bonus u, before it
-decays for the first time. Keys are exponents of any size, so n and d are kept times exp(-m_t), m being the running
-maximum of `zoo.ops.stabilizer`. What is made of them does not depend on m, and gradients take it for a constant.
+(Peng et al., arXiv:2305.13048, section 3.1.3 and appendix D.) The current token gets the bonus u instead of a decay.
+Keys are exponents of any size, so n and d are stored times exp(-m_t), with m the running maximum of `stabilizer`. The
+outputs do not depend on m, which is constant for gradients.
 
-`recurrent` is the appendix, in `lax.scan`. `chunked` makes m, then n and d by two elementwise recurrences, then all
-outputs at once. FLOPs: 40 a token and channel, of them five exponentials; bytes: 100 (`recurrent` 12). Rounding:
-differences of keys and maxima are taken first, which of neighbors is exact, and only then are decay and bonus added;
-so large keys cost little more than small ones.
+The mode "recurrent" is the appendix, in `lax.scan`. "chunked" computes m, then n and d by two diagonal scans, then all
+outputs in parallel. FLOPs per token and channel: 40, with five exponentials; bytes: 100 ("recurrent" 12). Rounding:
+differences of keys and maxima come first, exact for neighboring floats, and only then the decay or bonus is added, so
+large keys cost little precision.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from zoo.ops.recurrence import diagonal_scan
 from zoo.ops.recurrence.chunks import RecurrenceMode, find_segment_starts
-from zoo.ops.recurrence.diagonal_scan import align_varying
 from zoo.ops.recurrence.stabilizer import NO_HISTORY, stabilize
+from zoo.ops.varying import align_varying
+from zoo.shapes import PaddingMask, SegmentIds
 
 
 class WKVState(NamedTuple):
-    """What earlier tokens left, in float32: n = exp(maximum) numerator, d = exp(maximum) denominator."""
+    """The state of RWKV-4 in float32: n = exp(maximum) numerator, d = exp(maximum) denominator."""
 
     numerator: Float[Array, "batch channels"]
     denominator: Float[Array, "batch channels"]
     maximum: Float[Array, "batch channels"]
-    """`NO_HISTORY` where there were no tokens."""
+    """`NO_HISTORY` where there are no earlier tokens."""
 
 
 def rwkv4(
@@ -42,28 +43,28 @@ def rwkv4(
     u: Float[Array, "channels"],
     *,
     state: WKVState | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
-    token_mask: Bool[Array, "batch seq"] | None = None,
+    segment_ids: SegmentIds | None = None,
+    token_mask: PaddingMask | None = None,
     mode: RecurrenceMode = "chunked",
 ) -> tuple[Float[Array, "batch seq channels"], WKVState]:
-    """The weighted means, in the dtype of `v`, and what the tokens leave. A channel decays by exp(-exp(w)) a token.
+    """Compute WKV: the weighted averages, in the dtype of `v`, and the last state. The decay is exp(-exp(w)) per token.
 
-    `state` None says that there were no earlier tokens. What they left counts for nothing from where a token's segment
-    is not that of the one before. A token that is not `real` is padding: it leaves the state as it was, and its output
-    means nothing. Gradients are those of n / d: of numerator and denominator with the maximum constant.
+    `state` None means that there are no earlier tokens; segments reset the state. `token_mask` is False for padding,
+    which leaves the state unchanged and has meaningless outputs. Gradients are those of n / d, with the maximum
+    constant.
     """
     k, v, w, u, state, segment_ids, token_mask = align_varying(k, v, w, u, state, segment_ids, token_mask)
     if state is None:
-        nothing = jnp.zeros_like(k[:, 0] * w, jnp.float32)
-        state = WKVState(nothing, nothing, nothing + NO_HISTORY)
+        zeros = jnp.zeros_like(k[:, 0] * w, jnp.float32)
+        state = WKVState(zeros, zeros, zeros + NO_HISTORY)
     state = WKVState(*(x.astype(jnp.float32) for x in state))
-    wide_k, wide_v, decay, bonus = (x.astype(jnp.float32) for x in (k, v, w, u))
+    k_fp32, v_fp32, decay, bonus = (x.astype(jnp.float32) for x in (k, v, w, u))
     log_decay = jnp.broadcast_to(-jnp.exp(decay), k.shape)
     if token_mask is not None:
-        wide_k = jnp.where(token_mask[..., None], wide_k, NO_HISTORY)
+        k_fp32 = jnp.where(token_mask[..., None], k_fp32, NO_HISTORY)
         log_decay = jnp.where(token_mask[..., None], log_decay, 0)
     run = _recurrent_rwkv4 if mode == "recurrent" else _chunked_rwkv4
-    output, state = run(wide_k, wide_v, log_decay, bonus, state, segment_ids)
+    output, state = run(k_fp32, v_fp32, log_decay, bonus, state, segment_ids)
     return output.astype(v.dtype), state
 
 
@@ -73,25 +74,25 @@ def _recurrent_rwkv4(
     log_decay: Float[Array, "batch seq channels"],
     bonus: Float[Array, "channels"],
     state: WKVState,
-    segment_ids: Int[Array, "batch seq"] | None,
+    segment_ids: SegmentIds | None,
 ) -> tuple[Float[Array, "batch seq channels"], WKVState]:
-    """The definition, of float32 arrays: one token after another."""
-    started = None if segment_ids is None else find_segment_starts(segment_ids).T[..., None]
-    fresh = WKVState(*(jnp.full_like(x, fill) for x, fill in zip(state, (0, 0, NO_HISTORY), strict=True)))
+    """Scan over tokens in float32: the reference."""
+    starts = None if segment_ids is None else find_segment_starts(segment_ids).T[..., None]
+    empty = WKVState(*(jnp.full_like(x, fill) for x, fill in zip(state, (0, 0, NO_HISTORY), strict=True)))
 
-    def step(state: WKVState, now: tuple[Array, Array, Array, Array | None]) -> tuple[WKVState, Array]:
-        k, v, log_decay, started = now
-        if started is not None:
-            state = WKVState(*(jnp.where(started, new, old) for new, old in zip(fresh, state, strict=True)))
+    def step(state: WKVState, token: tuple[Array, Array, Array, Array | None]) -> tuple[WKVState, Array]:
+        k, v, log_decay, is_start = token
+        if is_start is not None:
+            state = WKVState(*(jnp.where(is_start, new, old) for new, old in zip(empty, state, strict=True)))
         maximum = lax.stop_gradient(jnp.maximum(log_decay + state.maximum, k))
-        before = jnp.exp(log_decay + (lax.stop_gradient(state.maximum) - maximum))
-        entering = _exp_key(k, maximum)
+        decay = jnp.exp(log_decay + (lax.stop_gradient(state.maximum) - maximum))
+        weight = _exp_key(k, maximum)
         output = _weighted_average(k, v, bonus, state)
-        numerator = before * state.numerator + entering * v
-        return WKVState(numerator, before * state.denominator + entering, maximum), output
+        numerator = decay * state.numerator + weight * v
+        return WKVState(numerator, decay * state.denominator + weight, maximum), output
 
-    in_time = lambda x: jnp.moveaxis(x, 1, 0)
-    last, output = lax.scan(step, state, (in_time(k), in_time(v), in_time(log_decay), started))
+    time_first = lambda x: jnp.moveaxis(x, 1, 0)
+    last, output = lax.scan(step, state, (time_first(k), time_first(v), time_first(log_decay), starts))
     return jnp.moveaxis(output, 0, 1), last
 
 
@@ -101,27 +102,28 @@ def _chunked_rwkv4(
     log_decay: Float[Array, "batch seq channels"],
     bonus: Float[Array, "channels"],
     state: WKVState,
-    segment_ids: Int[Array, "batch seq"] | None,
+    segment_ids: SegmentIds | None,
 ) -> tuple[Float[Array, "batch seq channels"], WKVState]:
-    """The same, of whole stretches: the maxima, numerators and denominators of all tokens, then all outputs."""
+    """Compute the maxima, numerators and denominators of all tokens by scans, then all outputs in parallel."""
     decay, _, maximum = stabilize(log_decay, k, state=state.maximum, segment_ids=segment_ids, stop_gradient=True)
-    entering = _exp_key(k, maximum)
-    run = lambda x, first: diagonal_scan.chunked_diagonal(decay, x, state=first, segment_ids=segment_ids)[0]
-    every = WKVState(run(entering * v, state.numerator), run(entering, state.denominator), maximum)
-    before = [jnp.concatenate([first[:, None], x[:, :-1]], axis=1) for first, x in zip(state, every, strict=True)]
+    weight = _exp_key(k, maximum)
+    run = lambda x, initial: diagonal_scan.chunked_diagonal(decay, x, state=initial, segment_ids=segment_ids)[0]
+    states = WKVState(run(weight * v, state.numerator), run(weight, state.denominator), maximum)
+    shift = lambda initial, x: jnp.concatenate([initial[:, None], x[:, :-1]], axis=1)
+    previous = [shift(initial, x) for initial, x in zip(state, states, strict=True)]
     if segment_ids is not None:
-        started = find_segment_starts(segment_ids)[..., None]
-        before = [jnp.where(started, fill, x) for x, fill in zip(before, (0, 0, NO_HISTORY), strict=True)]
-    return _weighted_average(k, v, bonus, WKVState(*before)), WKVState(*(x[:, -1] for x in every))
+        starts = find_segment_starts(segment_ids)[..., None]
+        previous = [jnp.where(starts, fill, x) for x, fill in zip(previous, (0, 0, NO_HISTORY), strict=True)]
+    return _weighted_average(k, v, bonus, WKVState(*previous)), WKVState(*(x[:, -1] for x in states))
 
 
 def _exp_key(k: Array, maximum: Array) -> Array:
-    """exp(k - maximum), and nothing for padding, though there be no history whose maximum were above it."""
+    """Compute exp(k - maximum), or 0 for padding, even where there is no history with a larger maximum."""
     return jnp.where(k > NO_HISTORY, jnp.exp(k - maximum), 0)
 
 
 def _weighted_average(k: Array, v: Array, bonus: Array, state: WKVState) -> Array:
-    """The output of a token with key `k` and value `v`, after those that left `before`."""
+    """Compute the output of a token with key `k` and value `v`, given the state before it."""
     highest = lax.stop_gradient(jnp.maximum(state.maximum, bonus + k))
-    old, new = jnp.exp(lax.stop_gradient(state.maximum) - highest), jnp.exp(bonus + (k - highest))
-    return (old * state.numerator + new * v) / (old * state.denominator + new)
+    state_weight, weight = jnp.exp(lax.stop_gradient(state.maximum) - highest), jnp.exp(bonus + (k - highest))
+    return (state_weight * state.numerator + weight * v) / (state_weight * state.denominator + weight)

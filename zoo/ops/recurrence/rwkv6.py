@@ -1,26 +1,28 @@
-"""RWKV-6's time mixing: a decay for every key channel and token, and a bonus for the present token."""
+"""RWKV-6's time mixing: one decay per key channel and token, and a bonus for the current token."""
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
 from .chunks import RecurrenceMode
-from .gated_linear import MatrixState, select_gated_linear
+from .gated_linear import select_gated_linear
 
 
 def rwkv6(
-    query: Float[Array, "batch seq heads key_dim"],
-    key: Float[Array, "batch seq heads key_dim"],
-    value: Float[Array, "batch seq heads value_dim"],
-    log_decay: Float[Array, "batch seq heads key_dim"],
+    query: Queries,
+    key: Queries,
+    value: Values,
+    log_decay: Queries,
     bonus: Float[Array, "heads key_dim"],
     *,
     state: MatrixState | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
+    segment_ids: SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[Float[Array, "batch seq heads value_dim"], MatrixState]:
-    """o_t = q_tᵀ (S_{t-1} + diag(u) k_t v_tᵀ); S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ (Peng et al., Eagle and Finch,
-    arXiv:2404.05892, equations 18 and 19, where queries are called receptance).
+) -> tuple[Values, MatrixState]:
+    """Compute RWKV-6's recurrence: o_t = q_tᵀ (S_{t-1} + diag(u) k_t v_tᵀ); S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ.
 
-    The present token enters with the bonus u, undecayed. Nothing is scaled. Costs and rounding are those of
-    `zoo.ops.gated`.
+    The current token gets the bonus u instead of a decay. Outputs are not scaled. Costs and rounding are those of
+    `zoo.ops.recurrence.gated_linear`. Source: Peng et al., Eagle and Finch, arXiv:2404.05892, equations 18 and 19,
+    where queries are called receptance.
     """
     return select_gated_linear(mode)(query, key, value, log_decay, bonus=bonus, state=state, segment_ids=segment_ids)

@@ -1,4 +1,4 @@
-"""RWKV-7: a state that forgets, is read and corrected in directions of their own, and added to.
+"""RWKV-7: a generalized delta rule with separate read, write and key vectors and one decay per key channel.
 
     S_t = diag(exp(g_t)) S_{t-1} + b_t (a_t · S_{t-1})ᵀ + k_t v_tᵀ,    o_t = q_t · S_t
 
@@ -6,31 +6,32 @@
 removal key, b_t the removal key times the in-context learning rate.)
 """
 
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+
+from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
 from .chunks import RecurrenceMode
-from .generalized_delta import MatrixState, select_delta
-
-_Queries = Float[Array, "batch seq heads key_dim"]
-_Values = Float[Array, "batch seq heads value_dim"]
+from .generalized_delta import scan_heads, select_delta
 
 
 def rwkv7(
-    query: _Queries,
-    key: _Queries,
-    value: _Values,
-    log_decay: _Queries,
-    read: _Queries,
-    write: _Queries,
+    query: Queries,
+    key: Queries,
+    value: Values,
+    log_decay: Queries,
+    read: Queries,
+    write: Queries,
     *,
     state: MatrixState | None = None,
-    segment_ids: Int[Array, "batch seq"] | None = None,
+    segment_ids: SegmentIds | None = None,
     mode: RecurrenceMode = "chunked",
-) -> tuple[_Values, MatrixState]:
-    """S_t = diag(exp(g_t)) S_{t-1} + write_t (read_t · S_{t-1})ᵀ + k_t v_tᵀ,  o_t = q_t · S_t, without a scale.
+) -> tuple[Values, MatrixState]:
+    """Compute RWKV-7's recurrence, S_t = diag(exp(g_t)) S_{t-1} + write_t (read_t · S_{t-1})ᵀ + k_t v_tᵀ,
+    o_t = q_t · S_t.
 
-    What is read is the state before the decay. Gives the outputs, in the dtype of `value`, and the state after the
-    last token, in float32; state, segments and forms are those of `zoo.ops.delta`.
+    `read` reads the state before the decay; outputs are not scaled. Returns the outputs, in the dtype of `value`, and
+    the state after the last token, in float32. State, segments and modes are those of
+    `zoo.ops.recurrence.generalized_delta`.
     """
     return select_delta(mode)(
         query,
@@ -43,3 +44,22 @@ def rwkv7(
         state=state,
         segment_ids=segment_ids,
     )
+
+
+def rwkv7_reference(
+    query: Queries,
+    key: Queries,
+    value: Values,
+    log_decay: Queries,
+    read: Queries,
+    write: Queries,
+    *,
+    state: MatrixState,
+) -> tuple[Values, MatrixState]:
+    """Compute S_t = (diag(exp(g_t)) + b_t a_tᵀ) S_{t-1} + k_t v_tᵀ (arXiv:2503.14456, section 4, transposed)."""
+
+    def step(S, q, k, v, g, a, b):
+        S = (jnp.diag(jnp.exp(g)) + jnp.outer(b, a)) @ S + jnp.outer(k, v)
+        return S, q @ S
+
+    return scan_heads(step, state, query, key, value, log_decay, read, write)

@@ -1,0 +1,84 @@
+"""Random operands of recurrences, and comparisons of their results."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3
+CHANNELS = 3
+
+
+def draw_delta(seq, decays, steps, seed, strength=1.0, dtype=jnp.float32):
+    """Random operands: keys of length one, beta up to 2, half of the decays weak."""
+    draw = np.random.default_rng(seed)
+    normal = lambda *dims: draw.normal(size=(BATCH, *dims)).astype(np.float32)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    rows = (seq * steps, HEADS)
+    write = unit(normal(*rows, KEY_DIM))
+    inputs = {
+        "query": normal(seq, HEADS, KEY_DIM),
+        "read": -draw.uniform(0, 2, (BATCH, *rows, 1)).astype(np.float32) * write,
+        "write": write,
+        "write_value": normal(*rows, VALUE_DIM),
+        "key": unit(normal(*rows, KEY_DIM)),
+        "value": normal(*rows, VALUE_DIM),
+        "state": normal(HEADS, KEY_DIM, VALUE_DIM),
+    }
+    inputs = {name: jnp.asarray(x, jnp.float32 if name == "state" else dtype) for name, x in inputs.items()}
+    if decays != "none":
+        dims = (seq, HEADS) if decays == "number" else (seq, HEADS, KEY_DIM)
+        inputs["log_decay"] = -strength * jnp.abs(normal(*dims)) * draw.choice([0.01, 1], dims)
+    return inputs
+
+
+def all_close(found, expected, bound):
+    """Assert equality up to `bound` times the largest magnitude of each array."""
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound * max(np.abs(theirs).max(), 1e-3))
+
+
+def draw_gated(seq, kind, heads=2, groups=2, seed=0, strength=1.0):
+    """Random query, key, value, log decay and state of gated linear attention; half of the decays are strong."""
+    draw = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)
+    shape = (BATCH, seq, heads, *((KEY_DIM,) if kind == "vector" else ()))
+    decay = -jnp.abs(normal(*shape)) * jnp.asarray(draw.choice([0.01, strength], shape), jnp.float32)
+    query, key = normal(BATCH, seq, groups, KEY_DIM), normal(BATCH, seq, groups, KEY_DIM)
+    value, state = normal(BATCH, seq, heads, VALUE_DIM), normal(BATCH, heads, KEY_DIM, VALUE_DIM)
+    return query, key, value, None if kind == "none" else decay, state
+
+
+def draw_diagonal(seq, seed, *, segments=True, strength=1.0):
+    """Random log decays, inputs, initial state and segment ids (a single segment without `segments`)."""
+    draw = np.random.default_rng(seed)
+    shape = (BATCH, seq, CHANNELS)
+    ids = np.cumsum(draw.random((BATCH, seq)) < 0.15 * segments, axis=1)
+    numbers = (-strength * draw.random(shape), draw.normal(size=shape), draw.normal(size=(BATCH, CHANNELS)))
+    return *(jnp.asarray(x, jnp.float32) for x in numbers), jnp.asarray(ids, jnp.int32)
+
+
+def far(a, b):
+    """Return the largest difference relative to the largest magnitude of `b`."""
+    return float(jnp.abs(a - b).max() / jnp.maximum(jnp.abs(b).max(), 1e-3))
+
+
+@partial(jax.jit, static_argnums=0)
+def with_gradients(op, *arguments):
+    """Return the outputs of an operation, and the gradients of their sum with fixed weights."""
+
+    def loss(*arguments):
+        results = op(*arguments)
+        leaves = jax.tree.leaves(results)
+        return sum((x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)).sum() for x in leaves), results
+
+    (_, results), gradients = jax.value_and_grad(loss, range(len(arguments)), has_aux=True)(*arguments)
+    return results, gradients
+
+
+def close(ours, theirs, tolerance=2e-6):
+    """Assert equality of two trees, relative and absolute to the larger of one and the largest magnitude."""
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(np.abs(other).max())))
