@@ -120,13 +120,13 @@ def movements(before, after):
     """Per matrix that changed: the means over rows of |magnitude after - before| and of 1 - cosine(before, after)."""
     moved, get_weight = {}, lambda module: module.dense_weight
     for site, trained in zip(zoo.adapters.find_linears(before), zoo.adapters.find_linears(after), strict=True):
-        get = functools.reduce(lambda get, _: eqx.filter_vmap(get), site.numbers, get_weight)  # layers, and experts
+        get = functools.reduce(lambda get, _: eqx.filter_vmap(get), site.ranges, get_weight)  # layers, and experts
         old, new = get(site.module), get(trained.module)
         old_norm, new_norm = jnp.linalg.norm(old, axis=-1), jnp.linalg.norm(new, axis=-1)
         # 1 - cosine is half the squared distance of unit vectors, which is exactly 0 if nothing moved.
         turned = jnp.square(old / old_norm[..., None] - new / new_norm[..., None]).sum(-1) / 2
         grown, turned = (np.asarray(x.mean(-1)) for x in (jnp.abs(new_norm - old_norm), turned))
-        moved |= {name: (float(grown[i]), float(turned[i])) for i, name in site.names().items() if turned[i] > 0}
+        moved |= {name: (float(grown[i]), float(turned[i])) for i, name in site.list_names().items() if turned[i] > 0}
     return moved
 
 
