@@ -1,4 +1,4 @@
-"""Attention: the definition against loops in Python, the fast forms against the definition."""
+"""Attention: the reference against Python loops, the other implementations against the reference."""
 
 import math
 from functools import partial
@@ -14,25 +14,27 @@ from jax.sharding import PartitionSpec as P
 from zoo.ops import attention
 
 
-def told(form):
-    """The form, told by keywords who sees whom."""
+def with_mask_options(implementation):
+    """Wrap an implementation to take the arguments of `AttentionMask` as keywords."""
 
-    def attend(query, key, value, sinks=None, *, scale=None, soft_cap=None, **who):
-        return form(query, key, value, attention.AttentionMask(**who), scale=scale, soft_cap=soft_cap, sinks=sinks)
+    def attend(query, key, value, sinks=None, *, scale=None, soft_cap=None, **mask_options):
+        return implementation(
+            query, key, value, attention.AttentionMask(**mask_options), scale=scale, soft_cap=soft_cap, sinks=sinks
+        )
 
     return attend
 
 
-FORMS = {
-    "plain": told(attention.reference_attention),
-    "grouped": told(attention.grouped_query_attention),
-    "fused": told(attention.fused_attention),
+IMPLEMENTATIONS = {
+    "reference": with_mask_options(attention.reference_attention),
+    "grouped": with_mask_options(attention.grouped_query_attention),
+    "fused": with_mask_options(attention.fused_attention),
 }
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
 
 
 def inputs(seq=SEQ, key_seq=None, kv_heads=KV_HEADS, value_dim=DIM, sinks=None, dtype=jnp.float32):
-    """With `sinks`, four numbers, they are the fourth array."""
+    """Draw query, key and value, then `sinks` if given, and a cotangent."""
     keys = jax.random.split(jax.random.key(0), 4)
     key_seq = key_seq or seq
     query, key, value, cotangent = (
@@ -48,7 +50,7 @@ def inputs(seq=SEQ, key_seq=None, kv_heads=KV_HEADS, value_dim=DIM, sinks=None, 
 
 
 def by_loops(query, key, value, sinks, sees, scale, soft_cap):
-    """One query, one key at a time, in Python's floats."""
+    """Compute attention for one query and one key at a time, in Python floats."""
     output = np.zeros((*query.shape[:3], value.shape[-1]))
     for b, q, h in np.ndindex(*query.shape[:3]):
         n = h // (query.shape[2] // key.shape[2])
@@ -74,15 +76,15 @@ def by_loops(query, key, value, sinks, sees, scale, soft_cap):
 )
 def test_reference_attention_equals_python_loops(causal, window, soft_cap, scale, sinks, segments, places):
     (query, key, value), _ = inputs(value_dim=5)
-    who, rules = {}, []
+    mask_options, rules = {}, []
     at = np.broadcast_to(np.arange(SEQ), (2, BATCH, SEQ))
     if segments is not None:
         ids = np.array(segments).reshape(BATCH, SEQ)
-        who |= dict(query_segments=jnp.array(ids), key_segments=jnp.array(ids))
+        mask_options |= dict(query_segments=jnp.array(ids), key_segments=jnp.array(ids))
         rules.append(lambda b, q, k: ids[b, q] == ids[b, k])
     if places is not None:
         at = np.array(places).reshape(2, BATCH, SEQ)
-        who |= dict(query_positions=jnp.array(at[0]), key_positions=jnp.array(at[1]))
+        mask_options |= dict(query_positions=jnp.array(at[0]), key_positions=jnp.array(at[1]))
         rules.append(lambda b, q, k: at[1, b, k] >= 0)
     age = lambda b, q, k: at[0, b, q] - at[1, b, k]
     if causal:
@@ -90,9 +92,9 @@ def test_reference_attention_equals_python_loops(causal, window, soft_cap, scale
     if window:
         rules.append(lambda b, q, k: age(b, q, k) < window and (causal or age(b, q, k) > -window))
 
-    own = None if sinks is None else jnp.array(sinks)
+    sink_array = None if sinks is None else jnp.array(sinks)
     options = dict(causal=causal, window=window, soft_cap=soft_cap, scale=scale)
-    output = FORMS["plain"](query, key, value, own, **options, **who)
+    output = IMPLEMENTATIONS["reference"](query, key, value, sink_array, **options, **mask_options)
     arrays = [np.asarray(x, np.float64) for x in (query, key, value)]
     sees = lambda b, q, k: all(rule(b, q, k) for rule in rules)
     expected = by_loops(*arrays, sinks, sees, DIM**-0.5 if scale is None else scale, soft_cap)
@@ -100,54 +102,55 @@ def test_reference_attention_equals_python_loops(causal, window, soft_cap, scale
 
 
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 2], [1, 2, 2, 3, 3, 0, 0]])
-RING = jnp.array([[7, 8, 9, 3, 4, 5, 6], [-1, -1, -1, 0, 1, 2, 3]])  # a full ring, and a cache with empty slots
+# A full ring buffer, and a KV cache with empty slots.
+RING = jnp.array([[7, 8, 9, 3, 4, 5, 6], [-1, -1, -1, 0, 1, 2, 3]])
 NOW = jnp.array([[8, 9], [2, 3]])
 PACKED = dict(query_segments=SEGMENTS, key_segments=SEGMENTS)
 CACHED = dict(query_positions=NOW, key_positions=RING)
-LONG = 200  # three spans of 64 queries, and a fourth that is shorter
+LONG = 200  # three blocks of 64 queries, and a shorter fourth
 LONG_SEGMENTS = jnp.stack([jnp.arange(LONG) // 70, jnp.arange(LONG) // 130])
 LONG_PACKED = dict(query_segments=LONG_SEGMENTS, key_segments=LONG_SEGMENTS)
 SINKS = (-1.0, 0.0, 0.5, 2.0)
 CASES = {
     "causal": (dict(causal=True), {}),
-    "a head of keys for each of queries, and a scale": (dict(causal=True, scale=0.9), dict(kv_heads=HEADS)),
-    "one head of keys, and a window": (dict(causal=True, window=3), dict(kv_heads=1)),
-    "both ways in a window": (dict(causal=False, window=2), {}),
-    "across": (dict(causal=False), dict(seq=2, key_seq=SEQ)),
+    "one key head per query head, and a scale": (dict(causal=True, scale=0.9), dict(kv_heads=HEADS)),
+    "one key head, and a window": (dict(causal=True, window=3), dict(kv_heads=1)),
+    "bidirectional in a window": (dict(causal=False, window=2), {}),
+    "cross-attention": (dict(causal=False), dict(seq=2, key_seq=SEQ)),
     "cap": (dict(causal=True, soft_cap=1.5), {}),
     "narrow values": (dict(causal=False), dict(value_dim=5)),
     "packed": (dict(causal=True, **PACKED), {}),
-    "packed both ways in a window": (dict(causal=False, window=2, **PACKED), {}),
+    "packed, bidirectional in a window": (dict(causal=False, window=2, **PACKED), {}),
     "cached": (dict(causal=True, window=3, **CACHED), dict(seq=2, key_seq=SEQ)),
-    "in spans": (dict(causal=True), dict(seq=LONG)),
-    "in spans, and a window": (dict(causal=True, window=70), dict(seq=LONG)),
-    "in spans, packed in a window of one": (dict(causal=True, window=1, **LONG_PACKED), dict(seq=LONG)),
-    "in spans, packed": (dict(causal=True, **LONG_PACKED), dict(seq=LONG, kv_heads=1)),
+    "in blocks": (dict(causal=True), dict(seq=LONG)),
+    "in blocks, and a window": (dict(causal=True, window=70), dict(seq=LONG)),
+    "in blocks, packed in a window of one": (dict(causal=True, window=1, **LONG_PACKED), dict(seq=LONG)),
+    "in blocks, packed": (dict(causal=True, **LONG_PACKED), dict(seq=LONG, kv_heads=1)),
     "sinks": (dict(causal=True), dict(sinks=SINKS)),
-    "sinks and a cap, everything seen": (dict(causal=False, soft_cap=1.5), dict(sinks=SINKS)),
+    "sinks and a cap, no mask": (dict(causal=False, soft_cap=1.5), dict(sinks=SINKS)),
     "sinks above all scores": (dict(causal=True), dict(sinks=(30.0, 60.0, 90.0, 120.0))),
     "sinks, cached": (dict(causal=True, window=3, **CACHED), dict(seq=2, key_seq=SEQ, sinks=SINKS)),
     "sinks, packed": (dict(causal=True, window=3, **PACKED), dict(sinks=SINKS)),
-    "sinks, in spans, and a window": (dict(causal=True, window=70), dict(seq=LONG, sinks=SINKS)),
-    "sinks, in spans, packed": (dict(causal=True, **LONG_PACKED), dict(seq=LONG, kv_heads=1, sinks=SINKS)),
+    "sinks, in blocks, and a window": (dict(causal=True, window=70), dict(seq=LONG, sinks=SINKS)),
+    "sinks, in blocks, packed": (dict(causal=True, **LONG_PACKED), dict(seq=LONG, kv_heads=1, sinks=SINKS)),
 }
 ROUNDED = (
-    *("causal", "cap", "packed", "cached", "in spans, and a window"),
-    *("sinks", "sinks, cached", "sinks, packed", "sinks, in spans, and a window"),
+    *("causal", "cap", "packed", "cached", "in blocks, and a window"),
+    *("sinks", "sinks, cached", "sinks, packed", "sinks, in blocks, and a window"),
 )
 BEYOND_FUSED = ("cap", "narrow values", *(case for case in CASES if case.startswith("sinks")))
 
 
-@partial(jax.jit, static_argnames=("form", "options"))
-def value_and_gradients(form, options, arrays, who, cotangent):
-    output, back = jax.vjp(lambda *arrays: form(*arrays, **dict(options), **who), *arrays)
+@partial(jax.jit, static_argnames=("implementation", "options"))
+def value_and_gradients(implementation, options, arrays, mask_options, cotangent):
+    output, back = jax.vjp(lambda *arrays: implementation(*arrays, **dict(options), **mask_options), *arrays)
     return output, *back(cotangent)
 
 
-def run(form, options, arrays, cotangent):
-    who = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
-    options = tuple((name, x) for name, x in options.items() if name not in who)
-    return value_and_gradients(form, options, arrays, who, cotangent)
+def run(implementation, options, arrays, cotangent):
+    mask_options = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+    options = tuple((name, x) for name, x in options.items() if name not in mask_options)
+    return value_and_gradients(implementation, options, arrays, mask_options, cotangent)
 
 
 @pytest.mark.parametrize(
@@ -158,16 +161,15 @@ def run(form, options, arrays, cotangent):
 def test_attention_implementations_equal_the_reference(case, dtype):
     options, shapes = CASES[case]
     arrays, cotangent = inputs(**shapes, dtype=dtype)
-    expected = run(FORMS["plain"], options, arrays, cotangent)
-    # bfloat16 keeps 8 bits. A form rounds weights and results, and in the backward pass scores too: a handful of
-    # errors of 2^-9 each, of sums that stay below 8. In float32 only the order of sums differs, whose errors grow as
-    # the root of the number of terms.
+    expected = run(IMPLEMENTATIONS["reference"], options, arrays, cotangent)
+    # bfloat16 has 8 bits. Weights and results are rounded, and in the backward pass scores: several errors of 2^-9, of
+    # sums below 8. In float32 only the order of sums differs; its error grows as the root of the number of terms.
     terms = arrays[1].shape[1] / SEQ
     tolerance = 2e-6 * terms**0.5 if dtype == jnp.float32 else 8 * 4 * 2**-9
     for name in ("grouped", "fused"):
         if name == "fused" and case in BEYOND_FUSED:
             continue
-        result = run(FORMS[name], options, arrays, cotangent)
+        result = run(IMPLEMENTATIONS[name], options, arrays, cotangent)
         for ours, theirs, like in zip(result, expected, (cotangent, *arrays), strict=True):
             assert ours.dtype == like.dtype
             ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
@@ -186,29 +188,32 @@ def test_make_query_blocks_skips_masked_keys(window, first_keys):
 
 
 @pytest.mark.parametrize(
-    ("form", "sinks"),
-    [*((form, None) for form in FORMS.values()), *((FORMS[name], SINKS) for name in ("plain", "grouped"))],
-    ids=[*FORMS, "plain, sinks", "grouped, sinks"],
+    ("implementation", "sinks"),
+    [
+        *((implementation, None) for implementation in IMPLEMENTATIONS.values()),
+        *((IMPLEMENTATIONS[name], SINKS) for name in ("reference", "grouped")),
+    ],
+    ids=[*IMPLEMENTATIONS, "reference, sinks", "grouped, sinks"],
 )
-def test_attention_of_a_masked_query_is_zero_without_gradient(form, sinks):
+def test_attention_of_a_masked_query_is_zero_without_gradient(implementation, sinks):
     arrays, cotangent = inputs(seq=2, key_seq=SEQ, sinks=sinks)
     nothing = jnp.full((BATCH, SEQ), -1).at[1].set(jnp.arange(SEQ))
     options = dict(causal=True, query_positions=jnp.array([[3, 4], [-1, 4]]), key_positions=nothing)
-    output, *gradients = run(form, options, arrays, cotangent)
+    output, *gradients = run(implementation, options, arrays, cotangent)
     assert (output[0] == 0).all() and (output[1, 0] == 0).all() and (output[1, 1] != 0).all()
     assert all(np.isfinite(g).all() for g in gradients)
     assert all((g[0] == 0).all() for g in gradients[:3]) and (gradients[0][1, 0] == 0).all()
     if sinks:
         alone, _ = inputs(seq=2, key_seq=SEQ, sinks=sinks)
-        *_, seeing = run(form, options, alone, cotangent.at[0].set(0).at[1, 0].set(0))
-        np.testing.assert_array_equal(gradients[3], seeing, "all of it comes from the query that sees something")
+        *_, seeing = run(implementation, options, alone, cotangent.at[0].set(0).at[1, 0].set(0))
+        np.testing.assert_array_equal(gradients[3], seeing, "only the query that is not masked contributes")
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_is_causal_by_gradient(form, window):
+def test_attention_is_causal_by_gradient(implementation, window):
     arrays, _ = inputs()
-    outputs = lambda arrays: form(*arrays, causal=True, window=window).sum((0, 2, 3))
+    outputs = lambda arrays: implementation(*arrays, causal=True, window=window).sum((0, 2, 3))
     flows = [(jnp.abs(g).sum((1, 3, 4)) > 0) for g in jax.jit(jax.jacrev(outputs))(arrays)]
     earlier = np.tri(SEQ, dtype=bool) & ~np.tri(SEQ, k=-(window or SEQ), dtype=bool)
     np.testing.assert_array_equal(flows[2], earlier)
@@ -216,21 +221,21 @@ def test_attention_is_causal_by_gradient(form, window):
     assert not (flows[0] & ~np.eye(SEQ, dtype=bool)).any()
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_of_packed_sequences_equals_separate(form, causal):
+def test_attention_of_packed_sequences_equals_separate(implementation, causal):
     arrays, _ = inputs()
-    attend = jax.jit(partial(form, causal=causal, window=2))
-    segments = jnp.array([[1, 1, 1, 0, 2, 2, 2]] * BATCH)  # two of three tokens, and padding between them
+    attend = jax.jit(partial(implementation, causal=causal, window=2))
+    segments = jnp.array([[1, 1, 1, 0, 2, 2, 2]] * BATCH)  # two sequences of three tokens, and padding between
     packed = attend(*arrays, query_segments=segments, key_segments=segments)
     for part in (np.s_[:, :3], np.s_[:, 4:]):
         np.testing.assert_allclose(packed[part], attend(*(x[part] for x in arrays)), atol=2e-6)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_attention_over_a_kv_cache_in_any_slot_order(form):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_attention_over_a_kv_cache_in_any_slot_order(implementation):
     (query, key, value), _ = inputs()
-    attend = jax.jit(partial(form, causal=True, window=4))
+    attend = jax.jit(partial(implementation, causal=True, window=4))
     expected = attend(query, key, value)[:, -2:]
     order = np.array([5, 2, 6, 0, 3, 1, 4])
     slots = lambda x: jnp.concatenate([x[:, order], jnp.full_like(x[:, :2], 1e4)], axis=1)
@@ -241,20 +246,22 @@ def test_attention_over_a_kv_cache_in_any_slot_order(form):
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("form", [FORMS["grouped"], FORMS["fused"]], ids=["grouped", "fused"])
-def test_attention_on_a_mesh_equals_one_device(form):
+@pytest.mark.parametrize(
+    "implementation", [IMPLEMENTATIONS["grouped"], IMPLEMENTATIONS["fused"]], ids=["grouped", "fused"]
+)
+def test_attention_on_a_mesh_equals_one_device(implementation):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     arrays, cotangent = inputs()
-    split, rows = P("data", None, "tensor"), P("data")
+    sharded, rows = P("data", None, "tensor"), P("data")
 
-    def share(segments, cotangent, *arrays):
+    def run_shard(segments, cotangent, *arrays):
         segments = dict(query_segments=segments, key_segments=segments)
-        output, back = jax.vjp(partial(form, causal=True, **segments), *arrays)
+        output, back = jax.vjp(partial(implementation, causal=True, **segments), *arrays)
         return output, *back(cotangent)
 
-    on_mesh = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=(rows, *4 * [split]), out_specs=split))
-    everything = (SEGMENTS, cotangent, *arrays)
-    for ours, alone in zip(on_mesh(*everything), jax.jit(share)(*everything), strict=True):
+    on_mesh = jax.jit(jax.shard_map(run_shard, mesh=mesh, in_specs=(rows, *4 * [sharded]), out_specs=sharded))
+    operands = (SEGMENTS, cotangent, *arrays)
+    for ours, alone in zip(on_mesh(*operands), jax.jit(run_shard)(*operands), strict=True):
         np.testing.assert_allclose(ours, alone, atol=2e-6)
 
 
@@ -265,7 +272,7 @@ def test_attention_mask_materializes_to_none_if_full():
     np.testing.assert_array_equal(slots.materialize(3, 2), [[[True, False]] * 3])
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("options", "shapes", "says"),
     [
@@ -276,15 +283,15 @@ def test_attention_mask_materializes_to_none_if_full():
         (dict(causal=True), dict(kv_heads=3), "4 query heads"),
     ],
 )
-def test_attention_raises_for_bad_arguments(form, options, shapes, says):
+def test_attention_raises_for_bad_arguments(implementation, options, shapes, says):
     with pytest.raises(ValueError, match=says):
-        form(*inputs(**shapes)[0], **options)
+        implementation(*inputs(**shapes)[0], **options)
 
 
 def test_fused_attention_raises_for_unsupported_arguments():
     with pytest.raises(ValueError, match="has no sinks"):
-        FORMS["fused"](*inputs(sinks=SINKS)[0], causal=True)
+        IMPLEMENTATIONS["fused"](*inputs(sinks=SINKS)[0], causal=True)
     with pytest.raises(ValueError, match="soft_cap"):
-        FORMS["fused"](*inputs()[0], causal=True, soft_cap=50.0)
+        IMPLEMENTATIONS["fused"](*inputs()[0], causal=True, soft_cap=50.0)
     with pytest.raises(ValueError, match="5 and 8 wide"):
-        FORMS["fused"](*inputs(value_dim=5)[0], causal=True)
+        IMPLEMENTATIONS["fused"](*inputs(value_dim=5)[0], causal=True)

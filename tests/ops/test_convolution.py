@@ -1,4 +1,4 @@
-"""The short convolution: its own gradient is that of the definition, on a mesh too, and segments stay apart."""
+"""The causal convolution: its custom VJP equals the gradient of the reference, on a mesh too."""
 
 from functools import partial
 
@@ -12,20 +12,20 @@ from jax.sharding import PartitionSpec
 
 from zoo.ops.convolution import causal_conv1d, causal_conv1d_reference
 
-FORMS = {"summed": causal_conv1d_reference, "convolved": causal_conv1d}
+IMPLEMENTATIONS = {"reference": causal_conv1d_reference, "custom_vjp": causal_conv1d}
 
 
 def case(batch, seq, features, width, seed, *, segments=True, bias=True, dtype=jnp.float32):
     draw = np.random.default_rng(seed)
     ids = jnp.asarray(np.cumsum(draw.random((batch, seq)) < 0.3, axis=1), jnp.int32) if segments else None
     shapes = [(batch, seq + width - 1, features), (features, width), (features,), (batch, seq, features)]
-    seen, weight, shift, pull = (jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes)
-    return (seen, weight, shift if bias else None), ids, pull
+    inputs, weight, shift, pull = (jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes)
+    return (inputs, weight, shift if bias else None), ids, pull
 
 
 @partial(jax.jit, static_argnums=0)
-def with_gradients(form, operands, ids, pull):
-    y, back = jax.vjp(lambda *operands: FORMS[form](*operands, ids), *operands)
+def with_gradients(name, operands, ids, pull):
+    y, back = jax.vjp(lambda *operands: IMPLEMENTATIONS[name](*operands, ids), *operands)
     return y, back(pull)
 
 
@@ -39,33 +39,33 @@ def with_gradients(form, operands, ids, pull):
 )
 def test_causal_conv1d_equals_the_reference_with_gradients(batch, seq, width, seed, segments, bias):
     given = case(batch, seq, 3, width, seed, segments=segments, bias=bias)
-    ours, theirs = (jax.tree.leaves(with_gradients(form, *given)) for form in FORMS)
+    ours, theirs = (jax.tree.leaves(with_gradients(name, *given)) for name in IMPLEMENTATIONS)
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
 
 
 def test_causal_conv1d_sums_bfloat16_gradients_in_float32():
-    """Taps' gradients are sums over rows: of single precision, rounded once."""
+    """Gradients of taps are sums over rows in float32, rounded once."""
     operands, ids, pull = case(4, 64, 3, 4, 0, dtype=jnp.bfloat16)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (operands, pull))
-    y, (of_seen, of_weight, of_bias) = with_gradients("convolved", operands, ids, pull)
-    exact_y, (exact_seen, exact_weight, exact_bias) = with_gradients("summed", wide[0], ids, wide[1])
-    assert {x.dtype for x in (y, of_seen, of_weight, of_bias)} == {jnp.dtype(jnp.bfloat16)}
-    for mine, exact in ((of_weight, exact_weight), (of_bias, exact_bias)):
+    fp32 = jax.tree.map(lambda x: x.astype(jnp.float32), (operands, pull))
+    y, (grad_inputs, grad_weight, grad_bias) = with_gradients("custom_vjp", operands, ids, pull)
+    exact_y, (exact_seen, exact_weight, exact_bias) = with_gradients("reference", fp32[0], ids, fp32[1])
+    assert {x.dtype for x in (y, grad_inputs, grad_weight, grad_bias)} == {jnp.dtype(jnp.bfloat16)}
+    for mine, exact in ((grad_weight, exact_weight), (grad_bias, exact_bias)):
         np.testing.assert_allclose(mine.astype(jnp.float32), exact, rtol=2**-8)
-    for mine, exact in ((y, exact_y), (of_seen, exact_seen)):  # four products and their sums, rounded each
+    for mine, exact in ((y, exact_y), (grad_inputs, exact_seen)):  # four products and their sums, rounded each
         np.testing.assert_allclose(mine.astype(jnp.float32), exact, atol=2**-7 * float(np.abs(exact).max()))
 
 
 def test_causal_conv1d_all_reduces_weight_gradients_on_a_mesh():
-    """Inside `shard_map` the gradient of taps that all devices have is the sum of theirs."""
+    """Inside `shard_map` the gradient of replicated taps is all-reduced."""
     operands, ids, pull = case(4, 5, 3, 4, 1)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, same = PartitionSpec("data"), PartitionSpec()
-    run = lambda operands, ids, pull: with_gradients.__wrapped__("convolved", operands, ids, pull)
+    run = lambda operands, ids, pull: with_gradients.__wrapped__("custom_vjp", operands, ids, pull)
     specs = ((rows, same, same), rows, rows)
     shared = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(rows, (rows, same, same))))
-    ours, theirs = shared(operands, ids, pull), with_gradients("summed", operands, ids, pull)
+    ours, theirs = shared(operands, ids, pull), with_gradients("reference", operands, ids, pull)
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
 
@@ -73,4 +73,4 @@ def test_causal_conv1d_all_reduces_weight_gradients_on_a_mesh():
 def test_causal_conv1d_raises_for_forward_mode():
     operands, ids, _ = case(1, 3, 2, 2, 0)
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda seen: causal_conv1d(seen, *operands[1:], ids), operands[:1], operands[:1])
+        jax.jvp(lambda inputs: causal_conv1d(inputs, *operands[1:], ids), operands[:1], operands[:1])

@@ -39,18 +39,18 @@ def test_einsum_fp32_accum_equals_einsum_with_gradients(spec, dtype, wide, seed)
         return (multiply(x, y).astype(jnp.float32) * weight).sum()
 
     plain = lambda x, y: jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision="highest")
-    ours = lambda x, y: einsum_fp32_accum(spec, x, y, dtype=out)
-    assert ours(x, y).dtype == out
-    found = (ours(x, y), *jax.grad(lambda x, y: total(ours, x, y), (0, 1))(x, y))
+    fp32_accum = lambda x, y: einsum_fp32_accum(spec, x, y, dtype=out)
+    assert fp32_accum(x, y).dtype == out
+    found = (fp32_accum(x, y), *jax.grad(lambda x, y: total(fp32_accum, x, y), (0, 1))(x, y))
     expected = (plain(x, y), *jax.grad(lambda x, y: total(plain, x, y), (0, 1))(x, y))
-    for one, other, rounded in zip(found, expected, (out, dtype, dtype), strict=True):
-        assert one.dtype == rounded
-        error = jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max()
-        assert error <= 2 * jnp.finfo(rounded).eps * jnp.abs(other.astype(jnp.float32)).max()
+    for ours, theirs, rounded in zip(found, expected, (out, dtype, dtype), strict=True):
+        assert ours.dtype == rounded
+        error = jnp.abs(ours.astype(jnp.float32) - theirs.astype(jnp.float32)).max()
+        assert error <= 2 * jnp.finfo(rounded).eps * jnp.abs(theirs.astype(jnp.float32)).max()
 
 
 def test_einsum_fp32_accum_aligns_varying_operands_on_a_mesh():
-    """A weight that is split meets rows that are not, and the other way round: sums come out right both ways."""
+    """Sharded weights with replicated rows, and the reverse: gradients are all-reduced where needed."""
     make = lambda key: zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=16, key=key)
     tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -66,7 +66,7 @@ def test_einsum_fp32_accum_aligns_varying_operands_on_a_mesh():
 
 
 def test_einsum_fp32_accum_is_saved_by_remat_policies():
-    """A product of half precision stands behind a gradient of its own, and is kept as any other."""
+    """Remat policies save the result of the custom VJP like any other product."""
     function = lambda x, y: jnp.sin(einsum_fp32_accum("ri,oi->ro", jnp.sin(x), y).astype(jnp.float32)).sum()
 
     def products(remat, dtype):
@@ -113,7 +113,7 @@ def test_add_matmul_equals_its_formula_with_gradients(dtype):
 
 
 def test_add_matmul_saves_the_sum_alone_as_residual():
-    """Where products are kept: W x + V x, and neither of the two beside it."""
+    """A policy that saves products saves W x + V x, and neither W x nor V x."""
     x, first, second = jnp.ones((8, 3)), jnp.ones((4, 3)), jnp.ones((4, 3))
 
     def kept(layer):

@@ -1,4 +1,4 @@
-"""Rotary embeddings against the papers' formulas, pair by pair in Python, and what makes them worth having."""
+"""Rotary embeddings against the papers' formulas, pair by pair in Python, and their invariants."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Each cut against the slow words of its paper, all cuts together, and what never changes."""
+"""Sampling filters against their papers' rules in Python, and invariants."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ def softmax(x):
     return e / e.sum()
 
 
-def slowly(logits, top_k=None, top_p=None, min_p=None):
-    """The ids that stay, one row, one rule after another; None where rounding may decide."""
+def filter_reference(logits, top_k=None, top_p=None, min_p=None):
+    """Return the kept ids of one row by the rules of the papers, or None where rounding may decide."""
     ids = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if top_k is not None:
         lowest = logits[ids[min(top_k, len(ids)) - 1]]
@@ -55,7 +55,7 @@ def slowly(logits, top_k=None, top_p=None, min_p=None):
 )
 def test_filter_logits_equals_the_papers_rules(rows, top_k, top_p, min_p):
     rows = np.array(rows, np.float32)
-    expected = [slowly(row, top_k, top_p, min_p) for row in rows]
+    expected = [filter_reference(row, top_k, top_p, min_p) for row in rows]
     assume(None not in expected)
     cut = np.asarray(filter_logits(jnp.asarray(rows), top_k=top_k, top_p=top_p, min_p=min_p))
     assert [list(np.flatnonzero(np.isfinite(row))) for row in cut] == expected
@@ -75,7 +75,7 @@ def test_filter_logits_keeps_the_likeliest_and_is_monotonic(rows, top_k, top_p, 
 
 
 def test_filter_logits_top_p_of_ties_keeps_the_fewest():
-    """A threshold would take all of them, and a nucleus of 0.5 would be everything."""
+    """A threshold on the logits would keep all of them."""
     kept = jnp.isfinite(filter_logits(jnp.zeros((1, 8)), top_p=0.5))
     assert kept[0].tolist() == [True] * 4 + [False] * 4
     assert jnp.isfinite(filter_logits(jnp.array([[1.0, 2.0, 2.0, 0.0]]), top_k=1)).tolist() == [

@@ -1,4 +1,4 @@
-"""Tokens come back from their experts as from a loop over tokens, in values and gradients, and always the same bits."""
+"""Dispatch and combine equal the sum over each token's experts, in values and gradients, deterministically."""
 
 import itertools
 
@@ -25,23 +25,23 @@ def inputs(seed):
 
 
 def test_sort_by_expert_indices():
-    order = sort_by_expert(jnp.array([[2, 0], [2, 1], [0, 2]]), 4)
-    assert order.group_sizes.tolist() == [2, 1, 3, 0]
-    assert order.assignments.tolist() == [1, 4, 3, 0, 2, 5]
-    assert order.row_indices.tolist() == [[3, 0], [4, 2], [1, 5]]
+    indices = sort_by_expert(jnp.array([[2, 0], [2, 1], [0, 2]]), 4)
+    assert indices.group_sizes.tolist() == [2, 1, 3, 0]
+    assert indices.assignments.tolist() == [1, 4, 3, 0, 2, 5]
+    assert indices.row_indices.tolist() == [[3, 0], [4, 2], [1, 5]]
 
 
 @jax.jit
-def through(x, weights, chosen, matrices):
-    """Each expert multiplies by a number of its own for each feature."""
-    order = sort_by_expert(chosen, EXPERTS)
-    rows = dispatch(x, order) * jnp.repeat(matrices, order.group_sizes, axis=0, total_repeat_length=TOKENS * TOP)
-    return combine(rows, weights, order)
+def dispatch_and_combine(x, weights, selected, matrices):
+    """Dispatch, multiply by one scale per expert and feature, and combine."""
+    indices = sort_by_expert(selected, EXPERTS)
+    rows = dispatch(x, indices) * jnp.repeat(matrices, indices.group_sizes, axis=0, total_repeat_length=TOKENS * TOP)
+    return combine(rows, weights, indices)
 
 
 @jax.jit
-def one_by_one(x, weights, chosen, matrices):
-    return (x[:, None] * matrices[chosen] * weights[..., None]).sum(1)
+def reference(x, weights, selected, matrices):
+    return (x[:, None] * matrices[selected] * weights[..., None]).sum(1)
 
 
 @given(seed=st.integers(0, 999))
@@ -49,76 +49,76 @@ def test_dispatch_and_combine_equal_the_reference(seed):
     x, weights, cotangent = inputs(seed)
     matrices = jax.random.normal(jax.random.key(seed + 1), (EXPERTS, EMBED))
     results = []
-    for form in (through, one_by_one):
-        y, back = jax.vjp(lambda *arrays, form=form: form(*arrays[:2], choices(seed), arrays[2]), x, weights, matrices)
+    for run in (dispatch_and_combine, reference):
+        y, back = jax.vjp(lambda *arrays, run=run: run(*arrays[:2], choices(seed), arrays[2]), x, weights, matrices)
         results.append((y, *back(cotangent)))
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-6)
 
 
 def test_dispatch_and_combine_do_not_scatter_add():
-    """A scatter that adds would add in another order at each run on a GPU. One that writes each place once has none."""
+    """Scatter-adds are not deterministic on a GPU. Scatters that write each element once are."""
 
-    def run(x, weights):
-        order = sort_by_expert(choices(0), EXPERTS)
-        return (combine(dispatch(x, order), weights, order) ** 2).sum()
+    def loss(x, weights):
+        indices = sort_by_expert(choices(0), EXPERTS)
+        return (combine(dispatch(x, indices), weights, indices) ** 2).sum()
 
-    text = jax.jit(jax.grad(run, (0, 1))).lower(*inputs(0)[:2]).as_text()
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(*inputs(0)[:2]).as_text()
     assert "stablehlo.gather" in text
     assert "stablehlo.add" not in "".join(part.split("}")[0] for part in text.split("stablehlo.scatter")[1:])
 
 
 def test_combine_of_bfloat16_sums_in_float32():
     x = jnp.ones((1, 1), jnp.bfloat16)
-    order = sort_by_expert(jnp.arange(3)[None], 3)
-    weights = jnp.array([[1.0, 2**-8, 2**-8]])  # one by one, in bfloat16, each would be lost: half a unit, to even
-    total = combine(dispatch(x, order), weights, order)
+    indices = sort_by_expert(jnp.arange(3)[None], 3)
+    weights = jnp.array([[1.0, 2**-8, 2**-8]])  # in bfloat16 each addition would round to even, and be lost
+    total = combine(dispatch(x, indices), weights, indices)
     assert total.dtype == jnp.bfloat16 and float(total[0, 0]) == 1 + 2**-7
 
 
-def slots_by_hand(chosen, experts, capacity):
-    held = [[] for _ in range(experts)]
-    taken = np.zeros(chosen.shape, bool)
-    for k in range(chosen.shape[1]):
-        for token in range(len(chosen)):
-            if len(held[chosen[token, k]]) < capacity:
-                held[chosen[token, k]].append((token, k))
-                taken[token, k] = True
-    return held, taken
+def slots_by_hand(selected, experts, capacity):
+    slots = [[] for _ in range(experts)]
+    has_slot = np.zeros(selected.shape, bool)
+    for k in range(selected.shape[1]):
+        for token in range(len(selected)):
+            if len(slots[selected[token, k]]) < capacity:
+                slots[selected[token, k]].append((token, k))
+                has_slot[token, k] = True
+    return slots, has_slot
 
 
 @given(seed=st.integers(0, 999), capacity=st.sampled_from([1, 4, 40]))
 def test_sort_into_slots_fills_first_choices_first(seed, capacity):
-    chosen = choices(seed)
-    order, taken = sort_into_slots(chosen, EXPERTS, capacity)
-    held, expected = slots_by_hand(np.asarray(chosen), EXPERTS, capacity)
-    assert (np.asarray(taken) == expected).all()
-    visits = [[token * TOP + k for token, k in own] + [TOKENS * TOP] * (capacity - len(own)) for own in held]
-    assert order.assignments.tolist() == [*itertools.chain(*visits), TOKENS * TOP]
-    places = np.asarray(order.row_indices)
-    assert (places[:-1][~expected] == EXPERTS * capacity).all() and (places[-1] == EXPERTS * capacity).all()
+    selected = choices(seed)
+    indices, has_slot = sort_into_slots(selected, EXPERTS, capacity)
+    slots, expected = slots_by_hand(np.asarray(selected), EXPERTS, capacity)
+    assert (np.asarray(has_slot) == expected).all()
+    assignments = [[token * TOP + k for token, k in own] + [TOKENS * TOP] * (capacity - len(own)) for own in slots]
+    assert indices.assignments.tolist() == [*itertools.chain(*assignments), TOKENS * TOP]
+    row_indices = np.asarray(indices.row_indices)
+    assert (row_indices[:-1][~expected] == EXPERTS * capacity).all() and (row_indices[-1] == EXPERTS * capacity).all()
     for token, k in zip(*np.nonzero(expected), strict=True):
-        assert order.assignments[places[token, k]] == token * TOP + k
+        assert indices.assignments[row_indices[token, k]] == token * TOP + k
 
 
 @given(seed=st.integers(0, 999), capacity=st.sampled_from([1, 4, 40]))
 def test_sort_into_slots_drops_without_gradient(seed, capacity):
     x, weights, cotangent = inputs(seed)
-    chosen = choices(seed)
+    selected = choices(seed)
 
     def slotted(x, weights):
-        order, taken = sort_into_slots(chosen, EXPERTS, capacity)
+        indices, has_slot = sort_into_slots(selected, EXPERTS, capacity)
         more = lambda a: jnp.pad(a, ((0, 1), (0, 0)))
-        rows = dispatch(more(x), order)
-        return combine(rows.at[-1].set(0), more(jnp.where(taken, weights, 0)), order)[:-1]
+        rows = dispatch(more(x), indices)
+        return combine(rows.at[-1].set(0), more(jnp.where(has_slot, weights, 0)), indices)[:-1]
 
     def by_hand(x, weights):
-        taken = jnp.asarray(slots_by_hand(np.asarray(chosen), EXPERTS, capacity)[1])
-        return x * jnp.where(taken, weights, 0).sum(1, keepdims=True)
+        has_slot = jnp.asarray(slots_by_hand(np.asarray(selected), EXPERTS, capacity)[1])
+        return x * jnp.where(has_slot, weights, 0).sum(1, keepdims=True)
 
     results = []
-    for form in (slotted, by_hand):
-        y, back = jax.vjp(form, x, weights)
+    for run in (slotted, by_hand):
+        y, back = jax.vjp(run, x, weights)
         results.append((y, *back(cotangent)))
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-6)

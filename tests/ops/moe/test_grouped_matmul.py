@@ -1,4 +1,4 @@
-"""Every form of the grouped product is the loop over all matrices: values, gradients, whatever the groups."""
+"""Grouped matrix products equal the reference, in values and gradients, for any group sizes."""
 
 from functools import partial
 
@@ -20,21 +20,21 @@ from zoo.ops.moe.grouped_matmul import (
     grouped_matmul_reference,
 )
 
-FORMS = {"padded": grouped_matmul_padded, "ragged": grouped_matmul_ragged}
+IMPLEMENTATIONS = {"padded": grouped_matmul_padded, "ragged": grouped_matmul_ragged}
 SHAPES = [(5, 1, 3, 4), (12, 3, 4, 6), (8, 8, 4, 4), (300, 4, 3, 5), (600, 2, 3, 2)]
-"""Rows, experts, in, out: without boxes and with, one block of what does not fit and several."""
+"""Rows, experts, in, out: without buckets and with, one block of overflow and several."""
 
 
 @partial(jax.jit, static_argnums=0)
-def value_and_gradients(form, x, weight, sizes, cotangent):
-    y, back = jax.vjp(lambda x, weight: form(x, weight, sizes), x, weight)
+def value_and_gradients(implementation, x, weight, sizes, cotangent):
+    y, back = jax.vjp(lambda x, weight: implementation(x, weight, sizes), x, weight)
     return y, *back(cotangent)
 
 
-def deal(how, rows, experts, seed):
-    """How many rows each expert gets."""
+def draw_group_sizes(load, rows, experts, seed):
+    """Return the number of rows of each expert."""
     draw = np.random.default_rng(seed)
-    match how:
+    match load:
         case "even":
             return np.full(experts, rows // experts)
         case "one":
@@ -48,20 +48,20 @@ def deal(how, rows, experts, seed):
 
 @given(
     shape=st.sampled_from(SHAPES),
-    how=st.sampled_from(["even", "one", "few", "some are missing", "none"]),
+    load=st.sampled_from(["even", "one", "few", "some are missing", "none"]),
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
     seed=st.integers(0, 99),
 )
-def test_grouped_matmul_equals_the_reference_with_gradients(shape, how, dtype, seed):
+def test_grouped_matmul_equals_the_reference_with_gradients(shape, load, dtype, seed):
     rows, experts, in_size, out_size = shape
     keys = jax.random.split(jax.random.key(seed), 3)
     x = jax.random.normal(keys[0], (rows, in_size), dtype)
     weight = jax.random.normal(keys[1], (experts, out_size, in_size), dtype)
     cotangent = jax.random.normal(keys[2], (rows, out_size), dtype)
-    sizes = jnp.asarray(deal(how, rows, experts, seed), jnp.int32)
+    sizes = jnp.asarray(draw_group_sizes(load, rows, experts, seed), jnp.int32)
     expected = value_and_gradients(grouped_matmul_reference, x, weight, sizes, cotangent)
-    for name, form in FORMS.items():
-        result = value_and_gradients(form, x, weight, sizes, cotangent)
+    for name, implementation in IMPLEMENTATIONS.items():
+        result = value_and_gradients(implementation, x, weight, sizes, cotangent)
         for ours, theirs in zip(result, expected, strict=True):
             assert ours.dtype == dtype
             ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
@@ -79,7 +79,7 @@ def test_grouped_matmul_is_padded_on_cpus():
 
 
 def test_grouped_matmul_padded_reads_no_matrix_without_rows():
-    """Two rows and 512 experts: no copy is made of all matrices, and the arithmetic is that of two rows."""
+    """Two rows and 512 experts: the weights are not copied, and the FLOPs are those of two rows."""
     x, weight, sizes = jnp.ones((2, 64)), jnp.ones((512, 64, 64)), jnp.zeros(512, int).at[7].set(2)
     program = jax.jit(grouped_matmul_padded).lower(x, weight, sizes).compile()
     assert program.memory_analysis().temp_size_in_bytes < weight.nbytes / 50
@@ -105,18 +105,18 @@ class Matrices(zoo.parallel.Module):
     weight: Float[Array, "choices out in"]
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_grouped_matmul_on_a_mesh(form):
-    """Rows and groups of each device are its own, and the gradient of the matrices is summed."""
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_grouped_matmul_on_a_mesh(implementation):
+    """Rows and groups are sharded, and the gradient of the replicated matrices is all-reduced."""
     model = Matrices(jax.random.normal(jax.random.key(1), (2, 5, 3)))
     x = jax.random.normal(jax.random.key(0), (8, 40, 3))
     sizes = jnp.array([[40, 0], [3, 30], [0, 0], [20, 20], [0, 40], [39, 1], [1, 1], [13, 17]])
 
-    def loss(form, model, x, sizes):
-        one = lambda x, sizes: (form(x, model.weight, sizes) ** 2).sum()
-        return sum(one(*each) for each in zip(x, sizes, strict=True)), jnp.float32(1)
+    def loss(implementation, model, x, sizes):
+        loss_of_rows = lambda x, sizes: (implementation(x, model.weight, sizes) ** 2).sum()
+        return sum(loss_of_rows(*each) for each in zip(x, sizes, strict=True)), jnp.float32(1)
 
-    found = zoo.value_and_grad(partial(loss, form), zoo.make_mesh(data=8))(model, x, sizes)
+    found = zoo.value_and_grad(partial(loss, implementation), zoo.make_mesh(data=8))(model, x, sizes)
     expected = jax.value_and_grad(lambda model: loss(grouped_matmul_reference, model, x, sizes)[0] / 8)(model)
     assert jnp.allclose(found[0], expected[0], rtol=1e-6)
     assert jnp.allclose(found[1].weight, expected[1].weight, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Routers' choices, against each rule written out in numpy."""
+"""Top-k routing against each rule in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ def softmax(x):
 
 
 def largest(scores, top):
-    """Of equal ones the first."""
+    """Return the indices of the largest; ties go to the first."""
     return sorted(range(len(scores)), key=lambda e: (-scores[e], e))[:top]
 
 
 def best_groups(scores, groups, kept, counted):
     own = np.split(np.asarray(scores), groups)
-    chosen = largest([sum(sorted(g)[-counted:]) for g in own], kept)
-    return [e for e in range(len(scores)) if e // (len(scores) // groups) in chosen]
+    selected = largest([sum(sorted(g)[-counted:]) for g in own], kept)
+    return [e for e in range(len(scores)) if e // (len(scores) // groups) in selected]
 
 
 LOGITS = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=EXPERTS, max_size=EXPERTS)
@@ -33,38 +33,38 @@ LOGITS = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=E
 
 @given(LOGITS, st.sampled_from([1, 3, EXPERTS]), st.booleans())
 def test_softmax_top_k_equals_its_formula(logits, top, renormalize):
-    weights, chosen = softmax_top_k(jnp.array([logits]), top, renormalize=renormalize, scale=2)
+    weights, selected = softmax_top_k(jnp.array([logits]), top, renormalize=renormalize, scale=2)
     scores = softmax(np.array(logits))
-    assert chosen[0].tolist() == largest(logits, top)
-    expected = scores[chosen[0]] / (scores[chosen[0]].sum() if renormalize else 1)
+    assert selected[0].tolist() == largest(logits, top)
+    expected = scores[selected[0]] / (scores[selected[0]].sum() if renormalize else 1)
     np.testing.assert_allclose(weights[0], 2 * expected, rtol=1e-6)
 
 
 @given(LOGITS, st.sampled_from([1, 3, EXPERTS]))
 def test_top_k_softmax_equals_renormalized_softmax_top_k(logits, top):
-    ours, chosen = top_k_softmax(jnp.array([logits]), top)
+    ours, selected = top_k_softmax(jnp.array([logits]), top)
     other, same = softmax_top_k(jnp.array([logits]), top, renormalize=True)
-    assert chosen.tolist() == same.tolist()
+    assert selected.tolist() == same.tolist()
     np.testing.assert_allclose(ours, other, rtol=1e-6)
 
 
 @given(LOGITS, st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4)]))
 def test_softmax_top_k_limits_to_the_best_groups(logits, groups):
-    weights, chosen = softmax_top_k(jnp.array([logits]), 2, groups=groups[0], kept_groups=groups[1])
-    usable = best_groups(softmax(np.float32(logits)), *groups, 1)
-    expected = [usable[i] for i in largest([logits[e] for e in usable], 2)]
-    assert chosen[0].tolist() == expected
+    weights, selected = softmax_top_k(jnp.array([logits]), 2, groups=groups[0], kept_groups=groups[1])
+    allowed = best_groups(softmax(np.float32(logits)), *groups, 1)
+    expected = [allowed[i] for i in largest([logits[e] for e in allowed], 2)]
+    assert selected[0].tolist() == expected
     np.testing.assert_allclose(weights[0], softmax(np.array(logits))[expected], rtol=1e-6)
 
 
 @given(LOGITS, LOGITS, st.sampled_from([(1, 1), (2, 1), (4, 2)]), st.booleans())
 def test_biased_top_k_selects_by_bias_and_weights_without(logits, bias, groups, renormalize):
     scores, bias = np.float32(jax.nn.sigmoid(jnp.array(logits))), np.float32(bias)
-    how = {"groups": groups[0], "kept_groups": groups[1], "renormalize": renormalize, "scale": 2.5}
-    weights, chosen = biased_top_k(jnp.array([scores]), jnp.array(bias), 2, **how)
-    usable = best_groups(scores + bias, *groups, 2)
-    expected = [usable[i] for i in largest([(scores + bias)[e] for e in usable], 2)]
-    assert chosen[0].tolist() == expected
+    options = {"groups": groups[0], "kept_groups": groups[1], "renormalize": renormalize, "scale": 2.5}
+    weights, selected = biased_top_k(jnp.array([scores]), jnp.array(bias), 2, **options)
+    allowed = best_groups(scores + bias, *groups, 2)
+    expected = [allowed[i] for i in largest([(scores + bias)[e] for e in allowed], 2)]
+    assert selected[0].tolist() == expected
     total = scores[expected].sum() if renormalize else 1
     np.testing.assert_allclose(weights[0], 2.5 * scores[expected] / total, rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""int8 against its definition, row by row; what is encoded is the nearest that can be."""
+"""Int8 against its definition, row by row; quantization rounds to nearest."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""MXFP4 against its definition, number by number; what is encoded is the nearest that can be."""
+"""MXFP4 against its definition, value by value; quantization rounds to nearest."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ ALL_SCALES = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (256, 16))
 
 
 def by_definition(blocks, scales):
-    """One half of a byte after another, in Python's floats."""
+    """Dequantize nibble by nibble, in Python floats."""
     numbers = np.zeros((*blocks.shape[:-1], 32))
     for place in np.ndindex(blocks.shape):
         for half in range(2):
@@ -28,7 +28,7 @@ def by_definition(blocks, scales):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Every byte with every scale: a row a scale."""
+    """Return every byte with every scale, one scale per row."""
     return by_definition(ALL_BYTES, ALL_SCALES)
 
 
@@ -76,7 +76,7 @@ def test_quantize_mxfp4_rounds_to_nearest(values):
 
 @given(drawn=st.binary(min_size=102, max_size=102))
 def test_quantize_mxfp4_of_dequantized_values_is_lossless(drawn):
-    """The bytes may differ, where a block has no large number: its values do not. Nor do signs of zeros."""
+    """Bytes may differ for a block without large values; values and signs of zeros do not."""
     drawn = np.frombuffer(drawn, np.uint8)
     blocks, scales = drawn[:96].reshape(SHAPE), np.clip(drawn[96:].reshape(SHAPE[:2]), 5, 252)
     values = dequantize_mxfp4_numpy(blocks, scales)

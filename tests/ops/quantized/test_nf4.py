@@ -1,4 +1,4 @@
-"""NF4 against its definition, number by number; what is encoded is the nearest that can be."""
+"""NF4 against its definition, value by value; quantization rounds to nearest."""
 
 from statistics import NormalDist
 
@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 
 from zoo.ops.quantized.nf4 import BLOCK_SIZE, CODEBOOK, dequantize_nf4, quantize_nf4
 
-coded = jax.jit(quantize_nf4)
-decoded = jax.jit(dequantize_nf4)
+jit_quantize = jax.jit(quantize_nf4)
+jit_dequantize = jax.jit(dequantize_nf4)
 
 
 def by_definition(codes, constants, offset, step):
-    """One half of a byte after another, in Python's floats."""
+    """Dequantize nibble by nibble, in Python floats."""
     numbers = np.zeros((*constants.shape, BLOCK_SIZE))
-    for place in np.ndindex(codes.shape):
-        constant = float(offset[place[:-2]]) + float(step[place[:-2]]) * int(constants[place[:-1]])
+    for index in np.ndindex(codes.shape):
+        constant = float(offset[index[:-2]]) + float(step[index[:-2]]) * int(constants[index[:-1]])
         for half in range(2):
-            numbers[*place[:-1], 2 * place[-1] + half] = constant * float(
-                CODEBOOK[(int(codes[place]) >> 4 * half) & 15]
+            numbers[*index[:-1], 2 * index[-1] + half] = constant * float(
+                CODEBOOK[(int(codes[index]) >> 4 * half) & 15]
             )
     return numbers.reshape(*constants.shape[:-1], -1)
 
 
 def test_nf4_codebook_is_normal_quantiles():
-    """Evenly spaced in probability on either side of zero, from 1 - 0.9677 on, and divided by the largest."""
+    """Quantiles evenly spaced in probability on either side of zero, from 1 - 0.9677, divided by the largest."""
     quantile, tail = NormalDist().inv_cdf, 0.9677083
     above = [quantile(p) for p in np.linspace(tail, 0.5, 9)[:-1]]
     below = [-quantile(p) for p in np.linspace(tail, 0.5, 8)[:-1]]
@@ -41,7 +41,7 @@ def test_dequantize_nf4_of_every_byte():
     constants = np.array([[0, 1, 128, 255], [255, 0, 7, 9]], np.uint8)
     offset, step = np.array([0.5, 0.0], np.float32), np.array([0.25, 2.0], np.float32)
     expected = by_definition(codes, constants, offset, step)
-    np.testing.assert_allclose(decoded(codes, constants, offset, step), expected, rtol=3e-7)
+    np.testing.assert_allclose(jit_dequantize(codes, constants, offset, step), expected, rtol=3e-7)
     half = dequantize_nf4(*map(jnp.asarray, (codes, constants, offset, step)), jnp.bfloat16)
     np.testing.assert_allclose(half.astype(jnp.float32), expected, rtol=2**-8)
 
@@ -51,13 +51,13 @@ numbers = st.floats(-(2.0**60), 2.0**60, width=32) | st.sampled_from([0.0, 1.0, 
 
 @given(values=st.lists(numbers, min_size=12, max_size=12), seed=st.integers(0, 99))
 def test_quantize_nf4_rounds_to_nearest(values, seed):
-    """Blocks of normal numbers, of very unlike sizes, with some numbers of any size among them."""
+    """Blocks of normal values with very different scales, and some values of any size."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(2, 3 * BLOCK_SIZE)) * np.repeat(10.0 ** random.integers(-3, 3, (2, 3)), BLOCK_SIZE, axis=1)
     x[:, random.integers(0, 3 * BLOCK_SIZE, 6)] = np.reshape(values, (2, 6))
     x[1, :BLOCK_SIZE] = 0
     x = x.astype(np.float32)
-    codes, constants, offset, step = map(np.asarray, coded(x))
+    codes, constants, offset, step = map(np.asarray, jit_quantize(x))
     assert codes.shape == (2, 3, 32) and constants.shape == (2, 3) and offset.shape == step.shape == (2,)
     found = by_definition(codes, constants, offset, step).reshape(2, 3, BLOCK_SIZE)
     np.testing.assert_array_equal(found[1, 0], 0)
@@ -72,7 +72,7 @@ def test_quantize_nf4_rounds_to_nearest(values, seed):
 
 
 def test_nf4_error_of_normal_weights_is_7_percent():
-    """The mean distance, worked out here in float64 with constants as they are; rounding these adds next to nothing."""
+    """The mean error equals that in float64 with unquantized constants, whose rounding adds little."""
     x = np.random.default_rng(0).normal(size=(64, 1024))
     blocks = x.reshape(-1, BLOCK_SIZE)
     constants = np.abs(blocks).max(1, keepdims=True)

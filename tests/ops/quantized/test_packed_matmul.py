@@ -1,4 +1,4 @@
-"""Products with packed matrices are those with the same matrices decoded: values and gradients, whatever the groups."""
+"""Packed matrix products equal those with dequantized matrices, in values and gradients, for any group sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ FORMATS = {
     "nf4": (nf4.quantize_nf4, nf4.dequantize_nf4),
     "int8": (int8.quantize_int8, int8.dequantize_int8),
 }
-DEALT = {
+GROUP_SIZES = {
     "even": (300, [100, 100, 100]),
     "one expert has all, in several blocks": (300, [0, 300, 0]),
-    "some rows are nobody's": (300, [150, 0, 7]),
-    "nobody has any": (5, [0, 0, 0]),
+    "rows beyond all groups": (300, [150, 0, 7]),
+    "no expert has rows": (5, [0, 0, 0]),
     "few": (5, [1, 0, 4]),
 }
 
@@ -44,9 +44,9 @@ def expected_of(x, weight, sizes, cotangent):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("case", DEALT)
+@pytest.mark.parametrize("case", GROUP_SIZES)
 def test_grouped_packed_matmul_equals_the_reference(case, dtype):
-    rows, sizes = DEALT[case]
+    rows, sizes = GROUP_SIZES[case]
     keys, sizes = jax.random.split(jax.random.key(0)), jnp.array(sizes)
     x, cotangent = jax.random.normal(keys[0], (rows, 64), dtype), jax.random.normal(keys[1], (rows, 5), dtype)
     blocks, scales = matrices(3, 5, 64)
@@ -55,23 +55,23 @@ def test_grouped_packed_matmul_equals_the_reference(case, dtype):
     for ours, theirs in zip(result, wanted, strict=True):
         assert ours.dtype == dtype
         ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
-        # as for the grouped product: bfloat16 rounds once, float32 differs in the order of sums
+        # as for grouped_matmul: bfloat16 rounds once, float32 differs in the order of sums
         tolerance = (2**-8 if dtype == jnp.bfloat16 else 1e-6) * max(1.0, np.abs(theirs).max())
         np.testing.assert_allclose(ours, theirs, atol=tolerance)
 
 
 @pytest.mark.parametrize(("quantize", "dequantize"), FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("how", ["oi", "io"])
-@pytest.mark.parametrize(("piece", "rows"), [(64 * 11, 11), (64 * 4, 4), (1, 1)])
-def test_packed_matmul_equals_dequantized_matmul(quantize, dequantize, how, piece, rows):
-    """Whole, or in pieces that do not divide it: the last reaches back, and counts nothing twice."""
+@pytest.mark.parametrize("subscripts", ["oi", "io"])
+@pytest.mark.parametrize(("tile_elements", "rows"), [(64 * 11, 11), (64 * 4, 4), (1, 1)])
+def test_packed_matmul_equals_dequantized_matmul(quantize, dequantize, subscripts, tile_elements, rows):
+    """One tile, or tiles that do not divide the matrix: the last overlaps, and counts nothing twice."""
     packed = quantize(jax.random.normal(jax.random.key(1), (11, 64)) / 8)
     weight = dequantize(*packed)
-    x = jax.random.normal(jax.random.key(0), (7, 64 if how == "oi" else 11))
-    matrix = weight.T if how == "oi" else weight
+    x = jax.random.normal(jax.random.key(0), (7, 64 if subscripts == "oi" else 11))
+    matrix = weight.T if subscripts == "oi" else weight
 
     def run(x):
-        y, back = jax.vjp(lambda x: packed_matmul(x, packed, dequantize, how, tile_elements=piece), x)
+        y, back = jax.vjp(lambda x: packed_matmul(x, packed, dequantize, subscripts, tile_elements=tile_elements), x)
         return y, back(y)[0]
 
     y, gradient = jax.jit(run)(x)
@@ -81,19 +81,19 @@ def test_packed_matmul_equals_dequantized_matmul(quantize, dequantize, how, piec
     assert (rows, 64) in held and max(shape[0] for shape in held) == max(rows, len(x))
 
 
-@pytest.mark.parametrize("how", ["oi", "io"])
-def test_packed_matmul_of_bfloat16_sums_tiles_in_float32(how):
+@pytest.mark.parametrize("subscripts", ["oi", "io"])
+def test_packed_matmul_of_bfloat16_sums_tiles_in_float32(subscripts):
     packed = int8.quantize_int8(jax.random.normal(jax.random.key(1), (64, 64)))
     x = jax.random.normal(jax.random.key(0), (7, 64), jnp.bfloat16)
     weight = int8.dequantize_int8(*packed, jnp.bfloat16).astype(jnp.float32)
-    expected = x.astype(jnp.float32) @ (weight.T if how == "oi" else weight)
-    found = packed_matmul(x, packed, int8.dequantize_int8, how, tile_elements=64)
+    expected = x.astype(jnp.float32) @ (weight.T if subscripts == "oi" else weight)
+    found = packed_matmul(x, packed, int8.dequantize_int8, subscripts, tile_elements=64)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-5)
 
 
 def test_packed_matmul_holds_one_tile_and_saves_none():
-    """One matrix of 64 kB in float32, 4 kB a piece: of the decoded numbers no array holds more than a piece."""
+    """A matrix of 64 kB in float32 in tiles of 4 kB: no dequantized array is larger than a tile."""
     packed = nf4.quantize_nf4(jax.random.normal(jax.random.key(1), (256, 64)))
     x = jnp.ones((2, 64))
 
@@ -106,7 +106,7 @@ def test_packed_matmul_holds_one_tile_and_saves_none():
 
 
 def test_grouped_packed_matmul_dequantizes_one_expert_at_a_time():
-    """64 matrices, 16 kB each in float32: neither a forward nor a backward pass holds more than a few of them."""
+    """64 matrices of 16 kB in float32: forward and backward passes hold only a few of them."""
     x, sizes = jnp.ones((4, 64)), jnp.zeros(64, int).at[9].set(3).at[60].set(1)
     blocks, scales = matrices(64, 64, 64)
     gradient = jax.grad(lambda x: (grouped_packed_matmul(x, (blocks, scales), dequantize_mxfp4, sizes) ** 2).sum())
@@ -114,25 +114,25 @@ def test_grouped_packed_matmul_dequantizes_one_expert_at_a_time():
     assert program.memory_analysis().temp_size_in_bytes < 6 * 64 * 64 * 4
 
 
-class Matrices(zoo.parallel.Module):
+class PackedExperts(zoo.parallel.Module):
     blocks: UInt8[Array, "choices out chunk 16"] = zoo.parallel.buffer()
     scales: UInt8[Array, "choices out chunk"] = zoo.parallel.buffer()
     gain: Float[Array, "in"]
 
 
 def test_grouped_packed_matmul_on_a_mesh():
-    """Rows and groups of each device are its own, and gradients go on to what is before."""
-    model = Matrices(*matrices(2, 5, 32), jnp.linspace(0.5, 2, 32))
+    """Rows and groups are sharded, and gradients flow to parameters before the product."""
+    model = PackedExperts(*matrices(2, 5, 32), jnp.linspace(0.5, 2, 32))
     x = jax.random.normal(jax.random.key(0), (8, 40, 32))
     sizes = jnp.array([[40, 0], [3, 30], [0, 0], [20, 20], [0, 40], [39, 1], [1, 1], [13, 17]])
 
     def loss(model, x, sizes):
-        one = lambda x, sizes: (
+        loss_of_rows = lambda x, sizes: (
             grouped_packed_matmul(x * model.gain, (model.blocks, model.scales), dequantize_mxfp4, sizes) ** 2
         ).sum()
-        return sum(one(*each) for each in zip(x, sizes, strict=True)), jnp.float32(1)
+        return sum(loss_of_rows(*each) for each in zip(x, sizes, strict=True)), jnp.float32(1)
 
-    def by_definition(gain):
+    def reference(gain):
         weight = dequantize_mxfp4(model.blocks, model.scales)
         return sum(
             (grouped_matmul_reference(x * gain, weight, sizes) ** 2).sum() / 8
@@ -140,22 +140,22 @@ def test_grouped_packed_matmul_on_a_mesh():
         )
 
     found = zoo.value_and_grad(loss, zoo.make_mesh(data=8))(model, x, sizes)
-    expected = jax.value_and_grad(by_definition)(model.gain)
+    expected = jax.value_and_grad(reference)(model.gain)
     assert jnp.allclose(found[0], expected[0], rtol=1e-6)
     assert jnp.allclose(found[1].gain, expected[1], rtol=1e-5)
     assert found[1].blocks is None
 
 
-class Row(zoo.parallel.Module):
+class PackedLinear(zoo.parallel.Module):
     codes: Int8[Array, "out mlp"] = zoo.parallel.buffer()
     scales: Float[Array, "out"] = zoo.parallel.buffer()
     gain: Float[Array, "mlp"]
 
 
 def test_packed_matmul_on_a_mesh():
-    """Split over what is contracted, and so over what the gradient gives."""
+    """The contracted dim, which is the dim of the gradient, is sharded."""
     weight = jax.random.normal(jax.random.key(1), (12, 16))
-    model = Row(*int8.quantize_int8(weight), jnp.linspace(0.5, 2, 16))
+    model = PackedLinear(*int8.quantize_int8(weight), jnp.linspace(0.5, 2, 16))
     x = jax.random.normal(jax.random.key(0), (8, 16))
 
     def loss(model, x):
@@ -165,12 +165,12 @@ def test_packed_matmul_on_a_mesh():
         )
         return (zoo.parallel.reduce(y, over="mlp") ** 2).sum(), jnp.float32(len(x))
 
-    def by_definition(gain):
+    def reference(gain):
         return (((x * gain) @ int8.dequantize_int8(model.codes, model.scales).T) ** 2).sum() / 8
 
     mesh = zoo.make_mesh(data=2, tensor=4)
     found = zoo.value_and_grad(loss, mesh)(zoo.place(model, mesh), x)
-    expected = jax.value_and_grad(by_definition)(model.gain)
+    expected = jax.value_and_grad(reference)(model.gain)
     assert jnp.allclose(found[0], expected[0], rtol=1e-6)
     assert jnp.allclose(found[1].gain, expected[1], rtol=1e-5)
     assert found[1].scales is None

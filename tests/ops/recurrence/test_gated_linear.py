@@ -16,12 +16,12 @@ CHUNK = 16
 SEGMENTS = {"one": lambda t: 0 * t, "several": lambda t: t // 6, "each token": lambda t: t}
 
 
-@partial(jax.jit, static_argnames="form")
-def with_gradients(form, parts, bonus, segments, cotangents):
+@partial(jax.jit, static_argnames="run_mode")
+def with_gradients(run_mode, parts, bonus, segments, cotangents):
     def run(parts, bonus):
         query, key, value, decay, state = parts
-        options = {} if form is recurrent_gated_linear else {"chunk_size": CHUNK}
-        return form(query, key, value, decay, bonus=bonus, state=state, segment_ids=segments, scale=0.5, **options)
+        options = {} if run_mode is recurrent_gated_linear else {"chunk_size": CHUNK}
+        return run_mode(query, key, value, decay, bonus=bonus, state=state, segment_ids=segments, scale=0.5, **options)
 
     out, back = jax.vjp(run, parts, bonus)
     return out, back(cotangents)
@@ -66,9 +66,9 @@ def test_recurrent_gated_linear_equals_its_equation():
 def test_gated_linear_of_shared_keys_equals_repeated_keys(kind):
     query, key, value, decay, state = draw_gated(21, kind, heads=6, groups=2)
     repeated = [jnp.repeat(x, 3, axis=2) for x in (query, key)]
-    for form in (recurrent_gated_linear, partial(chunked_gated_linear, chunk_size=CHUNK)):
-        shared = form(query, key, value, decay, state=state)
-        apart = form(*repeated, value, decay, state=state)
+    for run_mode in (recurrent_gated_linear, partial(chunked_gated_linear, chunk_size=CHUNK)):
+        shared = run_mode(query, key, value, decay, state=state)
+        apart = run_mode(*repeated, value, decay, state=state)
         assert all(far(a, b) < 1e-6 for a, b in zip(shared, apart, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The selective scan: chunked is recurrent, both are the equation, and the backward pass holds no token's state."""
+"""The selective scan: chunked equals recurrent and the equation, and saves boundary states alone."""
 
 from functools import partial
 from typing import Any
@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 from zoo.ops.recurrence import mamba
 
 BATCH, INNER, STATE = 2, 3, 4
-FORMS = {"recurrent": mamba.recurrent_selective_scan, "chunked": mamba.chunked_selective_scan}
+MODES = {"recurrent": mamba.recurrent_selective_scan, "chunked": mamba.chunked_selective_scan}
 
 
 def case(seq, seed, *, segments=True, strength=1.0):
-    """x, dt, A, B, C, D, a first state and segments (all alike without `segments`)."""
+    """Draw x, dt, A, B, C, D, an initial state and segment ids (a single segment without `segments`)."""
     draw = np.random.default_rng(seed)
     ids = np.cumsum(draw.random((BATCH, seq)) < 0.15 * segments, axis=1)
     arrays = (
@@ -33,11 +33,11 @@ def case(seq, seed, *, segments=True, strength=1.0):
 
 
 @partial(jax.jit, static_argnums=0)
-def with_gradients(form, x, dt, A, B, C, D, state, ids):
-    """Output, last state, and the gradients of a sum with fixed weights."""
+def with_gradients(mode, x, dt, A, B, C, D, state, ids):
+    """Return output and last state, and the gradients of their sum with fixed weights."""
 
     def loss(*numbers):
-        results = FORMS[form](*numbers[:6], state=numbers[6], segment_ids=ids)
+        results = MODES[mode](*numbers[:6], state=numbers[6], segment_ids=ids)
         return sum((x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)).sum() for x in results), results
 
     (_, results), gradients = jax.value_and_grad(loss, range(7), has_aux=True)(x, dt, A, B, C, D, state)
@@ -58,16 +58,16 @@ def close(ours, theirs, tolerance=5e-6):
 )
 def test_chunked_selective_scan_equals_recurrent(seq, seed, segments, strength):
     numbers = case(seq, seed, segments=segments, strength=strength)
-    ours, theirs = (with_gradients(form, *numbers) for form in ("chunked", "recurrent"))
+    ours, theirs = (with_gradients(mode, *numbers) for mode in ("chunked", "recurrent"))
     close(ours, theirs)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(ours))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_selective_scan_equals_its_equation(form):
+@pytest.mark.parametrize("mode", MODES)
+def test_selective_scan_equals_its_equation(mode):
     *numbers, state, ids = case(17, 1)
     x, dt, A, B, C, D = (np.asarray(x, np.float64) for x in numbers)
-    output, last = mamba.selective_scan(*numbers, state=state, segment_ids=ids, mode=form)
+    output, last = mamba.selective_scan(*numbers, state=state, segment_ids=ids, mode=mode)
     h = np.asarray(state, np.float64)
     for t in range(17):
         if t:
@@ -77,10 +77,10 @@ def test_selective_scan_equals_its_equation(form):
     np.testing.assert_allclose(last, h, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_selective_scan_of_segments_and_states(form):
+@pytest.mark.parametrize("mode", MODES)
+def test_selective_scan_of_segments_and_states(mode):
     x, dt, A, B, C, D, _, _ = case(33, 2)
-    run = jax.jit(lambda x, dt, B, C, ids, state: FORMS[form](x, dt, A, B, C, D, state=state, segment_ids=ids))
+    run = jax.jit(lambda x, dt, B, C, ids, state: MODES[mode](x, dt, A, B, C, D, state=state, segment_ids=ids))
     part = lambda of, state=None: run(x[:, of], dt[:, of], B[:, of], C[:, of], None, state)
     first, between = part(slice(10))
     packed = run(x, dt, B, C, jnp.asarray([[0] * 10 + [1] * 23] * BATCH), None)
@@ -99,11 +99,11 @@ def test_affine_selective_scan_equals_the_scan(segments):
     assert (decay == 0).any() == segments
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_selective_scan_of_bfloat16_computes_in_float32(form):
+@pytest.mark.parametrize("mode", MODES)
+def test_selective_scan_of_bfloat16_computes_in_float32(mode):
     x, dt, A, B, C, D, state, ids = case(17, 4)
     x, dt, B, C = (x.astype(jnp.bfloat16) for x in (x, dt, B, C))
-    output, last = FORMS[form](x, dt, A, B, C, D, state=state, segment_ids=ids)
+    output, last = MODES[mode](x, dt, A, B, C, D, state=state, segment_ids=ids)
     x, dt, B, C = (x.astype(jnp.float32) for x in (x, dt, B, C))
     exact, end = mamba.recurrent_selective_scan(x, dt, A, B, C, D, state=state, segment_ids=ids)
     assert output.dtype == jnp.bfloat16 and last.dtype == jnp.float32

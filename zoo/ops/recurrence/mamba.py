@@ -258,8 +258,8 @@ def _checkpointed_scan_bwd(
 
         states = jnp.zeros_like(boundary_state, shape=(len(boundary_state), chunk_size + 1, *boundary_state.shape[1:]))
         _, states = loop(forward_step, (boundary_state, _set_token(states, boundary_state, 0)))
-        carry = (*carry, jnp.zeros_like(states[:, 1:]), jnp.zeros_like(y))
-        grad_h, grad_A, grad_states, grad_dt = loop(backward_step, carry)
+        initial = (*carry, jnp.zeros_like(states[:, 1:]), jnp.zeros_like(y))
+        grad_h, grad_A, grad_states, grad_dt = loop(backward_step, initial)
         grad_C = jnp.einsum("btsi,bti->bts", states[:, 1:], y, precision="highest")
         grad_B = jnp.einsum("btsi,bti->bts", grad_states, u, precision="highest")
         grad_u = _sum_over_state("btsi,bts->bti", grad_states, chunk.B)
