@@ -1,4 +1,4 @@
-"""Checkpoints made on the spot, without compiling anything: of bytes, with a tokenizer beside it, of any family."""
+"""Fixtures: run `zoo`, and small checkpoints of any family, with and without a tokenizer, made without compilation."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "
 
 @pytest.fixture
 def run(capsys):
-    """Run `zoo` with these words: (standard output, standard error)."""
+    """Run `zoo` with arguments; return (standard output, standard error)."""
 
     def run(*words) -> tuple[str, str]:
         main(list(map(str, words)))
@@ -34,7 +34,7 @@ def run(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """Run `zoo` with words that it refuses: the one line that it says."""
+    """Run `zoo` with arguments that it refuses; return the one line on standard error."""
 
     def refused(*words) -> str:
         with pytest.raises(SystemExit) as stopped:
@@ -48,7 +48,7 @@ def refused(capsys):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Write a checkpoint of a family, of this config."""
+    """Write a checkpoint of a family with this config."""
 
     def checkpoint(name: str, dtype: str = "float32", **config):
         family, given = FAMILIES[name], {"model_type": name, **config}
@@ -64,18 +64,18 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bytes_model(checkpoint):
-    """A model of 256 tokens, none of which ends a text."""
+    """A byte-level model: vocabulary 256, no EOS."""
     return checkpoint("llama", vocab_size=256, num_hidden_layers=2, tie_word_embeddings=True, **SIZES)
 
 
 @pytest.fixture(scope="session")
 def text_model(bytes_model, tmp_path_factory):
-    """The same with a byte-level tokenizer, which puts a token before a text, and one after."""
+    """The same with a byte-level tokenizer that adds BOS and EOS."""
     directory = tmp_path_factory.mktemp("text")
     shutil.copytree(bytes_model, directory, dirs_exist_ok=True)
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     letters = sorted(byte_level.alphabet())
-    for byte in (0xF8, 0xFF):  # no text holds these bytes: their places are for the special tokens
+    for byte in (0xF8, 0xFF):  # these bytes never occur in UTF-8: their ids are for special tokens
         letters.remove(chr(byte))
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
@@ -92,5 +92,5 @@ def text_model(bytes_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpt2(checkpoint):
-    """A model of 30 tokens and 64 learned positions, with queries, keys and values in one tensor."""
+    """A model with vocabulary 30, 64 learned positions and fused queries, keys and values."""
     return checkpoint("gpt2", "bfloat16", vocab_size=30, n_embd=16, n_layer=3, n_head=4, n_positions=64)

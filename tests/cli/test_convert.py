@@ -1,4 +1,4 @@
-"""A checkpoint written anew holds the same numbers, and nothing that could run."""
+"""`zoo convert`: same numbers, another dtype and shards; no executable files are copied."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 import zoo
 
 
-def test_another_dtype_in_shards(run, text_model, tmp_path):
+def test_convert_dtype_and_shards(run, text_model, tmp_path):
     out, _ = run("convert", text_model, tmp_path / "new", "--dtype", "bfloat16", "--shard-bytes", "4e3")
     before, after = zoo.load(text_model), zoo.load(tmp_path / "new")
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -19,7 +19,7 @@ def test_another_dtype_in_shards(run, text_model, tmp_path):
         assert (tmp_path / "new" / name).read_bytes() == (text_model / name).read_bytes() and name in out
 
 
-def test_what_is_taken_along_and_what_is_not(run, bytes_model, tmp_path):
+def test_convert_copies_known_files_only(run, bytes_model, tmp_path):
     source = tmp_path / "old"
     run("convert", bytes_model, source)
     copied = {"LICENSE.txt", "README.md", "chat_template.jinja", "merges.txt", "tokenizer.model", "vocab.txt"}
@@ -37,7 +37,7 @@ def test_what_is_taken_along_and_what_is_not(run, bytes_model, tmp_path):
     )
 
 
-def test_places_that_are_refused(refused, run, bytes_model, tmp_path):
+def test_convert_refuses_output_directories(refused, run, bytes_model, tmp_path):
     (tmp_path / "notes").write_text("mine")
     again = bytes_model.parent / "." / bytes_model.name
     assert "is the checkpoint itself" in refused("convert", bytes_model, again, "--overwrite")
@@ -48,7 +48,7 @@ def test_places_that_are_refused(refused, run, bytes_model, tmp_path):
     assert (tmp_path / "notes").read_text() == "mine" and (tmp_path / "model.safetensors").exists()
 
 
-def test_what_fails_leaves_nothing_half_written(bytes_model, tmp_path, monkeypatch, refused):
+def test_convert_that_fails_leaves_no_partial_files(bytes_model, tmp_path, monkeypatch, refused):
     def full(model, out, **_):
         out.mkdir()
         (out / "model.safetensors.partial").write_text("half")

@@ -1,4 +1,4 @@
-"""Bits per byte are those of the model's own logits, every token counted once."""
+"""`zoo evaluate`: bits per byte equal those of the model's logits, with each token scored once."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def file(tmp_path):
     return tmp_path / "a.txt"
 
 
-def told(run, *words) -> dict:
+def run_json(run, *words) -> dict:
     return json.loads(run("evaluate", *words, "--json")[0])
 
 
@@ -33,30 +33,30 @@ def nats(model, tokens) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["text_model", "bytes_model"])
-def test_one_window_is_the_models_own_logits(run, request, file, kind):
+def test_evaluate_one_window_matches_the_logits(run, request, file, kind):
     directory = request.getfixturevalue(kind)
     text = RawByteTokenizer() if kind == "bytes_model" else HuggingFaceTokenizer(directory / "tokenizer.json")
     tokens = [*text.prefix, *text.encode(TEXT)[0].tolist()]
     expected = nats(zoo.load(directory), tokens)
-    found = told(run, directory, "--data", file, "--batch", 2)
+    found = run_json(run, directory, "--data", file, "--batch", 2)
     assert found["windows"] == 1 and found["bytes"] == len(TEXT.encode()) == found["tokens"] == len(expected)
     assert found["nats_per_token"] == pytest.approx(expected.mean(), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(expected.sum() / math.log(2) / len(TEXT.encode()), rel=1e-5)
 
 
-def test_many_windows_and_a_mesh(run, bytes_model, file):
+def test_evaluate_many_windows_and_a_mesh(run, bytes_model, file):
     words = ["evaluate", bytes_model, "--data", file, "--length", 16, "--batch", 4]
     windows = split_into_windows(TEXT, RawByteTokenizer(), 16)
     rows = np.array([np.pad(window.tokens, (0, 16 - len(window.tokens))) for window in windows])
     scores = np.asarray(zoo.score(zoo.load(bytes_model), jnp.asarray(rows)))
     counted = [scores[i, window.first - 1 : len(window.tokens) - 1] for i, window in enumerate(windows)]
-    found = told(run, *words[1:])
+    found = run_json(run, *words[1:])
     assert found["windows"] == len(windows) > 4 and found["tokens"] == found["bytes"] == len(TEXT.encode())
     assert found["nats_per_token"] == pytest.approx(-np.concatenate(counted).mean(), rel=1e-5)
-    split = told(run, *words[1:], "--data-axis", 2, "--tensor", 2)
+    split = run_json(run, *words[1:], "--data-axis", 2, "--tensor", 2)
     assert split["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
-    few = told(run, *words[1:], "--limit", 2)
+    few = run_json(run, *words[1:], "--limit", 2)
     assert few["windows"] == 2 and few["tokens"] == len(counted[0]) + len(counted[len(windows) // 2])
     assert f"{found['bits_per_byte']:.4f} bits per byte, perplexity" in run(*words)[0]
 
@@ -71,7 +71,7 @@ def test_windows_tile_the_text(text, length):
     tokens = list(TEXT.encode())
     windows = split_into_windows(TEXT, text, length)
     scored = [token for window in windows for token in window.tokens[window.first :].tolist()]
-    lost = 0 if text.prefix else 1  # nothing stands before the first token
+    lost = 0 if text.prefix else 1  # the first token has no context
     assert scored == tokens[lost:] and sum(window.bytes for window in windows) == len(tokens) - lost
     start = lost
     for window in windows:
@@ -81,7 +81,7 @@ def test_windows_tile_the_text(text, length):
         start += len(window.tokens) - window.first
 
 
-def test_texts_in_folders(tmp_path):
+def test_read_texts_in_directories(tmp_path):
     for name, content in {"b.txt": b"two", "a/c.txt": b"one", ".hidden": b"x", "d.bin": b"\xff\xfe", "e": b""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -90,7 +90,7 @@ def test_texts_in_folders(tmp_path):
         read_texts([tmp_path / "d.bin"])
 
 
-def test_what_cannot_be_evaluated(refused, text_model, bytes_model, gpt2, file, tmp_path):
+def test_evaluate_errors_name_the_problem(refused, text_model, bytes_model, gpt2, file, tmp_path):
     assert "no such file or directory" in refused("evaluate", bytes_model, "--data", tmp_path / "nowhere")
     assert "--length must be at least 2" in refused("evaluate", bytes_model, "--data", file, "--length", 1)
     assert "too short" in refused("evaluate", text_model, "--data", file, "--length", 2)

@@ -1,4 +1,4 @@
-"""A recipe that was copied is a program of its own: it says its new name, and it runs elsewhere."""
+"""`zoo fork`: the copy of a recipe uses its new name and runs in any directory."""
 
 import ast
 import importlib
@@ -24,8 +24,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", RECIPES.values(), ids=RECIPES)
-def test_a_recipe_needs_nothing_beside_it(path):
-    """Only the library, the standard library and packages."""
+def test_recipe_imports_only_installed_packages(path):
+    """Allowed are zoo, the standard library and installed packages."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -41,14 +41,14 @@ def test_a_recipe_needs_nothing_beside_it(path):
     assert not ours and not names & {"recipes", "scripts", "tests"}
 
 
-def test_the_list_has_the_first_line_of_each(run):
+def test_fork_list_shows_first_lines(run):
     rows = dict(line.split(maxsplit=1) for line in run("fork", "--list")[0].splitlines())
     assert rows.keys() == RECIPES.keys()
     for name, line in rows.items():
         assert RECIPES[name].read_text().startswith(f'"""{line}\n')
 
 
-def test_a_copy_says_its_own_name(run):
+def test_fork_copy_uses_its_own_name(run):
     printed, _ = run("fork", "transformer", "my_experiment.py")
     assert printed.splitlines()[0] == "wrote my_experiment.py, a copy of the recipe transformer"
     assert printed.splitlines()[-1] == "next: python my_experiment.py --steps 20"
@@ -57,11 +57,11 @@ def test_a_copy_says_its_own_name(run):
     assert 'Path("runs/my_experiment")' in text and "finetune.py (zoo fork finetune) goes on from it" in text
     lines = list(zip(text.splitlines(), recipe.splitlines(), strict=True))
     assert all(line == other for line, other in lines if "recipes/" not in other and "runs/transformer" not in other)
-    assert all(line.find("  # ") == other.find("  # ") for line, other in lines), "comments stand where they stood"
+    assert all(line.find("  # ") == other.find("  # ") for line, other in lines), "comments keep their column"
     ast.parse(text)
 
 
-def test_a_copy_says_how_to_get_what_it_starts_from(run):
+def test_fork_copy_names_its_prerequisite(run):
     printed, _ = run("fork", "finetune")
     assert printed.splitlines()[1:] == [
         "next: zoo fork transformer && python transformer.py",
@@ -72,7 +72,7 @@ def test_a_copy_says_how_to_get_what_it_starts_from(run):
     assert 'START = Path("runs/transformer/export")' in text and 'Path("runs/finetune")' in text
 
 
-def test_where_it_goes(run, refused):
+def test_fork_target_file_or_directory(run, refused):
     Path("folder").mkdir()
     assert "wrote folder/transformer.py" in run("fork", "transformer", "folder")[0]
     assert "next: python 'folder/a b.py' --steps 20" in run("fork", "recipes/transformer.py", "folder/a b.py")[0]
@@ -96,19 +96,19 @@ def test_where_it_goes(run, refused):
         (("transformer", "optax.py"), "optax.py would shadow the module 'optax'"),
     ],
 )
-def test_what_cannot_be_is_told(refused, words, message, tmp_path):
+def test_fork_errors_name_the_problem(refused, words, message, tmp_path):
     assert message in refused("fork", *words)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_missing_is_told(run, monkeypatch):
+def test_fork_names_missing_packages(run, monkeypatch):
     assert "pip install" not in run("fork", "transformer")[0]
     monkeypatch.setattr(module, "_TRAIN_REQUIREMENTS", ("optax", "no_such_package", "nor.this"))
     printed, _ = run("fork", "transformer", "x.py")
     assert 'it needs no_such_package, nor.this: pip install "equizoo[train]"\n' in printed
 
 
-def test_what_is_looked_for_is_what_training_needs():
+def test_fork_requirements_are_those_of_training():
     calls = [
         node for node in ast.walk(ast.parse((ROOT / "zoo/train/__init__.py").read_text())) if isinstance(node, ast.Call)
     ]
@@ -116,8 +116,8 @@ def test_what_is_looked_for_is_what_training_needs():
     assert tuple(ast.literal_eval(argument) for argument in call.args) == module._TRAIN_REQUIREMENTS
 
 
-def test_a_copy_runs_where_it_lies(run, tmp_path):
-    """With the sizes of tests/recipes, whose compiled programs it shares."""
+def test_fork_copy_runs_in_any_directory(run, tmp_path):
+    """Uses the sizes of tests/recipes, and so their compiled programs."""
     run("fork", "transformer", "my_experiment.py")
     (tmp_path / "text").mkdir()
     for number in range(40):

@@ -1,4 +1,4 @@
-"""What the command prints is what zoo.generate gives, and no letter is ever torn apart."""
+"""`zoo generate` prints what zoo.generate returns; streaming never prints a partial character."""
 
 import sys
 
@@ -13,7 +13,7 @@ from zoo.text.checkpoint_tokenizers import HuggingFaceTokenizer, RawByteTokenize
 from .conftest import BOS, EOS
 
 
-def test_one_prompt_streams_what_zoo_generates(run, text_model, capsys):
+def test_generate_streams_one_prompt(run, text_model, capsys):
     text = HuggingFaceTokenizer(text_model / "tokenizer.json")
     prompt = [BOS, *text.encode("Où?")[0].tolist()]
     expected = zoo.generate(zoo.load(text_model), jnp.array([prompt]), max_new_tokens=8, stop_tokens=[EOS])
@@ -23,7 +23,7 @@ def test_one_prompt_streams_what_zoo_generates(run, text_model, capsys):
     assert f"{len(new)} tokens; the first after" in error and "tokens/s" in error
 
 
-def test_several_prompts_are_continued_as_each_alone(run, bytes_model):
+def test_generate_batch_equals_single_prompts(run, bytes_model):
     prompts = ("A", "longer text")
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
     out, _ = run("generate", bytes_model, *words, "--max-new-tokens", 4)
@@ -31,7 +31,7 @@ def test_several_prompts_are_continued_as_each_alone(run, bytes_model):
     assert out == "".join(f"--- {i}\n{text}" for i, text in enumerate(alone, start=1))
 
 
-def test_tokens_as_numbers(run, gpt2):
+def test_generate_from_token_ids(run, gpt2):
     expected = zoo.generate(zoo.load(gpt2), jnp.array([[3, 5, 7]]), max_new_tokens=4)[0].tolist()
     numbers = ["--tokens", 3, 5, 7, "--max-new-tokens", 4]
     assert run("generate", gpt2, *numbers)[0].split() == list(map(str, expected))
@@ -39,12 +39,12 @@ def test_tokens_as_numbers(run, gpt2):
     assert out.split() == [str(expected[0])] and error.startswith("1 token;")
 
 
-def test_drawn_text_depends_on_the_seed_alone(run, bytes_model):
+def test_generate_samples_depend_on_the_seed(run, bytes_model):
     words = ["generate", bytes_model, "--prompt", "a", "--max-new-tokens", 8, "--temperature", 1, "--seed"]
     assert run(*words, 1)[0] == run(*words, 1)[0] != run(*words, 2)[0]
 
 
-def test_what_cannot_be_continued(refused, text_model, gpt2, monkeypatch):
+def test_generate_errors_name_the_problem(refused, text_model, gpt2, monkeypatch):
     assert "no tokenizer.json: pass token ids" in refused("generate", gpt2, "--prompt", "a")
     assert "65 tokens are too many" in refused("generate", gpt2, "--tokens", 1)
     assert "--prompt or as --tokens" in refused("generate", text_model)
@@ -56,14 +56,14 @@ def test_what_cannot_be_continued(refused, text_model, gpt2, monkeypatch):
     assert "pip install 'equizoo[text]'" in refused("generate", text_model, "--prompt", "a")
 
 
-def test_what_ends_a_text(text_model, bytes_model, tmp_path):
+def test_stop_tokens_from_config_files(text_model, bytes_model, tmp_path):
     assert read_stop_tokens(text_model) == [EOS, 300]  # those of generation_config.json
     assert read_stop_tokens(bytes_model) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
     assert read_stop_tokens(tmp_path) == [3]
 
 
-def test_prompts_are_padded_on_the_left():
+def test_pad_left():
     batch, mask = pad_left([(1, 2, 3), (4,)])
     assert batch.tolist() == [[1, 2, 3], [0, 0, 4]]
     assert mask.tolist() == [[True] * 3, [False, False, True]]
@@ -73,7 +73,7 @@ TEXTS = ("plain", "naïve – 日本語 👩‍🚀!", "", "é" * 9, "two  space
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_stream_never_shows_half_a_letter(text_model, text):
+def test_stream_decoder_prints_complete_characters(text_model, text):
     for tokenizer in (HuggingFaceTokenizer(text_model / "tokenizer.json"), RawByteTokenizer()):
         tokens = tokenizer.encode(text)[0].tolist()
         for begun in range(0, len(tokens), 3):
@@ -85,20 +85,20 @@ def test_a_stream_never_shows_half_a_letter(text_model, text):
             assert before + "".join(pieces) == text and stream.flush() == ""
 
 
-def test_a_stream_gives_at_the_end_what_never_became_a_letter():
+def test_stream_decoder_flushes_incomplete_bytes():
     stream = StreamDecoder(RawByteTokenizer().decode)
     assert [stream.push(token) for token in (65, 0xE2, 0x82)] == ["A", "", ""]
     assert stream.flush() == "\ufffd"
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_byte_belongs_to_one_token(text_model, text):
+def test_tokenizer_byte_counts_sum_to_the_text(text_model, text):
     for tokenizer in (HuggingFaceTokenizer(text_model / "tokenizer.json"), RawByteTokenizer()):
         tokens, lengths = tokenizer.encode(text)
         assert len(tokens) == len(lengths) and lengths.sum() == len(text.encode()) and (lengths >= 0).all()
 
 
-def test_the_tokenizer_of_a_directory(text_model, tmp_path, refused, bytes_model):
+def test_find_tokenizer_of_a_directory(text_model, tmp_path, refused, bytes_model):
     assert find_tokenizer(text_model, 256).prefix == (BOS,)
     assert isinstance(find_tokenizer(tmp_path, 256), RawByteTokenizer) and find_tokenizer(tmp_path, 257) is None
     (tmp_path / "tokenizer.json").write_text("{")

@@ -1,4 +1,4 @@
-"""The command as a whole: help, bad input in one line, and nothing swallowed."""
+"""The `zoo` command: help, exit status, one-line errors for bad input, tracebacks for bugs."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import zoo
 from zoo import cli
 
 
-def test_help_has_one_line_a_command(capsys):
+def test_help_has_one_line_per_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     text = capsys.readouterr().out
@@ -20,7 +20,7 @@ def test_help_has_one_line_a_command(capsys):
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_command_explains_itself_and_every_option(capsys, name):
+def test_command_help_describes_every_option(capsys, name):
     with pytest.raises(SystemExit, match="0"):
         cli.main([name, "--help"])
     text = capsys.readouterr().out
@@ -30,18 +30,18 @@ def test_a_command_explains_itself_and_every_option(capsys, name):
         assert f"{option}:" in described
 
 
-def test_the_version(run):
+def test_version(run):
     assert run("--version")[0].strip() == zoo.__version__
 
 
 @pytest.mark.parametrize("words", [[], ["info"], ["informs"], ["info", "x", "--nope"]])
-def test_words_that_are_no_command(capsys, words):
+def test_unknown_arguments_exit_with_status_2(capsys, words):
     with pytest.raises(SystemExit, match="2"):
         cli.main(words)
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_is_no_checkpoint(refused, tmp_path):
+def test_missing_checkpoint_is_one_line(refused, tmp_path):
     assert "there is no directory" in refused("info", tmp_path / "nowhere")
     assert "hf download some/name" in refused("generate", "some/name", "--tokens", "1")
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
@@ -58,7 +58,7 @@ def planted(error):
     return {"info": info, "other": info}
 
 
-def test_what_was_not_foreseen_keeps_its_traceback(monkeypatch):
+def test_unexpected_errors_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(cli, "COMMANDS", planted(KeyError))
     with pytest.raises(KeyError):
         cli.main(["info"])
@@ -67,12 +67,12 @@ def test_what_was_not_foreseen_keeps_its_traceback(monkeypatch):
         cli.main(["info"])
 
 
-def test_what_the_system_says_of_files_is_one_line(monkeypatch, refused):
+def test_file_system_errors_are_one_line(monkeypatch, refused):
     monkeypatch.setattr(cli, "COMMANDS", planted(OSError(28, "No space left on device")))
     assert "No space left" in refused("info")
 
 
-def test_an_interrupt_ends_cleanly(monkeypatch, capsys):
+def test_interrupt_exits_with_status_130(monkeypatch, capsys):
     monkeypatch.setattr(cli, "COMMANDS", planted(KeyboardInterrupt()))
     with pytest.raises(SystemExit, match="130"):
         cli.main(["info"])
@@ -85,7 +85,7 @@ def process(*words):
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_as_a_process():
+def test_families_in_a_process():
     done = process("families")
     assert (done.returncode, done.stderr) == (0, "")
     names = [line.split()[0] for line in done.stdout.splitlines()]
@@ -93,13 +93,13 @@ def test_as_a_process():
     assert "LlamaForCausalLM" in done.stdout and "arXiv:2302.13971" in done.stdout
 
 
-def test_a_mesh_needs_no_devices(bytes_model):
+def test_info_mesh_needs_no_devices(bytes_model):
     done = process("info", bytes_model, "--fsdp", 2, "--tensor", 2)
     assert done.returncode == 0, done.stderr
     assert "P('tensor', 'fsdp')" in done.stdout
 
 
-def test_who_stops_reading_is_not_told():
+def test_closed_pipe_prints_no_error():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-m", "zoo.cli", "families"], stdout=write, stderr=subprocess.PIPE)

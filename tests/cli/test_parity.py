@@ -1,4 +1,4 @@
-"""`zoo parity`: it says where a port is wrong, and when it is right."""
+"""`zoo parity`: reports agreement with PyTorch, and names the first wrong layer."""
 
 import json
 import shutil
@@ -21,11 +21,11 @@ def qwen3(tmp_path):
     return Path(shutil.copytree(FIXTURES / "qwen3", tmp_path / "qwen3"))
 
 
-def test_a_checkpoint_beside_its_stored_results(qwen3, capsys):
+def test_parity_with_stored_results(qwen3, capsys):
     main(["parity", str(qwen3)])
     text = capsys.readouterr().out
     assert "layer 1 (attention, gated_mlp) and the final norm" in text and "all within tolerance" in text
-    # five gradients of many, farthest off first; and PyTorch's own error in bfloat16
+    # the five largest gradient errors, and PyTorch's error in bfloat16
     assert text.count("gradient of") == 5 and "--all shows them" in text and "PyTorch's" in text
     main(["parity", str(qwen3), "--all", "--json", "--expected", str(qwen3 / "expected.safetensors")])
     report = json.loads(capsys.readouterr().out)
@@ -34,8 +34,8 @@ def test_a_checkpoint_beside_its_stored_results(qwen3, capsys):
     assert 0 < logits["bfloat16"] < 3 * logits["theirs"]
 
 
-def test_the_first_layer_that_is_wrong_is_named(qwen3, capsys):
-    """One number in the second layer: what comes after is off too, and by itself only that layer is."""
+def test_parity_names_the_first_wrong_layer(qwen3, capsys):
+    """One wrong number in layer 1: later activations are wrong too, but alone only that layer is."""
     model = zoo.load(qwen3)
     weight = model.stack.segments[0].blocks[0].ffn.down.weight
     zoo.save(with_weight(model, weight.at[1, 0, 0].add(jnp.asarray(0.5, weight.dtype))), qwen3)
@@ -52,7 +52,7 @@ def with_weight(model, weight):
     return eqx.tree_at(lambda model: model.stack.segments[0].blocks[0].ffn.down.weight, model, weight)
 
 
-def test_what_cannot_be_compared_is_told(qwen3, tmp_path, capsys):
+def test_parity_errors_name_the_problem(qwen3, tmp_path, capsys):
     family = tmp_path / "two.py"
     family.write_text("from zoo.models.hf.families import FAMILIES\na, b = FAMILIES['llama'], FAMILIES['gemma']\n")
     (tmp_path / "none.safetensors").write_bytes((qwen3 / "model.safetensors").read_bytes())
@@ -68,7 +68,7 @@ def test_what_cannot_be_compared_is_told(qwen3, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_distances_of_what_is_not_finite_or_of_another_shape_are_infinite():
+def test_relative_error_of_non_finite_or_other_shape_is_infinite():
     wanted = np.ones((2, 3), np.float32)
     assert relative_error(wanted, wanted) == 0
     assert relative_error(wanted[:1], wanted) == relative_error(wanted * np.nan, wanted) == float("inf")

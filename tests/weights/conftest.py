@@ -1,4 +1,4 @@
-"""Models of any family without a compilation: shapes from `build`, numbers from numpy."""
+"""Fixtures: models of any family without compilation (shapes from `build`, numbers from numpy), damaged checkpoints."""
 
 import dataclasses
 import json
@@ -9,23 +9,77 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zoo
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Origin
 
+from .damage import LLAMA, bits_of, catch_error, labeled, time_limit
 
-def model_of(family, config, *, seed=0, dtype=jnp.float32):
-    """What a config describes, as if it had been read from a checkpoint that says so. Its random numbers are numpy's,
-    whose slices, unlike those of JAX, are not compiled for each shape."""
+
+def make_model(family, config, *, seed=0, dtype=jnp.float32):
+    """Build a config's model as if loaded from a checkpoint, with random numpy arrays.
+
+    Slices of numpy arrays, unlike those of JAX, are not compiled for each shape.
+    """
     family = FAMILIES[family]
-    given = {"model_type": family.name, **config}
-    read = read_config(family, given)
-    abstract = eqx.filter_eval_shape(lambda key: family.build(read, key=key), jax.random.key(0))
-    draw = np.random.default_rng(seed)
-    fill = lambda x: draw.normal(size=x.shape).astype(dtype) if hasattr(x, "dtype") else x
-    return dataclasses.replace(jax.tree.map(fill, abstract), origin=Origin(family, json.dumps(given)))
+    config = {"model_type": family.name, **config}
+    abstract = eqx.filter_eval_shape(lambda key: family.build(read_config(family, config), key=key), jax.random.key(0))
+    random = np.random.default_rng(seed)
+    fill = lambda x: random.normal(size=x.shape).astype(dtype) if hasattr(x, "dtype") else x
+    return dataclasses.replace(jax.tree.map(fill, abstract), origin=Origin(family, json.dumps(config)))
 
 
 @pytest.fixture(scope="session")
 def make():
-    return model_of
+    return make_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make, tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    zoo.save(make("llama", LLAMA), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sharded(make, tmp_path_factory):
+    path = tmp_path_factory.mktemp("sharded")
+    zoo.save(make("llama", LLAMA), path, shard_bytes=1500)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bits(checkpoint):
+    return bits_of(zoo.load(checkpoint))
+
+
+@pytest.fixture
+def allocations(monkeypatch):
+    """The shapes of the arrays allocated so far."""
+    allocated, fill = [], jax.make_array_from_callback
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda *a, **k: allocated.append(a[0]) or fill(*a, **k))
+    return allocated
+
+
+@pytest.fixture
+def attempt(allocations, bits):
+    """`attempt(label, directory)` loads a damaged checkpoint and returns the error's message.
+
+    It checks the error's class, its length, and that it was raised before anything was allocated.
+    """
+
+    def run(label, directory, *, allocates=False, **options):
+        allocations.clear()
+        with labeled(label), time_limit():
+            message = catch_error(lambda: zoo.load(directory, **options))
+            assert message is not None, "it was loaded"
+            assert allocates or not allocations, "arrays were allocated before the error"
+        return message
+
+    def harmless(label, directory):
+        with labeled(label), time_limit():
+            assert bits_of(zoo.load(directory)) == bits
+
+    run.harmless = harmless
+    return run

@@ -1,4 +1,4 @@
-"""What DeepSeek's files hold beside a model, and what their configs may say that is not computed."""
+"""DeepSeek checkpoints: multi-token prediction modules, selection biases, unsupported config keys."""
 
 import json
 
@@ -40,7 +40,7 @@ def store(directory, tensors, **keys):
 
 
 def with_predictor(tensors):
-    """As on the hub: a whole layer behind the last, what joins its two inputs, and an embedding and a head again."""
+    """Add a multi-token prediction module as on the hub: one more layer, projections, embedding and head again."""
     last = {name: x for name, x in tensors.items() if name.startswith("model.layers.1.")}
     module = {name.replace(".layers.1.", ".layers.2."): x for name, x in last.items()}
     more = {"eh_proj.weight": np.ones((8, 16)), "enorm.weight": np.ones(8), "hnorm.weight": np.ones(8)}
@@ -50,7 +50,7 @@ def with_predictor(tensors):
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_a_module_that_predicts_further_tokens_is_left_out(directory, prefix):
+def test_deepseek_multi_token_prediction_module_is_ignored(directory, prefix):
     expected, tensors = bits(zoo.load(directory)), stored(directory)
     both = {name.removeprefix("model." if not prefix else ""): x for name, x in with_predictor(tensors).items()}
     store(directory, both, num_nextn_predict_layers=1)
@@ -60,7 +60,7 @@ def test_a_module_that_predicts_further_tokens_is_left_out(directory, prefix):
     assert stored(directory / "again").keys() == {name.removeprefix("" if prefix else "model.") for name in tensors}
 
 
-def test_a_layer_too_many_is_no_such_module(directory):
+def test_deepseek_extra_layer_is_refused(directory):
     tensors = stored(directory)
     store(directory, tensors, num_hidden_layers=1)
     with pytest.raises(zoo.CheckpointError, match=r"model.layers.1.input_layernorm.weight \[8\] has no place"):
@@ -70,7 +70,7 @@ def test_a_layer_too_many_is_no_such_module(directory):
         zoo.load(directory)
 
 
-def test_the_bias_that_chooses_is_not_rounded(directory):
+def test_deepseek_selection_bias_is_not_rounded(directory):
     bias = lambda model: [*model.stack.iter_blocks()][1].ffn.router.selection_bias
     whole, half = zoo.load(directory), zoo.load(directory, dtype=jnp.bfloat16)
     assert bias(half).dtype == jnp.float32 and jnp.array_equal(bias(half), bias(whole))
@@ -101,14 +101,14 @@ V2 = {key: value for key, value in SIZES.items() if key not in ("n_group", "topk
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "needs n_group and topk_group"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(make, family, keys, told):
+def test_deepseek_unsupported_config_keys_are_named(make, family, keys, told):
     with pytest.raises(ConfigError, match=told):
         make(family, (SIZES if family == "deepseek_v3" else V2) | keys)
 
 
-def test_biases_are_where_transformers_has_them(make):
-    """`mlp_bias` of dense layers and of the shared expert alone; `attention_bias` of what reads the stream or writes to
-    it."""
+def test_deepseek_biases_are_where_transformers_has_them(make):
+    """`mlp_bias` is for dense layers and shared experts only; `attention_bias` for projections from and to the residual
+    stream."""
     model = make("deepseek_v2", V2 | {"mlp_bias": True, "attention_bias": True})
     names = {place.name for place in zoo.models.list_parameter_paths(model) if place.name.endswith(".bias")}
     attention = {f"latent_attention.{part}" for part in ("query_down", "latent", "rotary_key", "out")}
@@ -118,8 +118,8 @@ def test_biases_are_where_transformers_has_them(make):
     assert names == {f"layers.*.{part}.bias" for part in attention | gated}
 
 
-def test_files_in_the_words_of_the_hub_are_read():
-    """The keys of deepseek-ai/DeepSeek-V2-Lite that say nothing new, or nothing of the result."""
+def test_deepseek_hub_config_is_read():
+    """Keys of deepseek-ai/DeepSeek-V2-Lite that are redundant or do not affect the result."""
     hub = {"aux_loss_alpha": 0.001, "moe_layer_freq": 1, "scoring_func": "softmax", "seq_aux": True, "ep_size": 1}
     hub |= {"norm_topk_prob": False, "pretraining_tp": 1, "attention_dropout": 0.0, "auto_map": {"AutoModel": "a.B"}}
     assert read_config(FAMILIES["deepseek_v2"], hub) == read_config(FAMILIES["deepseek_v2"], {})

@@ -1,5 +1,4 @@
-"""Loading onto a mesh: every device gets its share of what one device would have, and no process more memory than that
-takes."""
+"""Load onto a mesh: every device reads its shards only, and peak memory stays near the size of the model."""
 
 import itertools
 import json
@@ -44,10 +43,9 @@ CASES = {
     | {"num_experts": 4, "hidden_size": 32}
     | {"num_experts_per_tok": 2},
 }
-"""kv_heads fewer than devices along `tensor`, which lie whole there; a vocabulary that does not share out (gpt2's);
-queries, keys and values fused side by side and head by head, in unlike parts too; two kinds of layers; experts,
-one by one and in one tensor; norms that are split with the heads; a mixer's
-four projections in one tensor, of which two lie whole."""
+"""Fewer kv_heads than devices along `tensor`, which are replicated; a vocabulary that `tensor` does not divide (gpt2);
+fused queries, keys and values, in blocks and per head; two kinds of layers; one tensor per expert and fused experts;
+norms sharded with the heads; a mixer's four projections in one tensor, two of them replicated."""
 MESHES = [
     {"data": d, "fsdp": f, "tensor": t} for d, f, t in itertools.product((1, 2, 4, 8), repeat=3) if d * f * t == 8
 ]
@@ -61,13 +59,13 @@ def checkpoint(request, make, tmp_path_factory):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "x".join(map(str, sizes.values())))
-def test_every_shard_is_the_slice_of_the_whole(checkpoint, sizes, monkeypatch):
+def test_load_on_mesh_reads_each_shard_once(checkpoint, sizes, monkeypatch):
     path, whole = checkpoint
     mesh = zoo.make_mesh(**sizes)
     read, fill = [], jax.make_array_from_callback
 
     def count(shape, sharding, callback):
-        """As JAX's own, with the bytes that the callback hands out, each buffer once."""
+        """Wrap JAX's function; count the bytes of the buffers that the callback returns, each once."""
         made = {}
 
         def counted(index):
@@ -98,7 +96,7 @@ def test_every_shard_is_the_slice_of_the_whole(checkpoint, sizes, monkeypatch):
     assert held[jax.devices()[0]] < total * (1 if split == 1 else 0.75) + (split == 1)
 
 
-def test_a_loaded_model_is_what_place_makes_of_it(checkpoint):
+def test_load_on_mesh_equals_load_then_place(checkpoint):
     path, whole = checkpoint
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     loaded, placed = zoo.load(path, mesh=mesh, dtype=jnp.bfloat16), zoo.place(zoo.load(path, dtype=jnp.bfloat16), mesh)
@@ -107,7 +105,7 @@ def test_a_loaded_model_is_what_place_makes_of_it(checkpoint):
         assert np.array_equal(np.asarray(one), numbers.astype(jnp.bfloat16))
 
 
-def test_a_model_that_lies_on_a_mesh_is_written_as_from_one_device(checkpoint, tmp_path):
+def test_save_from_mesh_equals_save_from_one_device(checkpoint, tmp_path):
     path, _ = checkpoint
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     zoo.save(zoo.load(path), tmp_path / "one")
@@ -116,7 +114,7 @@ def test_a_model_that_lies_on_a_mesh_is_written_as_from_one_device(checkpoint, t
         assert file.read_bytes() == (tmp_path / "mesh" / file.name).read_bytes()
 
 
-def test_heads_that_do_not_share_out_are_told(make, tmp_path):
+def test_load_refuses_heads_that_tensor_does_not_divide(make, tmp_path):
     zoo.save(make("llama", LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}), tmp_path)
     with pytest.raises(ValueError, match="6 heads do not share out over tensor=4"):
         zoo.load(tmp_path, mesh=zoo.make_mesh(data=2, tensor=4))
@@ -166,15 +164,14 @@ PEAK = """
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("devices", [1, 8])
-def test_memory(make, tmp_path, devices):
-    """A checkpoint of 176 MB in one process, beside what it held before. Its largest stacked arrays are 48 MB each.
+def test_load_and_save_peak_memory(make, tmp_path, devices):
+    """Load and save a checkpoint of 176 MB in one process. Its largest stacked arrays have 48 MB each.
 
-    Loading fills one array at a time, in place, from a mapped file. Anonymous memory, which is what can run out, ends
-    as the model's own size and is never above it: by 0.6 MB when this was measured, where a second copy of the array
-    that is filled would be 48, and a dictionary of all tensors 176. Devices that hold the same share one buffer. Pages
-    of the file count in the resident size until they are let go of, which is after each array: at most the 48 MB that
-    one array reads are resident, and 48.6 were measured. Saving puts together one tensor of theirs at a time, a layer
-    of 4 MB, with a copy or two on the way from the devices: 8 MB from one device, 16 from eight.
+    Loading fills one array at a time, in place, from a memory-mapped file. Anonymous memory, which can run out, rises
+    to the size of the model and never above it: by 0.6 MB as measured, where a second copy of an array would take 48,
+    and a dictionary of all tensors 176. Replicas share one buffer. Pages of the file count as resident until they are
+    released after each array: at most the 48 MB that one array reads; 48.6 were measured. Saving assembles one tensor
+    at a time, a layer of 4 MB, with one or two copies on the way from the devices: 8 MB from one device, 16 from eight.
     """
     sizes = {"vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 2048, "num_hidden_layers": 12}

@@ -1,4 +1,4 @@
-"""Checkpoints in MXFP4: the numbers of PyTorch in both forms, read exactly, on any mesh, and written again."""
+"""MXFP4 checkpoints, packed and dequantized: parity with PyTorch, exact values, meshes, saving."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def bits(model):
 
 
 def random_model(**sizes):
-    """With numpy's numbers: bytes, and scales around 2^-6."""
+    """Build a model with random numpy bytes, and scales of 2^-6."""
     draw = np.random.default_rng(0)
 
     def fill(x):
@@ -62,7 +62,7 @@ def random_model(**sizes):
 
 
 @pytest.mark.parametrize("folder", CASES, ids=["fixture", "reference"][: len(CASES)])
-def test_packed_it_computes_what_pytorch_does(folder):
+def test_packed_model_matches_pytorch(folder):
     expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
     report = compare(folder, expected, gradient_norms=norms, packed=True)
     assert report.passed, report.first_failure
@@ -75,7 +75,7 @@ def test_packed_it_computes_what_pytorch_does(folder):
     np.testing.assert_array_equal(tokens, expected["generate.tokens"])
 
 
-def test_both_forms_hold_the_numbers_of_the_file():
+def test_dequantized_and_packed_weights_equal_the_file():
     tensors = open_tensors(FIXTURE)
     plain, packed = zoo.load(FIXTURE), zoo.load(FIXTURE, packed=True)
     numbers = {f"{EXPERTS}.{name}": tensors[f"{EXPERTS}.{name}_blocks"] for name in ("gate_up_proj", "down_proj")}
@@ -95,8 +95,8 @@ def test_both_forms_hold_the_numbers_of_the_file():
 
 
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["whole", "in shares"])
-def test_no_more_is_decoded_at_a_time_than_one_part_and_nothing_twice(sizes, tmp_path, monkeypatch):
-    """Beside the model there is, of one layer, what one device holds of its gate, up or down; and the packed file."""
+def test_dequantization_is_lazy_and_decodes_each_block_once(sizes, tmp_path, monkeypatch):
+    """At most one device's shard of one layer's gate, up or down is dequantized at a time."""
     zoo.save(random_model(), tmp_path)
     decoded, mesh = [], zoo.make_mesh(**sizes)
     count = lambda *packed: decoded.append(dequantize_mxfp4_numpy(*packed)) or decoded[-1]
@@ -107,7 +107,7 @@ def test_no_more_is_decoded_at_a_time_than_one_part_and_nothing_twice(sizes, tmp
     assert sum(x.size for x in decoded) == 3 * 3 * 2 * 64 * 64
 
 
-def test_a_decoded_model_is_written_as_plain_tensors(tmp_path):
+def test_dequantized_model_is_saved_as_plain_tensors(tmp_path):
     model = zoo.load(FIXTURE)
     zoo.save(model, tmp_path)
     assert read(tmp_path / CONFIG) == {k: v for k, v in read(FIXTURE / CONFIG).items() if k != "quantization_config"}
@@ -118,7 +118,7 @@ def test_a_decoded_model_is_written_as_plain_tensors(tmp_path):
     assert bits(again) == bits(model) and not [*find_differences(again, model), *find_differences(model, again)]
 
 
-def test_a_packed_model_is_written_byte_for_byte(tmp_path):
+def test_packed_model_is_saved_byte_for_byte(tmp_path):
     model = zoo.load(FIXTURE, packed=True)
     zoo.save(model, tmp_path)
     assert (tmp_path / WHOLE).read_bytes() == (FIXTURE / WHOLE).read_bytes()
@@ -127,9 +127,8 @@ def test_a_packed_model_is_written_byte_for_byte(tmp_path):
     assert bits(zoo.load(tmp_path, packed=True)) == bits(model)
 
 
-def test_on_a_mesh(tmp_path):
-    """Each device holds its share of either form, read from its share of the file; and what is packed computes there
-    what it does on one device, with the same gradients."""
+def test_packed_model_on_mesh_equals_one_device(tmp_path):
+    """Each device reads its shards, packed or dequantized. A packed model has the same loss and gradients on a mesh."""
     zoo.save(random_model(), tmp_path)
     mesh, one = zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(devices=jax.devices()[:1])
     for packed in (False, True):
@@ -147,24 +146,24 @@ def test_on_a_mesh(tmp_path):
         assert np.abs(a - b).max() <= 2e-5 * np.abs(a).max()
 
 
-def test_layers_are_decoded_one_after_another():
-    """Twelve layers of 96 matrices: a gradient holds a small part of what all of them are, decoded."""
+def test_gradient_dequantizes_one_layer_at_a_time():
+    """A gradient through 12 layers of 96 matrices needs a small part of the memory of all of them, dequantized."""
     sizes = SIZES | {"num_hidden_layers": 12, "num_local_experts": 32, "layer_types": ["full_attention"] * 12}
     model = eqx.filter_eval_shape(lambda: zoo.models.preset("gpt-oss-20b", **sizes, **PACKED, key=KEY))
     decoded = sum(4 * 2 * x.blocks.size for x in packed_parts(model))
-    learnt, fixed = eqx.partition(model, lambda x: hasattr(x, "dtype") and x.dtype == jnp.float32)
+    params, fixed = eqx.partition(model, lambda x: hasattr(x, "dtype") and x.dtype == jnp.float32)
     tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
-    def loss(learnt, fixed, tokens):
-        return eqx.combine(learnt, fixed)(tokens).sum()
+    def loss(params, fixed, tokens):
+        return eqx.combine(params, fixed)(tokens).sum()
 
-    arrays, static = eqx.partition((learnt, fixed), lambda x: hasattr(x, "dtype"))
+    arrays, static = eqx.partition((params, fixed), lambda x: hasattr(x, "dtype"))
     run = jax.jit(lambda arrays, tokens: jax.grad(loss)(*eqx.combine(arrays, static), tokens))
     assert run.lower(arrays, tokens).compile().memory_analysis().temp_size_in_bytes < decoded / 20
 
 
 def altered(tmp_path, change, config=None):
-    """The fixture with other tensors."""
+    """Copy the fixture with other tensors."""
     shutil.copytree(FIXTURE, tmp_path / "altered", dirs_exist_ok=True)
     tensors = {name: np.array(x.read()) for name, x in open_tensors(FIXTURE).items()}
     tensors = change(tensors) or tensors
@@ -216,7 +215,7 @@ BLOCKS, SCALES = f"{EXPERTS}.down_proj_blocks", f"{EXPERTS}.down_proj_scales"
     ],
     ids=["no scales", "no blocks", "neither", "another dtype", "other blocks", "fewer experts", "no numbers", "plain"],
 )
-def test_damage_is_told(tmp_path, change, plain, packed):
+def test_packed_damage_is_named(tmp_path, change, plain, packed):
     where = altered(tmp_path, change)
     for message, form in ((plain, False), (packed, True)):
         if message is not None:
@@ -224,7 +223,7 @@ def test_damage_is_told(tmp_path, change, plain, packed):
                 zoo.load(where, packed=form)
 
 
-def test_what_is_not_packed_cannot_stay_so():
+def test_packed_needs_a_quantized_checkpoint():
     with pytest.raises(
         zoo.CheckpointError, match="packed=True, and without a quantization_config nothing .* is packed"
     ):
@@ -242,13 +241,13 @@ def test_what_is_not_packed_cannot_stay_so():
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_another_form_of_packing_is_refused(tmp_path, given, packed):
+def test_quantization_other_than_mxfp4_is_refused(tmp_path, given, packed):
     where = altered(tmp_path, lambda x: x, read(FIXTURE / CONFIG) | {"quantization_config": given})
     with pytest.raises(zoo.CheckpointError, match="quantization_config = .* only quant_method 'mxfp4' is"):
         zoo.load(where, packed=packed)
 
 
-def test_other_families_refuse_it(tmp_path):
+def test_mxfp4_is_refused_by_other_families(tmp_path):
     shutil.copytree(FIXTURE.parent / "mixtral", tmp_path / "m")
     given = read(tmp_path / "m" / CONFIG) | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "m" / CONFIG).write_text(json.dumps(given))
@@ -256,7 +255,7 @@ def test_other_families_refuse_it(tmp_path):
         zoo.load(tmp_path / "m")
 
 
-def test_gradients_of_a_packed_model_are_written_by_name(tmp_path):
+def test_gradients_of_a_packed_model_are_saved_by_name(tmp_path):
     model = zoo.load(FIXTURE, packed=True, dtype=jnp.float32)
     zoo.save(zoo.trainable(model), tmp_path)
     written = open_tensors(tmp_path).keys()
@@ -265,7 +264,7 @@ def test_gradients_of_a_packed_model_are_written_by_name(tmp_path):
     }
 
 
-def test_a_preset_may_be_packed_from_the_start(tmp_path):
+def test_preset_can_be_packed_from_scratch(tmp_path):
     sizes = SIZES | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
     model = zoo.models.preset("gpt-oss-20b", **sizes, **PACKED, key=KEY)
     zoo.save(model, tmp_path)

@@ -1,7 +1,7 @@
-"""PyTorch's numbers, for every folder of reference cases whose family is here.
+"""Compare every family with PyTorch on reference cases: activations, gradients, padding, greedy decoding, saving.
 
-A case is a small checkpoint and what transformers computed of it. The project's own lie in `tests/fixtures/models`; the
-environment variable ZOO_PARITY names a folder with more. A new family needs cases, and nothing here.
+A case is a small checkpoint with the results of transformers. The project's own cases are in `tests/fixtures/models`;
+the environment variable ZOO_PARITY names a directory with more. A new family needs cases, and nothing here.
 """
 
 import json
@@ -20,12 +20,19 @@ import zoo
 from zoo.models import balance_loss, token_info
 from zoo.models.hf.families import FAMILIES
 from zoo.models.parameter_paths import find_differences
-from zoo.weights.parity import GRADIENT_FLOOR, compare, make_next_token_batch, read_expectations
+from zoo.weights.parity import (
+    GRADIENT_FLOOR,
+    TOLERANCE,
+    compare,
+    make_next_token_batch,
+    read_expectations,
+    relative_error,
+)
 from zoo.weights.safetensors import open_tensors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 PARITY = os.environ.get("ZOO_PARITY")
-PROMISED = {
+REQUIRED_CASES = {
     *("llama2_gqa_tied", "llama2_mha", "llama3_rope", "llama_bf16", "llama_dynamic", "llama_fp16_sharded"),
     *("llama_gqa4_bias_tied", "llama_gqa8_headdim", "llama_linear", "llama_mqa_bias", "llama_sharded", "llama_yarn"),
     *("mistral_nowindow", "mistral_swa", "qwen2_tied", "qwen2_untied_gqa8", "qwen3_base", "qwen3_untied_bias"),
@@ -37,10 +44,10 @@ PROMISED = {
 }
 
 
-def cases() -> list:
+def list_cases() -> list:
     roots = [FIXTURES, *([Path(PARITY) / "models"] if PARITY else [])]
-    found = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
-    ours = [folder for folder in found if read(folder / "config.json")["model_type"] in zoo.families()]
+    folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
+    ours = [folder for folder in folders if read(folder / "config.json")["model_type"] in zoo.families()]
     return [pytest.param(folder, id=folder.name) for folder in ours]
 
 
@@ -48,40 +55,60 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def test_every_family_has_a_fixture_and_the_promised_cases_are_run():
-    names = {case.id for case in cases()}
+def test_parity_cases_cover_every_family():
+    names = {case.id for case in list_cases()}
     assert {read(folder / "config.json")["model_type"] for folder in FIXTURES.iterdir()} >= set(FAMILIES)
-    assert not PARITY or names >= PROMISED
+    assert not PARITY or names >= REQUIRED_CASES
 
 
-@pytest.mark.parametrize("folder", cases())
-def test_a_case(folder: Path, tmp_path: Path):
+@pytest.mark.parametrize("folder", list_cases())
+def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     expected, meta = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")
     model = zoo.load(folder, dtype=jnp.float32)
 
-    report = compare(folder, expected, gradient_norms=meta["grad_norm"])
+    in_float32 = {name: x for name, x in expected.items() if not name.startswith("bfloat16.")}
+    report = compare(folder, in_float32, gradient_norms=meta["grad_norm"])
     assert report.passed, report.first_failure
     assert len(report.comparisons) >= len(model.stack.init_state(1, 1)) + 3 + len(meta["grad_norm"])
     routed = {name for name in expected if name.startswith("router_logits.")}
     assert routed == {line.name for line in report.comparisons if line.name.startswith("router_logits.")}
 
-    both_spellings_are_read(folder, tmp_path / "hub")
-    padding_changes_no_logits(model, expected, read(folder / "config.json").get("router_aux_loss_coef", 0.0))
-    greedy_tokens_are_equal(model, expected)
-    what_is_written_is_what_was_read(folder, tmp_path / "again")
-    if folder.parent == FIXTURES:  # once a family: compare has held every case's gradients to PyTorch's
-        gradients_are_written_under_their_names(model, expected, tmp_path / "gradients")
+    loaded = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
+    check_padding_changes_no_logits(model, expected, read(folder / "config.json").get("router_aux_loss_coef", 0.0))
+    check_greedy_tokens_are_equal(model, expected)
+    check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
+    if folder.parent == FIXTURES:  # once per family, since `compare` checks the gradients of every case
+        check_saved_gradients(model, expected, tmp_path / "gradients")
 
 
-def both_spellings_are_read(folder: Path, copy: Path) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "mamba"])
+def test_bfloat16_error_is_like_pytorchs(name: str):
+    expected = read_expectations(FIXTURES / name / "expected.safetensors")
+    forward = {key: expected[key] for key in ("input_ids", "logits", "bfloat16.logits")}
+    (logits,) = compare(FIXTURES / name, forward).comparisons
+    assert logits.passed and 0 < logits.bfloat16 < 3 * logits.theirs
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mamba"])
+def test_hidden_states_match_pytorch(name: str):
+    expected = read_expectations(FIXTURES / name / "expected.safetensors")
+    model = zoo.load(FIXTURES / name, dtype=jnp.float32)
+    states = zoo.hidden_states(model, jnp.asarray(expected["input_ids"]))
+    assert len(states) == sum(key.startswith("hidden_states.") for key in expected)
+    for number, state in enumerate(states):
+        assert relative_error(state, expected[f"hidden_states.{number}"]) <= TOLERANCE, number
+
+
+def check_hub_config_loads_the_same_model(folder: Path, copy: Path) -> zoo.models.Decoder:
     shutil.copytree(folder, copy)
     shutil.copyfile(folder / "config_hub.json", copy / "config.json")
     new, old = zoo.load(folder), zoo.load(copy)
     assert not list(find_differences(new, old))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    return new
 
 
-def padding_changes_no_logits(model: zoo.models.Decoder, expected: dict, balance: float) -> None:
+def check_padding_changes_no_logits(model: zoo.models.Decoder, expected: dict, balance: float) -> None:
     """Rows without padding, padded left and padded right, in one batch, so that the longest row is as long as before.
 
     The routing of the rows without padding also gives PyTorch's auxiliary loss of a mixture of experts.
@@ -100,21 +127,21 @@ def padding_changes_no_logits(model: zoo.models.Decoder, expected: dict, balance
         return model.logits(hidden.x), balance_loss(unpadded, over="layers")
 
     logits, aux_loss = jax.device_get(run(model, tokens, mask))
-    for ours, real, wanted in zip(logits, mask, np.concatenate(3 * [expected["logits"]]), strict=True):
-        assert np.abs(ours[real] - wanted[: real.sum()]).max() <= 1e-4 * np.abs(expected["logits"]).max()
+    for ours, is_token, wanted in zip(logits, mask, np.concatenate(3 * [expected["logits"]]), strict=True):
+        assert np.abs(ours[is_token] - wanted[: is_token.sum()]).max() <= 1e-4 * np.abs(expected["logits"]).max()
     if aux_loss is not None:
         shifted = np.float64(logits[:num_rows, :-1])
         scores = np.take_along_axis(shifted, rows[0][:, 1:, None], -1)[..., 0]
         loss = (np.log(np.exp(shifted).sum(-1)) - scores).mean()
         for ours, name in ((aux_loss, "aux_loss"), (loss + balance * aux_loss, "loss_with_aux")):
             assert abs(ours - expected[name]) <= 1e-5 * abs(expected[name]), name
-        assert balance * expected["aux_loss"] > 1e-4 * expected["loss"], "without it the loss would be another"
+        assert balance * expected["aux_loss"] > 1e-4 * expected["loss"], "the auxiliary loss is too small to matter"
 
 
-def greedy_tokens_are_equal(model: zoo.models.Decoder, expected: dict) -> None:
+def check_greedy_tokens_are_equal(model: zoo.models.Decoder, expected: dict) -> None:
     prompts = np.concatenate([expected["generate.prompt"], expected["generate_padleft.prompt"]])
-    whole = np.ones_like(expected["generate.prompt"])
-    mask = np.concatenate([whole, expected["generate_padleft.attention_mask"]]) > 0
+    unpadded = np.ones_like(expected["generate.prompt"])
+    mask = np.concatenate([unpadded, expected["generate_padleft.attention_mask"]]) > 0
     wanted = np.concatenate([expected["generate.tokens"], expected["generate_padleft.tokens"]])
     length = prompts.shape[1] + wanted.shape[1]
     new = zoo.generate(
@@ -123,33 +150,34 @@ def greedy_tokens_are_equal(model: zoo.models.Decoder, expected: dict) -> None:
     np.testing.assert_array_equal(new, wanted)
 
 
-def what_is_written_is_what_was_read(folder: Path, copy: Path) -> None:
-    model = zoo.load(folder, packed="quantization_config" in read(folder / "config.json"))
+def check_saved_files_equal_loaded_files(model: zoo.models.Decoder, folder: Path, copy: Path) -> None:
+    if "quantization_config" in read(folder / "config.json"):
+        model = zoo.load(folder, packed=True)
     zoo.save(jax.tree.map(np.asarray, model), copy)  # slices of numpy arrays are not compiled for each shape
-    given, written = open_tensors(folder), open_tensors(copy)
+    original, saved = open_tensors(folder), open_tensors(copy)
     assert read(copy / "config.json") == read(folder / "config.json")
     assert model.origin is not None
-    for name in given.keys() - written.keys():  # only what no model reads
+    for name in original.keys() - saved.keys():  # only tensors that no model reads
         assert any(re.search(pattern, name) for pattern in model.origin.family.ignored_tensors), name
-    for name, tensor in written.items():
-        assert tensor.dtype == given[name].dtype
-        assert tensor.read().tobytes() == given[name].read().tobytes(), name
-    if given.keys() == written.keys() and (folder / "model.safetensors").exists():
+    for name, tensor in saved.items():
+        assert tensor.dtype == original[name].dtype
+        assert tensor.read().tobytes() == original[name].read().tobytes(), name
+    if original.keys() == saved.keys() and (folder / "model.safetensors").exists():
         assert (copy / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def gradients_are_written_under_their_names(model: zoo.models.Decoder, expected: dict, there: Path) -> None:
+def check_saved_gradients(model: zoo.models.Decoder, expected: dict, directory: Path) -> None:
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     batch = make_next_token_batch(expected["input_ids"])
     with jax.default_matmul_precision("highest"):  # the program that `compare` has compiled
         _, grads = zoo.value_and_grad(zoo.cross_entropy, mesh)(zoo.place(model, mesh), batch)
-    zoo.save(grads, there)
-    written = open_tensors(there)
-    bare = model.origin is not None and model.origin.lacks_base_prefix
+    zoo.save(jax.tree.map(np.asarray, grads), directory)
+    saved = open_tensors(directory)
+    lacks_prefix = model.origin is not None and model.origin.lacks_base_prefix
     largest = max(np.linalg.norm(wanted) for name, wanted in expected.items() if name.startswith("grad."))
     for name, wanted in expected.items():
         if name.startswith("grad."):
             name = name.removeprefix("grad.")
-            name = name.removeprefix(name.partition(".")[0] + ".") if bare else name
-            most = max(2e-4 * np.linalg.norm(wanted), GRADIENT_FLOOR * largest)
-            assert np.linalg.norm(written[name].read() - wanted) <= most, name
+            name = name.removeprefix(name.partition(".")[0] + ".") if lacks_prefix else name
+            bound = max(2e-4 * np.linalg.norm(wanted), GRADIENT_FLOOR * largest)
+            assert np.linalg.norm(saved[name].read() - wanted) <= bound, name

@@ -133,7 +133,7 @@ def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[s
 def _format_table(summary: Summary, names: bool) -> list[str]:
     """Return one line per parameter, grouped by part below a line with the part's total."""
     lines = [["parameter", "layers", "dims", "shape", "dtype", "share"]]
-    lines[0] += [] if summary.mesh is None else ["on the mesh", "a device"]
+    lines[0] += [] if summary.mesh is None else ["sharding", "per device"]
     for part in dict.fromkeys(row.part for row in summary.rows):
         rows = [row for row in summary.rows if row.part == part]
         count = sum(row.count for row in rows)

@@ -136,7 +136,7 @@ def _summarize_shapes(
     return Summary(
         family=family.name,
         architecture=family.architecture,
-        tied=getattr(model, "head", model) is None,
+        tied=isinstance(model, Decoder) and model.head is None,
         active=count_active_parameters(model),
         stored=None,
         dtypes=_count_by_dtype(jax.tree.leaves(model)),

@@ -22,7 +22,7 @@ from .safetensors import CheckpointError, LazyTensor
 
 _ALIGNMENT = 64  # bytes; JAX takes a CPU buffer without a copy if its address is a multiple of this
 _Sources = Mapping[tuple[int, ...], tuple[str, int]]
-"""Of one array: index into its stacked dims -> (name of the tensor that holds this slice, part of the tensor)."""
+"""Index into the stacked dims of an array -> (name of the tensor that holds this slice, part of the tensor)."""
 
 
 def load(

@@ -22,7 +22,7 @@ from zoo.models import Decoder, Hidden, cross_entropy
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
-from zoo.parallel import make_mesh, place, value_and_grad
+from zoo.parallel import NAMED_BY_CLASS, array_fields, make_mesh, place, value_and_grad
 
 from .load import load
 from .packed import BLOCKS_SUFFIX
@@ -113,7 +113,7 @@ class _Activations(NamedTuple):
     layers_alone: dict[int, Array]
     """Output of each layer whose input was given, by the number of its hidden state."""
     logits: Array
-    router_logits: list[Array]
+    router_logits: list[np.ndarray]
     """One per layer that has a router, "tokens experts"."""
 
 
@@ -133,12 +133,13 @@ def _run_model(model: Decoder, blocks: Sequence[Any], tokens: Any, inputs: Mappi
             alone[number] = _run_block(block, jnp.asarray(inputs[number - 1]))[0]
     last = len(blocks)
     if skip_embedding:
-        alone |= {last: _normalize(model, jnp.asarray(inputs[last - 1]))} if last - 1 in inputs else {}
+        alone |= {last: _run_head(model, jnp.asarray(inputs[last - 1]))[0]} if last - 1 in inputs else {}
     elif last in alone:
-        alone[last] = _normalize(model, alone[last])
-    states = [*(outputs[1:] if skip_embedding else outputs[:-1]), _normalize(model, outputs[-1])]
-    router_logits = [routing.logits.reshape(-1, routing.logits.shape[-1]) for routing in routings]
-    return _Activations(states, alone, _compute_logits(model, states[-1]), router_logits)
+        alone[last], _ = _run_head(model, alone[last])
+    final, logits = _run_head(model, outputs[-1])
+    states = [*(outputs[1:] if skip_embedding else outputs[:-1]), final]
+    router_logits = [np.asarray(routing.logits).reshape(-1, routing.logits.shape[-1]) for routing in routings]
+    return _Activations(states, alone, logits, router_logits)
 
 
 @eqx.filter_jit
@@ -153,11 +154,11 @@ def _run_block(block: Any, x: Array) -> tuple[Array, tuple[Routing, ...]]:
 
 
 @eqx.filter_jit
-def _normalize(model: Decoder, x: Array) -> Array:
-    return model.norm(x)
+def _run_head(model: Decoder, x: Array) -> tuple[Array, Array]:
+    x = model.norm(x)
+    return x, model.logits(x)
 
 
-_compute_logits = eqx.filter_jit(Decoder.logits)
 _unstack_blocks = eqx.filter_jit(unstack_blocks)
 
 
@@ -204,7 +205,8 @@ def _name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> st
         return "the final norm"
     if layer < 0:
         return "embedding"
-    parts = [getattr(blocks[layer], part) for part in ("mixer", "ffn") if hasattr(blocks[layer], part)]
+    block = blocks[layer]
+    parts = [getattr(block, field.name) for field in array_fields(block) if NAMED_BY_CLASS in field.metadata]
     words = ", ".join(to_snake_case(type(part).__name__) for part in parts)
     return f"layer {layer} ({words})" + (" and the final norm" if number == len(blocks) else "")
 

@@ -1,4 +1,4 @@
-"""What is written is what is read: every bit of every array, every static, the very same file, in every family."""
+"""Save and load round trips in every family: the same bits of every array, the same static fields, the same file."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ KEY = jax.random.key(0)
 EACH = pytest.mark.parametrize("family", FAMILIES)
 
 PAIRS = 4
-"""Values of a head that rotary embeddings turn, in pairs: where all of them are turned and a head is 8 wide."""
+"""RoPE pairs of a head of dim 8."""
 VALUES = {
     "vocab_size": st.sampled_from([11, 16]),
     "hidden_size": st.sampled_from([16, 32]),
@@ -67,11 +67,11 @@ VALUES = {
         ]
     ),
 }
-"""A handful of small values for the usual words; for others see `values`."""
+"""Small values for common config keys; for the others see `values`."""
 
 
 def values(default):
-    """Of a key that is not in VALUES: both flags, small counts, numbers near the default, and no other word."""
+    """Return values for a key that is not in VALUES: both booleans, small counts, floats near the default."""
     if isinstance(default, bool):
         return st.booleans()
     if isinstance(default, int):
@@ -107,7 +107,7 @@ def same(one, other):
 
 
 def on_host(model):
-    """With numpy's arrays, whose slices are not compiled for each shape."""
+    """Copy to numpy arrays, whose slices are not compiled for each shape."""
     return jax.tree.map(np.asarray, model)
 
 
@@ -116,7 +116,7 @@ def files(directory):
 
 
 def altered(module, **statics):
-    """A module with other static fields, whatever its constructor asks for."""
+    """Copy a module with other static fields, bypassing its constructor."""
     new = object.__new__(type(module))
     for field in dataclasses.fields(module):
         object.__setattr__(new, field.name, statics.get(field.name, getattr(module, field.name)))
@@ -124,7 +124,7 @@ def altered(module, **statics):
 
 
 def in_blocks(model, name, **statics):
-    """The model with `altered` parts in every block: `name` is a field of a block."""
+    """Alter the submodule `name` of every block."""
     where = lambda tree: [getattr(b, name) for segment in tree.stack.segments for b in segment.blocks]
     return eqx.tree_at(where, model, [altered(part, **statics) for part in where(model)])
 
@@ -132,7 +132,7 @@ def in_blocks(model, name, **statics):
 @EACH
 @settings(max_examples=6)
 @given(data=st.data())
-def test_every_config_of_every_family(make, family, data):
+def test_save_and_load_every_config_of_every_family(make, family, data):
     config = data.draw(configs(family))
     dtype = data.draw(st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
     try:
@@ -148,7 +148,7 @@ def test_every_config_of_every_family(make, family, data):
         written = json.loads((once / CONFIG).read_text())
         assert {key: value for key, value in written.items() if key != "dtype"} == config | {"model_type": family}
         zoo.save(on_host(loaded), twice)
-        assert files(twice) == files(once), "written again, it is the very same"
+        assert files(twice) == files(once), "saving again gives the same files"
         match data.draw(st.sampled_from(["shards", "gradients", "dtype"])):
             case "shards":
                 total = sum(x.nbytes for x in jax.tree.leaves(model))
@@ -200,8 +200,8 @@ def from_scratch(make=zoo.models.Transformer, **options):
 
 @settings(max_examples=25)
 @given(options=OPTIONS)
-def test_models_from_scratch_are_written_as_the_family_that_fits(options):
-    """Or are refused with what no family computes."""
+def test_save_from_scratch_chooses_a_fitting_family(options):
+    """A model that no family computes is refused with the reason."""
     model = from_scratch(**options | {"rotary": ROTARY[options["rotary"]]()})
     with tempfile.TemporaryDirectory() as directory:
         several = options["layers"] > 1 and len(set(options["windows"])) > 1
@@ -244,7 +244,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_from_scratch_are_written_as_the_family_that_fits(name, tmp_path):
+def test_save_mixture_chooses_a_fitting_family(name, tmp_path):
     model = from_scratch(zoo.models.MixtureOfExperts, experts=4, top=2, **MIXTURES[name])
     expected = name.partition(" ")[0]
     if expected not in FAMILIES:
@@ -261,15 +261,15 @@ def test_mixtures_from_scratch_are_written_as_the_family_that_fits(name, tmp_pat
         zoo.save(from_scratch(), tmp_path / "dense", expected)
 
 
-def test_gradients_have_holes_where_nothing_is_learnt(tmp_path):
+def test_save_gradients_omits_buffers(tmp_path):
     model = from_scratch(zoo.models.MixtureOfExperts, experts=4, top=2, **MIXTURES["dots1"])
     zoo.save(model, tmp_path / "model")
-    zoo.save(zoo.trainable(model), tmp_path / "learnt")
-    whole, learnt = (open_safetensors(tmp_path / name / WHOLE).keys() for name in ("model", "learnt"))
-    assert whole - learnt == {"model.layers.1.mlp.gate.e_score_correction_bias"} and learnt < whole
+    zoo.save(zoo.trainable(model), tmp_path / "trainable")
+    all_names, trainable = (open_safetensors(tmp_path / name / WHOLE).keys() for name in ("model", "trainable"))
+    assert all_names - trainable == {"model.layers.1.mlp.gate.e_score_correction_bias"} and trainable < all_names
 
 
-def test_a_family_that_does_not_fit_is_refused_with_the_first_difference(tmp_path):
+def test_save_as_unfit_family_names_first_difference(tmp_path):
     model = from_scratch()
     for family, reason in (
         ("gemma", "is not|is .*, not"),
@@ -283,7 +283,7 @@ def test_a_family_that_does_not_fit_is_refused_with_the_first_difference(tmp_pat
     assert not (tmp_path / "t").exists()
 
 
-def test_surgery_is_described_anew_or_refused(make, tmp_path):
+def test_save_after_surgery_updates_config_or_refuses(make, tmp_path):
     sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     zoo.save(make("mistral", sizes | {"sliding_window": 4}), tmp_path / "mistral")
@@ -321,7 +321,7 @@ def test_surgery_is_described_anew_or_refused(make, tmp_path):
     same(zoo.load(tmp_path / "tied"), tied)
 
 
-def test_surgery_on_a_family_that_is_not_described_is_refused(make, tmp_path):
+def test_save_after_surgery_refuses_undescribed_family(make, tmp_path):
     zoo.save(make("gpt2", {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6}), tmp_path / "a")
     model = zoo.load(tmp_path / "a")
     with pytest.raises(zoo.CheckpointError, match=r"read as gpt2, and .*window is 4, not None"):
@@ -332,7 +332,7 @@ def test_surgery_on_a_family_that_is_not_described_is_refused(make, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_keys_of_ones_own_are_written_and_those_that_change_the_model_are_refused(make, tmp_path):
+def test_save_config_overrides(make, tmp_path):
     model = make("llama", {"vocab_size": 11, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1})
     zoo.save(model, tmp_path / "a", config={"eos_token_id": 2, "architectures": ["Mine"]})
     config = json.loads((tmp_path / "a" / CONFIG).read_text())
@@ -343,8 +343,8 @@ def test_keys_of_ones_own_are_written_and_those_that_change_the_model_are_refuse
             zoo.save(model, tmp_path / "b", config=wrong)
 
 
-def test_both_spellings_and_names_without_their_first_word_are_kept(make, tmp_path):
-    """A file of the older spelling is written in it, one of a model without its head under those names."""
+def test_save_keeps_config_spelling_and_missing_prefix(make, tmp_path):
+    """A config in the older spelling is saved in it; a checkpoint without the base prefix is saved without it."""
     older = {
         "vocab_size": 11,
         "hidden_size": 16,
@@ -376,7 +376,7 @@ def two(make):
     return [make("llama", sizes | {"num_attention_heads": 2}, seed=seed) for seed in range(2)]
 
 
-def test_no_file_of_an_older_checkpoint_is_left(two, tmp_path):
+def test_save_removes_files_of_an_older_checkpoint(two, tmp_path):
     kept = {
         name: name.encode() for name in ("tokenizer.json", "notes.safetensors", "generation_config.json", "model.md")
     }
@@ -399,11 +399,11 @@ def test_no_file_of_an_older_checkpoint_is_left(two, tmp_path):
         if count > 1:
             assert sorted(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values())) == shards
         same(zoo.load(tmp_path), model)
-        assert {name: (tmp_path / name).read_bytes() for name in kept} == kept, "what is not ours is left alone"
+        assert {name: (tmp_path / name).read_bytes() for name in kept} == kept, "other files are not touched"
 
 
 @pytest.mark.parametrize("before, after", [(10**9, 10**9), (10**9, 2000), (2000, 10**9), (2000, 6000)])
-def test_a_save_that_fails_leaves_what_was_there(two, tmp_path, monkeypatch, before, after):
+def test_save_that_fails_keeps_the_old_checkpoint(two, tmp_path, monkeypatch, before, after):
     zoo.save(two[0], tmp_path, shard_bytes=before)
     there, saving = files(tmp_path), sys.modules[zoo.save.__module__]
     write = saving.write_safetensors
@@ -426,11 +426,11 @@ def test_a_save_that_fails_leaves_what_was_there(two, tmp_path, monkeypatch, bef
         same(zoo.load(tmp_path), two[0])
     monkeypatch.undo()
     zoo.save(two[1], tmp_path, shard_bytes=before)
-    assert files(tmp_path).keys() == there.keys(), "nothing is left of what was begun"
+    assert files(tmp_path).keys() == there.keys(), "no partial files are left"
     same(zoo.load(tmp_path), two[1])
 
 
-def test_a_model_is_written_over_the_directory_it_was_read_from(two, tmp_path):
+def test_save_over_the_loaded_directory(two, tmp_path):
     zoo.save(two[0], tmp_path)
     model = zoo.load(tmp_path)
     zoo.save(model, tmp_path, shard_bytes=2000)
@@ -439,8 +439,8 @@ def test_a_model_is_written_over_the_directory_it_was_read_from(two, tmp_path):
     same(model, two[0])
 
 
-def test_parts_of_several_dtypes(make, tmp_path):
-    """Norms in float32 beside matrices in bfloat16 come back as they were; one tensor of both is refused."""
+def test_save_mixed_dtypes(make, tmp_path):
+    """float32 norms with bfloat16 matrices round-trip; a fused tensor of both dtypes is refused."""
     model = make("llama", {"vocab_size": 11, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2})
     half = zoo.cast(model, jnp.bfloat16)
     half = eqx.tree_at(lambda m: m.norm.weight, half, model.norm.weight)

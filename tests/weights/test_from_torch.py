@@ -1,4 +1,4 @@
-"""Beside PyTorch itself: what `zoo.save` writes is read by transformers, and live weights are read by us."""
+"""Exchange weights with transformers: it reads what `zoo.save` writes, and `zoo.from_torch` reads its modules."""
 
 from functools import partial
 from pathlib import Path
@@ -50,14 +50,14 @@ def agree(model: zoo.models.Decoder, module) -> None:
 
 
 @pytest.mark.parametrize("folder", FIXTURES, ids=lambda folder: folder.name)
-def test_transformers_reads_what_was_read_and_written(folder, tmp_path):
+def test_transformers_reads_a_saved_checkpoint(folder, tmp_path):
     model = zoo.load(folder, dtype=jnp.float32)
     zoo.save(model, tmp_path)
     agree(model, theirs(tmp_path))
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_transformers_reads_what_was_made_here(name, tmp_path):
+def test_transformers_reads_a_model_from_scratch(name, tmp_path):
     make = zoo.models.MixtureOfExperts if "experts" in MADE[name] else zoo.models.Transformer
     model = make(**SIZES, **MADE[name], key=jax.random.key(0))
     zoo.save(model, tmp_path)
@@ -68,7 +68,7 @@ def test_transformers_reads_what_was_made_here(name, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("folder", FIXTURES, ids=lambda folder: folder.name)
-def test_live_weights_are_those_of_the_files(folder, dtype):
+def test_from_torch_equals_load(folder, dtype):
     module = theirs(folder, getattr(torch, dtype))
     loaded, live = zoo.load(folder, dtype=dtype), zoo.from_torch(module)
     assert not list(find_differences(live, loaded))
@@ -77,7 +77,7 @@ def test_live_weights_are_those_of_the_files(folder, dtype):
         np.testing.assert_array_equal(ours.astype(wanted.dtype), wanted)
 
 
-def test_a_state_dict_with_a_config_is_enough_and_what_can_be_shared_is(tmp_path):
+def test_from_torch_state_dict_shares_memory(tmp_path):
     zoo.save(zoo.models.Transformer(**SIZES, tied=False, key=jax.random.key(0)), tmp_path)
     module = theirs(tmp_path)
     for parameter in module.parameters():  # as training leaves them: memory of PyTorch's own, not a mapped file
@@ -89,7 +89,7 @@ def test_a_state_dict_with_a_config_is_enough_and_what_can_be_shared_is(tmp_path
     assert model.stack.segments[0].blocks[0].mixer.query.weight.shape == (2, 16, 16)
 
 
-def test_what_is_no_checkpoint_is_told():
+def test_from_torch_errors_name_the_problem():
     with pytest.raises(zoo.CheckpointError, match="a state dict has no config: pass config="):
         zoo.from_torch({})
     with pytest.raises(zoo.CheckpointError, match="a module or a state dict was expected, not int"):
@@ -100,7 +100,7 @@ def test_what_is_no_checkpoint_is_told():
         zoo.from_torch({"x": [1.0]}, {"model_type": "llama"})
 
 
-def test_live_expectations_are_what_a_parity_report_needs():
+def test_expectations_complete_a_parity_report():
     for name, gradient in (("gpt_neox", "embed_out.weight"), ("mixtral", MIXTRAL.format("experts.3.w3"))):
         folder = next(folder for folder in FIXTURES if folder.name == name)
         expected = compute_expectations(folder)
