@@ -233,7 +233,7 @@ def test_donated_step_updates_in_place(sizes):
     assert program.compiled.memory_analysis().alias_size_in_bytes >= state_bytes
 
 
-def test_data_parallel_all_reduces_gradients_once_outside_the_scan():
+def test_data_parallel_all_reduces_gradients_outside_the_scan():
     _, step = compiled(zoo.make_mesh(data=8))
     moved = collectives(step)
     assert set(moved) == {"all-reduce"}
