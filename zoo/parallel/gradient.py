@@ -67,7 +67,7 @@ class _LossAndGrad(ShardMapProgram):
     with_grad: bool
 
     @property
-    def token_axes(self) -> tuple[str, ...]:
+    def _token_axes(self) -> tuple[str, ...]:
         return self.mesh.axes("batch") + self.mesh.axes("seq")
 
     def __call__(self, args, keys):
@@ -75,7 +75,7 @@ class _LossAndGrad(ShardMapProgram):
         params, frozen = eqx.partition(model, map_leaves(is_trainable, model))
         rows, rest = eqx.partition((others, keys), map_leaves(_is_batch_array, (others, keys)))
         # Cast once, here: if parameters became varying at each use, each use would all-reduce its gradient.
-        params = vary(params, self.token_axes)
+        params = vary(params, self._token_axes)
 
         def loss(params, rows):
             others, keys = eqx.combine(rows, rest)
@@ -90,8 +90,8 @@ class _LossAndGrad(ShardMapProgram):
             return (*_flatten_result(result), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
 
         total, count, aux, gradients = self._sum_over_microbatches(run_microbatch, params, rows)
-        if self.token_axes:
-            total, count, aux = lax.psum((total, count, aux), self.token_axes)
+        if self._token_axes:
+            total, count, aux = lax.psum((total, count, aux), self._token_axes)
         count = jnp.where(count == 0, 1, count)
         gradients = map_leaves(partial(self._reduce_gradient, count), params, gradients) if self.with_grad else None
         return total / count, aux, gradients
@@ -109,11 +109,11 @@ class _LossAndGrad(ShardMapProgram):
         for name, x in (("total", total), ("count", count)):
             if jnp.ndim(x) != 0:
                 raise ValueError(f"the {name} that {_function_name(self.fn)} returns is a scalar, not {jnp.shape(x)}")
-            _check_varying(x, self.token_axes, f"the {name} that {_function_name(self.fn)} returns")
+            _check_varying(x, self._token_axes, f"the {name} that {_function_name(self.fn)} returns")
         for x in jax.tree.leaves(aux):
-            _check_varying(x, self.token_axes, f"an array that {_function_name(self.fn)} returns in aux")
+            _check_varying(x, self._token_axes, f"an array that {_function_name(self.fn)} returns in aux")
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, lax.stop_gradient(count)))
-        return vary((*scalars, jax.tree.map(jnp.asarray, aux)), self.token_axes)
+        return vary((*scalars, jax.tree.map(jnp.asarray, aux)), self._token_axes)
 
     def _sum_over_microbatches(self, run_microbatch: Callable, params: PyTree, rows: PyTree) -> tuple:
         """Gradient accumulation: scan over micro-batches and sum their results. One micro-batch is live at a time."""
@@ -124,7 +124,7 @@ class _LossAndGrad(ShardMapProgram):
         if self.has_aux:
             aux = jax.eval_shape(lambda rows: run_microbatch(rows)[2], jax.tree.map(lambda x: x[0], rows))
             aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
-        zeros = vary((jnp.zeros(()), jnp.zeros(()), aux), self.token_axes)
+        zeros = vary((jnp.zeros(()), jnp.zeros(()), aux), self._token_axes)
         initial = (*zeros, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params) if self.with_grad else None)
         return lax.scan(lambda sums, rows: (jax.tree.map(jnp.add, sums, run_microbatch(rows)), None), initial, rows)[0]
 
@@ -135,13 +135,13 @@ class _LossAndGrad(ShardMapProgram):
         Axes that shard only gradients and optimizer state (ZeRO-1) are reduce-scattered here, all others all-reduced.
         """
         dims = leaf.dims or ()
-        remaining = set(self.token_axes) - {axis for _, axes in self.mesh.find_gather_dims(dims) for axis in axes}
+        remaining = set(self._token_axes) - {axis for _, axes in self.mesh.find_gather_dims(dims) for axis in axes}
         for dim, axes in self.mesh.optimizer.find_gather_dims(dims):
             if remaining.issuperset(axes):
                 gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
                 remaining -= set(axes)
         if remaining:
-            gradient = lax.psum(gradient, tuple(axis for axis in self.token_axes if axis in remaining))
+            gradient = lax.psum(gradient, tuple(axis for axis in self._token_axes if axis in remaining))
         return (gradient / count).astype(parameter.dtype)
 
     def out_specs(self, shard_map, run_on_shards, arrays):

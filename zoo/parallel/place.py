@@ -15,7 +15,7 @@ from jaxtyping import Array, Key, PyTree
 from .layout import Mesh, replicated_dims
 from .module import Module
 
-logger = logging.getLogger("zoo")
+_logger = logging.getLogger("zoo")
 
 BATCH_DIMS = ("batch", "seq")
 """Leading dims of arrays that are not in a module."""
@@ -83,4 +83,4 @@ def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
 
 def warn_replicated(tree: Any, mesh: Mesh) -> None:
     for line in replicated_dims(tree, mesh):
-        logger.warning(line)
+        _logger.warning(line)

@@ -26,7 +26,7 @@ from .place import BATCH_DIMS
 
 @dataclasses.dataclass(frozen=True)
 class ShardMapProgram(abc.ABC):
-    """A function to run under `shard_map`; hashable, because it is part of the `jit` cache key."""
+    """A function to run under `shard_map`. Hashable, because it is part of the `jit` cache key."""
 
     fn: Callable
     mesh: Mesh
