@@ -1,66 +1,47 @@
-"""Set recurrent mixers beside attention at equal parameters: 2.41 bits per byte with Mamba-2, 2.69 with attention.
+"""Compare recurrent mixers with attention at equal parameters: 2.41 bits per byte with Mamba-2, 2.69 with attention.
 
-    python recipes/linear_attention.py                    # five models, one after another, on two cores
+    python recipes/linear_attention.py                    # five models in sequence, on two cores
     python recipes/linear_attention.py --resume           # after Ctrl-C; on another mesh too
-    python recipes/linear_attention.py --mixers attention rwkv7 --embed 512 --layers 12 --heads 8 --seq-len 2048 --fsdp 8
+    python recipes/linear_attention.py --mixers attention rwkv7 --embed 512 --layers 12 --seq-len 2048 --fsdp 8
 
-All see the same batches of Python's standard library in the same order, and differ in one thing: what lets a token see
-those before it. The SwiGLUs between make up for what one mixer has in parameters and another has not. Each run has a
-folder with metrics and checkpoints in the folder of all, which at the end gets report.html: loss against tokens, and a
-table of bits per byte, tokens a second, and bytes that decoding has to keep. docs/recurrences.md has the figures.
+All see the same batches of Python's standard library in the same order and differ in the mixer alone; the width of the
+SwiGLUs equalizes the parameters. The table has bits per byte, speed and bytes of decoding state: docs/recurrences.md.
 """
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import equinox as eqx
 import jax
-import numpy as np
-
-from zoo import train  # isort: skip  (before optax: it says which command installs what is missing)
-import optax
 
 import zoo
-from zoo import layers
+from zoo import layers as zl
+from zoo import train
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim
 
-Name = Literal[
-    "attention", "linear-attention", "retention", "gla", "hgrn2", "mlstm", "delta-net", "gated-delta-net",
-    "kimi-delta-attention", "gated-delta-product", "rwkv6", "rwkv7", "rg-lru", "mamba2",
-]  # fmt: skip
-FEW: tuple[Name, ...] = ("attention", "retention", "gla", "gated-delta-net", "mamba2")
+import optax
+
+WITH_HEADS = {
+    "linear-attention": zl.LinearAttention, "retention": zl.Retention, "gla": zl.GatedLinearAttention,
+    "hgrn2": zl.HGRN2, "mlstm": zl.MLSTM, "delta-net": zl.DeltaNet, "gated-delta-net": zl.GatedDeltaNet,
+    "kimi-delta-attention": zl.KimiDeltaAttention, "gated-delta-product": zl.GatedDeltaProduct,
+    "rwkv6": zl.RWKV6, "rwkv7": zl.RWKV7, "rg-lru": zl.RGLRU,
+}  # fmt: skip
 
 
-def makers(embed, heads):
-    """A maker of each mixer, called with `embed` and `key`. Options stand here where a paper's are others."""
+def mixer_factories(embed, heads):
+    """Mixers by name, called with `embed` and `key`; options are those of the papers."""
     size = embed // heads
-    norm = partial(layers.RMSNorm, size, features=Dim("head_dim"))
-    with_heads = {
-        "attention": partial(layers.Attention, rotary=Rotary(size), qk_norm=norm),
-        "linear-attention": layers.LinearAttention,
-        "retention": layers.Retention,
-        "gla": layers.GatedLinearAttention,
-        "hgrn2": layers.HGRN2,
-        "mlstm": layers.MLSTM,
-        "delta-net": layers.DeltaNet,
-        "gated-delta-net": layers.GatedDeltaNet,
-        "kimi-delta-attention": layers.KimiDeltaAttention,
-        "gated-delta-product": layers.GatedDeltaProduct,
-        "rwkv6": layers.RWKV6,
-        "rwkv7": layers.RWKV7,
-        "rg-lru": layers.RGLRU,
-    }
-    mamba2 = partial(
-        layers.Mamba2, head_dim=size, state_dim=size
-    )  # twice as many heads: it is twice as wide as the stream
-    return {name: partial(mixer, heads=heads) for name, mixer in with_heads.items()} | {"mamba2": mamba2}
+    norm = partial(zl.RMSNorm, size, features=Dim("head_dim"))
+    factories = {"attention": partial(zl.Attention, rotary=Rotary(size), qk_norm=norm, heads=heads)}
+    factories |= {name: partial(mixer, heads=heads) for name, mixer in WITH_HEADS.items()}
+    return factories | {"mamba2": partial(zl.Mamba2, head_dim=size, state_dim=size)}  # 2 * heads: expand is 2
 
 
 def main(
     *,
-    mixers: tuple[Name, ...] = FEW,
+    mixers: tuple[str, ...] = ("attention", "retention", "gla", "gated-delta-net", "mamba2"),
     data: tuple[Path, ...] = (),
     vocab: int = 256,
     embed: int = 64,
@@ -69,144 +50,95 @@ def main(
     mlp_dim: int = 256,
     seq_len: int = 128,
     batch_size: int = 16,
-    microbatches: int = 1,
     steps: int = 200,
     learning_rate: float = 6e-3,
     warmup_steps: int = 30,
     weight_decay: float = 0.1,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-    remat: zoo.parallel.Remat = "elementwise",
-    fsdp: int = 1,
-    tensor: int = 1,
     eval_every: int = 50,
-    seed: int = 0,
-    out: Path = Path("runs/linear_attention"),
-    resume: bool = False,
-    profile: bool = False,
+    mesh_options: train.MeshOptions = train.MeshOptions(),
+    run_options: train.RunOptions = train.RunOptions(Path("runs/linear_attention")),
 ) -> None:
-    """Train one after another, compare.
+    """Train a model of each mixer, compare.
 
     Args:
-        mixers: Which of the mixers.
-        data: Files and folders of text; this Python's standard library where there are none.
-        vocab: 256 for bytes; more for byte pairs, learnt from the text on the spot.
+        mixers: Names of mixers.
+        data: Files and directories of text; by default this Python's standard library.
+        vocab: 256 for bytes; more trains a byte-pair encoding on the text.
         embed: Width of the residual stream.
         layers: Number of blocks.
         heads: Heads of a mixer, embed / heads wide each.
-        mlp_dim: Width of the gated MLP beside attention. The others' is what makes their parameters as many.
-        seq_len: Tokens in a row.
-        batch_size: Rows in a step, on all devices together.
-        microbatches: Parts in which a device takes its rows, one after another, to save memory.
+        mlp_dim: Width of the gated MLP after attention; that of the others equalizes the parameters.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per step, over all devices.
         steps: Optimizer steps of each run.
-        learning_rate: Peak of the learning rate, after warm-up; it falls to a tenth as a cosine does.
-        warmup_steps: Steps of warm-up.
-        weight_decay: Of matrices and embeddings, as in AdamW.
-        dtype: What models compute in; parameters and their updates are float32, and so are states and decays.
-        remat: What the backward pass computes again to save memory.
-        fsdp: Devices that share each copy of the parameters.
-        tensor: Devices that share each head, MLP and vocabulary. All that remain split the batch.
-        eval_every: Steps between validations, each with a checkpoint.
-        seed: Of parameters and the order of the text.
-        out: The folder of all runs.
-        resume: Go on from the newest checkpoint in `out`.
-        profile: Trace a few steps of each run into the folder `profile` of its own.
+        learning_rate: Peak learning rate, after linear warmup; cosine decay to a tenth.
+        warmup_steps: Steps of linear warmup, at most half of all.
+        weight_decay: AdamW's, of matrices and embeddings.
+        eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
-    known = makers(embed, heads)
-    if not mixers or set(mixers) - known.keys():
-        raise ValueError(f"name one or more of the mixers {', '.join(known)}, not {', '.join(mixers) or 'none'}")
+    config, mesh = dict(locals()), mesh_options.make_mesh()
+    factories = mixer_factories(embed, heads)
+    if not mixers or set(mixers) - factories.keys():
+        raise ValueError(f"name one or more of the mixers {', '.join(factories)}, not {', '.join(mixers) or 'none'}")
     if steps < 1:
-        raise ValueError(f"steps={steps} are at least 1")
-    mesh = zoo.make_mesh(fsdp=fsdp, tensor=tensor)
+        raise ValueError(f"{steps=} are at least 1")
     corpus = train.load_text(data, vocab=vocab)
-    held_out = corpus.validation.ordered(seq_len, batch_size, limit=8)
-    placed = [zoo.place_batch(rows, mesh) for rows in held_out]
+    key = jax.random.key(run_options.seed)
 
     def make(name, mlp, key):
         sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "mlp": mlp}
-        return zoo.models.Hybrid(**sizes, pattern=[known[name]], remat=remat, key=key)
+        return zoo.models.Hybrid(**sizes, pattern=[factories[name]], remat=mesh_options.remat, key=key)
 
-    def in_shapes(name, mlp):
-        return eqx.filter_eval_shape(partial(make, name, mlp), jax.random.key(seed))
+    def abstract(name, mlp):
+        return eqx.filter_eval_shape(partial(make, name, mlp), key)
 
-    # In shapes alone: widths at which all have as many parameters; and what cannot be laid out says so now.
-    target, unit = zoo.count(in_shapes("attention", mlp_dim)), 8 * tensor
-    widths = {}
+    target, unit, widths = zoo.count(abstract("attention", mlp_dim)), 8 * mesh_options.tensor, {}
     for name in mixers:
-        spare = target - zoo.count(in_shapes(name, unit))
+        spare = target - zoo.count(abstract(name, unit))
         widths[name] = unit + round(spare / (3 * embed * layers * unit)) * unit
         if widths[name] < unit:
             raise ValueError(f"{name} has more parameters without an MLP than attention with one: raise mlp={mlp_dim}")
-    shapes = {name: in_shapes(name, width) for name, width in widths.items()}
-    layouts = {name: train.tabulate_parameters(model, mesh) for name, model in shapes.items()}
-
+    for name, width in widths.items():  # sizes that do not fit the mesh raise now, not after an hour
+        train.tabulate_parameters(abstract(name, width), mesh)
     warmup_steps = min(warmup_steps, steps // 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     def loss_fn(model, batch):
-        return zoo.cross_entropy(zoo.cast(model, dtype), batch)
+        return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, batch)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
-    def validate(model):
-        losses = jax.device_get([zoo.value(loss_fn, mesh)(model, rows) for rows in placed])
-        mean = np.average(losses, weights=[rows["weights"].sum() for rows in held_out])
-        return float(train.bits_per_byte(float(mean), held_out))
-
-    tokens = batch_size * seq_len
+    evaluate = train.Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=8))
+    tokens, rows = batch_size * seq_len, []
     for name, width in widths.items():
-        model = zoo.init(partial(make, name, width), jax.random.key(seed), mesh)
+        model = zoo.init(partial(make, name, width), key, mesh)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(seq_len, batch_size, seed=seed)
-        with train.Run(out / name, config=config | {"run": name}, resume=resume, profile=profile) as run:
+        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+        with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
             run.print_line(f"{name}: {zoo.count(model):,} parameters, an MLP of {width}; on {mesh}; {corpus}")
             model, opt_state = run.restore((model, opt_state), batches)
-            for inputs in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * zoo.count(model)):
-                model, opt_state, loss = step(zoo.place_batch(inputs, mesh), model, opt_state)
+            for batch in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * zoo.count(model)):
+                model, opt_state, loss = step(zoo.place_batch(batch, mesh), model, opt_state)
                 run.log(loss=loss)
-                validation = validate(model) if run.every(eval_every) else None
-                if validation is not None:
-                    run.log(validation=validation)
+                if run.every(eval_every):
+                    run.log(**evaluate(model))
                 if run.due(eval_every):
-                    run.save((model, opt_state), batches, metric=validation)
+                    run.save((model, opt_state), batches)
         if run.stopped:
             return
-
-    rows = [summed_up(name, out / name, shapes[name], (seq_len, 64 * seq_len)) for name in mixers]
-    results = {row["mixer"]: f"{row['bits per byte']:.3f} bits per byte" for row in rows}
-    report = train.write_report(
-        out,
-        title="Recurrent mixers beside attention",
-        summary=f"Held-out text after {steps * tokens:,} tokens on {mesh}: {', '.join(map(' '.join, results.items()))}",
-        runs={name: out / name for name in mixers},
-        curves={"validation": "validation"},
-        unit="bits per byte",
-        tokens_per_step=tokens,
-        tables={"In the end": rows},
-        parameters=layouts[mixers[-1]],
-    )
-    for name, result in results.items():
-        print(f"{name:>20}: {result}")
-    print(f"the report lies in {report}")
-
-
-def summed_up(name, folder, model, lengths):
-    """What a run came to, from its folder; and what one row of so many tokens leaves to remember, in bytes."""
-    last = {name: value for line in train.read_metrics(folder / "metrics.jsonl") for name, value in line.items()}
-    speeds = [line.get("tokens_per_second") for line in train.read_metrics(folder / "timing.jsonl")]
-    return {
-        "mixer": name,
-        "parameters": zoo.count(model),
-        "bits per byte": last["validation"],
-        "tokens/s": round(float(np.median([speed for speed in speeds if speed] or [0]))),
-        **{f"bytes of state after {length:,} tokens": zoo.inspect.state_bytes(model, length) for length in lengths},
-    }
+        last, states = train.summary(run.directory), [seq_len, 64 * seq_len]
+        row = {"run": name, "parameters": zoo.count(model), "bits per byte": last["validation"]}
+        row |= {"tokens/s": round(last["tokens_per_second"])}
+        rows.append(row | {f"bytes of state after {n:,} tokens": zoo.inspect.state_bytes(model, n) for n in states})
+    report = {"curves": {"validation": "validation"}, "unit": "bits per byte", "tokens_per_step": tokens}
+    report |= {"description": f"{steps} steps on {mesh}", "parameters": train.tabulate_parameters(model, mesh)}
+    train.report_runs(run_options.out, "Recurrent mixers and attention", rows, **report)
 
 
 if __name__ == "__main__":

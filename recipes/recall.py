@@ -1,15 +1,14 @@
-"""Compare mixers by recall and bytes of memory: attention recalls all, DeltaNet all from 5.5 kB on, others less.
+"""Compare mixers by associative recall and bytes of state: attention recalls all, DeltaNet all from 5.5 kB on.
 
-    python recipes/recall.py                              # all mixers at two widths, one after another
+    python recipes/recall.py                              # all mixers at two widths, in sequence
     python recipes/recall.py --mixers attention delta-net --widths 32
-    python recipes/recall.py --resume                     # after Ctrl-C: what is complete is read back
+    python recipes/recall.py --resume                     # after Ctrl-C: complete runs are kept
     python recipes/recall.py paper --seq-len 512 --num-pairs 64   # the sizes of the paper, for an accelerator
 
-Multi-query associative recall (Zoology, arXiv:2312.04927, section 4): a row holds `pairs` keys, each followed by its
-value, and later asks for every key once; the model says its value. Queries come the sooner the likelier, at gaps of a
-power law. A model has two layers, without feed-forward parts: a gated short convolution, by which a value's place
-learns its key, and the mixer. Each mixer is trained at every learning rate at once, and the best one counts.
-docs/recall.md has what was measured, of five mixers, and what it does not say.
+Multi-query associative recall (Zoology, arXiv:2312.04927, section 4): a row has `num_pairs` keys, each followed by its
+value, and later every key once as a query; the model predicts its value. A model has two layers without MLPs: a gated
+short convolution, which brings a key to its value's position, and the mixer. Each mixer is trained at every learning
+rate at once, and the best one counts. docs/recall.md has the results.
 """
 
 from functools import partial
@@ -21,109 +20,64 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from zoo import train  # isort: skip  (before optax: it says which command installs what is missing)
-import optax
-
 import zoo
-from zoo.layers import (
-    HGRN2,
-    MLSTM,
-    RWKV7,
-    AbstractLinear,
-    AbstractMixer,
-    Attention,
-    ConvState,
-    DeltaNet,
-    GatedDeltaNet,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    Linear,
-    LinearAttention,
-    Mamba,
-    Mamba2,
-    RecurrenceContext,
-    Retention,
-    RMSNorm,
-    ShortConvolution,
-    TokenInfo,
-)
+from zoo import layers, train
+from zoo.layers import AbstractLinear, AbstractMixer, ConvState, Linear, RecurrenceContext, ShortConvolution, TokenInfo
 from zoo.parallel import Dim
 
-PRESETS = {
-    "small": {},
-    "paper": {
-        "widths": (64, 128, 256, 512), "vocab": 8192, "seq_len": 256, "num_pairs": 16, "batch_size": 256, "steps": 25_000,
-        "rates": (1e-4, 4.6e-4, 2.2e-3, 1e-2), "eval_rows": 3_000,
-    },
+import optax
+
+PRESETS = {"small": {}, "paper": {
+    "widths": (64, 128, 256, 512), "vocab": 8192, "seq_len": 256, "num_pairs": 16, "batch_size": 256, "steps": 25_000,
+    "rates": (1e-4, 4.6e-4, 2.2e-3, 1e-2), "eval_rows": 3_000,
+}}  # fmt: skip
+MIXERS = {
+    "attention": layers.Attention, "linear-attention": layers.LinearAttention, "retention": layers.Retention,
+    "gated-linear-attention": layers.GatedLinearAttention, "hgrn2": layers.HGRN2, "mlstm": layers.MLSTM,
+    "delta-net": layers.DeltaNet, "gated-delta-net": layers.GatedDeltaNet, "mamba": layers.Mamba,
+    "kimi-delta-attention": layers.KimiDeltaAttention, "mamba2": layers.Mamba2, "rwkv7": layers.RWKV7,
 }  # fmt: skip
 
 
-def normed_attention(embed, heads, **options):
-    """With norms of queries and keys, as delta rules have them."""
-    return Attention(embed, heads, qk_norm=partial(RMSNorm, embed // heads, features=Dim("head_dim")), **options)
-
-
-def mamba(embed, heads, **options):
-    """Each of its channels is a head of its own."""
-    return Mamba(embed, **options)
-
-
-def mamba2(embed, heads, **options):
-    """With heads of twice the width, as the paper has them, and a memory that is as deep as delta rules' is."""
-    return Mamba2(embed, heads, head_dim=2 * embed // heads, state_dim=embed // heads, **options)
-
-
-MIXERS = {  # each is called with the width and heads=
-    "attention": normed_attention,
-    "linear-attention": LinearAttention,
-    "retention": Retention,
-    "gated-linear-attention": GatedLinearAttention,
-    "hgrn2": HGRN2,
-    "mlstm": MLSTM,
-    "delta-net": DeltaNet,
-    "gated-delta-net": GatedDeltaNet,
-    "kimi-delta-attention": KimiDeltaAttention,
-    "mamba": mamba,
-    "mamba2": mamba2,
-    "rwkv7": RWKV7,
-}
-
-
 def make(mixer, width, vocab, key):
-    pattern = (GatedConvolution, partial(MIXERS[mixer], heads=1))
+    """A model with one head, as wide as the residual stream; Mamba-2's is twice as wide, as in its paper."""
+    norm = partial(layers.RMSNorm, width, features=Dim("head_dim"))
+    mamba2 = {"heads": 1, "head_dim": 2 * width, "state_dim": width}
+    options = {"attention": {"heads": 1, "qk_norm": norm}, "mamba": {}, "mamba2": mamba2}.get(mixer, {"heads": 1})
+    pattern = (GatedConvolution, partial(MIXERS[mixer], **options))
     return zoo.models.Hybrid(vocab=vocab, embed=width, layers=2, pattern=pattern, tied=False, key=key)
 
 
 class Recall:
-    """Rows by number. Token 0 fills; keys are of the first half of the vocabulary, values of the second."""
+    """Dataset of rows. Token 0 is filler, keys are in the first half of the vocabulary, values in the second."""
 
-    def __init__(self, vocab: int, seq: int, pairs: int, *, power: float = 0.01, seed: int = 0, rows: int = 100_000):
-        if pairs < 1 or 4 * pairs > seq or pairs >= vocab // 2:
+    def __init__(self, vocab, seq_len, num_pairs, *, gap_exponent=0.01, seed=0, rows=100_000):
+        if num_pairs < 1 or 4 * num_pairs > seq_len or num_pairs >= vocab // 2:
             raise ValueError(
-                f"{pairs} pairs and as many queries want rows of at least {4 * pairs} tokens, not {seq}, and a "
-                f"vocabulary of more than {2 * pairs + 1}, not {vocab}"
+                f"{num_pairs} pairs and as many queries want rows of at least {4 * num_pairs} tokens, not {seq_len}, "
+                f"and a vocabulary of more than {2 * num_pairs + 1}, not {vocab}"
             )
-        self.vocab, self.seq, self.pairs, self.seed, self.rows = vocab, seq, pairs, seed, rows
-        gaps = np.arange(1, (seq - 2 * pairs) // 2 + 1) ** (power - 1)
-        self.gaps = gaps / gaps.sum()
+        self.vocab, self.seq_len, self.num_pairs, self.seed, self.rows = vocab, seq_len, num_pairs, seed, rows
+        gaps = np.arange(1, (seq_len - 2 * num_pairs) // 2 + 1) ** (gap_exponent - 1)
+        self.gap_probabilities = gaps / gaps.sum()
 
     def __len__(self):
         return self.rows
 
     def __getitem__(self, index):
-        random = np.random.default_rng((self.seed, index))
-        half = self.vocab // 2
-        keys = 1 + random.choice(half - 1, self.pairs, replace=False)
-        values = half + random.choice(self.vocab - half, self.pairs, replace=False)
-        tokens, targets, weights = np.zeros(self.seq, np.int32), np.zeros(self.seq, np.int32), np.zeros(self.seq)
-        tokens[: 2 * self.pairs] = np.stack([keys, values], axis=1).ravel()
-        asked = 2 * self.pairs + 2 * random.choice(len(self.gaps), self.pairs, replace=False, p=self.gaps)
-        tokens[asked], targets[asked], weights[asked] = keys, values, 1
-        return {"tokens": tokens, "targets": targets, "weights": weights.astype(np.float32)}
+        random, half, pairs = np.random.default_rng((self.seed, index)), self.vocab // 2, self.num_pairs
+        keys = 1 + random.choice(half - 1, pairs, replace=False)
+        values = half + random.choice(self.vocab - half, pairs, replace=False)
+        tokens, targets = np.zeros(self.seq_len, np.int32), np.zeros(self.seq_len, np.int32)
+        tokens[: 2 * pairs] = np.stack([keys, values], axis=1).ravel()
+        gaps = random.choice(len(self.gap_probabilities), pairs, replace=False, p=self.gap_probabilities)
+        queries = 2 * pairs + 2 * gaps
+        tokens[queries], targets[queries] = keys, values
+        return {"tokens": tokens, "targets": targets, "weights": (targets > 0).astype(np.float32)}
 
 
 class GatedConvolution(AbstractMixer):
-    """y = W_out (W_gate x * convolution(W_in x)): the short one of BaseConv (arXiv:2312.04927, section 5)."""
+    """y = W_out (W_gate x * convolution(W_in x)), the short mixer of BaseConv (arXiv:2312.04927, section 5)."""
 
     gate: AbstractLinear
     into: AbstractLinear
@@ -164,45 +118,36 @@ def main(
     weight_decay: float = 0.1,
     eval_rows: int = 512,
     eval_every: int = 100,
-    seed: int = 0,
-    out: Path = Path("runs/recall"),
-    resume: bool = False,
-    profile: bool = False,
+    run_options: train.RunOptions = train.RunOptions(Path("runs/recall")),
 ) -> None:
     """Train each mixer at each width, all learning rates and seeds at once; compare.
 
     Args:
-        mixers: Which ones.
-        widths: Of the residual stream, which are those of the mixers' heads too.
+        mixers: Names of mixers.
+        widths: Widths of the residual stream, and of the mixers' heads.
         vocab: Tokens, half of them keys, half values.
-        seq_len: Tokens in a row.
-        num_pairs: Keys with values in a row, and queries.
-        gap_exponent: Of the law of gaps: a gap g has probability proportional to g ** (power - 1).
-        batch_size: Rows in a step.
+        seq_len: Tokens per row.
+        num_pairs: Key-value pairs per row, and queries.
+        gap_exponent: A gap g before a query has probability proportional to g ** (gap_exponent - 1).
+        batch_size: Rows per step.
         steps: Optimizer steps of each run.
-        rates: Peaks of the learning rate, after warm-up; each falls to zero as a cosine does.
-        num_seeds: How many initial parameters each rate is tried with; the mean counts.
-        warmup_steps: Steps of warm-up.
-        weight_decay: Of matrices and embeddings, as in AdamW.
-        eval_rows: Of held-out rows, what accuracy is measured on.
-        eval_every: Steps between measurements, each with a checkpoint.
-        seed: Of rows, and the first of the seeds of parameters.
-        out: The folder of all runs.
-        resume: Go on from the newest checkpoints in `out`.
-        profile: Trace a few steps of each run into the folder `profile` of its own.
+        rates: Peak learning rates, after linear warmup; cosine decay to zero.
+        num_seeds: Initializations per learning rate, whose mean counts.
+        warmup_steps: Steps of linear warmup, at most half of all.
+        weight_decay: AdamW's, of matrices and embeddings.
+        eval_rows: Held-out rows for the accuracy.
+        eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
+    config, seed = dict(locals()), run_options.seed
     if not mixers or set(mixers) - MIXERS.keys():
         raise ValueError(f"name one or more of the mixers {', '.join(MIXERS)}, not {', '.join(mixers) or 'none'}")
     if not widths or min(steps, num_seeds, eval_rows, batch_size, *widths) < 1:
         raise ValueError(f"{steps=}, {num_seeds=}, {eval_rows=}, {batch_size=} and each of {widths=} are at least 1")
     learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + num_seeds))
-    task, test = (Recall(vocab, seq_len, num_pairs, power=gap_exponent, seed=2 * seed + n) for n in range(2))
-    held_out = [test[index] for index in range(eval_rows)]
-    test = {name: jnp.stack([row[name] for row in held_out]) for name in held_out[0]}
+    task, test = (Recall(vocab, seq_len, num_pairs, gap_exponent=gap_exponent, seed=2 * seed + n) for n in range(2))
+    test = jax.tree.map(lambda *rows: jnp.stack(rows), *(test[index] for index in range(eval_rows)))
 
-    # A rate multiplies the updates, whose own peak is 1: a number like any other, so that one program serves all rates.
-    # It runs on one device, without a mesh: models this small leave nothing to share out.
+    # The schedule peaks at 1, and the learning rate multiplies the updates: one program serves all rates.
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup_steps, steps // 2), steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -210,23 +155,20 @@ def main(
 
     @train.sweep_map
     def accuracy(model, batch):
-        """Of the queries, the part whose value has the largest logit."""
-        right = model(batch["tokens"]).argmax(-1) == batch["targets"]
-        return (right * batch["weights"]).sum() / batch["weights"].sum()
+        correct = model(batch["tokens"]).argmax(-1) == batch["targets"]
+        return (correct * batch["weights"]).sum() / batch["weights"].sum()
 
-    table, folders = [], {}
+    rows = []
     for mixer, width in [(mixer, width) for mixer in mixers for width in widths]:
-        name = f"{mixer}-{width}"
-        born = partial(make, mixer, width, vocab)
-        shapes = eqx.filter_eval_shape(born, keys[0])
-        models = train.sweep_models(born, keys)
+        name, init_fn = f"{mixer}-{width}", partial(make, mixer, width, vocab)
+        models = train.sweep_models(init_fn, keys)
         opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
         batches = train.ShuffledBatches(task, batch_size, seed=seed)
-        with train.Run(out / name, config=config | {"run": name}, resume=resume, profile=profile) as run:
-            run.print_line(f"{name}: {zoo.count(shapes):,} parameters, {len(rates)} learning rates, {num_seeds} seeds")
+        with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
+            run.print_line(f"{name}: {len(rates)} learning rates, {num_seeds} seeds")
             models, opt_states = run.restore((models, opt_states), batches)
-            for inputs in run.steps(batches, steps, tokens=batch_size * seq_len * len(keys)):
-                models, opt_states, losses = step(inputs, models, opt_states, learning_rates)
+            for batch in run.steps(batches, steps, tokens=batch_size * seq_len * len(keys)):
+                models, opt_states, losses = step(batch, models, opt_states, learning_rates)
                 run.log(losses=losses)
                 if run.every(eval_every):
                     accuracies = accuracy(models, test).reshape(len(rates), num_seeds)
@@ -236,39 +178,17 @@ def main(
         batches.close()
         if run.stopped:
             return
-        folders[name] = out / name
-        last = train.read_metrics(folders[name] / "metrics.jsonl")[-1]
-        of_rates = np.mean(last["accuracies"], axis=1)
-        table.append({
-            "mixer": mixer,
-            "width": width,
-            "parameters": zoo.count(shapes),
-            "bytes of state": zoo.inspect.state_bytes(shapes, seq_len),
-            "accuracy": last["accuracy"],
-            "at rate": rates[of_rates.argmax()],
-            "at all rates": " ".join(f"{accuracy:.2f}" for accuracy in of_rates),
-        })  # fmt: skip
-
-    def of(mixer, name):
-        return [row[name] for row in table if row["mixer"] == mixer]
-
-    groups = [train.ScatterSeries(mixer, of(mixer, "bytes of state"), of(mixer, "accuracy")) for mixer in mixers]
-    report = train.write_report(
-        out,
-        title="What mixers recall, and what they remember",
-        summary=f"{num_pairs} pairs in {seq_len} of {vocab} tokens, {steps} steps of {batch_size} rows; of {len(rates)} learning "
-        f"rates the best, of {num_seeds} seeds the mean",
-        runs=folders,
-        curves={},
-        unit="accuracy",
-        tables={"In the end": table},
-        plots={"Accuracy": partial(train.draw_scatter, groups, unit="accuracy", x_label="bytes of state a row")},
-    )
-    for row in table:
-        print(
-            f"{row['mixer']:>24} {row['width']:>4}: {row['bytes of state']:>9,} bytes, {row['accuracy']:.3f} recalled"
-        )
-    print(f"the report lies in {report}")
+        last, shapes = train.summary(run.directory), eqx.filter_eval_shape(init_fn, keys[0])
+        by_rate, state_bytes = np.mean(last["accuracies"], axis=1), zoo.inspect.state_bytes(shapes, seq_len)
+        row = {"run": name, "mixer": mixer, "parameters": zoo.count(shapes), "bytes of state": state_bytes}
+        row |= {"accuracy": last["accuracy"], "best rate": rates[by_rate.argmax()]}
+        rows.append(row | {"at all rates": " ".join(f"{accuracy:.2f}" for accuracy in by_rate)})
+    points = {mixer: [(r["bytes of state"], r["accuracy"]) for r in rows if r["mixer"] == mixer] for mixer in mixers}
+    series = [train.ScatterSeries(mixer, *zip(*pairs, strict=True)) for mixer, pairs in points.items()]
+    draw = partial(train.draw_scatter, series, unit="accuracy", x_label="bytes of state per row")
+    report = {"curves": {}, "unit": "accuracy", "plots": {"Accuracy": draw}}
+    report["description"] = f"{num_pairs} pairs in {seq_len} tokens; best learning rate, mean of {num_seeds} seeds"
+    train.report_runs(run_options.out, "Recall and bytes of state", rows, **report)
 
 
 if __name__ == "__main__":
