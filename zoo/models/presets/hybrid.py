@@ -57,11 +57,12 @@ def Hybrid(
         ffns = (partial(GatedMLP, mlp=mlp),)
     parts = [(pattern[i % len(pattern)], ffns[i % len(ffns)]) for i in range(layers)]
     out_scale = (layers + sum(ffn is not None for _, ffn in parts)) ** -0.5
-    sized = {part: None if part is None else partial(part, embed, out_scale=out_scale) for part in (*pattern, *ffns)}
+    sized_mixers = {mixer: partial(mixer, embed, out_scale=out_scale) for mixer in pattern}
+    sized_ffns = {ffn: None if ffn is None else partial(ffn, embed, out_scale=out_scale) for ffn in ffns}
     return build_decoder(
         vocab=vocab,
         embed=embed,
-        layers=[(sized[mixer], sized[ffn]) for mixer, ffn in parts],
+        layers=[(sized_mixers[mixer], sized_ffns[ffn]) for mixer, ffn in parts],
         norm=partial(RMSNorm, embed, epsilon=epsilon),
         tied=tied,
         dropout=dropout,

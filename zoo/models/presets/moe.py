@@ -13,7 +13,7 @@ from zoo.ops.attention import grouped_query_attention
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Remat
 
-from ..build import build_decoder
+from ..build import MixerFactory, build_decoder
 from ..decoder import Decoder
 from .transformer import Transformer
 
@@ -93,7 +93,7 @@ def MixtureOfExperts(
             implementation=implementation,
             out_scale=out_scale,
         )
-        mixers = {window: partial(attention, window=window) for window in windows}
+        mixers: dict[int | None, MixerFactory] = {window: partial(attention, window=window) for window in windows}
     else:
         options = {"kv_heads": kv_heads, "head_dim": head_dim, "rotary": rotary, "qk_norm": qk_norm}
         options |= {"windows": windows, "soft_cap": soft_cap, "implementation": implementation}
