@@ -44,7 +44,7 @@ class AttentionMask:
 
     - Positions default to the order in the arrays. A key at a negative position is masked: an empty slot of a KV cache,
       or padding.
-    - `causal`: key_position <= query_position.
+    - `causal`: causal mask, key_position <= query_position.
     - `window`: sliding-window attention, query_position - key_position < window; if not causal,
       |query_position - key_position| < window.
     - Segments (packed sequences): only tokens with equal ids attend to each other.
