@@ -5,6 +5,6 @@ import pytest
 from zoo.layers import GatedGroupNorm
 
 
-def test_gated_group_norm_rejects_groups_that_do_not_divide_heads():
+def test_gated_group_norm_rejects_uneven_groups():
     with pytest.raises(ValueError, match="4 heads do not share out over 3 groups"):
         GatedGroupNorm(4, 2, 3)
