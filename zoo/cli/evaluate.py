@@ -122,7 +122,7 @@ class _ScoredWindow:
 def split_into_windows(content: str, text: CheckpointTokenizer, length: int) -> list[_ScoredWindow]:
     """Split a text into windows that score each token once. Its first token is scored only if there is a prefix.
 
-    **Raises** `ValueError` for a length that leaves no room beside the prefix.
+    **Raises** `ValueError` for a length that leaves no room after the prefix.
     """
     prefix = np.array(text.prefix, np.int64)
     room = length - len(prefix)

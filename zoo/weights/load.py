@@ -45,8 +45,8 @@ def load(
       The model is then like any other: `save` writes plain tensors and a config without quantization, and `load`
       reads the same numbers from these.
 
-    Tensors are read one at a time, straight into place: beside the model, about one of them is in memory at most. The
-    model remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
+    Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
+    remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
 
     **Raises** `CheckpointError`, before anything is allocated, for a missing directory; weights that are pickled,
     damaged, or not packed despite `packed`; an unknown family; a config key that would change the result and is not
