@@ -1,7 +1,7 @@
 """Run every block of Python in the README and the documentation, and every `$ zoo ...` in a console block.
 
-The blocks of one page share a namespace, in order. A block marked `python no-run` is skipped, and needs a comment
-on the line above it: `<!-- no-run: why -->`. Commands in a block marked `console fails` must fail.
+The blocks of one page share a namespace, in order. A block of Python below `<!-- no-run: why -->` is skipped; commands
+below `<!-- fails: why -->` must fail. A mark in the info string is an error: the site would not render the block.
 """
 
 import re
@@ -13,26 +13,30 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^( *)(`{3,})(?P<info>[^\n`]*)\n(?P<code>.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
-WHY = re.compile(r"<!-- no-run: \S.*-->\s*$")
+MARK = re.compile(r"<!-- (no-run|fails)\b(?P<reason>.*?)-->\s*$")
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
     """Return the first line and the source of each block to run; commands as the Python that runs them."""
     found = []
     for fence in FENCE.finditer(text):
-        language, *marks = fence["info"].replace("{", " ").replace("}", " ").split() or [""]
+        language, *options = fence["info"].split() or [""]
         line = text.count("\n", 0, fence.start("code")) + 1
+        assert all("=" in option for option in options), (
+            f"line {line - 1}: the site renders no fence of {fence['info']!r}"
+        )
+        mark = MARK.search(text[: fence.start()])
+        assert mark is None or re.match(r": \S", mark["reason"]), (
+            f"line {line - 1}: `<!-- {mark[1]}: why -->` needs a why"
+        )
         if language == "console":
-            words = [shlex.split(row)[1:] for row in fence["code"].splitlines() if row.strip().startswith("$ zoo")]
-            found += [(line + i, f"command({row[1:]}, {'fails' in marks})\n") for i, row in enumerate(words)]
-            continue
-        if language not in ("python", "py", "python3", ".python"):
-            continue
-        if "no-run" in marks:
-            assert WHY.search(text[: fence.start()]), f"line {line - 1}: no-run without `<!-- no-run: why -->` above it"
-            continue
-        indent = len(fence[1])
-        found.append((line, "".join(row[indent:] or "\n" for row in fence["code"].splitlines(keepends=True))))
+            commands = [shlex.split(row)[1:] for row in fence["code"].splitlines() if row.strip().startswith("$ zoo")]
+            fails = mark is not None and mark[1] == "fails"
+            found += [(line + i, f"command({words[1:]}, {fails})\n") for i, words in enumerate(commands)]
+        elif language in ("python", "py", "python3") and not (mark and mark[1] == "no-run"):
+            indent = len(fence[1])
+            source = "".join(row[indent:] or "\n" for row in fence["code"].splitlines(keepends=True))
+            found.append((line, source))
     return found
 
 
@@ -60,7 +64,14 @@ def test_page_runs(page, tmp_path, monkeypatch):
 def test_blocks_finds_python_and_console():
     page = "a\n```python\nx = 1\n\ny = x\n```\n\n    ```py title='b'\n    z = 2\n    ```\n```text\nno\n```\n"
     assert blocks(page) == [(3, "x = 1\n\ny = x\n"), (9, "z = 2\n")]
-    assert blocks("```console fails\n$ zoo info 'a b'\nx\n```\n") == [(2, "command(['info', 'a b'], True)\n")]
-    assert blocks("<!-- no-run: it needs a GPU -->\n```python no-run\nx\n```\n") == []
-    with pytest.raises(AssertionError, match="line 1: no-run"):
+    console = "```console\n$ zoo info 'a b'\nx\n```\n"
+    assert blocks(console) == [(2, "command(['info', 'a b'], False)\n")]
+    assert blocks(f"<!-- fails: no such model -->\n{console}") == [(3, "command(['info', 'a b'], True)\n")]
+    assert blocks("<!-- no-run: it needs a GPU -->\n```python\nx\n```\n") == []
+
+
+def test_blocks_rejects_marks_without_a_reason_or_in_the_fence():
+    with pytest.raises(AssertionError, match="line 2: .* needs a why"):
+        blocks("<!-- no-run -->\n```python\nx\n```\n")
+    with pytest.raises(AssertionError, match="line 1: the site renders no fence of 'python no-run'"):
         blocks("```python no-run\nx\n```\n")
