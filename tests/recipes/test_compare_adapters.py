@@ -1,6 +1,5 @@
 """The comparison of methods: sizes that are near, a run each, resumed; a table, a file and a picture."""
 
-import inspect
 import json
 import shutil
 
@@ -10,36 +9,37 @@ import pytest
 
 import zoo
 from recipes import compare_adapters
+from tests.recipes.flags import call, flag_names
 from zoo import train
 
 TINY = {
-    "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "methods": ("vera", "full"), "ranks": (2,),
-    "targets": ("query", "value"), "fsdp": 2,
+    "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "methods": ("vera", "full"),
+    "ranks": (2,), "targets": ("query", "value"), "fsdp": 2,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    compare_adapters.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
+    call(compare_adapters.main, checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
     return out
 
 
-def test_a_row_a_method_of_a_size_that_is_near(unbroken):
+def test_compare_adapters_one_row_per_method(unbroken):
     found = json.loads((unbroken / "results.json").read_text())
     assert [row["method"] for row in found["runs"]] == ["vera", "full"]
     vera, full = found["runs"]
     lora = 2 * 2 * 2 * (16 + 16)  # rank 2, two matrices in each of two layers
-    assert abs(vera["numbers"] - lora) <= 4 and int(vera["rank"]) == 48
+    assert abs(vera["parameters"] - lora) <= 4 and int(vera["rank"]) == 48
     assert full["share"] == "100.00%" and full["rank"] == "none"
     for row in found["runs"]:
-        assert row["new text"] < found["before"]["new"] and row["bytes held"] > 0
+        assert row["new"] < found["before"]["new"] and row["bytes held"] > 0
     report = (unbroken / "report.html").read_text()
-    for part in ("What is learnt, and what it brings", "In the end", "vera", "numbers learnt", "An object is"):
+    for part in ("Trainable parameters", "Results", "vera", "trainable parameters", "An object is"):
         assert part in report
 
 
-def test_the_best_adapter_is_read_again_and_merged(unbroken, start):
+def test_compare_adapters_exports_the_best_merged(unbroken, start):
     """That of all parameters is none, and leaves none."""
     tuned = zoo.adapters.load(zoo.load(start), unbroken / "vera-48" / "adapter")
     tokens = jnp.arange(32).reshape(2, 16)
@@ -49,16 +49,16 @@ def test_the_best_adapter_is_read_again_and_merged(unbroken, start):
 
 
 @pytest.mark.slow  # the same as of lora.py, in CI
-def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path, capsys):
+def test_compare_adapters_resumes_bitwise(text, start, unbroken, tmp_path, capsys):
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "vera-48" / "checkpoints" / "2")
-    compare_adapters.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, resume=True, **TINY)
+    call(compare_adapters.main, checkpoint=start, data=(text,), pretraining_data=(text,), out=out, resume=True, **TINY)
     for name in ("vera-48", "full"):
         assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
-    assert "vera, rank   48:       256" in capsys.readouterr().out
+    assert "vera-48    vera    48         256" in capsys.readouterr().out
 
 
-def test_the_nearest_rank():
+def test_nearest_rank():
     """Sizes are asked for ranks that are not far beyond the budget alone."""
     asked = set()
 
@@ -72,7 +72,7 @@ def test_the_nearest_rank():
         assert max(asked) <= max(2 * rank, 1)
 
 
-def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
+def test_compare_adapters_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given = ["--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16]
     for words, said in [
@@ -88,23 +88,11 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
 
 
 FLAGS = [
-    *(
-        "methods",
-        "ranks",
-        "max_rank",
-        "checkpoint",
-        "data",
-        "pretraining_data",
-        "targets",
-        "seq_len",
-        "batch_size",
-        "microbatches",
-        "steps",
-    ),
-    *("learning_rate", "warmup_steps", "weight_decay", "dtype", "remat", "fsdp", "tensor", "zero_stage", "eval_every"),
-    *("seed", "out", "resume", "profile"),
+    *("methods", "ranks", "max_rank", "checkpoint", "data", "pretraining_data", "targets", "seq_len"),
+    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor"),
+    *("zero_stage", "microbatches", "remat", "dtype", "out", "seed", "resume", "profile"),
 ]
 
 
-def test_flags_are_a_surface():
-    assert list(inspect.signature(compare_adapters.main).parameters) == FLAGS
+def test_compare_adapters_flags():
+    assert flag_names(compare_adapters.main) == FLAGS

@@ -1,6 +1,5 @@
 """DoRA from a directory to an adapter and a directory, and what its rows did meanwhile."""
 
-import inspect
 import json
 import shutil
 
@@ -11,25 +10,26 @@ import pytest
 
 import zoo
 from recipes import dora
+from tests.recipes.flags import call, flag_names
 from zoo import train
 
 TINY = {
-    "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "rank": 2, "targets": ("query", "down"),
-    "compare_full": False, "fsdp": 2, "tensor": 2,
+    "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "rank": 2,
+    "targets": ("query", "down"), "fsdp": 2, "tensor": 2,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    dora.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
+    call(dora.main, checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
     return out
 
 
-def test_it_learns_exports_and_reports(unbroken, start):
-    lines = train.read_metrics(unbroken / "dora" / "metrics.jsonl")
+def test_dora_learns_exports_and_reports(unbroken, start):
+    lines = train.read_metrics(unbroken / "metrics.jsonl")
     assert [line["step"] for line in lines if "new" in line and "old" in line] == [1, 2]
-    assert lines[-1]["new"] < lines[0]["new"] and lines[0]["bytes_held"] > 0
+    assert lines[-1]["new"] < lines[0]["new"]
     assert json.loads((unbroken / "adapter" / "adapter_config.json").read_text())["use_dora"]
     base, merged = zoo.load(start), zoo.load(unbroken / "export")
     tokens = jnp.arange(32).reshape(2, 16)
@@ -39,16 +39,16 @@ def test_it_learns_exports_and_reports(unbroken, start):
     kinds = {name.rpartition(".")[2] for name in moved}
     assert kinds == {"query", "down"} and len(moved) == 4
     report = (unbroken / "report.html").read_text()
-    for part in ("dora, lengths", "Lengths against directions", "lengths with directions", "query.magnitude"):
+    for part in ("Changes", "Magnitudes against directions", "correlation of magnitude", "query.magnitude"):
         assert part in report
 
 
 @pytest.mark.slow  # the same as of lora.py, in CI
-def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path):
+def test_dora_resumes_bitwise(text, start, unbroken, tmp_path):
     out = shutil.copytree(unbroken, tmp_path / "run")
-    shutil.rmtree(out / "dora" / "checkpoints" / "2")
-    dora.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, resume=True, **TINY)
-    for name in ("dora/metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
+    shutil.rmtree(out / "checkpoints" / "2")
+    call(dora.main, checkpoint=start, data=(text,), pretraining_data=(text,), out=out, resume=True, **TINY)
+    for name in ("metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
         assert (out / name).read_bytes() == (unbroken / name).read_bytes()
 
 
@@ -68,7 +68,7 @@ def test_movements_are_those_of_the_paper(start):
     assert dora.movements(base, base) == {}
 
 
-def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
+def test_dora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given = ["--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16]
     for words, said in [
@@ -83,32 +83,11 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
 
 
 FLAGS = [
-    *(
-        "checkpoint",
-        "data",
-        "pretraining_data",
-        "targets",
-        "rank",
-        "alpha",
-        "compare_full",
-        "seq_len",
-        "batch_size",
-        "microbatches",
-    ),
-    *(
-        "steps",
-        "learning_rate",
-        "full_learning_rate",
-        "warmup_steps",
-        "weight_decay",
-        "dtype",
-        "remat",
-        "fsdp",
-        "tensor",
-    ),
-    *("zero_stage", "eval_every", "seed", "out", "resume", "profile"),
+    *("checkpoint", "data", "pretraining_data", "targets", "rank", "alpha", "seq_len", "batch_size", "steps"),
+    *("learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
+    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile"),
 ]
 
 
-def test_flags_are_a_surface():
-    assert list(inspect.signature(dora.main).parameters) == FLAGS
+def test_dora_flags():
+    assert flag_names(dora.main) == FLAGS

@@ -9,11 +9,12 @@ import pytest
 
 import zoo
 from recipes import linear_attention
+from tests.recipes.flags import call, explained_flags, flag_names
 from zoo import train
 
 TINY = {
-    "mixers": ("attention", "gated-delta-net"), "embed": 16, "layers": 1, "heads": 2, "mlp_dim": 96, "seq_len": 16, "batch_size": 8,
-    "steps": 4, "warmup_steps": 1, "eval_every": 2, "remat": "none", "tensor": 2,
+    "mixers": ("attention", "gated-delta-net"), "embed": 16, "layers": 1, "heads": 2, "mlp_dim": 96, "seq_len": 16,
+    "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 2, "remat": "none", "tensor": 2,
 }  # fmt: skip
 
 
@@ -28,11 +29,11 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unbroken(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    linear_attention.main(data=(text,), out=out, **TINY)
+    call(linear_attention.main, data=(text,), out=out, **TINY)
     return out
 
 
-def test_what_the_runs_leave(unbroken):
+def test_linear_attention_runs_and_report(unbroken):
     for name in TINY["mixers"]:
         lines = train.read_metrics(unbroken / name / "metrics.jsonl")
         assert [line["step"] for line in lines if "validation" in line] == [2, 4]
@@ -42,7 +43,7 @@ def test_what_the_runs_leave(unbroken):
     assert "bytes of state after 1,024 tokens" in report and "http" not in report
 
 
-def test_stopped_and_resumed_the_metrics_are_the_same_bit_for_bit(text, unbroken, tmp_path, monkeypatch):
+def test_linear_attention_resumes_bitwise(text, unbroken, tmp_path, monkeypatch):
     out, log = tmp_path / "run", train.Run.log
 
     def struck(run, **values):
@@ -53,27 +54,27 @@ def test_stopped_and_resumed_the_metrics_are_the_same_bit_for_bit(text, unbroken
     options = {"data": (text,), "out": out} | TINY | {"mixers": ("gated-delta-net",)}
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, "log", struck)
-        linear_attention.main(**options)
+        call(linear_attention.main, **options)
     assert not (out / "report.html").exists()
-    linear_attention.main(resume=True, **options)
+    call(linear_attention.main, resume=True, **options)
     resumed, expected = (folder / "gated-delta-net" / "metrics.jsonl" for folder in (out, unbroken))
     assert resumed.read_bytes() == expected.read_bytes()
 
 
-def test_each_mixer_gets_as_many_parameters_as_attention_has(text, tmp_path, monkeypatch):
+def test_linear_attention_equalizes_parameters(text, tmp_path, monkeypatch):
     """And is laid out on a mesh, before anything is computed."""
     counts = []
     monkeypatch.setattr(train, "tabulate_parameters", lambda model, mesh: counts.append(zoo.count(model)))
     monkeypatch.setattr(zoo, "init", lambda *_: pytest.fail("reached on purpose", pytrace=False))
     options = TINY | {
-        "mixers": tuple(linear_attention.makers(32, 2)),
+        "mixers": tuple(linear_attention.mixer_factories(32, 2)),
         "embed": 32,
         "mlp_dim": 256,
         "tensor": 1,
         "layers": 2,
     }
     with pytest.raises(pytest.fail.Exception, match="reached on purpose"):
-        linear_attention.main(data=(text,), out=tmp_path / "run", **options)
+        call(linear_attention.main, data=(text,), out=tmp_path / "run", **options)
     step_of_widths = 3 * 32 * 2 * 8
     assert len(counts) == len(options["mixers"]) and len(set(counts)) > 1
     assert max(abs(count - counts[0]) for count in counts) <= step_of_widths / 2
@@ -89,35 +90,25 @@ def test_each_mixer_gets_as_many_parameters_as_attention_has(text, tmp_path, mon
         ({"batch_size": 6}, "6 rows do not share out over data=4"),
     ],
 )
-def test_bad_flags_are_told_before_anything_is_computed(text, tmp_path, changes, message):
+def test_linear_attention_bad_flags_raise_early(text, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        linear_attention.main(data=(text,), out=tmp_path / "run", **TINY | changes)
+        call(linear_attention.main, data=(text,), out=tmp_path / "run", **TINY | changes)
     assert not (tmp_path / "run").exists()
 
 
 FLAGS = [
-    *(
-        "mixers",
-        "data",
-        "vocab",
-        "embed",
-        "layers",
-        "heads",
-        "mlp_dim",
-        "seq_len",
-        "batch_size",
-        "microbatches",
-        "steps",
-    ),
-    *("learning_rate", "warmup_steps", "weight_decay", "dtype", "remat", "fsdp", "tensor", "eval_every", "seed", "out"),
-    *("resume", "profile"),
+    *("mixers", "data", "vocab", "embed", "layers", "heads", "mlp_dim", "seq_len", "batch_size", "steps"),
+    *("learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
+    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile"),
 ]
 
 
-def test_flags_are_a_surface_and_each_is_explained(capsys):
-    assert list(inspect.signature(linear_attention.main).parameters) == FLAGS
+def test_linear_attention_flags_are_explained(capsys):
+    assert flag_names(linear_attention.main) == FLAGS
     with pytest.raises(SystemExit):
         train.run_cli(linear_attention.main, arguments=["--help"])
     printed = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')} " in printed for name in FLAGS)
-    assert all(f"    {name}: " in inspect.getdoc(linear_attention.main) for name in FLAGS)
+    assert all(
+        f"    {name}: " in inspect.getdoc(linear_attention.main) for name in explained_flags(linear_attention.main)
+    )

@@ -1,6 +1,5 @@
-"""LoRA from a directory to an adapter and a directory: beside full training, resumed, and refused in words."""
+"""LoRA from a directory to an adapter and a directory, resumed, and refused in words."""
 
-import inspect
 import json
 import shutil
 
@@ -11,6 +10,7 @@ import pytest
 
 import zoo
 from recipes import lora
+from tests.recipes.flags import call, flag_names
 from zoo import train
 
 TINY = {"seq_len": 16, "batch_size": 16, "steps": 4, "warmup_steps": 1, "eval_every": 2, "rank": 2, "alpha": 4.0}
@@ -20,17 +20,14 @@ OPTIONS = {"rank_stabilized": True, "targets": ("query", "value"), "microbatches
 @pytest.fixture(scope="module")
 def unbroken(text, start, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    lora.main(checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY, **OPTIONS)
+    call(lora.main, checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY, **OPTIONS)
     return out
 
 
-def test_it_learns_exports_and_reports(unbroken, start):
-    for name in ("full", "lora"):
-        lines = train.read_metrics(unbroken / name / "metrics.jsonl")
-        assert [line["step"] for line in lines if "new" in line and "old" in line] == [2, 4]
-        assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
-    full, adapter = (train.read_metrics(unbroken / name / "metrics.jsonl")[0] for name in ("full", "lora"))
-    assert adapter["bytes_held"] < full["bytes_held"]
+def test_lora_learns_exports_and_reports(unbroken, start):
+    lines = train.read_metrics(unbroken / "metrics.jsonl")
+    assert [line["step"] for line in lines if "new" in line and "old" in line] == [2, 4]
+    assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
     base, merged = zoo.load(start), zoo.load(unbroken / "export")
     assert jax.tree.structure(base) == jax.tree.structure(merged)
     said = json.loads((unbroken / "adapter" / "adapter_config.json").read_text())
@@ -41,35 +38,29 @@ def test_it_learns_exports_and_reports(unbroken, start):
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
     assert np.array_equal(base.embedding.weight, merged.embedding.weight)
     report = (unbroken / "report.html").read_text()
-    for part in ("full, new text", "lora, old text", "bytes held", "When a function is called", "query.down.weight"):
+    for part in ("new", "old", "→", "When a function is called", "query.down.weight"):
         assert part in report
 
 
-def test_a_checkpoint_holds_the_adapter_alone(unbroken):
-    def size(name):
-        return sum(path.stat().st_size for path in (unbroken / name / "checkpoints" / "4" / "state").rglob("*"))
-
-    assert size("lora") < size("full")
-    about = (unbroken / "lora" / "checkpoints" / "4" / "about" / "metadata").read_text()
+def test_lora_checkpoint_holds_the_adapter_alone(unbroken):
+    about = (unbroken / "checkpoints" / "4" / "about" / "metadata").read_text()
     assert '"stack.segments.0.blocks.0.mixer.query.base.weight": "float32 [2, 16, 16] ' in about
+    arrays = json.loads(about)
+    assert not any(name.endswith("base.weight") for name in arrays.get("leaves", {}))
 
 
-def test_resumed_it_writes_the_same_metrics_bit_for_bit(text, start, unbroken, tmp_path, monkeypatch, capsys):
-    """From where the other recipe leaves its model, and without full training, which stays as it is."""
+def test_lora_resumes_bitwise(text, start, unbroken, tmp_path, monkeypatch, capsys):
+    """Also from the default checkpoint, where transformer.py exports its model."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(start, lora.START)
     out = shutil.copytree(unbroken, tmp_path / "runs" / "lora")
-    shutil.rmtree(out / "lora" / "checkpoints" / "4")
+    shutil.rmtree(out / "checkpoints" / "4")
     for name in ("export", "adapter"):
         shutil.rmtree(out / name)
-    lora.main(data=(text,), pretraining_data=(text,), compare_full=False, resume=True, **TINY, **OPTIONS)
-    for name in ("lora/metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
+    call(lora.main, data=(text,), pretraining_data=(text,), resume=True, **TINY, **OPTIONS)
+    for name in ("metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
         assert (out / name).read_bytes() == (unbroken / name).read_bytes()
-    printed = capsys.readouterr().out
-    assert (
-        "lora/adapter and was read again bit for bit; merged, it lies in runs/lora/export" in printed
-        and " full:" not in printed
-    )
+    assert "wrote the model to runs/lora/export" in capsys.readouterr().out
 
 
 def complaint(capsys, *words):
@@ -80,7 +71,7 @@ def complaint(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys):
+def test_lora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "runs/transformer/export: no model there; `python recipes/transformer.py`" in complaint(capsys)
     given = ("--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16)
@@ -91,33 +82,11 @@ def test_bad_input_is_one_clear_line(text, start, tmp_path, monkeypatch, capsys)
 
 
 FLAGS = [
-    *(
-        "checkpoint",
-        "data",
-        "pretraining_data",
-        "targets",
-        "rank",
-        "alpha",
-        "rank_stabilized",
-        "compare_full",
-        "seq_len",
-        "batch_size",
-        "microbatches",
-    ),
-    *(
-        "steps",
-        "learning_rate",
-        "full_learning_rate",
-        "warmup_steps",
-        "weight_decay",
-        "dtype",
-        "remat",
-        "fsdp",
-        "tensor",
-    ),
-    *("zero_stage", "eval_every", "seed", "out", "resume", "profile"),
+    *("checkpoint", "data", "pretraining_data", "targets", "rank", "alpha", "rank_stabilized", "seq_len"),
+    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor"),
+    *("zero_stage", "microbatches", "remat", "dtype", "out", "seed", "resume", "profile"),
 ]
 
 
-def test_flags_are_a_surface():
-    assert list(inspect.signature(lora.main).parameters) == FLAGS
+def test_lora_flags():
+    assert flag_names(lora.main) == FLAGS

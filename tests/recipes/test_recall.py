@@ -12,23 +12,24 @@ import numpy as np
 import pytest
 
 from recipes import recall
+from tests.recipes.flags import call, explained_flags, flag_names
 from zoo import train
 from zoo.inspect import state_bytes
 
 TINY = {
-    "mixers": ("attention", "delta-net"), "widths": (8,), "vocab": 16, "seq_len": 16, "num_pairs": 3, "batch_size": 4, "steps": 3,
-    "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4, "eval_every": 1,
+    "mixers": ("attention", "delta-net"), "widths": (8,), "vocab": 16, "seq_len": 16, "num_pairs": 3, "batch_size": 4,
+    "steps": 3, "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4, "eval_every": 1,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    recall.main(out=out, **TINY)
+    call(recall.main, out=out, **TINY)
     return out
 
 
-def test_what_two_mixers_leave(unbroken):
+def test_recall_of_two_mixers(unbroken):
     for mixer in TINY["mixers"]:
         lines = train.read_metrics(unbroken / f"{mixer}-8" / "metrics.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3]
@@ -41,17 +42,11 @@ def test_what_two_mixers_leave(unbroken):
         assert lines[-1]["accuracy"] == pytest.approx(np.mean(lines[-1]["accuracies"], axis=1).max())
         assert json.loads((unbroken / f"{mixer}-8" / "config.json").read_text())["run"] == f"{mixer}-8"
     report = (unbroken / "report.html").read_text()
-    assert "bytes of state a row" in report and "<title>delta-net: " in report and "http" not in report
-    assert list(inspect.signature(recall.main).parameters)[-5:] == [
-        "eval_every",
-        "seed",
-        "out",
-        "resume",
-        "profile",
-    ]
+    assert "bytes of state per row" in report and "<title>delta-net: " in report and "http" not in report
+    assert flag_names(recall.main)[-5:] == ["eval_every", "out", "seed", "resume", "profile"]
 
 
-def test_stopped_in_the_second_mixer_and_resumed_the_metrics_are_the_same(unbroken, tmp_path, monkeypatch, capsys):
+def test_recall_stopped_in_the_second_mixer_resumes_bitwise(unbroken, tmp_path, monkeypatch, capsys):
     out, log = tmp_path / "run", train.Run.log
     shutil.copytree(unbroken / "attention-8", out / "attention-8")
 
@@ -62,7 +57,7 @@ def test_stopped_in_the_second_mixer_and_resumed_the_metrics_are_the_same(unbrok
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, "log", struck)
-        recall.main(out=out, resume=True, **TINY)
+        call(recall.main, out=out, resume=True, **TINY)
     assert not (out / "report.html").exists() and "stopped by a signal after step 2 of 3" in capsys.readouterr().out
     with monkeypatch.context() as patch:  # what is complete is read back: no step is taken for it
 
@@ -71,16 +66,16 @@ def test_stopped_in_the_second_mixer_and_resumed_the_metrics_are_the_same(unbrok
             log(run, **values)
 
         patch.setattr(train.Run, "log", stepped)
-        recall.main(out=out, resume=True, **TINY)
+        call(recall.main, out=out, resume=True, **TINY)
     for name in ("attention-8", "delta-net-8"):
         assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
     assert (out / "report.html").exists()
     with pytest.raises(FileExistsError, match="attention-8 holds a run of 3 steps: resume it"):
-        recall.main(out=out, **TINY)
+        call(recall.main, out=out, **TINY)
 
 
 @pytest.mark.parametrize(("vocab", "seq", "pairs"), [(16, 16, 3), (64, 32, 8), (9, 24, 2)])
-def test_every_query_has_its_answer_and_nothing_else_is_asked(vocab, seq, pairs):
+def test_recall_targets_are_the_values_of_queries(vocab, seq, pairs):
     """A dictionary reads the row from left to right."""
     task = recall.Recall(vocab, seq, pairs, seed=3)
     for index in range(50):
@@ -95,19 +90,19 @@ def test_every_query_has_its_answer_and_nothing_else_is_asked(vocab, seq, pairs)
         assert {weights[place] for place in asked} == {1.0}
 
 
-def test_rows_are_the_same_each_time_and_differ_between_numbers_and_seeds():
+def test_recall_rows_depend_on_index_and_seed_alone():
     rows = [recall.Recall(64, 32, 4, seed=seed)[index]["tokens"] for seed, index in ((0, 0), (0, 0), (0, 1), (1, 0))]
     assert (rows[0] == rows[1]).all() and (rows[0] != rows[2]).any() and (rows[0] != rows[3]).any()
 
 
-def test_near_gaps_are_the_likelier():
-    task = recall.Recall(64, 64, 1, power=0.01, seed=0)
+def test_recall_short_gaps_are_likelier():
+    task = recall.Recall(64, 64, 1, gap_exponent=0.01, seed=0)
     gaps = [np.flatnonzero(task[index]["weights"])[0] // 2 - 1 for index in range(500)]
     counts = np.bincount(gaps, minlength=31)
-    assert counts[0] > counts[1] > counts[3] and counts[0] / 500 == pytest.approx(task.gaps[0], abs=0.06)
+    assert counts[0] > counts[1] > counts[3] and counts[0] / 500 == pytest.approx(task.gap_probabilities[0], abs=0.06)
 
 
-def test_memory_is_counted_from_the_state():
+def test_recall_counts_bytes_of_state():
     """A key and a value for each token, or a matrix; beside them places of tokens, and windows of convolutions."""
 
     def size(mixer, length):
@@ -119,7 +114,7 @@ def test_memory_is_counted_from_the_state():
 
 
 @pytest.mark.parametrize("mixer", recall.MIXERS)
-def test_every_mixer_makes_a_model_whose_memory_is_counted(mixer):
+def test_recall_mixers_have_a_countable_state(mixer):
     model = eqx.filter_eval_shape(recall.make, mixer, 8, 16, jax.random.key(0))
     assert eqx.filter_eval_shape(model.__class__.__call__, model, np.zeros((1, 16), np.int32)).shape == (1, 16, 16)
     assert (state_bytes(model, 16) < state_bytes(model, 64)) == (mixer == "attention")
@@ -137,16 +132,17 @@ def test_every_mixer_makes_a_model_whose_memory_is_counted(mixer):
         ({"rates": (0.0,)}, "a sweep wants learning rates above 0"),
     ],
 )
-def test_bad_flags_are_told_before_anything_is_computed(tmp_path, changes, message):
+def test_recall_bad_flags_raise_early(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        recall.main(out=tmp_path / "run", **TINY | changes)
+        call(recall.main, out=tmp_path / "run", **TINY | changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_flags_are_explained_and_presets_named(capsys):
+def test_recall_flags_are_explained_and_presets_named(capsys):
     with pytest.raises(SystemExit):
         train.run_cli(recall.main, presets=recall.PRESETS, arguments=["paper", "--help"])
     printed = capsys.readouterr().out
-    for name in inspect.signature(recall.main).parameters:
-        assert f"--{name.replace('_', '-')} " in printed and f"    {name}: " in inspect.getdoc(recall.main)
+    for name in flag_names(recall.main):
+        assert f"--{name.replace('_', '-')} " in printed
+    assert all(f"    {name}: " in inspect.getdoc(recall.main) for name in explained_flags(recall.main))
     assert "8192" in printed

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from recipes import state_tracking
+from tests.recipes.flags import call, explained_flags, flag_names
 from zoo import train
 from zoo.layers import TokenInfo
 
 TINY = {
-    "groups": ("s3",), "mixers": ("attention", "delta-net-negative"), "embed": 8, "mlp_dim": 8, "seq_len": 4, "eval_seq_len": 40,
-    "batch_size": 4, "steps": 3, "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4, "eval_every": 1,
+    "groups": ("s3",), "mixers": ("attention", "delta-net-negative"), "embed": 8, "mlp_dim": 8, "seq_len": 4,
+    "eval_seq_len": 40, "batch_size": 4, "steps": 3, "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4,
+    "eval_every": 1,
 }  # fmt: skip
 NAMES = ("s3-attention", "s3-delta-net-negative")
 
@@ -25,11 +27,11 @@ NAMES = ("s3-attention", "s3-delta-net-negative")
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    state_tracking.main(out=out, **TINY)
+    call(state_tracking.main, out=out, **TINY)
     return out
 
 
-def test_what_two_mixers_leave(unbroken):
+def test_state_tracking_of_two_mixers(unbroken):
     for name in NAMES:
         lines = train.read_metrics(unbroken / name / "metrics.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3]
@@ -41,10 +43,10 @@ def test_what_two_mixers_leave(unbroken):
     for part in ("Accuracy by place: s3", "chance 0.167", "up to 4 tokens", "4 to 40", "median run"):
         assert part in report
     assert "http" not in report
-    assert list(inspect.signature(state_tracking.main).parameters)[-4:] == ["seed", "out", "resume", "profile"]
+    assert flag_names(state_tracking.main)[-4:] == ["out", "seed", "resume", "profile"]
 
 
-def test_stopped_in_the_second_mixer_and_resumed_the_metrics_are_the_same(unbroken, tmp_path, monkeypatch):
+def test_state_tracking_stopped_and_resumed_is_bitwise_equal(unbroken, tmp_path, monkeypatch):
     out, log = tmp_path / "run", train.Run.log
     shutil.copytree(unbroken / NAMES[0], out / NAMES[0])
 
@@ -56,16 +58,16 @@ def test_stopped_in_the_second_mixer_and_resumed_the_metrics_are_the_same(unbrok
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, "log", struck)
-        state_tracking.main(out=out, resume=True, **TINY)
+        call(state_tracking.main, out=out, resume=True, **TINY)
     assert not (out / "report.html").exists()
-    state_tracking.main(out=out, resume=True, **TINY)
+    call(state_tracking.main, out=out, resume=True, **TINY)
     for name in NAMES:
         assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
     assert (out / "report.html").exists()
 
 
 @pytest.mark.parametrize(("group", "order", "points"), [("parity", 2, 2), ("s3", 6, 3), ("a4", 12, 4), ("s5", 120, 5)])
-def test_each_target_is_where_the_permutations_so_far_have_moved_things(group, order, points):
+def test_words_targets_are_products_of_permutations(group, order, points):
     elements = state_tracking.GROUPS[group]
     assert len(set(elements)) == order and elements[0] == tuple(range(points))
     task = state_tracking.Words(group, 20, seed=1)
@@ -77,15 +79,15 @@ def test_each_target_is_where_the_permutations_so_far_have_moved_things(group, o
             assert tuple(things) == elements[target]
 
 
-def test_parity_is_how_many_ones_there_were():
+def test_words_parity_counts_ones():
     row = state_tracking.Words("parity", 30, seed=0)[7]
     assert row["targets"].tolist() == (np.cumsum(row["tokens"]) % 2).tolist() and 0 < row["tokens"].sum() < 30
 
 
 @pytest.mark.parametrize("name", state_tracking.MIXERS)
-def test_every_mixer_is_made_of_a_width_and_heads(name):
+def test_state_tracking_builds_every_mixer(name):
     mixer = eqx.filter_eval_shape(
-        partial(state_tracking.MIXERS[name], 8, heads=2, out_scale=0.5), key=jax.random.key(0)
+        partial(state_tracking.mixer_factories(8, 2)[name], 8, out_scale=0.5), key=jax.random.key(0)
     )
     x = jax.numpy.zeros((1, 16, 8))
     mixed, _ = eqx.filter_eval_shape(lambda mixer: mixer(x, TokenInfo(None, None, None)), mixer)
@@ -103,15 +105,16 @@ def test_every_mixer_is_made_of_a_width_and_heads(name):
         ({"rates": ()}, "a sweep wants learning rates above 0"),
     ],
 )
-def test_bad_flags_are_told_before_anything_is_computed(tmp_path, changes, message):
+def test_state_tracking_bad_flags_raise_early(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        state_tracking.main(out=tmp_path / "run", **TINY | changes)
+        call(state_tracking.main, out=tmp_path / "run", **TINY | changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_flags_are_explained(capsys):
+def test_state_tracking_flags_are_explained(capsys):
     with pytest.raises(SystemExit):
         train.run_cli(state_tracking.main, arguments=["--help"])
     printed = capsys.readouterr().out
-    for name in inspect.signature(state_tracking.main).parameters:
-        assert f"--{name.replace('_', '-')} " in printed and f"    {name}: " in inspect.getdoc(state_tracking.main)
+    for name in flag_names(state_tracking.main):
+        assert f"--{name.replace('_', '-')} " in printed
+    assert all(f"    {name}: " in inspect.getdoc(state_tracking.main) for name in explained_flags(state_tracking.main))

@@ -2,7 +2,6 @@
 
 import gzip
 import importlib.util
-import inspect
 import json
 import os
 import random
@@ -19,13 +18,14 @@ import pytest
 
 import zoo
 from recipes import transformer
+from tests.recipes.flags import call, flag_names
 from zoo import train
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "transformer.py"
 TINY = {
-    "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 32, "seq_len": 16, "batch_size": 8, "steps": 60, "warmup_steps": 5, "dropout": 0.1,
-    "eval_every": 10,
+    "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 32, "seq_len": 16, "batch_size": 8, "steps": 60,
+    "warmup_steps": 5, "dropout": 0.1, "eval_every": 10,
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def unbroken(text, tmp_path_factory):
     return out, printed
 
 
-def test_a_run_learns_and_leaves_what_it_promised(unbroken):
+def test_transformer_learns_exports_and_reports(unbroken):
     out, printed = unbroken
     lines = train.read_metrics(out / "metrics.jsonl")
     assert lines[-1]["bits_per_byte"] < 0.8 * lines[0]["bits_per_byte"]
@@ -79,22 +79,22 @@ def test_a_run_learns_and_leaves_what_it_promised(unbroken):
         "60/60" in printed and "tokens/s" in printed and "FLOP/s" in printed and "parameters on one device" in printed
     )
     config = json.loads((out / "config.json").read_text())
-    flags = set(inspect.signature(transformer.main).parameters)
+    flags = set(flag_names(transformer.main))
     assert config["embed"] == 16 and set(config) >= flags - {"resume", "profile"}
     report = (out / "report.html").read_text()
     for part in ("stack.segments.0.blocks.0.mixer.query.weight", "def main(", "xz -9e", "<svg"):
         assert part in report
     assert "http" not in report.replace("http://www.w3.org/2000/svg", "")
-    assert f"the model lies in {out / 'export'}" in printed
+    assert f"wrote the model to {out / 'export'}" in printed
     exported = zoo.load(out / "export")
     assert exported.embedding.weight.shape == (256, 16) and train.read_tokenizer(out / "export").vocab == 256
     facts = json.loads((out / "export" / "config.json").read_text())
     assert (facts["model_type"], facts["max_position_embeddings"], facts["bos_token_id"]) == ("qwen3", 16, 0)
 
 
-def test_a_profile_holds_a_few_steps(unbroken):
+def test_transformer_profile_holds_a_few_steps(unbroken):
     out, printed = unbroken
-    assert f"a trace of steps 3 to 7 lies in {out / 'profile'}" in printed
+    assert f"a trace of steps 3 to 7 is in {out / 'profile'}" in printed
     (path,) = (out / "profile").glob("plugins/profile/*/perfetto_trace.json.gz")
     with gzip.open(path, "rt") as file:
         found = json.load(file)["traceEvents"]
@@ -124,23 +124,23 @@ def killed(text, tmp_path_factory):
     return out
 
 
-def test_killed_and_resumed_it_writes_the_same_metrics_bit_for_bit(text, unbroken, killed, tmp_path):
+def test_transformer_killed_and_resumed_is_bitwise_equal(text, unbroken, killed, tmp_path):
     out = shutil.copytree(killed, tmp_path / "run")
     status, _, errors = finish(start(command(text, out, "--resume")))
     assert status == 0, errors
     assert (out / "metrics.jsonl").read_bytes() == (unbroken[0] / "metrics.jsonl").read_bytes()
 
 
-def test_resumed_on_another_mesh_the_curve_goes_on(text, unbroken, killed, tmp_path):
+def test_transformer_resumes_on_another_mesh(text, unbroken, killed, tmp_path):
     out = shutil.copytree(killed, tmp_path / "run")
-    transformer.main(data=(text,), out=out, resume=True, fsdp=2, tensor=2, **TINY)
+    call(transformer.main, data=(text,), out=out, resume=True, fsdp=2, tensor=2, **TINY)
     expected, lines = (train.read_metrics(folder / "metrics.jsonl") for folder in (unbroken[0], out))
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, other in zip(lines, expected, strict=True):
         assert line == pytest.approx(other, rel=2e-3)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path):
+def test_transformer_saves_on_ctrl_c(text, tmp_path):
     out = tmp_path / "run"
     process = start(command(text, out, steps=100_000))
     wait_for_checkpoint(process, out)
@@ -152,59 +152,57 @@ def test_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path):
     assert (out / "checkpoints" / str(last)).is_dir()
 
 
-def test_two_steps_with_all_defaults_on_eight_devices(tmp_path):
-    transformer.main(steps=2, out=tmp_path / "run")
+def test_transformer_two_default_steps_on_eight_devices(tmp_path):
+    call(transformer.main, steps=2, out=tmp_path / "run")
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_two_steps_with_all_defaults_on_one_device(tmp_path):
+def test_transformer_two_default_steps_on_one_device(tmp_path):
     status, printed, errors = finish(start([sys.executable, str(RECIPE), "--steps", "2", "--out", str(tmp_path)]))
     assert status == 0, errors
     assert "886,400 parameters on one device" in printed and (tmp_path / "report.html").exists()
 
 
-def test_the_other_options_work_together(text, tmp_path):
+def test_transformer_combines_the_other_options(text, tmp_path):
     options = {
         "fsdp": 4,
         "tensor": 2,
         "dtype": "bfloat16",
         "microbatches": 2,
         "zero_stage": 1,
-        "ema_decay": 0.9,
         "vocab": 300,
     }
-    transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"steps": 2, "batch_size": 16} | options)
+    call(transformer.main, data=(text,), out=tmp_path / "run", **TINY | {"steps": 2, "batch_size": 16} | options)
     assert (tmp_path / "run" / "report.html").exists()
     assert train.read_tokenizer(tmp_path / "run" / "export").vocab == 300
     assert zoo.load(tmp_path / "run" / "export").embedding.weight.shape == (300, 16)
 
 
-def test_help_explains_every_flag():
+def test_transformer_help_explains_every_flag():
     status, printed, _ = finish(start([sys.executable, str(RECIPE), "--help"]))
     assert status == 0
-    for name in inspect.signature(transformer.main).parameters:
+    for name in flag_names(transformer.main):
         assert f"--{name.replace('_', '-')}" in printed
-    for line in ("Teach a small Transformer", "Presets, as the first word: cpu, 1b", "Peak of the learning rate"):
+    for line in ("Train a small Transformer", "Presets, as the first word: cpu, 1b", "Peak learning rate"):
         assert line in " ".join(printed.replace("│", " ").split()), line
 
 
 FLAGS = [
-    *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout"),
-    *("seq_len", "batch_size", "microbatches", "steps", "learning_rate", "warmup_steps", "weight_decay", "ema_decay"),
-    *("dtype", "remat", "fsdp", "tensor", "zero_stage"),
-    *("eval_every", "seed", "out", "resume", "profile"),
+    *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout", "seq_len", "batch_size"),
+    *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
+    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile"),
 ]
 
 
-def test_flags_are_a_surface():
-    assert list(inspect.signature(transformer.main).parameters) == FLAGS
+def test_transformer_flags():
+    assert flag_names(transformer.main) == FLAGS
 
 
-def test_presets_name_flags_and_state_their_size():
+def test_transformer_presets_name_flags_and_their_size():
     for name, preset in transformer.PRESETS.items():
-        assert set(preset) <= set(FLAGS), name
+        assert set(preset) <= set(inspect.signature(transformer.main).parameters), name
     large = transformer.PRESETS["1b"]
-    sizes = {name: large[name] for name in ("vocab", "embed", "layers", "heads", "mlp")}
+    sizes = {name: large[name] for name in ("vocab", "embed", "layers", "heads")} | {"mlp": large["mlp_dim"]}
     model = eqx.filter_eval_shape(lambda key: zoo.models.Transformer(**sizes, key=key), jax.random.key(0))
     assert 0.95e9 < sum(x.size for x in jax.tree.leaves(eqx.filter(model, lambda x: hasattr(x, "size")))) < 1.15e9
 
@@ -220,7 +218,7 @@ def test_presets_name_flags_and_state_their_size():
         (["--microbatches", "3"], "a batch of 8 rows does not share out over 3 microbatches"),
     ],
 )
-def test_bad_input_is_one_clear_line(text, tmp_path, more, message):
+def test_transformer_bad_input_is_one_line(text, tmp_path, more, message):
     """The last flag of a name counts, as everywhere."""
     status, printed, errors = finish(start([*command(text, tmp_path / "run"), *more]))
     assert status == 2
@@ -228,26 +226,26 @@ def test_bad_input_is_one_clear_line(text, tmp_path, more, message):
     assert "Traceback" not in errors and "10/60" not in printed
 
 
-def test_a_batch_that_the_mesh_does_not_divide_raises_before_anything_compiles(text, tmp_path):
+def test_transformer_indivisible_batch_raises_early(text, tmp_path):
     with pytest.raises(ValueError, match="12 rows do not share out over data=8. Use a multiple of 8 rows"):
-        transformer.main(data=(text,), out=tmp_path / "run", **TINY | {"batch_size": 12})
+        call(transformer.main, data=(text,), out=tmp_path / "run", **TINY | {"batch_size": 12})
     assert not (tmp_path / "run").exists()
 
 
-def test_a_path_without_text_and_a_checkpoint_of_another_model(text, killed, tmp_path):
+def test_transformer_refuses_binary_data_and_other_checkpoints(text, killed, tmp_path):
     (tmp_path / "binary").write_bytes(b"\0\1\2")
     with pytest.raises(ValueError, match="binary: no text there"):
-        transformer.main(data=(tmp_path / "binary",), out=tmp_path / "run", **TINY)
+        call(transformer.main, data=(tmp_path / "binary",), out=tmp_path / "run", **TINY)
     with pytest.raises(FileExistsError, match="holds a run of .* resume it"):
-        transformer.main(data=(text,), out=killed, **TINY)
+        call(transformer.main, data=(text,), out=killed, **TINY)
     out = shutil.copytree(killed, tmp_path / "other")
     with pytest.raises(ValueError, match="embedding.weight"):
-        transformer.main(data=(text,), out=out, resume=True, **TINY | {"embed": 32})
+        call(transformer.main, data=(text,), out=out, resume=True, **TINY | {"embed": 32})
     assert checkpoints(out) == [out / "checkpoints" / path.name for path in checkpoints(killed)], "nothing is lost"
 
 
 @pytest.mark.parametrize("missing", ["optax", "grain", "orbax"])
-def test_without_the_train_extra_it_says_what_to_install(missing):
+def test_transformer_without_train_extra_says_what_to_install(missing):
     blocked = (
         "import importlib.util as util, runpy, sys; find = util.find_spec; "
         f"util.find_spec = lambda name, *rest: None if name.startswith({missing!r}) else find(name, *rest); "
@@ -258,5 +256,5 @@ def test_without_the_train_extra_it_says_what_to_install(missing):
     assert missing in errors and "pip install 'equizoo[train]'" in errors
 
 
-def test_blocked_packages_are_really_looked_for():
+def test_blocked_packages_are_installed():
     assert all(importlib.util.find_spec(name) for name in ("optax", "grain", "orbax.checkpoint"))
