@@ -133,5 +133,5 @@ def test_fork_copy_runs_in_any_directory(run, tmp_path):
     command = [sys.executable, "my_experiment.py", "--data=text", *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "the report lies in runs/my_experiment/report.html" in done.stdout
+    assert "wrote the report to runs/my_experiment/report.html" in done.stdout
     assert (tmp_path / "runs" / "my_experiment" / "export" / "config.json").exists()

@@ -107,7 +107,7 @@ def work(out, model, *, steps=2, resume=False, whole=False):
     held = zoo.trainable(model) if not whole else model
     state = held, OPTIMIZER.init(zoo.trainable(model))
     frozen = None if whole else model
-    with train.Run(out, config={}, resume=resume, frozen=frozen) as run:
+    with train.Run(train.RunOptions(out, resume=resume), config={}, frozen=frozen) as run:
         batches = train.ShuffledBatches([{"tokens": np.zeros(4, np.int32)}] * 8, 4)
         held, moments = run.restore(state, batches)
         for _ in run.steps(batches, steps):

@@ -25,7 +25,7 @@ def toy(out, steps, *, resume=False, fail_at=0, stop_at=0):
             return jax.lax.scan(lambda x, _: (jax.named_scope("layer")(jnp.tanh)(x @ x), None), weight, length=3)[0]
 
     weight = jnp.full((8, 8), 0.1)
-    with train.Run(out, config={"profile": True, "a": 1}, profile=True, resume=resume) as run:
+    with train.Run(train.RunOptions(out, profile=True, resume=resume), config={"profile": True, "a": 1}) as run:
         weight = run.restore(weight, batches)
         for _ in run.steps(batches, steps):
             weight = profiled_step(weight)

@@ -50,7 +50,8 @@ def toy(out: Path, *, resume: bool = False, width: int = 8, strike: tuple[int, i
         updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(table, updates), opt_state, loss
 
-    with train.Run(out, config=dict(width=width, resume=resume), resume=resume, fetch_every=4) as run:
+    options = train.RunOptions(out, resume=resume)
+    with train.Run(options, config=dict(width=width, resume=resume), fetch_every=4) as run:
         table, opt_state = run.restore((table, opt_state), batches)
         for batch in run.steps(batches, STEPS, tokens=64, flops=1e6):
             table, opt_state, loss = step(batch, table, opt_state)
@@ -109,7 +110,8 @@ def test_run_files_and_refusals(tmp_path, caplog):
         toy(tmp_path, resume=True, width=9)
     assert "the configuration differs: width: 8 in the checkpoint, 9 now" in caplog.text
     assert len(train.read_metrics(tmp_path / "metrics.jsonl")) == STEPS
-    with train.Run(tmp_path, config={}, resume=True) as run, pytest.raises(RuntimeError, match=r"call run.restore"):
+    options = train.RunOptions(tmp_path, resume=True)
+    with train.Run(options, config={}) as run, pytest.raises(RuntimeError, match=r"call run.restore"):
         next(run.steps(train.ShuffledBatches(train.TokenWindows(np.zeros(9, np.uint8), 2), 1), 3))
 
 
