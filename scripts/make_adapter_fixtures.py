@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import tyro
 
+from scripts.fixtures import write_cases
 from scripts.make_fixtures import FIRST, distance, load, safetensors, torch, transformers
 
 try:
@@ -156,13 +157,7 @@ def main(*, out: Path = ROOT / "tests/fixtures/adapters", only: tuple[str, ...] 
     """
     if peft is None or transformers is None:
         raise SystemExit("This needs PEFT: pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # a deterministic order of summation
-    for name in only or [name for name in CASES if name not in PAGES]:
-        checks = make_case(name, out / name)
-        size = sum(path.stat().st_size for path in (out / name).iterdir() if path.is_file())
-        print(f"{name:22}{size / 1000:5.1f} kB  {checks}", flush=True)
+    write_cases(make_case, only or [name for name in CASES if name not in PAGES], out, torch, transformers)
 
 
 def make_case(name: str, folder: Path) -> dict[str, float]:
