@@ -1,4 +1,4 @@
-"""What surrounds a training loop: text, checkpoints, metrics, progress, signals, reports. Never the loop itself."""
+"""Everything around a training loop: text, checkpoints, metrics, progress, signals, reports. Never the loop itself."""
 
 from zoo._optional import require_installed
 
