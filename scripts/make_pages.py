@@ -75,9 +75,11 @@ def read_caption(path: Path) -> str:
     text = first_paragraph(ast.get_docstring(module))
     if not text:
         raise ValueError(f"{file.relative_to(ROOT)} has no docstring: describe it in its first line")
-    if command := re.fullmatch(r"`(?:zoo |zoo\.)(\w+)`\.", text):  # a file of one function, which has the description
-        body = [x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == command[1]]
-        text = " ".join([text[:-1] + ":", *(first_paragraph(ast.get_docstring(x)) for x in body)])
+    if command := re.fullmatch(
+        r"(?:Implement )?(`zoo[ .](\w+)`)\.", text
+    ):  # a file of one function, which has the description
+        body = [x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == command[2]]
+        text = " ".join([f"{command[1]}:", *(first_paragraph(ast.get_docstring(x)) for x in body)])
     return text
 
 
