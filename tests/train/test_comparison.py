@@ -1,0 +1,33 @@
+"""Summaries of runs, and reports on several."""
+
+import json
+
+from zoo import train
+
+
+def write_run(directory, validation, speeds):
+    directory.mkdir(parents=True)
+    metrics = [{"step": 1, "validation": 9.0}, {"step": 2, "validation": validation, "loss": 1.5}]
+    timing = [{"step": 1, "seconds": 1.0}, *({"step": 2, "seconds": 2.0, "steps_per_second": x} for x in speeds)]
+    for name, lines in (("metrics", metrics), ("timing", timing)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_summary_has_the_last_metrics_and_the_speed(tmp_path):
+    write_run(tmp_path / "a", 2.5, [4.0])
+    last = train.summary(tmp_path / "a")
+    assert (last["validation"], last["loss"], last["milliseconds_per_step"]) == (2.5, 1.5, 250)
+    write_run(tmp_path / "short", 2.5, [])
+    assert train.summary(tmp_path / "short")["milliseconds_per_step"] == 0
+
+
+def test_report_runs_prints_and_writes_its_table(tmp_path, capsys):
+    for name, bits in (("a", 2.5), ("b", 2.0)):
+        write_run(tmp_path / name, bits, [4.0])
+    rows = [{"run": name, "parameters": 12345, "bits": train.summary(tmp_path / name)["validation"]} for name in "ab"]
+    sections = {"curves": {"validation": "validation"}, "unit": "bits per byte"}
+    train.report_runs(tmp_path, "Two runs", rows, description="a and b", **sections)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1:4] == ["run  parameters   bits", "  a      12,345  2.500", "  b      12,345  2.000"]
+    report = (tmp_path / "report.html").read_text()
+    assert "Two runs" in report and "Results" in report and "12,345" in report
