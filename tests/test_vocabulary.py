@@ -17,13 +17,18 @@ LAYER_AND_PRESET = {
     *("RWKV6", "RWKV7"),
 }
 PRESETS = "zoo/models/presets"
-# Every family file defines the same hooks, and `zoo.models.hf.families` alone calls them.
-FAMILIES, FAMILY_HOOKS = "zoo/models/hf/families", {"build", "names", "memory_names"}
 MOST_MODULES = 2
+# Tests whose subject is more than one module of the package.
+SPANNING_TESTS = {
+    *("adapters/test_all_methods.py", "adapters/test_properties.py", "adapters/peft/test_parity.py"),
+    *("cli/test_main.py", "generate/test_latent_attention.py", "generate/test_mesh.py"),
+    *("layers/recurrent/test_mixers.py", "models/test_parallel_equals_serial.py", "ops/recurrence/test_parity.py"),
+    *("parallel/test_processes.py", "weights/test_deepseek.py", "weights/test_mesh.py"),
+}
 LONGEST_TEST_NAME = 60
 
 RIDDLE = re.compile(r"(What|Of|How|Whether|Which)\b")
-# Paraphrases, and the term that a researcher would search for. Spelled in pieces, so that this file passes its own test.
+# Paraphrases of the terms that a researcher would search for, split so that this file does not contain them.
 BANNED = {
     "trainable": r"\blear" + r"nt\b",
     "replicated": r"\b(lie|lies|lying|lay|kept|held|stays?) who" + r"le\b|\bwho" + r"le everywhere\b",
@@ -59,8 +64,7 @@ def find_common_function_names(root: Path) -> list[str]:
     modules = defaultdict(set)
     for path, tree in parse(root, "zoo/**/*.py"):
         for node in tree.body:
-            is_hook = str(Path(path).parent) == FAMILIES and getattr(node, "name", "").lstrip("_") in FAMILY_HOOKS
-            if isinstance(node, ast.FunctionDef) and not is_hook:
+            if isinstance(node, ast.FunctionDef):
                 modules[node.name].add(path)
     return [
         f"{name}: {', '.join(sorted(where))}" for name, where in sorted(modules.items()) if len(where) > MOST_MODULES
@@ -116,12 +120,25 @@ def find_long_test_names(root: Path) -> list[str]:
     ]
 
 
+def find_unmirrored_tests(root: Path) -> list[str]:
+    """Tests of a package of zoo that do not have the path of the module they test."""
+    found = []
+    for path in sorted(root.glob("tests/*/**/test_*.py")):
+        name = path.relative_to(root / "tests")
+        module = root / "zoo" / name.parent / name.name.removeprefix("test_")
+        is_mirrored = module.exists() or module.with_suffix("").is_dir()
+        if (root / "zoo" / name.parts[0]).is_dir() and not is_mirrored and name.as_posix() not in SPANNING_TESTS:
+            found.append(f"tests/{name.as_posix()}: no module {module.relative_to(root).as_posix()}")
+    return found
+
+
 RULES = {
     "class names": find_shared_class_names,
     "function names": find_common_function_names,
     "first sentences": find_riddles,
     "terms": find_paraphrases,
     "names of tests": find_long_test_names,
+    "places of tests": find_unmirrored_tests,
 }
 
 
@@ -152,10 +169,10 @@ PLANTED = {
         {f"zoo/ops/{name}.py": "def follow(): ..." for name in "abc"},
         ["follow: zoo/ops/a.py, zoo/ops/b.py, zoo/ops/c.py"],
     ),
-    "a hook outside the families": (
+    "a private function in three modules": (
         "function names",
-        {f"zoo/ops/{name}.py": "def build(): ..." for name in "abc"},
-        ["build: zoo/ops/a.py, zoo/ops/b.py, zoo/ops/c.py"],
+        {f"zoo/ops/{name}.py": "def _follow(): ..." for name in "abc"},
+        ["_follow: zoo/ops/a.py, zoo/ops/b.py, zoo/ops/c.py"],
     ),
     "a module": ("first sentences", {"zoo/a.py": '"""What a module is."""'}, ["zoo/a.py: 'What a module is.'"]),
     "a method": (
@@ -190,6 +207,11 @@ PLANTED = {
         {"tests/test_a.py": f"def test_{'a' * 60}(): ..."},
         [f"tests/test_a.py:1: test_{'a' * 60}"],
     ),
+    "a test in another folder than its module": (
+        "places of tests",
+        {"zoo/ops/moe/a.py": "", "tests/ops/test_a.py": ""},
+        ["tests/ops/test_a.py: no module zoo/ops/a.py"],
+    ),
 }
 
 
@@ -203,14 +225,15 @@ def test_vocabulary_finds_a_planted_violation(tmp_path, rule, files, expected):
 
 
 ALLOWED = {
-    "zoo/layers/a.py": '"""Mixers."""\nclass Mamba: ...\nclass _Mask: ...\ndef _f():\n    """What only this file reads."""',
+    "zoo/layers/a.py": '"""Mixers."""\nclass Mamba: ...\nclass _Mask: ...\ndef _f():\n    """What is private."""',
     "zoo/models/presets/a.py": "def Mamba(): ...",
     "zoo/train/a.py": "class _Mask: ...\ndef follow(): ...",
-    "zoo/models/hf/families/a.py": "def build(): ...\ndef follow(): ...",
-    "zoo/models/hf/families/b.py": "def build(): ...",
-    "zoo/models/hf/families/c.py": "def build(): ...",
+    "zoo/models/a.py": "def follow(): ...\nclass A:\n    def find(self): ...\nclass B:\n    def find(self): ...",
+    "zoo/models/b.py": "class C:\n    def find(self): ...",
     "docs/a.md": "Trainable parameters are sharded over fsdp, scales replicated.",
     "tests/test_a.py": f"def test_{'a' * 50}(): ...",
+    "tests/models/test_a.py": "",
+    "tests/docs/test_pages.py": "",
 }
 
 
