@@ -162,7 +162,7 @@ def main(
 
     rows, best_row = [], None
     budgets = [size("lora", rank) for rank in ranks]
-    plan = {
+    plan: dict[tuple[Name, int], None] = {
         (m, 1 if METHODS[m].one_size else nearest(partial(size, m), n, max_rank)): None
         for m in methods
         for n in budgets

@@ -69,7 +69,7 @@ class Words:
 
     def __getitem__(self, index):
         tokens = np.random.default_rng((self.seed, index)).integers(0, len(self.product), size=self.seq_len)
-        targets = itertools.accumulate(tokens, lambda so_far, token: self.product[so_far, token])
+        targets = itertools.accumulate(tokens.tolist(), lambda so_far, token: int(self.product[so_far, token]))
         return {"tokens": tokens.astype(np.int32), "targets": np.array([*targets], np.int32)}
 
 
