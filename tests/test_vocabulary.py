@@ -34,6 +34,8 @@ BANNED = {
     "replicated": r"\b(lie|lies|lying|lay|kept|held|stays?) who" + r"le\b|\bwho" + r"le everywhere\b",
     "sharded": r"\b(is|are|was|were|lies|lie|stored|kept|cut|split) in pie" + r"ces\b|\bshared ou" + r"t over\b",
     "attention mask": r"\bsig" + r"hts?\b",
+    "it with a z": r"\b\w*(optimi|normali|quanti|initiali|materiali|stabili|tokeni)s(e|ed|es|er|ing|ation)\b",
+    "it without a u": r"\b\w*(colo|behavio|neighbo)u" + r"rs?(ed|ing)?\b",
 }
 
 
@@ -201,6 +203,11 @@ PLANTED = {
         "terms",
         {"recipes/a.py": "sig" + "ht = 1"},
         ["recipes/a.py:1: 'sig" + "ht': say attention mask"],
+    ),
+    "American spelling": (
+        "terms",
+        {"zoo/a.py": "# The optimi" + "ser of the neighbou" + "rs."},
+        ["zoo/a.py:1: 'optimi" + "ser': say it with a z", "zoo/a.py:1: 'neighbou" + "rs': say it without a u"],
     ),
     "a long name": (
         "names of tests",
