@@ -58,10 +58,10 @@ MIXERS = tuple(mixer_factories(2, 1))
 class Words:
     """Dataset of rows: elements of a group, and the products of all so far, the newest applied last."""
 
-    def __init__(self, group, seq_len, *, seed, rows=100_000):
+    def __init__(self, group: str, seq_len: int, *, seed: int, rows: int = 100_000):
         number = {element: i for i, element in enumerate(GROUPS[group])}
-        # product[p, q]: first p, then q
-        self.product = np.array([[number[tuple(q[i] for i in p)] for q in number] for p in number])
+        # product[p][q]: first p, then q
+        self.product = [[number[tuple(q[i] for i in p)] for q in number] for p in number]
         self.seq_len, self.seed, self.rows = seq_len, seed, rows
 
     def __len__(self):
@@ -69,7 +69,7 @@ class Words:
 
     def __getitem__(self, index):
         tokens = np.random.default_rng((self.seed, index)).integers(0, len(self.product), size=self.seq_len)
-        targets = itertools.accumulate(tokens.tolist(), lambda so_far, token: int(self.product[so_far, token]))
+        targets = itertools.accumulate(tokens.tolist(), lambda so_far, token: self.product[so_far][token])
         return {"tokens": tokens.astype(np.int32), "targets": np.array([*targets], np.int32)}
 
 
