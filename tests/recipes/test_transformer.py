@@ -2,6 +2,7 @@
 
 import gzip
 import importlib.util
+import inspect
 import json
 import os
 import random
