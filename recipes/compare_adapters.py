@@ -3,24 +3,21 @@
     python recipes/transformer.py                         # makes the checkpoint to start from, once
     python recipes/compare_adapters.py                    # ten methods at one size: two minutes
     python recipes/compare_adapters.py --methods lora dora full --ranks 1 4 16   # a curve each
-    python recipes/compare_adapters.py --resume           # after Ctrl-C: complete runs are kept
     python recipes/compare_adapters.py --checkpoint ~/llama --data ~/books --seq-len 2048 --steps 2000 --fsdp 8
 
 On held-out text, English prose goes in 40 steps from 2.84 to 2.42 bits per byte with LoRA (40,960 parameters), to 2.43
 with rsLoRA and DoRA, 2.45 with OLoRA, LoHa and LoKr, 2.49 with VeRA (12,800) and 2.36 with all 886,400.
 
-The rank of each method is the one at which it has about as many trainable parameters as LoRA at each of `ranks`, found
-from shapes alone. Each method has its own learning rate, the better of a few on the model that transformer.py exports:
-sweep them again for other models or many more steps. Every run's directory holds its adapter, for PEFT.
+Each method has the rank at which it has about as many trainable parameters as LoRA at each of `ranks`, and its own
+learning rate, swept on the model that transformer.py exports: sweep again for other models or many more steps.
 """
 
-import bisect
 import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import equinox as eqx
 import jax
@@ -33,28 +30,17 @@ import optax
 START = Path("runs/transformer/export")  # where transformer.py exports its model by default
 PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called, "]
 Name = Literal["lora", "rslora", "dora", "pissa", "olora", "vera", "loha", "lokr", "ia3", "full"]
-
-
-class Method(NamedTuple):
-    """Constructor of an adapter, and its peak learning rate."""
-
-    apply: Callable | None
-    """Called with the model, key= and, unless it has one size, targets= and rank=. None trains all parameters."""
-    learning_rate: float
-    one_size: bool = False
-
-
-METHODS: dict[Name, Method] = {
-    "lora": Method(partial(adapters.lora, alpha=16), 1e-2),
-    "rslora": Method(partial(adapters.lora, alpha=16, rank_stabilized=True), 5e-3),
-    "dora": Method(partial(adapters.dora, alpha=16), 1e-2),
-    "pissa": Method(partial(adapters.lora, init="pissa"), 1e-2),
-    "olora": Method(partial(adapters.lora, init="olora"), 1e-2),
-    "vera": Method(partial(adapters.vera, d_initial=0.1), 1e-1),
-    "loha": Method(adapters.loha, 3e-2),
-    "lokr": Method(partial(adapters.lokr, factor=4), 3e-2),
-    "ia3": Method(adapters.ia3, 3e-1, one_size=True),
-    "full": Method(None, 1e-3, one_size=True),
+METHODS: dict[str, tuple[Callable, float]] = {  # constructor, peak learning rate; the last two have no rank
+    "lora": (partial(adapters.lora, alpha=16), 1e-2),
+    "rslora": (partial(adapters.lora, alpha=16, rank_stabilized=True), 5e-3),
+    "dora": (partial(adapters.dora, alpha=16), 1e-2),
+    "pissa": (partial(adapters.lora, init="pissa"), 1e-2),
+    "olora": (partial(adapters.lora, init="olora"), 1e-2),
+    "vera": (partial(adapters.vera, d_initial=0.1), 1e-1),
+    "loha": (adapters.loha, 3e-2),
+    "lokr": (partial(adapters.lokr, factor=4), 3e-2),
+    "ia3": (adapters.ia3, 3e-1),
+    "full": (lambda model, *, key: model, 1e-3),
 }
 
 
@@ -109,103 +95,75 @@ def main(
         return train.rematerialize(zoo.load(checkpoint, mesh=mesh, dtype="float32"), mesh_options.remat)
 
     def apply(method, rank, model):
-        method = METHODS[method]
-        options = {} if method.one_size else {"targets": targets, "rank": rank}
-        return zoo.place(method.apply(model, key=key, **options), mesh) if method.apply else model
+        options = {"targets": targets, "rank": rank} if rank else {}
+        return zoo.place(METHODS[method][0](model, key=key, **options), mesh)
 
     def loss_fn(model, batch):
         return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch)
 
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, model, opt_state, optimizer):
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
+
     new, old = (text.validation.ordered(seq_len, batch_size, limit=8) for text in (corpus, old_corpus))
-    evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
-
-    def train_adapter(method, model, run_options):
-        """Train the trainable parameters of a model in a run of its own; return the run and the trained model."""
-        peak = METHODS[method].learning_rate if learning_rate is None else learning_rate
-        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, min(warmup_steps, steps // 2), steps, peak / 10)
-        adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
-
-        @eqx.filter_jit(donate="all-except-first")
-        def step(batch, model, opt_state):
-            loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
-            updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-            bits = train.bits_per_byte(loss, corpus.train)
-            return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, bits
-
-        run_config = config | {"run": run_options.out.name}
-        with train.Run(run_options, config=run_config, best_metric="new", frozen=model) as run:
-            run.print_line(f"{run_options.out.name}: {zoo.count(model):,} trainable parameters, learning rate {peak:g}")
-            trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
-            model = eqx.combine(trainable, model)
-            for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
-                batch = zoo.place_batch(batch, mesh)
-                if run.step == 1 and (memory := zoo.inspect.compiled(step, batch, model, opt_state).memory):
-                    run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
-                model, opt_state, bits = step(batch, model, opt_state)
-                run.log(bits_per_byte=bits)
-                if run.every(eval_every):  # merged, all methods are one program
-                    run.log(**evaluate(model if method == "full" else adapters.merge(model)))
-                if run.due(eval_every):
-                    run.save((zoo.trainable(model), opt_state), batches)
-        batches.close()
-        return run, model
-
-    base = load()
+    evaluate, base = train.Evaluation(loss_fn, mesh, new=new, old=old), load()
     before, samples = evaluate(base), train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
 
     @cache
     def size(method, rank):
         return zoo.count(eqx.filter_eval_shape(partial(apply, method, rank), base))
 
-    rows, best_row = [], None
-    budgets = [size("lora", rank) for rank in ranks]
-    plan: dict[tuple[Name, int], None] = {
-        (m, 1 if METHODS[m].one_size else nearest(partial(size, m), n, max_rank)): None
-        for m in methods
-        for n in budgets
-    }
+    def find_rank(method, budget):
+        return None if method in ("ia3", "full") else adapters.find_rank(partial(size, method), budget, max_rank)
+
+    plan = dict.fromkeys((method, find_rank(method, size("lora", rank))) for method in methods for rank in ranks)
+    out, rows, best, merged = run_options.out, [], 0.0, None
     for method, rank in plan:
-        name = method if METHODS[method].one_size else f"{method}-{rank}"
-        run, model = train_adapter(method, apply(method, rank, load()), run_options.subrun(name))
+        name = f"{method}-{rank}" if rank else method
+        peak = METHODS[method][1] if learning_rate is None else learning_rate
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, min(warmup_steps, steps // 2), steps, peak / 10)
+        adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+        model = apply(method, rank, load())
+        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
+        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+        with train.Run(run_options.subrun(name), config=config | {"run": name}, best_metric="new", frozen=model) as run:
+            run.print_line(f"{name}: {zoo.count(model):,} trainable parameters, learning rate {peak:g}")
+            trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
+            model = eqx.combine(trainable, model)
+            for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
+                batch = zoo.place_batch(batch, mesh)
+                if run.step == 1 and (memory := zoo.inspect.compiled(step, batch, model, opt_state, optimizer).memory):
+                    run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
+                model, opt_state, bits = step(batch, model, opt_state, optimizer)
+                run.log(bits_per_byte=bits)
+                if run.every(eval_every):  # merged, all methods are one program
+                    run.log(**evaluate(model if method == "full" else adapters.merge(model)))
+                if run.due(eval_every):
+                    run.save((zoo.trainable(model), opt_state), batches)
+        batches.close()
         if run.stopped:
             return
         last, count = train.summary(run.directory), zoo.count(model)
-        row = {"run": name, "method": method, "rank": name.removeprefix(method).lstrip("-") or "none"}
-        row |= {"parameters": count, "share": f"{count / zoo.count(base):.2%}", "new": last["new"], "old": last["old"]}
+        row = {"run": name, "method": method, "rank": str(rank or "none"), "parameters": count}
+        row |= {"share": f"{count / zoo.count(base):.2%}", "new": last["new"], "old": last["old"]}
         row |= {"bytes held": last.get("bytes_held", 0), "bytes at work": last.get("bytes_at_work", 0)}
         rows.append(row | {"ms per step": round(last["milliseconds_per_step"])})
         if method != "full":
             adapters.save(model, run.directory / "adapter")
-            if best_row is None or rows[-1]["new"] < best_row["new"]:
-                best_row, merged = rows[-1], adapters.merge(model)
-    results = {"before": before, "runs": rows}
-    (run_options.out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    if best_row is not None:
+            if merged is None or last["new"] < best:
+                best, merged = last["new"], adapters.merge(model)
+    (out / "results.json").write_text(json.dumps({"before": before, "runs": rows}, indent=2) + "\n", encoding="utf-8")
+    if merged is not None:
         samples += train.continue_prompts(merged, corpus, PROMPTS, mesh=mesh, key=key)
-        train.export(merged, corpus, run_options.out / "export", seq_len=seq_len)
-    series = []
-    for method in methods:
-        points = [(row["parameters"], row["new"]) for row in rows if row["method"] == method]
-        series.append(train.ScatterSeries(method, *zip(*points, strict=True)))
+        train.export(merged, corpus, out / "export", seq_len=seq_len)
+    series = train.group_series(rows, "method", x="parameters", values="new")
     draw = partial(train.draw_scatter, series, unit="bits per byte", x_label="trainable parameters")
     report = {"curves": {}, "unit": "bits per byte", "samples": samples, "plots": {"Trainable parameters": draw}}
-    report["description"] = (
-        f"Bits per byte after {steps} steps; before: {before['new']:.3f} new, {before['old']:.3f} old"
-    )
-    train.report_runs(run_options.out, "Adapters at equal trainable parameters", rows, **report)
-
-
-def nearest(size_of, budget, max_rank):
-    """The rank whose size is nearest to a budget. Sizes grow with ranks, and no rank far beyond is tried."""
-    high = 1
-    while size_of(high) < budget and high < max_rank:
-        high = min(2 * high, max_rank)
-    ranks = range(1, high + 1)
-    above = bisect.bisect_left(ranks, budget, key=size_of)
-    return min(ranks[max(above - 1, 0) : above + 1], key=lambda rank: abs(size_of(rank) - budget))
+    description = f"Bits per byte after {steps} steps; before: {before['new']:.3f} new, {before['old']:.3f} old"
+    train.report_runs(out, "Adapters at equal trainable parameters", rows, description=description, **report)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The comparison of methods: sizes that are near, a run each, resumed; a table, a file and a picture."""
+"""compare_adapters: matched parameter counts, one run per method, resuming; the table, results.json and the plot."""
 
 import json
 import shutil
@@ -26,21 +26,21 @@ def unbroken(text, start, tmp_path_factory):
 
 
 def test_compare_adapters_one_row_per_method(unbroken):
-    found = json.loads((unbroken / "results.json").read_text())
-    assert [row["method"] for row in found["runs"]] == ["vera", "full"]
-    vera, full = found["runs"]
+    results = json.loads((unbroken / "results.json").read_text())
+    assert [row["method"] for row in results["runs"]] == ["vera", "full"]
+    vera, full = results["runs"]
     lora = 2 * 2 * 2 * (16 + 16)  # rank 2, two matrices in each of two layers
     assert abs(vera["parameters"] - lora) <= 4 and int(vera["rank"]) == 48
     assert full["share"] == "100.00%" and full["rank"] == "none"
-    for row in found["runs"]:
-        assert row["new"] < found["before"]["new"] and row["bytes held"] > 0
+    for row in results["runs"]:
+        assert row["new"] < results["before"]["new"] and row["bytes held"] > 0
     report = (unbroken / "report.html").read_text()
     for part in ("Trainable parameters", "Results", "vera", "trainable parameters", "An object is"):
         assert part in report
 
 
 def test_compare_adapters_exports_the_best_merged(unbroken, start):
-    """That of all parameters is none, and leaves none."""
+    """Full training leaves no adapter."""
     tuned = zoo.adapters.load(zoo.load(start), unbroken / "vera-48" / "adapter")
     tokens = jnp.arange(32).reshape(2, 16)
     np.testing.assert_allclose(zoo.load(unbroken / "export")(tokens), tuned(tokens), atol=1e-4)
@@ -48,7 +48,7 @@ def test_compare_adapters_exports_the_best_merged(unbroken, start):
     assert not (unbroken / "full" / "adapter").exists()
 
 
-@pytest.mark.slow  # the same as of lora.py, in CI
+@pytest.mark.slow  # CI checks the same of lora.py
 def test_compare_adapters_resumes_bitwise(text, start, unbroken, tmp_path, capsys):
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "vera-48" / "checkpoints" / "2")
@@ -56,20 +56,6 @@ def test_compare_adapters_resumes_bitwise(text, start, unbroken, tmp_path, capsy
     for name in ("vera-48", "full"):
         assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
     assert "vera-48    vera    48         256" in capsys.readouterr().out
-
-
-def test_nearest_rank():
-    """Sizes are asked for ranks that are not far beyond the budget alone."""
-    asked = set()
-
-    def size_of(rank):
-        asked.add(rank)
-        return 10 * rank + 3
-
-    for budget, rank in ((1, 1), (13, 1), (19, 2), (57, 5), (59, 6), (253, 25), (10_000, 100)):
-        asked.clear()
-        assert compare_adapters.nearest(size_of, budget, 100) == rank
-        assert max(asked) <= max(2 * rank, 1)
 
 
 def test_compare_adapters_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):

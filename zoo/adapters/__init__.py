@@ -17,6 +17,7 @@ from .methods.vera import VeRA, vera
 from .peft.read import load
 from .peft.write import save
 from .quantize import dequantize, quantize
+from .rank_search import find_rank
 from .targets import find_linears, match_targets
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "dequantize",
     "dora",
     "find_linears",
+    "find_rank",
     "ia3",
     "keep_top_ranks",
     "load",

@@ -32,7 +32,7 @@ from .remat import rematerialize
 from .report.chart import Curve, draw_line_chart
 from .report.page import ParameterRow, write_report
 from .report.parameters import tabulate_parameters
-from .report.scatter import ScatterSeries, draw_scatter
+from .report.scatter import ScatterSeries, draw_scatter, group_series
 from .run import Run
 from .samples import continue_prompts
 from .summary import summary
@@ -70,6 +70,7 @@ __all__ = [
     "draw_scatter",
     "export",
     "fingerprint",
+    "group_series",
     "load_text",
     "matrix_mask",
     "read_metrics",

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from zoo.train import ScatterSeries, draw_scatter, write_report
+from zoo.train import ScatterSeries, draw_scatter, group_series, write_report
 from zoo.train.report.scatter import MARKER_SHAPES
 
 GROUPS = [ScatterSeries("attention", [1024, 4096], [0.5, 1.0]), ScatterSeries("a <small> state", [2048], [0.25])]
@@ -35,6 +35,15 @@ def test_scatter_x_axis_is_logarithmic(size):
     assert {"1Ki", "2Ki", "4Ki", "accuracy", "bytes of state", "attention", "a <small> state"} <= set(words)
     lines = [path.get("class") for path in picture.iter("path") if path.get("class").startswith("line")]
     assert lines == ["line curve0"], "a group of one point has no line"
+
+
+def test_group_series_keeps_the_order_of_rows():
+    rows = [
+        {"method": method, "parameters": 8 * rank, "loss": 1 / rank} for rank in (2, 1) for method in ("lora", "dora")
+    ]
+    halves = [16, 8], [0.5, 1.0]
+    expected = [ScatterSeries("lora", *halves), ScatterSeries("dora", *halves)]
+    assert group_series(rows, "method", x="parameters", values="loss") == expected
 
 
 def test_scatter_skips_nonfinite_and_refuses_nonpositive():

@@ -2,8 +2,9 @@
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .chart import (
     LEGEND_LINE_HEIGHT,
@@ -28,6 +29,12 @@ class ScatterSeries:
     label: str
     x: Sequence[float | int]
     values: Sequence[float | int]
+
+
+def group_series(rows: Sequence[Mapping[str, Any]], label: str, *, x: str, values: str) -> list[ScatterSeries]:
+    """Group the rows of a table into series, one per entry of column `label`, of the columns `x` and `values`."""
+    groups = {row[label]: [other for other in rows if other[label] == row[label]] for row in rows}
+    return [ScatterSeries(name, [r[x] for r in group], [r[values] for r in group]) for name, group in groups.items()]
 
 
 def draw_scatter(
