@@ -71,8 +71,7 @@ def main(
     preset, options = {1: (zoo.models.Mamba, {}), 2: (zoo.models.Mamba2, {"head_dim": head_dim})}[generation]
     sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "state_dim": state_dim, "expand": expand}
     model = zoo.init(lambda key: preset(**sizes, **options, remat=mesh_options.remat, key=key), model_key, mesh)
-    warmup_steps = min(warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    schedule = train.warmup_cosine(learning_rate, warmup_steps, steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)

@@ -44,3 +44,10 @@ def test_cli_preset_sets_defaults_before_flags(monkeypatch):
     for words in ([], ["big"], ["big", "--name", "b"]):
         train.run_cli(main, presets={"big": {"size": 9}}, arguments=words)
     assert seen == [(1, "a"), (9, "a"), (9, "b")]
+
+
+def test_check_names_lists_the_known_names():
+    train.check_names("mixers", ("gla", "attention"), {"attention": 1, "gla": 2, "rwkv7": 3})
+    for names, shown in ((("gla", "telepathy"), "gla, telepathy"), ((), "none")):
+        with pytest.raises(ValueError, match=f"^name one or more of the mixers attention, gla, not {shown}$"):
+            train.check_names("mixers", names, ("attention", "gla"))

@@ -7,7 +7,8 @@ from zoo import train
 
 def write_run(directory, validation, speeds):
     directory.mkdir(parents=True)
-    metrics = [{"step": 1, "validation": 9.0}, {"step": 2, "validation": validation, "loss": 1.5}]
+    metrics = [{"step": 1, "validation": 9.0}, {"step": 3, "validation": 8.0}]
+    metrics.append({"step": 5, "validation": validation, "loss": 1.5})
     timing = [{"step": 1, "seconds": 1.0}, *({"step": 2, "seconds": 2.0, "steps_per_second": x} for x in speeds)]
     for name, lines in (("metrics", metrics), ("timing", timing)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -25,9 +26,9 @@ def test_report_runs_prints_and_writes_its_table(tmp_path, capsys):
     for name, bits in (("a", 2.5), ("b", 2.0)):
         write_run(tmp_path / name, bits, [4.0])
     rows = [{"run": name, "parameters": 12345, "bits": train.summary(tmp_path / name)["validation"]} for name in "ab"]
-    sections = {"curves": {"validation": "validation"}, "unit": "bits per byte"}
-    train.report_runs(tmp_path, "Two runs", rows, description="a and b", **sections)
+    train.report_runs(tmp_path, "Two runs", rows, description="a and b")
     printed = capsys.readouterr().out.splitlines()
     assert printed[1:4] == ["run  parameters   bits", "  a      12,345  2.500", "  b      12,345  2.000"]
     report = (tmp_path / "report.html").read_text()
     assert "Two runs" in report and "Results" in report and "12,345" in report
+    assert "bits per byte against steps" in report and report.count("<svg") == 2

@@ -17,7 +17,7 @@ from zoo.text.corpus import Corpus, load_text
 from zoo.text.tokenizers import Tokenizer, read_tokenizer
 
 from .checkpoint import Checkpoints, RestoredCheckpoint
-from .command import run_cli
+from .command import check_names, run_cli
 from .comparison import report_runs
 from .ema import update_ema
 from .evaluation import Evaluation
@@ -35,6 +35,7 @@ from .report.parameters import tabulate_parameters
 from .report.scatter import ScatterSeries, draw_scatter, group_series
 from .run import Run
 from .samples import continue_prompts
+from .schedule import warmup_cosine
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
@@ -64,6 +65,7 @@ __all__ = [
     "Tracker",
     "WeightsAndBiases",
     "bits_per_byte",
+    "check_names",
     "continue_prompts",
     "decay_mask",
     "draw_line_chart",
@@ -85,5 +87,6 @@ __all__ = [
     "sweep_step",
     "tabulate_parameters",
     "update_ema",
+    "warmup_cosine",
     "write_report",
 ]

@@ -3,7 +3,7 @@
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ def run_cli(
             raise
         print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def check_names(kind: str, names: Collection[str], known: Collection[str]) -> None:
+    """**Raise** `ValueError` unless the flag's value `names` is one or more of the `known` names of a `kind`."""
+    if not names or set(names) - set(known):
+        raise ValueError(f"name one or more of the {kind} {', '.join(known)}, not {', '.join(names) or 'none'}")
 
 
 def _is_user_error(error: Exception, main: Callable[..., Any]) -> bool:

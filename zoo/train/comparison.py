@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,12 +11,20 @@ from .report.page import write_report
 
 
 def report_runs(
-    directory: Path, title: str, rows: Sequence[Mapping[str, Any]], *, description: str, **sections: Any
+    directory: Path,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    description: str,
+    curves: Mapping[str, str] = MappingProxyType({"validation": "validation"}),
+    unit: str = "bits per byte",
+    **sections: Any,
 ) -> None:
     """Write `report.html` on the runs in subdirectories of `directory`, and print its table.
 
     - `rows`: the table, one row per run; "run" names its subdirectory.
-    - `description`: the line below the title. `sections`: further arguments of `write_report`.
+    - `description`: the line below the title.
+    - `curves`, `unit`, `sections`: arguments of `write_report`; by default the runs' "validation" in bits per byte.
 
     The first process alone writes.
     """
@@ -23,7 +32,8 @@ def report_runs(
         return
     runs = {row["run"]: directory / row["run"] for row in rows}
     tables = {"Results": rows, **sections.pop("tables", {})}
-    path = write_report(directory, title=title, summary=description, runs=runs, tables=tables, **sections)
+    sections |= {"curves": curves, "unit": unit, "runs": runs, "tables": tables}
+    path = write_report(directory, title=title, summary=description, **sections)
     cells = [list(rows[0]), *([_format_number(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print()
