@@ -15,14 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
 
 import zoo
 from zoo import layers, train
-from zoo.layers import AbstractLinear, AbstractMixer, ConvState, Linear, RecurrenceContext, ShortConvolution, TokenInfo
 from zoo.parallel import Dim
 
 import optax
@@ -44,62 +40,8 @@ def make(mixer, width, vocab, key):
     norm = partial(layers.RMSNorm, width, features=Dim("head_dim"))
     mamba2 = {"heads": 1, "head_dim": 2 * width, "state_dim": width}
     options = {"attention": {"heads": 1, "qk_norm": norm}, "mamba": {}, "mamba2": mamba2}.get(mixer, {"heads": 1})
-    pattern = (GatedConvolution, partial(MIXERS[mixer], **options))
+    pattern = (layers.GatedConvolution, partial(MIXERS[mixer], **options))
     return zoo.models.Hybrid(vocab=vocab, embed=width, layers=2, pattern=pattern, tied=False, key=key)
-
-
-class Recall:
-    """Dataset of rows. Token 0 is filler, keys are in the first half of the vocabulary, values in the second."""
-
-    def __init__(self, vocab, seq_len, num_pairs, *, gap_exponent=0.01, seed=0, rows=100_000):
-        if num_pairs < 1 or 4 * num_pairs > seq_len or num_pairs >= vocab // 2:
-            raise ValueError(
-                f"{num_pairs} pairs and as many queries want rows of at least {4 * num_pairs} tokens, not {seq_len}, "
-                f"and a vocabulary of more than {2 * num_pairs + 1}, not {vocab}"
-            )
-        self.vocab, self.seq_len, self.num_pairs, self.seed, self.rows = vocab, seq_len, num_pairs, seed, rows
-        gaps = np.arange(1, (seq_len - 2 * num_pairs) // 2 + 1) ** (gap_exponent - 1)
-        self.gap_probabilities = gaps / gaps.sum()
-
-    def __len__(self):
-        return self.rows
-
-    def __getitem__(self, index):
-        random, half, pairs = np.random.default_rng((self.seed, index)), self.vocab // 2, self.num_pairs
-        keys = 1 + random.choice(half - 1, pairs, replace=False)
-        values = half + random.choice(self.vocab - half, pairs, replace=False)
-        tokens, targets = np.zeros(self.seq_len, np.int32), np.zeros(self.seq_len, np.int32)
-        tokens[: 2 * pairs] = np.stack([keys, values], axis=1).ravel()
-        gaps = random.choice(len(self.gap_probabilities), pairs, replace=False, p=self.gap_probabilities)
-        queries = 2 * pairs + 2 * gaps
-        tokens[queries], targets[queries] = keys, values
-        return {"tokens": tokens, "targets": targets, "weights": (targets > 0).astype(np.float32)}
-
-
-class GatedConvolution(AbstractMixer):
-    """y = W_out (W_gate x * convolution(W_in x)), the short mixer of BaseConv (arXiv:2312.04927, section 5)."""
-
-    gate: AbstractLinear
-    into: AbstractLinear
-    convolution: ShortConvolution
-    out: AbstractLinear
-
-    def __init__(self, embed: int, *, width: int = 3, out_scale: float = 1.0, key: Key[Array, ""]):
-        gate_key, in_key, key, out_key = jax.random.split(key, 4)
-        stream, inner = Dim("embed"), Dim("inner")
-        self.gate = Linear(embed, embed, in_=stream, out=inner, bias=True, key=gate_key)
-        self.into = Linear(embed, embed, in_=stream, out=inner, key=in_key)
-        self.convolution = ShortConvolution(embed, width, features=inner, bias=True, key=key)
-        self.out = Linear(embed, embed, in_=inner, out=stream, scale=out_scale, key=out_key)
-
-    def init_state(self, batch: int, length: int, dtype=jnp.float32) -> ConvState:
-        return self.convolution.init_state(batch, dtype)
-
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], info: TokenInfo, state: ConvState | None = None
-    ) -> tuple[Float[Array, "batch seq embed"], ConvState | None]:
-        mixed, state = self.convolution(self.into(x), RecurrenceContext.from_info(x, info, state), state)
-        return self.out(self.gate(x) * mixed), state
 
 
 def main(
@@ -144,8 +86,8 @@ def main(
     if not widths or min(steps, num_seeds, eval_rows, batch_size, *widths) < 1:
         raise ValueError(f"{steps=}, {num_seeds=}, {eval_rows=}, {batch_size=} and each of {widths=} are at least 1")
     learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + num_seeds))
-    task, test = (Recall(vocab, seq_len, num_pairs, gap_exponent=gap_exponent, seed=2 * seed + n) for n in range(2))
-    test = jax.tree.map(lambda *rows: jnp.stack(rows), *(test[index] for index in range(eval_rows)))
+    dataset = partial(train.AssociativeRecall, vocab, seq_len, num_pairs, gap_exponent=gap_exponent)
+    task, test = dataset(seed=2 * seed), train.stack_rows(dataset(seed=2 * seed + 1), eval_rows)
 
     # The schedule peaks at 1, and the learning rate multiplies the updates: one program serves all rates.
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup_steps, steps // 2), steps)

@@ -5,19 +5,13 @@
     python recipes/state_tracking.py --resume             # after Ctrl-C: complete runs are kept
 
 The word problem (Merrill et al., arXiv:2404.08819, section 3): tokens are elements of a group, targets the products of
-all so far; parity is the group of two. A mixer that tracks this state extrapolates beyond the training length. A linear
-recurrence without negative eigenvalues cannot track parity (Grazzi et al., arXiv:2411.12537, theorem 1).
-
-From the 8 tokens of training up to 128, the best of eight runs has accuracy 1.00 on parity with DeltaNet and negative
-eigenvalues, and 0.93 on S3 with DeltaProduct and them; without them all are at chance. See docs/state_tracking.md.
+all so far; parity is the group of two. A mixer that tracks the state extrapolates. A linear recurrence without negative
+eigenvalues cannot track parity (Grazzi et al., arXiv:2411.12537, theorem 1). docs/state_tracking.md has the results.
 """
 
-import itertools
 from functools import partial
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import zoo
@@ -25,52 +19,28 @@ from zoo import train
 from zoo.layers import Attention, DeltaNet, GatedDeltaProduct, Mamba, Mamba2, RMSNorm
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim
+from zoo.text.synthetic import GROUPS
 
 import optax
-
-GROUPS = {  # permutations, the identity first; an even one has an even number of inversions
-    "parity": list(itertools.permutations(range(2))),
-    "s3": list(itertools.permutations(range(3))),
-    "a4": [p for p in itertools.permutations(range(4)) if sum(a > b for a, b in itertools.combinations(p, 2)) % 2 == 0],
-    "s5": list(itertools.permutations(range(5))),
-}
 
 
 def mixer_factories(embed, heads):
     """Mixers by name. Convolutions have width 1, which is none: on short rows they could stand in for a state."""
     size = embed // heads
-    attention = partial(Attention, rotary=Rotary(size), qk_norm=partial(RMSNorm, size, features=Dim("head_dim")))
-    delta_product = partial(GatedDeltaProduct, heads=heads, conv_width=1)
+    norm = partial(RMSNorm, size, features=Dim("head_dim"))
+    delta_net, delta_product = (partial(mixer, heads=heads, conv_width=1) for mixer in (DeltaNet, GatedDeltaProduct))
     return {
-        "attention": partial(attention, heads=heads),
+        "attention": partial(Attention, heads=heads, rotary=Rotary(size), qk_norm=norm),
         "mamba": partial(Mamba, conv_width=1),
         "mamba2": partial(Mamba2, heads=heads, head_dim=2 * embed // heads, state_dim=size, conv_width=1),
-        "delta-net": partial(DeltaNet, heads=heads, conv_width=1),
-        "delta-net-negative": partial(DeltaNet, heads=heads, conv_width=1, negative_eigenvalues=True),
+        "delta-net": delta_net,
+        "delta-net-negative": partial(delta_net, negative_eigenvalues=True),
         "delta-product": partial(delta_product, negative_eigenvalues=False),
         "delta-product-negative": partial(delta_product, negative_eigenvalues=True),
     }
 
 
 MIXERS = tuple(mixer_factories(2, 1))
-
-
-class Words:
-    """Dataset of rows: elements of a group, and the products of all so far, the newest applied last."""
-
-    def __init__(self, group: str, seq_len: int, *, seed: int, rows: int = 100_000):
-        number = {element: i for i, element in enumerate(GROUPS[group])}
-        # product[p][q]: first p, then q
-        self.product = [[number[tuple(q[i] for i in p)] for q in number] for p in number]
-        self.seq_len, self.seed, self.rows = seq_len, seed, rows
-
-    def __len__(self):
-        return self.rows
-
-    def __getitem__(self, index):
-        tokens = np.random.default_rng((self.seed, index)).integers(0, len(self.product), size=self.seq_len)
-        targets = itertools.accumulate(tokens.tolist(), lambda so_far, token: self.product[so_far][token])
-        return {"tokens": tokens.astype(np.int32), "targets": np.array([*targets], np.int32)}
 
 
 def main(
@@ -137,10 +107,9 @@ def main(
         return (model(batch["tokens"]).argmax(-1) == batch["targets"]).mean(0)
 
     rows, curves = [], {group: [] for group in groups}
-    for group, mixer in itertools.product(groups, mixers):
-        name, words = f"{group}-{mixer}", Words(group, eval_seq_len, seed=2 * seed + 1)
-        test = jax.tree.map(lambda *x: jnp.stack(x), *(words[index] for index in range(eval_rows)))
-        batches = train.ShuffledBatches(Words(group, seq_len, seed=2 * seed), batch_size, seed=seed)
+    for name, group, mixer in [(f"{group}-{mixer}", group, mixer) for group in groups for mixer in mixers]:
+        test = train.stack_rows(train.GroupWords(group, eval_seq_len, seed=2 * seed + 1), eval_rows)
+        batches = train.ShuffledBatches(train.GroupWords(group, seq_len, seed=2 * seed), batch_size, seed=seed)
         models = train.sweep_models(partial(make, group, mixer), keys)
         opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
         with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
@@ -160,15 +129,11 @@ def main(
             return
         # The best of all learning rates and seeds on the test rows: the question is what can be learned.
         places = np.array(train.summary(run.directory)["places"])
-        beyond = places[:, seq_len:].mean(1)
-        best = places[beyond.argmax()]
-        row = {
-            "run": name,
-            f"up to {seq_len} tokens": best[:seq_len].mean(),
-            f"{seq_len} to {eval_seq_len}": beyond.max(),
-        }
-        rows.append(row | {"median run": np.median(beyond), "best rate": rates[beyond.argmax() // num_seeds]})
-        bins = np.array_split(np.arange(eval_seq_len), 32)
+        beyond, bins = places[:, seq_len:].mean(1), np.array_split(np.arange(eval_seq_len), 32)
+        best, rate = places[beyond.argmax()], rates[beyond.argmax() // num_seeds]
+        row = {"run": name, f"up to {seq_len} tokens": best[:seq_len].mean()}
+        row |= {f"{seq_len} to {eval_seq_len}": beyond.max(), "median run": np.median(beyond), "best rate": rate}
+        rows.append(row)
         curves[group].append(train.Curve(mixer, [int(x[-1]) + 1 for x in bins], [best[x].mean() for x in bins]))
     draw = partial(train.draw_line_chart, unit="accuracy", x_label="tokens")
     plots = {f"Accuracy by place: {g}": partial(draw, curves[g], {"chance": 1 / len(GROUPS[g])}) for g in groups}

@@ -1,4 +1,4 @@
-"""The recipe end to end, stopped and resumed; and its rows, held against a reader that only knows the task."""
+"""The recipe end to end, stopped and resumed."""
 
 import inspect
 import json
@@ -72,34 +72,6 @@ def test_recall_stopped_in_the_second_mixer_resumes_bitwise(unbroken, tmp_path, 
     assert (out / "report.html").exists()
     with pytest.raises(FileExistsError, match="attention-8 holds a run of 3 steps: resume it"):
         call(recall.main, out=out, **TINY)
-
-
-@pytest.mark.parametrize(("vocab", "seq", "pairs"), [(16, 16, 3), (64, 32, 8), (9, 24, 2)])
-def test_recall_targets_are_the_values_of_queries(vocab, seq, pairs):
-    """A dictionary reads the row from left to right."""
-    task = recall.Recall(vocab, seq, pairs, seed=3)
-    for index in range(50):
-        row = task[index]
-        tokens, targets, weights = (row[name].tolist() for name in ("tokens", "targets", "weights"))
-        told = dict(zip(tokens[: 2 * pairs : 2], tokens[1 : 2 * pairs : 2], strict=True))
-        assert len(told) == pairs and all(0 < key < vocab // 2 <= value < vocab for key, value in told.items())
-        asked = [place for place, token in enumerate(tokens) if token and place >= 2 * pairs]
-        assert sorted(tokens[place] for place in asked) == sorted(told)
-        assert [place for place, weight in enumerate(weights) if weight] == asked
-        assert all(targets[place] == told[tokens[place]] for place in asked)
-        assert {weights[place] for place in asked} == {1.0}
-
-
-def test_recall_rows_depend_on_index_and_seed_alone():
-    rows = [recall.Recall(64, 32, 4, seed=seed)[index]["tokens"] for seed, index in ((0, 0), (0, 0), (0, 1), (1, 0))]
-    assert (rows[0] == rows[1]).all() and (rows[0] != rows[2]).any() and (rows[0] != rows[3]).any()
-
-
-def test_recall_short_gaps_are_likelier():
-    task = recall.Recall(64, 64, 1, gap_exponent=0.01, seed=0)
-    gaps = [np.flatnonzero(task[index]["weights"])[0] // 2 - 1 for index in range(500)]
-    counts = np.bincount(gaps, minlength=31)
-    assert counts[0] > counts[1] > counts[3] and counts[0] / 500 == pytest.approx(task.gap_probabilities[0], abs=0.06)
 
 
 def test_recall_counts_bytes_of_state():

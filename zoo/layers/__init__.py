@@ -18,6 +18,7 @@ from .quantized.packed import AbstractPackedLinear
 from .recurrent.common import HeadNorm, LowRank, RecurrentState
 from .recurrent.context import RecurrenceContext
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
+from .recurrent.gated_convolution import GatedConvolution
 from .recurrent.gated_norm import GatedGroupNorm
 from .recurrent.hgrn2 import HGRN2
 from .recurrent.linear_attention import GatedLinearAttention, Lightning, LinearAttention, Retention
@@ -52,6 +53,7 @@ __all__ = [
     "DeltaNet",
     "Dropout",
     "Embedding",
+    "GatedConvolution",
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "GatedGroupNorm",

@@ -1,1 +1,1 @@
-"""Text for training and for checkpoints: tokenizers, cached corpora, batches."""
+"""Text for training and for checkpoints: tokenizers, cached corpora, batches, synthetic tasks."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
@@ -44,6 +45,11 @@ class BatchIterator(Protocol):
     def __next__(self) -> Any: ...
 
     def restore(self, state: Any) -> None: ...
+
+
+def stack_rows(dataset: Dataset, rows: int) -> dict[str, Shaped[Array, "batch ..."]]:
+    """Stack the first `rows` examples of a dataset into one batch."""
+    return jax.tree.map(lambda *examples: jnp.stack(examples), *(dataset[index] for index in range(rows)))
 
 
 class TokenWindows:

@@ -12,8 +12,10 @@ from zoo.text.batches import (
     ShuffledBatches,
     TokenWindows,
     bits_per_byte,
+    stack_rows,
 )
 from zoo.text.corpus import Corpus, load_text
+from zoo.text.synthetic import AssociativeRecall, GroupWords
 from zoo.text.tokenizers import Tokenizer, read_tokenizer
 
 from .checkpoint import Checkpoints, RestoredCheckpoint
@@ -41,6 +43,7 @@ from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
 
 __all__ = [
+    "AssociativeRecall",
     "BatchIterator",
     "Checkpoints",
     "Corpus",
@@ -48,6 +51,7 @@ __all__ = [
     "Curve",
     "Dataset",
     "Evaluation",
+    "GroupWords",
     "Interrupt",
     "MeshOptions",
     "Metrics",
@@ -80,6 +84,7 @@ __all__ = [
     "rematerialize",
     "report_runs",
     "run_cli",
+    "stack_rows",
     "summary",
     "sweep_grid",
     "sweep_map",

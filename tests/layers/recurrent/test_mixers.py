@@ -17,6 +17,7 @@ from zoo.layers import (
     RWKV6,
     RWKV7,
     DeltaNet,
+    GatedConvolution,
     GatedDeltaNet,
     GatedDeltaProduct,
     GatedLinearAttention,
@@ -61,6 +62,10 @@ MIXERS = {
         Mamba2, head_dim=4, state_dim=5, conv_width=2, dt_limit=(0.05, 0.5), norm_before_gate=True
     ),
     "rwkv4": without_heads(RWKV4, inner=16),
+    # It has no modes, and is as wide as `run_modes` needs: every token of a document influences its last one.
+    "gated_convolution": lambda embed, heads, mode="recurrent", **more: GatedConvolution(
+        embed, conv_width=BOUNDARY + 1, **more
+    ),
 }
 
 
