@@ -4,8 +4,7 @@
     python recipes/linear_attention.py --resume           # after Ctrl-C; on another mesh too
     python recipes/linear_attention.py --mixers attention rwkv7 --embed 512 --layers 12 --seq-len 2048 --fsdp 8
 
-All see the same batches of Python's standard library in the same order and differ in the mixer alone; the width of the
-SwiGLUs equalizes the parameters. The table has bits per byte, speed and bytes of decoding state: docs/recurrences.md.
+Models differ in the mixer alone and see the same batches; SwiGLU widths equalize parameters: docs/recurrences.md.
 """
 
 from functools import partial
@@ -17,8 +16,6 @@ import jax
 import zoo
 from zoo import layers as zl
 from zoo import train
-from zoo.ops.rotary import Rotary
-from zoo.parallel import Dim
 
 import optax
 
@@ -33,8 +30,8 @@ WITH_HEADS = {
 def mixer_factories(embed, heads):
     """Mixers by name, called with `embed` and `key`; options are those of the papers."""
     size = embed // heads
-    norm = partial(zl.RMSNorm, size, features=Dim("head_dim"))
-    factories = {"attention": partial(zl.Attention, rotary=Rotary(size), qk_norm=norm, heads=heads)}
+    norm = partial(zl.RMSNorm, size, features=zoo.parallel.Dim("head_dim"))
+    factories = {"attention": partial(zl.Attention, rotary=zoo.ops.rotary.Rotary(size), qk_norm=norm, heads=heads)}
     factories |= {name: partial(mixer, heads=heads) for name, mixer in WITH_HEADS.items()}
     return factories | {"mamba2": partial(zl.Mamba2, head_dim=size, state_dim=size)}  # 2 * heads: expand is 2
 
@@ -78,30 +75,24 @@ def main(
     """
     config, mesh = dict(locals()), mesh_options.make_mesh()
     factories = mixer_factories(embed, heads)
-    if not mixers or set(mixers) - factories.keys():
-        raise ValueError(f"name one or more of the mixers {', '.join(factories)}, not {', '.join(mixers) or 'none'}")
+    train.check_names("mixers", mixers, factories)
     if steps < 1:
         raise ValueError(f"{steps=} are at least 1")
-    corpus = train.load_text(data, vocab=vocab)
-    key = jax.random.key(run_options.seed)
+    corpus, key = train.load_text(data, vocab=vocab), jax.random.key(run_options.seed)
 
     def make(name, mlp, key):
         sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "mlp": mlp}
         return zoo.models.Hybrid(**sizes, pattern=[factories[name]], remat=mesh_options.remat, key=key)
 
-    def abstract(name, mlp):
-        return eqx.filter_eval_shape(partial(make, name, mlp), key)
-
-    target, unit, widths = zoo.count(abstract("attention", mlp_dim)), 8 * mesh_options.tensor, {}
+    abstract, unit, widths = partial(eqx.filter_eval_shape, make, key=key), 8 * mesh_options.tensor, {}
+    target = zoo.count(abstract("attention", mlp_dim))
     for name in mixers:
         spare = target - zoo.count(abstract(name, unit))
         widths[name] = unit + round(spare / (3 * embed * layers * unit)) * unit
         if widths[name] < unit:
             raise ValueError(f"{name} has more parameters without an MLP than attention with one: raise mlp={mlp_dim}")
-    for name, width in widths.items():  # sizes that do not fit the mesh raise now, not after an hour
-        train.tabulate_parameters(abstract(name, width), mesh)
-    warmup_steps = min(warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+        train.tabulate_parameters(abstract(name, widths[name]), mesh)  # sizes that do not fit raise now, not in an hour
+    schedule = train.warmup_cosine(learning_rate, warmup_steps, steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -115,7 +106,7 @@ def main(
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
     evaluate = train.Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=8))
-    tokens, rows = batch_size * seq_len, []
+    tokens, lengths, rows = batch_size * seq_len, [seq_len, 64 * seq_len], []
     for name, width in widths.items():
         model = zoo.init(partial(make, name, width), key, mesh)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -132,12 +123,11 @@ def main(
                     run.save((model, opt_state), batches)
         if run.stopped:
             return
-        last, states = train.summary(run.directory), [seq_len, 64 * seq_len]
-        row = {"run": name, "parameters": zoo.count(model), "bits per byte": last["validation"]}
-        row |= {"tokens/s": round(last["tokens_per_second"])}
-        rows.append(row | {f"bytes of state after {n:,} tokens": zoo.inspect.state_bytes(model, n) for n in states})
-    report = {"curves": {"validation": "validation"}, "unit": "bits per byte", "tokens_per_step": tokens}
-    report |= {"description": f"{steps} steps on {mesh}", "parameters": train.tabulate_parameters(model, mesh)}
+        last, row = train.summary(run.directory), {"run": name, "parameters": zoo.count(model)}
+        row |= {"bits per byte": last["validation"], "tokens/s": round(last["tokens_per_second"])}
+        rows.append(row | {f"bytes of state after {n:,} tokens": zoo.inspect.state_bytes(model, n) for n in lengths})
+    report = {"description": f"{steps} steps on {mesh}", "tokens_per_step": tokens}
+    report |= {"parameters": train.tabulate_parameters(model, mesh)}
     train.report_runs(run_options.out, "Recurrent mixers and attention", rows, **report)
 
 

@@ -76,8 +76,7 @@ def main(
     base = zoo.place(zoo.adapters.quantize(base, quantization, targets=quantize_targets), mesh)
     options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilized": rank_stabilized}
     model = zoo.place(zoo.adapters.lora(base, **options, key=key), mesh)
-    warmup_steps = min(warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    schedule = train.warmup_cosine(learning_rate, warmup_steps, steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -94,9 +93,8 @@ def main(
     new, old = (text.validation.ordered(seq_len, batch_size, limit=16) for text in (corpus, old_corpus))
     evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
     with train.Run(run_options, config=config, best_metric="new", frozen=model) as run:
-        run.print_line(
-            f"{zoo.inspect.measure_size(base).bits_per_parameter:.2f} bits per parameter on {mesh}; {corpus}"
-        )
+        size = zoo.inspect.measure_size(base)
+        run.print_line(f"{size.bits_per_parameter:.2f} bits per parameter on {mesh}; {corpus}")
         before, samples = evaluate(base), train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
         trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
         model = eqx.combine(trainable, model)
