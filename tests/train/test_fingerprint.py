@@ -150,9 +150,9 @@ def test_checkpoint_holds_trainable_parameters_only(tuned, tmp_path):
 def test_checkpoint_refuses_another_base_model(base, tuned, other, said, tmp_path):
     work(tmp_path, tuned)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "env.json"}
-    with pytest.raises(ValueError, match=f"(?s)on top of something else.*{said}.*Start from the model"):
+    with pytest.raises(ValueError, match=f"(?s)on top of other parameters.*{said}.*Start from the model"):
         work(tmp_path, other(base), resume=True)
-    with pytest.raises(ValueError, match="on top of something else"):
+    with pytest.raises(ValueError, match="on top of other parameters"):
         work(tmp_path, tuned, resume=True, whole=True)
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "env.json"}
     assert after == before
