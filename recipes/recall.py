@@ -81,8 +81,7 @@ def main(
         eval_every: Steps between evaluations, each with a checkpoint.
     """
     config, seed = dict(locals()), run_options.seed
-    if not mixers or set(mixers) - MIXERS.keys():
-        raise ValueError(f"name one or more of the mixers {', '.join(MIXERS)}, not {', '.join(mixers) or 'none'}")
+    train.check_names("mixers", mixers, MIXERS)
     if not widths or min(steps, num_seeds, eval_rows, batch_size, *widths) < 1:
         raise ValueError(f"{steps=}, {num_seeds=}, {eval_rows=}, {batch_size=} and each of {widths=} are at least 1")
     learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + num_seeds))

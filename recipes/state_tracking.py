@@ -84,9 +84,8 @@ def main(
         eval_every: Steps between evaluations, each with a checkpoint.
     """
     config, seed = dict(locals()), run_options.seed
-    for kind, chosen, known in (("groups", groups, GROUPS), ("mixers", mixers, MIXERS)):
-        if not chosen or set(chosen) - set(known):
-            raise ValueError(f"name one or more of the {kind} {', '.join(known)}, not {', '.join(chosen) or 'none'}")
+    train.check_names("groups", groups, GROUPS)
+    train.check_names("mixers", mixers, MIXERS)
     if min(steps, num_seeds, eval_rows, batch_size, seq_len) < 1 or eval_seq_len <= seq_len:
         sizes = f"{steps=}, {num_seeds=}, {eval_rows=}, {batch_size=} and {seq_len=}"
         raise ValueError(f"{sizes} are at least 1, and {eval_seq_len=} is more than that")

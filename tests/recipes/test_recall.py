@@ -116,5 +116,6 @@ def test_recall_flags_are_explained_and_presets_named(capsys):
     printed = capsys.readouterr().out
     for name in flag_names(recall.main):
         assert f"--{name.replace('_', '-')} " in printed
-    assert all(f"    {name}: " in inspect.getdoc(recall.main) for name in explained_flags(recall.main))
+    documentation = inspect.getdoc(recall.main) or ""
+    assert all(f"    {name}: " in documentation for name in explained_flags(recall.main))
     assert "8192" in printed

@@ -99,4 +99,5 @@ def test_state_tracking_flags_are_explained(capsys):
     printed = capsys.readouterr().out
     for name in flag_names(state_tracking.main):
         assert f"--{name.replace('_', '-')} " in printed
-    assert all(f"    {name}: " in inspect.getdoc(state_tracking.main) for name in explained_flags(state_tracking.main))
+    documentation = inspect.getdoc(state_tracking.main) or ""
+    assert all(f"    {name}: " in documentation for name in explained_flags(state_tracking.main))
