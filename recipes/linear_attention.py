@@ -73,7 +73,7 @@ def main(
         weight_decay: AdamW's, of matrices and embeddings.
         eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config, mesh = dict(locals()), mesh_options.make_mesh()
+    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
     factories = mixer_factories(embed, heads)
     train.check_names("mixers", mixers, factories)
     if steps < 1:
@@ -92,7 +92,7 @@ def main(
         if widths[name] < unit:
             raise ValueError(f"{name} has more parameters without an MLP than attention with one: raise mlp={mlp_dim}")
         train.tabulate_parameters(abstract(name, widths[name]), mesh)  # sizes that do not fit raise now, not in an hour
-    schedule = train.warmup_cosine(learning_rate, warmup_steps, steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 

@@ -64,14 +64,14 @@ def main(
         weight_decay: AdamW's, of matrices and embeddings.
         eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config, mesh = dict(locals()), mesh_options.make_mesh()
+    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
     corpus = train.load_text(data, vocab=vocab)
     batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
     model_key, key = jax.random.split(jax.random.key(run_options.seed))
     preset, options = {1: (zoo.models.Mamba, {}), 2: (zoo.models.Mamba2, {"head_dim": head_dim})}[generation]
     sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "state_dim": state_dim, "expand": expand}
     model = zoo.init(lambda key: preset(**sizes, **options, remat=mesh_options.remat, key=key), model_key, mesh)
-    schedule = train.warmup_cosine(learning_rate, warmup_steps, steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)

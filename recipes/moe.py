@@ -79,7 +79,7 @@ def main(
         weight_decay: AdamW's, of matrices and embeddings.
         eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config, mesh = dict(locals()), mesh_options.make_mesh()
+    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
     train.check_names("runs", runs, RUNS)
     if steps < 1 or min(balance_weight, bias_rate) < 0:
         raise ValueError(f"{steps=} are at least 1; {balance_weight=} and {bias_rate=} at least 0")
@@ -97,7 +97,7 @@ def main(
 
     for name in runs:  # sizes that do not fit the mesh raise now, not after an hour
         train.tabulate_parameters(eqx.filter_eval_shape(make, name, key), mesh)
-    schedule = train.warmup_cosine(learning_rate, warmup_steps, steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 

@@ -66,7 +66,7 @@ def main(
         weight_decay: AdamW's, of matrices.
         eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config, mesh = dict(locals()), mesh_options.make_mesh()
+    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
     if not (checkpoint / "config.json").exists():
         raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
     tokenizer, key = train.read_tokenizer(checkpoint), jax.random.key(run_options.seed)
@@ -76,7 +76,7 @@ def main(
     base = zoo.place(zoo.adapters.quantize(base, quantization, targets=quantize_targets), mesh)
     options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilized": rank_stabilized}
     model = zoo.place(zoo.adapters.lora(base, **options, key=key), mesh)
-    schedule = train.warmup_cosine(learning_rate, warmup_steps, steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)

@@ -37,7 +37,6 @@ from .report.parameters import tabulate_parameters
 from .report.scatter import ScatterSeries, draw_scatter, group_series
 from .run import Run
 from .samples import continue_prompts
-from .schedule import warmup_cosine
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
@@ -92,6 +91,5 @@ __all__ = [
     "sweep_step",
     "tabulate_parameters",
     "update_ema",
-    "warmup_cosine",
     "write_report",
 ]
