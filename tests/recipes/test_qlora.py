@@ -1,4 +1,4 @@
-"""LoRA around matrices in few bits: what rounding cost, what was learnt, and that it is read again."""
+"""QLoRA: LoRA on a quantized base, its cost in bits per byte, its files."""
 
 import shutil
 

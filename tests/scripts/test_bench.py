@@ -15,26 +15,26 @@ from zoo.layers import LinearAttention
 TINY = ours.Sizes(vocab=32, embed=16, layers=2, heads=2, mlp=16, batch=2, seq=8)
 
 
-def test_rivals_run_in_turn():
+def test_contest_runs_entrants_in_turn():
     order = []
     timings = measure.contest({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3)
     assert "".join(order) == "aabb" + "bbaa" + "aabb"
     assert timings["a"].rounds == 3 and timings["a"].shortest <= timings["a"].low <= timings["a"].median
 
 
-def test_timing():
+def test_timing_of_seconds():
     found = Timing.of([4.0, 1.0, 2.0, 3.0, 5.0])
     assert (found.low, found.median, found.high, found.shortest, found.rounds) == (2.0, 3.0, 4.0, 1.0, 5)
 
 
-def test_what_a_step_has_to_multiply():
+def test_model_flops_of_a_step():
     """By hand, for one token: 6 FLOPs a parameter of the matrices, and attention's two products of a causal half."""
     parameters = 2 * (4 * 16 * 16 + 3 * 16 * 16) + 32 * 16
     attended = 2 * 2 * (8 / 2) * 16 * 2 * 3  # layers, products, keys on average, width, multiply-add, thrice
     assert pytest.approx(16 * (6 * parameters + attended)) == TINY.model_flops
 
 
-def test_a_mixture_multiplies_what_its_tokens_use():
+def test_model_flops_of_a_mixture_count_active_experts():
     dense, mixture = ours.Sizes(), ours.MIXTURE
     routers = 8 * 256 * 8
     assert mixture.model_flops == dense.model_flops + 6 * 8 * 256 * routers
@@ -42,7 +42,7 @@ def test_a_mixture_multiplies_what_its_tokens_use():
     assert zoo.models.count_active_parameters(shapes) == ours.count(dense) + routers
 
 
-def test_grouped_products_have_as_many_rows_each(monkeypatch):
+def test_grouped_products_have_equal_rows(monkeypatch):
     monkeypatch.setattr(ours.GroupedMatmul, "ROWS", 64)
     entrants, facts = bench.grouped_products()
     assert {row["tokens"] for row in facts.values()} == {64}
@@ -53,7 +53,7 @@ def test_grouped_products_have_as_many_rows_each(monkeypatch):
             run()
 
 
-def test_a_whole_run(tmp_path, monkeypatch, capsys):
+def test_bench_runs_and_writes_its_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ours, "Sizes", lambda: TINY)
     monkeypatch.setattr(bench, "NEW_TOKENS", 4)
     page = tmp_path / "page.md"
@@ -71,7 +71,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     assert "| zoo, batch 8 |" in text and "GFLOP/s in float32" in capsys.readouterr().out + text
 
 
-def test_adapters_hold_no_gradient_of_the_base(tmp_path, monkeypatch):
+def test_bench_adapters_hold_no_gradient_of_the_base(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "Sizes", lambda: TINY)
     kinds = {kind: adapted.KINDS[kind] for kind in ("full", "LoRA", "QLoRA, int8")}  # NF4 takes blocks of 64
     monkeypatch.setattr(adapted, "KINDS", kinds)
@@ -83,13 +83,13 @@ def test_adapters_hold_no_gradient_of_the_base(tmp_path, monkeypatch):
     assert lora["bytes_parameters"] - qlora["bytes_parameters"] == 3 * matrices - 4 * (matrices // 16)  # a scale a row
 
 
-def test_a_page_without_a_place_is_refused_before_anything_runs(tmp_path):
+def test_bench_refuses_a_page_without_markers_early(tmp_path):
     (tmp_path / "page.md").write_text("nothing")
     with pytest.raises(SystemExit, match="has no place for the table"):
         bench.main(parts=("step",), page=tmp_path / "page.md")
 
 
-def test_the_large_model():
+def test_bench_large_model():
     assert 1.0e9 < ours.count(ours.ONE_BILLION) < 1.2e9
     found = {"rows": []}
     large.run(found, bench.report, TINY)
@@ -98,17 +98,17 @@ def test_the_large_model():
     assert all(0 < row["utilization"] < 1 for row in found["rows"][:4]) and not found["large_peak"]["listed"]
 
 
-def test_peaks():
+def test_peak_of_devices():
     assert measure.peak_of("NVIDIA H200") == 989e12 and measure.peak_of("cpu") is None
 
 
-def test_every_recurrence_takes_what_is_drawn_for_it():
+def test_draw_fits_every_recurrence():
     for form, inputs in recurrences.OPERATIONS.values():
         output, _ = jax.eval_shape(lambda form=form, inputs=inputs: form(*inputs(recurrences.Draw(8))))
         assert output.shape in ((1, 8, *recurrences.HEADS), (1, 8, recurrences.CHANNELS))
 
 
-def test_a_recurrence_alone(tmp_path, monkeypatch):
+def test_bench_single_recurrence(tmp_path, monkeypatch):
     """By hand: queries, keys, values and outputs, and a state; and what its four products multiply, of one chunk."""
     monkeypatch.setattr(recurrences, "HEADS", (2, 8))
     monkeypatch.setattr(recurrences, "CHANNELS", 16)
@@ -127,12 +127,12 @@ def test_a_recurrence_alone(tmp_path, monkeypatch):
     assert text.index("kept") < text.index("| hgrn, 64 tokens |")
 
 
-def test_an_unknown_recurrence_is_refused():
+def test_bench_refuses_an_unknown_recurrence():
     with pytest.raises(SystemExit, match="no operation 'attention'"):
         recurrences.single_operations(("attention",), (8,))
 
 
-def test_recurrent_models(monkeypatch):
+def test_bench_recurrent_models(monkeypatch):
     monkeypatch.setattr(recurrences, "KINDS", {"small": partial(LinearAttention, heads=2)})
     sizes = recurrences.Recurrent(vocab=32, embed=16, layers=1, batch=2, seq=8, kind="small")
     monkeypatch.setattr(recurrences, "Recurrent", lambda kind: dataclasses.replace(sizes, kind=kind))

@@ -12,7 +12,7 @@ MODELS = ROOT / "tests/fixtures/models"
 FILES = {"config.json", "config_hub.json", "expected.safetensors", "meta.json"}
 
 
-def test_every_case_is_there_and_all_are_small():
+def test_fixtures_are_complete_and_small():
     folders = {path.name: path for path in MODELS.iterdir()}
     folders |= {name: ROOT / "docs/fixtures" / name for name in make_fixtures.PAGES}
     assert set(folders) == set(make_fixtures.CASES)
@@ -23,14 +23,14 @@ def test_every_case_is_there_and_all_are_small():
     assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) < 1_300_000
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch, tmp_path):
+def test_fixtures_without_transformers_raise(monkeypatch, tmp_path):
     monkeypatch.setattr(make_fixtures, "transformers", None)
     with pytest.raises(SystemExit, match="pip install torch"):
         make_fixtures.main(out=tmp_path)
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_case_is_made_again_bit_by_bit(tmp_path):
+def test_fixtures_are_reproduced_bit_by_bit(tmp_path):
     if make_fixtures.transformers is None:
         pytest.skip("transformers is not installed")
     make_fixtures.main(out=tmp_path, only=("gpt2_hub",))

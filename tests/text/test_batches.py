@@ -1,4 +1,4 @@
-"""Windows and batches: every token once, weights only on text, the same global batch for any number of processes."""
+"""Windows and batches: every token once, weights on text only, one global batch for any number of processes."""
 
 import math
 

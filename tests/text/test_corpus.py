@@ -1,4 +1,4 @@
-"""Corpora: split by hash alone, tokenized once, reproducible, and clear about what is no text."""
+"""Corpora: split by hash alone, tokenized once, reproducible, with clear errors."""
 
 import json
 import lzma

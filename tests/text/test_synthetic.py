@@ -1,4 +1,4 @@
-"""Synthetic tasks: recall against a dictionary, word problems against permutations that are carried out."""
+"""Synthetic tasks: recall against a dictionary, word problems against composed permutations."""
 
 import numpy as np
 import pytest

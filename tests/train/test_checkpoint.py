@@ -1,4 +1,4 @@
-"""Checkpoints: exact, on any mesh, donatable; what is cut off is passed over; what is another model's says so."""
+"""Checkpoints: exact restoration on any mesh, donation, damaged and mismatched checkpoints."""
 
 import json
 import logging

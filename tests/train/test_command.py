@@ -1,4 +1,4 @@
-"""Errors raised on purpose are one line; all others keep their traceback."""
+"""Command lines of recipes: user errors on one line, tracebacks of all others, presets."""
 
 import json
 import sys

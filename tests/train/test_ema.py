@@ -1,4 +1,4 @@
-"""The moving average: its formula, its precision, and that it can be donated beside the model."""
+"""Exponential moving average: its formula, its precision, and donation together with the model."""
 
 import equinox as eqx
 import jax

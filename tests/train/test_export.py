@@ -1,4 +1,4 @@
-"""What a run leaves for other tools: a model that loads as it was, and tokens that everyone reads alike."""
+"""Exports: a model that loads bit for bit, and tokenizers that other tools read alike."""
 
 import json
 
@@ -83,8 +83,8 @@ def test_byte_tokenizer_needs_no_package(folder, tmp_path, monkeypatch):
 
 def test_read_tokenizer_with_the_separator_last(folder, tmp_path):
     """As GPT-2 has them: byte-level, one token for the beginning and the end, and one added that is text."""
-    learnt = load_text((folder,), vocab=300, cache=tmp_path / "cache")
-    made = tokenizers.Tokenizer.from_file(str(learnt.directory / "tokenizer.json"))
+    trained = load_text((folder,), vocab=300, cache=tmp_path / "cache")
+    made = tokenizers.Tokenizer.from_file(str(trained.directory / "tokenizer.json"))
     made.enable_truncation(4)
     count = made.get_vocab_size()
     made.add_tokens(["    "])
@@ -98,7 +98,7 @@ def test_read_tokenizer_with_the_separator_last(folder, tmp_path):
 
     corpus = load_text((folder,), tokenizer=tokenizer, cache=tmp_path / "cache")
     starts = np.flatnonzero(np.asarray(corpus.train.tokens) == tokenizer.separator)
-    assert starts[0] == 0 and len(starts) > 20 and corpus.directory != learnt.directory
+    assert starts[0] == 0 and len(starts) > 20 and corpus.directory != trained.directory
     assert corpus.train.text_bytes == int(tokenizer.token_bytes[corpus.train.tokens].sum())
     batch = next(corpus.train.batches(seq_len=64, batch_size=8, with_segments=True))
     assert np.array_equal(batch["weights"] == 0, batch["targets"] == tokenizer.separator)

@@ -1,4 +1,4 @@
-"""A fingerprint: the same wherever the numbers lie, another one for other numbers; and checkpoints that hold it."""
+"""Fingerprints of frozen parameters: independent of the mesh, sensitive to values, checked on resume."""
 
 import equinox as eqx
 import jax
@@ -103,7 +103,7 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 def work(out, model, *, steps=2, resume=False, whole=False):
-    """A run that moves what is learnt, and keeps that alone, or, to compare with, the whole model."""
+    """Run a few steps on the trainable parameters; save these, or with `whole` the full model for comparison."""
     held = zoo.trainable(model) if not whole else model
     state = held, OPTIMIZER.init(zoo.trainable(model))
     frozen = None if whole else model
@@ -130,9 +130,9 @@ def test_checkpoint_holds_trainable_parameters_only(tuned, tmp_path):
     assert np.array_equal(query(again).down.weight, query(tuned).down.weight + 1 + 2 + 3)
     work(tmp_path / "whole", tuned, whole=True)
     small, large = (bytes_below(tmp_path / name / "checkpoints" / "2" / "state") for name in ("unbroken", "whole"))
-    learnt = 3 * 4 * zoo.count(tuned)  # with two moments, in float32
+    trainable_bytes = 3 * 4 * zoo.count(tuned)  # with two moments, in float32
     base = sum(x.nbytes for x in jax.tree.leaves(tuned)) - 4 * zoo.count(tuned)
-    assert small < large - 0.7 * base and small < 3 * learnt
+    assert small < large - 0.7 * base and small < 3 * trainable_bytes
 
 
 @pytest.mark.parametrize(

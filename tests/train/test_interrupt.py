@@ -1,4 +1,4 @@
-"""Signals set a flag; a second Ctrl-C is an exception; handlers come back."""
+"""Signals set a flag; a second Ctrl-C raises; handlers are restored."""
 
 import os
 import signal

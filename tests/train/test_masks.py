@@ -1,4 +1,4 @@
-"""What optimizers treat as matrices follows from names, not from ranks: layers are stacked."""
+"""Optimizer masks follow dims, not ranks, since layers are stacked."""
 
 import equinox as eqx
 import jax

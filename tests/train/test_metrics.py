@@ -1,4 +1,4 @@
-"""Metrics: fetched without waiting, written as valid JSON, cut back to the step a run resumes from."""
+"""Metrics: fetched without blocking, written as valid JSON, truncated to the step of a resume."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ def test_truncate_after(tmp_path, torn):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_read_metrics_names_the_line_that_is_not_json(tmp_path):
+def test_read_metrics_names_an_invalid_line(tmp_path):
     (tmp_path / "m").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"m, line 2: not JSON"):
         read_metrics(tmp_path / "m")
@@ -75,7 +75,7 @@ class Memory:
         self.closed = True
 
 
-def test_trackers_receive_what_is_written(tmp_path):
+def test_trackers_receive_written_metrics(tmp_path):
     memory = Memory()
     assert isinstance(memory, Tracker)
     with Metrics(tmp_path / "m", fetch_every=1, trackers=[memory]) as metrics:

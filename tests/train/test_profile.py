@@ -1,4 +1,4 @@
-"""A trace of a few steps: what is in its files, and what is said where there is none."""
+"""Profiler traces of a few steps: their files, and the message without one."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""A run: killed or asked to stop, and resumed, it writes the same metrics, bit for bit, as one that was left alone."""
+"""Runs: killed or stopped and resumed, they write bit for bit the metrics of an uninterrupted run."""
 
 import json
 import os

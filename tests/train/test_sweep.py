@@ -1,4 +1,4 @@
-"""A sweep's runs are the runs one would have alone: same start, same optimizer, same numbers."""
+"""Sweeps: each run equals a single run with the same start, optimizer and values."""
 
 from functools import partial
 

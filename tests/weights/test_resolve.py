@@ -317,7 +317,7 @@ def test_resolve_refuses_invalid_partial_rotary_factor(make, tmp_path, attempt):
         assert "rotary" in message or "partial_rotary_factor" in message
 
 
-def test_resolve_refuses_what_is_no_checkpoint_directory(checkpoint, tmp_path, attempt, monkeypatch):
+def test_resolve_refuses_other_directories(checkpoint, tmp_path, attempt, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("meta-llama/Llama-3.2-1B", "openai-community/gpt2"):
         message = attempt("a name on a hub", name)

@@ -33,7 +33,7 @@ def test_mamba_save_and_load_roundtrip(name, tmp_path):
 
 
 @EACH
-def test_mamba_save_refuses_what_no_config_describes(name, tmp_path):
+def test_mamba_save_refuses_options_without_a_config(name, tmp_path):
     model = MODELS[name](key=KEY)
     for family, message in (
         ("llama", "block is a MixerBlock, not a Block"),

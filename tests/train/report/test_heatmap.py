@@ -1,4 +1,4 @@
-"""Shares over time as a picture: every row in the color of its level, for any counts, on any width."""
+"""Heatmaps: every row in the color of its level, for any counts and widths."""
 
 import re
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-"""The report: one well-formed file that fetches nothing, with the run's numbers in it."""
+"""Reports: one well-formed file without external resources, with the run's numbers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Points stand where their logarithms say, each group marked as its legend is; a report takes the picture in."""
+"""Scatter plots: logarithmic positions, markers like the legend's, inside a report."""
 
 import math
 import xml.etree.ElementTree as ET
