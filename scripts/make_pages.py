@@ -13,15 +13,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import equinox as eqx
 import jax
 import tyro
 
-import zoo
-import zoo.train
+from scripts.api_pages import build_api_pages, list_packages, list_public_names, locate, resolve_name
 from scripts.draw_layer import draw
 from zoo.cli.devices import make_abstract_mesh, use_cpu
 from zoo.cli.families import summarize_family
@@ -37,7 +35,6 @@ COMMAND = "python scripts/make_pages.py"
 FOLDERS = ("zoo", "recipes", "scripts")
 FOLDER_CAPTIONS = {"recipes": "Complete programs in one file, to fork.", "scripts": "Tools around the library."}
 """Captions of folders that are not packages."""
-PACKAGES = (zoo.models, zoo.weights, zoo.layers, zoo.parallel, zoo.ops, zoo.adapters, zoo.train, zoo.inspect)
 IMPORT_ORDER = " < ".join(
     ("ops", "parallel", "layers", "models", "(weights, text, generate)", "(adapters, train, inspect)", "(cli, recipes)")
 )
@@ -206,40 +203,17 @@ def build_names_page() -> str:
         "## Promised\n\nThese keep their names and their meaning.\n",
         *map(format_entry, promised),
     ]
-    for package in (zoo, *PACKAGES):
+    for package in list_packages():
         rest = [name for name in list_public_names(package) if id(resolve_name(name)) not in listed]
         listed |= {id(resolve_name(name)) for name in rest}
         found += [f"\n## {package.__name__}\n\n{first_paragraph(package.__doc__)}\n", *map(format_entry, rest)]
     return "\n".join([*found, "\n</div>\n"])
 
 
-def list_public_names(package: ModuleType) -> list[str]:
-    """Return `__all__` of a package; without one, the public functions and classes of its modules, recursively."""
-    if hasattr(package, "__all__"):
-        return [
-            f"{package.__name__}.{name}"
-            for name in package.__all__
-            if not name.startswith("_") and not isinstance(getattr(package, name), ModuleType)
-        ]
-    found = []
-    for name, value in sorted(vars(package).items()):
-        if isinstance(value, ModuleType) and value.__name__ == f"{package.__name__}.{name}":
-            found += list_public_names(value)
-    return found + [
-        f"{package.__name__}.{name}"
-        for name, value in vars(package).items()
-        if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == package.__name__
-    ]
-
-
-def resolve_name(name: str) -> Any:
-    return functools.reduce(getattr, name.split(".")[1:], zoo)
-
-
 def format_entry(name: str) -> str:
     value = resolve_name(name)
     if not inspect.isroutine(value) and not isinstance(value, type):
-        return f"- {format_link(name, None)}"
+        return f"- {format_link(name, value)}"
     sentence = re.match(r".*?\.(?=\s+[A-Z`*]|$)|.*", first_paragraph(value.__doc__))
     call = f"`({format_arguments(value)})`" if is_called(value) else ""
     return f"- {format_link(name, value)}{call}  \n  {sentence[0] if sentence else ''}".rstrip()
@@ -252,19 +226,9 @@ def is_called(value: Any) -> bool:
 
 
 def format_link(name: str, value: Any) -> str:
-    """Link a name to the API page: to its package, if the page shows all of it, or to the file that defines it.
-
-    **Raises** `ValueError` for a function or class that the API page does not show.
-    """
-    shown = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
-    package, _, word = name.rpartition(".")
-    anchors = [x for x in shown if x.startswith(f"{package}.") and x.endswith(f".{word}")]
-    if value is not None:
-        anchors = [x for x in shown if x == f"{value.__module__}.{value.__qualname__}"]
-    anchors += [name for x in shown if f"{package}.".startswith(f"{x}.") and value is not None]
-    if not anchors and value is not None:
-        raise ValueError(f"docs/api.md does not show {name}: add `::: {value.__module__}.{value.__qualname__}` to it")
-    return f"[`{name}`](api.md#{anchors[0]})" if anchors else f"`{name}`"
+    """Link a name to its place in the API reference, if it has one."""
+    place = locate(name, value)
+    return f"[`{name}`]({place})" if place else f"`{name}`"
 
 
 def format_arguments(value: Any) -> str:
@@ -299,6 +263,7 @@ def list_pages() -> dict[str, Callable[[], str]]:
         return draw(mesh, embed=64, heads=8, kv_heads=4, mlp=128, device=5, narrow=narrow)
 
     return {
+        **{path: functools.partial(str, text) for path, text in build_api_pages(NOTE).items()},
         "docs/families.md": build_families_page,
         "docs/names.md": build_names_page,
         "docs/pictures/layer.svg": functools.partial(picture, False),

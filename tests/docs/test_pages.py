@@ -47,15 +47,6 @@ def test_caption_raises_without_a_docstring(pages):
         make_pages.read_caption(file)
 
 
-def test_link_raises_for_a_name_missing_from_the_api(pages):
-    (pages / "api.md").write_text("::: zoo.layers\n")
-    assert make_pages.format_link("zoo.layers.Linear", make_pages.zoo.layers.Linear) == (
-        "[`zoo.layers.Linear`](api.md#zoo.layers.Linear)"
-    )
-    with pytest.raises(ValueError, match=r"add `::: zoo\.parallel\.layout\.make_mesh` to it"):
-        make_pages.format_link("zoo.make_mesh", make_pages.zoo.make_mesh)
-
-
 def test_arguments_are_formatted_as_in_a_call():
     def function(a, *rest, b=(), c=1.5, d="x", e=len, f=None, g=frozenset(), **options): ...
 

@@ -18,9 +18,13 @@ from jaxtyping import AbstractArray, PyTree, jaxtyped
 from .scope import SCOPED_METHODS, scoped
 from .trainable_copy import TrainableCopy
 
-STACKED, TRAINABLE, _FULL_PRECISION = "zoo.stacked", "zoo.trainable", "zoo.full_precision"
-NAMED_BY_CLASS, IMPLEMENTATION_OPTION = "zoo.named_by_class", "zoo.implementation_option"
-WRAPPED, ADAPTER_PARAMETER = "zoo.wrapped", "zoo.adapter_parameter"
+STACKED = "zoo.stacked"
+TRAINABLE = "zoo.trainable"
+NAMED_BY_CLASS = "zoo.named_by_class"
+IMPLEMENTATION_OPTION = "zoo.implementation_option"
+WRAPPED = "zoo.wrapped"
+ADAPTER_PARAMETER = "zoo.adapter_parameter"
+_FULL_PRECISION = "zoo.full_precision"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""Pages of the API: every public name on one page, once."""
+
+import pkgutil
+from collections import Counter
+from types import ModuleType
+
+import pytest
+
+import zoo
+from scripts import api_pages, make_pages
+
+ROOT = make_pages.ROOT
+
+
+def test_packages_are_all_public_modules():
+    found = {name for _, name, _ in pkgutil.iter_modules(zoo.__path__) if not name.startswith("_")}
+    assert found == {*api_pages.PACKAGES, *api_pages.UNLISTED}
+
+
+def test_every_public_name_is_shown_once():
+    def names(entry):  # a file is shown with all that it defines
+        is_file = isinstance(entry.value, ModuleType)
+        return [resolve(x) for x in api_pages.list_public_names(entry.value)] if is_file else [entry.value]
+
+    resolve = api_pages.resolve_name
+    shown = Counter(id(x) for entries in api_pages.list_pages().values() for entry in entries for x in names(entry))
+    public = [name for package in api_pages.list_packages() for name in api_pages.list_public_names(package)]
+    assert len(public) > 300
+    assert {name: shown[id(resolve(name))] for name in public} == dict.fromkeys(public, 1)
+
+
+def test_pages_are_small_and_in_the_menu():
+    folder = ROOT / "docs" / "api"
+    stubs = {path.name: path.read_text(encoding="utf-8").count("\n::: ") for path in folder.glob("*.md")}
+    assert len(stubs) > 20 and max(stubs.values()) < 45
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [name for name in stubs if f"api/{name}\n" not in menu] == []
+
+
+def test_generate_is_the_function_and_not_its_package():
+    (entry,) = (x for x in api_pages.list_pages()["zoo"] if x.name == "zoo.generate")
+    assert entry.stub() == "::: zoo.generate.run.generate\n    options:\n      heading: zoo.generate"
+    assert api_pages.locate("zoo.generate", zoo.generate) == "api/zoo.md#zoo.generate.run.generate"
+
+
+def test_locate_finds_a_name_by_any_path_and_in_a_file():
+    assert api_pages.locate("zoo.parallel.init", zoo.init) == "api/zoo.md#zoo.init"
+    assert api_pages.locate("zoo.layers.Mamba", zoo.layers.Mamba) == "api/zoo.layers.recurrent.md#zoo.layers.Mamba"
+    vary = "api/zoo.ops.md#zoo.ops.varying.vary"
+    assert {api_pages.locate(f"zoo.{x}.vary", zoo.parallel.vary) for x in ("parallel", "ops.varying")} == {vary}
+    assert api_pages.locate("zoo.parallel.ZERO1", zoo.parallel.ZERO1) == "api/zoo.parallel.md#zoo.parallel.ZERO1"
+    with pytest.raises(ValueError, match="no page of the API shows zoo.nothing: export it"):
+        api_pages.locate("zoo.nothing", lambda: None)
