@@ -67,3 +67,17 @@ def test_import_time_is_a_fraction_of_that_of_jax(first, bytecode):
         ratios.append(probe(bytecode)[0])
     ratio = min(ratios)
     assert ratio <= LIMIT, f"import zoo adds {ratio:.0%} to jax and equinox, in the best of {len(ratios)} runs"
+
+
+def test_import_of_train_is_at_first_use():
+    probe = "import sys, zoo; before = 'zoo.train' in sys.modules; print(before, zoo.train.Run.__name__)"
+    probe += "; print('train' in dir(zoo), hasattr(zoo, 'trane'))"
+    process = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert process.stdout == "False Run\nTrue False\n", process.stderr
+
+
+def test_import_of_train_names_the_missing_extra():
+    probe = "import importlib.util as util, zoo; find = util.find_spec; "
+    probe += "util.find_spec = lambda name, *rest: None if name == 'optax' else find(name, *rest); zoo.train.run_cli"
+    process = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert process.stderr.splitlines()[-1] == "ImportError: optax cannot be found: pip install 'equizoo[train]'"

@@ -1,5 +1,8 @@
 """A model zoo for JAX: typed pytrees, one layout, any mesh."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import adapters, inspect, layers, models, ops, parallel, weights
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
@@ -7,6 +10,9 @@ from .models import cross_entropy, hidden_states, score
 from .models.hf.families import families
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
 from .weights import CheckpointError, from_torch, load, save
+
+if TYPE_CHECKING:
+    from . import train as train
 
 __version__ = "0.1.0"
 
@@ -40,5 +46,19 @@ __all__ = [
     "value_and_grad",
     "weights",
 ]
+
+_LAZY = ("train",)
+"""Packages imported at first use, because they need an extra: `zoo.train` without it says which."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 disable_cpu_reduce_fusion()

@@ -1,11 +1,17 @@
 """Command-line interface of a recipe: the signature of `main` is the configuration, its docstring the help."""
 
 import functools
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
+
+from .options import RunOptions, flatten_config
+from .resume import parse_resumed
 
 
 def run_cli(
@@ -16,23 +22,28 @@ def run_cli(
 ) -> Any:
     """Call `main` with the command line's flags: one per keyword, or per field of an option group.
 
-    `presets` are other defaults by name; the first word may name one: `transformer.py 1b --steps 100`. Bad input ends
-    the program with one line on standard error and status 2: every error that this library, or the recipe itself,
-    raises on purpose. Other errors keep their traceback.
+    `presets` are other defaults by name; the first word may name one: `transformer.py 1b --steps 100`. A resumed run
+    takes the flags of its `config.json`, unless they are given. Bad input ends the program with one line on standard
+    error and status 2: every error that this library, or the recipe itself, raises on purpose. Other errors keep their
+    traceback.
     """
-    import tyro
-
     presets = presets or {}
     words = list(sys.argv[1:] if arguments is None else arguments)
     preset = words.pop(0) if words and words[0] in presets else None
-    chosen = functools.partial(main, **presets[preset]) if preset else main
     program = " ".join(filter(None, (Path(sys.argv[0]).name, preset)))
     about = sys.modules[main.__module__].__doc__ or ""
     about += f"\nPresets, as the first word: {', '.join(presets)}." if presets else ""
-    # Fields of option groups are flags like any other: --fsdp, not --mesh-options.fsdp.
-    markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+    signature = _replace_defaults(main, presets[preset] if preset else {})
+    parse = functools.partial(_parse_flags, main, signature, program, about.strip())
     try:
-        return tyro.cli(chosen, args=words, prog=program, description=about.strip(), config=markers)
+        flags = parse(words)
+        options = next((value for value in flags.values() if isinstance(value, RunOptions)), None)
+        if options is not None and options.resume:
+            defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+            flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
+        if options is not None and (not jax.distributed.is_initialized() or jax.process_index() == 0):
+            print(f"loading data and compiling; the run's folder is {options.out}", flush=True)
+        return main(**flags)
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
         if not _is_user_error(error, main):
             raise
@@ -44,6 +55,28 @@ def check_names(kind: str, names: Collection[str], known: Collection[str]) -> No
     """**Raise** `ValueError` unless the flag's value `names` is one or more of the `known` names of a `kind`."""
     if not names or set(names) - set(known):
         raise ValueError(f"name one or more of the {kind} {', '.join(known)}, not {', '.join(names) or 'none'}")
+
+
+def _replace_defaults(main: Callable[..., Any], defaults: Mapping[str, Any]) -> inspect.Signature:
+    signature = inspect.signature(main)
+    parameters = [x.replace(default=defaults.get(name, x.default)) for name, x in signature.parameters.items()]
+    return signature.replace(parameters=parameters)
+
+
+def _parse_flags(
+    main: Callable[..., Any], signature: inspect.Signature, program: str, description: str, words: Sequence[str]
+) -> dict[str, Any]:
+    """Return the arguments of `main` that the words ask for, without calling it."""
+    import tyro
+
+    @functools.wraps(main)
+    def collect(**flags: Any) -> dict[str, Any]:
+        return flags
+
+    collect.__signature__ = signature  # type: ignore[attr-defined]  # tyro reads defaults from it
+    # Fields of option groups are flags like any other: --fsdp, not --mesh-options.fsdp.
+    markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+    return tyro.cli(collect, args=words, prog=program, description=description, config=markers)
 
 
 def _is_user_error(error: Exception, main: Callable[..., Any]) -> bool:

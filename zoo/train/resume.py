@@ -1,0 +1,84 @@
+"""Flags of a resumed run: those of its folder's `config.json`, unless the command line gives them."""
+
+import contextlib
+import io
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zoo._files import read_json, to_jsonable
+
+from .options import flatten_config
+
+_NOT_TAKEN = ("out", "resume", "profile")  # the folder may have moved, and the others are no properties of a run
+
+Parse = Callable[[Sequence[str]], dict[str, Any]]
+"""Parser of a recipe's command line: the words to the arguments of `main`. It exits for words that are no flags."""
+
+
+def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse `words` with the flags of the run in `out` as defaults, and print those that are taken from there.
+
+    - `defaults`: of all flags, by name. Entries of the configuration that are no flags are left to `Run.restore`,
+      which compares configurations.
+
+    Without a configuration in `out`, parses `words` alone. **Raises** `ValueError` for a configuration that is damaged,
+    and for a value that its flag does not accept.
+    """
+    path = find_config(out)
+    if path is None:
+        return parse(words)
+    config = _read_config(path)
+    saved = {name: flag for name, value in config.items() if (flag := _format_flag(name, value, defaults))}
+    flags = _try_parse(parse, [*itertools.chain(*saved.values()), *words])
+    if flags is None:
+        name = next((name for name in saved if _try_parse(parse, [*saved[name], *words]) is None), next(iter(saved)))
+        flag = _flag_name(name)
+        raise ValueError(f"{path}: {name}={config[name]!r} is no value of {flag}: give {flag} on the command line")
+    given, resumed = flatten_config(parse(words)), flatten_config(flags)
+    if taken := [flag for name, flag in saved.items() if resumed[name] != given[name]]:
+        print(f"from {path}: {' '.join(itertools.chain(*taken))}", flush=True)
+    return flags
+
+
+def find_config(out: Path) -> Path | None:
+    """Return the `config.json` of the run in `out`, or of the newest run in its subdirectories; None without one."""
+    if (out / "config.json").exists():
+        return out / "config.json"
+    # An exported model has a config.json too, but no environment.
+    found = [path for path in out.glob("*/config.json") if path.with_name("env.json").exists()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        config = read_json(path)
+        if not isinstance(config, Mapping):
+            raise ValueError(f"{type(config).__name__} instead of an object")
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: damaged ({error}): delete it and give all flags, to go on from the last checkpoint"
+        ) from error
+    return config
+
+
+def _format_flag(name: str, value: Any, defaults: Mapping[str, Any]) -> list[str]:
+    """Return the words that set a flag to a value of the configuration; none for its default, and for other entries."""
+    if name in _NOT_TAKEN or name not in defaults or value == to_jsonable(defaults[name]):
+        return []
+    flag = _flag_name(name)
+    if isinstance(value, bool) and isinstance(defaults[name], bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+
+
+def _flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _try_parse(parse: Parse, words: Sequence[str]) -> dict[str, Any] | None:
+    """Parse silently; None for words that are no flags."""
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        return parse(words)
+    return None
