@@ -330,3 +330,28 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
             absent = not value and key in ("rope_parameters", "mlp_only_layers")
             same = value == right or absent or key == "max_position_embeddings"
             assert same or any(find_differences(found, build(family, given))), value
+
+
+WRONG_VALUES = {
+    bool: ("false", 0, 1, 1.0, [], [0], {}),
+    int: ("2", 2.0, True, [2], {}, 10**400),
+    float: ("1e-5", True, [1.0], {}, float("nan"), float("inf"), 10**400),
+    str: (True, 1.5, ["silu"], {}),
+    list: ("yes", True, {}, [True, 2.0]),
+    dict: ("yes", True, 0, [], 1.5),
+    type(None): ("yes", True, -1, {"x": 1}, [1.5]),
+}
+"""Values of other types than a default; most of them have a truth, which Python would take for the value."""
+
+
+@EACH
+def test_config_values_are_read_by_type(family):
+    for key, default in family.defaults.items():
+        alias = alias_of(family, key)
+        for value in WRONG_VALUES[type(default)]:
+            with pytest.raises(ConfigError, match=alias):
+                read_config(family, {alias: value})
+    for key, values in {**REQUIRED_VALUES, **family.required_values}.items():
+        if key not in family.defaults and any(isinstance(value, bool) for value in values):
+            with pytest.raises(ConfigError, match=key):
+                read_config(family, {key: int(bool(values[-1]))})

@@ -9,9 +9,22 @@ import difflib
 import heapq
 import itertools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from .spec import Config, Family
+from .values import (
+    BOOL,
+    NON_NEGATIVE_NUMBER,
+    NUMBER,
+    POSITIVE_NUMBER,
+    WORD,
+    ValueKind,
+    integer,
+    is_any_of,
+    is_number,
+    list_of,
+    optional,
+)
 
 IGNORED_KEYS = frozenset(
     """
@@ -78,7 +91,7 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     for key, value in given.items():
         canonical = family.aliases.get(key, key)
         if key in required:  # by the key as written: a canonical key that this family does not read may be required
-            if value not in required[key]:
+            if not is_any_of(value, required[key]):
                 allowed = " or ".join(map(repr, required[key]))
                 errors.append(
                     f"{key} = {_shorten_repr(value)} would change the result, and only {allowed} is computed here"
@@ -109,8 +122,6 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     return config
 
 
-_MAX_VALUE = 1e30  # larger values are mistakes, and float32 overflows at 3e38
-_MAX_COUNT = 2**31
 COUNT_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
@@ -124,33 +135,41 @@ _ZERO_ALLOWED_KEYS = ("sliding_window", "first_k_dense_replace", "moe_num_shared
 """Counts that may be 0: the class of Qwen2-MoE writes a window of 0 for full attention."""
 
 
+_KINDS: Mapping[str, ValueKind] = {
+    "clip_qkv": optional(POSITIVE_NUMBER),
+    "layer_types": optional(list_of(WORD)),
+    "mlp_only_layers": optional(list_of(integer(minimum=0))),
+    "time_step_limit": ValueKind("two numbers not below 0, the second the larger", lambda value: _is_interval(value)),
+}
+"""Kinds of values that the default does not tell."""
+
+
+def _find_kind(key: str, default: Any) -> ValueKind | None:
+    """Return the kind of value that a key accepts: by its name, or else that of its default."""
+    if key in COUNT_KEYS or key in _ZERO_ALLOWED_KEYS or key.startswith("num_"):
+        return integer(minimum=0 if key in _ZERO_ALLOWED_KEYS else 1)
+    if key in _KINDS:
+        return _KINDS[key]
+    if isinstance(default, float) and key.endswith("_eps"):
+        return NON_NEGATIVE_NUMBER
+    return next((kind for type_, kind in _KINDS_OF_DEFAULTS if isinstance(default, type_)), None)
+
+
+_KINDS_OF_DEFAULTS = ((bool, BOOL), (int, integer()), (float, NUMBER), (str, WORD))
+"""By the type of the default; a bool is an int, too, so it comes first."""
+
+
 def _validate_value(value: Any, default: Any, key: str) -> str:
-    """Return an error message for a value of another type or range than the default; "" for a valid one."""
+    """Return an error message for a value of another type or range than the key's; "" for a valid one."""
     if key == "time_step_rank" and value == "auto":
         return ""
-    if key == "time_step_limit":
-        return "" if _is_interval(value) else "should be two numbers not below 0, the second the larger"
-    if key in COUNT_KEYS or key in _ZERO_ALLOWED_KEYS or key.startswith("num_"):
-        if value is None and (default is None or key in _NULLABLE_COUNT_KEYS):
-            return ""
-        minimum, bound = (0, "not below 0") if key in _ZERO_ALLOWED_KEYS else (1, "above 0")
-        fits = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= _MAX_COUNT
-        return "" if fits else f"should be a whole number {bound}, and not beyond 2 ** 31"
-    if key == "quantization_config" and value is not None:
+    if value is None and (default is None or key in _NULLABLE_COUNT_KEYS):
+        return ""
+    if key == "quantization_config":
         return "" if is_mxfp4(value) else "would change the result, and only quant_method 'mxfp4' is read here"
-    if key == "layer_types" and value is not None:
-        return "" if isinstance(value, list) and all(isinstance(x, str) for x in value) else "should be a list of words"
-    if isinstance(default, bool):
-        return "" if isinstance(value, bool) else "should be true or false"
-    if isinstance(default, int):
-        return "" if _is_number(value) and isinstance(value, int) else "should be a whole number"
-    if isinstance(default, float) and key.endswith("_eps"):
-        return "" if _is_number(value) and 0 <= value < _MAX_VALUE else "should be a number, and not below 0"
-    if isinstance(default, float):
-        return "" if _is_number(value) and abs(value) < _MAX_VALUE else "should be a number"
-    if isinstance(default, str):
-        return "" if isinstance(value, str) else "should be a word"
-    return ""
+    kind = _find_kind(key, default)
+    assert kind is not None, f"no kind of value is known for {key}"
+    return kind.find_error(value)
 
 
 def is_mxfp4(value: Any) -> bool:
@@ -158,8 +177,8 @@ def is_mxfp4(value: Any) -> bool:
     quantized are read off the tensors."""
     if not isinstance(value, Mapping) or value.get("quant_method") != "mxfp4":
         return False
-    excluded = value.get("modules_to_not_convert") or []
-    is_valid = isinstance(excluded, list) and all(isinstance(name, str) for name in excluded)
+    is_valid = optional(list_of(WORD)).fits(value.get("modules_to_not_convert"))
+    is_valid = is_valid and optional(BOOL).fits(value.get("dequantize"))
     return is_valid and value.keys() <= {"quant_method", "modules_to_not_convert", "dequantize"}
 
 
@@ -168,11 +187,7 @@ def _is_interval(value: Any) -> bool:
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
     low, high = (float("inf") if x == {"__float__": "Infinity"} else x for x in value)
-    return _is_number(low) and _is_number(high) and 0 <= low < high
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number(low) and is_number(high) and 0 <= low < high
 
 
 ROPE_TYPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -194,6 +209,17 @@ ROPE_TYPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Required and optional keys of each `rope_type`."""
 
+_ROPE_FACTORS = ValueKind(
+    "a list of numbers above 0", lambda value: bool(value) and list_of(POSITIVE_NUMBER).fits(value)
+)
+_ROPE_KINDS: Mapping[str, ValueKind] = {
+    "rope_type": WORD,
+    "truncate": BOOL,
+    "short_factor": _ROPE_FACTORS,
+    "long_factor": _ROPE_FACTORS,
+}
+"""Kinds of the values of RoPE that are no number above 0."""
+
 _ROPE_BASE_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys of every `rope_type`."""
 
@@ -206,12 +232,12 @@ def _read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str,
     """
     canonical = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
     default = family.defaults["rope_parameters"]
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(canonical.get(key, {}), Mapping):
+            raise ConfigError(f"{key} = {_shorten_repr(canonical[key])} should be a table of names and numbers")
     scaling = canonical.get("rope_scaling") or canonical.get("rope_parameters")
-    scaling = (
-        {key: value for key, value in default.items() if key not in _ROPE_BASE_KEYS} if scaling is None else scaling
-    )
-    if not isinstance(scaling, Mapping):
-        raise ConfigError(f"rope_parameters = {_shorten_repr(scaling)} should be a table of names and numbers")
+    if scaling is None:
+        scaling = {key: value for key, value in default.items() if key not in _ROPE_BASE_KEYS}
     base_keys = [key for key in _ROPE_BASE_KEYS if key in default or key in canonical]
     rope = {key: canonical.get(key, default.get(key)) for key in base_keys}
     rope |= {key: value for key, value in scaling.items() if key != "type" and value is not None}
@@ -234,28 +260,13 @@ def _read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str,
     if unknown := [key for key, value in rope.items() if key not in known and value is not None]:
         raise ConfigError(f"rope_type {rope_type!r} has no key {unknown[0]!r}{suggest_nearest(unknown[0], known)}")
     for key, value in rope.items():
-        if error := _validate_rope_value(value, key):
-            raise ConfigError(f"{key} = {_shorten_repr(value)} of rope_type {rope_type!r} should be {error}")
+        if error := _ROPE_KINDS.get(key, POSITIVE_NUMBER).find_error(value):
+            raise ConfigError(f"{key} = {_shorten_repr(value)} of rope_type {rope_type!r} {error}")
     return {**rope, "rope_type": rope_type}
 
 
 def _read_rope_type(scaling: Mapping[str, Any]) -> Any:
     return scaling.get("rope_type", scaling.get("type", "default"))
-
-
-def _validate_rope_value(value: Any, key: str) -> str:
-    """Return the expected kind of value for a RoPE key; "" for a valid one."""
-    if key in ("rope_type", "truncate"):
-        return "" if isinstance(value, str if key == "rope_type" else bool) else "true or false"
-    if key in ("short_factor", "long_factor"):
-        is_valid = isinstance(value, list | tuple) and len(value) > 0 and all(map(is_positive_number, value))
-        return "" if is_valid else "a list of numbers above 0"
-    return "" if is_positive_number(value) else "a number above 0"
-
-
-def is_positive_number(value: Any) -> bool:
-    """Return True for a finite number above 0, and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_VALUE
 
 
 def suggest_nearest(word: str, known: Iterable[str]) -> str:

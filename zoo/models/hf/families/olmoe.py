@@ -8,7 +8,6 @@ from jaxtyping import Array, Key
 from zoo.layers import RMSNorm, SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_moe_decoder, make_mixture_factory
-from zoo.models.hf.config import ConfigError, is_positive_number
 from zoo.models.hf.spec import Config, Family
 
 from . import llama, qwen2_moe
@@ -16,8 +15,6 @@ from . import llama, qwen2_moe
 
 def _build_olmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     bias, clip = config["attention_bias"], config["clip_qkv"]
-    if clip is not None and not is_positive_number(clip):
-        raise ConfigError(f"clip_qkv = {clip!r} should be a number above 0")
     experts = make_mixture_factory(
         config, partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]), config["num_experts"]
     )

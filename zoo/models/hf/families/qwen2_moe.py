@@ -8,7 +8,6 @@ from jaxtyping import Array, Key
 from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_moe_decoder, list_layer_windows, make_mixture_factory, read_layer_types
-from zoo.models.hf.config import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import llama, qwen2
@@ -33,14 +32,9 @@ def _build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def mark_qwen2_moe_layers(config: Config) -> list[bool]:
-    """Return True per layer that is a mixture of experts: every `decoder_sparse_step`-th, except `mlp_only_layers`.
-
-    **Raises** `ConfigError` if these are not a list of integers.
-    """
-    dense, step = config["mlp_only_layers"], config["decoder_sparse_step"]
-    if dense is not None and not (isinstance(dense, list) and all(type(number) is int for number in dense)):
-        raise ConfigError(f"mlp_only_layers = {dense!r} should be a list of the numbers of layers")
-    return [n not in (dense or ()) and (n + 1) % step == 0 for n in range(config["num_hidden_layers"])]
+    """Return True per layer that is a mixture of experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    dense, step = config["mlp_only_layers"] or (), config["decoder_sparse_step"]
+    return [n not in dense and (n + 1) % step == 0 for n in range(config["num_hidden_layers"])]
 
 
 _MIXTURE_NAMES: NameMap = {
