@@ -1,23 +1,74 @@
-"""Write files atomically: under a temporary name, then renamed."""
+"""Write files so that none is followed, torn or lost, and read JSON of unknown origin within limits.
 
+A file is created under a random name that did not exist, and renamed once it is complete. A link that lies at its place
+is replaced, never followed. A directory that is a link is the caller's own choice, and is used.
+"""
+
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+
+JSON_BYTES = 100_000_000
+"""Largest JSON file that is read. The largest tokenizers and indexes of shards take a third of it."""
+_JSON_DEPTH = 100  # the C parser recurses, and so do all that write the value again
+
+
+@contextlib.contextmanager
+def create_files(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
+    """Create files that take their names together, once all of them are complete and on the disk.
+
+    `with create_files(directory) as create: create("a.json").write(...)`. A file of the same name, or a link, is
+    replaced. If the block raises, nothing is left behind, and what was there before is unchanged.
+    """
+    created: dict[str, tuple[Path, BinaryIO]] = {}
+
+    def create(name: str) -> BinaryIO:
+        part = directory / f"{name}.{secrets.token_hex(8)}.part"
+        created[name] = part, _open_exclusively(part)
+        return created[name][1]
+
+    try:
+        yield create
+        for _, file in created.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        for name, (part, _) in created.items():
+            os.replace(part, directory / name)
+    except BaseException:
+        for part, file in created.values():
+            with contextlib.suppress(OSError):  # a full disk fails again when the rest of the buffer is flushed
+                file.close()
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _open_exclusively(path: Path) -> BinaryIO:
+    """Open a new file for writing. **Raises** `FileExistsError` if there is a file or a link of this name."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o666), "wb")
+
+
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a file to append to it, created if missing. **Raises** `OSError` if it is a link."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_FOLLOW, 0o666), "ab")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically: a concurrent reader sees the old file or the new one, never a partial one."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with part.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    with create_files(path.parent) as create:
+        create(path.name).write(text.encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, value: object) -> None:
@@ -25,9 +76,71 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(to_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file to `target`, atomically. **Raises** as `open_regular` does."""
+    with open_regular(source) as file, create_files(target.parent) as create:
+        shutil.copyfileobj(file, create(target.name))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, through links too. Never waits for the writer of a pipe.
+
+    **Raises** `ValueError` for a directory, a pipe, a socket or a device; `OSError` for a file that cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is a {_FILE_TYPES.get(stat.S_IFMT(mode), 'socket')}, and a file was expected")
+    return os.fdopen(descriptor, "rb")
+
+
+_FILE_TYPES = {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """Read a file of at most `limit` bytes. **Raises** `ValueError` for a larger one, and as `open_regular` does."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > limit else file.read(limit + 1)
+    if max(size, len(content)) > limit:
+        raise ValueError(f"{path} has {max(size, len(content)):,} bytes, and at most {limit:,} were expected")
+    return content
+
+
+def read_json(path: Path, *, limit: int = JSON_BYTES) -> Any:
+    """Read a JSON file of at most `limit` bytes.
+
+    **Raises** `ValueError` with the file's name for one that is damaged, too large or too deeply nested, or no regular
+    file; `OSError` for one that cannot be opened.
+    """
+    content = read_limited(path, limit)
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def parse_json(content: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Parse JSON, in UTF-8. `make_object` builds an object from its names and values, a dict by default.
+
+    **Raises** `ValueError` for a damaged or too deeply nested text.
+    """
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=make_object)
+    except RecursionError:
+        raise ValueError(f"values are nested more than {_JSON_DEPTH} deep") from None
+    level = [value]
+    for _ in range(_JSON_DEPTH):
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"values are nested more than {_JSON_DEPTH} deep")
 
 
 def to_jsonable(value: object) -> Any:

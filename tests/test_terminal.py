@@ -1,0 +1,30 @@
+"""No text of unknown origin controls the terminal: one function prints, and it escapes."""
+
+import sys
+
+import pytest
+
+from zoo._terminal import escape_controls, show, show_error
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x07", r"\x1b[2J\x07"),
+        ("a\r\x08\x7f\x9b31m", r"a\r\x08\x7f\x9b31m"),
+        ("safe\u202egpj.exe\u2066", r"safe\u202egpj.exe\u2066"),
+        ("a\u2028b\u200bc\ufeff\U000e0041", r"a\u2028b\u200bc\ufeff\U000e0041"),
+        ("caf\udce9\n", r"caf\udce9\n"),
+        ("naïve λ 東京 👩\u200d🚀 می\u200cخواهم 5\u00a0%", "naïve λ 東京 👩\u200d🚀 می\u200cخواهم 5\u00a0%"),
+    ],
+)
+def test_escape_controls(text, shown):
+    assert escape_controls(text) == shown
+
+
+def test_show_keeps_lines_and_tabs(capsys):
+    show("a\tb\nc\x1b]0;title\x07", end="")
+    show_error("refused\nzoo: all is well\n  listed\x1b[0m")
+    assert capsys.readouterr() == ("a\tb\nc\\x1b]0;title\\x07", "refused\n  zoo: all is well\n  listed\\x1b[0m\n")
+    show("to a file", file=sys.stderr)
+    assert capsys.readouterr() == ("", "to a file\n")

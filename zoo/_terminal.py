@@ -1,0 +1,36 @@
+"""Print text of unknown origin: names in a checkpoint, generated tokens, messages of errors.
+
+`show` is the only way of this library to the terminal. Escape sequences and control characters are shown, `\\x1b[2J`,
+and not obeyed; so are the characters that reverse the order of a line or hide in it.
+"""
+
+import re
+import sys
+from typing import Any
+
+_CONTROLS = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # C0, DEL and C1
+    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"  # order of writing, line ends, zero width
+    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"  # annotations, halves of characters, tags
+)
+"""Joiners (U+200C, U+200D) are no control characters: emoji and several scripts need them."""
+
+
+def escape_controls(text: str, *, keep: str = "") -> str:
+    """Replace control characters by their escapes in Python, except those in `keep`."""
+    return _CONTROLS.sub(
+        lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode(), text
+    )
+
+
+def show(text: str = "", *, file: Any = None, end: str = "\n") -> None:
+    """Print `text`, with control characters escaped except for line ends and tabs, and flush it.
+
+    `file` is standard output by default.
+    """
+    print(escape_controls(text, keep="\n\t"), file=sys.stdout if file is None else file, end=end, flush=True)
+
+
+def show_error(text: str) -> None:
+    """Print a message to standard error. Its further lines are indented: none looks like a message of its own."""
+    show(re.sub(r"\n(?!  )", "\n  ", text), file=sys.stderr)
