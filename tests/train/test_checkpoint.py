@@ -1,5 +1,6 @@
 """Checkpoints: exact restoration on any mesh, donation, damaged and mismatched checkpoints."""
 
+import errno
 import json
 import logging
 import os
@@ -155,8 +156,7 @@ def test_checkpoint_survives_a_kill_while_saving(tmp_path, caplog):
         checkpoints = Checkpoints(Path({str(tmp_path)!r}))
         checkpoints.save(1, {{"x": jnp.ones(8)}})
         checkpoints.wait()
-        checkpoints._seal = lambda: os.kill(os.getpid(), 9)
-        checkpoints._manager._checkpointer._post_finalization_callback = checkpoints._seal
+        checkpoints._writer._post_finalization_callback = lambda: os.kill(os.getpid(), 9)
         checkpoints.save(2, {{"x": jnp.ones(8)}})
         checkpoints.wait()
     """
@@ -194,11 +194,150 @@ def test_checkpoint_missing_is_an_error(checkpoints):
 
 
 def test_checkpoint_all_damaged_is_an_error(tmp_path):
+    state = {"x": jnp.ones(2)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.save(2, state)
+    shutil.rmtree(tmp_path / "1" / "state")
+    flip_bit(tmp_path / "2" / "about" / "metadata")
+    with Checkpoints(tmp_path) as checkpoints:
+        for read in (checkpoints.latest_step, lambda: checkpoints.restore(state), checkpoints.read_config):
+            with pytest.raises(FileNotFoundError, match=r"all are damaged, and nothing was deleted") as raised:
+                read()
+            assert "2: the bytes of about/metadata have changed" in str(raised.value)
+            assert "1: state/" in str(raised.value) and "is missing" in str(raised.value)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def flip_bit(path: Path, bit: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    bit = len(content) * 4 if bit is None else bit
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_checkpoint_of_a_flipped_bit_is_passed_over(tmp_path, caplog):
+    """One bit of any file below the step's folder: the checkpoint before is restored, and a line says why."""
+    first, second = {"x": jnp.arange(300.0)}, {"x": jnp.arange(300.0) + 1}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, first, data=1)
+        checkpoints.save(2, second, data=2)
+    notes = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax's, of the time of the save
+    files = [path for path in sorted((tmp_path / "2").rglob("*")) if path.is_file()]
+    assert len(files) > 10 and notes < {path.name for path in files}
+    for path in files:
+        pristine = path.read_bytes()
+        flip_bit(path)
+        caplog.clear()
+        with Checkpoints(tmp_path) as checkpoints:
+            restored = checkpoints.restore(first)
+        unread = path.parent.name == "2" and path.name in notes
+        assert (restored.step, restored.data) == ((2, 2) if unread else (1, 1))
+        assert same(restored.state, second if unread else first)
+        assert bool(caplog.records) != unread
+        assert unread or ("2: passed over" in caplog.text and path.name in caplog.text)
+        path.write_bytes(pristine)
+
+
+def test_checkpoint_named_and_damaged_is_refused(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"x": jnp.ones(2)})
-    shutil.rmtree(tmp_path / "1" / "state")
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(FileNotFoundError):
-        checkpoints.restore({"x": jnp.ones(2)})
+        checkpoints.save(2, {"x": jnp.ones(2)})
+    flip_bit(next((tmp_path / "2" / "state" / "ocdbt.process_0" / "d").iterdir()))
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(FileNotFoundError, match=r"of step 2 here, because the bytes of state/.*; it holds \[1\]"):
+            checkpoints.restore({"x": jnp.ones(2)}, step=2)
+        assert checkpoints.verify(1) == 1
+
+
+def test_checkpoint_of_sizes_alone_is_read_with_a_warning(tmp_path, caplog):
+    """Lists of files as earlier versions wrote them; what Orbax cannot read is passed over."""
+    state = {"x": jnp.arange(300.0)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.save(2, state)
+    for step in "12":
+        manifest = tmp_path / step / "files.json"
+        files = json.loads(manifest.read_text())["files"]
+        manifest.write_text(json.dumps({name: file["bytes"] for name, file in files.items()}))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(state).step == 2
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}/2: of an earlier version, without digests; verified by size alone"
+    ]
+    for name in ("about/metadata", "state/_METADATA"):
+        path = tmp_path / "2" / name
+        pristine = path.read_bytes()
+        path.write_bytes(b"\0" * len(pristine))
+        with Checkpoints(tmp_path) as checkpoints:
+            assert checkpoints.restore(state).step == 1
+            with pytest.raises(FileNotFoundError, match="step 2 here, because its (metadata|arrays) cannot be read"):
+                checkpoints.restore(state, step=2)
+            with pytest.raises(ValueError, match="of another model"):
+                checkpoints.restore(state | {"y": jnp.ones(2)})
+        path.write_bytes(pristine)
+
+
+def test_checkpoint_best_is_kept_by_later_processes(tmp_path):
+    """Each save in a `Checkpoints` of its own, as after a kill."""
+    for step, metric in enumerate([3.0, 1.0, 2.0, None, 4.0, 5.0], start=1):
+        with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
+            checkpoints.save(step, {"x": jnp.ones(3)}, metric=metric)
+    assert sorted(os.listdir(tmp_path)) == ["2", "5", "6"]
+    with Checkpoints(tmp_path, keep_last=1, keep_best=2) as checkpoints:
+        checkpoints.save(7, {"x": jnp.ones(3)}, metric=0.5)
+    assert sorted(os.listdir(tmp_path)) == ["2", "7"]
+
+
+def test_checkpoint_later_steps_stay_until_a_save_is_complete(tmp_path):
+    state = {"x": jnp.ones(3)}
+    with Checkpoints(tmp_path, keep_last=3) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, state)
+        assert checkpoints.restore(state, step=10).step == 10
+    seen = []
+    with Checkpoints(tmp_path, keep_last=3) as checkpoints:
+        checkpoints._writer._post_finalization_callback = lambda: (
+            seen.append(sorted(os.listdir(tmp_path))),
+            checkpoints._write_manifest(),
+        )
+        checkpoints.save(15, state)
+    assert seen == [["10", "15.orbax-checkpoint-tmp", "20", "30"]] and sorted(os.listdir(tmp_path)) == ["10", "15"]
+
+
+def test_checkpoint_without_room_is_refused_before_it_is_written(checkpoints, monkeypatch):
+    state = {"x": jnp.ones(1000)}
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 9000, 999))
+    with pytest.raises(
+        OSError, match=r"no room for the checkpoint of step 2: it takes 4kB, and 999B are free; .* step 1"
+    ):
+        checkpoints.save(2, state)
+    monkeypatch.undo()
+    assert os.listdir(checkpoints.directory) == ["1"]
+    checkpoints.save(2, state)
+    assert checkpoints.latest_step() == 2
+
+
+def test_checkpoint_on_a_disk_that_fills_leaves_the_one_before(checkpoints, monkeypatch):
+    """The error of the background write comes with the next call, once, and the save after it succeeds."""
+    state = {"x": jnp.ones(1000)}
+    checkpoints.save(1, state)
+    checkpoints.wait()
+
+    def fill(folder, metric):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zoo.train.checkpoint.write_manifest", fill)
+        checkpoints.save(2, state)
+        with pytest.raises(OSError, match=r"step 2 was not written \(no space was left on the disk\): it takes 4kB"):
+            checkpoints.wait()
+    assert os.listdir(checkpoints.directory) == ["1"]
+    checkpoints.wait()
+    checkpoints.save(3, state)
+    assert checkpoints.restorable_steps() == [1, 3]
 
 
 def test_diff_configs():

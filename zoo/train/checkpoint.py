@@ -1,17 +1,17 @@
-"""Checkpoints of a run: saved asynchronously and atomically, restored onto any mesh.
+"""Checkpoints of a run: saved asynchronously and atomically, verified, restored onto any mesh.
 
     checkpoints = Checkpoints(out / "checkpoints")
     checkpoints.save(step, (model, opt_state), data=batches.state, config=config, metric=validation)
     step, (model, opt_state), data, config = checkpoints.restore((model, opt_state))
 
-Only this module uses Orbax, through its `CheckpointManager`: the newer interface, still experimental, reports every
-failed read as "incompatible handler" and stores a configuration as arrays.
+Only this module uses Orbax, through its `AsyncCheckpointer`: the newer interface, still experimental, reports every
+failed read as "incompatible handler" and stores a configuration as arrays, and `CheckpointManager` forgets the metrics
+of earlier processes.
 """
 
-import logging
+import concurrent.futures
 import math
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -21,15 +21,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from zoo._files import read_json, to_jsonable, write_json
+from zoo._files import read_json, to_jsonable
 from zoo._optional import import_optional
 
+from .array_names import (
+    describe_arrays,
+    flatten_with_names,
+    format_key_path,
+    is_array_or_shape,
+    require_same_arrays,
+)
+from .checkpoint_folder import UNFINISHED_SUFFIX, CheckpointFolder
 from .fingerprint import fingerprint_arrays, require_same_fingerprints
+from .manifest import write_manifest
+from .processes import run_on_first
 
-_log = logging.getLogger("zoo")
 
-_MANIFEST_FILE = "files.json"
-_UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
+class UnwrittenCheckpointError(OSError):
+    """A checkpoint could not be written, for want of room or another fault of the disk. Earlier ones are intact."""
 
 
 class RestoredCheckpoint(NamedTuple):
@@ -44,8 +53,9 @@ class RestoredCheckpoint(NamedTuple):
 class Checkpoints:
     """Manager of a run's checkpoints, one folder per step below `directory`.
 
-    Keeps the newest `keep_last` and the `keep_best` with the lowest metric. Only arrays are saved; static fields come
-    from the tree passed to `restore`. With several processes, every process makes every call.
+    Keeps the newest `keep_last` and the `keep_best` with the lowest metric, those of earlier processes included. Only
+    arrays are saved; static fields come from the tree passed to `restore`. With several processes, every process makes
+    every call, and the first one decides which checkpoints are whole.
 
     `frozen` is a tree that training reads but does not change, such as the base model of an adapter. Checkpoints hold
     only a fingerprint of it (`zoo.train.fingerprint`), which `restore` compares.
@@ -53,22 +63,18 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 1, frozen: PyTree = None):
         self.directory = Path(directory).absolute()
+        self._folder = CheckpointFolder(self.directory)
+        self._keep = dict(keep_last=keep_last, keep_best=keep_best)
         self._frozen = fingerprint_arrays(frozen)
         self._orbax = import_optional("orbax.checkpoint", "pip install 'equizoo[train]'")
-        policies = self._orbax.checkpoint_managers
-        best = policies.BestN(
-            get_metric_fn=lambda metrics: metrics["metric"],
-            reverse=True,
-            n=keep_best,
-            keep_checkpoints_without_metrics=False,
-        )
-        options = self._orbax.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep_last), best]),
+        self._writer = self._orbax.AsyncCheckpointer(
+            self._orbax.CompositeCheckpointHandler(),
             async_options=self._orbax.options.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
-        self._manager = self._orbax.CheckpointManager(self.directory, options=options)
-        self._saving = -1
-        self._warned: set[Path] = set()
+        self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._saving: tuple[int, float | None] = (-1, None)
+        self._saved_bytes = 0
 
     def save(
         self,
@@ -85,91 +91,86 @@ class Checkpoints:
         - `data`: the state of the data iterator, JSON; `config`: stored with it.
         - `metric`: lower is better.
 
-        Deletes checkpoints of this and later steps, and unfinished ones.
+        Deletes an earlier checkpoint of this step first, and once this one is on disk those of later steps.
+        **Raises** `UnwrittenCheckpointError`, before anything is deleted, if the disk has no room for the arrays.
         """
         self.wait()
-        for later in [other for other in self._manager.all_steps() if other >= step]:
-            self._manager.delete(later)
-        if jax.process_index() == 0:
-            for unfinished in self.directory.glob(f"*{_UNFINISHED_SUFFIX}*"):
-                shutil.rmtree(unfinished)
-        arrays = _flatten_with_names(eqx.filter(state, eqx.is_array))
-        about = dict(step=step, data=data, config=config or {}, leaves=_describe_arrays(arrays), frozen=self._frozen)
+        arrays = flatten_with_names(eqx.filter(state, eqx.is_array))
+        self._saved_bytes = sum(x.nbytes for x in arrays.values())
+        if obstacle := run_on_first(lambda: self._folder.make_room(step, self._saved_bytes)):
+            raise UnwrittenCheckpointError(obstacle)
+        about = dict(step=step, data=data, config=config or {}, leaves=describe_arrays(arrays), frozen=self._frozen)
         args = self._orbax.args
-        self._saving = step
-        self._manager.save(
-            step,
-            # Orbax refuses empty arrays; their shapes are in `about`.
-            args=args.Composite(
-                state=args.PyTreeSave({name: x for name, x in arrays.items() if x.size}),
-                about=args.JsonSave(to_jsonable(about)),
-            ),
-            metrics=dict(metric=float(metric)) if metric is not None and math.isfinite(metric) else None,
-            force=True,
-        )
+        self._saving = step, float(metric) if metric is not None and math.isfinite(metric) else None
+        try:
+            self._writer.save(
+                self.directory / str(step),
+                # Orbax refuses empty arrays; their shapes are in `about`.
+                args=args.Composite(
+                    state=args.PyTreeSave({name: x for name, x in arrays.items() if x.size}),
+                    about=args.JsonSave(to_jsonable(about)),
+                ),
+            )
+        except OSError as error:
+            raise self._explain_failed_write(error) from error
+        self._pending = self._background.submit(self._finish_save)
 
     def wait(self) -> None:
-        """Block until the last save is on disk. **Raises** the error of a failed write."""
-        self._manager.wait_until_finished()
+        """Block until the last save is on disk. **Raises** `UnwrittenCheckpointError`, once, if that failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except Exception as error:
+                raise self._explain_failed_write(error) from error
 
     def restorable_steps(self) -> list[int]:
-        """List the steps that can be restored, oldest first. Warns once about each damaged one, with the reason."""
+        """List the steps whose files have their names and sizes, oldest first; `latest_step` verifies digests, too.
+
+        Warns once about each damaged one, with the reason.
+        """
         self.wait()
-        for path in sorted(self.directory.glob(f"*{_UNFINISHED_SUFFIX}*")):
-            self._warn_skipped(path, "it was never finished")
-        found = {step: self._find_damage(step) for step in sorted(self._manager.all_steps())}
-        for step, damage in found.items():
-            if damage:
-                self._warn_skipped(self.directory / str(step), damage)
-        return [step for step, damage in found.items() if not damage]
+        return run_on_first(self._folder.list_whole_steps)
 
     def latest_step(self) -> int | None:
-        """Return the newest step that can be restored, or None."""
-        return max(self.restorable_steps(), default=None)
+        """Return the newest step all of whose files have their digests, or None if there is no checkpoint at all.
+
+        Warns about the damaged ones that it passes over. **Raises** `FileNotFoundError` if all are damaged.
+        """
+        self.wait()
+        return run_on_first(self._folder.find_newest)
+
+    def verify(self, step: int) -> int:
+        """Return `step` if all files of its checkpoint have their digests.
+
+        **Raises** `FileNotFoundError`, with the steps that there are, if it is absent or damaged.
+        """
+        self.wait()
+        return run_on_first(lambda: self._folder.require_whole(step))
 
     def restore(self, like: PyTree, step: int | None = None) -> RestoredCheckpoint:
-        """Restore the checkpoint of `step`, by default the newest complete one.
+        """Restore the checkpoint of `step`, by default the newest whole one.
 
         - `like`: a state like the one the run starts with, already placed on its mesh: modules, optimizer states, keys,
           arrays, or `jax.ShapeDtypeStruct`s with shardings. Names, shapes, dtypes, shardings and everything that is not
           an array come from it.
 
-        **Raises** `FileNotFoundError` if there is no such checkpoint, and `ValueError`, with the first names that
-        differ, if it belongs to another model or to other `frozen` parameters.
+        **Raises** `FileNotFoundError` if there is no such checkpoint or it is damaged, and `ValueError`, with the first
+        names that differ, if it belongs to another model or to other `frozen` parameters.
         """
-        step = self._resolve_step(step)
-        about = self._read_metadata(step)
-        require_same_fingerprints(about.get("frozen", {}), self._frozen, self.directory / str(step))
-        expected = _flatten_with_names(eqx.filter(like, _is_array))
-        _require_same_arrays(about["leaves"], _describe_arrays(expected), self.directory / str(step))
-        targets = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in expected.items() if x.size
-        }
-        read = self._orbax.args.PyTreeRestore(
-            targets, restore_args=self._orbax.checkpoint_utils.construct_restore_args(targets)
-        )
-        arrays = self._manager.restore(step, args=self._orbax.args.Composite(state=read)).state
-        for name in targets:
-            # On several devices, arrays restored by Orbax cannot be donated; copies can.
-            arrays[name] = jnp.copy(arrays[name])
-
-        def fill_leaf(path: tuple, leaf: Any) -> Any:
-            if not _is_array(leaf):
-                return leaf
-            return (
-                arrays[_format_key_path(path)] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-            )
-
-        state = jax.tree_util.tree_map_with_path(fill_leaf, like)
-        return RestoredCheckpoint(step, state, about["data"], about["config"])
+        return self._read_whole(step, lambda found: self._restore_step(found, like))
 
     def read_config(self, step: int | None = None) -> dict[str, Any]:
-        """Read the configuration saved with the checkpoint of `step`, by default the newest complete one."""
-        return self._read_metadata(self._resolve_step(step))["config"]
+        """Read the configuration saved with the checkpoint of `step`, by default the newest whole one."""
+        return self._read_whole(step, self._read_metadata)["config"]
 
     def close(self) -> None:
-        """Wait for the last save and stop Orbax's threads."""
-        self._manager.close()
+        """Wait for the last save and stop the threads. **Raises** `UnwrittenCheckpointError` if it failed."""
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            self._writer.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -177,45 +178,91 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _resolve_step(self, step: int | None) -> int:
-        steps = self.restorable_steps()
-        if not steps or step not in (None, *steps):
-            which = "" if step is None else f" of step {step}"
-            raise FileNotFoundError(f"{self.directory}: no whole checkpoint{which} here; it holds {steps or 'none'}")
-        return steps[-1] if step is None else step
-
-    def _warn_skipped(self, path: Path, reason: str) -> None:
-        if path not in self._warned:
-            _log.warning("%s: passed over, %s", path, reason)
-            self._warned.add(path)
-
-    def _read_metadata(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=self._orbax.args.Composite(about=self._orbax.args.JsonRestore())).about
+    def _finish_save(self) -> None:
+        """Wait until the checkpoint has its final name, then delete those that it makes superfluous."""
+        self._writer.wait_until_finished()
+        if jax.process_index() == 0:
+            self._folder.delete(self._folder.find_superfluous(self._saving[0], **self._keep))
 
     def _write_manifest(self) -> None:
         """Write the manifest of a complete checkpoint, just before Orbax renames it to its final name."""
         if jax.process_index() == 0:
-            for folder in self.directory.glob(f"{self._saving}{_UNFINISHED_SUFFIX}*"):
-                files = [path for path in folder.glob("*/**/*") if path.is_file()]
-                write_json(
-                    folder / _MANIFEST_FILE,
-                    {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)},
-                )
+            step, metric = self._saving
+            for folder in self.directory.glob(f"{step}{UNFINISHED_SUFFIX}*"):
+                write_manifest(folder, metric)
 
-    def _find_damage(self, step: int) -> str | None:
-        """Check a checkpoint's files against its manifest, by name and size; Orbax's own errors come late and vague."""
-        folder = self.directory / str(step)
+    def _explain_failed_write(self, error: Exception) -> Exception:
+        """Delete what a failed save has written, and return the error to raise: itself, if no fault of the disk."""
+        text = str(error)
+        if not isinstance(error, OSError) and "OS error" not in text and "No space left" not in text:
+            return error
+        if jax.process_index() == 0:
+            self._folder.delete_unfinished()
+        reason = "no space was left on the disk" if "No space left" in text else text.splitlines()[0]
+        room = self._folder.describe_room(self._saved_bytes)
+        return UnwrittenCheckpointError(
+            f"{self.directory}: the checkpoint of step {self._saving[0]} was not written ({reason}): {room}"
+        )
+
+    def _read_whole(self, step: int | None, read: Callable[[int], Any]) -> Any:
+        """Read the checkpoint of `step`, or of the newest one that can be read."""
+        while True:
+            found = self.latest_step() if step is None else self.verify(step)
+            if found is None:
+                raise FileNotFoundError(f"{self.directory}: no whole checkpoint here; it holds none")
+            try:
+                return read(found)
+            except _UnreadableError as error:
+                # Digests are right, so that it is no damage that the next checkpoint would be free of.
+                if self._folder.has_digests(found):
+                    raise error.__cause__ or error from None
+                self._folder.mark_unreadable(found, str(error))
+
+    def _read_metadata(self, step: int) -> dict[str, Any]:
         try:
-            files = read_json(folder / _MANIFEST_FILE)
-        except (OSError, ValueError):
-            return f"its list of files ({_MANIFEST_FILE}) is missing or cut off"
-        for name, size in files.items():
-            path = folder / name
-            if not path.exists():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        return None
+            about = read_json(self.directory / str(step) / "about" / "metadata")
+            return {name: about[name] for name in ("data", "config", "leaves")} | {"frozen": about.get("frozen", {})}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _UnreadableError(f"its metadata cannot be read ({type(error).__name__}: {error})") from error
+
+    def _restore_step(self, step: int, like: PyTree) -> RestoredCheckpoint:
+        folder = self.directory / str(step)
+        about = self._read_metadata(step)
+        require_same_fingerprints(about["frozen"], self._frozen, folder)
+        expected = flatten_with_names(eqx.filter(like, is_array_or_shape))
+        require_same_arrays(about["leaves"], describe_arrays(expected), folder)
+        targets = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in expected.items() if x.size
+        }
+        arrays = self._read_arrays(folder, targets)
+        for name in targets:
+            # On several devices, arrays restored by Orbax cannot be donated; copies can.
+            arrays[name] = jnp.copy(arrays[name])
+
+        def fill_leaf(path: tuple, leaf: Any) -> Any:
+            if not is_array_or_shape(leaf):
+                return leaf
+            return (
+                arrays[format_key_path(path)] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            )
+
+        state = jax.tree_util.tree_map_with_path(fill_leaf, like)
+        return RestoredCheckpoint(step, state, about["data"], about["config"])
+
+    def _read_arrays(self, folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
+        orbax, epath = self._orbax, import_optional("etils.epath", "pip install 'equizoo[train]'")
+        read = orbax.args.PyTreeRestore(targets, restore_args=orbax.checkpoint_utils.construct_restore_args(targets))
+        try:
+            # The handler itself reads this folder alone: not Orbax's notes beside it, which the manifest does not list.
+            return orbax.PyTreeCheckpointHandler().restore(epath.Path(folder / "state"), args=read)
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise
+        except Exception as error:
+            raise _UnreadableError(f"its arrays cannot be read ({type(error).__name__}: {error})") from error
+
+
+class _UnreadableError(Exception):
+    """A checkpoint whose files have their sizes cannot be read."""
 
 
 def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -227,55 +274,3 @@ def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
         for name in names
         if saved.get(name, "absent") != current.get(name, "absent")
     ]
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-
-
-def _flatten_with_names(tree: PyTree) -> dict[str, Any]:
-    """Map readable paths to leaves: `[0].stack.segments[1].norm.weight`."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {_format_key_path(path): leaf for path, leaf in leaves}
-    if len(named) < len(leaves):
-        raise ValueError("two leaves of the state have the same path: a key of a mapping holds a dot or a bracket")
-    return named
-
-
-def _format_key_path(path: tuple) -> str:
-    return "".join(map(_format_key, path)).removeprefix(".")
-
-
-def _format_key(key: Any) -> str:
-    match key:
-        case jax.tree_util.GetAttrKey(name):
-            return f".{name}"
-        case jax.tree_util.DictKey(name):
-            return f".{name}"
-        case jax.tree_util.SequenceKey(index) | jax.tree_util.FlattenedIndexKey(index):
-            return f"[{index}]"
-    return str(key)
-
-
-def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{x.dtype} {list(x.shape)}" for name, x in arrays.items()}
-
-
-def _require_same_arrays(
-    saved: Mapping[str, str], expected: Mapping[str, str], checkpoint_path: Path, max_lines: int = 8
-) -> None:
-    """**Raises** `ValueError` unless both have the same names, dtypes and shapes."""
-    names = [*expected, *(name for name in saved if name not in expected)]
-    lines = [
-        f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {expected.get(name, 'absent')} here"
-        for name in names
-        if saved.get(name) != expected.get(name)
-    ]
-    if lines:
-        more = f"  and {len(lines) - max_lines} more\n" if len(lines) > max_lines else ""
-        raise ValueError(
-            f"{checkpoint_path} is of another model, or of another optimizer:\n"
-            + "\n".join(lines[:max_lines])
-            + f"\n{more}"
-            "Restore with the configuration that it was saved with, or start a run in another folder."
-        )
