@@ -17,6 +17,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 CACHE = Path(os.environ.get("ZOO_TEST_CACHE") or Path(__file__).parents[1] / ".jax_cache")
@@ -38,6 +39,12 @@ def pytest_runtest_teardown():
     process 65,530 of them (vm.max_map_count), a whole run made more, and jaxlib then ended in a segmentation fault."""
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
+
+
+@pytest.fixture
+def no_type_checks(monkeypatch):
+    """Switch off the checks of annotations, which users do not run: what is raised is the library's own error."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 # Each new shape compiles for seconds: few examples, no deadline, and the same ones every time.

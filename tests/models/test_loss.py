@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +79,61 @@ def test_cross_entropy_weights_default_to_one():
     assert jnp.allclose(total, cross_entropy(model(tokens), tokens).sum(), rtol=1e-5)
     none = zoo.cross_entropy(model, batch | {"weights": jnp.zeros((2, 5))})
     assert none == (0, 0)
+
+
+def numpy_cross_entropy(logits, targets):
+    """PyTorch's `cross_entropy(logits, targets, ignore_index=-100, reduction="none")`."""
+    logits = np.asarray(logits, np.float64)
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    return np.where(targets == -100, 0, losses)
+
+
+def test_token_losses_of_targets_outside_the_vocabulary():
+    """On one device and with a sharded vocabulary; the targets of the last row are just inside and just beyond it."""
+    mesh = zoo.make_mesh(data=2, tensor=4)
+    x = jax.random.normal(KEY, (4, 6, 16)) * 3
+    head = zoo.layers.Linear(16, 16, in_=Dim("embed"), out=Dim("vocab"), key=KEY)
+    targets = np.array(jax.random.randint(KEY, (4, 6), 0, 16))
+    targets[:2, ::2], targets[3] = -100, [15, 16, 15, 17, -1, 2**31 - 1]
+    expected, ids = numpy_cross_entropy(head(x)[:3], targets[:3]), jnp.array(targets)
+
+    def losses(head, x, targets):
+        return token_losses(head(x), targets, z_loss=0.0)
+
+    def gradient(x):
+        return jax.grad(lambda x: losses(head, x, ids).sum())(x)
+
+    for found in (
+        losses(head, x, ids),
+        zoo.spmd(losses, mesh, out="batch seq")(zoo.place(head, mesh), x, ids),
+        cross_entropy(head(x), ids),
+    ):
+        assert np.allclose(found[:3], expected, rtol=1e-5, atol=1e-5) and not np.asarray(found)[targets < 0].any()
+        assert np.isnan(found[3]).tolist() == [False, True, False, True, False, True]
+    gradients = np.asarray(gradient(x))
+    assert not gradients[targets < 0].any() and np.isnan(gradients[targets > 15]).all()
+    assert np.isfinite(gradients[targets <= 15]).all() and gradients[(0 <= targets) & (targets <= 15)].any(-1).all()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 2, "devices": jax.devices()[:2]}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+)
+def test_cross_entropy_ignores_negative_targets_on_any_mesh(sizes):
+    model = zoo.models.Transformer(vocab=16, embed=16, layers=1, heads=2, mlp=16, key=KEY)
+    tokens = jax.random.randint(KEY, (8, 4), 0, 16)
+    targets = np.array(tokens)
+    targets[2:7, 1:], targets[7] = -100, -1
+    weights = jnp.arange(1.0, 33.0).reshape(8, 4)
+    losses = numpy_cross_entropy(model(tokens), np.where(targets < 0, -100, targets)) * weights
+    mesh = zoo.make_mesh(**sizes)
+    batch = {"tokens": tokens, "targets": jnp.array(targets), "weights": weights}
+    step = zoo.value_and_grad(lambda model, batch: zoo.cross_entropy(model, batch, chunk=7), mesh)
+    loss, grads = step(zoo.place(model, mesh), zoo.place_batch(batch, mesh))
+    assert np.allclose(loss, losses.sum() / np.asarray(weights)[targets >= 0].sum(), rtol=1e-5)
+    masked = {"tokens": tokens, "targets": jnp.maximum(targets, 0), "weights": jnp.where(targets < 0, 0, weights)}
+    expected_loss, expected = step(zoo.place(model, mesh), zoo.place_batch(masked, mesh))
+    assert loss == expected_loss
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        assert jnp.array_equal(a, b)
+    beyond = batch | {"targets": batch["targets"].at[0, 0].set(16)}
+    assert jnp.isnan(step(zoo.place(model, mesh), zoo.place_batch(beyond, mesh))[0])

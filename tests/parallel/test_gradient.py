@@ -104,6 +104,17 @@ def test_loss_that_still_varies_raises():
         ),
         ({"weights": jnp.ones(4)}, ValueError, "one number of rows, not"),
         ({"loss": lambda m, b: loss_fn(m, b)[0]}, ValueError, "has_aux=False a loss returns `total, count`"),
+        (
+            {"loss": lambda m, b: jnp.stack(loss_fn(m, b))},
+            ValueError,
+            r"<lambda> returned one array of shape \(2,\)\.",
+        ),
+        (
+            {"loss": lambda m, b: (loss_fn(m, b), {})},
+            ValueError,
+            "the total that <lambda> returns is a scalar, not a tuple",
+        ),
+        ({"loss": lambda m, b: None}, ValueError, "<lambda> returned a NoneType"),
         ({"loss": lambda m, b: (b["x"], b["weights"].sum())}, ValueError, "is a scalar, not"),
         ({"model": eqx.nn.Linear(16, 1, key=KEY)}, TypeError, "Linear is a module whose annotations name no dims"),
         ({"key": jax.random.PRNGKey(0)}, ValueError, r"a typed PRNG key, made by jax.random.key"),

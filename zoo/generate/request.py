@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from zoo._checks import check_tokens
 from zoo.layers import AbstractMixer
 from zoo.models import Decoder
 from zoo.parallel import Mesh, Module
@@ -93,9 +94,10 @@ def check_sampling_options(
 def check_prompt(tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"] | None, vocab: int) -> None:
     """Check the shape of a prompt, and its values unless they are traced or on other processes.
 
-    **Raises** `ValueError` for an empty prompt, padding that is not on the left, a row without a real token, and an id
-    outside the vocabulary.
+    **Raises** `TypeError` for a prompt that is not of integers, and `ValueError` for one that is not "batch seq" or is
+    empty, padding that is not on the left, a row without a real token, and an id outside the vocabulary.
     """
+    check_tokens(tokens, name="the prompt")
     if 0 in tokens.shape or (mask is not None and mask.shape != tokens.shape):
         of_mask = "" if mask is None else f", mask {mask.shape}"
         raise ValueError(

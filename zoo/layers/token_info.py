@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
+from zoo._checks import check_batch_keys
 from zoo.parallel import Module, current_mesh, shard_offset
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
@@ -74,7 +75,12 @@ def token_info(
 
 
 def batch_token_info(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> TokenInfo:
-    """Build the `TokenInfo` of a batch that is a mapping of "batch seq" arrays."""
+    """Build the `TokenInfo` of a batch that is a mapping of "batch seq" arrays.
+
+    **Raises** `ValueError` for a batch without `tokens`, and for a key other than `tokens`, `targets`, `weights`,
+    `segment_ids` and `positions`.
+    """
+    check_batch_keys(batch)
     return token_info(batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), key=key)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from zoo._checks import check_tokens
 from zoo.layers import (
     AbstractEmbedding,
     AbstractFeedForward,
@@ -26,7 +27,15 @@ from zoo.layers import (
     token_positions,
 )
 from zoo.layers.token_info import token_info
-from zoo.parallel import Module, gather, implementation_option, materialize, named_by_class, num_shards
+from zoo.parallel import (
+    Module,
+    current_mesh,
+    gather,
+    implementation_option,
+    materialize,
+    named_by_class,
+    num_shards,
+)
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 from .hf.spec import Origin
@@ -186,9 +195,11 @@ class Decoder(Module):
         - `positions`: position of each token in its document.
         - `key`: PRNG key for dropout, one or one per row. No dropout without it.
 
-        **Raises** `ValueError` for a `mask` together with `segment_ids` or `positions`, and for more tokens than there
-        are learned positions.
+        **Raises** `ValueError` for tokens that are not "batch seq", for a `mask` together with `segment_ids` or
+        `positions`, and for more tokens than there are learned positions; `TypeError` for tokens that are not integers.
+        An id outside the vocabulary is a `ValueError` where its value can be read, and inside programs gives NaN.
         """
+        check_tokens(tokens, find_checkable_vocab(self))
         info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
         hidden, _ = self.hidden(tokens, info)
         return self.logits(hidden.x)
@@ -234,6 +245,11 @@ class Decoder(Module):
             raise ValueError(
                 f"{length} tokens are too many: the model learned {self.position_embedding.length} positions"
             )
+
+
+def find_checkable_vocab(model: Decoder) -> int | None:
+    """Return the size of the vocabulary, to check ids; None inside `zoo.spmd`, where a device may hold a shard."""
+    return None if current_mesh() is not None else model.embedding.table_shape[0]
 
 
 class _Unembedding(Module):

@@ -11,11 +11,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Key
 
+from zoo._checks import check_batch
 from zoo.layers import Routing
 from zoo.layers.token_info import batch_token_info
-from zoo.parallel import reduce, scan, shard_offset, vary, varying
+from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
 
-from .decoder import Decoder
+from .decoder import Decoder, find_checkable_vocab
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
 
 
@@ -33,7 +34,8 @@ def cross_entropy(
     """Return the sum over tokens of weight * (log Z - logit[target] + z_loss * (log Z)²), and the sum of the weights.
 
     - `batch`: `tokens` and `targets`, "batch seq", already shifted; optionally `weights` (loss weight of each target, 1
-      by default), `segment_ids` and `positions`.
+      by default), `segment_ids` and `positions`. A negative target is ignored, like PyTorch's `ignore_index=-100`: its
+      weight is 0.
     - `z_loss`: keeps log Z near zero (PaLM, arXiv:2204.02311, section 5).
     - `balance`, `router_z`: weights of `balance_loss` (with its `over`) and of `router_z_loss`, added to the mean over
       tokens. Both leave out tokens of segment 0, which is padding.
@@ -42,7 +44,9 @@ def cross_entropy(
 
     The loss is computed in float32. A sharded vocabulary is not all-gathered: see `token_losses`.
 
-    **Raises** `ValueError` for `balance` or `router_z` with a model that has no routers.
+    **Raises** `ValueError` or `TypeError` for a batch with an unknown or a missing key, or with arrays of other shapes
+    or dtypes; outside of programs also for an id outside the vocabulary, which inside gives a loss of NaN.
+    `ValueError` for `balance` or `router_z` with a model that has no routers.
     """
     weights = {"balance": balance, "router_z": router_z, "over": over}
     return cross_entropy_and_routing(model, batch, key=key, z_loss=z_loss, chunk=chunk, **weights)[0]
@@ -61,12 +65,14 @@ def cross_entropy_and_routing(
 ) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[Routing, ...]]:
     """Return `cross_entropy`, and one `Routing` per layer that has a router: for `tokens_per_expert`, and for auxiliary
     losses of your own."""
+    check_batch(batch, find_checkable_vocab(model))
     hidden, _ = model.hidden(batch["tokens"], batch_token_info(batch, key))
-    weights = batch.get("weights")
-    weights = jnp.ones(batch["targets"].shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    targets, weights = batch["targets"], batch.get("weights")
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    weights = jnp.where(targets < 0, 0, weights)
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
     total = chunked_cross_entropy(
-        model.gather_unembedding(), x, batch["targets"].reshape(-1), weights.reshape(-1), z_loss, chunk
+        model.gather_unembedding(), x, targets.reshape(-1), weights.reshape(-1), z_loss, chunk
     )
     count, segment_ids = weights.sum(), batch.get("segment_ids")
     mask = None if segment_ids is None else segment_ids != 0
@@ -83,6 +89,8 @@ def token_losses(
 ) -> Float[Array, "*tokens"]:
     """Compute log Z - logit[target] + z_loss * (log Z)² of each token; `logits` may be a shard of the vocabulary.
 
+    It is 0 for a negative target, with a gradient of 0, and NaN for one beyond the vocabulary, with a gradient of NaN.
+
     With a sharded vocabulary, each device computes the max and the sum of exp over its shard, and the device whose
     shard has the target reads its logit. Three all-reduces over "vocab" (max, sum, target logit) replace an all-gather
     of the logits.
@@ -94,7 +102,9 @@ def token_losses(
     local_targets = targets - shard_offset(logits, "vocab", shard_size)
     is_local = (0 <= local_targets) & (local_targets < shard_size)
     target_logits = jnp.take_along_axis(logits, jnp.where(is_local, local_targets, 0)[..., None], -1)[..., 0]
-    return log_z - reduce(jnp.where(is_local, target_logits, 0), over="vocab") + z_loss * log_z**2
+    losses = log_z - reduce(jnp.where(is_local, target_logits, 0), over="vocab") + z_loss * log_z**2
+    is_known = targets < shard_size * num_shards(logits, "vocab")
+    return jnp.where(targets < 0, 0, losses * jnp.where(is_known, 1, jnp.nan))
 
 
 def chunked_cross_entropy(

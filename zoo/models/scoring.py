@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zoo._checks import check_tokens
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import token_info
 from zoo.parallel import gather, num_shards, scan
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
-from .decoder import AbstractBlock, Decoder, UnrolledStack
+from .decoder import AbstractBlock, Decoder, UnrolledStack, find_checkable_vocab
 from .loss import token_losses
 from .stack import Stack
 
@@ -31,6 +32,7 @@ def hidden_states(
     These are layers + 1. For some families, such as Mamba and RWKV, transformers leaves out the first and appends the
     normalized one (`model.hidden_states_skip_embedding`). Arguments are those of the model.
     """
+    check_tokens(tokens, find_checkable_vocab(model))
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
     return _compute_hidden_states(model, tokens, info)
 
@@ -49,7 +51,7 @@ def unstack_blocks(model: Decoder) -> tuple[AbstractBlock, ...]:
     """Return the block of each layer. **Raises** `TypeError` for a stack that is no `Stack` or `UnrolledStack`."""
     layers = model.stack.unstack() if isinstance(model.stack, Stack) else model.stack
     if not isinstance(layers, UnrolledStack):
-        raise TypeError(f"layers are needed one by one, and a {type(layers).__name__} cannot be taken apart")
+        raise TypeError(f"layers are needed one by one, and {type(layers).__name__} cannot be taken apart")
     return layers.blocks
 
 
@@ -69,8 +71,10 @@ def score(
       padding, scores 0: the sum over a row is the log-probability of its documents given their first tokens.
     - `chunk`: tokens whose logits are in memory at a time; the backward pass rematerializes them.
 
-    **Raises** `ValueError` for fewer than 2 tokens, and if a mesh shards the sequence.
+    **Raises** `ValueError` for fewer than 2 tokens, and if a mesh shards the sequence; also as the model does. Inside
+    programs an id outside the vocabulary scores NaN.
     """
+    check_tokens(tokens, find_checkable_vocab(model))
     if tokens.shape[1] < 2:
         raise ValueError(f"the first token has no score, so that a row needs 2 or more: {tokens.shape=}")
     if num_shards(tokens, "seq") > 1:
@@ -81,7 +85,7 @@ def score(
     scores = -_chunked_token_losses(
         model.gather_unembedding(), x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1), chunk
     )
-    scores = scores.reshape(x.shape[:2])
+    scores = jnp.where(tokens[:, 1:] < 0, jnp.nan, scores.reshape(x.shape[:2]))  # no id here is to be ignored
     if info.segment_ids is None:
         return scores
     is_scored = info.segment_ids[:, 1:] == info.segment_ids[:, :-1]

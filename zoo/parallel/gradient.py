@@ -98,17 +98,18 @@ class _LossAndGrad(ShardMapProgram):
 
     def _check_result(self, result: Any) -> tuple:
         """Check the result of a loss function; cast it to float32 that varies over all axes that shard tokens."""
-        try:
-            (total, count), aux = result if self.has_aux else (result, ())
-        except (TypeError, ValueError):
+        loss, aux = result if self.has_aux and _is_pair(result) else (result, ())
+        if not _is_pair(loss) or (self.has_aux and not _is_pair(result)):
             wanted = "(total, count), aux" if self.has_aux else "total, count"
             raise ValueError(
                 f"with has_aux={self.has_aux} a loss returns `{wanted}`: the loss summed over the tokens of its "
-                f"batch, and their number. {_function_name(self.fn)} returned {type(result).__name__}."
-            ) from None
+                f"batch, and their number. {_function_name(self.fn)} returned {_describe_result(result)}."
+            )
+        total, count = loss
         for name, x in (("total", total), ("count", count)):
-            if jnp.ndim(x) != 0:
-                raise ValueError(f"the {name} that {_function_name(self.fn)} returns is a scalar, not {jnp.shape(x)}")
+            if not eqx.is_array_like(x) or jnp.ndim(x) != 0:
+                given = _describe_result(x)
+                raise ValueError(f"the {name} that {_function_name(self.fn)} returns is a scalar, not {given}")
             _check_varying(x, self._token_axes, f"the {name} that {_function_name(self.fn)} returns")
         for x in jax.tree.leaves(aux):
             _check_varying(x, self._token_axes, f"an array that {_function_name(self.fn)} returns in aux")
@@ -165,6 +166,16 @@ def _is_batch_array(leaf: Leaf, x: Any) -> bool:
 def _flatten_result(result: tuple) -> tuple:
     total, (count, aux) = result
     return total, count, aux
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple | list) and len(x) == 2
+
+
+def _describe_result(x: Any) -> str:
+    if eqx.is_array(x):
+        return f"one array of shape {x.shape}"
+    return f"a {type(x).__name__}" + (f" of {len(x)}" if isinstance(x, tuple | list) else "")
 
 
 def _function_name(fn: Callable) -> str:

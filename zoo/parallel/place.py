@@ -12,6 +12,8 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from zoo._checks import check_batch_ids
+
 from .layout import Mesh, replicated_dims
 from .module import Module
 
@@ -55,14 +57,19 @@ def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Me
     return eqx.combine(arrays, rest)
 
 
-def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:
+def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTree:
     """Shard a batch over the mesh: the first dim of each array is `batch`, the second `seq`.
 
     With several processes each passes its own rows; the result is the global array.
 
-    **Raises** `ValueError` for a number of rows that the mesh does not divide, and if processes span an axis that does
-    not shard the batch.
+    - `vocab`: size of the vocabulary. If given, `tokens` and `targets` of the batch are checked against it, on the
+      host: inside a program an id outside the vocabulary can only give a loss of NaN.
+
+    **Raises** `ValueError` for a number of rows that the mesh does not divide, if processes span an axis that does not
+    shard the batch, and for tokens outside of `vocab` or targets beyond it. Negative targets are ignored by the loss.
     """
+    if vocab is not None:
+        check_batch_ids(batch, vocab)
     processes = jax.process_count()
     if processes == 1:
         return jax.device_put(batch, mesh.shardings(batch, BATCH_DIMS))

@@ -1,0 +1,108 @@
+"""Natural mistakes at the library's door: each is one line that says what was expected and what came."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+
+KEY = jax.random.key(0)
+MODELS = {
+    "transformer": zoo.models.Transformer(vocab=32, embed=8, layers=1, heads=2, mlp=8, key=KEY),
+    "mamba": zoo.models.Mamba(vocab=32, embed=8, layers=1, key=KEY),
+}
+TOKENS = jnp.arange(10).reshape(2, 5)
+CALLS = {
+    "the model": lambda model, tokens: model(tokens),
+    "hidden_states": zoo.hidden_states,
+    "score": zoo.score,
+    "generate": lambda model, tokens: zoo.generate(model, tokens, max_new_tokens=2),
+    "cross_entropy": lambda model, tokens: zoo.cross_entropy(model, {"tokens": tokens, "targets": tokens}),
+}
+MISTAKES = {
+    "one dim": (TOKENS[0], ValueError, r"""an array of dims "batch seq" was expected, not of shape \(5,\)"""),
+    "three dims": (
+        TOKENS[None],
+        ValueError,
+        r"""an array of dims "batch seq" was expected, not of shape \(1, 2, 5\)$""",
+    ),
+    "floats": (TOKENS.astype(jnp.float32), TypeError, r"integers were expected, not float32$"),
+    "a list": (TOKENS.tolist(), TypeError, r"""an array of integers "batch seq" was expected, not a list$"""),
+    "an id beyond": (TOKENS.at[1, 4].set(32), ValueError, r"32,? .*outside the vocabulary of 32 tokens"),
+    "a negative id": (np.where(TOKENS == 3, -5, TOKENS), ValueError, r"-5,? .*outside the vocabulary of 32 tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_tokens_are_checked_at_every_door(no_type_checks, kind, call, mistake):
+    tokens, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message) as raised:
+        CALLS[call](MODELS[kind], tokens)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_ids_outside_the_vocabulary_give_nan_inside_programs(kind):
+    model, tokens = MODELS[kind], TOKENS.at[1, 4].set(32)
+    logits = jax.jit(lambda tokens: model(tokens))(tokens)
+    assert jnp.isnan(logits[1, 4]).all() and jnp.isfinite(logits[0]).all()
+    score = jax.jit(lambda tokens: zoo.score(model, tokens))
+    for token in (32, -5):
+        scores = score(TOKENS.at[1, 4].set(token))
+        assert jnp.isnan(scores[1, 3]) and jnp.isfinite(scores[0]).all()
+
+
+BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+BATCHES = {
+    "an array": (TOKENS, TypeError, r"a batch is a mapping with tokens and targets, not a \w+"),
+    "no targets": ({"tokens": TOKENS}, ValueError, r"the batch has no targets, only tokens$"),
+    "no tokens": ({"targets": TOKENS}, ValueError, r"the batch has no tokens, only targets$"),
+    "short targets": (
+        BATCH | {"targets": TOKENS[:, 2:]},
+        ValueError,
+        r"targets: the shape of tokens, \(2, 4\), was expected, not \(2, 3\): one target per token",
+    ),
+    "weights per row": (BATCH | {"weights": jnp.ones(2)}, ValueError, r"weights: the shape of tokens, \(2, 4\)"),
+    "float targets": (
+        BATCH | {"targets": jnp.ones((2, 4))},
+        TypeError,
+        r"targets: integers were expected, not float32",
+    ),
+    "float segments": (BATCH | {"segment_ids": jnp.ones((2, 4))}, TypeError, r"segment_ids: integers were expected"),
+    "a target beyond": (
+        BATCH | {"targets": jnp.full((2, 4), 32)},
+        ValueError,
+        r"targets: 32 is outside the vocabulary of 32 tokens; a negative target is ignored",
+    ),
+    "segment_id": (
+        BATCH | {"segment_id": TOKENS},
+        ValueError,
+        r"key 'segment_id' that .* did you mean 'segment_ids'\?",
+    ),
+    "weight": (BATCH | {"weight": TOKENS}, ValueError, r"key 'weight' that .* did you mean 'weights'\?"),
+    "mask": (
+        BATCH | {"mask": TOKENS},
+        ValueError,
+        r"key 'mask' that nothing reads; The keys are tokens, targets, weights, segment_ids, positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mistake", BATCHES)
+def test_batches_are_checked_before_the_loss(no_type_checks, kind, mistake):
+    batch, error, message = BATCHES[mistake]
+    with pytest.raises(error, match=message) as raised:
+        zoo.cross_entropy(MODELS[kind], batch)
+    assert "\n" not in str(raised.value)
+
+
+def test_batches_are_checked_when_a_step_is_traced():
+    mesh, batch = zoo.make_mesh(devices=jax.devices()[:1]), BATCH | {"label": TOKENS[:, 1:]}
+    with pytest.raises(ValueError, match="the batch has a key 'label' that nothing reads"):
+        zoo.value_and_grad(zoo.cross_entropy, mesh)(MODELS["transformer"], batch)
+    with pytest.raises(ValueError, match="the batch has a key 'label' that nothing reads"):
+        zoo.models.batch_token_info(batch)
