@@ -12,11 +12,13 @@ import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
 
+from zoo._files import create_files, open_regular, parse_json, read_limited
+from zoo._terminal import escape_controls
 from zoo.models.hf.spec import Shape, TensorMapping
 
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
@@ -34,7 +36,8 @@ DTYPES: dict[str, np.dtype] = {
 _DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _DTYPE_ORDER: Sequence[str] = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
 """The order in which `safetensors` writes tensors: by dtype, then by name."""
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = _MAX_INDEX_BYTES = 100_000_000
+_MAX_CONFIG_BYTES = 10_000_000
 _MAX_ERROR_LENGTH = 1600
 
 
@@ -48,7 +51,7 @@ class CheckpointError(ValueError):
     def __init__(self, message: str):
         if len(message) > _MAX_ERROR_LENGTH:
             message = f"{message[: _MAX_ERROR_LENGTH - 400]} [...] {message[-400:]}"
-        super().__init__(message.encode(errors="backslashreplace").decode())
+        super().__init__(escape_controls(message, keep="\n"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +85,11 @@ def open_tensors(directory: Path) -> dict[str, LazyTensor]:
     **Raises** `CheckpointError` without a safetensors file, for a damaged file, and for an index that points outside
     the directory or disagrees with its shards.
     """
-    if os.path.isfile(directory / SAFE_WEIGHTS_NAME):
+    if os.path.exists(directory / SAFE_WEIGHTS_NAME):
         return open_safetensors(directory / SAFE_WEIGHTS_NAME)
-    if os.path.isfile(directory / SAFE_WEIGHTS_INDEX_NAME):
+    if os.path.exists(directory / SAFE_WEIGHTS_INDEX_NAME):
         return _open_shards(directory)
-    file_names = sorted(path.name for path in directory.iterdir())
+    file_names = sorted(escape_controls(path.name) for path in directory.iterdir())
     pickled = [name for name in file_names if name.endswith(PICKLE_SUFFIXES)]
     if pickled:
         raise CheckpointError(
@@ -103,7 +106,7 @@ def open_tensors(directory: Path) -> dict[str, LazyTensor]:
 def _open_shards(directory: Path) -> dict[str, LazyTensor]:
     """Return the tensors of all shards that the index lists. **Raises** `CheckpointError` where the two disagree."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, limit=_MAX_INDEX_BYTES).get("weight_map")
     if (
         not isinstance(weight_map, dict)
         or not weight_map
@@ -114,7 +117,7 @@ def _open_shards(directory: Path) -> dict[str, LazyTensor]:
     for shard in sorted(set(weight_map.values())):
         if shard != Path(shard).name or "\\" in shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {shard!r}: shards must be safetensors files in the same directory")
-        if not os.path.isfile(directory / shard):
+        if not os.path.exists(directory / shard):
             raise CheckpointError(f"{index} names {shard!r}, and there is no such file in {directory}")
         shard_tensors = open_safetensors(directory / shard)
         listed = {name for name, file in weight_map.items() if file == shard}
@@ -130,8 +133,12 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
     **Raises** `CheckpointError` for a damaged header, or one that does not fit the file's size.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    try:
+        opened = open_regular(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    with opened as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(
@@ -141,8 +148,8 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
         text = file.read(length)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_reject_duplicate_keys)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, _make_object)
+    except ValueError as error:
         raise CheckpointError(f"{path}: its header is damaged: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is damaged: a JSON object of tensors was expected")
@@ -173,27 +180,37 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     return {name: make_tensor(*entry) for name, entry in entries.items()}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. **Raises** `CheckpointError` for a missing or damaged file, or no object."""
+def read_json(path: Path, *, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file of at most `limit` bytes.
+
+    **Raises** `CheckpointError` for a file that is missing, damaged, too large or no regular file, and for no object.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_reject_duplicate_keys)
+        content = read_limited(path, limit)
     except FileNotFoundError:
         raise CheckpointError(f"there is no {path}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    try:
+        value = parse_json(content, _make_object)
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is damaged: a JSON object was expected")
     return value
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object's dict (an `object_pairs_hook`). **Raises** `ValueError` for a key that occurs twice."""
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build the dict of a JSON object. **Raises** `ValueError` for a name that occurs twice, or that has control
+    characters, which would reach the terminal or forge lines of a table."""
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    if (name := next((name for name in table if escape_controls(name) != name), None)) is not None:
+        raise ValueError(f"the name {name!r} has control characters")
     return table
 
 
@@ -221,7 +238,13 @@ def _is_count_list(value: Any) -> bool:
 
 
 def write_safetensors(path: Path, specs: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
-    """Write a file of tensors with these (shape, dtype), byte for byte as `safetensors` does.
+    """Write a file of tensors with these (shape, dtype), atomically. See `write_tensors`."""
+    with create_files(path.parent) as create:
+        write_tensors(create(path.name), specs, tensor)
+
+
+def write_tensors(file: BinaryIO, specs: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
+    """Write tensors with these (shape, dtype) to an open file, byte for byte as `safetensors` does.
 
     `tensor(name)` returns the data; it is called once per tensor, in the file's order, so one is in memory at a time.
     """
@@ -233,7 +256,6 @@ def write_safetensors(path: Path, specs: Mapping[str, tuple[tuple[int, ...], np.
         header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in specs:
-            file.write(np.ascontiguousarray(tensor(name)).reshape(-1).view(np.uint8).data)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in specs:
+        file.write(np.ascontiguousarray(tensor(name)).reshape(-1).view(np.uint8).data)

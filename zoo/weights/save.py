@@ -2,9 +2,8 @@
 
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from zoo._files import create_files
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family, NameMap, Origin
@@ -21,9 +21,18 @@ from zoo.models.parameter_paths import find_differences
 
 from .plan import plan, strip_base_prefix
 from .resolve import CONFIG_NAME
-from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_safetensors
+from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
 
 _WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
+class NoFamilyError(CheckpointError):
+    """A model that no family computes. Its weights are sound: only a directory for other tools cannot be written."""
+
+    def __init__(self, part: str, reasons: Sequence[str]):
+        super().__init__("no checkpoint could be read as this model:\n  " + "\n  ".join(reasons))
+        self.part = part
+        """Class of a part that comes from outside this library; else "this model", with a reason."""
 
 
 def save(
@@ -48,8 +57,8 @@ def save(
     only once all new ones are complete. With several processes, all of them call this and the first writes. Numbers
     that are not finite are written unchanged, and refused by `load`.
 
-    **Raises** `CheckpointError` if no family computes what the model does, with the first difference, and if the parts
-    of a fused tensor have several dtypes.
+    **Raises** `NoFamilyError` if no family computes what the model does, with the first differences; `CheckpointError`
+    if the parts of a fused tensor have several dtypes.
     """
     origin, name_map = resolve_origin(model, family, dict(config or {}))
     _write_checkpoint(model, Path(directory), origin, name_map, shard_bytes)
@@ -58,7 +67,7 @@ def save(
 def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[str, Any]) -> tuple[Origin, NameMap]:
     """Return the family and config to save a model with, and its name map.
 
-    **Raises** `CheckpointError` with the reason for each family that does not fit.
+    **Raises** `NoFamilyError` with the reason for each family that does not fit; `CheckpointError` for an unknown one.
     """
     family = _get_family(requested) if isinstance(requested, str) else requested
     origin, reasons = getattr(model, "origin", None), []
@@ -83,7 +92,15 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         if reason is None:
             return Origin(candidate, _format_config(config, model)), read_name_map(candidate, config, False)
         reasons.append(f"{candidate.name}: {reason}")
-    raise CheckpointError("no checkpoint could be read as this model:\n  " + "\n  ".join(reasons))
+    raise NoFamilyError(_name_foreign_part(model, reasons), reasons)
+
+
+def _name_foreign_part(model: Any, reasons: Sequence[str]) -> str:
+    """Return the class of the first module from outside this library, or "this model" and LLaMA's reason."""
+    is_foreign = lambda x: isinstance(x, eqx.Module) and not type(x).__module__.startswith("zoo.")
+    foreign = filter(is_foreign, jax.tree.leaves(model, is_leaf=is_foreign))
+    reason = next((reason for reason in reasons if reason.startswith("llama: ")), reasons[0])
+    return next((type(x).__name__ for x in foreign), f"this model ({reason})")
 
 
 def _get_family(name: str) -> Family:
@@ -129,7 +146,7 @@ def _format_config(config: Mapping[str, Any], model: Any) -> str:
 
 
 def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: NameMap, shard_bytes: int) -> None:
-    """Write config, shards and index as `.partial` files, then rename them all."""
+    """Write config, shards and index under temporary names, then rename them all."""
     specs, tensor = export_tensors(model, name_map)
     shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
@@ -141,17 +158,11 @@ def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: Nam
         texts[SAFE_WEIGHTS_INDEX_NAME] = json.dumps(index, indent=2, sort_keys=True) + "\n"
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        try:
+        with create_files(directory) as create:
             for file, names in zip(files, shards, strict=True):
-                write_safetensors(directory / f"{file}.partial", {name: specs[name] for name in names}, tensor)
+                write_tensors(create(file), {name: specs[name] for name in names}, tensor)
             for file, text in texts.items():
-                (directory / f"{file}.partial").write_text(text, encoding="utf-8")
-        except BaseException:
-            for file in (*files, *texts):
-                (directory / f"{file}.partial").unlink(missing_ok=True)
-            raise
-        for file in (*files, *texts):
-            os.replace(directory / f"{file}.partial", directory / file)
+                create(file).write(text.encode())
         for old in directory.iterdir():  # stale weights, which `load` might read instead
             if _WEIGHT_FILE_PATTERN.fullmatch(old.name) and old.name not in (*files, *texts):
                 old.unlink()

@@ -1,7 +1,6 @@
 """Write PEFT's files: adapter_config.json and adapter_model.safetensors."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from zoo._files import create_files
 from zoo.models.hf.spec import NameMap, TensorMapping
 from zoo.weights import CheckpointError
-from zoo.weights.safetensors import write_safetensors
+from zoo.weights.safetensors import write_tensors
 from zoo.weights.save import gather_to_host
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
@@ -61,17 +61,9 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None) 
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shapes = {name: (array.shape, array.dtype) for name, array in tensors.items()}
-    try:
-        write_safetensors(path / f"{WEIGHTS_FILE}.partial", shapes, tensors.__getitem__)
-        (path / f"{CONFIG_FILE}.partial").write_text(
-            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
-    except BaseException:
-        for name in (WEIGHTS_FILE, CONFIG_FILE):
-            (path / f"{name}.partial").unlink(missing_ok=True)
-        raise
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
-        os.replace(path / f"{name}.partial", path / name)
+    with create_files(path) as create:
+        write_tensors(create(WEIGHTS_FILE), shapes, tensors.__getitem__)
+        create(CONFIG_FILE).write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _resolve_adapter_name(model: Any, adapter_name: str | None) -> str:
@@ -216,7 +208,7 @@ def _build_adapter_config(model: Any, adapter_name: str) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
     }
     if base_options["bias"] != "none" and not isinstance(adapter, LoRA | DoRA | EmbeddingLoRA):
-        raise CheckpointError(f"biases are trained with a {type(adapter).__name__}, which PEFT's files do not have")
+        raise CheckpointError(f"biases are trained with {type(adapter).__name__}, which PEFT's files do not have")
     match adapter:
         case IA3():
             inputs = sorted(name for name, (_, ia3, _) in adapters.items() if ia3.of_in is not None)
