@@ -190,7 +190,7 @@ def test_quantize_lists_all_errors_before_computing(options, message):
 
 def test_quantize_refuses_quantized_layers():
     model = MXFP4Linear(128, 8, key=KEY), Linear(128, 8, key=KEY)
-    with pytest.raises(ValueError, match="0: it is a MXFP4Linear, and no Linear"):
+    with pytest.raises(ValueError, match="0: it is MXFP4Linear, and no Linear"):
         adapters.quantize(model)
     once = adapters.quantize(model, targets="1")
     with pytest.raises(ValueError, match="1: it is a NF4Linear"):

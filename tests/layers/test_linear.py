@@ -85,5 +85,5 @@ def test_linear_without_heads_rejects_per_head():
             return 1
 
     for multiply in (Diagonal(None).per_head, Diagonal(None).per_head_transposed):
-        with pytest.raises(NotImplementedError, match="a Diagonal multiplies no head by itself"):
+        with pytest.raises(NotImplementedError, match="Diagonal multiplies no head by itself"):
             multiply(jnp.ones((1, 1, 1)))

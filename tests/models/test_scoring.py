@@ -91,7 +91,7 @@ def test_hidden_states_need_a_stack_with_separate_blocks(model):
         def init_state(self, batch, length, dtype=jnp.float32):
             return ()
 
-    with pytest.raises(TypeError, match="a Opaque cannot be taken apart"):
+    with pytest.raises(TypeError, match="and Opaque cannot be taken apart"):
         zoo.hidden_states(swap_stack(model, lambda stack: Opaque()), random_tokens((1, 3)))
 
 

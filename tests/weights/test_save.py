@@ -261,6 +261,22 @@ def test_save_mixture_chooses_a_fitting_family(name, tmp_path):
         zoo.save(from_scratch(), tmp_path / "dense", expected)
 
 
+def test_save_names_a_part_that_no_family_has(tmp_path):
+    class ForgetAttention(zoo.layers.Attention):
+        pass
+
+    model = from_scratch()
+    blocks = lambda model: model.stack.segments[0].blocks[0].mixer
+    other = jax.tree.map(lambda x: x, blocks(model))
+    object.__setattr__(other, "__class__", ForgetAttention)
+    with pytest.raises(zoo.weights.NoFamilyError, match="mixer is ForgetAttention, not Attention") as caught:
+        zoo.save(eqx.tree_at(blocks, model, other), tmp_path / "t")
+    assert caught.value.part == "ForgetAttention"
+    with pytest.raises(zoo.CheckpointError, match="there is no family 'lama'") as caught:
+        zoo.save(model, tmp_path / "t", "lama")
+    assert not isinstance(caught.value, zoo.weights.NoFamilyError)
+
+
 def test_save_gradients_omits_buffers(tmp_path):
     model = from_scratch(zoo.models.MixtureOfExperts, experts=4, top=2, **MIXTURES["dots1"])
     zoo.save(model, tmp_path / "model")

@@ -71,7 +71,7 @@ class AbstractLinearAdapter(AbstractAdapter, AbstractLinear):
 
     def merge_weight(self, weight: Matrix) -> Matrix:
         """Return the base's weight with the update merged, in float32."""
-        raise NotImplementedError(f"a {type(self).__name__} has no matrix to merge")
+        raise NotImplementedError(f"{type(self).__name__} has no matrix to merge")
 
     def merge_bias(self, bias: BiasVector | None) -> BiasVector | None:
         """Return the base's bias with the update merged: unchanged for most methods."""
@@ -101,7 +101,7 @@ class AbstractLinearAdapter(AbstractAdapter, AbstractLinear):
     @property
     def _per_head_error(self) -> str:
         return (
-            f"a {type(self).__name__} changes a matrix as a whole, and latent attention multiplies this one head by "
+            f"{type(self).__name__} changes a matrix as a whole, and latent attention multiplies this one head by "
             "head while it decodes: merge the adapter, or target other modules"
         )
 
@@ -122,7 +122,7 @@ def get_dims(base: AbstractLinear) -> tuple[Dim, Dim]:
     """Return the dims `in_` and `out` of a linear layer. **Raises** `TypeError` for one that declares none."""
     in_, out = getattr(base, "in_", None), getattr(base, "out", None)
     if not isinstance(in_, Dim) or not isinstance(out, Dim):
-        raise TypeError(f"a {type(base).__name__} does not say what it multiplies (`in_`, `out`): no adapter fits it")
+        raise TypeError(f"{type(base).__name__} does not say what it multiplies (`in_`, `out`): no adapter fits it")
     return in_, out
 
 

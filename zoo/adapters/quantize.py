@@ -70,7 +70,7 @@ def _find_quantization_errors(
         count = f"{is_targeted.sum()} of the {is_targeted.size} that are one array"
         yield f"targets mean {count}: all of them become integers, or none"
     if type(base) is not Linear:
-        yield f"it is a {type(base).__name__}, and no Linear"
+        yield f"it is {type(base).__name__}, and no Linear"
     elif reason := _PACKED_LINEAR_CLASSES[format].get_packing_error(site.get_shape()[1], base.in_):
         yield f"{reason}: take int8, or leave it out"
 

@@ -35,16 +35,16 @@ class AbstractLinear(Module):
     @property
     def dense_weight(self) -> Float[Array, "out in"]:
         """Weight matrix W, dequantized to float32."""
-        raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own")
+        raise NotImplementedError(f"{type(self).__name__} has no matrix of its own")
 
     @property
     def dense_bias(self) -> Float[Array, "out"] | None:
         """Bias b, or None."""
-        raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own, and no bias of one")
+        raise NotImplementedError(f"{type(self).__name__} has no matrix of its own, and no bias of one")
 
     def with_weight(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> "AbstractLinear":
         """Return a copy with this weight and bias, in the dtypes given."""
-        raise NotImplementedError(f"a {type(self).__name__} has no matrix of its own that could be exchanged")
+        raise NotImplementedError(f"{type(self).__name__} has no matrix of its own that could be exchanged")
 
     def with_dropout_keys(self, info: TokenInfo, site: int) -> "AbstractLinear":
         """Return a copy that holds the PRNG keys of its dropout; the layer itself where it has no dropout.
@@ -59,15 +59,15 @@ class AbstractLinear(Module):
         If the contracted dim is sharded, the result is a partial sum. The caller all-reduces it once, with `reduce`,
         after it has combined the experts.
         """
-        raise NotImplementedError(f"a {type(self).__name__} multiplies no groups of rows, as experts do")
+        raise NotImplementedError(f"{type(self).__name__} multiplies no groups of rows, as experts do")
 
     def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
         """Block-diagonal matmul: W_h x_h + b_h for each head h, where `out` is a dim of heads."""
-        raise NotImplementedError(f"a {type(self).__name__} multiplies no head by itself, as latent attention does")
+        raise NotImplementedError(f"{type(self).__name__} multiplies no head by itself, as latent attention does")
 
     def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
         """Block-diagonal matmul with the transpose: W_hᵀ x_h for each head h."""
-        raise NotImplementedError(f"a {type(self).__name__} multiplies no head by itself, as latent attention does")
+        raise NotImplementedError(f"{type(self).__name__} multiplies no head by itself, as latent attention does")
 
 
 class AbstractNorm(Module):
@@ -89,7 +89,7 @@ class AbstractFeedForward(Module):
 
         The result is a partial sum over "mlp", as that of `AbstractLinear.grouped`.
         """
-        raise NotImplementedError(f"a {type(self).__name__} takes no groups of rows, and so cannot be an expert")
+        raise NotImplementedError(f"{type(self).__name__} takes no groups of rows, and so cannot be an expert")
 
 
 class AbstractMixer(Module):

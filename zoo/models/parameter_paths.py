@@ -170,5 +170,5 @@ def _format_value(value: Any) -> str:
     if _is_array(value):
         return "an array"
     if isinstance(value, Module):
-        return f"a {type(value).__name__}"
+        return type(value).__name__
     return getattr(value, "__name__", None) or repr(value)

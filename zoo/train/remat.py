@@ -14,7 +14,7 @@ def rematerialize(model: Decoder, remat: Remat) -> Decoder:
 
     def set_remat(stack: AbstractStack) -> AbstractStack:
         if not isinstance(stack, Stack):
-            raise ValueError(f"a {type(stack).__name__} does not rematerialize: swap in a Stack before")
+            raise ValueError(f"{type(stack).__name__} does not rematerialize: swap in a Stack before")
         stack = copy.copy(stack)
         object.__setattr__(stack, "remat", remat)  # safe: nobody else holds this copy
         return stack

@@ -5,6 +5,6 @@ from .family_file import load_family
 from .from_torch import from_torch
 from .load import load
 from .safetensors import CheckpointError
-from .save import save
+from .save import NoFamilyError, save
 
-__all__ = ["CheckpointError", "from_torch", "load", "load_family", "save"]
+__all__ = ["CheckpointError", "NoFamilyError", "from_torch", "load", "load_family", "save"]

@@ -169,5 +169,5 @@ def test_mixture_rejects_experts_without_grouped():
         def __call__(self, x):
             return x, ()
 
-    with pytest.raises(NotImplementedError, match="a Odd takes no groups of rows"):
+    with pytest.raises(NotImplementedError, match="^Odd takes no groups of rows"):
         make_mixture(expert=lambda key: Odd())(tokens)

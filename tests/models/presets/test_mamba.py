@@ -36,7 +36,7 @@ def test_mamba_save_and_load_roundtrip(name, tmp_path):
 def test_mamba_save_refuses_options_without_a_config(name, tmp_path):
     model = MODELS[name](key=KEY)
     for family, message in (
-        ("llama", "block is a MixerBlock, not a Block"),
+        ("llama", "block is MixerBlock, not Block"),
         ("falcon_mamba", "only models that were read"),
     ):
         with pytest.raises(zoo.CheckpointError, match=message):

@@ -98,14 +98,14 @@ def _describe_routing(router: AbstractRouter) -> dict[str, Any]:
 def eval_shape_blocks(model: Any) -> tuple[Decoder, tuple[Any, ...]]:
     """Return a decoder and the block of each layer, as trees of shapes. **Raises** `ConfigError` for other models."""
     if not isinstance(model, Decoder):
-        raise ConfigError(f"a {type(model).__name__} is no decoder")
+        raise ConfigError(f"{type(model).__name__} is no decoder")
     return eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.iter_blocks())), model)
 
 
 def check_type(name: str, part: Any, expected_type: type) -> None:
     """Check the class of a part. **Raises** `ConfigError` for another one."""
     if not isinstance(part, expected_type):
-        raise ConfigError(f"its {name} is a {type(part).__name__}, not a {expected_type.__name__}")
+        raise ConfigError(f"its {name} is {type(part).__name__}, not {expected_type.__name__}")
 
 
 def has_bias(linear: AbstractLinear) -> bool:
