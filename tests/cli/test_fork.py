@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from tests.recipes.test_transformer import TINY
+from zoo import train
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.py"))}
@@ -114,6 +115,37 @@ def test_fork_requirements_are_those_of_training():
     ]
     (call,) = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "require_installed")
     assert tuple(ast.literal_eval(argument) for argument in call.args) == module._TRAIN_REQUIREMENTS
+
+
+def test_fork_with_the_mixer_of_the_page_reaches_its_report(run, tmp_path, monkeypatch, capsys):
+    """Nothing but the export needs a family: the mixer of docs/add-a-layer.md has none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run("fork", "transformer", "my_experiment.py")
+    page = (ROOT / "docs" / "add-a-layer.md").read_text()
+    op, layer = (block.partition("```")[0] for block in page.split("```python\n")[1:3])
+    recipe, loop = "zoo.models.Transformer(**sizes, **options, key=key)", "\ndef main("
+    text = Path("my_experiment.py").read_text()
+    assert "class MovingAverage(" in layer and text.count(recipe) == 1
+    made = (
+        "zoo.models.build_decoder(vocab=corpus.vocab, embed=embed, layers=[(lambda key: MovingAverage(embed, mlp_dim, "
+        "key=key), None)] * layers, norm=lambda: zoo.layers.RMSNorm(embed), tied=True, key=key)"
+    )
+    forked = text.replace(recipe, made).replace(loop, f"{op}{layer}\n{loop}", 1)
+    Path("my_experiment.py").write_text(forked)
+    spec = importlib.util.spec_from_file_location("my_experiment", "my_experiment.py")
+    assert spec is not None and spec.loader is not None
+    fork = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "my_experiment", fork)
+    spec.loader.exec_module(fork)
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text("the cat sat on the mat and saw that it was flat " * 20)
+    sizes = ["--data=text", "--steps=2", "--layers=1", "--embed=16", "--mlp-dim=16", "--seq-len=8", "--batch-size=8"]
+    train.run_cli(fork.main, arguments=sizes)
+    assert "layers.*.moving_average.decay" in Path("runs/my_experiment/report.html").read_text()
+    said = "no family holds MovingAverage; weights are in runs/my_experiment/checkpoints/2; see Port a model"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert Path("runs/my_experiment/checkpoints/2").is_dir() and not Path("runs/my_experiment/export").exists()
 
 
 def test_fork_copy_runs_in_any_directory(run, tmp_path):

@@ -36,7 +36,7 @@ def test_matrix_mask_excludes_stacked_biases():
 def test_tabulate_parameters_shows_sharding():
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     rows = {row.name: row for row in train.tabulate_parameters(eqx.filter_eval_shape(model, jax.random.key(0)), mesh)}
-    row = rows["stack.segments.0.blocks.0.mixer.query.weight"]
+    row = rows["layers.*.attention.query.weight"]
     assert row[1:4] == ("3 x 8 x 8", "layers heads embed", "heads over tensor, embed over fsdp")
     assert row[4:] == ("float32", 192, 768)
     assert rows["head.weight"].layout == "vocab over tensor, embed over fsdp"

@@ -25,9 +25,11 @@ import jax
 from jaxtyping import Array, Key, PyTree
 
 from zoo._files import write_json
-from zoo.parallel import Mesh, count
+from zoo._terminal import show
+from zoo.parallel import Mesh
 from zoo.text.batches import BatchIterator
 from zoo.text.corpus import Corpus
+from zoo.weights import NoFamilyError
 
 from .checkpoint import Checkpoints, diff_configs
 from .environment import collect_environment
@@ -37,10 +39,8 @@ from .metrics import Metrics, Record, Value, append_records, truncate_after
 from .options import RunOptions, flatten_config
 from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
-from .report.page import write_report
-from .report.parameters import tabulate_parameters
+from .report.result import report_result
 from .samples import continue_prompts
-from .summary import summary
 from .trackers import Tracker
 
 _log = logging.getLogger("zoo")
@@ -210,12 +210,13 @@ class Run:
         parameters: PyTree = None,
         **sections: Any,
     ) -> None:
-        """Sample, export the model if asked, write `report.html` from the run's files, and print the result.
+        """Sample, write `report.html` from the run's files, export the model if asked, and print the result.
 
         - `before`: an evaluation before training, `{name: bits per byte}`. Without it "validation" alone is reported.
         - `headline`: further figures, label to text.
         - `prompts`: continued by `model` with `key`; `samples` are earlier prompts and continuations, shown before.
-        - `export_seq_len`: export `model` with the corpus's tokenizer to `export/`, for contexts of this length.
+        - `export_seq_len`: export `model` with the corpus's tokenizer to `export/`, for contexts of this length. Of a
+          model that no family of checkpoints holds, a line says so, and where its weights are.
         - `parameters`: the tree to tabulate, by default `model`.
         - `sections`: further arguments of `write_report`.
 
@@ -226,32 +227,21 @@ class Run:
             return
         if prompts and key is not None:
             samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
-        written = {}
+        if jax.process_index() == 0:
+            options = {"before": before, "headline": headline, "samples": samples, "parameters": parameters}
+            report_result(self.directory, title, model, mesh, corpus, steps=self.step, **options, **sections)
         if export_seq_len is not None:
-            written["model"] = export(model, corpus, self.directory / "export", seq_len=export_seq_len)
-        if jax.process_index() != 0:
-            return
-        last = summary(self.directory)
-        values = {name: (start, last[name]) for name, start in before.items()} if before else {}
-        values = values or {"validation": (last["validation"],)}
-        figures = {name: " → ".join(f"{value:.3f}" for value in pair) for name, pair in values.items()}
-        result = f"{', '.join(map(' '.join, figures.items()))} bits per byte after {self.step:,} steps on {mesh}"
-        written["report"] = write_report(
-            self.directory,
-            title=title,
-            summary=result,
-            curves={"bits_per_byte": "training", **{name: name for name in values}},
-            baselines={"xz -9e": corpus.xz_bits_per_byte},
-            unit="bits per byte",
-            headline={**figures, "parameters": f"{count(model):,}", **(headline or {})},
-            samples=samples,
-            parameters=tabulate_parameters(model if parameters is None else parameters, mesh),
-            **sections,
-        )
-        shown = ["".join(sample) for sample in samples if sample[0] == samples[0][0]]
-        print("", *shown, result, sep="\n\n" if shown else "\n")
-        for content, path in written.items():
-            print(f"wrote the {content} to {path}")
+            self._export(model, corpus, export_seq_len)
+
+    def _export(self, model: Any, corpus: Corpus, seq_len: int) -> None:
+        try:
+            line = f"wrote the model to {export(model, corpus, self.directory / 'export', seq_len=seq_len)}"
+        except NoFamilyError as error:
+            newest = max(self.checkpoints.restorable_steps(), default=None)
+            weights = "no checkpoint" if newest is None else self.directory / "checkpoints" / str(newest)
+            line = f"no family holds {error.part}; weights are in {weights}; see Port a model"
+        if jax.process_index() == 0:
+            show(line)
 
     def _show_metrics(self, lines: Sequence[Record]) -> None:
         if lines:

@@ -18,12 +18,14 @@ LEGEND_LINE_HEIGHT = 20.0
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve over steps or tokens: with `smooth`, a moving average over faint values; otherwise a dot per value."""
+    """A curve over steps or tokens: a line with a dot per value, a line alone, or with `smooth` a moving average over
+    faint values."""
 
     label: str
     x: Sequence[int]
     values: Sequence[float | int]
     smooth: bool = False
+    dots: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,34 +55,41 @@ def draw_line_chart(
     *,
     unit: str,
     x_label: str = "steps",
+    log: bool = False,
     width: int = 860,
     height: int = 400,
 ) -> str:
     """Draw `curves`, in `unit`, against `x_label`, with a dashed line per baseline, as an `<svg>` element.
 
-    Skips values that are not finite. Cuts off the initial drop of a long curve, so that the rest is readable. CSS
-    classes: `axis`, `grid`, `curve0` ..., `raw`, `dot`, `floor`.
+    Skips values that are not finite. Cuts off the initial drop of a long smoothed curve, so that the rest is readable.
+    With `log`, the y axis is logarithmic, if no value is 0 or less. CSS classes: `axis`, `grid`, `curve0` ..., `raw`,
+    `dot`, `floor`.
     """
     baselines = {label: float(value) for label, value in baselines.items()}
     data = [(curve, *_drop_nonfinite(curve)) for curve in curves]
     data = [(curve, x, values) for curve, x, values in data if len(values)]
     if not data:
         return "<p>No metrics were logged.</p>"
+    log = log and min(float(values.min()) for _, _, values in data) > 0
+    if log:
+        data = [(curve, x, np.log10(values)) for curve, x, values in data]
+        baselines = {label: math.log10(value) for label, value in baselines.items() if value > 0}
     rows = wrap_legend(unit, [curve.label for curve, _, _ in data], width)
-    frame = _fit_frame(data, baselines.values(), width, height, lines=len(rows))
+    frame = _fit_frame(data, baselines.values(), width, height, lines=len(rows), cut=not log)
+    box = f"box{width}x{height}x{len(rows)}"  # charts of one page that share a name share the box
     parts = [
-        *draw_y_grid(frame, unit),
+        *draw_y_grid(frame, unit, log=log),
         *draw_x_axis(frame, x_label),
-        f'<clipPath id="box{width}">{_draw_clip_box(frame)}</clipPath>',
-        f'<g clip-path="url(#box{width})">',
+        f'<clipPath id="{box}">{_draw_clip_box(frame)}</clipPath>',
+        f'<g clip-path="url(#{box})">',
     ]
     for number, (curve, x, values) in enumerate(data):
-        parts += _draw_curve(frame, number % NUM_COLORS, curve, x, values, x_label)
+        parts += _draw_curve(frame, number % NUM_COLORS, curve, x, values, x_label, log)
     parts.append("</g>")
     for label, value in baselines.items():
         y = frame.y_pixel(value)
         parts.append(f'<path class="floor" d="M{frame.left},{y:.1f}H{frame.right}"/>')
-        parts.append(svg_text(frame.right - 4, y - 6, f"{label} {value:.3f}", "end"))
+        parts.append(svg_text(frame.right - 4, y - 6, f"{label} {10**value if log else value:.3f}", "end"))
     parts += _draw_line_legend(frame, rows)
     return wrap_svg(parts, f"{unit} against {x_label}", width, height)
 
@@ -131,15 +140,28 @@ def choose_ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
+def choose_log_ticks(low: float, high: float, count: int) -> dict[float, str]:
+    """Choose about `count` ticks from 10**low to 10**high, as their logarithms with labels: powers of ten, these times
+    1, 2 and 5, or the ticks of a linear axis, whichever first gives two."""
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    candidates = [[10.0**power for power in decades], [f * 10.0**power for power in decades for f in (1, 2, 5)]]
+    for numbers in (*candidates, choose_ticks(10**low, 10**high, count)):
+        inside = [number for number in numbers if number > 0 and low <= math.log10(number) <= high]
+        if len(inside) > 1:
+            break
+    return {math.log10(number): f"{number:.6g}" for number in inside[:: math.ceil(len(inside) / (count + 2))]}
+
+
 def _drop_nonfinite(curve: Curve) -> tuple[Float[np.ndarray, "points"], Float[np.ndarray, "points"]]:
     x, values = np.asarray(curve.x, np.float64), np.asarray(curve.values, np.float64)
     finite = np.isfinite(values)
     return x[finite], values[finite]
 
 
-def _fit_frame(data: Sequence, baselines: Iterable[float], width: int, height: int, lines: int) -> Frame:
+def _fit_frame(data: Sequence, baselines: Iterable[float], width: int, height: int, lines: int, cut: bool) -> Frame:
     everything = np.concatenate([values for _, _, values in data])
-    high = float(np.quantile(everything, 0.97)) if len(everything) > 50 else float(everything.max())
+    cut = cut and len(everything) > 50 and any(curve.smooth for curve, _, _ in data)
+    high = float(np.quantile(everything, 0.97)) if cut else float(everything.max())
     low = min(float(everything.min()), *baselines, high)
     # A flat curve still needs a height.
     margin = 0.06 * (max(high - low, 1e-6 * abs(high)) or 1.0)
@@ -149,18 +171,20 @@ def _fit_frame(data: Sequence, baselines: Iterable[float], width: int, height: i
     return Frame((0.0, max(last, 1.0)), (low, high), left=52.0, top=top, right=width - 14.0, bottom=height - 44.0)
 
 
-def draw_y_grid(frame: Frame, unit: str) -> list[str]:
-    """Draw the horizontal grid lines with their numbers, and the unit above."""
+def draw_y_grid(frame: Frame, unit: str, *, log: bool = False) -> list[str]:
+    """Draw the horizontal grid lines with their numbers, and the unit above. With `log`, y is log10 of the numbers."""
+    count = round((frame.bottom - frame.top) / 55)
+    ticks = choose_log_ticks(*frame.y, count) if log else {y: f"{y:.6g}" for y in choose_ticks(*frame.y, count)}
     parts = []
-    for y in choose_ticks(*frame.y, count=round((frame.bottom - frame.top) / 55)):
+    for y, label in ticks.items():
         parts.append(f'<path class="grid" d="M{frame.left},{frame.y_pixel(y):.1f}H{frame.right}"/>')
-        parts.append(svg_text(frame.left - 8, frame.y_pixel(y) + 4, f"{y:.6g}", "end"))
+        parts.append(svg_text(frame.left - 8, frame.y_pixel(y) + 4, label, "end"))
     parts.append(svg_text(0.0, 16.0, unit, "start"))
     return parts
 
 
 def _draw_curve(
-    frame: Frame, number: int, curve: Curve, x_values: np.ndarray, values: np.ndarray, x_label: str
+    frame: Frame, number: int, curve: Curve, x_values: np.ndarray, values: np.ndarray, x_label: str, log: bool
 ) -> list[str]:
     stride = math.ceil(len(x_values) / _MAX_POINTS)
     if curve.smooth:
@@ -168,13 +192,16 @@ def _draw_curve(
             f'<path class="raw curve{number}" d="{frame.path(x_values[::stride], values[::stride])}"/>',
             f'<path class="line curve{number}" d="{frame.path(x_values[::stride], smooth_values(values)[::stride])}"/>',
         ]
+    line = f'<path class="line curve{number}" d="{frame.path(x_values[::stride], values[::stride])}"/>'
+    if not curve.dots:
+        return [line]
     where = "at step {:,.0f}" if x_label == "steps" else f"after {{:,.0f}} {x_label}"
     dots = [
         f'<circle class="dot curve{number}" cx="{frame.x_pixel(x):.1f}" cy="{frame.y_pixel(y):.1f}" r="3.2">'
-        f"<title>{html.escape(curve.label)} {where.format(x)}: {y:.4f}</title></circle>"
+        f"<title>{html.escape(curve.label)} {where.format(x)}: {10**y if log else y:.4f}</title></circle>"
         for x, y in zip(x_values[::stride], values[::stride], strict=True)
     ]
-    return [f'<path class="line curve{number}" d="{frame.path(x_values[::stride], values[::stride])}"/>', *dots]
+    return [line, *dots]
 
 
 def wrap_legend(unit: str, labels: Sequence[str], width: int) -> list[list[tuple[int, str]]]:

@@ -6,6 +6,7 @@
 It reads only files of the run's folder, so it can be written again at any time.
 """
 
+import dataclasses
 import html
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from .style import STYLE
 
 _WIDE = {"width": 860, "height": 400}
 _NARROW = {"width": 400, "height": 320}
+_SMALL = {"width": 400, "height": 220}
 _NUMBER_CLASS = ' class="number"'
 
 
@@ -61,7 +63,8 @@ def write_report(
 
     - `summary`: the result in one line.
     - `curves`: names of metrics and their labels, all in `unit`. Metrics logged at most steps are smoothed, others are
-      dots. `baselines`: horizontal lines across the chart.
+      dots. `baselines`: horizontal lines across the chart. The metrics "gradient_norm" and "learning_rate" have small
+      charts of their own where they are logged; of a sweep, the median of its runs.
     - `headline`: the key figures, shown large at the top.
     - `samples`: prompts and continuations; `parameters`: rows like `ParameterRow`.
     - `runs`: labels and folders of several runs to compare, one curve each. Configuration and environment are shown for
@@ -78,17 +81,14 @@ def write_report(
     first, *others = folders.values()
     timing = [] if others else read_metrics(first / "timing.jsonl")
     speed = {} if others else _summarize_speed(next(iter(metrics.values())), timing)
-    lines = [
-        _make_curve(metrics[run], name, _format_curve_label(run, label, len(curves)), tokens_per_step)
-        for run in folders
-        for name, label in curves.items()
-    ]
+    lines = _make_curves(metrics, curves, tokens_per_step)
     x_label = "tokens" if tokens_per_step else "steps"
     draw_chart = partial(draw_line_chart, lines, baselines or {}, unit=unit, x_label=x_label)
     sections = [
         f"<header><h1>{_escape(title)}</h1><p>{_escape(summary)}</p></header>",
         _format_headline({**(headline or {}), **speed}),
         f"<section>{_draw_both_sizes(draw_chart)}</section>" if curves else "",
+        _draw_optimization(metrics, tokens_per_step),
         *(_format_section(title, _draw_both_sizes(draw)) for title, draw in (plots or {}).items()),
         *(_format_section(title, _format_table(rows)) for title, rows in (tables or {}).items()),
         *(
@@ -106,15 +106,39 @@ def write_report(
     return path
 
 
-def _format_curve_label(run: str, label: str, num_curves: int) -> str:
-    """Label a curve by its run, its metric, or both if there are several of each."""
-    return label if not run else run if num_curves == 1 else f"{run}, {label}"
+def _make_curves(
+    metrics: Mapping[str, Sequence[Record]], names: Mapping[str, str], tokens_per_step: int
+) -> list[Curve]:
+    """Return a curve for each of the named metrics of each run, labeled by run, metric, or both if there are several of
+    each."""
+    curves = []
+    for run, lines in metrics.items():
+        for name, label in names.items():
+            points = [(line["step"] * (tokens_per_step or 1), _to_number(line[name])) for line in lines if name in line]
+            label = label if not run else run if len(names) == 1 else f"{run}, {label}"
+            smooth = len(points) > max(20, 0.5 * len(lines))
+            curves.append(Curve(label, [x for x, _ in points], [value for _, value in points], smooth=smooth))
+    return curves
 
 
-def _make_curve(metrics: Sequence[Record], name: str, label: str, tokens_per_step: int) -> Curve:
-    points = [(line["step"] * (tokens_per_step or 1), float(line[name])) for line in metrics if name in line]
-    smooth = len(points) > max(20, 0.5 * len(metrics))
-    return Curve(label, [x for x, _ in points], [value for _, value in points], smooth=smooth)
+def _to_number(value: Any) -> float:
+    """Convert a logged value; of several, take the median."""
+    return float(np.median([float(item) for item in value]) if isinstance(value, list) else value)
+
+
+def _draw_optimization(metrics: Mapping[str, Sequence[Record]], tokens_per_step: int) -> str:
+    """Draw gradient norms, on a logarithmic axis, and learning rates beside each other, those that were logged."""
+    x_label, charts = "tokens" if tokens_per_step else "steps", []
+    for name, log in (("gradient_norm", True), ("learning_rate", False)):
+        unit = name.replace("_", " ")
+        curves = [curve for curve in _make_curves(metrics, {name: unit}, tokens_per_step) if curve.values]
+        if name == "learning_rate":  # a schedule has no noise to smooth
+            curves = [dataclasses.replace(curve, smooth=False, dots=False) for curve in curves]
+        if len(curves) == 1:
+            curves = [dataclasses.replace(curves[0], label="")]  # the unit says it
+        if curves:
+            charts.append(f"<div>{draw_line_chart(curves, {}, unit=unit, x_label=x_label, log=log, **_SMALL)}</div>")
+    return f'<section class="pair">{"".join(charts)}</section>' if charts else ""
 
 
 def _draw_both_sizes(draw: Callable[..., str]) -> str:
@@ -194,16 +218,16 @@ def _format_cell(value: Any, numeric: bool) -> str:
 
 def _format_pairs(values: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><th>{_escape(name)}</th><td>{_escape(_format_value(value))}</td></tr>" for name, value in values.items()
+        f"<tr><th>{_escape(name)}</th><td>{_escape(_format_setting(value))}</td></tr>" for name, value in values.items()
     )
     return f'<div class="scroll"><table class="pairs"><tbody>{rows}</tbody></table></div>' if rows else ""
 
 
-def _format_value(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_format_value(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_format_setting(item)}" for name, item in value.items())
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return " ".join(map(_format_value, value)) or "none"
+        return " ".join(map(_format_setting, value)) or "none"
     return "none" if value is None else str(value)
 
 
@@ -214,7 +238,7 @@ def _format_headline(headline: Mapping[str, str]) -> str:
 
 def _format_sample(sample: tuple[str, str]) -> str:
     prompt, continuation = sample
-    return f"<pre><b>{_escape(prompt)}</b>{_escape(continuation)}</pre>"
+    return f"<pre><b>{_escape(prompt)}</b>{_escape(continuation.rstrip())}</pre>"
 
 
 def _format_section(title: str, content: str) -> str:

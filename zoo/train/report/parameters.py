@@ -1,10 +1,13 @@
 """Table of a model's parameters, with their dims and sharding."""
 
+import collections
+
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from zoo.parallel import Mesh, leaves
+from zoo.models import ParameterPath, list_parameter_paths
+from zoo.parallel import Mesh
 
 from .page import ParameterRow
 
@@ -12,20 +15,23 @@ from .page import ParameterRow
 def tabulate_parameters(model: PyTree, mesh: Mesh) -> list[ParameterRow]:
     """Return a row per array of `model`: name, shape, dims, the mesh axes that shard each dim, dtype and size.
 
-    Accepts abstract models (`eqx.filter_eval_shape`), since nothing is computed.
+    Names are those of `zoo.models.list_parameter_paths`: `layers.*.attention.query.weight`. Where blocks of several
+    kinds share a name, their layer numbers follow. Accepts abstract models (`eqx.filter_eval_shape`), since nothing is
+    computed.
     """
     arrays = eqx.filter(model, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    paths = list_parameter_paths(arrays)
+    names = collections.Counter(path.name for path in paths)
     rows = []
-    for leaf, x in zip(leaves(arrays), jax.tree.leaves(arrays), strict=True):
-        dims = leaf.dims or ()
-        spec = mesh.spec(dims, x.shape, leaf.name) if dims else ()
+    for path, x in zip(paths, jax.tree.leaves(arrays), strict=True):
+        spec = mesh.spec(path.dims, x.shape, path.name) if path.dims else ()
         axes = [(entry,) if isinstance(entry, str) else entry for entry in spec]  # JAX unpacks single axes
-        sharded = [f"{dim.name} over {' x '.join(over)}" for dim, over in zip(dims, axes, strict=False) if over]
+        sharded = [f"{dim.name} over {' x '.join(over)}" for dim, over in zip(path.dims, axes, strict=False) if over]
         rows.append(
             ParameterRow(
-                name=leaf.name,
+                name=path.name if names[path.name] == 1 else _disambiguate_name(path),
                 shape=" x ".join(map(str, x.shape)),
-                dims=" ".join(dim.name for dim in dims),
+                dims=" ".join(dim.name for dim in path.dims),
                 layout=", ".join(sharded) or "replicated",
                 dtype=x.dtype.name,
                 count=x.size,
@@ -33,3 +39,12 @@ def tabulate_parameters(model: PyTree, mesh: Mesh) -> list[ParameterRow]:
             )
         )
     return rows
+
+
+def _disambiguate_name(path: ParameterPath) -> str:
+    """Return a parameter's name with its layers; outside of a `Module`, where all arrays share a name, the tree's."""
+    if not path.ranges:
+        return path.leaf.name
+    numbers = path.ranges[0]
+    step = f" by {numbers.step}" if len(numbers) > 1 and numbers.step > 1 else ""
+    return f"{path.name} ({numbers[0]}{f'-{numbers[-1]}' if len(numbers) > 1 else ''}{step})"

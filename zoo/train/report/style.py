@@ -61,6 +61,9 @@ dl div { background: var(--panel); border-radius: 0.6rem; padding: 0.7rem 0.9rem
 dt { color: var(--soft); font-size: 0.8rem; }
 dd { margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
 .narrow { display: none; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1rem 2rem; }
+.pair { margin-top: 1.6rem; }
+.pair > :only-child { max-width: 26rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.86rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { text-align: left; white-space: nowrap; }
