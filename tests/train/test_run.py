@@ -124,8 +124,17 @@ def test_run_resume_without_checkpoint_starts_at_step_1(tmp_path, unbroken):
 def test_progress_prints_plain_lines(tmp_path, capsys):
     toy(tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(" 4/30  loss 2.") and lines[-1].startswith("30/30  loss 1.")
-    assert "tokens/s" in lines[-1] and "FLOP/s" in lines[-1] and "left" in lines[2]
+    assert lines[0] == "compiling" and lines[1].startswith(" 1/30  loss 2.") and lines[2].startswith(" 4/30  loss 2.")
+    assert lines[-1].startswith("30/30  loss 1.") and "tokens/s" in lines[-1] and "FLOP/s" in lines[-1]
+    assert "left" in lines[2]
+
+
+def test_run_shows_its_first_step_at_once(tmp_path, capsys, monkeypatch):
+    toy(tmp_path, strike=(12, signal.SIGTERM))
+    capsys.readouterr()
+    toy(tmp_path, resume=True)  # from step 13, in the middle of four
+    steps = [line.split("/")[0].strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert steps == ["14", "15", "16", "20", "24", "25", "28", "30"]
 
 
 def test_progress_of_every_kind(capsys):

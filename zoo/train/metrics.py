@@ -27,8 +27,8 @@ Record = dict[str, Any]
 class Metrics:
     """Append `{"step": 10, "loss": 2.5, ...}` to `path` and forward it to the `trackers`.
 
-    Values stay on the device until `fetch_every` steps are pending, then are fetched in one transfer, except those of
-    the newest step, which the device may still be computing: logging does not block. NaN and infinity are written as
+    Values stay on the device until the step after a multiple of `fetch_every`, then are fetched in one transfer, except
+    those of this newest step, which the device may still be computing: logging does not block. NaN and infinity are written as
     the strings "nan", "inf" and "-inf". With several processes, only the first one writes.
     """
 
@@ -41,7 +41,8 @@ class Metrics:
     def log(self, step: int, **values: Value) -> list[Record]:
         """Log `values` for `step`. Return the records fetched by this call, usually none."""
         self._pending.setdefault(step, {}).update(values)
-        return self._fetch(keep=1) if len(self._pending) > self.fetch_every else []
+        first, last = ((step - 1) // self.fetch_every for step in (next(iter(self._pending)), step))
+        return self._fetch(keep=1) if last > first else []
 
     def flush(self) -> list[Record]:
         """Fetch and write everything logged so far. Call it before saving a checkpoint."""

@@ -113,8 +113,12 @@ class SilentProgress:
 
 
 def make_progress(total: int, *, start: int = 0) -> Progress:
-    """Return a bar if stdout is a terminal, else plain lines."""
-    return ProgressBar(total, start=start) if sys.stdout.isatty() else LineProgress(total)
+    """Return a bar if stdout is a terminal, else plain lines. Both begin with the word "compiling"."""
+    if sys.stdout.isatty():
+        return ProgressBar(total, start=start)
+    if start < total:
+        print("compiling", flush=True)
+    return LineProgress(total)
 
 
 def format_metrics(values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> str:

@@ -150,6 +150,7 @@ class Run:
         self._pace = Throughput(total, tokens=tokens, flops=flops)
         if jax.process_index() == 0:
             self._progress = make_progress(total, start=self.step)
+        first = self.step + 1
         while self.step < total and not self.stopped:
             with contextlib.nullcontext() if self._profile is None else self._profile.step(self.step + 1):
                 batch = next(batches)
@@ -158,6 +159,8 @@ class Run:
                 if jax.process_count() == 1 or self.step % self._every == 0:
                     self.stopped = is_set_on_any_process(self._interrupt.requested)
                 yield batch
+            if self.step == first:  # after compilation: the only step that the loop waits for
+                self._show_metrics(self.metrics.flush())
         if self._profile is not None:
             self._profile.close()
         if self.stopped:
