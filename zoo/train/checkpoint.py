@@ -10,6 +10,7 @@ of earlier processes.
 """
 
 import concurrent.futures
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ from .checkpoint_folder import UNFINISHED_SUFFIX, CheckpointFolder
 from .fingerprint import fingerprint_arrays, require_same_fingerprints
 from .manifest import write_manifest
 from .processes import run_on_first
+
+_orbax_log = logging.getLogger("absl")
 
 
 class UnwrittenCheckpointError(OSError):
@@ -101,6 +104,7 @@ class Checkpoints:
             raise UnwrittenCheckpointError(obstacle)
         about = dict(step=step, data=data, config=config or {}, leaves=describe_arrays(arrays), frozen=self._frozen)
         args = self._orbax.args
+        _orbax_log.addFilter(_has_no_traceback)
         self._saving = step, float(metric) if metric is not None and math.isfinite(metric) else None
         try:
             self._writer.save(
@@ -123,6 +127,8 @@ class Checkpoints:
                 pending.result()
             except Exception as error:
                 raise self._explain_failed_write(error) from error
+            finally:
+                _orbax_log.removeFilter(_has_no_traceback)
 
     def restorable_steps(self) -> list[int]:
         """List the steps whose files have their names and sizes, oldest first; `latest_step` verifies digests, too.
@@ -259,6 +265,11 @@ class Checkpoints:
             raise
         except Exception as error:
             raise _UnreadableError(f"its arrays cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    """Drop what Orbax's threads log when a save fails, hundreds of lines, since `wait` raises the error."""
+    return not record.exc_info
 
 
 class _UnreadableError(Exception):

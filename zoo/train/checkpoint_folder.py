@@ -27,16 +27,15 @@ class CheckpointFolder:
         self._unreadable: dict[int, str] = {}
 
     def list_steps(self) -> list[int]:
-        """List the steps that have a folder, oldest first. Warns of saves that were never finished."""
+        """List the steps that have a folder, oldest first, whole or not."""
         if not self.path.is_dir():
             return []
-        for path in sorted(self.path.glob(f"*{UNFINISHED_SUFFIX}*")):
-            self._warn_once(f"{path}: passed over, it was never finished")
         names = [path.name for path in self.path.iterdir() if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def list_whole_steps(self) -> list[int]:
         """List the steps whose files have their names and sizes, oldest first."""
+        self._warn_of_unfinished()
         return [step for step in self.list_steps() if not self._find_damage(step)]
 
     def find_newest(self) -> int | None:
@@ -44,6 +43,7 @@ class CheckpointFolder:
 
         **Raises** `FileNotFoundError` if all are damaged.
         """
+        self._warn_of_unfinished()
         steps = self.list_steps()
         for step in reversed(steps):
             if not self._find_damage(step, by_digest=True):
@@ -137,6 +137,10 @@ class CheckpointFolder:
             if not self.has_digests(step):
                 self._warn_once(f"{folder}: of an earlier version, without digests; verified by size alone")
         return damage
+
+    def _warn_of_unfinished(self) -> None:
+        for path in sorted(self.path.glob(f"*{UNFINISHED_SUFFIX}*")):
+            self._warn_once(f"{path}: passed over, it was never finished")
 
     def _read_metric(self, step: int) -> float | None:
         try:

@@ -6,8 +6,11 @@
 Timings are not metrics: `Run` writes them to `timing.jsonl`.
 """
 
+import errno
 import json
-from collections.abc import Iterable, Sequence
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,9 +19,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from zoo._files import to_jsonable, write_text
+from zoo._files import copy_file, open_to_append, parse_json, to_jsonable, write_text
 
 from .trackers import Tracker
+
+_log = logging.getLogger("zoo")
 
 Value = float | int | np.number | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]
 Record = dict[str, Any]
@@ -36,6 +41,7 @@ class Metrics:
         self.path = Path(path)
         self.fetch_every = fetch_every
         self._trackers = trackers
+        self._file = RecordFile(path)
         self._pending: dict[int, dict[str, Value]] = {}
 
     def log(self, step: int, **values: Value) -> list[Record]:
@@ -49,11 +55,12 @@ class Metrics:
         return self._fetch(keep=0)
 
     def close(self) -> None:
-        """Flush and close the trackers."""
+        """Flush and close the trackers. **Raises** `OSError` if the disk had no room for some records to the end."""
         self.flush()
         if jax.process_index() == 0:
             for tracker in self._trackers:
                 tracker.close()
+            self._file.close()
 
     def __enter__(self) -> "Metrics":
         return self
@@ -71,7 +78,7 @@ class Metrics:
             for step, values, numbers in zip(steps, pending, fetched, strict=True)
         ]
         if jax.process_index() == 0:
-            append_records(self.path, records)
+            self._file.append(records)
             for record in records:
                 values = {name: value for name, value in record.items() if name != "step"}
                 for tracker in self._trackers:
@@ -79,39 +86,94 @@ class Metrics:
         return records
 
 
+class RecordFile:
+    """Append records to a file of JSON lines. Those for which the disk has no room wait in memory for the next call."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self._waiting: list[Record] = []
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Append `records`, after those that wait. Warns when the first ones have to."""
+        waited = bool(self._waiting)
+        self._waiting += records
+        try:
+            append_records(self.path, self._waiting)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if not waited:
+                _log.warning(
+                    "%s: no space is left on the disk: the lines are kept in memory and tried again", self.path
+                )
+            return
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Try once more. **Raises** `OSError` if records still wait, which are lost then."""
+        if self._waiting:
+            self.append([])
+        if self._waiting:
+            raise OSError(f"{self.path}: no space is left on the disk for its last {len(self._waiting)} lines")
+
+
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Append `records` to `path` in a single write."""
+    """Append `records` to `path`. If that fails, the file stays as it was."""
+    text = "".join(json.dumps(to_jsonable(record), allow_nan=False) + "\n" for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write("".join(json.dumps(to_jsonable(record), allow_nan=False) + "\n" for record in records))
+    with open_to_append(path) as file:
+        size, left = os.fstat(file.fileno()).st_size, text.encode()
+        try:
+            while left:
+                left = left[os.write(file.fileno(), left) :]
+        except OSError:
+            os.ftruncate(file.fileno(), size)
+            raise
 
 
 def read_metrics(path: Path) -> list[Record]:
     """Read the metrics of a run: one record per step, in order, those of the same step merged.
 
-    Drops an incomplete last line, left by a killed process. The file need not exist.
+    Drops an incomplete last line, left by a killed process. The file need not exist. **Raises** `ValueError`, with its
+    number, for a line that is damaged.
     """
     records: dict[int, Record] = {}
-    for record in _read_complete_records(path):
+    for number, record in _parse_lines(path):
+        if isinstance(record, str):
+            raise ValueError(f"{path}, line {number}: {record}: mend or delete the line")
         records.setdefault(record["step"], {}).update(record)
     return [records[step] for step in sorted(records)]
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Drop the records of `path` after `step`, which a resumed run writes again."""
-    if path.exists():
-        records = [record for record in _read_complete_records(path) if record["step"] <= step]
-        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    """Drop the records of `path` after `step`, which a resumed run writes again.
 
-
-def _read_complete_records(path: Path) -> Iterable[Record]:
+    Damaged lines are dropped with a warning; the file as it was is kept beside, as `metrics.jsonl.damaged`.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, start=1):
-            if not text.endswith("\n"):
+    lines = list(_parse_lines(path))
+    if damaged := [(number, reason) for number, reason in lines if isinstance(reason, str)]:
+        kept = path.with_name(f"{path.name}.damaged")
+        copy_file(path, kept)
+        number, reason = damaged[0]
+        more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        _log.warning("%s, line %d: passed over, %s%s; the file as it was is %s", path, number, reason, more, kept.name)
+    records = [record for _, record in lines if not isinstance(record, str) and record["step"] <= step]
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def _parse_lines(path: Path) -> Iterator[tuple[int, Record | str]]:
+    """Yield number and record of each complete line, or the reason why it is none."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(text)
+                record = parse_json(line)
+                usable = isinstance(record, dict) and type(record.get("step")) is int
+                yield number, record if usable else "no record of a step"
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}): mend or delete the line") from error
+                yield number, f"not JSON ({error})"

@@ -24,19 +24,23 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from zoo._files import write_json
+from zoo._files import to_jsonable, write_json
 from zoo._terminal import show
 from zoo.parallel import Mesh
 from zoo.text.batches import BatchIterator
 from zoo.text.corpus import Corpus
 from zoo.weights import NoFamilyError
 
-from .checkpoint import Checkpoints, diff_configs
+from .checkpoint import Checkpoints, UnwrittenCheckpointError, diff_configs
+from .checkpoint_folder import CheckpointFolder
+from .directory import DirectoryLock, claim_directory
 from .environment import collect_environment
 from .export import export
+from .finite import describe_retry, find_nan_arrays, find_nonfinite_metrics
 from .interrupt import Interrupt, is_set_on_any_process
-from .metrics import Metrics, Record, Value, append_records, truncate_after
+from .metrics import Metrics, Record, RecordFile, Value, truncate_after
 from .options import RunOptions, flatten_config
+from .processes import run_on_first
 from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
 from .report.result import report_result
@@ -58,7 +62,12 @@ class Run:
     - `options`: the run's flags, or its directory alone.
     - `config`: what `config.json` holds. Option groups are flattened; `main`'s `locals()` will do.
 
-    **Raises** `FileExistsError` if the directory holds checkpoints and `resume` is not set.
+    A run stops with `FloatingPointError` at the first metrics that are not finite, and saves no state that holds NaN.
+    If the disk has no room for a checkpoint, it warns and goes on, until the last one.
+
+    **Raises** `OSError`, before anything is written, if the directory cannot hold a run (`FileExistsError` if it holds
+    something else, or checkpoints and `resume` is not set), if another run is in it (`BlockingIOError`), or if all
+    checkpoints to resume from are damaged (`FileNotFoundError`).
     """
 
     def __init__(
@@ -80,9 +89,7 @@ class Run:
         self.total = 0
         self.stopped = False
         self.metrics = Metrics(self.directory / "metrics.jsonl", fetch_every=fetch_every, trackers=trackers)
-        self.checkpoints = Checkpoints(
-            self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best, frozen=frozen
-        )
+        self._timing = RecordFile(self.directory / "timing.jsonl")
         self._best_metric = best_metric
         self._best_value: tuple[int, Any] | None = None
         self._every = fetch_every
@@ -90,23 +97,25 @@ class Run:
         self._interrupt = Interrupt()
         self._pace = Throughput(0)
         self._progress: Progress = LineProgress(0) if jax.process_index() == 0 else SilentProgress()
-        self._exit = contextlib.ExitStack()
-        self._newest = self.checkpoints.latest_step()
-        if self._newest is not None and not options.resume:
-            self.checkpoints.close()
-            raise FileExistsError(
-                f"{self.directory} holds a run of {self._newest} steps: resume it (--resume), or choose another folder "
-                "(--out), or delete this one"
+        self._named = None if isinstance(options.resume, bool) else options.resume
+        with contextlib.ExitStack() as exits:
+            lock = DirectoryLock(self.directory)
+            exits.callback(lock.release)
+            run_on_first(lambda: claim_directory(lock, resume=options.resume))
+            self.checkpoints = exits.enter_context(
+                Checkpoints(self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best, frozen=frozen)
             )
+            self._newest = (
+                self.checkpoints.latest_step() if self._named is None else self.checkpoints.verify(self._named)
+            )
+            self._exit = exits.pop_all()
 
     def __enter__(self) -> "Run":
-        self._exit.callback(self.checkpoints.close)
         self._exit.callback(lambda: self._progress.close())
-        self._exit.callback(self._close_metrics)
+        self._exit.push(self._close_metrics)
         self._exit.enter_context(self._profile or contextlib.nullcontext())
         self._exit.enter_context(self._interrupt)
         if jax.process_index() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
             write_json(self.directory / "env.json", collect_environment())
             if self._newest is None:
                 self._truncate_metrics(0)
@@ -117,7 +126,8 @@ class Run:
         self._exit.__exit__(kind, error, at)
 
     def restore(self, like: PyTree, batches: BatchIterator | None = None) -> PyTree:
-        """Return the state of the newest checkpoint and move `batches` to its position; `like` itself without one.
+        """Return the state of the newest whole checkpoint, or of the one that `resume` names, and move `batches` to its
+        position; `like` itself without one.
 
         `like` is the initial state, already placed. Metrics of later steps are truncated: the run writes them again.
         **Raises** `ValueError` if the checkpoint is of another model, or was trained on another one than `frozen`; the
@@ -125,9 +135,9 @@ class Run:
         """
         if self._newest is None:
             return like
-        for line in diff_configs(self.checkpoints.read_config(self._newest), self.config):
+        for line in diff_configs(self.checkpoints.read_config(self._named), self.config):
             _log.warning("%s: the configuration differs: %s", self.directory, line)
-        self.step, state, data, _ = self.checkpoints.restore(like, self._newest)
+        self.step, state, data, _ = self.checkpoints.restore(like, self._named)
         if batches is not None:
             if data is None:
                 raise ValueError(
@@ -172,7 +182,7 @@ class Run:
         """Log numbers or device arrays under the current step, without waiting for the device."""
         if self._best_metric in values:
             self._best_value = self.step, values[self._best_metric]
-        self._show_metrics(self.metrics.log(self.step, **values))
+        self._show_finite_metrics(self.metrics.log(self.step, **values))
 
     def every(self, steps: int) -> bool:
         """Return True if the current step is a multiple of `steps`, or the last."""
@@ -189,9 +199,20 @@ class Run:
         """
         if metric is None and self._best_value is not None and self._best_value[0] == self.step:
             metric = float(self._best_value[1])
-        self._show_metrics(self.metrics.flush())
+        self._show_finite_metrics(self.metrics.flush())
+        self._require_finite(find_nonfinite_metrics([to_jsonable(dict(step=self.step, metric=metric))]))
+        self._require_finite(find_nan_arrays(state, step=self.step))
         data = None if batches is None else batches.state
-        self.checkpoints.save(self.step, state, data=data, config=self.config, metric=metric)
+        try:
+            self.checkpoints.wait()
+        except UnwrittenCheckpointError as error:
+            _log.warning("%s; the run goes on", error)
+        try:
+            self.checkpoints.save(self.step, state, data=data, config=self.config, metric=metric)
+        except UnwrittenCheckpointError as error:
+            if self.stopped or self.step >= self.total:
+                raise
+            _log.warning("%s; the run goes on, and tries again at the next checkpoint", error)
 
     def print_line(self, text: str) -> None:
         """Show a line of text that stays."""
@@ -253,11 +274,26 @@ class Run:
             values = {name: value for line in lines for name, value in line.items() if name != "step"}
             self._progress.update(newest["step"], values, pace)
             if jax.process_index() == 0:
-                append_records(self.directory / "timing.jsonl", [dict(step=newest["step"]) | pace])
+                self._timing.append([dict(step=newest["step"]) | pace])
 
-    def _close_metrics(self) -> None:
-        self._show_metrics(self.metrics.flush())
+    def _show_finite_metrics(self, lines: Sequence[Record]) -> None:
+        self._show_metrics(lines)
+        self._require_finite(find_nonfinite_metrics(lines))
+
+    def _require_finite(self, found: str | None) -> None:
+        if found is not None:
+            self.stopped = True  # so that `report` writes nothing
+            with contextlib.suppress(UnwrittenCheckpointError):
+                self.checkpoints.wait()
+            steps = CheckpointFolder(self.checkpoints.directory).list_whole_steps()
+            raise FloatingPointError(f"{self.directory}: {found}; {describe_retry(steps)}")
+
+    def _close_metrics(self, kind: type[BaseException] | None, *_: object) -> None:
+        lines = self.metrics.flush()
+        self._show_metrics(lines)
         self.metrics.close()
+        if kind is None:
+            self._require_finite(find_nonfinite_metrics(lines))
 
     def _truncate_metrics(self, step: int) -> None:
         for name in ("metrics.jsonl", "timing.jsonl"):

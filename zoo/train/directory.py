@@ -1,0 +1,126 @@
+"""The directory of a run: checked before data and model are made, then locked by one process."""
+
+import datetime
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+from .checkpoint_folder import CheckpointFolder
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
+_log = logging.getLogger("zoo")
+
+_LOCK_FILE = "run.lock"
+_RUN_FILES = ("checkpoints", "metrics.jsonl", "env.json", _LOCK_FILE)  # config.json: an exported model has one, too
+_LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler's, which opens them before the run starts
+
+
+class DirectoryLock:
+    """Lock of a run's directory, which one `Run` at a time may hold, until it ends or its process dies.
+
+    A lock by `flock` on the file `run.lock`, which says who holds it. The kernel releases it with the process, so that
+    a file left by a dead one locks nothing. Where there is no `flock`, warns, and locks nothing.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = Path(directory)
+        self._path = self.directory / _LOCK_FILE
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Lock the directory. **Raises** `BlockingIOError`, with process and host, if another one holds it."""
+        if fcntl is None:
+            _log.warning("%s cannot be locked on this system: start no second run in it", self.directory)
+            return
+        while self._descriptor is None:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_current(descriptor):
+                    self._descriptor, descriptor = descriptor, -1
+            except BlockingIOError:
+                holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+                raise BlockingIOError(
+                    f"{self.directory} is in use by {holder}: end that run, or choose another folder (--out)"
+                ) from None
+            except OSError as error:
+                _log.warning("%s cannot be locked (%s): start no second run in it", self.directory, error.strerror)
+                return
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+        now = datetime.datetime.now(datetime.UTC)
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {now:%Y-%m-%d %H:%M:%S} UTC\n"
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, holder.encode())
+        except OSError:  # a full disk: the lock holds all the same
+            pass
+
+    def release(self) -> None:
+        """Unlock the directory, and delete the file."""
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self):
+        # A run that was made but never entered.
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _is_current(self, descriptor: int) -> bool:
+        """Return False if the file was deleted, by the release of another lock, after it was opened."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+
+def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
+    """Make the directory of a run, if need be, try to write into it, and lock it.
+
+    **Raises** `OSError` if that is impossible; `FileExistsError` if there are other things in it, or, unless `resume`,
+    checkpoints; `BlockingIOError` if another run is in it.
+    """
+    directory = lock.directory
+    _check_writable(directory)
+    names = sorted(path.name for path in directory.iterdir() if not _is_ignored(path))
+    if names and not any(_holds_run(path) for path in (directory, *directory.iterdir())):
+        shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+        raise FileExistsError(f"{directory} holds other things than a run ({shown}): choose another folder (--out)")
+    lock.acquire()
+    steps = CheckpointFolder(directory / "checkpoints").list_steps()
+    if steps and resume is False:
+        lock.release()
+        raise FileExistsError(
+            f"{directory} holds a run of {steps[-1]} steps: resume it (--resume), or choose another folder (--out), or "
+            "delete this one"
+        )
+
+
+def _check_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"\0")
+            probe.flush()
+    except (OSError, ValueError) as error:
+        files = [path for path in (directory, *directory.parents) if os.path.exists(path) and not path.is_dir()]
+        reason = f"{files[0]} is a file" if files else getattr(error, "strerror", None) or error
+        raise OSError(f"{directory} cannot hold a run ({reason}): choose another folder (--out)") from error
+
+
+def _is_ignored(path: Path) -> bool:
+    return path.suffix in _LOG_SUFFIXES or path.name.startswith(".")
+
+
+def _holds_run(directory: Path) -> bool:
+    return any(os.path.exists(directory / name) for name in _RUN_FILES)

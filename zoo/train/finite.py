@@ -1,0 +1,71 @@
+"""Numbers that are not finite: found in metrics once they are fetched, and in a state before it is saved."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Inexact, PyTree
+
+from .array_names import flatten_with_names
+
+
+def find_nonfinite_metrics(records: Iterable[Mapping[str, Any]]) -> str | None:
+    """Name the step and the metrics of the first record with one that is NaN or infinite; None without one.
+
+    An array counts if no entry is finite: in a sweep, other runs go on when one diverges.
+    """
+    for record in records:
+        found = [f"{name} is {_flatten(value)[0]}" for name, value in record.items() if not _has_finite(value)]
+        if found:
+            return f"{', '.join(found)} in step {record['step']}"
+    return None
+
+
+def find_nan_arrays(state: PyTree, *, step: int) -> str | None:
+    """Name the arrays of `state` after `step` that hold NaN, found by a reduction on the devices; None without one.
+
+    If all arrays have the same leading dim they are the stacked runs of a sweep, in which NaN counts once every run has
+    one.
+    """
+    arrays = {name: x for name, x in flatten_with_names(state).items() if eqx.is_array(x)}
+    stacked = len({x.shape[:1] for x in arrays.values()}) == 1 and all(x.ndim for x in arrays.values())
+    arrays = {name: x for name, x in arrays.items() if eqx.is_inexact_array(x)}
+    # One program per array, as they may be on different devices.
+    found = jax.device_get([_has_nan(x, stacked=stacked) for x in arrays.values()])
+    if stacked and not np.logical_or.reduce(found).all():
+        return None
+    names = [name for name, has_nan in zip(arrays, found, strict=True) if has_nan.any()]
+    more = f" and {len(names) - 3} more arrays" if len(names) > 3 else ""
+    return f"NaN in {', '.join(names[:3])}{more} of the state after step {step}" if names else None
+
+
+def describe_retry(steps: Sequence[int]) -> str:
+    """Say how to go on after a run became NaN, from the checkpoints of `steps`."""
+    if not steps:
+        return "the run stopped and saved nothing: start again with another learning rate"
+    earlier = f", or from {' or '.join(map(str, steps[:-1]))} by --resume STEP" if steps[1:] else ""
+    return (
+        f"the run stopped and saved nothing after step {steps[-1]}: with another learning rate, go on from there by "
+        f"--resume{earlier}"
+    )
+
+
+@eqx.filter_jit
+def _has_nan(x: Inexact[Array, "..."], *, stacked: bool) -> Bool[Array, "..."]:
+    return jnp.isnan(x).any(axis=range(1, x.ndim) if stacked else None)
+
+
+def _has_finite(value: Any) -> bool:
+    """Return True for a value with a finite entry, and for an empty one."""
+    entries = _flatten(value)
+    return not entries or any(entry not in _NONFINITE for entry in entries)
+
+
+_NONFINITE = ("nan", "inf", "-inf")  # as records hold them
+
+
+def _flatten(value: Any) -> list[Any]:
+    return [entry for item in value for entry in _flatten(item)] if isinstance(value, list) else [value]
