@@ -10,7 +10,7 @@ NAMES = {
     *("value_and_grad", "value", "spmd", "cross_entropy", "generate"),
     *("trainable", "cast", "count"),
     *("load", "save", "from_torch", "families", "hidden_states", "score", "CheckpointError", "weights"),
-    *("adapters", "inspect", "layers", "models", "ops", "parallel", "__version__"),
+    *("adapters", "inspect", "layers", "models", "ops", "parallel", "testing", "__version__"),
 }
 SIGNATURES = {
     zoo.make_mesh: "data fsdp expert context tensor pipe devices layout",

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import adapters, inspect, layers, models, ops, parallel, weights
+from . import adapters, inspect, layers, models, ops, parallel, testing, weights
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
 from .models import cross_entropy, hidden_states, score
@@ -41,6 +41,7 @@ __all__ = [
     "save",
     "score",
     "spmd",
+    "testing",
     "trainable",
     "value",
     "value_and_grad",

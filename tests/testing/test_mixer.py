@@ -1,0 +1,111 @@
+"""`check_mixer` refuses every planted fault by the right name, and passes the mixers of the library."""
+
+from functools import partial
+
+import jax
+import pytest
+
+import zoo
+from tests.testing.planted import FAULTS, Planted, WrongDtypes
+from zoo.layers import Attention, GatedDeltaNet, Linear, Mamba2
+from zoo.ops.attention import reference_attention
+from zoo.testing import check_mixer
+from zoo.testing.meshes import check_meshes
+from zoo.testing.properties import check_dtypes
+from zoo.testing.subject import make_subject
+from zoo.testing.texts import Texts
+
+REFUSALS = {
+    "later token": ({"causal", "pieces = whole", "decode = read"}, r"output at token \d+ .* depends on token \d+"),
+    "other row": (
+        {
+            "rows separate",
+            "causal",
+            "padding",
+            "packed = separate",
+            "pieces = whole",
+            "decode = read",
+            "mesh = one device",
+        },
+        "A mean, a norm or a sort is over the batch dim",
+    ),
+    "padded segment": ({"padding"}, r"outputs behind padding, and without, differ by .* at row \d, position 0"),
+    "padded position": (
+        {"padding"},
+        r"through a state behind padding, and without, differ .* Negative positions are padding",
+    ),
+    "padding not finite": ({"padding"}, "not finite, and the next layer reads it"),
+    "segment": ({"packed = separate"}, "the second document's output at row"),
+    "piece": ({"pieces = whole"}, "not that after the last token"),
+    "decode": ({"pieces = whole", "decode = read"}, r"one token at a time .* differ by"),
+    "mode": ({"modes agree"}, r"with mode='other', and with 'recurrent', differ by"),
+    "mesh": ({"mesh = one device"}, r"gradients on tensor 2, and .* the gradient of .* lacks zoo.parallel.reduce"),
+    "unused": ({"gradients"}, "the gradient of bias is 0 everywhere"),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return zoo.make_mesh(1, fsdp=2, tensor=2, devices=jax.devices()[:4])
+
+
+def test_check_mixer_passes_the_mixer_without_fault(mesh):
+    report = check_mixer(Planted, meshes=[mesh])
+    assert report.passed
+    assert str(report).startswith("Planted passes 14 checks\nrows separate")
+    assert "loss and gradients on fsdp 2 x tensor 2, and on one device" in str(report)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_mixer_refuses_a_planted_fault(fault, mesh):
+    names, message = REFUSALS[fault]
+    with pytest.raises(AssertionError, match=message) as refusal:
+        check_mixer(partial(Planted, fault), meshes=[mesh])
+    head, *lines = str(refusal.value).splitlines()
+    assert {line.strip().partition(":")[0] for line in lines} == names
+    assert head.startswith(f"Planted fails {len(lines)} of 1")
+
+
+def test_check_mixer_refuses_other_dtypes():
+    (check,) = check_dtypes(make_subject(WrongDtypes(Planted(key=jax.random.key(0)))), Texts(6, 6))
+    assert not check.passed
+    assert "outputs of bfloat16 inputs are float32" in str(check)
+    assert ".h float16[16, 4] after a call" in str(check)
+
+
+def test_check_mixer_without_devices_says_what_was_not_checked(caplog):
+    """With one device no mesh is chosen: the report and the log say how to have eight."""
+    (check,) = check_meshes(make_subject(Planted(key=jax.random.key(0))), Texts(6, 6), [])
+    assert check.passed and check.difference is None
+    assert "is not checked: " in str(check) and "device_count=8" in str(check) and "device_count=8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (partial(check_mixer, partial(Linear, 4, 4)), "returned Linear"),
+        (partial(check_mixer, Planted, seq_len=4), "a document has 5 tokens or more"),
+        (
+            partial(check_mixer, Planted, implementations={"kernel": [1]}),
+            "kernel is no option .* Planted, which has mode",
+        ),
+    ],
+)
+def test_check_mixer_rejects_what_it_cannot_check(check, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        check()
+
+
+def test_check_mixer_passes_attention_in_all_implementations():
+    others = {"implementation": [reference_attention]}
+    report = check_mixer(partial(Attention, 16, 4, kv_heads=2, window=3, sinks=True), implementations=others)
+    assert "with implementation=reference_attention, and with grouped_query_attention" in str(report)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(GatedDeltaNet, 12, 2, key_dim=4, value_dim=8), partial(Mamba2, 12, 4, head_dim=4, groups=2, state_dim=3)],
+    ids=["gated_delta_net", "mamba2"],
+)
+def test_check_mixer_passes_recurrent_mixers(make):
+    assert check_mixer(make).passed
