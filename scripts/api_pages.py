@@ -16,7 +16,7 @@ from typing import Any
 
 import zoo
 
-PACKAGES = ("models", "weights", "layers", "parallel", "ops", "adapters", "train", "inspect")
+PACKAGES = ("models", "weights", "layers", "parallel", "ops", "adapters", "train", "inspect", "testing")
 """Public packages and modules of `zoo`, in the order of the pages."""
 UNLISTED = ("cli", "generate", "shapes", "text")
 """Modules without public names of their own: `zoo.train` exports those of `text`, and `zoo` that of `generate`."""
@@ -31,6 +31,8 @@ ALSO_SHOWN = (
 )
 """Names that no package exports, but that porting a model needs."""
 SHAPES = "zoo.shapes"
+HEAD = "---\nsearch:\n  boost: 0.5\n---\n\n"
+"""Front matter: a page of the reference comes after the page that explains."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,13 @@ def build_api_pages(note: str) -> dict[str, str]:
     pages = {}
     for page, entries in list_pages().items():
         stubs = "\n\n".join(entry.stub() for entry in entries)
-        pages[f"docs/api/{page}.md"] = f"# {page}\n\n{note}{summarize(page)}\n\n{stubs}\n"
+        pages[f"docs/api/{page}.md"] = f"{HEAD}# {page}\n\n{note}{summarize(page)}\n\n{stubs}\n"
     options = "    options:\n      show_root_heading: false\n      show_if_no_docstring: true"
-    pages[f"docs/api/{SHAPES}.md"] = f"# {SHAPES}\n\n{note}::: {SHAPES}\n{options}\n"
+    pages[f"docs/api/{SHAPES}.md"] = f"{HEAD}# {SHAPES}\n\n{note}::: {SHAPES}\n{options}\n"
     rows = [f"| [`{page}`]({page}.md) | {summarize(page)} |" for page in [*list_pages(), SHAPES]]
     pages["docs/api/index.md"] = "\n".join(
         [
-            f"# API\n\n{note}One page per package, from the docstrings. Shapes such as "
+            f"{HEAD}# API\n\n{note}One page per package, from the docstrings. Shapes such as "
             '`Float[Array, "batch seq embed"]` are part of a signature, and are checked whenever the tests run. '
             "[Public names](../names.md) lists all names with one sentence each.\n",
             "| package | contents |",

@@ -38,6 +38,8 @@ FOLDER_CAPTIONS = {"recipes": "Complete programs in one file, to fork.", "script
 IMPORT_ORDER = " < ".join(
     ("ops", "parallel", "layers", "models", "(weights, text, generate)", "(adapters, train, inspect)", "(cli, recipes)")
 )
+HEAD = "---\nsearch:\n  exclude: true\n---\n\n"
+"""Front matter of lists whose entries the search finds in the API."""
 NOTE = f"<!-- Written by `{COMMAND}`. -->\n\n"
 
 
@@ -54,7 +56,7 @@ def build_tree_page() -> str:
 
     rows = "\n".join(row for name in FOLDERS for row in listing(ROOT / name, 0))
     return (
-        f"# The tree\n\n{NOTE}Every file with the first paragraph of its docstring. Imports go down only: "
+        f"{HEAD}# The tree\n\n{NOTE}Every file with the first paragraph of its docstring. Imports go down only: "
         f"`{IMPORT_ORDER}`.\n\n"
         f'<div class="tree" markdown>\n\n{rows}\n\n</div>\n'
     )
@@ -97,7 +99,9 @@ def build_families_page() -> str:
             "`model_type` of a `config.json`. [Port a model](port.md) adds one.\n",
             *summaries,
             "\n## Layers\n",
-            "With the default config of each family; a checkpoint's config may change the details.\n",
+            "With the default config of each family; a checkpoint's config may change the details. Grouped-query "
+            "attention (GQA) shares each key and value head among several query heads; multi-head latent attention "
+            "(MLA) caches one latent vector per token instead.\n",
             "| family | class in transformers | mixer | norm | feed-forward | head |",
             "|---|---|---|---|---|---|",
             *rows,
@@ -197,8 +201,8 @@ def build_names_page() -> str:
     promised = [f"zoo.{name}" for name in re.findall(r"`zoo\.([a-z]\w*(?:\.\w+)*)`", promises)]
     listed = {id(resolve_name(name)) for name in promised}
     found = [
-        f"# Public names\n\n{NOTE}Each with its arguments and the first sentence of its docstring. Follow the name for "
-        "the rest.\n",
+        f"{HEAD}# Public names\n\n{NOTE}Each with its arguments and the first sentence of its docstring. Follow the "
+        "name for the rest.\n",
         '<div class="names" markdown>\n',
         "## Promised\n\nThese keep their names and their meaning.\n",
         *map(format_entry, promised),
