@@ -1,10 +1,14 @@
 """No text of unknown origin controls the terminal: one function prints, and it escapes."""
 
+import ast
 import sys
+from pathlib import Path
 
 import pytest
 
 from zoo._terminal import escape_controls, show, show_error
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,17 @@ def test_show_keeps_lines_and_tabs(capsys):
     assert capsys.readouterr() == ("a\tb\nc\\x1b]0;title\\x07", "refused\n  zoo: all is well\n  listed\\x1b[0m\n")
     show("to a file", file=sys.stderr)
     assert capsys.readouterr() == ("", "to a file\n")
+
+
+def find_prints(source):
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        if ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
+    ]
+
+
+def test_only_show_prints():
+    found = {path.relative_to(ROOT).as_posix(): find_prints(path.read_text()) for path in ROOT.glob("zoo/**/*.py")}
+    assert {path for path, lines in found.items() if lines} == {"zoo/_terminal.py"}, found

@@ -1,5 +1,9 @@
 """`zoo convert`: same numbers, another dtype and shards; no executable files are copied."""
 
+import importlib
+import os
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,11 +53,52 @@ def test_convert_refuses_output_directories(refused, run, bytes_model, tmp_path)
 
 
 def test_convert_that_fails_leaves_no_partial_files(bytes_model, tmp_path, monkeypatch, refused):
-    def full(model, out, **_):
-        out.mkdir()
-        (out / "model.safetensors.partial").write_text("half")
+    def full(file, *_):
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(zoo, "save", full)
+    monkeypatch.setattr(importlib.import_module("zoo.weights.save"), "write_tensors", full)
     assert "No space left" in refused("convert", bytes_model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_convert_copies_no_link_that_leaves_the_directory(run, bytes_model, tmp_path):
+    (tmp_path / "secret").write_text("precious")
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "c0ffee", tmp_path / "hub" / "blobs"
+    shutil.copytree(bytes_model, snapshot)
+    blobs.mkdir()
+    (snapshot / "model.safetensors").rename(blobs / "1")
+    (blobs / "2").write_text("license")
+    links = {"model.safetensors": "../../blobs/1", "LICENSE": "../../blobs/2", "vocab.txt": "LICENSE"}
+    (blobs / "3").symlink_to(tmp_path / "secret")
+    outside = {
+        "README.md": str(tmp_path / "secret"),
+        "tokenizer.model": "../../../secret",
+        "merges.txt": "../../blobs/3",
+    }
+    special = {"chat_template.json": "chat_template.json", "vocab.json": "/dev/zero"}
+    for name, target in (links | outside | special).items():
+        (snapshot / name).symlink_to(target)
+    os.mkfifo(snapshot / "generation_config.json")
+    told = run("convert", snapshot, tmp_path / "new")[0].partition("skipped")[2]
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {*links, "config.json"}
+    assert all(f"{name} (link that leaves the directory)" in told for name in outside)
+    assert all(f"{name} (not a file)" in told for name in (*special, "generation_config.json"))
+    shutil.move(snapshot, tmp_path / "plain")  # here the links to blobs leave the directory
+    (tmp_path / "plain" / "model.safetensors").unlink()
+    shutil.copy(blobs / "1", tmp_path / "plain" / "model.safetensors")
+    run("convert", tmp_path / "plain", tmp_path / "again")
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_convert_overwrites_links_not_their_targets(run, bytes_model, tmp_path):
+    (tmp_path / "secret").write_text("precious")
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(bytes_model, source)
+    (source / "README.md").write_text("about")
+    out.mkdir()
+    for name in ("README.md", "config.json", "model.safetensors", "model.safetensors.partial", "config.json.partial"):
+        (out / name).symlink_to(tmp_path / "secret")
+    run("convert", source, out, "--overwrite")
+    assert (tmp_path / "secret").read_text() == "precious" and (out / "README.md").read_text() == "about"
+    zoo.load(out)

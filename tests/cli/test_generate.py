@@ -23,6 +23,13 @@ def test_generate_streams_one_prompt(run, text_model, capsys):
     assert f"{len(new)} tokens; the first after" in error and "tokens/s" in error
 
 
+def test_generate_continues_words_after_the_directory(run, refused, text_model):
+    flag = run("generate", text_model, "--prompt", "Où est", "--max-new-tokens", 8)[0]
+    assert run("generate", text_model, "Où est", "--max-new-tokens", 8)[0] == flag
+    assert run("generate", text_model, "Où", "est", "--max-new-tokens", 8)[0] == flag
+    assert "not both" in refused("generate", text_model, "Où", "--prompt", "est")
+
+
 def test_generate_batch_equals_single_prompts(run, bytes_model):
     prompts = ("A", "longer text")
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
@@ -61,6 +68,15 @@ def test_stop_tokens_from_config_files(text_model, bytes_model, tmp_path):
     assert read_stop_tokens(bytes_model) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
     assert read_stop_tokens(tmp_path) == [3]
+    for given, tokens in (("null", []), ("-1", []), ("[2, -1]", [2])):
+        (tmp_path / "config.json").write_text(f'{{"eos_token_id": {given}}}')
+        assert read_stop_tokens(tmp_path) == tokens
+    for given in ("true", '"2"', "[[2]]", "2.0"):
+        (tmp_path / "config.json").write_text(f'{{"eos_token_id": {given}}}')
+        with pytest.raises(
+            zoo.CheckpointError, match="config.json: eos_token_id = .* should be a list of whole numbers"
+        ):
+            read_stop_tokens(tmp_path)
 
 
 def test_pad_left():

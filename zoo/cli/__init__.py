@@ -15,6 +15,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 import zoo
+from zoo._terminal import show, show_error
 
 from .convert import convert
 from .evaluate import evaluate
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments == ["--version"]:
-        print(zoo.__version__)
+        show(zoo.__version__)
         return
     name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may generate characters that the terminal cannot encode
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tyro.cli(build_subcommands(name), args=arguments, prog="zoo", description=DESCRIPTION, config=TYRO_OPTIONS)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        show(file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of the pipe has closed it, as `head` does. Discard the buffer, or Python complains at exit.
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
         if not (isinstance(error, OSError) or is_raised_by_zoo(error)):
             raise
-        print(f"zoo {name}".strip() + f": error: {error}", file=sys.stderr)
+        show_error(f"zoo {name}".strip() + f": error: {error}")
         sys.exit(2)
 
 

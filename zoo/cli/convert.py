@@ -1,6 +1,6 @@
 """Implement `zoo convert`."""
 
-import shutil
+import os
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +9,8 @@ import jax
 import tyro
 
 import zoo
+from zoo._files import copy_file
+from zoo._terminal import escape_controls, show
 from zoo.weights.resolve import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import PICKLE_SUFFIXES, SAFE_WEIGHTS_INDEX_NAME
 
@@ -34,7 +36,8 @@ def convert(
     """Convert a checkpoint to another dtype or shard size.
 
     Loads the model with zoo.load and saves it with zoo.save. Copies tokenizer, chat template, generation_config.json,
-    license and README.md. Skips pickled files and files of unknown kinds, and lists them at the end.
+    license and README.md. Skips pickled files, files of unknown kinds, and links that leave the directory, except into
+    the cache of the Hugging Face hub that it belongs to; lists them at the end.
 
     Args:
         directory: Checkpoint directory with config.json and safetensors, in one file or in shards.
@@ -54,18 +57,19 @@ def convert(
         zoo.save(model, out, shard_bytes=int(shard_bytes))
         copied, skipped = _list_extra_files(source)
         for file in copied:
-            shutil.copyfile(file, out / file.name)
+            copy_file(file, out / file.name)
     except BaseException:
-        _remove_partial_files(out, is_new)
+        if is_new and out.is_dir() and not any(out.iterdir()):
+            out.rmdir()
         raise
     parameters = sum(x.size for x in jax.tree.leaves(model))
-    print(f"read      {parameters:,} parameters from {source}")
+    show(f"read      {parameters:,} parameters from {source}")
     for file in [*list_weight_files(out), out / CONFIG_NAME]:
-        print(f"wrote     {file} ({format_bytes(file.stat().st_size)})")
+        show(f"wrote     {file} ({format_bytes(file.stat().st_size)})")
     if copied:
-        print(f"copied    {', '.join(file.name for file in copied)}")
+        show(f"copied    {', '.join(escape_controls(file.name) for file in copied)}")
     if skipped:
-        print(f"skipped   {', '.join(skipped)}")
+        show(f"skipped   {', '.join(map(escape_controls, skipped))}")
 
 
 def _check_output_directory(source: Path, out: Path, overwrite: bool) -> None:
@@ -87,21 +91,26 @@ def _list_extra_files(source: Path) -> tuple[list[Path], list[str]]:
             continue
         if path.is_dir():
             skipped.append(f"{path.name} (directory)")
+        elif not path.is_file():
+            skipped.append(f"{path.name} (not a file)")
         elif path.suffix in PICKLE_SUFFIXES:
             skipped.append(f"{path.name} (pickled)")
         elif path.suffix == ".safetensors":
             skipped.append(f"{path.name} (not a shard of this checkpoint)")
-        elif any(fnmatchcase(path.name, pattern) for pattern in _COPIED_FILE_PATTERNS):
-            copied.append(path)
-        else:
+        elif not any(fnmatchcase(path.name, pattern) for pattern in _COPIED_FILE_PATTERNS):
             skipped.append(f"{path.name} (unknown kind)")
+        elif _is_link_to_outside(path, source):
+            skipped.append(f"{path.name} (link that leaves the directory)")
+        else:
+            copied.append(path)
     return copied, skipped
 
 
-def _remove_partial_files(out: Path, created: bool) -> None:
-    """Remove partially written files, and the output directory if it was created and is empty."""
-    for pattern in ("model*.partial", f"{CONFIG_NAME}.partial"):
-        for file in out.glob(pattern):
-            file.unlink()
-    if created and out.is_dir() and not any(out.iterdir()):
-        out.rmdir()
+def _is_link_to_outside(path: Path, source: Path) -> bool:
+    """Return True for a link to a file that does not belong to the checkpoint, say `README.md -> ~/.ssh/id_rsa`.
+
+    In the cache of the Hugging Face hub a checkpoint is `snapshots/COMMIT/`, and its files are links to `blobs/`.
+    """
+    home, target = Path(os.path.realpath(source)), Path(os.path.realpath(path))
+    is_blob = home.parent.name == "snapshots" and target.parent == home.parents[1] / "blobs"
+    return not (target.is_relative_to(home) or is_blob)

@@ -18,6 +18,7 @@ import tyro
 from jaxtyping import Float, Int
 
 import zoo
+from zoo._terminal import show
 from zoo.parallel import Mesh
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, find_tokenizer
 from zoo.weights.resolve import resolve_directory
@@ -80,7 +81,7 @@ def evaluate(
     if limit is not None and limit < len(windows):
         windows = [windows[i * len(windows) // limit] for i in range(limit)]
     results = {"files": len(files), "windows": len(windows), **_evaluate_windows(model, windows, length, batch, mesh)}
-    print(json.dumps(results, indent=2) if as_json else _format_results(results))
+    show(json.dumps(results, indent=2) if as_json else _format_results(results))
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
@@ -106,7 +107,8 @@ def _list_files(folder: Path) -> Iterator[Path]:
     """Yield every file below a directory, except hidden files and directories."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent) / name for name in names if not name.startswith("."))
+        files = (Path(parent) / name for name in names if not name.startswith("."))
+        yield from (file for file in files if file.is_file())  # no pipe, whose writer would be waited for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import shutil
 import sys
 from types import ModuleType
 
+from zoo._terminal import show
 from zoo.models.hf import families as families_package
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family
@@ -20,7 +21,7 @@ def families() -> None:
     rows = [(name, FAMILIES[name].architecture, summarize_family(FAMILIES[name])) for name in sorted(FAMILIES)]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in align_columns(rows):
-        print(line if width is None or len(line) <= width else line[: width - 3] + "...")
+        show(line if width is None or len(line) <= width else line[: width - 3] + "...")
 
 
 def summarize_family(family: Family) -> str:

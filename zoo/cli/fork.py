@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import re
 import shlex
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+
+from zoo._files import write_text
+from zoo._terminal import show
 
 from .terminal import align_columns
 
@@ -38,7 +42,7 @@ def fork(
     recipes = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
     if as_list:
         for line in align_columns([(name, _read_first_line(path)) for name, path in recipes.items()]):
-            print(line)
+            show(line)
         return
     if recipe is None:
         raise ValueError(f"missing the name of a recipe: {', '.join(recipes)}; `zoo fork --list` describes them")
@@ -47,18 +51,16 @@ def fork(
         raise ValueError(f"there is no recipe {recipe!r}: choose from {', '.join(recipes)}")
     path = _resolve_target(name, target)
     text = _rename_recipe(recipes[name].read_text(encoding="utf-8"), name, path, others=recipes.keys() - {name})
-    try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ValueError(f"{path} exists already: choose another file, or pass --force to overwrite it") from None
-    print(f"wrote {path}, a copy of the recipe {name}")
+    if os.path.lexists(path) and not force:  # a link whose target is missing, too
+        raise ValueError(f"{path} exists already: choose another file, or pass --force to overwrite it")
+    write_text(path, text)
+    show(f"wrote {path}, a copy of the recipe {name}")
     if missing := [
         module for module in _TRAIN_REQUIREMENTS if importlib.util.find_spec(module.partition(".")[0]) is None
     ]:
-        print(f'it needs {", ".join(missing)}: pip install "equizoo[train]"')
+        show(f'it needs {", ".join(missing)}: pip install "equizoo[train]"')
     for command in [*_find_prerequisite_commands(text, path), f"python {shlex.quote(str(path))} --steps 20"]:
-        print(f"next: {command}")
+        show(f"next: {command}")
 
 
 def _find_recipes_folder() -> Path:

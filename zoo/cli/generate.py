@@ -12,9 +12,11 @@ import numpy as np
 import tyro
 
 import zoo
+from zoo._terminal import show
+from zoo.models.hf.values import integer, list_of
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
 from zoo.weights.resolve import CONFIG_NAME, resolve_directory
-from zoo.weights.safetensors import read_json
+from zoo.weights.safetensors import CheckpointError, read_json
 
 from .devices import make_device_mesh
 
@@ -23,6 +25,7 @@ _GENERATION_CONFIG_FILE = "generation_config.json"
 
 def generate(
     directory: Annotated[Path, tyro.conf.Positional],
+    words: tyro.conf.Positional[tuple[str, ...]] = (),
     *,
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
     tokens: Annotated[tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]], tyro.conf.arg(metavar="ID ...")] = (),
@@ -39,7 +42,7 @@ def generate(
     fsdp: int = 1,
     tensor: int = 1,
 ) -> None:
-    """Generate text from prompts.
+    """Generate text from prompts: zoo generate DIRECTORY "Once upon a time".
 
     Prints the new tokens to standard output: streamed for one prompt, in order for several, which form one batch.
     Prompts are used verbatim, without a chat template. Without tokenizer.json, a vocabulary of 256 means bytes; with
@@ -47,6 +50,7 @@ def generate(
 
     Args:
         directory: Checkpoint directory with config.json and safetensors, and tokenizer.json for text prompts.
+        words: Prompt text, as words after the directory.
         prompt: Prompt text. Repeat for several prompts.
         tokens: Prompt as token ids, used verbatim. Repeat for several prompts.
         max_new_tokens: Maximum number of new tokens per prompt.
@@ -63,15 +67,19 @@ def generate(
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the prompts.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
     """
-    if bool(prompt) == bool(tokens):
-        raise ValueError("pass the prompt as --prompt or as --tokens" + (", not both" if prompt else ""))
+    if (given := sum(map(bool, (words, prompt, tokens)))) != 1:
+        raise ValueError(
+            'pass the prompt as words after the directory, "Once upon a time", as --prompt or as --tokens'
+            + (", not both" if given else "")
+        )
+    prompt = (" ".join(words),) if words else prompt
     path = resolve_directory(directory)
+    stops = read_stop_tokens(path) if stop_token is None else stop_token
     mesh = make_device_mesh(data=data, fsdp=fsdp, tensor=tensor)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)
     prompts = list(tokens) or [_encode_prompt(text, each, path) for each in prompt]
-    stops = [token for token in read_stop_tokens(path) if token < vocab] if stop_token is None else stop_token
     batch, mask = pad_left(prompts)
     printer = _TokenPrinter(text, prompts)
     zoo.generate(
@@ -84,7 +92,7 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        stop_tokens=stops,
+        stop_tokens=[token for token in stops if token < vocab] if stop_token is None else stops,
         mesh=mesh,
         callback=printer.push,
         key=jax.random.key(seed) if temperature else None,
@@ -103,12 +111,17 @@ def _encode_prompt(text: CheckpointTokenizer | None, prompt: str, directory: Pat
 
 
 def read_stop_tokens(directory: Path) -> list[int]:
-    """Return the checkpoint's eos_token_id, one or several; an empty list if there is none."""
+    """Return the checkpoint's eos_token_id, one or several; an empty list if there is none.
+
+    **Raises** `CheckpointError` for a value that is neither a token id nor a list of them.
+    """
     for name in (_GENERATION_CONFIG_FILE, CONFIG_NAME):
-        if (directory / name).is_file():
+        if (directory / name).exists():
             tokens = read_json(directory / name).get("eos_token_id")
-            tokens = tokens if isinstance(tokens, list) else [tokens]
-            if tokens := [token for token in tokens if isinstance(token, int)]:
+            tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
+            if error := list_of(integer()).find_error(tokens):
+                raise CheckpointError(f"{directory / name}: eos_token_id = {tokens!r} {error}")
+            if tokens := [token for token in tokens if token >= 0]:  # some files say -1 for none
                 return tokens
     return []
 
@@ -139,20 +152,20 @@ class _TokenPrinter:
             if token >= 0:
                 pieces.append(stream.push(token))
         if len(self._streams) == 1:
-            print(self._pieces[0].pop() if self._pieces[0] else "", end="", flush=True)
+            show(self._pieces[0].pop() if self._pieces[0] else "", end="")
 
     def close(self) -> None:
         """Print the rest of the text, and the timings."""
         for number, (stream, pieces) in enumerate(zip(self._streams, self._pieces, strict=True), start=1):
             if len(self._streams) > 1:
-                print(f"--- {number}")
-            print("".join(pieces) + stream.flush())
+                show(f"--- {number}")
+            show("".join(pieces) + stream.flush())
         seconds = [when - self._start for when, _ in self._steps]
         counts = [count for _, count in self._steps]
         summary = f"{sum(counts)} token{'s' if sum(counts) > 1 else ''}; the first after {seconds[0]:.2f} s"
         if len(seconds) > 2:
             summary += f", then {sum(counts[2:]) / (seconds[-1] - seconds[1]):.1f} tokens/s"
-        print(summary, file=sys.stderr)
+        show(summary, file=sys.stderr)
 
 
 def _format_token_ids(tokens: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from zoo._terminal import show
 from zoo.models.presets.published import find_preset
 
 from .devices import make_abstract_mesh, use_cpu
@@ -50,9 +51,9 @@ def info(
     else:
         raise ValueError("pass a checkpoint directory, or --preset NAME; `zoo presets` lists the names")
     if as_json:
-        print(json.dumps(_build_json(summary, preset), indent=2))
+        show(json.dumps(_build_json(summary, preset), indent=2))
     else:
-        print("\n".join(_format_summary(summary, preset, names)))
+        show("\n".join(_format_summary(summary, preset, names)))
 
 
 def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from zoo._terminal import show
+from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.weights import CheckpointError, load_family
 from zoo.weights.from_torch import compute_expectations
 from zoo.weights.parity import TOLERANCE, Comparison, ParityReport, compare, read_expectations
@@ -46,10 +48,10 @@ def parity(
     if stored is not None and not stored.is_file():
         raise CheckpointError(f"there is no file {stored}")
     if stored is None:
-        print("computing with transformers", file=sys.stderr)
+        show("computing with transformers", file=sys.stderr)
     results = compute_expectations(directory) if stored is None else read_expectations(stored)
     meta = directory / "meta.json"
-    norms = read_json(meta).get("grad_norm") if stored == directory / _EXPECTED_FILE and meta.exists() else None
+    norms = _read_gradient_norms(meta) if stored == directory / _EXPECTED_FILE and meta.exists() else None
     report = compare(
         directory,
         results,
@@ -57,9 +59,17 @@ def parity(
         tolerance=tolerance,
         family=None if family is None else load_family(family),
     )
-    print(_format_json(report) if as_json else "\n".join(_format_report(report, every)))
+    show(_format_json(report) if as_json else "\n".join(_format_report(report, every)))
     if not report.passed:
         sys.exit(1)
+
+
+def _read_gradient_norms(file: Path) -> dict[str, float] | None:
+    """Return the norms of PyTorch's gradients by tensor name, if the file has them."""
+    norms = read_json(file).get("grad_norm")
+    if error := optional(table_of(NON_NEGATIVE_NUMBER)).find_error(norms):
+        raise CheckpointError(f"{file}: grad_norm {error}")
+    return norms
 
 
 def _format_json(report: ParityReport) -> str:

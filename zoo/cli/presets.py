@@ -1,5 +1,6 @@
 """Implement `zoo presets`."""
 
+from zoo._terminal import show
 from zoo.models.presets.published import PRESETS
 
 from .terminal import align_columns
@@ -12,4 +13,4 @@ def presets() -> None:
     """
     rows = [(name, f"{preset.parameters:,}", preset.family, preset.source) for name, preset in PRESETS.items()]
     for line in align_columns(rows, right=(1,)):
-        print(line)
+        show(line)

@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 
+from zoo._terminal import show, show_error
+
+from .directory import DirectoryLock, claim_directory
 from .options import RunOptions, flatten_config
 from .resume import parse_resumed
 
@@ -38,16 +41,23 @@ def run_cli(
     try:
         flags = parse(words)
         options = next((value for value in flags.values() if isinstance(value, RunOptions)), None)
-        if options is not None and options.resume:
+        is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
+        if options is not None and is_first:
+            # Now, rather than once data and model are made; the run itself does it again, to the end.
+            lock = DirectoryLock(options.out)
+            claim_directory(lock, resume=options.resume)
+            lock.release()
+        if options is not None and options.resume is not False:
             defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
             flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
-        if options is not None and (not jax.distributed.is_initialized() or jax.process_index() == 0):
-            print(f"loading data and compiling; the run's folder is {options.out}", flush=True)
+        if options is not None and is_first:
+            show(f"loading data and compiling; the run's folder is {options.out}")
+        _require_positive(flags)
         return main(**flags)
-    except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
         if not _is_user_error(error, main):
             raise
-        print(f"{program}: error: {error}", file=sys.stderr)
+        show_error(f"{program}: error: {error}")
         sys.exit(2)
 
 
@@ -55,6 +65,13 @@ def check_names(kind: str, names: Collection[str], known: Collection[str]) -> No
     """**Raise** `ValueError` unless the flag's value `names` is one or more of the `known` names of a `kind`."""
     if not names or set(names) - set(known):
         raise ValueError(f"name one or more of the {kind} {', '.join(known)}, not {', '.join(names) or 'none'}")
+
+
+def _require_positive(flags: Mapping[str, Any]) -> None:
+    for name in ("steps", "batch_size", "seq_len", "eval_every"):
+        value = flags.get(name)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
 
 
 def _replace_defaults(main: Callable[..., Any], defaults: Mapping[str, Any]) -> inspect.Signature:
@@ -76,7 +93,30 @@ def _parse_flags(
     collect.__signature__ = signature  # type: ignore[attr-defined]  # tyro reads defaults from it
     # Fields of option groups are flags like any other: --fsdp, not --mesh-options.fsdp.
     markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
-    return tyro.cli(collect, args=words, prog=program, description=description, config=markers)
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_make_resume_spec)
+    return tyro.cli(collect, args=words, prog=program, description=description, config=markers, registry=registry)
+
+
+def _make_resume_spec(type_info: Any) -> Any:
+    """Return tyro's specification of `bool | int`: the flag alone is True, the flag with a number that number."""
+    import tyro
+
+    if type_info.type != bool | int:
+        return None
+
+    def parse(words: list[str]) -> bool | int:
+        if len(words) > 1 or (words and not words[0].isdecimal()):
+            raise ValueError(f"one step or none was expected, not {' '.join(words)}")
+        return int(words[0]) if words else True
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[STEP]",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, bool | int),
+        str_from_instance=lambda value: [] if isinstance(value, bool) else [str(value)],
+    )
 
 
 def _is_user_error(error: Exception, main: Callable[..., Any]) -> bool:

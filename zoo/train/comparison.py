@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from zoo._terminal import show
+
 from .report.page import write_report
 
 
@@ -36,10 +38,10 @@ def report_runs(
     path = write_report(directory, title=title, summary=description, **sections)
     cells = [list(rows[0]), *([_format_number(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print()
+    show()
     for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print(f"\nwrote the report to {path}")
+        show("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    show(f"\nwrote the report to {path}")
 
 
 def _format_number(value: Any) -> str:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from zoo._terminal import escape_controls, show
+
 
 class Throughput:
     """Steps, tokens and FLOPs per second between two calls of `tick`, and the time left.
@@ -59,10 +61,10 @@ class LineProgress:
         self._total = total
 
     def update(self, step: int, values: Mapping[str, Any], throughput: Mapping[str, float | int]) -> None:
-        print(f"{step:>{len(str(self._total))}}/{self._total}  {format_metrics(values, throughput)}", flush=True)
+        show(f"{step:>{len(str(self._total))}}/{self._total}  {format_metrics(values, throughput)}")
 
     def print_line(self, text: str) -> None:
-        print(text, flush=True)
+        show(text)
 
     def close(self) -> None:
         pass
@@ -93,7 +95,7 @@ class ProgressBar:
         self._bar.update(self._task, completed=step, description=format_metrics({}, throughput))
 
     def print_line(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+        self._live.console.print(escape_controls(text, keep="\n\t"), markup=False, highlight=False)
 
     def close(self) -> None:
         self._live.stop()
@@ -117,7 +119,7 @@ def make_progress(total: int, *, start: int = 0) -> Progress:
     if sys.stdout.isatty():
         return ProgressBar(total, start=start)
     if start < total:
-        print("compiling", flush=True)
+        show("compiling")
     return LineProgress(total)
 
 

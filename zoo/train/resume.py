@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo._files import read_json, to_jsonable
+from zoo._terminal import show
 
 from .options import flatten_config
 
@@ -38,7 +39,7 @@ def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mappi
         raise ValueError(f"{path}: {name}={config[name]!r} is no value of {flag}: give {flag} on the command line")
     given, resumed = flatten_config(parse(words)), flatten_config(flags)
     if taken := [flag for name, flag in saved.items() if resumed[name] != given[name]]:
-        print(f"from {path}: {' '.join(itertools.chain(*taken))}", flush=True)
+        show(f"from {path}: {' '.join(itertools.chain(*taken))}")
     return flags
 
 
