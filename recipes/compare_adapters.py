@@ -81,9 +81,8 @@ def main(
         weight_decay: AdamW's, of matrices and embeddings.
         eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config, mesh = dict(locals()), mesh_options.make_mesh()
-    if not methods or set(methods) - METHODS.keys():
-        raise ValueError(f"name one or more of the methods {', '.join(METHODS)}, not {', '.join(methods) or 'none'}")
+    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
+    train.check_names("methods", methods, METHODS)
     if not ranks or min(steps, *ranks) < 1 or max_rank < max(ranks):
         raise ValueError(f"{steps=} and each of {ranks=} are at least 1, and {max_rank=} at least the largest of them")
     if not (checkpoint / "config.json").exists():
@@ -105,7 +104,8 @@ def main(
     def step(batch, model, opt_state, optimizer):
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
+        metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
 
     new, old = (text.validation.ordered(seq_len, batch_size, limit=8) for text in (corpus, old_corpus))
     evaluate, base = train.Evaluation(loss_fn, mesh, new=new, old=old), load()
@@ -123,7 +123,7 @@ def main(
     for method, rank in plan:
         name = f"{method}-{rank}" if rank else method
         peak = METHODS[method][1] if learning_rate is None else learning_rate
-        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, min(warmup_steps, steps // 2), steps, peak / 10)
+        schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, steps, peak / 10))
         adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
         model = apply(method, rank, load())
@@ -134,11 +134,11 @@ def main(
             trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
             model = eqx.combine(trainable, model)
             for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
-                batch = zoo.place_batch(batch, mesh)
+                batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
                 if run.step == 1 and (memory := zoo.inspect.compiled(step, batch, model, opt_state, optimizer).memory):
                     run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
-                model, opt_state, bits = step(batch, model, opt_state, optimizer)
-                run.log(bits_per_byte=bits)
+                model, opt_state, metrics = step(batch, model, opt_state, optimizer)
+                run.log(**metrics, learning_rate=schedule(run.step - 1))
                 if run.every(eval_every):  # merged, all methods are one program
                     run.log(**evaluate(model if method == "full" else adapters.merge(model)))
                 if run.due(eval_every):

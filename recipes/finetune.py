@@ -54,15 +54,14 @@ def main(
         weight_decay: AdamW's, of matrices and embeddings.
         eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config, mesh = dict(locals()), mesh_options.make_mesh()
+    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
     if not (checkpoint / "config.json").exists():
         raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
     tokenizer, key = train.read_tokenizer(checkpoint), jax.random.key(run_options.seed)
     corpus, old_corpus = (train.load_text(text, tokenizer=tokenizer) for text in (data or topics, pretraining_data))
     batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
     model = train.rematerialize(zoo.load(checkpoint, mesh=mesh, dtype="float32"), mesh_options.remat)
-    warmup_steps = min(warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -74,7 +73,8 @@ def main(
     def step(batch, model, opt_state):
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
+        metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
 
     new, old = (text.validation.ordered(seq_len, batch_size, limit=16) for text in (corpus, old_corpus))
     evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
@@ -84,8 +84,8 @@ def main(
         before, samples = evaluate(model), train.continue_prompts(model, corpus, PROMPTS, mesh=mesh, key=key)
         model, opt_state = run.restore((model, opt_state), batches)
         for batch in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * zoo.count(model)):
-            model, opt_state, bits = step(zoo.place_batch(batch, mesh), model, opt_state)
-            run.log(bits_per_byte=bits)
+            model, opt_state, metrics = step(zoo.place_batch(batch, mesh, vocab=corpus.vocab), model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(eval_every):
                 run.log(**evaluate(model))
             if run.due(eval_every):

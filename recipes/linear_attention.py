@@ -92,7 +92,7 @@ def main(
         if widths[name] < unit:
             raise ValueError(f"{name} has more parameters without an MLP than attention with one: raise mlp={mlp_dim}")
         train.tabulate_parameters(abstract(name, widths[name]), mesh)  # sizes that do not fit raise now, not in an hour
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -103,7 +103,7 @@ def main(
     def step(batch, model, opt_state):
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss, optax.tree.norm(grads)
 
     evaluate = train.Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=8))
     tokens, lengths, rows = batch_size * seq_len, [seq_len, 64 * seq_len], []
@@ -115,8 +115,8 @@ def main(
             run.print_line(f"{name}: {zoo.count(model):,} parameters, an MLP of {width}; on {mesh}; {corpus}")
             model, opt_state = run.restore((model, opt_state), batches)
             for batch in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * zoo.count(model)):
-                model, opt_state, loss = step(zoo.place_batch(batch, mesh), model, opt_state)
-                run.log(loss=loss)
+                model, opt_state, loss, norm = step(zoo.place_batch(batch, mesh, vocab=corpus.vocab), model, opt_state)
+                run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
                 if run.every(eval_every):
                     run.log(**evaluate(model))
                 if run.due(eval_every):

@@ -71,7 +71,7 @@ def main(
     preset, options = {1: (zoo.models.Mamba, {}), 2: (zoo.models.Mamba2, {"head_dim": head_dim})}[generation]
     sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "state_dim": state_dim, "expand": expand}
     model = zoo.init(lambda key: preset(**sizes, **options, remat=mesh_options.remat, key=key), model_key, mesh)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -83,22 +83,22 @@ def main(
     def step(batch, model, opt_state):
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
+        metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
 
     evaluate = train.Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=16))
     with train.Run(run_options, config=config) as run:
         run.print_line(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, opt_state = run.restore((model, opt_state), batches)
         for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
-            model, opt_state, bits = step(zoo.place_batch(batch, mesh), model, opt_state)
-            run.log(bits_per_byte=bits)
+            model, opt_state, metrics = step(zoo.place_batch(batch, mesh, vocab=corpus.vocab), model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(eval_every):
                 run.log(**evaluate(model))
             if run.due(eval_every):
                 run.save((model, opt_state), batches)
-    memory = {"bytes of decoding state, at any length": f"{zoo.inspect.state_bytes(model, 1):,}"}
-    report = {"headline": memory, "prompts": PROMPTS, "key": key, "export_seq_len": seq_len}
-    run.report(f"Mamba{'-2' * (generation == 2)} from scratch", model, mesh, corpus, **report)
+    report = {"headline": {"bytes of decoding state": f"{zoo.inspect.state_bytes(model, 1):,}"}, "prompts": PROMPTS}
+    run.report(f"Mamba-{generation} from scratch", model, mesh, corpus, key=key, export_seq_len=seq_len, **report)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def main(
 
     for name in runs:  # sizes that do not fit the mesh raise now, not after an hour
         train.tabulate_parameters(eqx.filter_eval_shape(make, name, key), mesh)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -113,7 +113,7 @@ def main(
         model = eqx.apply_updates(model, updates)
         if name == "loss-free":
             model = zoo.models.update_expert_bias(model, visits, rate=bias_rate)
-        return zoo.place(model, mesh), opt_state, loss, visits
+        return zoo.place(model, mesh), opt_state, loss, optax.tree.norm(grads), visits
 
     held_out, tokens, rows = corpus.validation.ordered(seq_len, batch_size, limit=8), batch_size * seq_len, []
     evaluate = train.Evaluation(loss_fn, mesh, has_aux=True, validation=held_out)
@@ -126,8 +126,9 @@ def main(
             run.print_line(f"{name}: {zoo.count(model):,} parameters, {active:,} active; on {mesh}; {corpus}")
             model, opt_state = run.restore((model, opt_state), batches)
             for batch in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * active):
-                model, opt_state, loss, visits = step(zoo.place_batch(batch, mesh), model, opt_state, name)
-                run.log(loss=loss)
+                batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
+                model, opt_state, loss, norm, visits = step(batch, model, opt_state, name)
+                run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
                 if visits and run.every(max(steps // 100, 1)):
                     run.log(visits=jnp.stack(visits))
                 if run.every(eval_every):

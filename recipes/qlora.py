@@ -76,7 +76,7 @@ def main(
     base = zoo.place(zoo.adapters.quantize(base, quantization, targets=quantize_targets), mesh)
     options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilized": rank_stabilized}
     model = zoo.place(zoo.adapters.lora(base, **options, key=key), mesh)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -88,19 +88,19 @@ def main(
     def step(batch, model, opt_state):
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
+        metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
 
     new, old = (text.validation.ordered(seq_len, batch_size, limit=16) for text in (corpus, old_corpus))
     evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
     with train.Run(run_options, config=config, best_metric="new", frozen=model) as run:
-        size = zoo.inspect.measure_size(base)
-        run.print_line(f"{size.bits_per_parameter:.2f} bits per parameter on {mesh}; {corpus}")
+        run.print_line(f"{zoo.inspect.measure_size(base).bits_per_parameter:.2f} bits per parameter; {mesh}; {corpus}")
         before, samples = evaluate(base), train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
         trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
         model = eqx.combine(trainable, model)
         for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
-            model, opt_state, bits = step(zoo.place_batch(batch, mesh), model, opt_state)
-            run.log(bits_per_byte=bits)
+            model, opt_state, metrics = step(zoo.place_batch(batch, mesh, vocab=corpus.vocab), model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(eval_every):
                 run.log(**evaluate(model))
             if run.due(eval_every):

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import equinox as eqx
+import jax
 import numpy as np
 
 import zoo
@@ -89,7 +90,7 @@ def main(
     task, test = dataset(seed=2 * seed), train.stack_rows(dataset(seed=2 * seed + 1), eval_rows)
 
     # The schedule peaks at 1, and the learning rate multiplies the updates: one program serves all rates.
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup_steps, steps // 2), steps)
+    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup_steps, steps // 2), steps))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     step = train.sweep_step(zoo.cross_entropy, optimizer)
@@ -109,8 +110,8 @@ def main(
             run.print_line(f"{name}: {len(rates)} learning rates, {num_seeds} seeds")
             models, opt_states = run.restore((models, opt_states), batches)
             for batch in run.steps(batches, steps, tokens=batch_size * seq_len * len(keys)):
-                models, opt_states, losses = step(batch, models, opt_states, learning_rates)
-                run.log(losses=losses)
+                models, opt_states, metrics = step(batch, models, opt_states, learning_rates)
+                run.log(**metrics, learning_rate=learning_rates * schedule(run.step - 1))
                 if run.every(eval_every):
                     accuracies = accuracy(models, test).reshape(len(rates), num_seeds)
                     run.log(accuracies=accuracies, accuracy=accuracies.mean(1).max())

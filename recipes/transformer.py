@@ -66,7 +66,7 @@ def main(
         weight_decay: AdamW's, of matrices and embeddings.
         eval_every: Steps between evaluations, each with a checkpoint.
     """
-    config, mesh = dict(locals()), mesh_options.make_mesh()
+    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
     corpus = train.load_text(data, vocab=vocab)
     batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
     model_key, dropout_key, sample_key = jax.random.split(jax.random.key(run_options.seed), 3)
@@ -74,8 +74,7 @@ def main(
     options = {"mlp": mlp_dim, "qk_norm": True, "dropout": dropout, "remat": mesh_options.remat}
     model = zoo.init(lambda key: zoo.models.Transformer(**sizes, **options, key=key), model_key, mesh)
 
-    warmup_steps = min(warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10)
+    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -88,7 +87,8 @@ def main(
         batch, key = inputs
         loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch, key=key)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, train.bits_per_byte(loss, corpus.train)
+        metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
 
     evaluate = train.Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=16))
     tokens = batch_size * seq_len
@@ -97,9 +97,9 @@ def main(
         run.print_line(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, opt_state = run.restore((model, opt_state), batches)
         for batch in run.steps(batches, steps, tokens=tokens, flops=flops):
-            inputs = zoo.place_batch(batch, mesh), jax.random.fold_in(dropout_key, run.step)
-            model, opt_state, bits = step(inputs, model, opt_state)
-            run.log(bits_per_byte=bits)
+            inputs = zoo.place_batch(batch, mesh, vocab=corpus.vocab), jax.random.fold_in(dropout_key, run.step)
+            model, opt_state, metrics = step(inputs, model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(eval_every):
                 run.log(**evaluate(model))
             if run.due(eval_every):

@@ -45,7 +45,7 @@ def test_mamba_resumes_bitwise_and_exports(generation, text, tmp_path, monkeypat
     call(mamba.main, out=tmp_path / "run", resume=True, **options)
     lines, expected = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "unbroken"))
     assert lines == expected
-    assert "bytes of decoding state, at any length" in (tmp_path / "run" / "report.html").read_text()
+    assert "bytes of decoding state" in (tmp_path / "run" / "report.html").read_text()
     model = zoo.load(tmp_path / "run" / "export")
     assert type(model.stack.segments[0].blocks[0].mixer).__name__ == ("Mamba2" if generation == 2 else "Mamba")
     assert jnp.isfinite(model(jnp.zeros((1, 5), int))).all()

@@ -37,11 +37,11 @@ def swept(batches):
     models = train.sweep_models(make, keys)
     optimizer = optimizer_of(1.0)
     opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
-    step, losses = train.sweep_step(zoo.cross_entropy, optimizer), []
+    step, metrics = train.sweep_step(zoo.cross_entropy, optimizer), []
     for batch in batches:
-        models, opt_states, loss = step(batch, models, opt_states, rates)
-        losses.append(loss)
-    return models, np.array(losses)
+        models, opt_states, logged = step(batch, models, opt_states, rates)
+        metrics.append(logged)
+    return models, {name: np.array([logged[name] for logged in metrics]) for name in metrics[0]}
 
 
 def test_sweep_grid_is_every_rate_with_every_seed():
@@ -68,7 +68,9 @@ def test_sweep_step_equals_single_runs(swept, batches):
     gradient = zoo.value_and_grad(zoo.cross_entropy, mesh)
     for number, batch in enumerate(batches):
         loss, grads = gradient(model, zoo.place_batch(batch, mesh))
-        assert float(loss) == pytest.approx(swept[1][number, run], abs=1e-5)
+        assert float(loss) == pytest.approx(swept[1]["losses"][number, run], abs=1e-5)
+        norm = optax.tree.norm(grads)  # before clipping
+        assert float(norm) == pytest.approx(swept[1]["gradient_norm"][number, run], rel=1e-4)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = jax.tree.map(lambda p, u: p + u, model, updates)
     for alone, stacked in zip(jax.tree.leaves(model), jax.tree.leaves(swept[0]), strict=True):

@@ -4,7 +4,7 @@
     models = sweep_models(init_fn, keys)
     opt_states = sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
     step = sweep_step(loss_fn, optimizer)
-    models, opt_states, losses = step(batch, models, opt_states, rates)
+    models, opt_states, metrics = step(batch, models, opt_states, rates)  # of each run, "losses" and "gradient_norm"
 
 All runs are one compiled program whose small matrix products are batched into larger ones: on a small model, a few runs
 take little longer than one. For a single device, since the layout has no row for the dim that `jax.vmap` adds.
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Key, PyTree, Shaped
 from zoo.parallel import trainable
 
 _Batch = Mapping[str, Shaped[Array, "batch ..."]]
-_Step = Callable[[_Batch, PyTree, PyTree, Float[Array, "runs"]], tuple[PyTree, PyTree, Float[Array, "runs"]]]
+_Step = Callable[[_Batch, PyTree, PyTree, Float[Array, "runs"]], tuple[PyTree, PyTree, dict[str, Float[Array, "runs"]]]]
 
 
 def sweep_grid(
@@ -64,18 +64,19 @@ def sweep_step(
     loss_fn: Callable[[Any, _Batch], tuple[Float[Array, ""], Float[Array, ""]]],
     optimizer: optax.GradientTransformation,
 ) -> _Step:
-    """Return a compiled step for stacked models: `(batch, models, opt_states, rates) -> (models, opt_states, losses)`.
+    """Return a compiled step for stacked models: `(batch, models, opt_states, rates) -> (models, opt_states, metrics)`.
 
     Run r is updated to p_r + rate_r * update_r, with the update of the optimizer at learning rate 1: for
     `optax.adamw(schedule)`, a schedule whose peak is 1. This equals the optimizer at that rate if the rate is its last
     factor, as in optax. All runs see the same batch. `models` and `opt_states` are donated.
+    The metrics are "losses" and "gradient_norm", before clipping, of each run.
 
     - `loss_fn`: returns a sum and a count, as for `zoo.value_and_grad`; losses and gradients are of their quotient.
     """
 
     def step_run(
         model: PyTree, opt_state: PyTree, rate: Float[Array, ""], batch: _Batch
-    ) -> tuple[PyTree, PyTree, Array]:
+    ) -> tuple[PyTree, PyTree, dict[str, Float[Array, ""]]]:
         params = trainable(model)
 
         def mean_loss(params: PyTree) -> Float[Array, ""]:
@@ -85,12 +86,13 @@ def sweep_step(
         loss, grads = jax.value_and_grad(mean_loss)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         updates = jax.tree.map(lambda update: (rate * update).astype(update.dtype), updates)
-        return eqx.combine(eqx.apply_updates(params, updates), model), opt_state, loss
+        metrics = {"losses": loss, "gradient_norm": optax.tree.norm(grads)}
+        return eqx.combine(eqx.apply_updates(params, updates), model), opt_state, metrics
 
     @eqx.filter_jit(donate="all-except-first")
     def step(
         shared: tuple[_Batch, Float[Array, "runs"]], models: PyTree, opt_states: PyTree
-    ) -> tuple[PyTree, PyTree, Float[Array, "runs"]]:
+    ) -> tuple[PyTree, PyTree, dict[str, Float[Array, "runs"]]]:
         batch, rates = shared
         step_runs = eqx.filter_vmap(step_run, in_axes=(eqx.if_array(0), eqx.if_array(0), 0, None))
         return step_runs(models, opt_states, rates, batch)
