@@ -2,17 +2,21 @@
 
 import itertools
 import json
+import os
+import shutil
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 
 import zoo
+from zoo._terminal import escape_controls
 from zoo.weights.safetensors import DTYPES
 
 from .damage import (
     CONFIG,
     GPT2,
+    INDEX,
     LLAMA,
     NORM,
     ONE_LAYER,
@@ -21,6 +25,7 @@ from .damage import (
     alter,
     alter_tensors,
     bits_of,
+    build_file,
     catch_error,
     labeled,
     parse_file,
@@ -347,3 +352,49 @@ def test_resolve_refuses_other_directories(checkpoint, tmp_path, attempt, monkey
     with (tmp_path / "empty" / WHOLE).open("wb") as file:
         file.truncate(2**40)  # a terabyte that is not there
     assert WHOLE in attempt("a terabyte of nothing", tmp_path / "empty")
+
+
+def make_sparse(path):
+    with path.open("wb") as file:
+        file.truncate(2**31)
+
+
+SPECIAL = {
+    "is a pipe": os.mkfifo,
+    "is a device": lambda path: path.symlink_to("/dev/zero"),
+    "is a directory": lambda path: path.mkdir(),
+    "2,147,483,648 bytes": make_sparse,
+}
+
+
+def test_resolve_refuses_special_files(checkpoint, sharded, tmp_path, attempt):
+    shard = min(path.name for path in sharded.glob("*.safetensors"))
+    for source, name in ((checkpoint, CONFIG), (checkpoint, WHOLE), (sharded, INDEX), (sharded, shard)):
+        for words, make in SPECIAL.items():
+            directory = alter(source, tmp_path / "special", name, None)
+            make(directory / name)
+            message = attempt(f"{name} {words}", directory)
+            expected = "not a safetensors file" if make is make_sparse and name in (WHOLE, shard) else words
+            assert name in message and expected in message
+
+
+def test_resolve_loads_through_links(checkpoint, tmp_path, attempt):
+    """A snapshot in the cache of the Hugging Face hub consists of links to `../../blobs`."""
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshots" / "commit"
+    snapshot.mkdir(parents=True)
+    for path in checkpoint.iterdir():
+        shutil.copy(path, tmp_path / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    attempt.harmless("links", snapshot)
+
+
+def test_resolve_refuses_names_with_control_characters(checkpoint, tmp_path, attempt):
+    config, evil = json.loads((checkpoint / CONFIG).read_text()), "x\x1b[2J\n\u202e"
+    for change in ({evil: 1}, {"model_type": evil}, {"hidden_act": evil}, {"rope_scaling": {evil: 1}}):
+        message = attempt("config", alter(checkpoint, tmp_path / "t", CONFIG, config | change))
+        assert "\\x1b" in message and escape_controls(message) == message
+    header, data = parse_file(checkpoint / WHOLE)
+    header[evil] = header.pop(NORM)
+    message = attempt("header", alter(checkpoint, tmp_path / "t", WHOLE, build_file(header, data)))
+    assert "has control characters" in message and escape_controls(message) == message
