@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-TOKENIZER_FILE = "tokenizer.json"
+from .tokenizer_file import TOKENIZER_FILE, TokenizerFile, name_faults
+
 _REPLACEMENT_CHARACTER = "\ufffd"
 """Decoding of bytes that are not (yet) a complete character."""
 
@@ -47,20 +48,13 @@ class RawByteTokenizer(CheckpointTokenizer):
 class HuggingFaceTokenizer(CheckpointTokenizer):
     """The tokenizer of a `tokenizer.json`.
 
-    **Raises** `ImportError` if the package `tokenizers` is not installed; `ValueError` for a file that it cannot read.
+    **Raises** `ImportError` if the package `tokenizers` is not installed; `TokenizerError` for a file that it cannot
+    read.
     """
 
     def __init__(self, path: Path):
-        try:
-            import tokenizers
-        except ImportError:
-            raise ImportError(f"{path} needs the package tokenizers: pip install 'equizoo[text]'") from None
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises no narrower class
-            raise ValueError(f"{path} is not a readable tokenizer: {error}") from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._path = path
+        self._tokenizer: Any = TokenizerFile.read(path).build()
         self.prefix = self._find_prefix()
 
     def _find_prefix(self) -> tuple[int, ...]:
@@ -71,22 +65,24 @@ class HuggingFaceTokenizer(CheckpointTokenizer):
         return tuple(with_special[: starts[0]]) if starts else ()
 
     def encode(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        tokens = np.array(encoded.ids, np.int64)
         codepoints = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         utf8_lengths = 1 + (codepoints >= 0x80) + (codepoints >= 0x800) + (codepoints >= 0x10000)
         byte_offsets = np.concatenate([[0], np.cumsum(utf8_lengths)])
-        ends = np.maximum.accumulate(np.array([byte_offsets[stop] for _, stop in encoded.offsets], np.int64))
+        with name_faults(self._path, "cannot tokenize a text"):
+            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+            ends = np.array([byte_offsets[stop] for _, stop in encoded.offsets], np.int64)
+        tokens, ends = np.array(encoded.ids, np.int64), np.maximum.accumulate(ends)
         ends[-1:] = byte_offsets[-1]  # characters that a tokenizer drops at the end count for the last token
         return tokens, np.diff(ends, prepend=0)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(tokens))
+        with name_faults(self._path, "cannot decode tokens"):
+            return self._tokenizer.decode(list(tokens))
 
 
 def find_tokenizer(directory: Path, vocab: int) -> CheckpointTokenizer | None:
     """Return the tokenizer of a checkpoint: its tokenizer.json, else bytes if the vocabulary is 256, else None."""
-    if (directory / TOKENIZER_FILE).is_file():
+    if (directory / TOKENIZER_FILE).exists():
         return HuggingFaceTokenizer(directory / TOKENIZER_FILE)
     return RawByteTokenizer() if vocab == 256 else None
 

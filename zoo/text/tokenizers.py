@@ -4,10 +4,8 @@ Each document starts with a separator token. In the tokenizers that we make, it 
 occur in text.
 """
 
-import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,11 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Integer
 
-from zoo._files import read_json, write_json
+from zoo._files import copy_file, write_json
 from zoo._optional import import_optional
 
+from .tokenizer_file import PROBE, TOKENIZER_FILE, TokenizerError, TokenizerFile, name_faults, read_model_facts
+
 SEPARATOR = 0
-_TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _TOKENIZER_FILE_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -29,6 +29,9 @@ _TOKENIZER_FILE_PATTERNS = (
     "chat_template*",
 )
 """Files of a Hugging Face directory that define its tokenizer."""
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_TEXT_BYTES = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)}
+"""Bytes of UTF-8 text, without control characters other than tabs and ends of lines."""
 
 
 @runtime_checkable
@@ -71,23 +74,22 @@ class ByteTokenizer:
         return tokens[tokens != SEPARATOR].astype(np.uint8).tobytes()
 
     def save(self, directory: Path) -> None:
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         separator = {"id": SEPARATOR, "content": "\0", "special": True}
         separator |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         single = [{"SpecialToken": {"id": "\0", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
         write_json(
-            directory / _TOKENIZER_FILE,
+            directory / TOKENIZER_FILE,
             {
                 "version": "1.0",
                 "added_tokens": [separator],
-                "pre_tokenizer": byte_level,
+                "pre_tokenizer": _BYTE_LEVEL,
                 "post_processor": {
                     "type": "TemplateProcessing",
                     "single": single,
                     "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
                     "special_tokens": {"\0": {"id": "\0", "ids": [SEPARATOR], "tokens": ["\0"]}},
                 },
-                "decoder": byte_level,
+                "decoder": _BYTE_LEVEL,
                 "model": {"type": "BPE", "vocab": _make_byte_vocab(), "merges": []},
             },
         )
@@ -99,33 +101,36 @@ class BPETokenizer:
 
     Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units", 2016.
 
-    **Raises** `ValueError` if the file is not a byte-level or byte-fallback BPE, or has more than `vocab` tokens.
+    **Raises** `TokenizerError` if the file is not a byte-level or byte-fallback BPE, or has more than `vocab` tokens.
     """
 
     def __init__(self, path: Path, vocab: int, separator: int = SEPARATOR):
+        file = TokenizerFile.read(path)
+        if file.count > vocab:
+            raise TokenizerError(f"{path} holds {file.count} tokens, more than the vocabulary of {vocab}")
         self.vocab, self.separator = vocab, separator
-        self.cache_key = f"{vocab} {separator} {hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()}"
+        self.cache_key = f"{vocab} {separator} {file.digest}"
         self._path = path
-        self._tokenizer = import_optional("tokenizers", "pip install 'equizoo[text]'").Tokenizer.from_file(str(path))
-        # A checkpoint's file may set these. Documents are neither truncated nor padded, and the text of a special token
-        # within a document is plain text.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._words = {index: word for word, index in file.ids.items()}
+        text_of = _make_token_decoder(file)
+        self._tokenizer = file.build()
+        # The text of a special token within a document is plain text.
         self._tokenizer.encode_special_tokens = True
-        self._words = {index: word for word, index in self._tokenizer.get_vocab(with_added_tokens=True).items()}
-        if max(self._words) >= vocab:
-            raise ValueError(f"{path} holds {max(self._words) + 1} tokens, more than the vocabulary of {vocab}")
         added = self._tokenizer.get_added_tokens_decoder()
-        text_of = _make_token_decoder(path)
         # A short corpus has fewer than `vocab` pairs: the remaining tokens decode to nothing.
-        self._texts = [b""] * vocab
+        self._texts: dict[int, bytes] = {}
         for index, word in self._words.items():
             if index not in added:
                 self._texts[index] = text_of(word)
             elif not added[index].special:
                 self._texts[index] = word.encode()
         self._texts[separator] = b""
-        self.token_bytes = np.array([len(text) for text in self._texts], np.int64)
+        self.token_bytes = np.zeros(vocab, np.int64)
+        self.token_bytes[[*self._texts]] = [len(text) for text in self._texts.values()]
+        # A normalizer changes text on purpose, and some tokenizers begin each with a space. Nothing else may be lost.
+        again = self.decode(next(self.encode_all([PROBE.encode()]))).decode(errors="replace")
+        if not file.facts.get("normalizer") and again.removeprefix(" ") != PROBE:
+            raise TokenizerError(f"{path} loses text: {PROBE!r} is read as {again!r}")
 
     @staticmethod
     def train(documents: Iterable[bytes], vocab: int, path: Path) -> "BPETokenizer":
@@ -147,14 +152,16 @@ class BPETokenizer:
 
     def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
         for document in documents:
-            yield np.array(self._tokenizer.encode(document.decode(), add_special_tokens=False).ids, np.int64)
+            with name_faults(self._path, "cannot tokenize a text"):
+                tokens = self._tokenizer.encode(document.decode(), add_special_tokens=False).ids
+            yield np.array(tokens, np.int64)
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"]) -> bytes:
-        return b"".join(self._texts[token] for token in tokens.tolist())
+        return b"".join(self._texts.get(token, b"") for token in tokens.tolist())
 
     def save(self, directory: Path) -> None:
         for path in sorted({path for pattern in _TOKENIZER_FILE_PATTERNS for path in self._path.parent.glob(pattern)}):
-            shutil.copyfile(path, directory / path.name)
+            copy_file(path, directory / path.name)
         if not (self._path.parent / _TOKENIZER_CONFIG_FILE).exists():
             _write_tokenizer_config(directory, self._words[self.separator])
 
@@ -164,29 +171,29 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
     The separator is `bos_token_id` or, if that is not set, `eos_token_id`.
 
-    **Raises** `FileNotFoundError` if a file is missing, and `ValueError` if the two do not match.
+    **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if one is damaged or the
+    two do not match.
     """
-    path, config = directory / _TOKENIZER_FILE, directory / "config.json"
-    for file in (path, config):
-        if not file.exists():
-            raise FileNotFoundError(f"{file}: there is no such file, which says how text becomes the model's tokens")
-    tokens, facts = read_json(path), read_json(config)
-    vocab, words = facts.get("vocab_size"), tokens["model"].get("vocab", {})
-    # The vocabulary is a mapping, or a list in the order of ids, depending on the type of the model.
-    ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
-    count = 1 + max(ids + [token["id"] for token in tokens.get("added_tokens", ())], default=-1)
-    if not isinstance(vocab, int) or count > vocab:
-        raise ValueError(
-            f"{path} has {count} tokens, and the model that {config} describes knows {vocab}: they are not of one "
+    path, config = directory / TOKENIZER_FILE, directory / "config.json"
+    for required in (path, config):
+        if not required.exists():
+            raise FileNotFoundError(
+                f"{required}: there is no such file, which says how text becomes the model's tokens"
+            )
+    file, facts = TokenizerFile.read(path), read_model_facts(config)
+    vocab = facts["vocab_size"]
+    if file.count > vocab:
+        raise TokenizerError(
+            f"{path} has {file.count} tokens, and the model that {config} describes knows {vocab}: they are not of one "
             "checkpoint"
         )
-    if words == _make_byte_vocab() and not tokens["model"].get("merges"):
+    if _is_byte_tokenizer(file):
         return ByteTokenizer()
     named = facts.get("bos_token_id"), facts.get("eos_token_id")
     separators = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
     separator = next((token for token in separators if token is not None), None)
-    if separator is None or not 0 <= separator < vocab:
-        raise ValueError(
+    if not isinstance(separator, int) or isinstance(separator, bool) or separator not in file.ids.values():
+        raise TokenizerError(
             f"{config} names no token of the {vocab} as bos_token_id or eos_token_id, to begin a text with"
         )
     return BPETokenizer(path, vocab, separator)
@@ -207,18 +214,36 @@ def _make_byte_vocab() -> dict[str, int]:
     }
 
 
-def _make_token_decoder(path: Path) -> Callable[[str], bytes]:
+def _is_byte_tokenizer(file: TokenizerFile) -> bool:
+    """Return True for a file that tokenizes as the one of `ByteTokenizer.save` does."""
+    facts, model = file.facts, file.facts["model"]
+    is_plain = not model.get("merges") and not facts.get("normalizer")
+    is_byte_level = facts.get("pre_tokenizer") == facts.get("decoder") == _BYTE_LEVEL
+    return is_plain and is_byte_level and file.ids == model["vocab"] == _make_byte_vocab()
+
+
+def _make_token_decoder(file: TokenizerFile) -> Callable[[str], bytes]:
     """Return the function from a token's spelling to its bytes, for byte-level and byte-fallback decoders.
 
-    **Raises** `ValueError` for any other decoder.
+    **Raises** `TokenizerError` for any other decoder, and if text has bytes that no token stands for: they would be
+    left out of it.
     """
-    letters, decoder = _unicode_to_bytes(), json.dumps(read_json(path).get("decoder"))
+    letters, decoder = _unicode_to_bytes(), json.dumps(file.facts.get("decoder"))
     if '"ByteLevel"' in decoder:
-        return lambda word: bytes(letters[letter] for letter in word)
-    if '"ByteFallback"' in decoder:
+        spellings = {byte: letter for letter, byte in letters.items()}
+        # A word of other letters stands for itself, as in the package.
+        text_of = lambda word: bytes(letters[x] for x in word) if letters.keys() >= {*word} else word.encode()
+    elif '"ByteFallback"' in decoder and file.facts["model"].get("byte_fallback"):
+        spellings = {byte: f"<0x{byte:02X}>" for byte in range(256)}
         byte = re.compile("<0x([0-9A-F]{2})>")
-        return lambda word: bytes.fromhex(m[1]) if (m := byte.fullmatch(word)) else word.replace("▁", " ").encode()
-    raise ValueError(f"{path}: its tokens are neither byte-level nor do they fall back to bytes, and we read no others")
+        text_of = lambda word: bytes.fromhex(m[1]) if (m := byte.fullmatch(word)) else word.replace("▁", " ").encode()
+    else:
+        raise TokenizerError(
+            f"{file.path}: its tokens are neither byte-level nor do they fall back to bytes, and we read no others"
+        )
+    if missing := [byte for byte in sorted(_TEXT_BYTES) if spellings[byte] not in file.ids]:
+        raise TokenizerError(f"{file.path} has no token for the byte {missing[0]:#04x}, which text would lose")
+    return text_of
 
 
 def _write_tokenizer_config(directory: Path, separator: str) -> None:

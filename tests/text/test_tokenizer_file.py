@@ -1,0 +1,112 @@
+"""Damaged and hostile `tokenizer.json`: each is refused with the file's name and the fault, on one line."""
+
+import copy
+import json
+import os
+
+import pytest
+
+from zoo.text.checkpoint_tokenizers import find_tokenizer
+from zoo.text.tokenizer_file import MAX_VOCAB, TokenizerError, TokenizerFile
+from zoo.text.tokenizers import BPETokenizer, read_tokenizer
+
+TEXT = b"the quick brown fox\n" * 20
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trained") / "tokenizer.json"
+    BPETokenizer.train([TEXT], 270, path)
+    return json.loads(path.read_text())
+
+
+def assign(tree, value, *keys):
+    """A copy of a JSON tree with one value replaced."""
+    changed = node = copy.deepcopy(tree)
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    return changed
+
+
+def write(directory, tokenizer, **config):
+    directory.mkdir(exist_ok=True)
+    text = tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer)
+    (directory / "tokenizer.json").write_text(text)
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 300, "bos_token_id": 0} | config))
+    return directory
+
+
+FAULTS = {
+    "cut off": (lambda facts: json.dumps(facts)[:-1], "is not a readable tokenizer: "),
+    "no object": (lambda facts: [], "it has no object `model`"),
+    "no model": (lambda facts: assign(facts, None, "model"), "it has no object `model`"),
+    "no vocabulary": (lambda facts: assign(facts, 3, "model", "vocab"), "its model has no `vocab`"),
+    "a list of words": (lambda facts: assign(facts, ["a"], "model", "vocab"), "and not of pairs"),
+    "an id of text": (lambda facts: assign(facts, "7", "model", "vocab", "a"), r"the id of 'a' is 7, and is from 0 to"),
+    "a huge id": (lambda facts: assign(facts, 2**31, "model", "vocab", "a"), "the id of 'a' is 2147483648"),
+    "one id twice": (lambda facts: assign(facts, 70, "model", "vocab", "a"), "have the same id, 70"),
+    "one name twice": (lambda facts: json.dumps(facts).replace('"a":', '"b":', 1), "'b' occurs twice"),
+    "two ids": (lambda facts: assign(facts, 5, "added_tokens", 0, "id"), r"'\\x00' has two ids, 0 and 5"),
+    "an added token of no id": (lambda facts: assign(facts, [{"content": "a"}], "added_tokens"), "a list of objects"),
+    "dropout": (lambda facts: assign(facts, 0.1, "model", "dropout"), "would tokenize one text in many ways"),
+    "unknown parts of pairs": (lambda facts: assign(facts, [["a", "€"]], "model", "merges"), "Token `€` out of"),
+    "a panic": (lambda facts: assign(facts, {}, "post_processor", "special_tokens"), "is not a readable tokenizer: "),
+    "deep": (lambda facts: "[" * 10_000 + "]" * 10_000, "nested more than 100 deep"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damaged_tokenizer_is_refused_by_name(trained, tmp_path, fault):
+    change, message = FAULTS[fault]
+    directory = write(tmp_path / "a", change(trained))
+    for read in (read_tokenizer, lambda directory: find_tokenizer(directory, 300)):
+        with pytest.raises(TokenizerError, match=f"{directory}/tokenizer.json .*{message}") as raised:
+            read(directory)
+        assert len(str(raised.value).splitlines()) == 1
+
+
+def test_tokenizer_that_is_no_file_or_too_large_is_refused(trained, tmp_path):
+    directory = write(tmp_path / "a", trained)
+    (directory / "tokenizer.json").unlink()
+    os.mkfifo(directory / "tokenizer.json")
+    for read in (read_tokenizer, lambda directory: find_tokenizer(directory, 300)):
+        with pytest.raises(TokenizerError, match="tokenizer.json cannot be read: is a pipe"):
+            read(directory)
+    (directory / "tokenizer.json").unlink()
+    with (directory / "tokenizer.json").open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(TokenizerError, match="has 1,099,511,627,776 bytes, and at most"):
+        read_tokenizer(directory)
+
+
+@pytest.mark.parametrize("size", [2**31, MAX_VOCAB, 0, -1, True, "300", None, 1e3])
+def test_tokenizer_of_an_impossible_vocabulary_is_refused(trained, tmp_path, size):
+    with pytest.raises(TokenizerError, match=r"config.json cannot be read: vocab_size is a number of tokens from 1 to"):
+        read_tokenizer(write(tmp_path / "a", trained, vocab_size=size))
+
+
+@pytest.mark.parametrize("token", ["0", True, 1.0, [None], {}, 290])
+def test_tokenizer_without_a_separator_is_refused(trained, tmp_path, token):
+    """290 is within the vocabulary of the model, and no token of the file."""
+    with pytest.raises(TokenizerError, match="config.json names no token of the 300 as bos_token_id or eos_token_id"):
+        read_tokenizer(write(tmp_path / "a", trained, bos_token_id=token))
+
+
+def test_tokenizer_that_would_lose_text_is_refused(trained, tmp_path):
+    for change, message in (
+        (assign(trained, None, "pre_tokenizer"), "loses text: 'Hello, world"),
+        (assign(trained, {"€": 1}, "model", "vocab") | {"added_tokens": []}, "has no token for the byte 0x09"),
+    ):
+        change["model"]["merges"] = []
+        with pytest.raises(TokenizerError, match=message):
+            BPETokenizer(write(tmp_path / "a", change) / "tokenizer.json", 300)
+
+
+def test_tokenizer_file_counts_gaps_between_ids(trained, tmp_path):
+    gap = assign(trained, 299, "model", "vocab", "~")
+    file = TokenizerFile.read(write(tmp_path / "a", gap) / "tokenizer.json")
+    tokenizer = read_tokenizer(tmp_path / "a")
+    assert file.count == tokenizer.vocab == 300 and tokenizer.token_bytes[299] == 1
+    (tokens,) = tokenizer.encode_all([b"~ fox"])
+    assert tokens[0] == 299 and tokenizer.decode(tokens) == b"~ fox"
