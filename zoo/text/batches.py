@@ -231,6 +231,7 @@ class OrderedBatches:
         self._windows = windows
         self._indices = indices
         self.batch_size = batch_size
+        self.vocab = len(token_bytes)
         targets = np.concatenate([windows[int(index)]["targets"] for index in indices])
         self.bytes_per_token = float(
             token_bytes[targets].sum() / max(np.count_nonzero(targets != windows.separator), 1)

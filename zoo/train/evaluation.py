@@ -26,7 +26,9 @@ class Evaluation:
         self._has_aux = has_aux
         self._texts = texts
         self._counts = {name: [batch["weights"].sum() for batch in text] for name, text in texts.items()}
-        self._batches = {name: [place_batch(batch, mesh) for batch in text] for name, text in texts.items()}
+        self._batches = {
+            name: [place_batch(batch, mesh, vocab=text.vocab) for batch in text] for name, text in texts.items()
+        }
 
     def __call__(self, model: PyTree) -> Any:
         """Return `{name: bits per byte}`, with `has_aux` also the summed `aux`."""
