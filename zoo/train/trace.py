@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from zoo._files import create_files
+
 _TRANSFORM_PATTERN = re.compile(r"(\w+)\((.*)\)")
 _JAX_SCOPES = {
     *("jit", "pjit", "shard_map", "while", "body", "cond"),
@@ -42,7 +44,7 @@ def write_perfetto_trace(directory: Path) -> Path:
             event["args"] = inside | {"scope": scope, "operation": event["name"]}
             event["name"] = format_scope(scope)
     path = folder / "perfetto_trace.json.gz"
-    with gzip.open(path, "wt", encoding="utf-8") as target:
+    with create_files(folder) as create, gzip.open(create(path.name), "wt", encoding="utf-8") as target:
         json.dump({"displayTimeUnit": "ns", "traceEvents": events}, target)
     return path
 
