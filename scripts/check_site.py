@@ -24,10 +24,10 @@ FOREIGN = re.compile(r"(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
 NAMED_ONLY = ("canonical", "alternate", "author", "license", "me", "next", "prev")
 """Relations of `<link>` that load nothing."""
 LATER = {
-    "mermaid": "the theme fetches a script to draw mermaid; draw SVG",
-    "md-source": "the theme asks a forge for facts",
+    ("class", "mermaid"): "the theme fetches a script to draw mermaid; draw SVG",
+    ("data-md-component", "source"): "the theme asks a forge for facts; docs/overrides leaves the attribute out",
 }
-"""Classes for which the theme's script contacts another host, with the remedy."""
+"""Attributes and their words for which the theme's script contacts another host, with the remedy."""
 
 log = logging.getLogger("mkdocs.hooks.check_site")
 
@@ -53,7 +53,10 @@ class Page(HTMLParser):
                 self.found += [f"<{tag} {name}={x!r}>" for x in addresses if FOREIGN.match(x.strip())]
         self.found += [f"a style of <{tag}>: {x}" for x in ADDRESS.findall(attributes.get("style", ""))]
         self.found += [
-            f"<{tag} class={word!r}>: {LATER[word]}" for word in attributes.get("class", "").split() if word in LATER
+            f"<{tag} {name}={word!r}>: {LATER[name, word]}"
+            for name, value in attributes.items()
+            for word in value.split()
+            if (name, word) in LATER
         ]
 
     def handle_endtag(self, tag: str) -> None:

@@ -33,7 +33,11 @@ from zoo.models.presets.published import PRESETS, Preset
 ROOT = Path(__file__).parents[1]
 COMMAND = "python scripts/make_pages.py"
 FOLDERS = ("zoo", "recipes", "scripts")
-FOLDER_CAPTIONS = {"recipes": "Complete programs in one file, to fork.", "scripts": "Tools around the library."}
+FOLDER_CAPTIONS = {
+    "attack": "Programs that damage files and stop runs, and count what came of it.",
+    "recipes": "Complete programs in one file, to fork.",
+    "scripts": "Tools around the library.",
+}
 """Captions of folders that are not packages."""
 IMPORT_ORDER = " < ".join(
     ("ops", "parallel", "layers", "models", "(weights, text, generate)", "(adapters, train, inspect)", "(cli, recipes)")

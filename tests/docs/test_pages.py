@@ -1,5 +1,7 @@
 """Generated pages are current, and the built site loads nothing from another host."""
 
+import re
+
 import pytest
 
 from scripts import check_site, make_pages
@@ -14,6 +16,31 @@ def test_tree_lists_every_source_file():
     page = (make_pages.ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
     files = [path for name in make_pages.FOLDERS for path in (make_pages.ROOT / name).glob("**/*.py")]
     assert page.count(".py` ") >= len([path for path in files if path.stem != "__init__"]) > 80
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_figures_of_the_front_are_those_of_their_sources(name):
+    def read(path):
+        return (make_pages.ROOT / path).read_text(encoding="utf-8")
+
+    front = " ".join(read(name).split())
+    assert f"**{len(make_pages.FAMILIES)} families in and out" in front
+    assert f"**Programs of {len(read('recipes/transformer.py').splitlines())} lines.**" in front
+    assert "within 1e-4 of the largest logit and usually within 1e-6" in front
+    assert "within 1e-4 of the largest logit, and usually within 1e-6" in " ".join(read("docs/checkpoints.md").split())
+    assert "give the losses of one within 1e-4" in front
+    assert 'jnp.array(losses["one device"]), atol=1e-4)' in read("docs/tutorials/devices.md")
+    measured = ("zoo, float32, remat=elementwise", "torch, float32, eager", "torch, float32, compiled")
+    medians = [re.search(rf"^\| {row} \| ([\d.]+) s", read("docs/performance.md"), re.MULTILINE)[1] for row in measured]
+    ours, eager, compiled = (f"{float(x):.2f} s" for x in medians)
+    assert f"a step takes {ours}; PyTorch's takes {eager} eager and {compiled} compiled" in front
+
+
+def test_home_page_groups_every_family():
+    home = (make_pages.ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    table = home.partition("| kind |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(make_pages.FAMILIES)
+    assert f"and {len(make_pages.PRESETS)} published sizes" in home
 
 
 @pytest.fixture
@@ -66,8 +93,10 @@ FOREIGN = {
     "inline style": '<p style="background: url(https://cdn.example/x.png)">',
     "drawing": '<svg><use href="https://cdn.example/x.svg#a"/></svg>',
     "diagram": '<pre class="mermaid"><code>graph</code></pre>',
+    "facts of a repository": '<a href="https://example.org" class="md-source" data-md-component="source">',
 }
 OWN = {
+    "link to a repository": '<a href="https://example.org" class="md-source">there</a>',
     "link to follow": '<a href="https://example.org">there</a>',
     "name of a page": '<link rel="canonical" href="https://example.org/">',
     "namespace": '<svg xmlns="http://www.w3.org/2000/svg"><path d="M0 0"/></svg>',
