@@ -3,13 +3,14 @@
 import json
 import lzma
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo.text.tokenizers import ByteTokenizer
-from zoo.train import Corpus, load_text
+from zoo.train import Corpus, Run, RunOptions, load_text
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_corpus_failed_build_leaves_nothing(folder, tmp_path, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("zoo.text.corpus.write_json", fail)
+    monkeypatch.setattr("zoo.text.token_cache.write_json", fail)
     with pytest.raises(KeyboardInterrupt):
         load_text((folder,), cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
@@ -158,3 +159,47 @@ def test_bpe_missing_package_names_its_command(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"`tokenizers` cannot be imported .*pip install 'equizoo\[text\]'"):
         load_text((folder,), vocab=300, cache=tmp_path / "cache")
+
+
+def test_corpus_digest_is_that_of_the_tokens(folder, tmp_path):
+    first = load_text((folder,), cache=tmp_path / "a")
+    assert first.digest == load_text((folder,), cache=tmp_path / "b").digest
+    assert first.digest == first.train.batches(8, 1).digest == first.validation.digest
+    (folder / "2.py").write_text("def changed(): ...\n")
+    assert load_text((folder,), cache=tmp_path / "a").digest != first.digest
+    assert load_text((folder,), vocab=300, cache=tmp_path / "a").digest != first.digest
+
+
+def test_run_is_not_resumed_on_another_text(folder, tmp_path):
+    def resume(**options):
+        batches = load_text((folder,), cache=tmp_path / "cache").train.batches(8, 2)
+        with Run(RunOptions(tmp_path / "run", **options), config={"width": 1}) as run:
+            (state,) = run.restore((jnp.zeros(2),), batches)
+            for _ in run.steps(batches, run.step + 2):
+                pass
+            run.save((state + 1,), batches)
+            return batches.digest, run.step
+
+    digest, _ = resume()
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"width": 1, "text_digest": digest}
+    assert resume(resume=True) == (digest, 4)
+    content = (folder / "2.py").read_bytes()
+    (folder / "2.py").write_bytes(content + b"# one line more\n")
+    with pytest.raises(ValueError, match=rf"run was trained on another text: text_digest: {digest} in the checkpoint"):
+        resume(resume=True)
+    (folder / "2.py").write_bytes(content)
+    assert resume(resume=True) == (digest, 6)
+
+
+def test_run_saved_without_a_digest_is_resumed(folder, tmp_path, caplog):
+    """As all were that were saved before checkpoints held it."""
+    batches = load_text((folder,), cache=tmp_path / "cache").train.batches(8, 2)
+    digest, batches.digest = batches.digest, None
+    with Run(tmp_path / "run", config={}) as run:
+        (state,) = run.restore((jnp.zeros(2),), batches)
+        assert list(run.steps(batches, 1))
+        run.save((state,), batches)
+    batches.digest = digest
+    with Run(RunOptions(tmp_path / "run", resume=True), config={}) as run:
+        run.restore((jnp.zeros(2),), batches)
+    assert run.step == 1 and f"text_digest: absent in the checkpoint, {digest} now" in caplog.text

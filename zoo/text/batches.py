@@ -98,6 +98,7 @@ class CorpusSplit:
 
     - `token_bytes`: bytes of text per token of the vocabulary.
     - `text_bytes`, `text_tokens`: size of the split in bytes and in tokens, separators excluded.
+    - `digest`: a hash of the tokens of the whole corpus, which batches carry to the run's configuration.
     """
 
     name: str
@@ -106,6 +107,7 @@ class CorpusSplit:
     text_bytes: int
     text_tokens: int
     separator: int = SEPARATOR
+    digest: str | None = None
 
     def batches(
         self,
@@ -135,7 +137,8 @@ class CorpusSplit:
             self.tokens[: num_windows * seq_len + 1], seq_len, with_segments=with_segments, separator=self.separator
         )
         # Epochs are shuffled separately, so a text with fewer windows than a batch repeats them within one.
-        return ShuffledBatches(windows, batch_size, seed=seed, process=process, bytes_per_token=self.bytes_per_token)
+        options = {"bytes_per_token": self.bytes_per_token, "digest": self.digest}
+        return ShuffledBatches(windows, batch_size, seed=seed, process=process, **options)
 
     def ordered(
         self,
@@ -182,10 +185,13 @@ class ShuffledBatches(Iterator):
         seed: int = 0,
         process: tuple[int, int] | None = None,
         bytes_per_token: float = 1.0,
+        digest: str | None = None,
     ):
+        """`digest`, if given, identifies the data: a run that was saved with it is not resumed on other data."""
         self._process, self._rows = _assign_rows(batch_size, process)
         self.batch_size = batch_size
         self.bytes_per_token = bytes_per_token
+        self.digest = digest
         self.state = 0
         self._grain = import_optional("grain", "pip install 'equizoo[train]'")
         self._rows_forever = self._grain.MapDataset.source(dataset).seed(seed).shuffle().repeat(None)

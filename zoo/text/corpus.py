@@ -15,9 +15,7 @@ and bytes: the same documents on every machine, whatever else the corpus contain
 import hashlib
 import lzma
 import os
-import shutil
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +24,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
-from zoo._files import read_json, write_json
-
 from .batches import CorpusSplit
+from .token_cache import open_cache
 from .tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
 
-_CACHE_VERSION = 2  # raised whenever what is written changes
+_CACHE_VERSION = 3  # raised whenever what is written changes
 _VALIDATION_FRACTION = 1 / 20
 _PASSAGE_BYTES = 32 * 2**10
 _MIN_FILES = 20
@@ -46,6 +43,7 @@ class Corpus:
     - `xz_bits_per_byte`: the size of the validation text under `xz -9e`, a baseline to show beside a model's loss.
     - `num_texts`: files or texts that were read; `num_binary`: files skipped for a NUL or for not being UTF-8.
     - `directory`: the cached tokens. Its name is a hash of everything they depend on.
+    - `digest`: a hash of the tokens of both splits. A run keeps it, and is not resumed on another text.
     """
 
     train: CorpusSplit
@@ -55,6 +53,7 @@ class Corpus:
     num_texts: int
     num_binary: int
     directory: Path
+    digest: str
 
     @property
     def vocab(self) -> int:
@@ -93,10 +92,10 @@ def load_text(
     - `source`: files and folders, or a mapping from names to texts. Empty: this Python's standard library.
     - `vocab`: 256 for bytes, more to train a BPE. Ignored with a `tokenizer`.
     - `cache`: a folder for the tokens, in a subfolder named by a hash of everything they depend on. By default
-      `equizoo/text` in the user's cache folder.
+      `equizoo/text` in the user's cache folder. Cached tokens are verified, and damaged ones made again.
 
     **Raises** `FileNotFoundError` for a missing path, and `ValueError` for a path without text, text that cannot be
-    split, or a vocabulary below 256.
+    split or changes while it is read, or a vocabulary below 256.
     """
     if vocab < 256:
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
@@ -108,18 +107,20 @@ def load_text(
     for document in documents:
         digest.update(document.digest)
     directory = (cache or _default_cache_dir()) / digest.hexdigest()
-    if not directory.exists():
-        _write_cache(directory, train, validation, vocab, tokenizer)
-    about = read_json(directory / "about.json")
+    about, digests = open_cache(directory, lambda part: _write_tokens(part, train, validation, vocab, tokenizer))
     if tokenizer is None:
         tokenizer = ByteTokenizer() if vocab == 256 else BPETokenizer(directory / "tokenizer.json", vocab)
+    text_digest = hashlib.blake2b(f"{digests['train.bin']} {digests['validation.bin']}".encode(), digest_size=16)
+    text_digest = text_digest.hexdigest()
 
     def split(name: str) -> CorpusSplit:
         tokens = np.memmap(directory / f"{name}.bin", _token_dtype(tokenizer.vocab), "r")
         size, count = about[name]["bytes"], about[name]["tokens"]
-        return CorpusSplit(name, tokens, tokenizer.token_bytes, size, count, tokenizer.separator)
+        return CorpusSplit(name, tokens, tokenizer.token_bytes, size, count, tokenizer.separator, text_digest)
 
-    return Corpus(split("train"), split("validation"), tokenizer, about["xz"], texts, binary, directory)
+    return Corpus(
+        split("train"), split("validation"), tokenizer, about["xz"], texts, binary, directory, digest=text_digest
+    )
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,15 @@ class _Document:
     digest: bytes
 
     def read(self) -> bytes:
+        """**Raises** `ValueError` if the file is no longer what it was when it was found."""
         if isinstance(self.source, bytes):
             return self.source[self.start : self.stop]
         with self.source.open("rb") as file:
             file.seek(self.start)
-            return file.read(self.stop - self.start)
+            content = file.read(self.stop - self.start)
+        if _digest_passage(self.name, content) != self.digest:
+            raise ValueError(f"{self.source} changed while it was read: let nothing write to it, and try again")
+        return content
 
 
 def _read_standard_library() -> tuple[list[_Document], int, int]:
@@ -202,8 +207,11 @@ def _is_text(content: bytes) -> bool:
 
 
 def _make_document(name: str, source: Path | bytes, content: bytes, start: int, stop: int) -> _Document:
-    digest = hashlib.blake2b(name.encode() + b"\0" + content[start:stop], digest_size=16).digest()
-    return _Document(name, source, start, stop, digest)
+    return _Document(name, source, start, stop, _digest_passage(name, content[start:stop]))
+
+
+def _digest_passage(name: str, content: bytes) -> bytes:
+    return hashlib.blake2b(name.encode() + b"\0" + content, digest_size=16).digest()
 
 
 def _cut_passages(name: str, source: Path | bytes) -> Iterable[_Document]:
@@ -229,39 +237,27 @@ def _split_by_hash(documents: Sequence[_Document]) -> tuple[list[_Document], lis
     return [d for d in documents if d not in held_out], [d for d in documents if d in held_out]
 
 
-def _write_cache(
+def _write_tokens(
     directory: Path,
     train: Sequence[_Document],
     validation: Sequence[_Document],
     vocab: int,
     tokenizer: Tokenizer | None,
-) -> None:
-    """Write tokens, metadata and a trained BPE to `directory`, atomically: into a temporary folder that is renamed."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
-    try:
-        if tokenizer is None and vocab == 256:
-            tokenizer = ByteTokenizer()
-        elif tokenizer is None:
-            tokenizer = BPETokenizer.train(_sample_documents(train), vocab, part / "tokenizer.json")
-        about: dict[str, Any] = dict(xz=_measure_xz(validation))
-        for name, documents in (("train", train), ("validation", validation)):
-            count = 0
-            with (part / f"{name}.bin").open("wb") as file:
-                for tokens in tokenizer.encode_all(document.read() for document in documents):
-                    file.write(np.append(tokenizer.separator, tokens).astype(_token_dtype(tokenizer.vocab)).tobytes())
-                    count += len(tokens)
-            about[name] = dict(bytes=sum(document.stop - document.start for document in documents), tokens=count)
-        write_json(part / "about.json", about)
-        part.chmod(0o755)
-        try:
-            part.rename(directory)
-        except OSError:
-            # Another process finished first, with the same content.
-            if not (directory / "about.json").exists():
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+) -> dict[str, Any]:
+    """Write the tokens of both splits, and a trained BPE, to `directory`; return their metadata."""
+    if tokenizer is None and vocab == 256:
+        tokenizer = ByteTokenizer()
+    elif tokenizer is None:
+        tokenizer = BPETokenizer.train(_sample_documents(train), vocab, directory / "tokenizer.json")
+    about: dict[str, Any] = dict(xz=_measure_xz(validation))
+    for name, documents in (("train", train), ("validation", validation)):
+        count = 0
+        with (directory / f"{name}.bin").open("wb") as file:
+            for tokens in tokenizer.encode_all(document.read() for document in documents):
+                file.write(np.append(tokenizer.separator, tokens).astype(_token_dtype(tokenizer.vocab)).tobytes())
+                count += len(tokens)
+        about[name] = dict(bytes=sum(document.stop - document.start for document in documents), tokens=count)
+    return about
 
 
 def _sample_documents(documents: Sequence[_Document]) -> Iterable[bytes]:

@@ -130,12 +130,26 @@ class Run:
         position; `like` itself without one.
 
         `like` is the initial state, already placed. Metrics of later steps are truncated: the run writes them again.
-        **Raises** `ValueError` if the checkpoint is of another model, or was trained on another one than `frozen`; the
-        directory stays as it is.
+        The digest of the text of `batches`, if they have one, goes into the configuration, as `text_digest`.
+        **Raises** `ValueError` if the checkpoint is of another model, or was trained on another one than `frozen`, or
+        on another text; the directory stays as it is.
         """
+        digest = getattr(batches, "digest", None)
+        if digest is not None:
+            self.config["text_digest"] = digest
         if self._newest is None:
+            if digest is not None and jax.process_index() == 0:
+                write_json(self.directory / "config.json", self.config)
             return like
-        for line in diff_configs(self.checkpoints.read_config(self._named), self.config):
+        saved = self.checkpoints.read_config(self._named)
+        differences = diff_configs(saved, self.config)
+        if digest is not None and saved.get("text_digest") not in (None, digest):
+            line = next(line for line in differences if line.startswith("text_digest: "))
+            raise ValueError(
+                f"{self.directory} was trained on another text: {line}. Resume it with that text and tokenizer, or "
+                "choose another folder (--out)"
+            )
+        for line in differences:
             _log.warning("%s: the configuration differs: %s", self.directory, line)
         self.step, state, data, _ = self.checkpoints.restore(like, self._named)
         if batches is not None:
@@ -170,7 +184,7 @@ class Run:
                     self.stopped = is_set_on_any_process(self._interrupt.requested)
                 yield batch
             if self.step == first:  # after compilation: the only step that the loop waits for
-                self._show_metrics(self.metrics.flush())
+                self._show_finite_metrics(self.metrics.flush())
         if self._profile is not None:
             self._profile.close()
         if self.stopped:

@@ -1,0 +1,115 @@
+"""The cache of a corpus's tokens: complete and on the disk before it takes its name, verified whenever it is opened."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zoo._files import read_json, write_json
+
+_log = logging.getLogger("zoo")
+
+_ABOUT_FILE = "about.json"
+
+
+def open_cache(directory: Path, write: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the metadata of a cached directory, and the digest of each of its files.
+
+    `write(directory)` writes the files and returns the metadata. It is called if there is no cache, and with one line
+    logged if the one that is there does not have the sizes and digests that it was written with.
+    """
+    if directory.exists():
+        try:
+            return _read_verified(directory)
+        except ValueError as damage:
+            _log.warning("%s: the cached tokens are damaged, %s: the text is tokenized again", directory, damage)
+    _write_atomically(directory, write)
+    return _read_verified(directory)
+
+
+def _read_verified(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """**Raises** `ValueError` with the first fault that is found."""
+    try:
+        about = read_json(directory / _ABOUT_FILE)
+        files, metadata = about["files"], about["metadata"]
+        is_damaged = about["digest"] != _digest_json(files, metadata)
+    except (OSError, ValueError, KeyError, TypeError):
+        is_damaged, files, metadata = True, {}, {}
+    if is_damaged:
+        raise ValueError(f"{_ABOUT_FILE} is missing or not as it was written")
+    for name, entry in files.items():
+        try:
+            size, digest = (directory / name).stat().st_size, _digest_file(directory / name)
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read ({error.strerror})") from None
+        if size != entry["bytes"]:
+            raise ValueError(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
+        if digest != entry["digest"]:
+            raise ValueError(f"the digest of {name} is not that of what was written")
+    return metadata, {name: entry["digest"] for name, entry in files.items()}
+
+
+def _write_atomically(directory: Path, write: Callable[[Path], dict[str, Any]]) -> None:
+    """Write into a temporary directory, sync its files and then itself, and rename it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
+    try:
+        metadata = write(part)
+        paths = sorted(part.iterdir())
+        for path in paths:
+            _sync(path)
+        files = {path.name: {"bytes": path.stat().st_size, "digest": _digest_file(path)} for path in paths}
+        digest = _digest_json(files, metadata)
+        write_json(part / _ABOUT_FILE, {"files": files, "metadata": metadata, "digest": digest})
+        part.chmod(0o755)
+        _sync(part)
+        _rename(part, directory)
+        _sync(directory.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _rename(part: Path, directory: Path) -> None:
+    """Give `part` its name. A damaged directory of that name gives way; a whole one, of another process, stays."""
+    try:
+        part.rename(directory)
+    except OSError:
+        with contextlib.suppress(ValueError):
+            _read_verified(directory)
+            return
+        # Whoever has mapped its files keeps them: only their names go.
+        damaged = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
+        with contextlib.suppress(FileNotFoundError):
+            directory.rename(damaged / directory.name)
+        part.rename(directory)
+        shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a directory is on the disk. Systems that cannot sync directories are left alone."""
+    is_directory = path.is_dir()
+    with contextlib.suppress(OSError) if is_directory else contextlib.nullcontext():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _blake2b).hexdigest()
+
+
+def _digest_json(*values: Any) -> str:
+    return _blake2b(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _blake2b(content: bytes = b"") -> Any:
+    return hashlib.blake2b(content, digest_size=16)
