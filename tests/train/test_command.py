@@ -1,12 +1,15 @@
 """Command lines of recipes: user errors on one line, tracebacks of all others, presets."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from zoo import train
 from zoo._optional import import_optional
+from zoo.train.directory import DirectoryLock
 
 
 def refuses(*, size: int = 1):
@@ -51,3 +54,46 @@ def test_check_names_lists_the_known_names():
     for names, shown in ((("gla", "telepathy"), "gla, telepathy"), ((), "none")):
         with pytest.raises(ValueError, match=f"^name one or more of the mixers attention, gla, not {shown}$"):
             train.check_names("mixers", names, ("attention", "gla"))
+
+
+def trains(*, steps: int = 1, eval_every: int = 1, run_options: train.RunOptions = train.RunOptions(Path("runs/a"))):
+    pytest.fail("data and model are made")
+
+
+def test_cli_refuses_a_directory_before_it_calls_main(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "checkpoints" / "20").mkdir(parents=True)
+    (tmp_path / "docs" / "pages").mkdir(parents=True)
+    for out, says in (("file/a", "file is a file"), ("run", "holds a run of 20 steps"), ("docs", "holds other things")):
+        with pytest.raises(SystemExit, match="2"):
+            train.run_cli(trains, arguments=["--out", str(tmp_path / out)])
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
+    lock = DirectoryLock(tmp_path / "run")
+    lock.acquire()
+    with pytest.raises(SystemExit, match="2"):
+        train.run_cli(trains, arguments=["--resume", "--out", str(tmp_path / "run")])
+    lock.release()
+    assert "is in use by process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--steps", "0"), ("--steps", "-3"), ("--eval-every", "0")])
+def test_cli_refuses_counts_below_one(capsys, tmp_path, flag, value):
+    with pytest.raises(SystemExit, match="2"):
+        train.run_cli(trains, arguments=["--out", str(tmp_path / "run"), flag, value])
+    assert capsys.readouterr().err.endswith(f"error: {flag} must be 1 or more, not {value}\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_cli_prints_a_run_of_nan_and_a_full_disk_on_one_line(capsys):
+    def diverge():
+        raise FloatingPointError("loss is nan in step 3")
+
+    def fill():
+        os.write(os.open("/dev/full", os.O_WRONLY), b"text")
+
+    for main, says in ((diverge, "loss is nan in step 3"), (fill, "No space left on device")):
+        with pytest.raises(SystemExit, match="2"):
+            train.run_cli(main, arguments=[])
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1

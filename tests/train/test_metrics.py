@@ -1,6 +1,8 @@
 """Metrics: fetched without blocking, written as valid JSON, truncated to the step of a resume."""
 
+import errno
 import json
+import os
 import sys
 import types
 
@@ -116,3 +118,52 @@ def test_tracker_missing_package_names_its_command(tmp_path, monkeypatch, adapte
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=f"pip install {package}"):
         adapter(tmp_path, **({} if package == "tensorboardX" else {"config": {}}))
+
+
+def test_read_metrics_names_damaged_lines(tmp_path):
+    for line in (b"\xff\xfe", b"\0\0", b"[1]", b'{"loss": 1}', b'{"step": "1"}', b"[" * 9999):
+        (tmp_path / "m").write_bytes(b'{"step": 1}\n' + line + b"\n")
+        with pytest.raises(ValueError, match=r"m, line 2: (not JSON|no record of a step)"):
+            read_metrics(tmp_path / "m")
+    (tmp_path / "m").write_bytes(b'{"step": 1}\n\0\0\0')  # the end of a file after a power cut
+    assert read_metrics(tmp_path / "m") == [dict(step=1)]
+
+
+class FullDisk:
+    """`os.write` that writes half of what fits and then fails, as long as `full`."""
+
+    def __init__(self, monkeypatch):
+        self.full, self.write = True, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, descriptor, content):
+        if self.full and len(content) < 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.write(descriptor, content[: len(content) // 2] if self.full else content)
+
+
+def test_metrics_wait_for_room_on_the_disk(tmp_path, caplog, monkeypatch):
+    path = tmp_path / "m"
+    with Metrics(path, fetch_every=1) as metrics:
+        metrics.log(1, loss=0.5)
+        metrics.flush()
+        disk = FullDisk(monkeypatch)
+        for step in range(2, 7):
+            metrics.log(step, loss=0.5)
+            metrics.flush()
+        assert path.read_text() == '{"step": 1, "loss": 0.5}\n'
+        assert [record.message for record in caplog.records] == [
+            f"{path}: no space is left on the disk: the lines are kept in memory and tried again"
+        ]
+        disk.full = False
+    assert [line["step"] for line in lines_of(path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_lost_on_a_full_disk_are_an_error(tmp_path, monkeypatch):
+    FullDisk(monkeypatch)
+    metrics = Metrics(tmp_path / "m")
+    metrics.log(1, loss=0.5)
+    metrics.log(2, loss=0.5)
+    with pytest.raises(OSError, match="m: no space is left on the disk for its last 2 lines"):
+        metrics.close()
+    assert (tmp_path / "m").read_bytes() == b""

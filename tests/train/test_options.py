@@ -23,7 +23,8 @@ def main(
     return steps, mesh_options, run_options
 
 
-def test_option_groups_are_flat_flags(capsys):
+def test_option_groups_are_flat_flags(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = ["--fsdp", "8", "--resume", "--out", "runs/y", "--zero-stage", "1", "--seed", "3"]
     mesh_options = train.MeshOptions(fsdp=8, zero_stage=1, remat="full")
     assert train.run_cli(main, arguments=words) == (2, mesh_options, train.RunOptions(Path("runs/y"), 3, resume=True))
@@ -33,6 +34,21 @@ def test_option_groups_are_flat_flags(capsys):
         train.run_cli(main, arguments=["--help"])
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--microbatches" in printed and "Continue from the newest checkpoint" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "resume"), [([], False), (["--resume"], True), (["--resume", "200"], 200), (["--resume", "0"], 0)]
+)
+def test_resume_takes_a_step_or_none(tmp_path, words, resume):
+    options = train.run_cli(main, arguments=["--out", str(tmp_path), *words, "--seed", "3"])[2]
+    assert options == train.RunOptions(tmp_path, 3, resume=resume) and type(options.resume) is type(resume)
+
+
+@pytest.mark.parametrize("words", [["-1"], ["newest"], ["1", "2"]])
+def test_resume_refuses_other_words(capsys, words):
+    with pytest.raises(SystemExit, match="2"):
+        train.run_cli(main, arguments=["--resume", *words])
+    assert "resume" in capsys.readouterr().err
 
 
 def test_mesh_options_make_the_mesh():

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +121,168 @@ def test_run_resume_without_checkpoint_starts_at_step_1(tmp_path, unbroken):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"st')
     toy(tmp_path, resume=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == unbroken
+
+
+class Counter:
+    """A data iterator: 1, 2, 3, ..."""
+
+    state = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.state += 1
+        return self.state
+
+    def restore(self, state):
+        self.state = state
+
+
+def run_sum(out: Path, *, resume: bool | int = False, steps: int = 8, metrics: dict | None = None, spoiled: int = 0):
+    """Sum up the batches, saving every second step; `metrics` by step, and a step whose sum is spoiled with NaN."""
+    batches, state = Counter(), {"sum": jnp.zeros(3)}
+    with train.Run(train.RunOptions(out, resume=resume), config={"a": 1}, fetch_every=3) as run:
+        state = run.restore(state, batches)
+        for batch in run.steps(batches, steps):
+            state = {"sum": state["sum"] + (jnp.nan if run.step == spoiled else batch)}
+            run.log(**(metrics or {}).get(run.step, {"loss": 1.0}))
+            if run.due(2):
+                run.save(state, batches)
+    return run, float(state["sum"][0])
+
+
+def held(out: Path) -> list[str]:
+    return sorted(os.listdir(out / "checkpoints"))
+
+
+def test_run_stops_at_the_first_nan_and_goes_on_from_before(tmp_path):
+    """The loss is NaN in step 5, and fetched with that of step 6: before step 6 is saved."""
+    says = r"loss is nan in step 5; the run stopped and saved nothing after step 4: .* --resume, or from 2 by --resume"
+    with pytest.raises(FloatingPointError, match=says):
+        run_sum(tmp_path, metrics={5: {"loss": jnp.nan}})
+    assert held(tmp_path) == ["2", "4"]
+    assert [line["loss"] for line in train.read_metrics(tmp_path / "metrics.jsonl")] == [1, 1, 1, 1, "nan", 1]
+    _, total = run_sum(tmp_path, resume=True)
+    assert total == 36 and len(train.read_metrics(tmp_path / "metrics.jsonl")) == 8
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_run_of_a_nan_saves_and_reports_nothing(tmp_path, step):
+    """In the first step, and in the last one, whose metrics are fetched at the end."""
+    with (
+        train.Run(tmp_path, config={}) as run,
+        pytest.raises(FloatingPointError, match=f"validation is inf in step {step}"),
+    ):
+        for _ in run.steps(Counter(), 8):
+            run.log(validation=jnp.inf if run.step == step else 1.0)
+            if run.step == 8:
+                run.save({"x": jnp.ones(2)}, Counter())
+    assert not (tmp_path / "checkpoints").exists()
+    assert run.stopped  # and a stopped run reports nothing
+    with (
+        pytest.raises(FloatingPointError, match="start again with another learning rate"),
+        train.Run(tmp_path, config={}) as run,
+    ):
+        for _ in run.steps(Counter(), 8):
+            run.log(loss=jnp.nan if run.step == step else 1.0)
+
+
+def test_run_saves_no_nan_of_a_finite_loss(tmp_path):
+    with pytest.raises(
+        FloatingPointError, match=r"NaN in sum of the state after step 6; .* saved nothing after step 4"
+    ):
+        run_sum(tmp_path, spoiled=6)
+    assert held(tmp_path) == ["2", "4"]
+    with (
+        pytest.raises(FloatingPointError, match="metric is nan in step 2"),
+        train.Run(tmp_path / "b", config={}) as run,
+    ):
+        for _ in run.steps(Counter(), 2):
+            if run.due(2):
+                run.save({"x": jnp.ones(2)}, metric=float("nan"))
+
+
+def test_run_resumes_from_the_named_step(tmp_path):
+    run_sum(tmp_path)
+    assert held(tmp_path) == ["6", "8"]
+    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint of step 4 here; it holds \[6, 8\]"):
+        run_sum(tmp_path, resume=4)
+    _, total = run_sum(tmp_path, resume=6, steps=7)
+    assert total == 28 and held(tmp_path) == ["6", "7"]
+    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint of step 2 here; it holds none"):
+        run_sum(tmp_path / "new", resume=2)
+
+
+def test_run_keeps_the_best_of_before_the_resume(tmp_path):
+    metrics = {2: {"validation": 3.0}, 4: {"validation": 1.0}, 6: {"validation": 2.0}, 8: {"validation": 4.0}}
+    run_sum(tmp_path, steps=4, metrics=metrics)
+    for steps in (6, 8, 12):
+        run_sum(tmp_path, steps=steps, metrics=metrics, resume=True)
+    assert held(tmp_path) == ["10", "12", "4"]
+
+
+def test_run_passes_over_damaged_checkpoints(tmp_path, caplog):
+    _, total = run_sum(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for step in ("8", "6"):
+        path = tmp_path / "checkpoints" / step / "about" / "metadata"
+        path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"'))
+        if step == "8":
+            _, again = run_sum(tmp_path, resume=True)
+            assert again == total and "8: passed over, the bytes of about/metadata have changed" in caplog.text
+            path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"'))
+    with pytest.raises(FileNotFoundError, match="all are damaged, and nothing was deleted"):
+        run_sum(tmp_path, resume=True)
+    with pytest.raises(FileExistsError, match="holds a run of 8 steps"):
+        run_sum(tmp_path)
+    assert held(tmp_path) == ["6", "8"] and (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_run_outlasts_damage_of_its_other_files(tmp_path, caplog):
+    """No checkpoint is lost for a damaged configuration, environment or line of metrics; the line is kept beside."""
+    run_sum(tmp_path, steps=6)
+    for name in ("config.json", "env.json", "timing.jsonl"):
+        (tmp_path / name).write_bytes(b'\0\0{"a": \xff')
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[1] = b"\0" * 20 + b"\xff" + lines[1][10:]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b"\0\0\0")
+    _, total = run_sum(tmp_path, resume=True)
+    assert total == 36 and "metrics.jsonl, line 2: passed over, not JSON" in caplog.text
+    assert [line["step"] for line in train.read_metrics(tmp_path / "metrics.jsonl")] == [1, 3, 4, 5, 6, 7, 8]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes().splitlines(keepends=True)[:6] == lines
+    assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
+
+
+def test_run_is_alone_in_its_directory(tmp_path):
+    run_sum(tmp_path, steps=2)
+    with train.Run(train.RunOptions(tmp_path, resume=True), config={}) as run:
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(
+            BlockingIOError, match=f"is in use by process {os.getpid()} on {socket.gethostname()} since"
+        ):
+            run_sum(tmp_path, resume=True)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        run.restore({"sum": jnp.zeros(3)})
+    assert run_sum(tmp_path, resume=True)[1] == 36 and not (tmp_path / "run.lock").exists()
+
+
+def test_run_goes_on_when_the_disk_is_full(tmp_path, caplog, monkeypatch):
+    """Room for the checkpoint of step 2 only; again before the one of step 8, or not: then it fails, and resumes."""
+    free = iter([10**9, 9, 9, 9, 9, 10**9])
+    usage = lambda path: shutil._ntuple_diskusage(10**9, 0, next(free, 9))
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", usage)
+        run_sum(tmp_path)
+    assert held(tmp_path) == ["2", "8"]
+    lines = [record.message for record in caplog.records]
+    assert [line.partition("step ")[2][0] for line in lines] == ["4", "6"]
+    assert "it takes 12B, and 9B are free; the newest whole one is of step 2; the run goes on, and tries" in lines[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", usage)
+        with pytest.raises(OSError, match="no room for the checkpoint of step 9: it takes 12B, and 9B are free"):
+            run_sum(tmp_path, steps=9, resume=True)
+    assert held(tmp_path) == ["2", "8"] and run_sum(tmp_path, steps=9, resume=True)[1] == 45
 
 
 def test_progress_prints_plain_lines(tmp_path, capsys):

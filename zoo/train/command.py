@@ -1,5 +1,6 @@
 """Command-line interface of a recipe: the signature of `main` is the configuration, its docstring the help."""
 
+import errno
 import functools
 import inspect
 import sys
@@ -41,6 +42,7 @@ def run_cli(
     try:
         flags = parse(words)
         options = next((value for value in flags.values() if isinstance(value, RunOptions)), None)
+        _require_positive(flags)
         is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
         if options is not None and is_first:
             # Now, rather than once data and model are made; the run itself does it again, to the end.
@@ -52,7 +54,6 @@ def run_cli(
             flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
         if options is not None and is_first:
             show(f"loading data and compiling; the run's folder is {options.out}")
-        _require_positive(flags)
         return main(**flags)
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
         if not _is_user_error(error, main):
@@ -115,12 +116,14 @@ def _make_resume_spec(type_info: Any) -> Any:
         metavar="[STEP]",
         instance_from_str=parse,
         is_instance=lambda value: isinstance(value, bool | int),
-        str_from_instance=lambda value: [] if isinstance(value, bool) else [str(value)],
+        str_from_instance=lambda value: [] if value is True else [str(value)],  # of the default, for --help
     )
 
 
 def _is_user_error(error: Exception, main: Callable[..., Any]) -> bool:
-    """Return True if the error comes from a `raise` in this library or in the file of `main`."""
+    """Return True for a full disk, and for an error from a `raise` in this library or in the file of `main`."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     library = Path(__file__).parents[1]
     ours = Path(last.filename).is_relative_to(library) or last.filename == main.__code__.co_filename

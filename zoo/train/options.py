@@ -39,8 +39,8 @@ class RunOptions:
     """Directory of the run: configuration, metrics, checkpoints, report."""
     seed: int = 0
     """PRNG seed of parameters, data order, dropout and samples."""
-    resume: bool = False
-    """Continue from the newest checkpoint in `out`, on any mesh."""
+    resume: bool | int = False
+    """Continue from the newest checkpoint in `out`, on any mesh; with a number, from the checkpoint of that step."""
     profile: bool = False
     """Trace a few steps into `out`/profile, for Perfetto, XProf and TensorBoard."""
 
