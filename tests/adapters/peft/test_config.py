@@ -1,6 +1,7 @@
 """PEFT's adapter_config.json: options that are not supported raise, and the error names them."""
 
 import json
+import shutil
 
 import jax
 import pytest
@@ -15,8 +16,15 @@ def make_model(layers=2, embed=16, **options):
 
 
 @pytest.fixture(scope="module")
-def adapted():
-    return adapters.lora(make_model(), targets=("query", "down"), rank=2, key=jax.random.key(1))
+def base():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def saved(base, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    adapters.save(adapters.lora(base, targets=("query", "down"), rank=2, key=jax.random.key(1)), path)
+    return path
 
 
 def change_config(path, **keys):
@@ -32,19 +40,38 @@ def change_config(path, **keys):
         ({"use_qalora": True}, "use_qalora = True is not computed here; it is read where it is False"),
         ({"bias": "some"}, "bias = 'some' is not read with this method; it is 'none' or 'lora_only' or 'all'"),
         ({"peft_type": "LOHA", "bias": "all", "r": 2}, "is not known|bias = 'all' is not read with this method"),
-        ({"r": 0}, "r = 0, where a rank of at least 1 was expected"),
-        ({"lora_alpha": "8"}, "lora_alpha = '8', where a number was expected"),
-        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern = .*, where a table of numbers was expected"),
-        ({"alpha_pattern": {"(": 2}}, "alpha_pattern has the pattern '\\(', which is none"),
+        ({"r": 0}, "r = 0 should be a rank of at least 1"),
+        ({"r": True}, "r = True should be a rank of at least 1"),
+        ({"r": "8"}, "r = '8' should be a rank of at least 1"),
+        ({"r": 3}, r"lora_A and lora_B of .* are \[2, 16\], \[16, 2\], where \[3, 16\], \[16, 3\] were expected"),
+        ({"use_rslora": [1]}, r"use_rslora = \[1\] should be true or false"),
+        ({"use_rslora": "false"}, "use_rslora = 'false' should be true or false"),
+        ({"use_rslora": 1}, "use_rslora = 1 should be true or false"),
+        ({"fan_in_fan_out": 0}, "fan_in_fan_out = 0 should be true or false"),
+        ({"use_qalora": 0}, "use_qalora = 0 is not computed here"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan should be a number"),
+        ({"lora_alpha": 1e300}, "lora_alpha = 1e[+]300 should be a number"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern = .* should be a table of patterns and ranks of at least 1"),
+        ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern = .* should be a table of patterns and ranks of at least 1"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save = 'lm_head' should be null or a list of words"),
+        ({"layers_to_transform": [True]}, "layers_to_transform = .* should be null or a layer number"),
+        ({"layers_pattern": "(a+)+"}, "layers_pattern = .* should be the name of a list of layers"),
+        ({"target_modules": 3}, "target_modules = 3 should be null or a list of names, or a pattern"),
+        ({"target_modules": []}, "target_modules names no module"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' should be one of True, False"),
+        ({"lora_alpha": "8"}, "lora_alpha = '8' should be a number"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern = .* should be a table of patterns and numbers"),
+        ({"alpha_pattern": {"(": 2}}, "alpha_pattern has the pattern '\\(', which is not read"),
+        ({"alpha_pattern": {"(a)\\1": 2}}, "which is not read: .* backreferences"),
         ({"rang": 3}, "the key 'rang' is not known"),
         ({"use_dora": True}, "lora_magnitude_vector"),
     ],
 )
-def test_config_with_unsupported_options_raises(keys, message, adapted, tmp_path):
-    adapters.save(adapted, tmp_path)
+def test_config_with_unsupported_options_raises(keys, message, base, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     change_config(tmp_path, **keys)
     with pytest.raises(zoo.CheckpointError, match=message):
-        adapters.load(adapters.remove(adapted), tmp_path)
+        adapters.load(base, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +79,12 @@ def test_config_with_unsupported_options_raises(keys, message, adapted, tmp_path
     [
         ("oft", {"coft": True}, "coft = True is not computed here; it is read where it is False"),
         ("oft", {"peft_version": "0.17.1"}, "before PEFT 0.18 its series was another"),
-        ("oft", {"num_cayley_neumann_terms": 0}, "num_cayley_neumann_terms = 0, where a number of at least 1"),
-        ("oft", {"block_share": True}, "oft_R is \\[2, 28\\], which are no blocks of them"),
+        ("oft", {"num_cayley_neumann_terms": 0}, "num_cayley_neumann_terms = 0 should be a number of at least 1"),
+        ("oft", {"block_share": True}, "oft_R is \\[2, 28\\], where \\[1, 28\\] was expected"),
+        ("oft", {"oft_block_size": 4}, "oft_R is \\[2, 28\\], where \\[4, 6\\] was expected: blocks of 4"),
+        ("oft", {"r": 2}, "r = 2 and oft_block_size = 8: one of the two should be 0"),
         ("oft", {"bias": "oft_only"}, "bias = 'oft_only' is not read with this method"),
-        ("adalora", {"init_r": 0}, "init_r = 0, where a rank of at least 1 was expected"),
+        ("adalora", {"init_r": 0}, "init_r = 0 should be a rank of at least 1"),
         ("adalora", {"use_dora": True}, "use_dora = True is not computed here"),
     ],
 )

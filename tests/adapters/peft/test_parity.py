@@ -22,7 +22,6 @@ CASES += [(path.parent, path, FOLDER / "bases") for path in sorted(FOLDER.glob("
 """Folders of the expected results, of the adapter, and of the bases."""
 REFUSED = {
     "lora_embedding_alone": "ensure_weight_tying",
-    "lora_experts": "target_parameters",
 }
 """Cases that raise, with the option that the error names."""
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 2e-4

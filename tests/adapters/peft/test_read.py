@@ -1,4 +1,9 @@
-"""Loading PEFT files: tensors that do not fit the model, adapters of some layers, and dropout."""
+"""Loading PEFT files: tensors that are missing or do not fit the model, adapters of some layers, and dropout."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +47,108 @@ def test_load_with_tensors_of_another_model_raises(adapted, tmp_path):
     with pytest.raises(zoo.CheckpointError, match="4 tensors for which the model has no module.*layers.1"):
         adapters.load(other, tmp_path)
     wide = make_model(embed=32)
-    with pytest.raises(zoo.CheckpointError, match="multiplies 32 numbers and gives 32, and lora_A and lora_B"):
+    with pytest.raises(
+        zoo.CheckpointError,
+        match=r"lora_B of .*q_proj are \[2, 16\], \[16, 2\], where \[2, 32\], \[32, 2\] were expected",
+    ):
         adapters.load(wide, tmp_path)
     with pytest.raises(zoo.CheckpointError, match="there is no"):
         adapters.load(other, tmp_path / "nowhere")
+
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+METHODS = ("lora_patterns", "dora", "ia3", "vera", "loha", "lokr", "oft", "adalora")
+TRAINED = ("lora_bias_only", "lora_bias_all", "lora_saved_norms")
+load_base = cache(lambda name: zoo.load(FIXTURES / "models" / name, dtype="float32"))
+
+
+def read_fixture(name):
+    """Return the base, tensors and path of a fixture that PEFT wrote."""
+    path = FIXTURES / "adapters" / name
+    tensors = {key: np.array(x.read()) for key, x in open_safetensors(path / "adapter_model.safetensors").items()}
+    return load_base(json.loads((path / "meta.json").read_text())["base"]), tensors, path
+
+
+def write_copy(path, source, tensors, **config):
+    """Write an adapter with these tensors, and with the config of another adapter in which some keys are changed."""
+    path.mkdir(exist_ok=True)
+    shutil.copy(source / "adapter_config.json", path)
+    if config:
+        given = json.loads((path / "adapter_config.json").read_text())
+        (path / "adapter_config.json").write_text(json.dumps(given | config))
+    shapes = {name: (x.shape, x.dtype) for name, x in tensors.items()}
+    write_safetensors(path / "adapter_model.safetensors", shapes, tensors.__getitem__)
+
+
+@pytest.mark.parametrize("case", [*METHODS, *TRAINED])
+def test_load_without_some_tensors_raises(case, tmp_path):
+    """Each kind of tensor of one module, a module, a layer, and all tensors."""
+    base, tensors, source = read_fixture(case)
+    names = sorted(tensors)
+    first = next(name for name in names if "layers.0." in name or ".h.0." in name)
+    module = first.rsplit(".", 2 if first.endswith(".weight") else 1)[0] + "."
+    dropped = [[name] for name in names if name.startswith(module)]
+    dropped += [[name for name in names if name.startswith(module)], [name for name in names if ".1." in name], names]
+    dropped += [[name] for name in names if case in TRAINED and "lora_" not in name]
+    for number, drop in enumerate(dropped):
+        path = tmp_path / str(number)
+        write_copy(path, source, {name: x for name, x in tensors.items() if name not in drop})
+        with pytest.raises(zoo.CheckpointError, match="incomplete|nothing|has no|not both"):
+            adapters.load(base, path)
+
+
+@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("dtype", ["int32", "bool", "float8_e4m3fn"])
+def test_load_with_tensors_that_are_not_floats_raises(case, dtype, tmp_path):
+    base, tensors, source = read_fixture(case)
+    name = sorted(tensors)[-1]
+    write_copy(tmp_path, source, tensors | {name: tensors[name].astype(jnp.dtype(dtype))})
+    with pytest.raises(zoo.CheckpointError, match=f"{name} is of {dtype}, where floating-point numbers were expected"):
+        adapters.load(base, tmp_path)
+
+
+def test_load_of_modules_that_the_config_does_not_target_raises(tmp_path):
+    """PEFT would ignore them with a warning, and compute something else."""
+    base, tensors, source = read_fixture("lora")
+    write_copy(tmp_path, source, tensors, target_modules=["q_proj"])
+    with pytest.raises(zoo.CheckpointError, match="4 tensors of modules that .* does not target, .*v_proj"):
+        adapters.load(base, tmp_path)
+    write_copy(tmp_path, source, tensors, modules_to_save=["lm_head"])
+    with pytest.raises(zoo.CheckpointError, match="modules_to_save has 'lm_head', which no module of the model is"):
+        adapters.load(base, tmp_path)
+    write_copy(tmp_path, source, tensors, target_modules=["c_attn"])
+    with pytest.raises(zoo.CheckpointError, match=r"targets \['c_attn'\], which no module of the model is"):
+        adapters.load(base, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layers_to_transform": [1], "target_modules": ["q_proj", "v_proj"]},
+        {"layers_to_transform": 1, "layers_pattern": "layers", "target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": r"model\.layers\.(?!0\.).*\.(q|v)_proj"},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*\.0\..*"},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["0.self_attn.q_proj", "0.self_attn.v_proj"]},
+    ],
+)
+def test_load_of_some_layers_reads_what_the_config_selects(config, tmp_path):
+    base, tensors, source = read_fixture("lora")
+    last = {name: x for name, x in tensors.items() if ".layers.1." in name}
+    write_copy(tmp_path / "last", source, last, **config)
+    loaded = adapters.load(base, tmp_path / "last")
+    assert zoo.count(loaded) == zoo.count(adapters.load(base, source))  # stacked with a layer that has none
+    write_copy(tmp_path / "all", source, tensors, **config)
+    with pytest.raises(zoo.CheckpointError, match="does not target, .*layers.0"):
+        adapters.load(base, tmp_path / "all")
+
+
+def test_load_with_several_dtypes_rounds_none(tmp_path):
+    base, tensors, source = read_fixture("lora")
+    first = sorted(tensors)[0]
+    write_copy(tmp_path, source, tensors | {first: tensors[first].astype(jnp.bfloat16)})
+    x, y = (jax.tree.leaves(zoo.trainable(adapters.load(base, path))) for path in (source, tmp_path))
+    assert all(a.dtype == b.dtype for a, b in zip(x, y, strict=True))
+    assert sum(int((a != b).sum()) for a, b in zip(x, y, strict=True)) <= tensors[first].size
 
 
 def test_load_with_dropout_applies_inside_layers_only(adapted, tmp_path):

@@ -149,7 +149,7 @@ class LoKr(_AbstractDeltaAdapter):
         """
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
         keys = jax.random.split(key, 3)
-        (left_out, right_out), (left_in, right_in) = _factorization(out_size, factor), _factorization(in_size, factor)
+        (left_out, right_out), (left_in, right_in) = factorize(out_size, factor), factorize(in_size, factor)
         uniform = lambda key, *shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * shape[-1] ** -0.5
         self.base = base
         self.left = self.left_up = self.left_down = self.right = self.right_up = self.right_down = None
@@ -227,7 +227,7 @@ def _matmul_fp32(up: Float[Array, "out rank"] | None, down: Float[Array, "rank i
     return jnp.matmul(up.astype(jnp.float32), down.astype(jnp.float32), precision="highest")
 
 
-def _factorization(size: int, factor: int) -> tuple[int, int]:
+def factorize(size: int, factor: int) -> tuple[int, int]:
     """Factor `size` into two numbers, the smaller first: `factor` and the rest if it divides `size`, else the pair
     nearest to a square whose first number is at most `factor`, if that is given (LyCORIS' rule)."""
     if factor > 0 and size % factor == 0:

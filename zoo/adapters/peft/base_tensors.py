@@ -1,6 +1,6 @@
 """Read and write the base's tensors in PEFT's files: biases, modules_to_save, and embeddings under adapters."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,8 @@ from zoo.weights.safetensors import LazyTensor
 from zoo.weights.save import gather_to_host
 
 from ..compose import strip_adapters
+from .names import read_floats
+from .targeting import is_saved, is_saved_by
 
 _BASE_LAYER = ".base_layer."
 _EMBEDDING_MODULES = ("embed_tokens", "lm_head")
@@ -43,27 +45,32 @@ def _plan_base_tensors(model: Any, table: NameMap) -> _BaseTensors:
 
 
 def read_base_tensors(
-    model: Any, table: NameMap, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], path: str
+    model: Any,
+    table: NameMap,
+    tensors: Mapping[str, LazyTensor],
+    config: Mapping[str, Any],
+    targeted: Collection[str],
+    path: str,
 ) -> tuple[_TrainedValues, set[str]]:
     """Read the parameters that an adapter trains in full from `tensors`, by their names in the base. Return them and
-    the tensor names that were read.
+    the tensor names that were read. `targeted` are the modules that have the adapter.
 
-    **Raises** `CheckpointError` for a tensor of another shape, and for an embedding that is tied to the head.
+    **Raises** `CheckpointError` for a tensor that is missing, of another shape, or no floating-point numbers, and for
+    an embedding that is tied to the head.
     """
     base, trained, names_read = _plan_base_tensors(model, table), {}, set()
     leaves = jax.tree.leaves(base.base_model)
+    _check_complete(base.plan, set(tensors), config, targeted, path)
     for name, tensor in tensors.items():
         base_name = name.replace(_BASE_LAYER, ".")
         if base_name not in base.plan or not _is_expected(base_name, name, config):
             continue
         names_read.add(name)
-        planned, array = base.plan[base_name], np.asarray(tensor.read())
+        planned, array = base.plan[base_name], read_floats(tensor, name, path)
         if array.shape != planned.shape:
             raise CheckpointError(
                 f"{path}: {name} has the shape {list(array.shape)}, and the model's {list(planned.shape)}"
             )
-        if not np.isfinite(array).all():
-            raise CheckpointError(f"{path}: {name} has a number that is not finite")
         before = [gather_to_host(leaves[part.leaf], part.index) for part in planned.slices]
         after = planned.mapping.views(np.array(array), planned.part_shapes, planned.num_stacked_dims)
         after = [view.reshape(x.shape) for view, x in zip(after, before, strict=True)]
@@ -86,20 +93,33 @@ def read_base_tensors(
     return trained, names_read
 
 
+def _check_complete(
+    plan: Mapping[str, TensorPlan], names: set[str], config: Mapping[str, Any], targeted: Collection[str], path: str
+) -> None:
+    """**Raises** `CheckpointError` for a bias, or a tensor of `modules_to_save`, that is missing."""
+    modules = {name.rpartition(".")[0] for name in plan}
+    for saved in config["modules_to_save"] or ():
+        if not any(is_saved_by(saved, module) for module in modules):
+            raise CheckpointError(f"{path}: modules_to_save has {saved!r}, which no module of the model is")
+    for name in plan:
+        module, _, field = name.rpartition(".")
+        is_bias = field == "bias" and (
+            config["bias"] == "all" or (config["bias"] == "lora_only" and module in targeted)
+        )
+        if is_saved(config, module) or is_bias:
+            expected = f"{module}{_BASE_LAYER}{field}" if module in targeted else name
+            if expected not in names:
+                option = "bias" if is_bias else "modules_to_save"
+                raise CheckpointError(
+                    f"{path} is incomplete: it has no {expected}, which {option} = {config[option]!r} promises"
+                )
+
+
 def _is_expected(base_name: str, name: str, config: Mapping[str, Any]) -> bool:
     """Return True if a file with this config stores this tensor of the base."""
     module, _, field = base_name.rpartition(".")
-    is_saved = any(
-        module == saved or module.endswith(f".{saved}") or f".{saved}." in f".{module}."
-        for saved in _get_modules_to_save(config)
-    )
-    return (
-        is_saved or ("bias" in field and config.get("bias", "none") != "none") or _is_embedding_weight(base_name, name)
-    )
-
-
-def _get_modules_to_save(config: Mapping[str, Any]) -> list[str]:
-    return list(config.get("modules_to_save") or ())
+    is_bias = "bias" in field and config["bias"] != "none"
+    return is_saved(config, module) or is_bias or _is_embedding_weight(base_name, name)
 
 
 def _is_embedding_weight(base_name: str, name: str) -> bool:
@@ -134,6 +154,12 @@ def collect_base_tensors(
         raise CheckpointError(
             f"{both[0]} has an adapter, and is trained in full in part: PEFT's files have one of both"
         )
+    for name in base.plan:
+        module = name.rpartition(".")[0]
+        if module not in saved and (whole := next((word for word in saved if is_saved_by(word, module)), None)):
+            raise CheckpointError(
+                f"{whole} is trained in full, and {name} is not: PEFT's modules_to_save would mean both"
+            )
     for name, planned in base.plan.items():
         module, _, field = name.rpartition(".")
         base_layer_name = f"{module}{_BASE_LAYER}{field}"

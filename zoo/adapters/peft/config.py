@@ -1,14 +1,30 @@
-"""Read and validate PEFT's adapter_config.json: the method, its options, and the options that are not supported."""
+"""Read and validate PEFT's adapter_config.json: the method, its options, and the options that are not supported.
 
-import math
+Options are read by type, never by their truth: `"false"`, `1` and `[0]` are no bool.
+"""
+
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from zoo.models.hf.config import suggest_nearest
+from zoo.models.hf.values import (
+    BOOL,
+    NUMBER,
+    WORD,
+    ValueKind,
+    integer,
+    is_any_of,
+    is_number,
+    list_of,
+    optional,
+    table_of,
+)
 from zoo.weights import CheckpointError
 from zoo.weights.safetensors import read_json
+
+from .patterns import PatternError, compile_pattern, compile_suffix_pattern
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -18,12 +34,12 @@ _COMMON_DEFAULTS: Mapping[str, Any] = {
     "task_type": None, "layers_pattern": None, "layers_to_transform": None, "fan_in_fan_out": False, "bias": "none",
     "ensure_weight_tying": False,
 }  # fmt: skip
-"""Keys of all methods, with PEFT's defaults. Target modules follow from the tensors of the file, and the layout of the
-base's weights (`fan_in_fan_out`) from the name table of the family."""
+"""Keys of all methods, with PEFT's defaults. The layout of the base's weights (`fan_in_fan_out`) follows from the name
+table of the family."""
 
 _LORA_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
-    "lora_dropout": 0.0, "init_lora_weights": True,
+    "lora_dropout": 0.0, "init_lora_weights": True, "target_parameters": None,
 }  # fmt: skip
 _LORA_IGNORED_KEYS = (
     "corda_config",
@@ -36,23 +52,29 @@ _LORA_IGNORED_KEYS = (
 """Initialization, and options that have no effect without another that is refused."""
 _LORA_REQUIRED_VALUES: Mapping[str, tuple] = {
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,), "layer_replication": (None,),
-    "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,), "target_parameters": (None, []),
+    "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,),
     "trainable_token_indices": (None,), "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
 }  # fmt: skip
 
-_ADALORA_DEFAULTS: Mapping[str, Any] = {"init_r": 12, "lora_alpha": 8, "lora_dropout": 0.0, "init_lora_weights": True}
+_ADALORA_DEFAULTS: Mapping[str, Any] = {
+    "init_r": 12, "lora_alpha": 8, "rank_pattern": None, "lora_dropout": 0.0, "init_lora_weights": True,
+}  # fmt: skip
 _ADALORA_IGNORED_KEYS = (
     *_LORA_IGNORED_KEYS, "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight",
-    "total_step", "rank_pattern", "alpha_pattern", "use_rslora",
+    "total_step", "alpha_pattern", "use_rslora",
 )  # fmt: skip
-"""Rank allocation, whose result follows from the tensors, and keys of LoRA that PEFT ignores for AdaLoRA."""
-_ADALORA_REQUIRED_VALUES: Mapping[str, tuple] = {**_LORA_REQUIRED_VALUES, "use_dora": (False,)}
+"""The schedule of rank allocation, and keys of LoRA that PEFT ignores for AdaLoRA."""
+_ADALORA_REQUIRED_VALUES: Mapping[str, tuple] = {
+    **_LORA_REQUIRED_VALUES,
+    "use_dora": (False,),
+    "target_parameters": (None, []),
+}
 
 _OFT_DEFAULTS: Mapping[str, Any] = {
-    "module_dropout": 0.0, "block_share": False, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5,
+    "r": 0, "oft_block_size": 32, "module_dropout": 0.0, "block_share": False, "use_cayley_neumann": True,
+    "num_cayley_neumann_terms": 5,
 }  # fmt: skip
-_OFT_IGNORED_KEYS = ("r", "oft_block_size", "init_weights", "eps")
-"""Block size and count, which follow from the tensors, and initialization."""
+_OFT_IGNORED_KEYS = ("init_weights", "eps")
 
 _LYCORIS_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "alpha": 8, "alpha_pattern": {}, "rank_dropout": 0.0, "module_dropout": 0.0, "rank_dropout_scale": False,
@@ -79,81 +101,142 @@ _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tu
 """Per method: its keys with defaults, ignored keys, and keys with the only values that are supported."""
 
 
+_RATE = ValueKind("a rate of at least 0 and at most 1", lambda value: is_number(value) and 0 <= value <= 1)
+_RANK = integer(minimum=1, words="a rank of at least 1")
+_RANKS = ValueKind("a table of patterns and ranks of at least 1", optional(table_of(_RANK)).fits)
+_ALPHAS = ValueKind("a table of patterns and numbers", optional(table_of(NUMBER)).fits)
+_WORDS = list_of(WORD)
+_NAMES = ValueKind("a list of names, or a pattern", lambda value: WORD.fits(value) or _WORDS.fits(value))
+_LAYERS = ValueKind(
+    "a layer number, or a list of them",
+    lambda value: integer(minimum=0).fits(value) or list_of(integer(minimum=0)).fits(value),
+)
+_INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal")
+_INITIALIZATION = ValueKind(
+    f"one of {', '.join(map(repr, _INITIAL_VALUES))}, since PEFT changes the base's weights for the others whenever it "
+    "reads the file (save with path_initial_model_for_weight_conversion)",
+    lambda value: is_any_of(value, _INITIAL_VALUES),
+)
+_KINDS: Mapping[str, ValueKind] = {
+    "base_model_name_or_path": optional(WORD), "peft_version": optional(WORD), "task_type": optional(WORD),
+    "revision": optional(WORD), "inference_mode": BOOL, "bias": WORD, "fan_in_fan_out": BOOL,
+    "ensure_weight_tying": BOOL, "exclude_modules": optional(_NAMES), "target_modules": optional(_NAMES),
+    "feedforward_modules": optional(_NAMES), "target_parameters": optional(_WORDS), "modules_to_save": optional(_WORDS),
+    "layers_to_transform": optional(_LAYERS), "layers_pattern": optional(_NAMES), "r": _RANK, "init_r": _RANK,
+    "lora_alpha": NUMBER, "alpha": NUMBER, "alpha_pattern": _ALPHAS, "rank_pattern": _RANKS,
+    "use_rslora": BOOL, "use_dora": BOOL, "lora_dropout": _RATE, "vera_dropout": _RATE, "rank_dropout": _RATE,
+    "module_dropout": _RATE, "rank_dropout_scale": BOOL, "init_lora_weights": _INITIALIZATION,
+    "init_ia3_weights": BOOL, "save_projection": BOOL, "d_initial": NUMBER, "decompose_both": BOOL,
+    "decompose_factor": integer(minimum=-1), "block_share": BOOL, "use_cayley_neumann": BOOL,
+    "num_cayley_neumann_terms": integer(minimum=1, words="a number of at least 1"),
+}  # fmt: skip
+"""Kinds of the options that are read. Those of `_METHODS` that have other values with one method are in
+`_KINDS_BY_METHOD`."""
+_KINDS_BY_METHOD: Mapping[str, Mapping[str, ValueKind]] = {
+    "OFT": {"r": integer(minimum=0), "oft_block_size": integer(minimum=0)},
+    "ADALORA": {
+        "rank_pattern": ValueKind("a table of names and lists of bools", optional(table_of(list_of(BOOL))).fits)
+    },
+}
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Read an adapter's config and fill in the defaults. **Raises** `CheckpointError` for an unknown or unsupported
-    method or option."""
+    method or option, and for an option of another type."""
     path = directory / CONFIG_FILE
-    config = read_json(path)
-    method = config.get("peft_type")
+    given = read_json(path)
+    method = given.get("peft_type")
     if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
             f"{path} has the peft_type {method!r}{suggest_nearest(str(method), _METHODS) or '.'} "
             f"Methods that are read: {', '.join(_METHODS)}"
         )
     defaults, ignored_keys, required_values = _METHODS[method]
+    config = {**_COMMON_DEFAULTS, **defaults, **given}
+    for error in (
+        *_find_unsupported_options(given, {*_COMMON_DEFAULTS, *defaults}, ignored_keys, required_values),
+        *_find_wrong_values({key: value for key, value in config.items() if key not in ignored_keys}),
+    ):
+        raise CheckpointError(f"{path}: {error}")
+    return config
+
+
+def _find_unsupported_options(
+    config: Mapping[str, Any], known: Collection[str], ignored: Collection[str], required: Mapping[str, tuple]
+) -> Iterator[str]:
+    """Yield errors in keys that are unknown, or ask for what is not computed here."""
     for key, value in config.items():
-        if key in required_values and value not in required_values[key]:
-            allowed = " or ".join(map(repr, required_values[key]))
-            raise CheckpointError(f"{path}: {key} = {value!r} is not computed here; it is read where it is {allowed}")
-        if key not in {*_COMMON_DEFAULTS, *defaults, *ignored_keys, *required_values}:
-            known = {*_COMMON_DEFAULTS, *defaults}
-            raise CheckpointError(f"{path}: the key {key!r} is not known{suggest_nearest(key, known) or ' to us.'}")
-    checked = {key: value for key, value in {**defaults, **config}.items() if key not in ignored_keys}
-    for error in _find_config_errors(checked):
-        raise CheckpointError(f"{path}: {error}")
+        if key in required and not is_any_of(value, required[key]):
+            allowed = " or ".join(map(repr, required[key]))
+            yield f"{key} = {value!r} is not computed here; it is read where it is {allowed}"
+        if key not in {*known, *ignored, *required}:
+            yield f"the key {key!r} is not known{suggest_nearest(key, known) or ' to us.'}"
+    method = config["peft_type"]
     if method == "OFT" and (error := _find_version_error(config)):
-        raise CheckpointError(f"{path}: {error}")
+        yield error
     supported = ("none", "lora_only", "all") if method == "LORA" else ("none",)
     if config.get("bias", "none") not in supported:
-        raise CheckpointError(
-            f"{path}: bias = {config['bias']!r} is not read with this method; it is {' or '.join(map(repr, supported))}"
-        )
-    return {**_COMMON_DEFAULTS, **defaults, **config}
+        yield (f"bias = {config['bias']!r} is not read with this method; it is {' or '.join(map(repr, supported))}")
 
 
-def _find_config_errors(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors in the numbers and patterns of a config."""
-    for key, what in {"r": "a rank", "init_r": "a rank", "num_cayley_neumann_terms": "a number"}.items():
-        number = config.get(key, 1)
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            yield f"{key} = {number!r}, where {what} of at least 1 was expected"
-    for key in ("lora_alpha", "alpha"):
-        if key in config and not _is_number(config[key]):
-            yield f"{key} = {config[key]!r}, where a number was expected"
-    for key in ("rank_pattern", "alpha_pattern"):
-        table = config.get(key) or {}
-        if not isinstance(table, dict) or not all(map(_is_number, table.values())):
-            yield f"{key} = {table!r}, where a table of numbers was expected"
-            continue
-        for pattern in table:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield f"{key} has the pattern {pattern!r}, which is none: {error}"
+def _find_wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield errors in the types of options, and in patterns."""
+    method = config["peft_type"]
+    kinds = {**_KINDS, **_KINDS_BY_METHOD.get(method, {})}
+    for key, value in config.items():
+        if key in kinds and (error := kinds[key].find_error(value)):
+            yield f"{key} = {_shorten_repr(value)} {error}"
+            return  # the checks below read these options
+    patterns = [(key, compile_pattern, config.get(key)) for key in ("target_modules", "exclude_modules")]
+    patterns += [("feedforward_modules", compile_pattern, config.get("feedforward_modules"))]
+    if method != "ADALORA":
+        tables = [(key, config.get(key) or {}) for key in ("rank_pattern", "alpha_pattern")]
+        patterns += [(key, compile_suffix_pattern, pattern) for key, table in tables for pattern in table]
+    for key, compile_one, pattern in patterns:
+        try:
+            if isinstance(pattern, str):
+                compile_one(pattern)
+        except PatternError as error:
+            yield f"{key} has the pattern {_shorten_repr(pattern)}, which is not read: {error}"
+    words = config.get("layers_pattern") or ()
+    for word in [words] if isinstance(words, str) else words:
+        if re.fullmatch(r"\w+", word) is None:
+            yield f"layers_pattern = {_shorten_repr(word)} should be the name of a list of layers, without a pattern"
+    if not config["target_modules"] and not config.get("target_parameters"):
+        yield "target_modules names no module"
+    if method == "OFT" and bool(config["r"]) == bool(config["oft_block_size"]):
+        yield f"r = {config['r']} and oft_block_size = {config['oft_block_size']}: one of the two should be 0"
+    if config.get("use_dora") and config.get("target_parameters"):
+        yield "use_dora and target_parameters exclude each other, in PEFT too"
 
 
 def _find_version_error(config: Mapping[str, Any]) -> str:
     """Return an error for an OFT of an older version of PEFT that computes something else, or an empty string."""
     if "oft_block_size" not in config:
         return "it has no oft_block_size: before PEFT 0.14 an OFT turned outputs, which is not computed here"
-    version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
-    if config.get("use_cayley_neumann") and (version is None or (int(version[1]), int(version[2])) < (0, 18)):
+    version = re.match(r"(\d{1,6})\.(\d{1,6})", str(config.get("peft_version")))
+    if config.get("use_cayley_neumann", True) and (version is None or (int(version[1]), int(version[2])) < (0, 18)):
         return "use_cayley_neumann = True: before PEFT 0.18 its series was another, which is not computed here"
     return ""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _shorten_repr(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _matches_pattern(pattern: str, module: str) -> bool:
-    """Return True if a key of rank_pattern or alpha_pattern matches a module: a suffix of its name, or a regular
-    expression for one."""
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+def _lookup(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches a module, as PEFT does."""
+    return next((value for key, value in patterns.items() if compile_suffix_pattern(key)(module)), default)
+
+
+def rank_from_config(config: Mapping[str, Any], module: str) -> int:
+    """Return the rank that the config gives to a module, or to a parameter of `target_parameters`."""
+    return _lookup(config.get("rank_pattern") or {}, module, config["r"])
 
 
 def scale_from_config(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / rank of a module, or alpha / sqrt(rank) with rsLoRA."""
     default = config["lora_alpha"] if "lora_alpha" in config else config["alpha"]
-    alpha = next((a for pattern, a in config["alpha_pattern"].items() if _matches_pattern(pattern, module)), default)
+    alpha = _lookup(config["alpha_pattern"] or {}, module, default)
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)

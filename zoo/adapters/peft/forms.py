@@ -1,12 +1,15 @@
 """Read and write OFT and AdaLoRA in PEFT's format: tensors of a module, the adapter they build, and the config."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
+import jax.numpy as jnp
 import numpy as np
 
 from zoo.weights import CheckpointError
+from zoo.weights.safetensors import LazyTensor
 
 from ..methods.adalora import RANK_EPSILON, AdaLoRA
 from ..methods.oft import OFT
@@ -18,44 +21,58 @@ _LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
 
 
 @runtime_checkable
-class _AdapterSource(Protocol):
+class AdapterSource(Protocol):
     """The tensors and config of one adapter file."""
 
     config: Mapping[str, Any]
+    source: Mapping[str, LazyTensor]
     path: str
     adapter_name: str
+    names_read: set[str]
 
     def read_tensor(self, module: PeftModule, suffix: str, *, has_rows: bool = False) -> np.ndarray | None: ...
 
+    def read_vector(
+        self, module: PeftModule, suffix: str, size: int, *, has_rows: bool = False
+    ) -> np.ndarray | None: ...
 
-def read_oft(source: _AdapterSource, module: PeftModule) -> dict[str, Any] | None:
+
+def promote_dtypes(layers: _LayerArrays) -> Any:
+    """Return the dtype that holds the numbers of all layers without rounding them."""
+    arrays = [x for layer in layers.values() for x in layer.values() if isinstance(x, np.ndarray)]
+    return reduce(jnp.promote_types, {x.dtype for x in arrays})
+
+
+def format_shapes(shapes: Sequence[tuple[int, ...] | None]) -> str:
+    """Return shapes as text, "nothing" for a tensor that is missing."""
+    return ", ".join("nothing" if shape is None else str(list(shape)) for shape in shapes)
+
+
+def read_oft(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
     """Read the block size and parameters of a module's OFT, or None if it has none."""
     pairs = source.read_tensor(module, "oft_R.weight")
     if pairs is None:
         return None
     _, inputs = module.site.get_shape()
-    size = round((1 + (1 + 8 * pairs.shape[-1]) ** 0.5) / 2)
-    shared = bool(source.config["block_share"])
-    blocks = inputs // size if size > 1 else 0
-    if blocks * size != inputs or pairs.shape != (1 if shared else blocks, size * (size - 1) // 2):
+    shared, block_size, r = source.config["block_share"], source.config["oft_block_size"], source.config["r"]
+    size = _find_nearest_divisor(inputs, block_size) if block_size else inputs // _find_nearest_divisor(inputs, r)
+    expected = (1 if shared else inputs // size, size * (size - 1) // 2)
+    if pairs.shape != expected:
         raise CheckpointError(
             f"{source.path}: {module.peft_name} multiplies {inputs} numbers, and its oft_R is {list(pairs.shape)}, "
-            "which are no blocks of them"
+            f"where {list(expected)} was expected: blocks of {size}"
         )
     return {"size": size, "pairs": pairs[0] if shared else pairs}
 
 
-def plan_oft(source: _AdapterSource, site: LinearSite, layers: _LayerArrays) -> Any:
+def plan_oft(source: AdapterSource, site: LinearSite, layers: _LayerArrays) -> Any:
     """Plan the OFT of a linear layer: its factory, and the arrays of all stacked layers."""
     stacked_shape, first = [len(run) for run in site.ranges], next(iter(layers.values()))
-    pairs = np.zeros((*stacked_shape, *first["pairs"].shape), first["pairs"].dtype)
-    applies, sizes = np.zeros(stacked_shape, bool), set()
+    pairs = np.zeros((*stacked_shape, *first["pairs"].shape), promote_dtypes(layers))
+    applies = np.zeros(stacked_shape, bool)
     for index, arrays in layers.items():
-        sizes.add(arrays["size"])
-        if len(sizes) > 1:
-            raise CheckpointError(f"{source.path}: {site.name} is one array over its layers, whose blocks differ")
         pairs[index], applies[index] = arrays["pairs"], True
-    shared, exact = bool(source.config["block_share"]), not source.config["use_cayley_neumann"]
+    shared, exact = source.config["block_share"], not source.config["use_cayley_neumann"]
     terms = None if exact else source.config["num_cayley_neumann_terms"]
 
     def factory(base: Any, *, key: Any, pairs: Any, applies: Any) -> OFT:
@@ -104,7 +121,7 @@ def _find_nearest_divisor(inputs: int, requested: int) -> int:
     return min((n for n in range(1, inputs + 1) if inputs % n == 0), key=lambda n: (abs(n - requested), n))
 
 
-def read_adalora(source: _AdapterSource, module: PeftModule) -> dict[str, Any] | None:
+def read_adalora(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
     """Read A, B, e and the scale of a module's AdaLoRA, or None if it has none."""
     down, values = source.read_tensor(module, "lora_A"), source.read_tensor(module, "lora_E")
     up = source.read_tensor(module, "lora_B", has_rows=True)
@@ -112,22 +129,24 @@ def read_adalora(source: _AdapterSource, module: PeftModule) -> dict[str, Any] |
         return None
     outputs, inputs = module.site.get_shape()
     shapes = [None if x is None else x.shape for x in (down, up, values)]
-    if down is None or up is None or values is None or shapes != [(n := len(down), inputs), (outputs, n), (n, 1)]:
-        formatted = ", ".join("nothing" if shape is None else str(list(shape)) for shape in shapes)
+    kept = (source.config["rank_pattern"] or {}).get(f"{module.peft_name}.lora_E")
+    rank = source.config["init_r"] if kept is None else sum(kept)
+    expected = [(rank, inputs), (outputs, rank), (rank, 1)]
+    if down is None or up is None or values is None or shapes != expected:
         raise CheckpointError(
-            f"{source.path}: {module.peft_name} multiplies {inputs} numbers and gives {outputs}, and lora_A, lora_B "
-            f"and lora_E are {formatted}"
+            f"{source.path}: lora_A, lora_B and lora_E of {module.peft_name} are {format_shapes(shapes)}, where "
+            f"{format_shapes(expected)} were expected: init_r and rank_pattern give it the rank {rank}"
         )
     alpha = source.config["lora_alpha"]
     scale = (alpha if alpha > 0 else len(down)) / (source.config["init_r"] + RANK_EPSILON)
     return {"down": down, "up": up, "values": values[:, 0], "scale": scale}
 
 
-def plan_adalora(source: _AdapterSource, site: LinearSite, layers: _LayerArrays) -> Any:
+def plan_adalora(source: AdapterSource, site: LinearSite, layers: _LayerArrays) -> Any:
     """Plan the AdaLoRA of a linear layer: factors of all stacked layers, padded with zeros to the largest rank."""
     stacked_shape, (outputs, inputs) = [len(run) for run in site.ranges], site.get_shape()
     max_rank = max(1, *(len(arrays["down"]) for arrays in layers.values()))
-    dtype = next(iter(layers.values()))["down"].dtype
+    dtype = promote_dtypes(layers)
     tables = {
         "rank": np.zeros(stacked_shape, np.int32),
         "applies": np.zeros(stacked_shape, bool),

@@ -1,19 +1,26 @@
 """Map an adapter's arrays to tensor names in PEFT's files.
 
 The module names come from the name table of the model family. For a fused projection, the rows of B are split and
-concatenated as the rows of its weight are. All parts share one A in the file; here each part has a copy.
+concatenated as the rows of its weight are. All parts share one A in the file; here each part has a copy. Experts whose
+matrices are one parameter in PyTorch (`target_parameters`) have one LoRA in the file: A of shape [experts rank, in],
+with an expert's ranks together, and B of shape [out, rank experts], with a rank's experts together.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import numpy as np
 
-from zoo.models.hf.spec import NameMap, TensorMapping
+from zoo.models.hf.spec import NameMap, Origin, TensorMapping, prefixed
 from zoo.models.parameter_paths import format_path, iterate_indices
+from zoo.weights import CheckpointError
 from zoo.weights.plan import invert_name_map
-from zoo.weights.save import resolve_origin
+from zoo.weights.safetensors import DTYPES, LazyTensor
+from zoo.weights.save import read_name_map, resolve_origin
 
 from ..base import AbstractAdapter
 from ..compose import strip_adapters
@@ -33,6 +40,8 @@ PREFIX = "base_model.model."
 VERA_SHARED = {"base_model.vera_A": lambda vera: vera.down.weight, "base_model.vera_B": lambda vera: vera.up.weight}
 """Tensors that VeRA stores once for all modules."""
 
+_FLOAT_DTYPES = {DTYPES[code]: code for code in ("F64", "F32", "F16", "BF16")}
+
 LYCORIS_FIELDS = {
     "LOHA": {"hada_w1_a": "up", "hada_w1_b": "down", "hada_w2_a": "other_up", "hada_w2_b": "other_down"},
     "LOKR": {
@@ -41,6 +50,19 @@ LYCORIS_FIELDS = {
     },
 }  # fmt: skip
 """For LyCORIS methods: PEFT's tensor suffix -> our field."""
+
+
+def read_floats(tensor: LazyTensor, name: str, path: str) -> np.ndarray:
+    """Read a tensor of an adapter. **Raises** `CheckpointError` unless it has finite floating-point numbers."""
+    if tensor.dtype not in _FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{path}: {name} is of {tensor.dtype}, where floating-point numbers were expected: "
+            f"{', '.join(_FLOAT_DTYPES.values())}"
+        )
+    array = np.asarray(tensor.read())
+    if not np.isfinite(array).all():
+        raise CheckpointError(f"{path}: {name} has a number that is not finite")
+    return array
 
 
 class PeftTensor(NamedTuple):
@@ -98,7 +120,7 @@ def list_peft_tensors(adapter: AbstractAdapter) -> list[PeftTensor]:
                 for suffix, field in fields
                 if getattr(adapter, field) is not None
             ]
-    raise NotImplementedError(f"a {type(adapter).__name__} has no form in PEFT's files")
+    raise NotImplementedError(f"{type(adapter).__name__} has no form in PEFT's files")
 
 
 class PeftModule(NamedTuple):
@@ -111,23 +133,75 @@ class PeftModule(NamedTuple):
     part: int
     part_sizes: tuple[int, ...]
     """Number of outputs of each part."""
+    parameter: str = ""
+    """Name of the parameter that `target_parameters` may name: all experts' matrices. "" for one that has none."""
+    row: int = 0
+    """Number of the row of the family's name table."""
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts whose matrices the module holds, 1 for a module of its own."""
+        return len(self.site.ranges[-1]) if self.holds_experts else 1
+
+    @property
+    def holds_experts(self) -> bool:
+        """True if the module holds the matrices of all experts of a layer."""
+        return bool(self.parameter) and len(self.site.ranges) > 1
+
+    @property
+    def pattern_name(self) -> str:
+        """The name that `rank_pattern` and `alpha_pattern` are compared with."""
+        return self.parameter or self.peft_name
 
 
 def list_peft_modules(model: Any, table: NameMap) -> Iterator[PeftModule]:
-    """Yield every linear layer and embedding of a model, one per layer, with its module name in PEFT's files."""
+    """Yield every linear layer and embedding of a model, one per layer, with its module name in PEFT's files. Experts
+    whose matrices are one parameter in `table` have the module that holds it."""
     mappings, sites = invert_name_map(table), find_linears(model, include_embeddings=True)
+    rows = {pattern: number for number, pattern in enumerate(prefixed("", "", table))}
     num_outputs = {site.name: site.get_shape()[0] for site in sites}
     for site in sites:
-        if site.name not in mappings:
+        name = site.name if site.name in mappings else f"{site.name}.weight"
+        if name not in mappings:
             continue
-        pattern, mapping, part = mappings[site.name]
-        if pattern.count("*") < len(site.ranges):  # all experts in one tensor: PEFT has no module there
-            continue
-        part_sizes = tuple(num_outputs[name] for name in mapping.parts)
+        pattern, mapping, part = mappings[name]
+        part_sizes = tuple(num_outputs[part.removesuffix(".weight")] for part in mapping.parts)
+        stars, is_parameter = pattern.count("*"), name != site.name
+        if (is_parameter, stars) not in ((False, len(site.ranges)), (True, len(site.ranges) - 1)):
+            continue  # all experts in the weight of one module, which PEFT does not know
         for index, indices in iterate_indices(site.ranges):
-            yield PeftModule(format_path(pattern, indices), site, index, mapping, part, part_sizes)
+            path = format_path(pattern, indices[:stars])
+            peft_name, parameter = (path.rpartition(".")[0], path) if is_parameter else (path, "")
+            yield PeftModule(peft_name, site, index, mapping, part, part_sizes, parameter, rows[pattern])
 
 
-def get_name_table(model: Any) -> NameMap:
-    """Return the tensor names of a model's family, ignoring adapters and quantization."""
-    return resolve_origin(eqx.filter_eval_shape(dequantize, strip_adapters(model)), None, {})[1]
+def nest_parameters(modules: Sequence[PeftModule]) -> list[PeftModule]:
+    """Return the modules as PEFT names them if each of them has an adapter. It wraps a module once per targeted
+    parameter, in their order: the wrapper of the first is the `base_layer` of that of the second."""
+    rows_by_holder: dict[str, set[int]] = {}
+    for module in modules:
+        if module.holds_experts:
+            rows_by_holder.setdefault(module.peft_name, set()).add(module.row)
+
+    def nest(module: PeftModule) -> PeftModule:
+        depth = sum(row > module.row for row in rows_by_holder.get(module.peft_name, ()))
+        return module._replace(peft_name=module.peft_name + ".base_layer" * depth)
+
+    return [nest(module) if module.holds_experts else module for module in modules]
+
+
+def get_origin(model: Any) -> tuple[Origin, NameMap]:
+    """Return a model's family and config, and its tensor names in files, ignoring adapters and quantization."""
+    return resolve_origin(eqx.filter_eval_shape(dequantize, strip_adapters(model)), None, {})
+
+
+def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
+    """Return the tensor names of a model's family: those in files, or, if `in_memory`, those of the modules that
+    transformers 5 builds, where all experts of a layer are one parameter."""
+    origin, table = get_origin(model)
+    family = origin.family
+    if not in_memory or family.memory_names is None:
+        return table
+    return read_name_map(
+        dataclasses.replace(family, names=family.memory_names), json.loads(origin.config), origin.lacks_base_prefix
+    )

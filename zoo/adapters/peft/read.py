@@ -10,27 +10,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.layers import AbstractEmbedding
-from zoo.models.hf.spec import TensorMapping
+from zoo.models.hf.spec import NameMap, TensorMapping
 from zoo.models.parameter_paths import IndexRanges
 from zoo.weights import CheckpointError
 from zoo.weights.resolve import resolve_directory
 from zoo.weights.safetensors import LazyTensor, open_safetensors
 
 from ..apply import apply_adapters
-from ..base import AbstractAdapter
 from ..methods.dora import DoRA
 from ..methods.embedding import EmbeddingLoRA
 from ..methods.ia3 import IA3
 from ..methods.lora import LoRA
 from ..methods.low_rank import check_dropout_rate
-from ..methods.lycoris import LoHa, LoKr
 from ..methods.modules_to_save import make_trainable
-from ..methods.vera import VeRA
 from ..targets import LinearSite
 from . import base_tensors
-from .config import read_config, scale_from_config
-from .forms import plan_adalora, plan_oft, read_adalora, read_oft
-from .names import LYCORIS_FIELDS, PREFIX, VERA_SHARED, WEIGHTS_FILE, PeftModule, get_name_table, list_peft_modules
+from .config import CONFIG_FILE, rank_from_config, read_config, scale_from_config
+from .forms import format_shapes, plan_adalora, plan_oft, promote_dtypes, read_adalora, read_oft
+from .names import (
+    PREFIX,
+    WEIGHTS_FILE,
+    PeftModule,
+    get_name_table,
+    list_peft_modules,
+    nest_parameters,
+    read_floats,
+)
+from .shared_forms import plan_lycoris, plan_vera, read_lycoris, read_vera
+from .targeting import is_feedforward, is_targeted, is_targeted_parameter
 
 _Model = TypeVar("Model")
 _LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
@@ -43,15 +50,18 @@ def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, ad
     - `dropout`: dropout rate of a LoRA or DoRA that is trained further. The file's own rate is not read.
     - `adapter_name`: the name that the adapter's parameter paths contain.
 
-    **Raises** `CheckpointError` for a path that is no adapter directory, a method or option that is not supported,
-    tensors of modules that the model does not have, and tensors that are missing or of another shape.
+    The file has to be complete: the tensors of every module that the config targets, every bias and every module that
+    it trains in full, in floating point, and no others.
+
+    **Raises** `CheckpointError` for a path that is no adapter directory, a method or option that is not supported or of
+    another type, tensors of modules that the model does not have or the config does not target, and tensors that are
+    missing, no floating-point numbers, or of another shape.
     """
     path = resolve_directory(directory)
     config, source = read_config(path), open_safetensors(path / WEIGHTS_FILE)
-    table = get_name_table(model)
+    table = get_name_table(model, in_memory=bool(config.get("target_parameters")))
     reader = _AdapterReader(config, source, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
-    for module in list_peft_modules(model, table):
-        reader.read_module(module)
+    reader.read_modules(model, table)
     is_tied = getattr(model, "head", True) is None and not config["ensure_weight_tying"]
     if is_tied and any(name == "embedding" for name, _ in reader.layers):
         raise CheckpointError(
@@ -59,7 +69,9 @@ def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, ad
             "ensure_weight_tying is set, which is another model: untie the two in the base"
         )
     remaining = {name.removeprefix(PREFIX): tensor for name, tensor in source.items() if name not in reader.names_read}
-    trained, names_read = base_tensors.read_base_tensors(model, table, remaining, config, reader.path)
+    trained, names_read = base_tensors.read_base_tensors(
+        model, table, remaining, config, reader.targeted_names, reader.path
+    )
     reader.names_read |= {PREFIX + name for name in names_read}
     reader.check_all_read()
     return make_trainable(apply_adapters(model, reader.plan_adapter, jax.random.key(0)), trained, adapter_name)
@@ -74,9 +86,49 @@ class _AdapterReader:
         self.config, self.source, self.path = config, source, path
         self.adapter_name, self.dropout = adapter_name, dropout
         self.names_read: set[str] = set()
+        self.targeted_names: set[str] = set()
+        """PEFT's names of the modules that the config targets."""
+        self._other_names: set[str] = set()
+        """PEFT's names of the other modules."""
         self.layers: dict[tuple[str, IndexRanges], dict[tuple[int, ...], dict[str, Any]]] = {}
         """Identity of a `LinearSite` -> index into its stacked dims -> the arrays of that layer."""
-        self.read_method = _READERS[config["peft_type"]]
+        self._read_method = _READERS[config["peft_type"]]
+
+    def read_modules(self, model: Any, table: NameMap) -> None:
+        """Read the arrays of every module that the config targets. **Raises** `CheckpointError` if the config targets
+        no module of the model, and for targeted modules without tensors."""
+        modules = list(list_peft_modules(model, table))
+        targeted = nest_parameters([found for module in modules if (found := self._find_target(module)) is not None])
+        self.targeted_names = {module.peft_name for module in targeted}
+        self._other_names = {module.peft_name for module in modules} - self.targeted_names
+        if not targeted:
+            wanted = [self.config[key] for key in ("target_modules", "target_parameters") if self.config.get(key)]
+            raise CheckpointError(f"{self.path}: {CONFIG_FILE} targets {wanted[0]}, which no module of the model is")
+        missing: dict[str, None] = {}
+        for module in targeted:
+            arrays = self._read_method(self, module)
+            if arrays is None:
+                missing[module.peft_name] = None
+            else:
+                self.layers.setdefault(module.site.identity, {})[module.index] = arrays
+        if missing:
+            raise CheckpointError(
+                f"{self.path} is incomplete: it has no tensors for {len(missing)} of the {len(self.targeted_names)} "
+                f"modules that {CONFIG_FILE} targets, {next(iter(missing))} the first"
+            )
+
+    def _find_target(self, module: PeftModule) -> PeftModule | None:
+        """Return a module that the config targets, by itself or by its parameter; None for another."""
+        is_embedding = isinstance(module.site.module, AbstractEmbedding)
+        in_all_linear = not is_embedding and module.site.name != "head"
+        if not module.parameter and is_targeted(self.config, module.peft_name, in_all_linear=in_all_linear):
+            return module
+        parameter = module.parameter or f"{module.peft_name}.weight"
+        if not is_targeted_parameter(self.config, parameter):
+            return None
+        if is_embedding or (module.mapping.transposed and not module.parameter):
+            raise CheckpointError(f"{self.path}: {parameter} is a target parameter, which is read for matrices only")
+        return module._replace(parameter=parameter)
 
     def read_vector(self, module: PeftModule, suffix: str, size: int, *, has_rows: bool = False) -> np.ndarray | None:
         """Read a tensor as a vector. **Raises** `CheckpointError` unless it has `size` elements."""
@@ -89,34 +141,50 @@ class _AdapterReader:
         return None if tensor is None else tensor.reshape(-1)
 
     def read_tensor(self, module: PeftModule, suffix: str, *, has_rows: bool = False) -> np.ndarray | None:
-        """Read a tensor of a module, or with `has_rows` the rows of one part of a fused module; None if missing."""
+        """Read a tensor of a module, of one expert, or with `has_rows` the rows of one part of a fused module; None if
+        missing."""
         name = f"{PREFIX}{module.peft_name}.{suffix}"
         if name not in self.source:
             return None
+        array = self.source[name].read() if name in self.names_read else read_floats(self.source[name], name, self.path)
         self.names_read.add(name)
-        array = np.asarray(self.source[name].read())
-        if not np.isfinite(array).all():
-            raise CheckpointError(f"{self.path}: {name} has a number that is not finite")
+        if module.holds_experts:
+            array = self._select_expert(module, name, np.asarray(array), has_rows=has_rows)
         if not has_rows or len(module.mapping.parts) == 1:
             return array
-        if len(array) != sum(module.part_sizes):
-            raise CheckpointError(f"{self.path}: {name} has {len(array)} rows, and its parts {sum(module.part_sizes)}")
+        if array.ndim == 0 or len(array) != sum(module.part_sizes):
+            raise CheckpointError(
+                f"{self.path}: {name} has the shape {list(array.shape)}, and its parts {sum(module.part_sizes)} rows"
+            )
         mapping = TensorMapping(module.mapping.parts, module.mapping.groups)
         shapes = [(size, *array.shape[1:]) for size in module.part_sizes]
         return mapping.views(array, shapes, 0)[module.part].reshape(shapes[module.part])
 
-    def read_module(self, module: PeftModule) -> None:
-        """Read and collect the arrays of a module, if the file has them."""
-        arrays = self.read_method(self, module)
-        if arrays is not None:
-            self.layers.setdefault(module.site.identity, {})[module.index] = arrays
+    def _select_expert(self, module: PeftModule, name: str, array: np.ndarray, *, has_rows: bool) -> np.ndarray:
+        """Return one expert's A of shape [rank, in], or with `has_rows` its B of shape [out, rank]."""
+        experts, expert = module.num_experts, module.index[-1]
+        if array.ndim != 2 or array.shape[1 if has_rows else 0] % experts:
+            raise CheckpointError(
+                f"{self.path}: {name} has the shape {list(array.shape)}, which is not that of {experts} experts"
+            )
+        if has_rows:
+            return array.reshape(len(array), -1, experts)[:, :, expert]
+        return array.reshape(experts, -1, array.shape[1])[expert]
 
     def check_all_read(self) -> None:
-        """**Raises** `CheckpointError` for tensors that fit no module of the model."""
-        if unread := sorted(set(self.source) - self.names_read - set(VERA_SHARED)):
+        """**Raises** `CheckpointError` for tensors that fit no module of the model, or none that the config targets."""
+        unread = sorted(set(self.source) - self.names_read)
+        if not unread:
+            return
+        parents = [unread[0].removeprefix(PREFIX).rsplit(".", count)[0] for count in (1, 2)]
+        if self._other_names & set(parents):
             raise CheckpointError(
-                f"{self.path} has {len(unread)} tensors for which the model has no module, {unread[0]} the first"
+                f"{self.path} has {len(unread)} tensors of modules that {CONFIG_FILE} does not target, {unread[0]} the "
+                "first"
             )
+        raise CheckpointError(
+            f"{self.path} has {len(unread)} tensors for which the model has no module, {unread[0]} the first"
+        )
 
     def plan_adapter(self, site: LinearSite) -> Any:
         """Plan the adapter of a linear layer for `apply_adapters`, or return None if the file has none for it."""
@@ -132,13 +200,15 @@ def _read_lora(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | N
     if down is None and up is None:
         return None
     outputs, inputs = module.site.get_shape()[:: -1 if is_embedding else 1]
-    if down is None or up is None or down.shape[1:] != (inputs,) or up.shape != (outputs, len(down)):
-        shapes = " and ".join(str(list(x.shape)) if x is not None else "nothing" for x in (down, up))
+    rank = rank_from_config(reader.config, module.pattern_name)
+    shapes, expected = [None if x is None else x.shape for x in (down, up)], [(rank, inputs), (outputs, rank)]
+    if down is None or up is None or shapes != expected:
         raise CheckpointError(
-            f"{reader.path}: {module.peft_name} multiplies {inputs} numbers and gives {outputs}, and lora_A and lora_B "
-            f"are {shapes}"
+            f"{reader.path}: lora_A and lora_B of {module.peft_name} are {format_shapes(shapes)}, where "
+            f"{format_shapes(expected)} were expected: it multiplies {inputs} numbers and gives {outputs}, and r and "
+            f"rank_pattern give it the rank {rank}"
         )
-    arrays = {"down": down, "up": up, "scale": scale_from_config(reader.config, module.peft_name, len(down))}
+    arrays = {"down": down, "up": up, "scale": scale_from_config(reader.config, module.pattern_name, rank)}
     if reader.config["use_dora"] and is_embedding:
         raise CheckpointError(
             f"{reader.path}: use_dora is set, and {module.peft_name} is a table: it is read with LoRA only"
@@ -162,7 +232,7 @@ def _plan_lora(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -
     if isinstance(site.module, AbstractEmbedding):
         outputs, inputs = inputs, outputs
     max_rank = max(len(arrays["down"]) for arrays in layers.values())
-    dtype = next(iter(layers.values()))["down"].dtype
+    dtype = promote_dtypes(layers)
     tables = {
         "rank": np.zeros(stacked_shape, np.int32),
         "scale": np.zeros(stacked_shape, np.float32),
@@ -197,7 +267,13 @@ def _read_ia3(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | No
     name = f"{PREFIX}{module.peft_name}.ia3_l"
     if name not in reader.source:
         return None
-    inputs = reader.source[name].shape[0] == 1
+    inputs = is_feedforward(reader.config, module.peft_name)
+    shape, sizes = reader.source[name].shape, (sum(module.part_sizes), module.site.get_shape()[1])
+    if shape != ((1, sizes[1]) if inputs else (sizes[0], 1)):
+        raise CheckpointError(
+            f"{reader.path}: {name} has the shape {list(shape)}, where {sizes[inputs]} numbers were expected, one per "
+            f"{'input, a row' if inputs else 'output, a column'}: feedforward_modules says which"
+        )
     factors = reader.read_vector(module, "ia3_l", module.site.get_shape()[1 if inputs else 0], has_rows=not inputs)
     return {"inputs": inputs, "factors": factors}
 
@@ -210,7 +286,8 @@ def _plan_ia3(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) ->
         raise CheckpointError(f"{reader.path}: {site.name} multiplies inputs in some layers and outputs in others")
     inputs = sides.pop()
     first = next(iter(layers.values()))["factors"]
-    factors, applies = np.ones((*stacked_shape, len(first)), first.dtype), np.zeros(stacked_shape, bool)
+    factors = np.ones((*stacked_shape, len(first)), promote_dtypes(layers))
+    applies = np.zeros(stacked_shape, bool)
     for index, arrays in layers.items():
         factors[index], applies[index] = arrays["factors"], True
 
@@ -221,86 +298,7 @@ def _plan_ia3(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) ->
     return factory, {"factors": factors, "applies": applies}
 
 
-def _read_vera(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
-    shared = reader.source.get(next(iter(VERA_SHARED)))
-    down = reader.read_vector(module, "vera_lambda_d", reader.config["r"] if shared is None else shared.shape[0])
-    up = reader.read_vector(module, "vera_lambda_b", module.site.get_shape()[0], has_rows=True)
-    if down is None and up is None:
-        return None
-    if down is None or up is None:
-        raise CheckpointError(f"{reader.path}: {module.peft_name} has one of vera_lambda_d and vera_lambda_b, not both")
-    return {"down_scale": down, "up_scale": up}
-
-
-def _plan_vera(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -> Any:
-    """Plan the VeRA of a linear layer: scaling vectors of all stacked layers, and the shared A and B."""
-    if missing := [name for name in VERA_SHARED if name not in reader.source]:
-        raise CheckpointError(
-            f"{reader.path} has no {missing[0]}: PEFT drew it from PyTorch's generator, and saves it with "
-            "save_projection=True"
-        )
-    down, up = (jnp.asarray(reader.source[name].read()) for name in VERA_SHARED)
-    stacked_shape, rank = [len(run) for run in site.ranges], len(down)
-    outputs, _ = site.get_shape()
-    tables = {
-        "down_scale": np.zeros((*stacked_shape, rank), np.float32),
-        "up_scale": np.zeros((*stacked_shape, outputs), np.float32),
-        "applies": np.zeros(stacked_shape, bool),
-    }
-    for index, arrays in layers.items():
-        for field, array in arrays.items():
-            tables[field][index] = array
-        tables["applies"][index] = True
-
-    def factory(base: Any, *, key: Any, applies: Any, down_scale: Any, up_scale: Any) -> VeRA:
-        adapter = VeRA(base, shared=(down, up), applies=applies, adapter_name=reader.adapter_name)
-        return eqx.tree_at(lambda vera: (vera.down_scale, vera.up_scale), adapter, (down_scale, up_scale))
-
-    return factory, tables
-
-
-def _read_lycoris(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
-    method = reader.config["peft_type"]
-    has_rows = method == "LOHA"
-    arrays = {
-        field: reader.read_tensor(module, suffix, has_rows=has_rows and suffix.endswith("_a"))
-        for suffix, field in LYCORIS_FIELDS[method].items()
-    }
-    arrays = {field: array for field, array in arrays.items() if array is not None}
-    if not arrays:
-        return None
-    if len(module.mapping.parts) > 1 and not has_rows:
-        raise CheckpointError(
-            f"{reader.path}: {module.peft_name} holds {', '.join(module.mapping.parts)}, which are separate matrices "
-            "here, and a Kronecker product is not cut into theirs"
-        )
-    return {"scale": scale_from_config(reader.config, module.peft_name, reader.config["r"]), **arrays}
-
-
-def _plan_lycoris(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -> Any:
-    """Plan the LoHa or LoKr of a linear layer: factors of all stacked layers."""
-    stacked_shape, first = [len(run) for run in site.ranges], next(iter(layers.values()))
-    tables = {field: np.zeros((*stacked_shape, *np.shape(array)), np.float32) for field, array in first.items()}
-    tables["applies"] = np.zeros(stacked_shape, bool)
-    shapes = {field: np.shape(array) for field, array in first.items()}
-    for index, arrays in layers.items():
-        if {field: np.shape(array) for field, array in arrays.items()} != shapes:
-            raise CheckpointError(f"{reader.path}: {site.name} is one array over its layers, which differ in shape")
-        tables["applies"][index] = True
-        for field, array in arrays.items():
-            tables[field][index] = array
-    adapter_class = {"LOHA": LoHa, "LOKR": LoKr}[reader.config["peft_type"]]
-    fields = list(LYCORIS_FIELDS[reader.config["peft_type"]].values())
-
-    def factory(base: Any, *, key: Any, scale: Any, applies: Any, **arrays: Any) -> AbstractAdapter:
-        adapter = adapter_class(base, rank=1, scale=scale, applies=applies, adapter_name=reader.adapter_name, key=key)
-        where = lambda adapter: [getattr(adapter, field) for field in fields]
-        return eqx.tree_at(where, adapter, [arrays.get(field) for field in fields], is_leaf=lambda x: x is None)
-
-    return factory, tables
-
-
-_READERS = {"LORA": _read_lora, "IA3": _read_ia3, "VERA": _read_vera, "LOHA": _read_lycoris, "LOKR": _read_lycoris}
+_READERS = {"LORA": _read_lora, "IA3": _read_ia3, "VERA": read_vera, "LOHA": read_lycoris, "LOKR": read_lycoris}
 _READERS |= {"OFT": read_oft, "ADALORA": read_adalora}
-_PLANNERS = {"LORA": _plan_lora, "IA3": _plan_ia3, "VERA": _plan_vera, "LOHA": _plan_lycoris, "LOKR": _plan_lycoris}
+_PLANNERS = {"LORA": _plan_lora, "IA3": _plan_ia3, "VERA": plan_vera, "LOHA": plan_lycoris, "LOKR": plan_lycoris}
 _PLANNERS |= {"OFT": plan_oft, "ADALORA": plan_adalora}

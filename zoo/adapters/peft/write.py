@@ -1,6 +1,7 @@
 """Write PEFT's files: adapter_config.json and adapter_model.safetensors."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,19 +37,27 @@ from .names import (
     get_name_table,
     list_peft_modules,
     list_peft_tensors,
+    nest_parameters,
 )
+from .shared_forms import build_lycoris_config, refuse_fused_vera
 
 _ModuleParts = Mapping[int, tuple[PeftModule, Any, Any]]
 """Parts of one PEFT module, by number: the module, our adapter, and the adapter that values are read from."""
+_Experts = Mapping[int, _ModuleParts]
+"""The parts of each expert of one PEFT module that holds several; number 0 alone for any other module."""
 
 
-def save(model: Any, directory: str | Path, *, adapter_name: str | None = None) -> None:
+def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, base: str | Path | None = None) -> None:
     """Save one adapter in PEFT's format.
 
     - `adapter_name`: required if the model has several adapters.
+    - `base`: directory or name of the base model, for PEFT's `base_model_name_or_path`. Default: the name that its
+      config.json has, if any.
 
     An adapter that was initialized with a part of its base's weight (PiSSA, OLoRA) is saved as the update of the
     original base, which has twice the rank.
+
+    LoRAs of experts are saved as `target_parameters`, where the modules of transformers 5 have all experts in one.
 
     For a fused projection, the parts are saved as one adapter of the same rank while they share A. Once training has
     changed A, their ranks are concatenated, which is equivalent.
@@ -57,13 +66,24 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None) 
     """
     adapter_name = _resolve_adapter_name(model, adapter_name)
     tensors = collect_tensors(model, adapter_name=adapter_name)
-    config = _build_adapter_config(model, adapter_name)
+    config = _build_adapter_config(model, adapter_name, _name_base(model) if base is None else os.fspath(base))
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shapes = {name: (array.shape, array.dtype) for name, array in tensors.items()}
     with create_files(path) as create:
         write_tensors(create(WEIGHTS_FILE), shapes, tensors.__getitem__)
         create(CONFIG_FILE).write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _name_base(model: Any) -> str | None:
+    """Return the name that the base model's config.json has, as files of transformers before 5 do; else None.
+
+    The directory that a model was loaded from is not among its static fields: two models of one architecture would be
+    two programs, or take over each other's name.
+    """
+    origin = getattr(model, "origin", None)
+    name = None if origin is None else json.loads(origin.config).get("_name_or_path")
+    return name if isinstance(name, str) and name else None
 
 
 def _resolve_adapter_name(model: Any, adapter_name: str | None) -> str:
@@ -82,32 +102,65 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     """Return an adapter's arrays by PEFT's tensor names: those of `model`, or their gradients from a tree of its
     structure, summed over the parts of a fused module that share an array."""
     tensors: dict[str, np.ndarray] = {}
-    table = get_name_table(model)
+    table = _choose_name_table(model, adapter_name)
     by_module = _group_by_module(model, tree, table, adapter_name)
     combine_parts = _join_parts if tree is None else _sum_parts
-    for peft_name, parts in by_module.items():
-        module, adapter, value = next(iter(parts.values()))
+    for peft_name, experts in by_module.items():
+        module, adapter, value = _get_first(experts)
         for field in list_peft_tensors(adapter):
-            tensors[f"{PREFIX}{peft_name}.{field.suffix}"] = combine_parts(field, parts)
+            arrays = {expert: combine_parts(field, parts) for expert, parts in experts.items()}
+            array = _join_experts(field, module, arrays) if module.holds_experts else arrays[0]
+            tensors[f"{PREFIX}{peft_name}.{field.suffix}"] = array
         if isinstance(adapter, VeRA) and tree is None:
             tensors |= _keep_largest_shared(tensors, value, module.index)
     of_base, _ = base_tensors.collect_base_tensors(model, tree, table, adapter_name, set(by_module))
     return dict(sorted((tensors | {PREFIX + name: array for name, array in of_base.items()}).items()))
 
 
-def _group_by_module(
-    model: Any, tree: Any, table: NameMap, adapter_name: str
-) -> dict[str, dict[int, tuple[PeftModule, Any, Any]]]:
-    """Group the layers that have the adapter by PEFT module."""
+def _choose_name_table(model: Any, adapter_name: str) -> NameMap:
+    """Return the tensor names of the model's family: those in memory if a LoRA wraps experts, since transformers 5 has
+    all experts in one parameter."""
+    adapted = [_find_adapter(site.module, adapter_name) for site in find_linears(model) if len(site.ranges) > 1]
+    return get_name_table(model, in_memory=any(isinstance(adapter, LoRA) for adapter in adapted))
+
+
+def _group_by_module(model: Any, tree: Any, table: NameMap, adapter_name: str) -> Mapping[str, _Experts]:
+    """Group the layers that have the adapter by PEFT module, expert and part. **Raises** `CheckpointError` for a layer
+    that PEFT has no module for."""
     sites = find_linears(model if tree is None else tree, include_embeddings=True)
     values = {site.identity: site.module for site in sites}
-    by_module: dict[str, dict[int, tuple[PeftModule, Any, Any]]] = {}
-    for module in list_peft_modules(model, table):
+    adapted: list[tuple[PeftModule, Any]] = []
+    modules = list(list_peft_modules(model, table))
+    for module in modules:
         adapter = _find_adapter(module.site.module, adapter_name)
         if adapter is not None and bool(np.asarray(adapter.has_adapter)[module.index]):
-            value = _find_adapter(values[module.site.identity], adapter_name)
-            by_module.setdefault(module.peft_name, {})[module.part] = module, adapter, value
+            adapted.append((module, adapter))
+            _refuse_unwritable(module, adapter)
+    known = {module.site.identity for module in modules}
+    for site in find_linears(model, include_embeddings=True):
+        if site.identity not in known and _find_adapter(site.module, adapter_name) is not None:
+            raise CheckpointError(f"{site.name} has an adapter, and no module of its own in PEFT's files")
+    by_module: dict[str, dict[int, dict[int, tuple[PeftModule, Any, Any]]]] = {}
+    for module, (_, adapter) in zip(nest_parameters([module for module, _ in adapted]), adapted, strict=True):
+        value = _find_adapter(values[module.site.identity], adapter_name)
+        experts = by_module.setdefault(module.peft_name, {})
+        expert = module.index[-1] if module.holds_experts else 0
+        experts.setdefault(expert, {})[module.part] = module, adapter, value
     return by_module
+
+
+def _refuse_unwritable(module: PeftModule, adapter: Any) -> None:
+    """**Raises** `CheckpointError` for an adapter that PEFT does not have for such a module."""
+    if module.holds_experts and not isinstance(adapter, LoRA):
+        raise CheckpointError(
+            f"{module.parameter} holds all experts, for which PEFT has LoRA only, not {type(adapter).__name__}"
+        )
+    if isinstance(adapter, VeRA):
+        refuse_fused_vera(module, WEIGHTS_FILE)
+
+
+def _get_first(experts: _Experts) -> tuple[PeftModule, Any, Any]:
+    return next(iter(next(iter(experts.values())).values()))
 
 
 def _find_adapter(node: Any, adapter_name: str) -> Any:
@@ -160,6 +213,12 @@ def _join_parts(field: PeftTensor, parts: _ModuleParts) -> np.ndarray:
     return _join_rows(module, arrays)
 
 
+def _get_joined_rank(parts: _ModuleParts) -> int:
+    """Return the rank of a module in the file, which is larger than that of its parts if their A differ."""
+    _, adapter, _ = next(iter(parts.values()))
+    return len(_join_parts(list_peft_tensors(adapter)[0], parts))
+
+
 def _sum_parts(field: PeftTensor, parts: _ModuleParts) -> np.ndarray:
     """Join the gradients of a fused module's parts, summed for an array that they share."""
     arrays = {part: _get_layer_array(field, *layer) for part, layer in parts.items()}
@@ -178,6 +237,22 @@ def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarr
     return joined
 
 
+def _join_experts(field: PeftTensor, module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Join A or B of all experts into one tensor, padded with zeros to the largest rank."""
+    assert field.rank_dim is not None
+    first = next(iter(arrays.values()))
+    rank = max(array.shape[field.rank_dim] for array in arrays.values())
+    if field.rank_dim == 0:
+        joined = np.zeros((module.num_experts, rank, first.shape[1]), first.dtype)
+        for expert, array in arrays.items():
+            joined[expert, : len(array)] = array
+        return joined.reshape(-1, first.shape[1])
+    joined = np.zeros((len(first), rank, module.num_experts), first.dtype)
+    for expert, array in arrays.items():
+        joined[:, : array.shape[1], expert] = array
+    return joined.reshape(len(first), -1)
+
+
 def _keep_largest_shared(
     tensors: Mapping[str, np.ndarray], vera: VeRA, index: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
@@ -188,23 +263,24 @@ def _keep_largest_shared(
     return {name: x if is_larger(name, x) else tensors[name] for name, x in arrays.items()}
 
 
-def _build_adapter_config(model: Any, adapter_name: str) -> dict[str, Any]:
+def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> dict[str, Any]:
     """Build adapter_config.json."""
-    table = get_name_table(model)
+    table = _choose_name_table(model, adapter_name)
     by_module = _group_by_module(model, None, table, adapter_name)
     if not by_module:
         raise CheckpointError(
             f"{adapter_name!r} has parameters trained in full only: zoo.save writes them with the model"
         )
     _, base_options = base_tensors.collect_base_tensors(model, None, table, adapter_name, set(by_module))
-    adapters = {name: next(iter(parts.values())) for name, parts in by_module.items()}
+    adapters = {name: _get_first(experts) for name, experts in by_module.items()}
     _, adapter, _ = next(iter(adapters.values()))
+    parameters = _list_target_parameters(adapters)
     config: dict[str, Any] = {
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base,
         "fan_in_fan_out": any(module.mapping.transposed for module, _, _ in adapters.values()),
         "inference_mode": True,
         "modules_to_save": base_options["modules_to_save"],
-        "target_modules": sorted(adapters),
+        "target_modules": sorted(adapters.keys() - parameters.keys()),
         "task_type": "CAUSAL_LM",
     }
     if base_options["bias"] != "none" and not isinstance(adapter, LoRA | DoRA | EmbeddingLoRA):
@@ -219,17 +295,23 @@ def _build_adapter_config(model: Any, adapter_name: str) -> dict[str, Any]:
                 "init_weights": True,
             }  # fmt: skip
         case LoHa() | LoKr():
-            return config | _build_lycoris_config(adapters)
+            return config | build_lycoris_config(adapters)
         case OFT():
             return config | build_oft_config(adapters)
         case AdaLoRA():
             return config | build_adalora_config(adapters)
     ranks = {
-        name: len(_join_parts(list_peft_tensors(adapters[name][1])[0], parts)) for name, parts in by_module.items()
+        parameters.get(name, name): max(_get_joined_rank(parts) for parts in experts.values())
+        for name, experts in by_module.items()
     }
-    alphas = {name: _get_module_scale(parts) * ranks[name] for name, parts in by_module.items()}
+    alphas = {
+        (key := parameters.get(name, name)): _get_module_scale(name, experts) * ranks[key]
+        for name, experts in by_module.items()
+    }
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     dropout_rates = [lora.dropout for _, lora, _ in adapters.values() if isinstance(lora, LoRA | DoRA)]
+    if parameters:  # PEFT has no dropout there, and reads no file that asks for it
+        config["target_parameters"], dropout_rates = sorted(parameters.values()), []
     return config | {
         "peft_type": "LORA",
         "r": rank,
@@ -244,31 +326,25 @@ def _build_adapter_config(model: Any, adapter_name: str) -> dict[str, Any]:
     }
 
 
-def _build_lycoris_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, Any]:
-    """Build the config of a LoHa or LoKr. The scale is stored as alpha / rank, for any rank."""
-    _, adapter, _ = next(iter(adapters.values()))
-    down = adapter.down if isinstance(adapter, LoHa) else adapter.right_down
-    rank = 1 if down is None else down.shape[-2]
-    scales = {name: float(np.asarray(adapter.scale)[module.index]) for name, (module, adapter, _) in adapters.items()}
-    alphas = {
-        name: int(scale * rank) if (scale * rank).is_integer() else scale * rank for name, scale in scales.items()
-    }
-    alpha = Counter(alphas.values()).most_common(1)[0][0]
-    return {
-        "peft_type": type(adapter).__name__.upper(),
-        "r": rank,
-        "alpha": alpha,
-        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
-        "rank_pattern": {},
-        "init_weights": True,
-    }
+def _list_target_parameters(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, str]:
+    """Map the modules that hold a parameter of `target_parameters` to its name: all experts, and their routers, whose
+    module is no Linear where experts are one parameter."""
+    modules = {name: module for name, (module, _, _) in adapters.items()}
+    if not any(module.holds_experts for module in modules.values()):
+        return {}
+    holders = {name: module.parameter for name, module in modules.items() if module.holds_experts}
+    routers = {name: f"{name}.weight" for name, module in modules.items() if ".router." in module.site.name}
+    if any(isinstance(adapter, DoRA) for _, adapter, _ in adapters.values()):
+        raise CheckpointError("use_dora and target_parameters, all experts in one, exclude each other in PEFT's files")
+    return holders | routers
 
 
-def _get_module_scale(parts: _ModuleParts) -> float | int:
-    """Return alpha / rank of one module. **Raises** `CheckpointError` if the parts of a fused module differ."""
-    scales = {float(np.asarray(adapter.scale)[module.index]) for module, adapter, _ in parts.values()}
+def _get_module_scale(peft_name: str, experts: _Experts) -> float | int:
+    """Return alpha / rank of one module. **Raises** `CheckpointError` if its experts, or the parts of a fused module,
+    differ."""
+    layers = [layer for parts in experts.values() for layer in parts.values()]
+    scales = {float(np.asarray(adapter.scale)[module.index]) for module, adapter, _ in layers}
     if len(scales) > 1:
-        peft_name = next(iter(parts.values()))[0].peft_name
         raise CheckpointError(
             f"{peft_name} is one module in PEFT's files, and its parts are scaled by {sorted(scales)}"
         )
