@@ -23,7 +23,7 @@ def test_missing_extra_ends_a_program_with_one_line(tmp_path):
     script.write_text("from zoo._optional import require_installed\nrequire_installed('no_such', extra='train')\n")
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    expected = "recipe.py: error: no_such cannot be found: pip install 'equizoo[train]'\n"
+    expected = "ImportError: no_such cannot be found: pip install 'equizoo[train]'\n"
     assert (done.returncode, done.stderr) == (2, expected)
 
 

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType, TracebackType
 
 
@@ -31,8 +30,7 @@ def require_installed(*modules: str, extra: str) -> None:
 
 
 def _print_missing_extra(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    if not issubclass(kind, MissingExtraError):
-        sys.__excepthook__(kind, error, at)
-        return
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
-    sys.exit(2)
+    if issubclass(kind, MissingExtraError):
+        sys.__excepthook__(ImportError, ImportError(str(error)), None)
+        sys.exit(2)
+    sys.__excepthook__(kind, error, at)
