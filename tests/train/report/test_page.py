@@ -4,13 +4,16 @@ import json
 import re
 import xml.etree.ElementTree as ET
 
+import equinox as eqx
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.train import ParameterRow, write_report
-from zoo.train.report.chart import Curve, choose_ticks, draw_line_chart, smooth_values
+import zoo
+from zoo.train import ParameterRow, tabulate_parameters, write_report
+from zoo.train.report.chart import Curve, choose_log_ticks, choose_ticks, draw_line_chart, smooth_values
 from zoo.train.report.page import _escape
 
 
@@ -80,6 +83,66 @@ def test_report_draws_curve_and_baseline_in_two_sizes(run):
         assert {"train", "validation", "xz -9e 1.750", "steps", "bits per byte"} <= set(labels)
         raw = drawn.find(".//path[@class='raw curve0']")
         assert raw.get("d").count(",") == 99 and "nan" not in raw.get("d")
+
+
+def test_report_shows_public_names_and_every_digit(tmp_path):
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+    sizes = {"vocab": 64, "embed": 16, "layers": 4, "heads": 2, "mlp": 32, "windows": (None, 4)}
+    model = eqx.filter_eval_shape(lambda key: zoo.models.Transformer(**sizes, key=key), jax.random.key(0))
+    rows = tabulate_parameters(model, mesh)
+    assert len({row.name for row in rows}) == len(rows) and rows[0].name == "embedding.weight"
+    names = {row.name for row in rows}
+    assert names >= {f"layers.*.attention.query.weight ({first}-{first + 2} by 2)" for first in (0, 1)}
+    assert not any("segments" in name for name in names)
+    assert tabulate_parameters({"a": np.ones(3), "b": np.ones(2)}, mesh)[1].name == "b"
+    page = write_report(tmp_path, title="t", summary="s", curves={}, unit="nats", parameters=rows).read_text()
+    table = parsed(page).find(".//div[@class='scroll']/table[@class='parameters']")
+    cells = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+    assert cells[0] == ["name, dims, layout", "shape", "dtype", "count", "bytes"]
+    for row, cell in zip(rows, cells[1:-1], strict=True):
+        assert cell[0] == f"{row.name}{row.dims}; {row.layout}" and cell[-2:] == [f"{row.count:,}", f"{row.bytes:,}"]
+
+
+def test_report_strips_the_blank_ends_of_samples(tmp_path):
+    samples = [("def f(", "x):\n    return x\n\n   \n\t"), ("a\n", " \n ")]
+    page = write_report(tmp_path, title="t", summary="s", curves={}, unit="nats", samples=samples).read_text()
+    assert "<pre><b>def f(</b>x):\n    return x</pre><pre><b>a\n</b></pre>" in page
+
+
+def draw_optimization(folder, norms, rates) -> list[ET.Element]:
+    """Write a report on a run that logged gradient norms and learning rates; return its small charts."""
+    lines = [dict(step=i, gradient_norm=x, learning_rate=y) for i, (x, y) in enumerate(zip(norms, rates, strict=True))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(folder, title="t", summary="s", curves={}, unit="nats").read_text()
+    return parsed(page).findall(".//section[@class='pair']/div/svg")
+
+
+def test_report_draws_gradient_norm_and_learning_rate(tmp_path):
+    norm, rate = draw_optimization(
+        tmp_path, [100.0, 10.0, "nan", 0.1] * 20, [0.0, *(0.002 - i / 4e4 for i in range(79))]
+    )
+    assert [x.get("aria-label") for x in (norm, rate)] == ["gradient norm against steps", "learning rate against steps"]
+    texts = [[element.text for element in x.iter("text")] for x in (norm, rate)]
+    assert {"0.1", "1", "10", "100"} <= set(texts[0]), "powers of ten are equally far apart"
+    y = {element.text: float(element.get("y")) for element in norm.iter("text")}
+    assert y["10"] - y["100"] == pytest.approx(y["1"] - y["10"], abs=0.2)
+    assert {"0", "0.001", "0.002"} <= set(texts[1])
+    assert not rate.findall(".//circle") and rate.find(".//path[@class='line curve0']").get("d").count(",") == 80
+
+
+def test_report_draws_gradient_norms_of_a_sweep(tmp_path):
+    """The median of its runs; zeros have no logarithm."""
+    norm, _ = draw_optimization(tmp_path, [[0.0, 1.0, 5.0], [0.0, 0.0, 1.0]], [[0.0, 0.1, 0.2]] * 2)
+    assert [element.text for element in norm.iter("title")] == ["at step 0: 1.0000", "at step 1: 0.0000"]
+
+
+@given(st.floats(-8, 8), st.floats(1e-3, 9), st.integers(2, 8))
+@settings(deadline=None)
+def test_log_ticks_are_inside_and_few(low, size, count):
+    found = choose_log_ticks(low, low + size, count)
+    assert 1 <= len(found) <= count + 2 and list(found) == sorted(found)
+    assert all(low - 1e-6 <= y <= low + size + 1e-6 for y in found)
+    assert all(float(label) == pytest.approx(10**y, rel=1e-4) for y, label in found.items())
 
 
 def test_report_omits_empty_sections(tmp_path):

@@ -14,11 +14,13 @@ def corpus(tmp_path):
     return train.load_text({f"{i}": f"{i} bottles of beer on the wall, " * 9 for i in range(40)}, cache=tmp_path / "c")
 
 
-def finish(out, corpus, *, samples=(), **options):
+def finish(out, corpus, *, samples=(), occupied=None, **options):
     """The end of a run of one step that saved nothing."""
     with train.Run(train.RunOptions(out), config={}) as run:
         run.step = 1
         run.log(bits_per_byte=8.0, validation=8.0)
+    if occupied is not None:
+        occupied.write_text("a file where a folder would be")
     model = zoo.models.Transformer(**SIZES, **options, key=jax.random.key(0))
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     run.report("A Transformer", model, mesh, corpus, samples=samples, export_seq_len=8)
@@ -26,10 +28,8 @@ def finish(out, corpus, *, samples=(), **options):
 
 def test_report_is_written_before_an_export_that_fails(tmp_path, corpus):
     out = tmp_path / "run"
-    out.mkdir()
-    (out / "export").write_text("a file where a folder would be")
     with pytest.raises(OSError, match="export"):
-        finish(out, corpus)
+        finish(out, corpus, occupied=out / "export")
     assert "layers.*.attention.query.weight" in (out / "report.html").read_text()
 
 

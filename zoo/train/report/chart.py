@@ -173,7 +173,7 @@ def _fit_frame(data: Sequence, baselines: Iterable[float], width: int, height: i
 
 def draw_y_grid(frame: Frame, unit: str, *, log: bool = False) -> list[str]:
     """Draw the horizontal grid lines with their numbers, and the unit above. With `log`, y is log10 of the numbers."""
-    count = round((frame.bottom - frame.top) / 55)
+    count = max(round((frame.bottom - frame.top) / 55), 4)
     ticks = choose_log_ticks(*frame.y, count) if log else {y: f"{y:.6g}" for y in choose_ticks(*frame.y, count)}
     parts = []
     for y, label in ticks.items():
@@ -198,7 +198,7 @@ def _draw_curve(
     where = "at step {:,.0f}" if x_label == "steps" else f"after {{:,.0f}} {x_label}"
     dots = [
         f'<circle class="dot curve{number}" cx="{frame.x_pixel(x):.1f}" cy="{frame.y_pixel(y):.1f}" r="3.2">'
-        f"<title>{html.escape(curve.label)} {where.format(x)}: {10**y if log else y:.4f}</title></circle>"
+        f"<title>{html.escape(f'{curve.label} '.lstrip())}{where.format(x)}: {10**y if log else y:.4f}</title></circle>"
         for x, y in zip(x_values[::stride], values[::stride], strict=True)
     ]
     return [line, *dots]
@@ -223,6 +223,8 @@ def _draw_line_legend(frame: Frame, rows: Sequence[Sequence[tuple[int, str]]]) -
     for line, row in enumerate(rows):
         x, y = frame.right, 16.0 + LEGEND_LINE_HEIGHT * line
         for number, label in reversed(row):
+            if not label:  # the only curve, which the unit names
+                continue
             x -= estimate_text_width(label) + 28
             parts.append(f'<path class="line curve{number % NUM_COLORS}" d="M{x:.1f},{y - 4:g}h20"/>')
             parts.append(svg_text(x + 26, y, label, "start"))

@@ -181,7 +181,7 @@ def _summarize_timing(timing: Sequence[Record]) -> dict[str, str]:
     rows = {
         "time in all": format_duration(sum(ends)),
         "starts": str(len(ends)),
-        f"first {timing[0]['step']} steps, compilation included": f"{seconds[0]:.1f} s",
+        f"until the end of step {timing[0]['step']}, compilation included": f"{seconds[0]:.1f} s",
     }
     for name in ("steps_per_second", "tokens_per_second", "flops_per_second"):
         if values := [line[name] for line in timing if name in line]:
@@ -191,14 +191,22 @@ def _summarize_timing(timing: Sequence[Record]) -> dict[str, str]:
 
 
 def _format_parameters(rows: Sequence[ParameterRow]) -> str:
-    count, size = sum(row.count for row in rows), sum(row.bytes for row in rows)
-    total = (
-        f'<tr class="total"><td>total</td>{"<td></td>" * 4}{_format_cell(count, True)}{_format_cell(size, True)}</tr>'
-    )
-    return _format_table([row._asdict() for row in rows], total)
+    """Format the parameter table, with dims and sharding below the names: as columns they would not fit."""
+    if not rows:
+        return ""
+    body = ""
+    for row in rows:
+        below = "; ".join(filter(None, (row.dims, row.layout)))
+        cells = f"<td>{_escape(row.name)}<br/><small>{_escape(below)}</small></td>"
+        cells += "".join(_format_cell(value, isinstance(value, int)) for value in (row.shape, row.dtype, *row[-2:]))
+        body += f"<tr>{cells}</tr>"
+    count, size = (_format_cell(sum(numbers), True) for numbers in zip(*(row[-2:] for row in rows), strict=True))
+    head = "<th>name, dims, layout</th><th>shape</th><th>dtype</th><th{0}>count</th><th{0}>bytes</th>"
+    total = f'<tr class="total"><td>total</td><td></td><td></td>{count}{size}</tr>'
+    return _format_scrolling_table(head.format(_NUMBER_CLASS), body + total, "parameters")
 
 
-def _format_table(rows: Sequence[Mapping[str, Any]], total: str = "") -> str:
+def _format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format rows with the same columns as a table; numbers are right-aligned."""
     if not rows:
         return ""
@@ -206,7 +214,12 @@ def _format_table(rows: Sequence[Mapping[str, Any]], total: str = "") -> str:
     head = "".join(f"<th{_NUMBER_CLASS if name in numeric else ''}>{_escape(name)}</th>" for name in rows[0])
     cells = [[_format_cell(value, name in numeric) for name, value in row.items()] for row in rows]
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}{total}</tbody></table></div>'
+    return _format_scrolling_table(head, body, "results")
+
+
+def _format_scrolling_table(head: str, body: str, name: str) -> str:
+    head = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f'<div class="scroll" tabindex="0"><table class="{name}">{head}<tbody>{body}</tbody></table></div>'
 
 
 def _format_cell(value: Any, numeric: bool) -> str:
@@ -220,7 +233,7 @@ def _format_pairs(values: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><th>{_escape(name)}</th><td>{_escape(_format_setting(value))}</td></tr>" for name, value in values.items()
     )
-    return f'<div class="scroll"><table class="pairs"><tbody>{rows}</tbody></table></div>' if rows else ""
+    return _format_scrolling_table("", rows, "pairs") if rows else ""
 
 
 def _format_setting(value: Any) -> str:
