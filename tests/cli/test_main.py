@@ -1,7 +1,6 @@
 """The `zoo` command: help, exit status, one-line errors for bad input, tracebacks for bugs."""
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import pytest
 
 import zoo
+from scripts.attack.hostile_files import EVIL, TEXTS, list_commands
 from zoo import cli
 from zoo._terminal import escape_controls
 
@@ -83,76 +83,16 @@ def test_interrupt_exits_with_status_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "\n"
 
 
-EVIL = "\x1b[2J\x07\r\n\u202egpj\u2066\x9b31m\u200b"
-
-
-def rewrite(name, *changes):
-    def damage(directory):
-        content = (directory / name).read_text()
-        for old, new in changes:
-            assert old in content
-            content = content.replace(old, new)
-        (directory / name).write_text(content)
-
-    return damage
-
-
-def rename_tensor(directory):
-    file, old = directory / "model.safetensors", b'"model.norm.weight"'
-    content = file.read_bytes()
-    header, data = content[8 : 8 + int.from_bytes(content[:8], "little")], content[8:]
-    header = header.replace(old, json.dumps(EVIL).encode())
-    data = data[int.from_bytes(content[:8], "little") :]
-    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
-
-
-def name_evil_shards(directory):
-    (directory / "model.safetensors").unlink()
-    index = {"weight_map": {"model.norm.weight": f"{EVIL}.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def leave_evil_files_only(directory):
-    (directory / "model.safetensors").unlink()
-    (directory / f"{EVIL}.bin").touch()
-
-
-def add_evil_files(directory):
-    for name in (f"tokenizer{EVIL}", EVIL, f"{EVIL}.pkl"):
-        (directory / name).write_text(EVIL)
-
-
-HOSTILE = {
-    "file names": add_evil_files,
-    "tensor name": rename_tensor,
-    "shard name": name_evil_shards,
-    "pickled file": leave_evil_files_only,
-    "model_type": rewrite("config.json", ('"model_type": "llama"', f'"model_type": {json.dumps(EVIL)}')),
-    "config key": rewrite("config.json", ("{", f"{{{json.dumps(EVIL)}: 1, ")),
-    "config value": rewrite("config.json", ("{", f'{{"hidden_act": {json.dumps(EVIL)}, ')),
-    "generation config": rewrite("generation_config.json", ("[255, 300]", json.dumps(EVIL))),
-    "generated tokens": lambda directory: None,  # the model is random: many of its tokens are control characters
-}
-
-
-@pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("damage", TEXTS.values(), ids=TEXTS)
 def test_no_command_prints_control_characters(damage, text_model, tmp_path, capsys):
     directory, text = tmp_path / "hostile", tmp_path / "text"
     shutil.copytree(text_model, directory)
     damage(directory)
-    text.write_text("naïve \x1b[2J\u202e text " * 9)
-    commands = {
-        "families": [],
-        "info": [directory, "--names"],
-        "convert": [directory, tmp_path / "out"],
-        "evaluate": [directory, "--data", text, "--length", 16],
-        "generate": [directory, "a b", "--max-new-tokens", 16, "--temperature", 9],
-        "parity": [directory, "--expected", directory / "model.safetensors"],
-    }
+    text.write_text(f"naïve {EVIL} text " * 9)
     shown = ""
-    for name, words in commands.items():
+    for words in list_commands(directory, text, tmp_path / "out"):
         with contextlib.suppress(SystemExit):
-            cli.main([name, *map(str, words)])
+            cli.main(list(map(str, words)))
         shown += "".join(capsys.readouterr())
     found = {character for character in shown if escape_controls(character) != character} - {"\n", "\t"}
     assert shown and not found

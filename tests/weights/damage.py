@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 import zoo
-from zoo.weights.safetensors import DTYPES
+from scripts.attack.mutations import CONFIG, INDEX, WHOLE, build_arrays, parse_tensors, read_arrays
+from scripts.attack.mutations import build_tensors as build_file
 
-WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+__all__ = ["CONFIG", "INDEX", "WHOLE", "build_file"]
+
 TIMEOUT, MAX_MESSAGE = 20, 2000
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
@@ -63,14 +65,7 @@ def bits_of(model):
 
 def parse_file(path):
     """Return the header of a safetensors file as a dict, and its data."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
-
-
-def build_file(header, data, *, padding=b""):
-    text = (header if isinstance(header, bytes) else json.dumps(header).encode()) + padding
-    return len(text).to_bytes(8, "little") + text + data
+    return parse_tensors(path.read_bytes())
 
 
 def alter(source, path, name, content):
@@ -86,15 +81,6 @@ def alter(source, path, name, content):
 
 def alter_tensors(source, path, change):
     """Copy a checkpoint with the tensors that `change` has altered; the header stays consistent."""
-    header, data = parse_file(source / WHOLE)
-    header.pop("__metadata__", None)
-    arrays = {}
-    for name, facts in header.items():
-        start, stop = facts["data_offsets"]
-        arrays[name] = np.frombuffer(data[start:stop], DTYPES[facts["dtype"]]).reshape(facts["shape"])
+    arrays = read_arrays((source / WHOLE).read_bytes())
     change(arrays)
-    codes, header, end = {dtype: code for code, dtype in DTYPES.items()}, {}, 0
-    for name, array in arrays.items():
-        start, end = end, end + array.nbytes
-        header[name] = {"dtype": codes[array.dtype], "shape": list(array.shape), "data_offsets": [start, end]}
-    return alter(source, path, WHOLE, build_file(header, b"".join(x.tobytes() for x in arrays.values())))
+    return alter(source, path, WHOLE, build_arrays(arrays))

@@ -1,0 +1,58 @@
+"""The attacks find what they look for, and a small share of them finds nothing."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from scripts.attack import hostile_files, mutate_models
+from scripts.attack.mutations import MUTATIONS, WHOLE, build_arrays, read_arrays, read_files, write_files
+from scripts.attack.watched import HANG, RAW, Watched, print_table
+
+LLAMA = hostile_files.MODEL
+
+
+@pytest.mark.parametrize("kind", MUTATIONS)
+def test_mutations_of_a_model_are_refused_or_load_equal(kind, tmp_path):
+    for name in ("llama_sharded", "gpt2", "qwen2_moe"):
+        source, rng = LLAMA.parent / name, random.Random(name)
+        files = read_files(source)
+        what = MUTATIONS[kind](files, rng)
+        write_files(tmp_path / name, files)
+        outcome, detail = mutate_models.load_case((tmp_path / name, source))
+        assert outcome in (mutate_models.REFUSED, mutate_models.EQUAL), (what, detail)
+
+
+def test_mutations_report_a_silently_wrong_model(tmp_path):
+    files = read_files(LLAMA)
+    arrays = read_arrays(files[WHOLE])
+    write_files(tmp_path / "same", files | {WHOLE: build_arrays(arrays)})
+    assert mutate_models.load_case((tmp_path / "same", LLAMA)) == (mutate_models.EQUAL, "")
+    arrays["model.norm.weight"] = np.nextafter(arrays["model.norm.weight"], np.float32(9))
+    write_files(tmp_path / "other", files | {WHOLE: build_arrays(arrays)})
+    assert mutate_models.load_case((tmp_path / "other", LLAMA)) == (mutate_models.WRONG, "other numbers")
+
+
+def test_watched_cases_that_hang_or_fail(capsys):
+    watched = Watched(eval, "0", seconds=0.5)
+    assert watched.run("('fine', 'x')") == ("fine", "x")
+    outcome, detail = watched.run("1 / 0")
+    assert outcome == RAW and "ZeroDivisionError" in detail
+    assert watched.run("__import__('time').sleep(9)") == (HANG, "")
+    assert watched.run("__import__('os')._exit(1)") == (HANG, "")
+    assert watched.run("('fine', 'again')") == ("fine", "again")
+    watched.close()
+    assert print_table({"a": {"fine": 2}}, ("fine", RAW), {RAW: []}, 1) == 0
+    assert print_table({"a": {RAW: 2}}, ("fine", RAW), {RAW: ["first", "second"]}, 1) == 1
+    assert capsys.readouterr().out.endswith("\nraw traceback: first\n")
+
+
+@pytest.mark.parametrize("name", sorted({*hostile_files.LINKS} - {"convert over links", "fork over links"}))
+def test_links_are_not_followed(name, tmp_path):
+    assert hostile_files.attack_with_links(tmp_path, name) == (hostile_files.NOTHING, "")
+
+
+def test_links_that_are_followed_are_reported(tmp_path, monkeypatch):
+    monkeypatch.setitem(hostile_files.LINKS, "copy", lambda folder, victim: shutil.copy(LLAMA / "config.json", victim))
+    assert hostile_files.attack_with_links(tmp_path, "copy")[0] == hostile_files.DONE
