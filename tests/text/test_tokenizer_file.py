@@ -52,6 +52,12 @@ FAULTS = {
     "dropout": (lambda facts: assign(facts, 0.1, "model", "dropout"), "would tokenize one text in many ways"),
     "unknown parts of pairs": (lambda facts: assign(facts, [["a", "€"]], "model", "merges"), "Token `€` out of"),
     "a panic": (lambda facts: assign(facts, {}, "post_processor", "special_tokens"), "is not a readable tokenizer: "),
+    "a chain that doubles": (
+        lambda facts: assign(
+            facts, {"type": "Sequence", "normalizers": [{"type": "Replace", "content": "ee"}] * 40}, "normalizer"
+        ),
+        "its normalizer makes a text 1,099,511,627,776 times as long",
+    ),
     "deep": (lambda facts: "[" * 10_000 + "]" * 10_000, "nested more than 100 deep"),
 }
 

@@ -38,7 +38,10 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class BatchIterator(Protocol):
-    """An infinite iterator over batches whose position is a JSON-serializable `state`."""
+    """An infinite iterator over batches whose position is a JSON-serializable `state`.
+
+    If it has a `digest` of its data, a run saves it, and is not resumed with another one.
+    """
 
     state: Any
 

@@ -6,6 +6,7 @@ tokenizer = file.build()                                # tokenizers.Tokenizer, 
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ MAX_VOCAB = 2**24
 """Bound of vocabularies that are read, sixteen times the largest in use. Arrays of a vocabulary's length are made."""
 PROBE = 'Hello, world! 1 + 1 = 2;\n\tnaïve λ ✓ "x"'
 """A text that is tokenized to try a tokenizer."""
+_MAX_GROWTH = 64
 
 
 class TokenizerError(ValueError):
@@ -47,6 +49,9 @@ class TokenizerFile:
         with name_faults(path, "is not a readable tokenizer"):
             facts = parse_json(content, _make_object)
             ids = _read_ids(facts)
+            for name in ("normalizer", "decoder"):
+                if (growth := _measure_growth(facts.get(name))) > _MAX_GROWTH:
+                    raise ValueError(f"its {name} makes a text {growth:,} times as long")
         return cls(path, content, facts, hashlib.blake2b(content, digest_size=16).hexdigest(), ids)
 
     @property
@@ -137,6 +142,18 @@ def _read_ids(facts: Any) -> dict[str, int]:
         first = next((word, other) for word, index in ids.items() if (other := owners.setdefault(index, word)) != word)
         raise ValueError(f"{first[1]!r} and {first[0]!r} have the same id, {ids[first[0]]}")
     return ids
+
+
+def _measure_growth(step: Any) -> int:
+    """Return an upper bound of how many times as long the replacements of a normalizer make a text. A chain of a few
+    dozen, each doubling what it is given, would take all memory."""
+    if isinstance(step, list):
+        return math.prod(map(_measure_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    content = step.get("content")
+    growth = max(len(content), 1) if step.get("type") == "Replace" and isinstance(content, str) else 1
+    return growth * math.prod(_measure_growth(inner) for inner in step.values() if isinstance(inner, list))
 
 
 def _is_id(value: Any) -> bool:
