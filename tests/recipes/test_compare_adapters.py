@@ -10,6 +10,7 @@ import pytest
 import zoo
 from recipes import compare_adapters
 from tests.recipes.flags import call, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 
 TINY = {
@@ -34,6 +35,7 @@ def test_compare_adapters_one_row_per_method(unbroken):
     assert full["share"] == "100.00%" and full["rank"] == "none"
     for row in results["runs"]:
         assert row["new"] < results["before"]["new"] and row["bytes held"] > 0
+    check_optimization(unbroken, "vera-48", "full")
     report = (unbroken / "report.html").read_text()
     for part in ("Trainable parameters", "Results", "vera", "trainable parameters", "An object is"):
         assert part in report

@@ -11,6 +11,7 @@ import pytest
 import zoo
 from recipes import dora
 from tests.recipes.flags import call, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 
 TINY = {
@@ -38,6 +39,7 @@ def test_dora_learns_exports_and_reports(unbroken, start):
     moved = dora.movements(base, merged)
     kinds = {name.rpartition(".")[2] for name in moved}
     assert kinds == {"query", "down"} and len(moved) == 4
+    check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
     for part in ("Changes", "Magnitudes against directions", "correlation of magnitude", "query.magnitude"):
         assert part in report

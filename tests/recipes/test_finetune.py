@@ -10,6 +10,7 @@ import pytest
 import zoo
 from recipes import finetune
 from tests.recipes.flags import call, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 
 TINY = {"seq_len": 16, "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 2}
@@ -42,12 +43,13 @@ def test_finetune_learns_exports_and_reports(unbroken, start):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (start / name).read_bytes() == (unbroken / "export" / name).read_bytes()
     assert list(unbroken.glob("profile/plugins/profile/*/perfetto_trace.json.gz"))
+    check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
     for part in (
         "old",
         "When a function is called",
         "→",
-        "stack.segments.0.blocks.0.mixer.query.weight",
+        "layers.*.attention.query.weight",
     ):
         assert part in report
 

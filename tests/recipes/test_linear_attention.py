@@ -10,6 +10,7 @@ import pytest
 import zoo
 from recipes import linear_attention
 from tests.recipes.flags import call, explained_flags, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 
 TINY = {
@@ -39,6 +40,7 @@ def test_linear_attention_runs_and_report(unbroken):
         assert [line["step"] for line in lines if "validation" in line] == [2, 4]
         assert lines[-1]["loss"] < lines[0]["loss"]
         assert json.loads((unbroken / name / "config.json").read_text())["run"] == name
+    check_optimization(unbroken, *TINY["mixers"])
     report = (unbroken / "report.html").read_text()
     assert "bytes of state after 1,024 tokens" in report and "http" not in report
 

@@ -11,6 +11,7 @@ import pytest
 import zoo
 from recipes import lora
 from tests.recipes.flags import call, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 
 TINY = {"seq_len": 16, "batch_size": 16, "steps": 4, "warmup_steps": 1, "eval_every": 2, "rank": 2, "alpha": 4.0}
@@ -37,6 +38,7 @@ def test_lora_learns_exports_and_reports(unbroken, start):
     tokens = jnp.arange(32).reshape(2, 16)
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
     assert np.array_equal(base.embedding.weight, merged.embedding.weight)
+    check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
     for part in ("new", "old", "→", "When a function is called", "query.down.weight"):
         assert part in report

@@ -10,6 +10,7 @@ import pytest
 import zoo
 from recipes import mamba
 from tests.recipes.flags import call, explained_flags, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 
 TINY = {
@@ -45,6 +46,7 @@ def test_mamba_resumes_bitwise_and_exports(generation, text, tmp_path, monkeypat
     call(mamba.main, out=tmp_path / "run", resume=True, **options)
     lines, expected = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "unbroken"))
     assert lines == expected
+    check_optimization(tmp_path / "run")
     assert "bytes of decoding state" in (tmp_path / "run" / "report.html").read_text()
     model = zoo.load(tmp_path / "run" / "export")
     assert type(model.stack.segments[0].blocks[0].mixer).__name__ == ("Mamba2" if generation == 2 else "Mamba")

@@ -15,6 +15,7 @@ import pytest
 
 from recipes import moe
 from tests.recipes.flags import call, explained_flags, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.cli import main as command
 
@@ -51,11 +52,12 @@ def test_moe_four_runs_and_their_report(unbroken):
         assert all(np.sum(line["visits"], -1).tolist() == [8 * 16 * 2] * 2 for line in lines if "visits" in line)
         assert all(("visits" in line) == (name != "dense") for line in lines)
         assert json.loads((unbroken / name / "config.json").read_text())["run"] == name
+    check_optimization(unbroken, *moe.RUNS)
     report = (unbroken / "report.html").read_text()
     for part in (
         "loss-free, layer 2, expert 4: ",
         "unbalanced after 512 tokens: ",
-        "stack.segments.0.blocks.0.ffn.router",
+        "layers.*.mixture_of_experts.router",
     ):
         assert part in report
     assert "http" not in report

@@ -10,6 +10,7 @@ import pytest
 import zoo
 from recipes import qlora
 from tests.recipes.flags import call, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 
 TINY = {
@@ -42,6 +43,7 @@ def test_qlora_learns_exports_and_reports(unbroken, start):
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
     on_the_read_one = zoo.adapters.load(zoo.load(start), unbroken / "adapter")
     assert not np.allclose(on_the_read_one(tokens), merged(tokens), atol=1e-2)
+    check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
     for part in ("new", "old", "→", "query.up.weight"):
         assert part in report

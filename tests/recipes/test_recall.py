@@ -13,6 +13,7 @@ import pytest
 
 from recipes import recall
 from tests.recipes.flags import call, explained_flags, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.inspect import state_bytes
 
@@ -41,6 +42,7 @@ def test_recall_of_two_mixers(unbroken):
         assert abs(lines[-1]["losses"][0] - lines[-1]["losses"][2]) > 1e-3
         assert lines[-1]["accuracy"] == pytest.approx(np.mean(lines[-1]["accuracies"], axis=1).max())
         assert json.loads((unbroken / f"{mixer}-8" / "config.json").read_text())["run"] == f"{mixer}-8"
+    check_optimization(unbroken, *(f"{mixer}-8" for mixer in TINY["mixers"]))
     report = (unbroken / "report.html").read_text()
     assert "bytes of state per row" in report and "<title>delta-net: " in report and "http" not in report
     assert flag_names(recall.main)[-5:] == ["eval_every", "out", "seed", "resume", "profile"]

@@ -13,6 +13,7 @@ import pytest
 
 from recipes import state_tracking
 from tests.recipes.flags import call, explained_flags, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.layers import TokenInfo
 
@@ -39,6 +40,7 @@ def test_state_tracking_of_two_mixers(unbroken):
         beyond = np.mean(lines[-1]["places"], axis=1, where=np.arange(40) >= 4)
         assert lines[-1]["beyond"] == pytest.approx(beyond.max())
         assert lines[-1]["trained"] == pytest.approx(np.mean(lines[-1]["places"][beyond.argmax()][:4]))
+    check_optimization(unbroken, *NAMES)
     report = (unbroken / "report.html").read_text()
     for part in ("Accuracy by place: s3", "chance 0.167", "up to 4 tokens", "4 to 40", "median run"):
         assert part in report

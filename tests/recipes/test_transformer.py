@@ -20,6 +20,7 @@ import pytest
 import zoo
 from recipes import transformer
 from tests.recipes.flags import call, flag_names
+from tests.recipes.optimization import check_optimization
 from zoo import train
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,7 @@ def test_transformer_learns_exports_and_reports(unbroken):
     config = json.loads((out / "config.json").read_text())
     flags = set(flag_names(transformer.main))
     assert config["embed"] == 16 and set(config) >= flags - {"resume", "profile"}
+    check_optimization(out)
     report = (out / "report.html").read_text()
     for part in ("layers.*.attention.query.weight", "gradient norm", "learning rate", "def main(", "xz -9e", "<svg"):
         assert part in report

@@ -49,6 +49,14 @@ def test_cli_preset_sets_defaults_before_flags(monkeypatch):
     assert seen == [(1, "a"), (9, "a"), (9, "b")]
 
 
+def test_cli_speaks_before_it_makes_anything(capsys, tmp_path):
+    def main(*, run_options: train.RunOptions = train.RunOptions(tmp_path / "run")):
+        return capsys.readouterr().out
+
+    line = f"loading data and compiling; the run's folder is {tmp_path / 'run'}\n"
+    assert train.run_cli(main, arguments=[]) == line
+
+
 def test_check_names_lists_the_known_names():
     train.check_names("mixers", ("gla", "attention"), {"attention": 1, "gla": 2, "rwkv7": 3})
     for names, shown in ((("gla", "telepathy"), "gla, telepathy"), ((), "none")):

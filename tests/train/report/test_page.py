@@ -134,6 +134,7 @@ def test_report_draws_gradient_norms_of_a_sweep(tmp_path):
     """The median of its runs; zeros have no logarithm."""
     norm, _ = draw_optimization(tmp_path, [[0.0, 1.0, 5.0], [0.0, 0.0, 1.0]], [[0.0, 0.1, 0.2]] * 2)
     assert [element.text for element in norm.iter("title")] == ["at step 0: 1.0000", "at step 1: 0.0000"]
+    assert norm.get("aria-label") == "gradient norm, median against steps"
 
 
 @given(st.floats(-8, 8), st.floats(1e-3, 9), st.integers(2, 8))

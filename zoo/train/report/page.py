@@ -130,7 +130,8 @@ def _draw_optimization(metrics: Mapping[str, Sequence[Record]], tokens_per_step:
     """Draw gradient norms, on a logarithmic axis, and learning rates beside each other, those that were logged."""
     x_label, charts = "tokens" if tokens_per_step else "steps", []
     for name, log in (("gradient_norm", True), ("learning_rate", False)):
-        unit = name.replace("_", " ")
+        swept = any(isinstance(line.get(name), list) for lines in metrics.values() for line in lines)
+        unit = name.replace("_", " ") + (", median" if swept else "")
         curves = [curve for curve in _make_curves(metrics, {name: unit}, tokens_per_step) if curve.values]
         if name == "learning_rate":  # a schedule has no noise to smooth
             curves = [dataclasses.replace(curve, smooth=False, dots=False) for curve in curves]
