@@ -1,4 +1,7 @@
-"""`check_mixer` refuses every planted fault by the right name, and passes the mixers of the library."""
+"""`check_mixer` refuses every planted fault by the right name, and passes attention.
+
+Recurrent mixers are checked in tests/layers/recurrent/test_mixers.py.
+"""
 
 from functools import partial
 
@@ -7,10 +10,10 @@ import pytest
 
 import zoo
 from tests.testing.planted import FAULTS, Planted, WrongDtypes
-from zoo.layers import Attention, GatedDeltaNet, Linear, Mamba2
+from zoo.layers import Attention, Linear
 from zoo.ops.attention import reference_attention
 from zoo.testing import check_mixer
-from zoo.testing.meshes import check_meshes
+from zoo.testing.meshes import check_meshes, choose_meshes
 from zoo.testing.properties import check_dtypes
 from zoo.testing.subject import make_subject
 from zoo.testing.texts import Texts
@@ -73,8 +76,10 @@ def test_check_mixer_refuses_other_dtypes():
     assert ".h float16[16, 4] after a call" in str(check)
 
 
-def test_check_mixer_without_devices_says_what_was_not_checked(caplog):
-    """With one device no mesh is chosen: the report and the log say how to have eight."""
+def test_check_mixer_with_one_device_says_what_is_missing(caplog, monkeypatch):
+    """No mesh is chosen then, and the report and the log say how to have eight devices."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert choose_meshes() == []
     (check,) = check_meshes(make_subject(Planted(key=jax.random.key(0))), Texts(6, 6), [])
     assert check.passed and check.difference is None
     assert "is not checked: " in str(check) and "device_count=8" in str(check) and "device_count=8" in caplog.text
@@ -100,12 +105,3 @@ def test_check_mixer_passes_attention_in_all_implementations():
     others = {"implementation": [reference_attention]}
     report = check_mixer(partial(Attention, 16, 4, kv_heads=2, window=3, sinks=True), implementations=others)
     assert "with implementation=reference_attention, and with grouped_query_attention" in str(report)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [partial(GatedDeltaNet, 12, 2, key_dim=4, value_dim=8), partial(Mamba2, 12, 4, head_dim=4, groups=2, state_dim=3)],
-    ids=["gated_delta_net", "mamba2"],
-)
-def test_check_mixer_passes_recurrent_mixers(make):
-    assert check_mixer(make).passed
