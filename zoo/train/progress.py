@@ -83,7 +83,7 @@ class ProgressBar:
 
         self._values: dict[str, Any] = {}
         self._text = Text()
-        one_line = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+        one_line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
         self._bar = RichProgress(MofNCompleteColumn(), BarColumn(bar_width=24), one_line)
         self._task = self._bar.add_task("compiling", total=total, completed=start)
         self._live = Live(Group(self._bar, self._text), refresh_per_second=4)
@@ -95,7 +95,7 @@ class ProgressBar:
         self._bar.update(self._task, completed=step, description=format_metrics({}, throughput))
 
     def print_line(self, text: str) -> None:
-        self._live.console.print(escape_controls(text, keep="\n\t"), markup=False, highlight=False)
+        self._live.console.print(escape_controls(text, keep="\n\t"), markup=False, emoji=False, highlight=False)
 
     def close(self) -> None:
         self._live.stop()
