@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 
+from zoo._terminal import show
 from zoo.models import Decoder
 from zoo.text.corpus import Corpus
-from zoo.weights import save
+from zoo.weights import NoFamilyError, save
 
 
 def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> Path:
@@ -29,3 +30,18 @@ def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> 
 
         multihost_utils.sync_global_devices("exported")  # the others may go on to read what this one wrote
     return directory
+
+
+def export_result(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int, weights: Path | None) -> None:
+    """Export the model of a finished run, and print where to; for a model that no family holds, where its weights are.
+
+    - `weights`: the run's newest checkpoint, None without one.
+
+    **Raises** as `export` does in all other cases.
+    """
+    try:
+        line = f"wrote the model to {export(model, corpus, directory, seq_len=seq_len)}"
+    except NoFamilyError as error:
+        line = f"no family holds {error.part}; weights are in {weights or 'no checkpoint'}; see Port a model"
+    if jax.process_index() == 0:
+        show(line)

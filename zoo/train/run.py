@@ -25,17 +25,15 @@ import jax
 from jaxtyping import Array, Key, PyTree
 
 from zoo._files import to_jsonable, write_json
-from zoo._terminal import show
 from zoo.parallel import Mesh
 from zoo.text.batches import BatchIterator
 from zoo.text.corpus import Corpus
-from zoo.weights import NoFamilyError
 
 from .checkpoint import Checkpoints, UnwrittenCheckpointError, diff_configs
 from .checkpoint_folder import CheckpointFolder
 from .directory import DirectoryLock, claim_directory
 from .environment import collect_environment
-from .export import export
+from .export import export_result
 from .finite import describe_retry, find_nan_arrays, find_nonfinite_metrics
 from .interrupt import Interrupt, is_set_on_any_process
 from .metrics import Metrics, Record, RecordFile, Value, truncate_after
@@ -263,23 +261,17 @@ class Run:
         """
         if self.stopped:
             return
-        if prompts and key is not None:
-            samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
-        if jax.process_index() == 0:
-            options = {"before": before, "headline": headline, "samples": samples, "parameters": parameters}
-            report_result(self.directory, title, model, mesh, corpus, steps=self.step, **options, **sections)
-        if export_seq_len is not None:
-            self._export(model, corpus, export_seq_len)
-
-    def _export(self, model: Any, corpus: Corpus, seq_len: int) -> None:
         try:
-            line = f"wrote the model to {export(model, corpus, self.directory / 'export', seq_len=seq_len)}"
-        except NoFamilyError as error:
+            if prompts and key is not None:
+                samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
+        finally:  # also of a model that trains, and cannot decode yet
+            if jax.process_index() == 0:
+                options = {"before": before, "headline": headline, "samples": samples, "parameters": parameters}
+                report_result(self.directory, title, model, mesh, corpus, steps=self.step, **options, **sections)
+        if export_seq_len is not None:
             newest = max(self.checkpoints.restorable_steps(), default=None)
-            weights = "no checkpoint" if newest is None else self.directory / "checkpoints" / str(newest)
-            line = f"no family holds {error.part}; weights are in {weights}; see Port a model"
-        if jax.process_index() == 0:
-            show(line)
+            weights = None if newest is None else self.directory / "checkpoints" / str(newest)
+            export_result(model, corpus, self.directory / "export", seq_len=export_seq_len, weights=weights)
 
     def _show_metrics(self, lines: Sequence[Record]) -> None:
         if lines:

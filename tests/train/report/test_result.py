@@ -14,7 +14,7 @@ def corpus(tmp_path):
     return train.load_text({f"{i}": f"{i} bottles of beer on the wall, " * 9 for i in range(40)}, cache=tmp_path / "c")
 
 
-def finish(out, corpus, *, samples=(), occupied=None, **options):
+def finish(out, corpus, *, samples=(), prompts=(), occupied=None, **options):
     """The end of a run of one step that saved nothing."""
     with train.Run(train.RunOptions(out), config={}) as run:
         run.step = 1
@@ -23,7 +23,9 @@ def finish(out, corpus, *, samples=(), occupied=None, **options):
         occupied.write_text("a file where a folder would be")
     model = zoo.models.Transformer(**SIZES, **options, key=jax.random.key(0))
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
-    run.report("A Transformer", model, mesh, corpus, samples=samples, export_seq_len=8)
+    run.report(
+        "A Transformer", model, mesh, corpus, samples=samples, prompts=prompts, key=jax.random.key(1), export_seq_len=8
+    )
 
 
 def test_report_is_written_before_an_export_that_fails(tmp_path, corpus):
@@ -31,6 +33,16 @@ def test_report_is_written_before_an_export_that_fails(tmp_path, corpus):
     with pytest.raises(OSError, match="export"):
         finish(out, corpus, occupied=out / "export")
     assert "layers.*.attention.query.weight" in (out / "report.html").read_text()
+
+
+def test_report_is_written_before_samples_that_fail(tmp_path, corpus, monkeypatch):
+    def refuse(*_, **__):
+        raise NotImplementedError("this mixer has no state")
+
+    monkeypatch.setattr("zoo.train.run.continue_prompts", refuse)
+    with pytest.raises(NotImplementedError, match="no state"):
+        finish(tmp_path / "run", corpus, prompts=["def"])
+    assert (tmp_path / "run" / "report.html").exists() and not (tmp_path / "run" / "export").exists()
 
 
 def test_report_of_a_model_without_a_family_ends_with_a_line(tmp_path, corpus, capsys):
