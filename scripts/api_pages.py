@@ -44,8 +44,12 @@ class Entry:
 
     @property
     def shadows_module(self) -> bool:
-        """Return True for `zoo.generate`: its own package has the same path, which readers of source find first."""
-        return self.name in sys.modules and not isinstance(self.value, ModuleType)
+        """Return True for names such as `zoo.load` and `zoo.generate`: a module of the same name hides the function
+        from readers of source."""
+        if isinstance(self.value, ModuleType):
+            return False
+        file = getattr(self.value, "__module__", "").rpartition(".")[2]
+        return self.name in sys.modules or file == self.name.rpartition(".")[2]
 
     @property
     def anchor(self) -> str:

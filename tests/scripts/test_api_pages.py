@@ -1,9 +1,11 @@
 """Pages of the API: every public name on one page, once."""
 
+import inspect
 import pkgutil
 from collections import Counter
 from types import ModuleType
 
+import griffe
 import pytest
 
 import zoo
@@ -37,9 +39,26 @@ def test_pages_are_small_and_in_the_menu():
     assert [name for name in stubs if f"api/{name}\n" not in menu] == []
 
 
-def test_generate_is_the_function_and_not_its_package():
-    (entry,) = (x for x in api_pages.list_pages()["zoo"] if x.name == "zoo.generate")
-    assert entry.stub() == "::: zoo.generate.run.generate\n    options:\n      heading: zoo.generate"
+def test_functions_are_shown_and_not_their_modules():
+    """What mkdocstrings finds under a path, by reading the source, is what Python imports from it."""
+
+    def kind(value):
+        routine = "function" if inspect.isroutine(value) or hasattr(value, "__wrapped__") else "attribute"
+        return "module" if isinstance(value, ModuleType) else "class" if isinstance(value, type) else routine
+
+    source = griffe.load("zoo", search_paths=[str(ROOT)])
+    entries = [entry for page in api_pages.list_pages().values() for entry in page]
+    found = {entry.name: source[entry.anchor.partition(".")[2]] for entry in entries}
+    shown = {name: (x.final_target if x.is_alias else x).kind.value for name, x in found.items()}
+    assert shown == {entry.name: kind(entry.value) for entry in entries}
+
+
+def test_names_of_modules_are_shown_under_their_own_path():
+    load, generate = (
+        next(x for x in api_pages.list_pages()["zoo"] if x.name == f"zoo.{y}") for y in ("load", "generate")
+    )
+    assert load.stub() == "::: zoo.weights.load.load\n    options:\n      heading: zoo.load"
+    assert generate.stub() == "::: zoo.generate.run.generate\n    options:\n      heading: zoo.generate"
     assert api_pages.locate("zoo.generate", zoo.generate) == "api/zoo.md#zoo.generate.run.generate"
 
 
