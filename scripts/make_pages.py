@@ -40,7 +40,10 @@ FOLDER_CAPTIONS = {
 }
 """Captions of folders that are not packages."""
 IMPORT_ORDER = " < ".join(
-    ("ops", "parallel", "layers", "models", "(weights, text, generate)", "(adapters, train, inspect)", "(cli, recipes)")
+    (
+        *("ops", "parallel", "layers", "models", "(weights, text, generate)"),
+        *("(adapters, train, inspect, testing)", "(cli, recipes)"),
+    )
 )
 HEAD = "---\nsearch:\n  exclude: true\n---\n\n"
 """Front matter of lists whose entries the search finds in the API."""
