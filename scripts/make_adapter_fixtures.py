@@ -108,6 +108,10 @@ CASES = {
         "mixtral", "LoraConfig", "the down projection of each expert, by parameter name",
         {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"], "r": 2},
     ),
+    "lora_experts_interleaved": Case(
+        "gpt_oss", "LoraConfig", "queries, and both projections of each expert, by parameter name",
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 2},
+    ),
     "dora": Case("llama", "LoraConfig", "all linear layers", ALL | {"r": 2, "lora_alpha": 3, "use_dora": True}),
     "dora_bias_only": Case(
         "qwen2", "LoraConfig", "biases of the target modules", QV | {"r": 2, "use_dora": True, "bias": "lora_only"}
@@ -194,7 +198,7 @@ def make_case(name: str, folder: Path) -> dict[str, float]:
 
     (folder / "README.md").unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
-    for key in ("target_modules", "modules_to_save", "feedforward_modules"):
+    for key in ("target_modules", "target_parameters", "modules_to_save", "feedforward_modules"):
         if isinstance(config.get(key), list):
             config[key] = sorted(config[key])  # PEFT stores sets, whose order differs between processes
     config["base_model_name_or_path"] = case.base

@@ -54,3 +54,12 @@ def test_lora_of_a_packed_linear():
     assert eqx.tree_equal(adapters.unmerge(rounded), lora)
     with pytest.raises(NotImplementedError, match="MXFP4 is rounded.*'pissa' or 'olora'"):
         adapters.LoRA(packed, max_rank=2, rank=2, scale=1.0, init="pissa", key=KEY)
+
+
+def test_save_of_a_model_with_adapters_names_merge(tmp_path):
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=24, key=jax.random.key(0))
+    adapted = adapters.lora(model, key=jax.random.key(1))
+    for other in (adapted, adapters.merge(adapted, keep=True), adapters.unfreeze(model, "norm")):
+        with pytest.raises(zoo.CheckpointError, match=r"zoo.adapters.merge\(model\) .* zoo.adapters.save\(model, dir"):
+            zoo.save(other, tmp_path)
+    assert not list(tmp_path.iterdir())

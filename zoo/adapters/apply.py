@@ -13,6 +13,7 @@ from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.parallel import TrainableCopy
 
 from .base import AbstractAdapter, get_base_layer
+from .checkpoint_names import translate_targets
 from .targets import LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
 
 _Model = TypeVar("Model")
@@ -51,7 +52,8 @@ def apply_uniform(
 ) -> _Model:
     """Wrap the target modules with adapters of one size in all layers. The factory's argument `applies` is False in
     layers that are stacked with a target module and are none."""
-    is_target = match_targets(targets, find_linears(model, include_embeddings=True))
+    sites = find_linears(model, include_embeddings=True)
+    is_target = match_targets(translate_targets(model, targets, sites), sites)
 
     def plan(site: LinearSite) -> Any:
         applies = site.tabulate(is_target, bool)

@@ -10,6 +10,7 @@ from zoo.layers import AbstractLinear, AbstractPackedLinear, Int8Linear, Linear,
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
 
 from .base import AbstractLinearAdapter, get_base_layer
+from .checkpoint_names import translate_targets
 from .methods.dora import DoRA
 from .targets import ALL_LINEAR, LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
 
@@ -37,7 +38,7 @@ def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets =
     if format not in _PACKED_LINEAR_CLASSES:
         raise ValueError(f"matrices are quantized to {' or '.join(_PACKED_LINEAR_CLASSES)}, not {format!r}")
     sites = find_linears(model)
-    is_target = match_targets(targets, sites)
+    is_target = match_targets(translate_targets(model, targets, sites), sites)
     full_precision = (
         {path.name for path in list_parameter_paths(model) if path.leaf.full_precision}
         if targets == ALL_LINEAR

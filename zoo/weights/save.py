@@ -17,7 +17,7 @@ from zoo._files import create_files
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family, NameMap, Origin
-from zoo.models.parameter_paths import find_differences
+from zoo.models.parameter_paths import find_differences, list_parameter_paths
 
 from .plan import plan, strip_base_prefix
 from .resolve import CONFIG_NAME
@@ -60,8 +60,19 @@ def save(
     **Raises** `NoFamilyError` if no family computes what the model does, with the first differences; `CheckpointError`
     if the parts of a fused tensor have several dtypes.
     """
+    _refuse_adapters(model)
     origin, name_map = resolve_origin(model, family, dict(config or {}))
     _write_checkpoint(model, Path(directory), origin, name_map, shard_bytes)
+
+
+def _refuse_adapters(model: PyTree) -> None:
+    """**Raises** `CheckpointError` for a model with adapters, which no family's checkpoint has."""
+    names = (path.name for path in list_parameter_paths(model) if path.leaf.adapter_parameter)
+    if name := next(names, None):
+        raise CheckpointError(
+            f"the model has adapters, {name} among them: zoo.adapters.merge(model) adds them to the weights, which "
+            "zoo.save then writes, and zoo.adapters.save(model, directory) writes them alone, in PEFT's format"
+        )
 
 
 def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[str, Any]) -> tuple[Origin, NameMap]:

@@ -13,6 +13,7 @@ from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
 
 from ..apply import apply_adapters, refuse_embedding
 from ..base import AbstractLinearAdapter, BiasVector, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..checkpoint_names import translate_targets
 from ..targets import LinearSite, Targets, find_linears, match_targets
 
 _Model = TypeVar("Model")
@@ -103,8 +104,10 @@ def ia3(
     their inputs multiplied, like PEFT's feedforward modules. **Raises** `ValueError` for a target that matches
     nothing."""
     sites = find_linears(model, include_embeddings=True)
-    is_target = match_targets(targets, sites)
-    multiplies_inputs = (lambda _: False) if inputs is None else match_targets(inputs, sites)
+    is_target = match_targets(translate_targets(model, targets, sites), sites)
+    multiplies_inputs = (
+        (lambda _: False) if inputs is None else match_targets(translate_targets(model, inputs, sites), sites)
+    )
 
     def plan(site: LinearSite) -> Any:
         applies = site.tabulate(is_target, bool)

@@ -16,6 +16,7 @@ from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, 
 
 from ..apply import apply_adapters, check_rank, refuse_embedding
 from ..base import Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..checkpoint_names import translate_patterns, translate_targets
 from ..targets import LinearSite, Targets, find_linears, lookup_by_pattern, match_targets
 from .embedding import EmbeddingLoRA
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
@@ -135,7 +136,8 @@ def lora(
 ) -> _Model:
     """Wrap each target module with a `LoRA` and freeze the rest of the model. The output does not change at first.
 
-    - `targets`: names, patterns, or a predicate of module paths: see `zoo.adapters.match_targets`.
+    - `targets`: names, patterns, or a predicate of module paths: see `zoo.adapters.match_targets`. For a model of a
+      family also names and patterns of PEFT's, such as `q_proj`.
     - `rank`, `alpha`: of all modules that no pattern in `rank_pattern` or `alpha_pattern` matches. `alpha` defaults to
       `rank`. The update is scaled by alpha / rank, or by alpha / sqrt(rank) if `rank_stabilized`.
     - `init`: initialization of A and B: "zero", "gaussian", "pissa" or "olora".
@@ -163,12 +165,10 @@ def apply_low_rank(
     key: Key[Array, ""],
 ) -> _Model:
     """Wrap each target module with a low-rank adapter whose rank and scale may differ between layers."""
-    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    check_rank(min([rank, *ranks.values()]))
     sites = find_linears(model, include_embeddings=True)
-    is_target = match_targets(targets, sites)
-    for pattern in (*ranks, *alphas):
-        match_targets(pattern, sites)
+    ranks, alphas = translate_patterns(model, rank_pattern, sites), translate_patterns(model, alpha_pattern, sites)
+    check_rank(min([rank, *ranks.values()]))
+    is_target = match_targets(translate_targets(model, targets, sites), sites)
     get_rank, get_alpha = lookup_by_pattern(ranks, rank), lookup_by_pattern(alphas, rank if alpha is None else alpha)
 
     def get_scale(name: str) -> float:

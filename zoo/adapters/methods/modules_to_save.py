@@ -12,6 +12,7 @@ from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, 
 from zoo.parallel import TrainableCopy
 from zoo.parallel.module import is_parameter
 
+from ..checkpoint_names import translate_targets
 from ..targets import Targets, find_linears, match_targets, matches, suggest_words
 
 _Model = TypeVar("Model")
@@ -69,10 +70,11 @@ def train_biases_and_modules(
         raise ValueError(f"bias is one of {', '.join(typing.get_args(BiasOption))}, not {bias!r}")
     names = _list_parameter_names(model)
     is_saved = _match_parameters(modules_to_save, names) if modules_to_save else lambda _: False
+    sites = find_linears(model, include_embeddings=True)
     has_trainable_bias = (
-        (lambda _: bias == "all")
-        if bias != "lora_only"
-        else match_targets(targets, find_linears(model, include_embeddings=True))
+        match_targets(translate_targets(model, targets, sites), sites)
+        if bias == "lora_only"
+        else (lambda _: bias == "all")
     )
 
     def is_trainable(name: str) -> bool:

@@ -277,7 +277,9 @@ def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> di
     parameters = _list_target_parameters(adapters)
     config: dict[str, Any] = {
         "base_model_name_or_path": base,
-        "fan_in_fan_out": any(module.mapping.transposed for module, _, _ in adapters.values()),
+        "fan_in_fan_out": any(
+            module.mapping.transposed and not module.holds_experts for module, _, _ in adapters.values()
+        ),
         "inference_mode": True,
         "modules_to_save": base_options["modules_to_save"],
         "target_modules": sorted(adapters.keys() - parameters.keys()),
