@@ -225,6 +225,18 @@ def test_report_compares_runs(two, tmp_path):
     assert [element.text for element in root.iter("h2")] == ["The & end", "Loads", "Configuration"]
 
 
+def test_report_leaves_room_beside_the_legend_of_many_runs(tmp_path):
+    names = [f"gated-delta-net-{width}" for width in range(16)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "gradient_norm": 1.0}\n')
+    runs = {name: tmp_path / name for name in names}
+    page = write_report(tmp_path, title="t", summary="s", curves={}, unit="nats", runs=runs).read_text()
+    (norm,) = parsed(page).findall(".//section[@class='pair']/div/svg")
+    assert {element.text for element in norm.iter("text")} >= set(names)
+    assert float(norm.find(".//rect").get("height")) == 142, "as with a legend of one line"
+
+
 def test_report_labels_curves_by_run_and_metric(two, tmp_path):
     curves = {"loss": "training", "validation": "validation"}
     page = write_report(tmp_path, title="t", summary="s", curves=curves, unit="nats", runs=two).read_text()

@@ -20,13 +20,13 @@ from zoo._files import read_json, write_text
 
 from ..metrics import Record, read_metrics
 from ..progress import RATE_FORMATS, format_duration, format_si
-from .chart import Curve, draw_line_chart
+from .chart import LEGEND_LINE_HEIGHT, Curve, draw_line_chart, wrap_legend
 from .heatmap import Heatmap, draw_heatmaps
 from .style import STYLE
 
 _WIDE = {"width": 860, "height": 400}
 _NARROW = {"width": 400, "height": 320}
-_SMALL = {"width": 400, "height": 220}
+_SMALL_WIDTH, _SMALL_HEIGHT = 400, 220
 _NUMBER_CLASS = ' class="number"'
 
 
@@ -138,7 +138,9 @@ def _draw_optimization(metrics: Mapping[str, Sequence[Record]], tokens_per_step:
         if len(curves) == 1:
             curves = [dataclasses.replace(curves[0], label="")]  # the unit says it
         if curves:
-            charts.append(f"<div>{draw_line_chart(curves, {}, unit=unit, x_label=x_label, log=log, **_SMALL)}</div>")
+            lines = len(wrap_legend(unit, [curve.label for curve in curves], _SMALL_WIDTH)) - 1
+            size = {"width": _SMALL_WIDTH, "height": _SMALL_HEIGHT + round(LEGEND_LINE_HEIGHT * lines)}
+            charts.append(f"<div>{draw_line_chart(curves, {}, unit=unit, x_label=x_label, log=log, **size)}</div>")
     return f'<section class="pair">{"".join(charts)}</section>' if charts else ""
 
 

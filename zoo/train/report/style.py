@@ -55,6 +55,7 @@ body {
 main { max-width: 64rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: 1.9rem; line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 0.4rem; }
 h2 { font-size: 1.05rem; margin: 2.6rem 0 0.7rem; }
+header { margin-bottom: 1.6rem; }
 header p { color: var(--soft); font-size: 1.06rem; margin: 0; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: 0.75rem; margin: 1.8rem 0; }
 dl div { background: var(--panel); border-radius: 0.6rem; padding: 0.7rem 0.9rem; }
@@ -80,7 +81,7 @@ th { font-weight: 500; color: var(--soft); }
 .pairs th { width: 1%; white-space: nowrap; }
 .pairs td { overflow-wrap: anywhere; }
 .number { text-align: right; }
-.number, .parameters td, .results td { white-space: nowrap; }
+.number, .parameters td, .results td, .results th { white-space: nowrap; }
 .parameters small { color: var(--soft); white-space: normal; }
 .total td { font-weight: 600; border-bottom: none; }
 pre {
