@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo.generate.buckets import choose_cache_length, pad_prompt
 from zoo.generate.decode import decode_until, prefill, unstack_layers
-from zoo.generate.request import SamplingOptions, choose_cache_length
+from zoo.generate.request import SamplingOptions
 from zoo.layers import Attention, BiasedRouter, LatentAttention
 from zoo.ops.rotary import DynamicScaling, Rotary
 from zoo.parallel.spmd import _JITTED, run_jitted
@@ -46,19 +47,18 @@ def test_latent_attention_decodes_as_uncached_and_on_a_mesh():
 
 
 def test_cache_length_of_length_dependent_rope_is_exact():
-    """A cache for 11 tokens must not be rounded up to 16, which would change the RoPE angles."""
+    """A cache for 11 tokens must not be rounded up, which would change the RoPE angles."""
     dynamic, unscaled = make_model(Rotary(4, scaling=DynamicScaling(2.0, 8))), make_model(Rotary(4))
     assert choose_cache_length(dynamic, PROMPT, NEW, None) == PROMPT + NEW
-    assert choose_cache_length(unscaled, PROMPT, NEW, None) == 16
+    assert choose_cache_length(unscaled, PROMPT, NEW, None) == 128
 
 
 def test_latent_decode_step_updates_caches_in_place():
     model, options = make_model(Rotary(4)), SamplingOptions.from_arguments(0, None, None, None, None, (), VOCAB)
-    positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    args = jnp.zeros((2, 16), jnp.int32), positions, jnp.arange(2), 4096
-    state = run_jitted(prefill, ((model, options, None),), args)
+    prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 4096)
+    state = run_jitted(prefill, ((model, options, jax.random.key(0)),), (prompt, 4096))
     state_size = sum(x.nbytes for x in jax.tree.leaves(state))
-    assert sum(x.nbytes for x in jax.tree.leaves(state.states)) < 2 * 2 * 4096 * (8 + 4 + 1) * 4 + 100
+    assert sum(x.nbytes for x in jax.tree.leaves(state.states)) < 2 * 4 * 4096 * (8 + 4 + 1) * 4 + 100
     fixed = unstack_layers(model, None), options
     program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
     memory = program.compiled.memory_analysis()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo.generate.buckets import pad_prompt
 from zoo.generate.decode import DecodeState, decode_until, prefill, unstack_layers
 from zoo.generate.request import SamplingOptions
 from zoo.parallel import Mesh, make_mesh, place
@@ -64,13 +65,13 @@ def test_mesh_shards_caches_and_updates_them_in_place():
         place(make_model(kv_heads=4, head_dim=32), mesh),
         SamplingOptions.from_arguments(0, None, None, None, 1.2, (), VOCAB),
     )
-    tokens, positions = jnp.zeros((8, 16), jnp.int32), jnp.broadcast_to(jnp.arange(16), (8, 16))
+    prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
     on_mesh = lambda program: SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))
-    state = run_jitted(on_mesh(prefill), ((model, options, None),), (tokens, positions, jnp.arange(8), 2048))
+    state = run_jitted(on_mesh(prefill), ((model, options, DRAW_KEY),), (prompt, 2048))
     assert isinstance(state, DecodeState)
     cache = state.states[1].key
-    assert cache.shape == (8, 4, 2048, 32) and cache.addressable_shards[0].data.shape == (2, 2, 2048, 32)
-    assert state.seen is not None and state.seen.addressable_shards[0].data.shape == (2, VOCAB // 2)
+    assert cache.shape == (4, 4, 2048, 32) and cache.addressable_shards[0].data.shape == (1, 2, 2048, 32)
+    assert state.seen.addressable_shards[0].data.shape == (1, VOCAB)
     fixed = unstack_layers(model, mesh), options
     program = _JITTED[True].lower((on_mesh(decode_until), (fixed,)), (state, jnp.int32(9)), None).compile()
     state_size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))

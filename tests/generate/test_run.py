@@ -1,8 +1,7 @@
-"""Cached decoding equals uncached forward passes, samples follow their distribution, and few programs compile."""
+"""Cached decoding equals uncached forward passes, and samples follow their distribution."""
 
 import dataclasses
 import functools
-import sys
 
 import equinox as eqx
 import jax
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import zoo
-from zoo.generate.request import choose_cache_length
+from zoo.generate.buckets import pad_prompt
 from zoo.layers import PositionEmbedding
 from zoo.models import Stack, swap_stack
 from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary
@@ -27,7 +26,6 @@ KINDS = {
     "windows, shared keys, capped": {"windows": (4, None), "kv_heads": 2, "soft_cap": 5.0, "tied": False},
 }
 LENGTH = 48
-module = sys.modules["zoo.generate.run"]  # the package's name is that of its function
 
 
 @functools.cache
@@ -158,33 +156,6 @@ def test_generate_ends_when_every_row_has():
     assert len(received) == 1 and (got[:, 1:] == -1).all() and (got[:, 0] >= 0).all()
 
 
-def count_traces(monkeypatch, name):
-    """Return a list that grows by one each time the program `name` is traced."""
-    traces, program = [], getattr(module, name)
-
-    def counted(*args):
-        traces.append(name)
-        return program(*args)
-
-    monkeypatch.setattr(module, name, counted)
-    return traces
-
-
-def test_prefill_compiles_per_bucket_and_decoding_per_length(monkeypatch):
-    prefills, steps = count_traces(monkeypatch, "prefill"), count_traces(monkeypatch, "decode_until")
-    model = make_model()
-    for i, seq in enumerate((3, 11, 17, 32)):
-        options = {"temperature": 0.5 + i, "top_k": 3 + i, "top_p": 0.3 + i / 10, "min_p": i / 10}
-        options |= {"repetition_penalty": 1.0 + i, "stop_tokens": range(1 + i), "key": jax.random.key(i)}
-        zoo.generate(model, random_tokens((1, seq)), max_new_tokens=2 + 5 * i, length=64, **options)
-    assert (len(prefills), len(steps)) == (2, 1)
-    zoo.generate(model, random_tokens((1, 30)), max_new_tokens=33, **options)
-    zoo.generate(model, random_tokens((1, 30)), max_new_tokens=3, callback=lambda _: None, **options)
-    assert (len(prefills), len(steps)) == (2, 1), "the default length is that of the bucket, here 64 too"
-    zoo.generate(model, random_tokens((1, 30)), max_new_tokens=35, **options)
-    assert (len(prefills), len(steps)) == (3, 2)
-
-
 def test_decode_step_updates_caches_in_place():
     """Donated caches are aliased to the outputs, and temporaries are smaller than they are."""
     from zoo.generate.decode import decode_until, prefill, unstack_layers
@@ -195,9 +166,8 @@ def test_decode_step_updates_caches_in_place():
         make_model(head_dim=32),
         SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"]),
     )
-    tokens = jnp.zeros((2, 16), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    state = run_jitted(prefill, ((model, options, None),), (tokens, positions, jnp.arange(2), 2048))
+    prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
+    state = run_jitted(prefill, ((model, options, KEY),), (prompt, 2048))
     state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     fixed = unstack_layers(model, None), options
     program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
@@ -211,7 +181,7 @@ def test_decode_step_updates_caches_in_place():
 
 @pytest.mark.parametrize("scaling", [DynamicScaling(2.0, 8), LongRopeScaling((1.0, 1.5), (2.0, 4.0), 8, 4.0)])
 def test_length_dependent_rope_uses_the_cache_length(scaling):
-    """A capacity of 11 tokens must not be rounded up to 16, which would change the RoPE angles. An uncached row of 11
+    """A capacity of 11 tokens must not be rounded up, which would change the RoPE angles. An uncached row of 11
     tokens, its end not yet generated, has the right angles: attention is causal."""
     model, prompt, new = make_model(rotary=Rotary(4, scaling=scaling)), random_tokens((1, 6)), 5
     row = np.zeros((1, 6 + new), np.int32)
@@ -222,19 +192,13 @@ def test_length_dependent_rope_uses_the_cache_length(scaling):
 
 
 def test_cache_length_is_at_most_the_learned_positions():
-    """A capacity of 20 tokens must not be rounded up to 32: the model has 20 learned positions."""
+    """A capacity of 20 tokens must not be rounded up: the model has 20 learned positions."""
     learned = PositionEmbedding(20, SIZES["embed"], key=KEY)
     model, tokens = dataclasses.replace(make_model(), position_embedding=learned), random_tokens((1, 6))
     assert (zoo.generate(model, tokens, max_new_tokens=14) >= 0).all()
     for options in ({"max_new_tokens": 15}, {"max_new_tokens": 3, "length": 32}):
         with pytest.raises(ValueError, match=r"(21|32) tokens are too many: the model learned 20 positions"):
             zoo.generate(model, tokens, **options)
-
-
-def test_cache_length_is_rounded_only_if_rope_is_stable():
-    model = make_model(rotary=Rotary(4, scaling=DynamicScaling(2.0, original_length=20)))
-    assert [choose_cache_length(model, 6, new, None) for new in (3, 14, 15)] == [16, 20, 21]
-    assert choose_cache_length(make_model(), 6, 14, None) == 32
 
 
 NO_TOKEN = jnp.zeros((2, 6), bool)
@@ -267,6 +231,13 @@ def test_generate_raises_on_bad_arguments(options, message):
     tokens = options.pop("tokens", random_tokens((2, 6)))
     with pytest.raises(ValueError, match=message):
         zoo.generate(make_model(), tokens, **{"max_new_tokens": 3} | options)
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"top_k": 2.0}], ids=str)
+def test_generate_raises_on_numbers_that_are_no_integers(no_type_checks, options):
+    ((name, value),) = options.items()
+    with pytest.raises(TypeError, match=f"{name} is an integer, not {value}$"):
+        zoo.generate(make_model(), random_tokens((2, 6)), **{"max_new_tokens": 3} | options)
 
 
 def test_padding_tokens_may_be_any_id():

@@ -57,7 +57,7 @@ def test_filter_logits_equals_the_papers_rules(rows, top_k, top_p, min_p):
     rows = np.array(rows, np.float32)
     expected = [filter_reference(row, top_k, top_p, min_p) for row in rows]
     assume(None not in expected)
-    cut = np.asarray(filter_logits(jnp.asarray(rows), top_k=top_k, top_p=top_p, min_p=min_p))
+    cut = np.asarray(jax.jit(filter_logits)(jnp.asarray(rows), top_k=top_k, top_p=top_p, min_p=min_p))
     assert [list(np.flatnonzero(np.isfinite(row))) for row in cut] == expected
     assert (cut[np.isfinite(cut)] == rows[np.isfinite(cut)]).all()
 
@@ -72,6 +72,23 @@ def test_filter_logits_keeps_the_likeliest_and_is_monotonic(rows, top_k, top_p, 
     assert (kept(top_p=top_p) <= kept(top_p=min(1, top_p * 1.5))).all()
     assert (kept(min_p=min_p) <= kept(min_p=min_p / 2)).all()
     assert jnp.array_equal(filter_logits(logits, top_k=VOCAB, min_p=0.0), logits)
+
+
+def test_filter_logits_keeps_all_at_neutral_values():
+    """Neutral values keep every token, however unlikely, and setting an option does not trace again."""
+    traces = []
+
+    @jax.jit
+    def run(logits, top_k, top_p, min_p):
+        traces.append(1)
+        return filter_logits(logits, top_k=top_k, top_p=top_p, min_p=min_p)
+
+    logits = jnp.array([[0.0, 1.0, -200.0, 1.0]])
+    assert run(logits, 4, 1.0, 0.0).tolist() == logits.tolist()
+    kept = lambda *options: jnp.isfinite(run(logits, *options))[0].tolist()
+    assert kept(3, 1.0, 0.0) == [True, True, False, True] and kept(1, 1.0, 0.0) == [False, True, False, True]
+    assert kept(4, 0.4, 0.0) == [False, True, False, False] and kept(4, 1.0, 0.9) == [False, True, False, True]
+    assert len(traces) == 1
 
 
 def test_filter_logits_top_p_of_ties_keeps_the_fewest():

@@ -1,4 +1,4 @@
-"""Prefill and decode programs: the prompt in one forward pass, then a loop over new tokens."""
+"""Prefill and decode programs: a loop over pieces of the prompt, then one over new tokens."""
 
 import dataclasses
 
@@ -12,8 +12,10 @@ from zoo.layers import TokenInfo
 from zoo.models import Decoder, Stack, swap_stack
 from zoo.models.decoder import AbstractStack, LayerStates
 from zoo.ops.sampling import apply_temperature, filter_logits, penalize_repetition, sample_tokens
-from zoo.parallel import Mesh, Module, all_gather, place, reduce, shard_offset
+from zoo.parallel import Mesh, Module, all_gather, place, reduce
+from zoo.parallel.collectives import while_loop
 
+from .buckets import Prompt, choose_piece
 from .request import SamplingOptions
 
 
@@ -30,10 +32,10 @@ class DecodeState(Module):
     """Position of the latest token in its row."""
     done: Bool[Array, "batch"]
     """True for rows that have ended with a stop token."""
-    seen: Bool[Array, "batch vocab"] | None
+    seen: Bool[Array, "batch classes"]
     """Token ids in the prompt and the new tokens, for the repetition penalty."""
-    keys: Key[Array, "batch"] | None
-    """One PRNG key per row; None for greedy decoding."""
+    keys: Key[Array, "batch"]
+    """One PRNG key per row, unused by greedy decoding."""
 
     step: Int[Array, ""]
     """Number of new tokens."""
@@ -41,36 +43,40 @@ class DecodeState(Module):
     """True until every row on every device has ended."""
 
 
-def prefill(
-    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""] | None],
-    tokens: Int[Array, "batch seq"],
-    positions: Int[Array, "batch seq"],
-    rows: Int[Array, "batch"],
-    length: int,
-) -> DecodeState:
-    """Run the prompt through the model and sample the first new token.
+def complete(
+    fixed: tuple[Decoder, Decoder, SamplingOptions, Key[Array, ""]], prompt: Prompt, until: Int[Array, ""], length: int
+) -> Int[Array, "batch new"]:
+    """Prefill with the first model and decode with the second, which has the same layers unstacked, in one program;
+    return the new tokens."""
+    model, unstacked, options, key = fixed
+    state = prefill((model, options, key), prompt, length)
+    return decode_until((unstacked, options), state, until).tokens
 
-    `positions` are -1 on padding. `rows` are the row numbers in the global batch, which select the PRNG key of each
-    row.
-    """
+
+def prefill(fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]], prompt: Prompt, length: int) -> DecodeState:
+    """Run the prompt but for its last token through the model, piece by piece; return the state before decoding."""
     model, options, key = fixed
-    states = model.init_state(tokens.shape[0], length)
-    hidden, states = model.hidden(tokens, TokenInfo(positions), states)
-    logits = model.logits(hidden.x[:, -1])
-    newest = positions[:, -1]
-    state = DecodeState(
-        # Strip weak types, which a step does not return: otherwise the next step would compile again.
-        states=jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), () if states is None else states),
-        tokens=jnp.broadcast_to(jnp.full_like(newest, -1)[:, None], (len(newest), length)),
-        newest=newest,
-        positions=newest,
-        done=jnp.zeros_like(newest, bool),
-        seen=None if options.penalty is None else _mark_seen_tokens(tokens, positions >= 0, logits),
-        keys=None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, rows),
+    room, size = prompt.tokens.shape[1], choose_piece(length)
+
+    def step(carry):
+        start, states = carry
+        take = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1)
+        _, states = model.hidden(take(prompt.tokens), TokenInfo(take(prompt.positions)), states)
+        return start + size, () if states is None else states
+
+    carry = room - prompt.pieces * size, model.init_state(len(prompt.tokens), length)
+    _, states = while_loop(lambda carry: carry[0] < room, step, carry)
+    return DecodeState(
+        states=states,
+        tokens=jnp.broadcast_to(jnp.full_like(prompt.last, -1)[:, None], (len(prompt.last), length)),
+        newest=prompt.last,
+        positions=prompt.last_position,
+        done=prompt.rows < 0,
+        seen=_mark_seen_tokens(prompt, len(options.is_stop)),
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, prompt.rows),
         step=jnp.int32(0),
         running=jnp.array(True),
     )
-    return _append_token(state, logits, options)
 
 
 def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
@@ -90,12 +96,8 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
 def _append_token(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> DecodeState:
     """Sample a token per row and append it to the state. `logits` may be sharded over the vocabulary."""
     newest = jnp.where(state.done, -1, _sample_token(state, logits.astype(jnp.float32), options))
-    done, seen = state.done, state.seen
-    if options.stop is not None:
-        done |= (newest[:, None] == options.stop).any(1)
-    if seen is not None:
-        ids = jnp.arange(logits.shape[1]) + shard_offset(logits, "vocab", logits.shape[1])
-        seen |= ids == newest[:, None]
+    done = state.done | options.is_stop[newest]
+    seen = state.seen | (jnp.arange(state.seen.shape[1]) == newest[:, None])
     return DecodeState(
         states=state.states,
         tokens=lax.dynamic_update_slice_in_dim(state.tokens, newest[:, None], state.step, axis=1),
@@ -112,26 +114,31 @@ def _append_token(state: DecodeState, logits: Float[Array, "batch vocab"], optio
 def _sample_token(
     state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions
 ) -> Int[Array, "batch"]:
-    if state.seen is not None and options.penalty is not None:
-        logits = penalize_repetition(logits, state.seen, options.penalty)
-    logits = all_gather(logits, "vocab", axis=1)
-    if state.keys is None or options.temperature is None:
-        return logits.argmax(1).astype(jnp.int32)
-    logits = filter_logits(
-        apply_temperature(logits, options.temperature), top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
-    )
-    return sample_tokens(logits, jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)).astype(jnp.int32)
+    logits = penalize_repetition(all_gather(logits, "vocab", axis=1), state.seen, options.penalty)
+    keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)
+    return lax.cond(options.temperature > 0, _draw_token, _choose_likeliest, logits, keys, options)
 
 
-def _mark_seen_tokens(
-    tokens: Int[Array, "batch seq"], is_real: Bool[Array, "batch seq"], logits: Float[Array, "batch vocab"]
-) -> Bool[Array, "batch vocab"]:
-    """Mark the ids that occur in the prompt, within this device's shard of the vocabulary."""
-    size = logits.shape[1]
-    local = tokens - shard_offset(logits, "vocab", size)
-    is_outside = ~is_real | (local < 0)
-    rows = jnp.arange(len(tokens))[:, None]
-    return jnp.zeros_like(logits, bool).at[rows, jnp.where(is_outside, size, local)].set(True, mode="drop")
+def _draw_token(
+    logits: Float[Array, "batch vocab"], keys: Key[Array, "batch"], options: SamplingOptions
+) -> Int[Array, "batch"]:
+    logits = apply_temperature(logits, options.temperature)
+    logits = filter_logits(logits, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+    return sample_tokens(logits, keys).astype(jnp.int32)
+
+
+def _choose_likeliest(
+    logits: Float[Array, "batch vocab"], keys: Key[Array, "batch"], options: SamplingOptions
+) -> Int[Array, "batch"]:
+    return logits.argmax(1).astype(jnp.int32)
+
+
+def _mark_seen_tokens(prompt: Prompt, vocab: int) -> Bool[Array, "batch classes"]:
+    """Mark the ids that occur in the prompt."""
+    rows = jnp.arange(len(prompt.last))
+    ids = jnp.where(prompt.positions < 0, vocab, prompt.tokens)  # out of range, and dropped
+    seen = jnp.broadcast_to((jnp.zeros_like(prompt.last) > 0)[:, None], (len(rows), vocab))
+    return seen.at[rows[:, None], ids].set(True, mode="drop").at[rows, prompt.last].set(True)
 
 
 def unstack_layers(model: Decoder, mesh: Mesh | None) -> Decoder:

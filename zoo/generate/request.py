@@ -1,38 +1,35 @@
-"""Check arguments of `generate`, choose the cache length, and pad prompts to buckets so that few programs compile."""
+"""Check the arguments of `generate`, and convert its sampling options to arrays."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from numbers import Integral
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo._checks import check_tokens
-from zoo.layers import AbstractMixer
-from zoo.models import Decoder
+from zoo._checks import check_tokens, is_host_readable
 from zoo.parallel import Mesh, Module
 
 _Number = float | int
 
-_MIN_BUCKET = 16
-"""Minimum size of prompts and caches, so that short prompts share a program."""
-
 
 class SamplingOptions(Module):
-    """Options of token sampling. They are traced, so changing a value does not recompile; changing *which* are None
-    does."""
+    """Options of token sampling, all of them arrays: an option that is not set has its neutral value, so that neither
+    setting nor changing one recompiles."""
 
-    temperature: Float[Array, ""] | None
-    top_k: Int[Array, ""] | None
-    top_p: Float[Array, ""] | None
-    min_p: Float[Array, ""] | None
-    penalty: Float[Array, ""] | None
-    stop: Int[Array, "classes"] | None
-    """Tokens that end a row, padded with -1 to a power of two."""
+    temperature: Float[Array, ""]
+    """0 for greedy decoding."""
+    top_k: Int[Array, ""]
+    """At most the size of the vocabulary, which keeps every token."""
+    top_p: Float[Array, ""]
+    """1 keeps every token."""
+    min_p: Float[Array, ""]
+    """0 keeps every token."""
+    penalty: Float[Array, ""]
+    """1 changes nothing."""
+    is_stop: Bool[Array, "classes"]
+    """True for token ids that end a row."""
 
     @classmethod
     def from_arguments(
@@ -49,19 +46,14 @@ class SamplingOptions(Module):
         stop = [int(token) for token in stop_tokens]
         if outside := [token for token in stop if not 0 <= token < vocab]:
             raise ValueError(f"stop_tokens: {outside[0]} is outside the vocabulary of {vocab} tokens")
-        stop += [-1] * (_round_up_to_power_of_two(len(stop), 4) - len(stop))
-
-        def to_array(x, dtype=jnp.float32):
-            return None if x is None else jnp.asarray(x, dtype)
-
-        return cls(
-            temperature=to_array(temperature or None),
-            top_k=to_array(top_k if top_k is None else min(top_k, vocab), jnp.int32),
-            top_p=to_array(top_p),
-            min_p=to_array(min_p),
-            penalty=to_array(penalty),
-            stop=to_array(stop if len(stop_tokens) else None, jnp.int32),
-        )
+        is_stop = np.zeros(vocab, bool)
+        is_stop[stop] = True
+        kept = vocab if top_k is None else min(top_k, vocab)
+        top_p, penalty = 1 if top_p is None else top_p, 1 if penalty is None else penalty
+        floats = [np.float32(x) for x in (temperature, top_p, min_p or 0, penalty)]
+        # From NumPy: `jnp.asarray` would compile a program for each dtype and shape.
+        arrays = jax.device_put((floats[0], np.int32(kept), *floats[1:], is_stop))
+        return cls(*arrays)
 
 
 def check_sampling_options(
@@ -73,7 +65,11 @@ def check_sampling_options(
     penalty: _Number | None,
     has_key: bool,
 ) -> None:
-    """**Raises** `ValueError`, naming the option, for the first one that is out of its range."""
+    """**Raises** `TypeError` for a `max_new_tokens` or `top_k` that is no integer, and `ValueError`, naming the option,
+    for the first one that is out of its range."""
+    for name, x in (("max_new_tokens", max_new_tokens), ("top_k", top_k)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, Integral)):
+            raise TypeError(f"{name} is an integer, not {x!r}")
     if max_new_tokens < 1:
         raise ValueError(f"generate needs max_new_tokens of at least 1, not {max_new_tokens}")
     if not 0 <= temperature < math.inf or (temperature > 0 and not has_key):
@@ -104,7 +100,7 @@ def check_prompt(tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"]
             f"generate needs a prompt of at least 1 row and 1 token, and its mask: {tokens.shape}{of_mask}"
         )
     is_real = np.ones(tokens.shape, bool)
-    if mask is not None and _is_host_readable(mask):
+    if mask is not None and is_host_readable(mask):
         is_real = np.asarray(jax.device_get(mask))
         if len(empty := np.flatnonzero(~is_real.any(1))):
             raise ValueError(f"row {empty[0]} of the prompt has no real token: mask is False everywhere")
@@ -113,7 +109,7 @@ def check_prompt(tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"]
                 f"prompts are padded on the left: after the first real token of a row all are real, and in row "
                 f"{rows[0]} of mask they are not"
             )
-    if _is_host_readable(tokens) and (mask is None or _is_host_readable(mask)):
+    if is_host_readable(tokens) and (mask is None or is_host_readable(mask)):
         ids = np.asarray(jax.device_get(tokens))[is_real]
         if len(outside := ids[(ids < 0) | (ids >= vocab)]):
             raise ValueError(f"the prompt holds {outside[0]}, which is outside the vocabulary of {vocab} tokens")
@@ -127,67 +123,3 @@ def check_mesh(mesh: Mesh | None) -> None:
             raise NotImplementedError(
                 f"generate does not shard {dim}, and this mesh has {sizes}: decode on data, fsdp and tensor"
             )
-
-
-def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | None) -> int:
-    """Return the capacity of the KV caches: `length` if given, otherwise prompt and new tokens rounded up to a power of
-    two. Not rounded if the model does not support the rounded length or its RoPE frequencies would change with it.
-
-    **Raises** `ValueError` for a `length` below prompt and new tokens.
-    """
-    needed = prompt + new
-    if length is not None:
-        if length < needed:
-            raise ValueError(
-                f"length={length} does not hold {prompt} tokens of the prompt and {new} new ones: {needed}"
-            )
-        return length
-    rounded = _round_up_to_power_of_two(needed)
-    mixers = jax.tree.leaves(model.stack, is_leaf=lambda x: isinstance(x, AbstractMixer))
-    stable_lengths = [
-        x.rope_stable_length for x in mixers if isinstance(x, AbstractMixer) and x.rope_stable_length is not None
-    ]
-    if rounded > min(stable_lengths, default=rounded):
-        return needed
-    try:
-        _try_init_state(model, rounded)
-    except (ValueError, NotImplementedError):
-        return needed
-    return rounded
-
-
-@eqx.filter_jit
-def _try_init_state(model: Decoder, length: int) -> None:
-    """Raise as `init_state` does if the model does not support the length; jitted, so that it runs once per length."""
-    model.init_state(1, length)
-
-
-def _round_up_to_power_of_two(size: int, minimum: int = _MIN_BUCKET) -> int:
-    """Return the smallest power of two that is at least `size` and `minimum`."""
-    return max(minimum, 1 << (size - 1).bit_length())
-
-
-def pad_prompt(
-    tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"] | None, length: int, mesh: Mesh | None
-) -> tuple[Int[Array, "rows bucket"], Int[Array, "rows bucket"], Int[Array, "rows"]]:
-    """Pad a prompt to a bucket; return tokens, positions and row numbers.
-
-    Tokens are padded on the left, with position -1: padding takes no slot of a KV cache, whose ring buffer drops it
-    first. Rows are padded to a multiple of the batch shards with copies of the last row, which end when it does.
-    """
-    (count, seq), shards = tokens.shape, 1 if mesh is None else math.prod(mesh.shape[a] for a in mesh.axes("batch"))
-    is_real: Any = np.ones(tokens.shape, bool) if mask is None else mask
-    # With NumPy if possible, so that nothing compiles for each prompt length.
-    on_host = _is_host_readable(tokens) and (mask is None or _is_host_readable(mask))
-    xp: Any = np if on_host else jnp
-    ids, is_real = jax.device_get((tokens, is_real)) if on_host else (tokens, is_real)
-    rows = np.minimum(np.arange(-(-count // shards) * shards), count - 1)
-    pad = (0, 0), (min(_round_up_to_power_of_two(seq), length) - seq, 0)
-    positions = xp.pad(xp.where(is_real, xp.cumsum(is_real, axis=1) - 1, -1), pad, constant_values=-1)
-    prompt = xp.pad(xp.where(is_real, ids, 0), pad)  # padding may be any id, and an unknown one is NaN
-    return jax.device_put(tuple(x.astype(np.int32) for x in (prompt[rows], positions[rows], rows)))
-
-
-def _is_host_readable(x: Array) -> bool:
-    """Return True if the values of an array can be read: it is not traced and fully addressable by this process."""
-    return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)

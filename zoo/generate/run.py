@@ -3,17 +3,18 @@
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key
 
+from zoo._checks import is_host_readable
 from zoo.models import Decoder
 from zoo.parallel import Mesh, place
 from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted
 
 from . import request
-from .decode import DecodeState, decode_until, prefill, unstack_layers
+from .buckets import choose_cache_length, choose_rows, pad_prompt
+from .decode import DecodeState, complete, decode_until, prefill, unstack_layers
 
 _Number = float | int
 
@@ -44,24 +45,28 @@ def generate(
       `zoo.ops.sampling.filter_logits`.
     - `repetition_penalty`: applies to tokens of the prompt and new tokens; see `zoo.ops.sampling.penalize_repetition`.
     - `stop_tokens`: a row ends with the first of these, which is included. The rest of the row is -1.
-    - `length`: capacity of the KV caches, prompt and new tokens. By default their sum, rounded up to a power of two if
+    - `length`: capacity of the KV caches, prompt and new tokens. By default their sum, rounded up to a bucket as far as
       the model supports that length. RoPE scaling that depends on the sequence length (`DynamicScaling`,
       `LongRopeScaling`) uses this length.
     - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`.
     - `callback`: called with the latest token of each row as soon as it is computed, -1 for rows that have ended.
 
-    Prefill runs the prompt through the scanned layers in one forward pass. Decoding runs unstacked layers, each with
-    its own KV cache or recurrent state, in one `while_loop` that ends when every row has. `generate` does not block on
-    the device and may be called under `jit`; with a callback it blocks once per token.
+    Prefill runs the prompt through the scanned layers in at most four pieces, or in pieces of 256 tokens. Decoding runs
+    unstacked layers, each with its own KV cache or recurrent state, in one `while_loop` that ends when every row has.
+    `generate` may be called under `jit`. Elsewhere it returns when the tokens are there, and blocks once per token with
+    a callback.
 
-    Prompts are padded to powers of two from 16, so another prompt length or number of new tokens does not recompile.
-    Another `length` or number of rows, and setting or omitting an option, does. Layers are unstacked at every call, a
-    copy: for many short calls pass `swap_stack(model, Stack.unstack)`.
+    A call compiles one program per number of rows and cache length, with a callback two, whatever the options, the
+    prompt's length and `max_new_tokens`. Both numbers are rounded up to buckets: rows per shard of the batch to 1, 4,
+    8, 12, 16, 24, 32, ..., cache lengths to 128, 192, 256, 384, 512, ... So at most twice as many rows are computed, a
+    cache of over 128 slots has at most half more than needed, and the prompt is padded to whole pieces. Layers are
+    unstacked at every call, a copy: for many short calls pass `swap_stack(model, Stack.unstack)`.
 
-    **Raises** `ValueError` for an empty prompt, padding on the right, a row without a real token, a prompt id or stop
-    token outside the vocabulary, an option out of its range, a temperature above 0 without a key, truncation options
-    with temperature 0, a `length` below prompt and new tokens, and a callback under `jit`; also as `model.init_state`
-    does if the model does not support the length. `NotImplementedError` for a mesh that shards layers or the sequence.
+    **Raises** `ValueError` for a prompt that is not "batch seq" or is empty, padding on the right, a row without a real
+    token, a prompt id or stop token outside the vocabulary, an option out of its range, a temperature above 0 without a
+    key, truncation options with temperature 0, a `length` below prompt and new tokens, more tokens than learned
+    positions, and a callback under `jit`; `TypeError` for a prompt that is not of integers, and for a `max_new_tokens`
+    or `top_k` that is none. `NotImplementedError` for a mesh that shards layers or the sequence.
     """
     vocab, _ = model.embedding.table_shape
     request.check_sampling_options(
@@ -75,23 +80,31 @@ def generate(
         temperature, top_k, top_p, min_p, repetition_penalty, stop_tokens, vocab
     )
     options = options if mesh is None else place(options, mesh)  # once, not at every step
-    length = request.choose_cache_length(model, tokens.shape[1], max_new_tokens, length)
-    prompt, positions, rows = request.pad_prompt(tokens, mask, length, mesh)
+    length = choose_cache_length(model, tokens.shape[1], max_new_tokens, length)
+    prompt = pad_prompt(tokens, mask, choose_rows(model, len(tokens), mesh), length)
+    until = jax.device_put(np.int32(max_new_tokens))
+    key = key if temperature and key is not None else jax.random.key(0)  # a greedy call has the same program
 
-    fixed = (model, options, key if temperature else None)
-    state = run_jitted(_on_mesh(prefill, mesh), (fixed,), (prompt, positions, rows, length))
-    if max_new_tokens > 1:
-        model = unstack_layers(model, mesh)
-    if callback is not None:
-        state = _decode_with_callback(callback, mesh, (model, options), state, len(tokens), max_new_tokens)
-    elif max_new_tokens > 1:
-        args = state, jnp.int32(max_new_tokens)
-        state = run_jitted(_on_mesh(decode_until, mesh), ((model, options),), args, donate=True)
-    return state.tokens[: len(tokens), :max_new_tokens]
+    unstacked = unstack_layers(model, mesh)
+    if callback is None:
+        fixed = model, unstacked, options, key
+        new = run_jitted(_on_mesh(complete, mesh), (fixed,), (prompt, until, length))
+    else:
+        state = run_jitted(_on_mesh(prefill, mesh), ((model, options, key),), (prompt, length))
+        fixed = unstacked, options
+        new = _decode_with_callback(callback, mesh, fixed, state, len(tokens), max_new_tokens).tokens
+    return _cut(new, len(tokens), max_new_tokens)
 
 
 def _on_mesh(program: Callable, mesh: Mesh | None) -> Callable:
-    return program if mesh is None else SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))
+    return program if mesh is None else SpmdProgram(program, mesh, 1, OutputDims.from_tree("batch seq"))
+
+
+def _cut(new: Int[Array, "rows seq"], rows: int, count: int) -> Int[Array, "batch new"]:
+    """Cut off the padding: on the host if possible, since a slice is another program for each shape."""
+    if not is_host_readable(new):
+        return new[:rows, :count]
+    return jax.device_put(np.asarray(jax.device_get(new))[:rows, :count])
 
 
 def _decode_with_callback(
@@ -104,8 +117,8 @@ def _decode_with_callback(
 ) -> DecodeState:
     """Run the decode program for one token at a time and pass each to `callback`."""
     for count in range(1, max_new_tokens + 1):
-        if count > 1:
-            state = run_jitted(_on_mesh(decode_until, mesh), (fixed,), (state, jnp.int32(count)), donate=True)
+        args = state, jax.device_put(np.int32(count))
+        state = run_jitted(_on_mesh(decode_until, mesh), (fixed,), args, donate=True)
         newest, running = jax.device_get((state.newest, state.running))
         callback(np.array(newest[:rows]))
         if not running:

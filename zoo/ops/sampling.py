@@ -1,7 +1,8 @@
 """Sampling the next token from logits: repetition penalty, temperature, top-k, top-p, min-p, and the draw.
 
 Pure functions of a batch of logits. In the order of this file they match the logits processors of transformers, except
-for ties, where the lower token id comes first here. Options may be traced, so a new temperature does not recompile.
+for ties, where the lower token id comes first here. Options may be traced, so neither
+setting nor changing one recompiles: each has a neutral value.
 """
 
 import jax
@@ -44,30 +45,34 @@ def filter_logits(
     - `min_p`: of these, keep tokens at least min_p times as probable as the likeliest (Nguyen et al., arXiv 2407.01082,
       section 3).
 
-    Sorts once for `top_k` and `top_p` together, and not at all for `min_p`.
+    The size of the vocabulary, 1 and 0 keep every token, as None does. Sorts once if `top_k` or `top_p` excludes
+    tokens, decided when the program runs, and not at all for `min_p`.
     """
-    keep = jnp.ones_like(logits, bool)
-    if top_p is not None:
-        ids = jnp.broadcast_to(jnp.arange(logits.shape[1]), logits.shape)
-        negated, sorted_ids = lax.sort((-logits, ids), num_keys=1, is_stable=True)  # largest logit first
-        descending = -negated
-        if top_k is not None:
-            descending = jnp.where(descending >= _kth_largest(descending, top_k), descending, -jnp.inf)
-        # Summed from the small end: a sum from the large end would lose the tail to rounding.
-        tail = lax.cumsum(jax.nn.softmax(descending), axis=1, reverse=True)
-        count = jnp.maximum((tail > 1 - top_p).sum(-1, keepdims=True), 1)
-        last, last_id = (jnp.take_along_axis(x, count - 1, axis=1) for x in (descending, sorted_ids))
-        keep = (logits > last) | ((logits == last) & (ids <= last_id))
-    elif top_k is not None:
-        keep = logits >= _kth_largest(-lax.sort(-logits), top_k)
+    top_k = logits.shape[1] if top_k is None else top_k
+    top_p = 1.0 if top_p is None else top_p
+    excludes = jnp.logical_or(top_k < logits.shape[1], top_p < 1)
+    keep = lax.cond(excludes, _keep_top, _keep_all, logits, top_k, top_p)
     if min_p is not None:
         keep &= logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)
     return jnp.where(keep, logits, -jnp.inf)
 
 
-def _kth_largest(sorted_logits: Float[Array, "batch vocab"], k: _Number) -> Float[Array, "batch 1"]:
-    """Return the k-th largest logit of each row, or the last if there are fewer."""
-    return lax.dynamic_slice_in_dim(sorted_logits, jnp.clip(k, 1, sorted_logits.shape[1]) - 1, 1, axis=1)
+def _keep_top(logits: Float[Array, "batch vocab"], top_k: _Number, top_p: _Number) -> Bool[Array, "batch vocab"]:
+    descending = -lax.sort(-logits)
+    kth = lax.dynamic_slice_in_dim(descending, jnp.clip(top_k, 1, logits.shape[1]) - 1, 1, axis=1)
+    descending = jnp.where(descending >= kth, descending, -jnp.inf)
+    # Summed from the small end: a sum from the large end would lose the tail to rounding.
+    tail = lax.cumsum(jax.nn.softmax(descending), axis=1, reverse=True)
+    is_kept = ((tail > 1 - top_p) | (top_p >= 1)) & (descending > -jnp.inf)
+    count = jnp.maximum(is_kept.sum(-1, keepdims=True), 1)
+    last = jnp.take_along_axis(descending, count - 1, axis=1)
+    is_larger, is_tied = logits > last, logits == last
+    ties = count - is_larger.sum(-1, keepdims=True)  # that many stay, the lower ids
+    return is_larger | (is_tied & (lax.cumsum(is_tied.astype(jnp.int32), axis=1) <= ties))
+
+
+def _keep_all(logits: Float[Array, "batch vocab"], top_k: _Number, top_p: _Number) -> Bool[Array, "batch vocab"]:
+    return jnp.ones_like(logits, bool)
 
 
 def sample_tokens(logits: Float[Array, "batch vocab"], keys: Key[Array, "batch"]) -> Int[Array, "batch"]:

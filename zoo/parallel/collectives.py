@@ -64,19 +64,33 @@ def shard_offset(x: Array, dim: str, size: int) -> int | Int[Array, ""]:
 def scan(body: Callable, carry: PyTree, xs: PyTree, length: int | None = None) -> tuple[PyTree, PyTree]:
     """`lax.scan` with the initial carry cast (`pcast`) to the varying axes of the carry that `body` returns. `xs` holds
     at least one step."""
-
-    def vary_as_returned(carry):
+    if current_mesh() is not None:
         x = jax.tree.map(lambda x: x[0], xs)
+        carry = _vary_as_returned(lambda carry: body(carry, x)[0], carry)
+    return lax.scan(body, carry, xs, length=length)
+
+
+def while_loop(condition: Callable, body: Callable, carry: PyTree) -> PyTree:
+    """`lax.while_loop` with the initial carry cast to the dtypes and the varying axes of the carry that `body`
+    returns."""
+    returned = jax.eval_shape(body, carry)
+    carry = jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), carry, returned)
+    return lax.while_loop(condition, body, carry if current_mesh() is None else _vary_as_returned(body, carry))
+
+
+def _vary_as_returned(body: Callable, carry: PyTree) -> PyTree:
+    """Cast a carry to the varying axes of the carry that `body` returns for it, until they are the same."""
+
+    def widen(carry):
         axes: list[frozenset[str]] = []
-        jax.eval_shape(lambda carry, x: axes.extend(map(varying, jax.tree.leaves(body(carry, x)[0]))), carry, x)
+        jax.eval_shape(lambda carry: axes.extend(map(varying, jax.tree.leaves(body(carry)))), carry)
         values, treedef = jax.tree.flatten(carry)
         return jax.tree.unflatten(treedef, [vary(value, names) for value, names in zip(values, axes, strict=True)])
 
     def varying_axes(tree):
         return [varying(x) for x in jax.tree.leaves(tree)]
 
-    if current_mesh() is not None:
-        carry = jax.tree.map(jnp.asarray, carry)
-        while varying_axes(wider := vary_as_returned(carry)) != varying_axes(carry):
-            carry = wider
-    return lax.scan(body, carry, xs, length=length)
+    carry = jax.tree.map(jnp.asarray, carry)
+    while varying_axes(wider := widen(carry)) != varying_axes(carry):
+        carry = wider
+    return carry

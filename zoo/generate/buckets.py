@@ -1,0 +1,111 @@
+"""Round rows and lengths up to buckets and pad prompts to them, so that few programs are compiled."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from zoo._checks import is_host_readable
+from zoo.layers import AbstractMixer
+from zoo.models import Decoder
+from zoo.parallel import Mesh, Module, leaves
+
+_MIN_LENGTH = 128
+"""Minimum cache length that is chosen, so that short texts share a program."""
+_MAX_PIECE = 256
+"""Maximum number of tokens of a piece of the prompt. Longer pieces would cost short prompts with a long cache more
+padding, shorter ones would read the weights more often than matrix products need."""
+
+
+def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | None) -> int:
+    """Return the capacity of the KV caches: `length` if given, otherwise prompt and new tokens rounded up to a bucket.
+
+    A bucket is at most the number of learned positions. With RoPE frequencies that depend on the length it is at most
+    the length up to which they are constant; above that, the length is not rounded.
+
+    **Raises** `ValueError` for a `length` below prompt and new tokens, and for more tokens than learned positions.
+    """
+    needed = prompt + new
+    if length is not None and length < needed:
+        raise ValueError(f"length={length} does not hold {prompt} tokens of the prompt and {new} new ones: {needed}")
+    longest = math.inf if model.position_embedding is None else model.position_embedding.length
+    if (asked := length or needed) > longest:
+        raise ValueError(
+            f"{asked} tokens are too many: the model learned {longest} positions, and the prompt has {prompt} tokens, "
+            f"before {new} new ones"
+        )
+    if length is not None:
+        return length
+    mixers = jax.tree.leaves(model.stack, is_leaf=lambda x: isinstance(x, AbstractMixer))
+    stable = [x.rope_stable_length for x in mixers if isinstance(x, AbstractMixer) and x.rope_stable_length is not None]
+    if needed > min(stable, default=needed):
+        return needed
+    return int(min(max(_round_up(needed), _MIN_LENGTH), longest, *stable))
+
+
+def choose_piece(length: int) -> int:
+    """Return the number of tokens of a piece of the prompt: a quarter of the cache length, and at most 256."""
+    return min(-(-length // 4), _MAX_PIECE)
+
+
+def choose_rows(model: Decoder, rows: int, mesh: Mesh | None) -> int:
+    """Return the number of rows to compute: per shard of the batch 1, 4, 8, 12, 16, 24, 32, 48, ... Not rounded for a
+    model with arrays of its own per row, as `zoo.adapters.select_per_row` makes it."""
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh.axes("batch"))
+    local = -(-rows // shards)
+    rounded = _round_up(local) if local > 8 else min(size for size in (1, 4, 8) if size >= local)
+    return shards * (local if rounded > local and _has_arrays_per_row(model) else rounded)
+
+
+def _has_arrays_per_row(model: Decoder) -> bool:
+    return any(dim.name == "batch" for leaf in leaves(eqx.filter(model, eqx.is_array)) for dim in leaf.dims or ())
+
+
+def _round_up(size: int) -> int:
+    """Return the smallest of 2ⁿ and 3 · 2ⁿ that is at least `size`: two buckets per octave."""
+    power = 1 << (size - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and size <= power * 3 // 4 else power
+
+
+class Prompt(Module):
+    """A prompt padded to its bucket. The last token of each row is apart: decoding begins with it."""
+
+    tokens: Int[Array, "batch seq"]
+    positions: Int[Array, "batch seq"]
+    """Position of each token, -1 for padding."""
+    last: Int[Array, "batch"]
+    """The last token of each row."""
+    last_position: Int[Array, "batch"]
+    rows: Int[Array, "batch"]
+    """Row number in the global batch, which selects the PRNG key; -1 for rows of padding."""
+    pieces: Int[Array, ""]
+    """Number of pieces that hold tokens; they are the last ones."""
+
+
+def pad_prompt(
+    tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"] | None, rows: int, length: int
+) -> Prompt:
+    """Pad a prompt to `rows` rows, and to a cache of `length`.
+
+    Tokens are padded on the left to the whole pieces that fill the cache, with position -1: padding takes no slot of a
+    KV cache, whose ring buffer drops it first. Rows are padded with copies of the last one, which end at
+    once.
+    """
+    (count, seq), piece = tokens.shape, choose_piece(length)
+    is_real: Any = np.ones(tokens.shape, bool) if mask is None else mask
+    # With NumPy if possible, so that nothing compiles for each shape of a prompt.
+    on_host = is_host_readable(tokens) and (mask is None or is_host_readable(mask))
+    xp: Any = np if on_host else jnp
+    ids, is_real = jax.device_get((tokens, is_real)) if on_host else (tokens, is_real)
+    row = np.arange(rows)
+    source, number = np.minimum(row, count - 1), np.where(row < count, row, -1)
+    ids = xp.where(is_real, ids, 0)[source]  # padding may be any id, and an unknown one is NaN
+    positions = xp.where(is_real, xp.cumsum(is_real, axis=1) - 1, -1)[source]
+    pad = (0, 0), (-(-length // piece) * piece - seq + 1, 0)
+    tokens, before = xp.pad(ids[:, :-1], pad), xp.pad(positions[:, :-1], pad, constant_values=-1)
+    arrays = tokens, before, ids[:, -1], positions[:, -1], number, np.asarray(-(-(seq - 1) // piece))
+    return Prompt(*jax.device_put([x.astype(np.int32) for x in arrays]))
