@@ -128,7 +128,8 @@ class UnrolledStack(AbstractStack):
     blocks: tuple[AbstractBlock, ...]
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LayerStates:
-        return tuple(block.init_state(batch, length, dtype) for block in self.blocks)
+        # Of gathered parameters: a state has all of embed (token shift), which parameters shard at rest (ZeRO-3).
+        return tuple(gather(block).init_state(batch, length, dtype) for block in self.blocks)
 
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None

@@ -83,7 +83,8 @@ class Stack(AbstractStack):
                 yield from (_index_tree(block, i) for block in segment.blocks)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LayerStates:
-        return tuple(block.init_state(batch, length, dtype) for block in self.iter_blocks())
+        # Of gathered parameters: a state has all of embed (token shift), which parameters shard at rest (ZeRO-3).
+        return tuple(gather(block).init_state(batch, length, dtype) for block in self.iter_blocks())
 
     def unstack(self) -> UnrolledStack:
         """Return the same layers as a plain loop, for decoding."""
