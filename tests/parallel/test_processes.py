@@ -1,5 +1,5 @@
 """Two processes of four devices give the loss, gradient and checkpoint of one process of eight, each passing its own
-rows."""
+rows; they resume from the same checkpoint, and agree that a folder is taken."""
 
 import json
 import os
@@ -38,7 +38,33 @@ def run_worker(process, processes, port, folder):
     zoo.save(model, folder)
     again = zoo.load(folder, mesh=mesh)
     saved = zoo.value(lambda model, batch: zoo.cross_entropy(model, batch), mesh)(again, batch)
-    print(json.dumps({"loss": float(loss), "norm": float(norm), "refused": refused, "saved": float(saved)}))
+    results = {"loss": float(loss), "norm": float(norm), "refused": refused, "saved": float(saved)}
+    print(json.dumps(results | resume_run(model, Path(folder) / "run")))
+
+
+def resume_run(model, out):
+    """Save a model after steps 1 and 2, damage the later checkpoint, and resume; meanwhile, start another run."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    from zoo import train
+
+    def make_run(resume):
+        return train.Run(train.RunOptions(out, resume=resume), config={})
+
+    with make_run(False) as run:
+        for _ in run.steps(iter(range(2)), 2):
+            run.save(model)
+    if jax.process_index() == 0:
+        with (out / "checkpoints" / "2" / "about" / "metadata").open("r+b") as file:
+            file.write(b"[")
+    multihost_utils.sync_global_devices("damaged")
+    with make_run(True) as run:
+        run.restore(model)
+        try:
+            make_run(True)
+        except BlockingIOError as error:
+            return {"step": run.step, "taken": str(error)}
 
 
 def run_processes(processes, folder):
@@ -63,6 +89,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
     (single,) = run_processes(1, tmp_path / "one")
     first, second = run_processes(2, tmp_path / "two")
     assert first == second
+    assert first["step"] == single["step"] == 1 and "is in use by process" in first["taken"]
     assert first["loss"] == pytest.approx(single["loss"], rel=1e-6)
     assert first["norm"] == pytest.approx(single["norm"], rel=1e-5)
     assert first["saved"] == pytest.approx(single["loss"], rel=1e-6)

@@ -311,7 +311,7 @@ def test_checkpoint_without_room_is_refused_before_it_is_written(checkpoints, mo
     checkpoints.wait()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 9000, 999))
     with pytest.raises(
-        OSError, match=r"no room for the checkpoint of step 2: it takes 4kB, and 999B are free; .* step 1"
+        OSError, match=r"no room for the checkpoint of step 2: its arrays take 4kB, and 999B are free; .* step 1"
     ):
         checkpoints.save(2, state)
     monkeypatch.undo()
@@ -332,7 +332,9 @@ def test_checkpoint_on_a_disk_that_fills_leaves_the_one_before(checkpoints, monk
     with monkeypatch.context() as patched:
         patched.setattr("zoo.train.checkpoint.write_manifest", fill)
         checkpoints.save(2, state)
-        with pytest.raises(OSError, match=r"step 2 was not written \(no space was left on the disk\): it takes 4kB"):
+        with pytest.raises(
+            OSError, match=r"step 2 was not written \(no space was left on the disk\): its arrays take 4kB"
+        ):
             checkpoints.wait()
     assert os.listdir(checkpoints.directory) == ["1"]
     checkpoints.wait()

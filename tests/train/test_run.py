@@ -277,10 +277,13 @@ def test_run_goes_on_when_the_disk_is_full(tmp_path, caplog, monkeypatch):
     assert held(tmp_path) == ["2", "8"]
     lines = [record.message for record in caplog.records]
     assert [line.partition("step ")[2][0] for line in lines] == ["4", "6"]
-    assert "it takes 12B, and 9B are free; the newest whole one is of step 2; the run goes on, and tries" in lines[0]
+    assert (
+        "its arrays take 12B, and 9B are free; the newest whole one is of step 2; the run goes on, and tries"
+        in lines[0]
+    )
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", usage)
-        with pytest.raises(OSError, match="no room for the checkpoint of step 9: it takes 12B, and 9B are free"):
+        with pytest.raises(OSError, match="no room for the checkpoint of step 9: its arrays take 12B, and 9B are free"):
             run_sum(tmp_path, steps=9, resume=True)
     assert held(tmp_path) == ["2", "8"] and run_sum(tmp_path, steps=9, resume=True)[1] == 45
 

@@ -95,7 +95,7 @@ class CheckpointFolder:
         """Say how much room a checkpoint needs, how much there is, and which one is the newest."""
         newest = max(self.list_whole_steps(), default=None)
         free = shutil.disk_usage(self.path).free
-        return f"it takes {format_si(size)}B, and {format_si(free)}B are free; " + (
+        return f"its arrays take {format_si(size)}B, and {format_si(free)}B are free; " + (
             "there is none before it" if newest is None else f"the newest whole one is of step {newest}"
         )
 
