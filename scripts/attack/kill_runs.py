@@ -2,9 +2,10 @@
 
     python scripts/attack/kill_runs.py --kills 20 --seed 0
 
-Trains recipes/transformer.py, made tiny, with a checkpoint every five steps. Each of the stories kills the run four
-times, then lets it end. Exits with 1 if the metrics, every byte of them, or the exported weights are not those of the
-uninterrupted run, or if a resumed run fails or hangs.
+Trains recipes/transformer.py, made tiny, with a checkpoint every five steps. Each story kills the run up to four times,
+at a random step and up to 0.3 seconds after it, so often within a save; then it lets it end. Exits with 1 if the
+metrics, every byte of them, or the exported weights are not those of the uninterrupted run, or if a resumed run fails or
+hangs.
 """
 
 import argparse
@@ -52,6 +53,16 @@ def finish(process: subprocess.Popen[bytes], out: Path) -> str | None:
     return None if status == 0 else f"status {status}: {out.with_suffix('.log').read_text().splitlines()[-1]}"
 
 
+def kill(process: subprocess.Popen[bytes], out: Path, steps: int, delay: float) -> bool:
+    """Kill a run `delay` seconds after it has written its metrics of so many steps; False if it ends before."""
+    end = time.monotonic() + SECONDS
+    while process.poll() is None and count_steps(out) < steps and time.monotonic() < end:
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
+
+
 def read_results(out: Path) -> list[bytes]:
     return [(out / name).read_bytes() for name in RESULTS]
 
@@ -77,25 +88,17 @@ def main() -> int:
         text = "".join(f"{i} green bottles, hanging on the wall, {chance.random()}\n" for i in range(5000))
         (folder / "text" / "a.txt").write_text(text)
         alone = folder / "alone"
-        for out in (folder / "warm", alone):  # the first one compiles
-            begin = time.monotonic()
-            if failure := finish(start(folder, out, flags.steps), out):
-                print(f"the uninterrupted run: {failure}")
-                return 1
-        whole, expected = time.monotonic() - begin, read_results(alone)
+        if failure := finish(start(folder, alone, flags.steps), alone):
+            print(f"the uninterrupted run: {failure}")
+            return 1
+        expected = read_results(alone)
         for story in range(-(-flags.kills // KILLS_PER_STORY)):
             out, at = folder / f"story{story}", []
-            while done < flags.kills and len(at) < KILLS_PER_STORY:
-                process = start(folder, out, flags.steps)
-                time.sleep(chance.uniform(0.4, 1) * whole)
-                if process.poll() is not None and process.returncode != 0:
-                    break
-                process.send_signal(signal.SIGKILL)
-                if process.wait() == -signal.SIGKILL:
-                    done += 1
+            for _ in range(min(KILLS_PER_STORY, flags.kills - done)):
+                goal = count_steps(out) + chance.randint(1, flags.steps // KILLS_PER_STORY)
+                if kill(start(folder, out, flags.steps), out, goal, chance.uniform(0, 0.3)):
                     at.append(count_steps(out))
-                else:  # it was done before
-                    break
+            done += len(at)
             outcome = finish(start(folder, out, flags.steps), out)
             outcome = outcome or ("equal" if read_results(out) == expected else "another result")
             different += [outcome] if outcome != "equal" else []
