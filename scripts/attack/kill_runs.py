@@ -4,8 +4,8 @@
 
 Trains recipes/transformer.py, made tiny, with a checkpoint every five steps. Each story kills the run up to four times,
 at a random step and up to 0.3 seconds after it, so often within a save; then it lets it end. Exits with 1 if the
-metrics, every byte of them, or the exported weights are not those of the uninterrupted run, or if a resumed run fails or
-hangs.
+metrics, every byte of them, or the exported weights are not those of the uninterrupted run, or if a resumed run fails
+or hangs.
 """
 
 import argparse
