@@ -173,7 +173,7 @@ def change_config_value(files: Files, rng: random.Random) -> str:
         key = rng.choice(list(owner))
     value = owner[key]
     is_count = key.startswith(("num_", "n_")) or key.endswith("_size")
-    counts = [0, -1, 2**40, 10**400] if is_count and isinstance(value, int) else []
+    counts = [0, -1, 2**30, 2**40, 10**400] if is_count and isinstance(value, int) else []
     number = [str(value), [value], {"value": value}, True, float("nan")]
     junk: dict[type, list[Any]] = {
         bool: [str(value).lower(), 0, 1, 1.0, [value], {}],

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -352,6 +353,15 @@ def test_resolve_refuses_other_directories(checkpoint, tmp_path, attempt, monkey
     with (tmp_path / "empty" / WHOLE).open("wb") as file:
         file.truncate(2**40)  # a terabyte that is not there
     assert WHOLE in attempt("a terabyte of nothing", tmp_path / "empty")
+
+
+def test_resolve_refuses_a_billion_experts(tmp_path, attempt):
+    source = Path(__file__).parents[1] / "fixtures" / "models" / "mixtral"
+    config = json.loads((source / CONFIG).read_text())
+    for experts in (2**30, 10**5):
+        directory = alter(source, tmp_path / "t", CONFIG, config | {"num_local_experts": experts})
+        message = attempt(f"{experts} experts", directory)
+        assert f"the config asks for {2 * experts:,} tensors" in message and "experts.*" in message
 
 
 def make_sparse(path):

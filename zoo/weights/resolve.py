@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -15,15 +16,17 @@ from zoo.models import Decoder
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES, families
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
+from zoo.models.parameter_paths import list_parameter_paths
 
 from .packed import unpack_mxfp4
-from .plan import TensorPlan, plan, strip_base_prefix_if_absent
+from .plan import TensorPlan, find_mapping, invert_name_map, plan, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
 
 CONFIG_NAME = "config.json"
 _QUANTIZATION_KEY = "quantization_config"
 """The config key that says that weight matrices are packed."""
 _MAX_LISTED = 20
+_MAX_MISSING = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +128,7 @@ def resolve_checkpoint(
     stripped = strip_base_prefix_if_absent(name_map, set(tensors))
     name_map = name_map if stripped is None else stripped
     model = dataclasses.replace(model, origin=Origin(family, json.dumps(config_json), stripped is not None))
+    _check_tensor_count(model, name_map, len(tensors), location)
     tensor_plans = plan(model, name_map)
     head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
     is_tied_head_stored = config.get("tie_word_embeddings") and {head, embedding} <= tensors.keys()
@@ -133,6 +137,19 @@ def resolve_checkpoint(
     _check_tensors(tensor_plans, tensors, family, location, allowed)
     tied = (head, embedding) if is_tied_head_stored else None
     return Checkpoint(location, family, config, model, name_map, tensor_plans, tensors, tied)
+
+
+def _check_tensor_count(model: Decoder, name_map: NameMap, available: int, location: str) -> None:
+    """**Raises** `CheckpointError` for a config of far more tensors than there are, say 10^9 experts: a list of those
+    that are missing would never end."""
+    mappings = invert_name_map(name_map)
+    for path in list_parameter_paths(model):
+        pattern, _, _ = find_mapping(path, mappings)
+        count = math.prod(map(len, path.ranges[: pattern.count("*")]))
+        if count > available + _MAX_MISSING:
+            raise CheckpointError(
+                f"{location}: the config asks for {count:,} tensors {pattern}, and the files have {available:,} in all"
+            )
 
 
 def _check_tensors(
