@@ -152,7 +152,7 @@ def main(
         row |= {"bytes held": last.get("bytes_held", 0), "bytes at work": last.get("bytes_at_work", 0)}
         rows.append(row | {"ms per step": round(last["milliseconds_per_step"])})
         if method != "full":
-            adapters.save(model, run.directory / "adapter")
+            adapters.save(model, run.directory / "adapter", base=checkpoint)
             if merged is None or last["new"] < best:
                 best, merged = last["new"], adapters.merge(model)
     (out / "results.json").write_text(json.dumps({"before": before, "runs": rows}, indent=2) + "\n", encoding="utf-8")

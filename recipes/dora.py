@@ -103,7 +103,7 @@ def main(
                 run.save((zoo.trainable(model), opt_state), batches)
     if run.stopped:
         return
-    zoo.adapters.save(model, run.directory / "adapter")
+    zoo.adapters.save(model, run.directory / "adapter", base=checkpoint)
     merged = zoo.adapters.merge(model)
     moved = movements(zoo.load(checkpoint, mesh=mesh, dtype="float32"), merged)
     magnitudes, directions = np.array([*moved.values()]).T

@@ -105,7 +105,7 @@ def main(
                 run.log(**evaluate(model))
             if run.due(eval_every):
                 run.save((zoo.trainable(model), opt_state), batches)
-    zoo.adapters.save(model, run.directory / "adapter")
+    zoo.adapters.save(model, run.directory / "adapter", base=checkpoint)
     merged = zoo.adapters.merge(model, quantized="decode")
     report = {"before": before, "samples": samples, "prompts": PROMPTS, "key": key, "export_seq_len": seq_len}
     run.report("QLoRA on new text", merged, mesh, corpus, parameters=zoo.trainable(model), **report)

@@ -131,10 +131,13 @@ def _open_shards(directory: Path) -> dict[str, LazyTensor]:
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """Memory-map one safetensors file and return its tensors by name. Reads the header only.
 
-    **Raises** `CheckpointError` for a damaged header, or one that does not fit the file's size.
+    **Raises** `CheckpointError` for a file that cannot be read, and for a damaged header, or one that does not fit the
+    file's size.
     """
     try:
         opened = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     with opened as file:

@@ -54,6 +54,9 @@ def test_load_with_tensors_of_another_model_raises(adapted, tmp_path):
         adapters.load(wide, tmp_path)
     with pytest.raises(zoo.CheckpointError, match="there is no"):
         adapters.load(other, tmp_path / "nowhere")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(zoo.CheckpointError, match="adapter_model.safetensors cannot be read: No such file"):
+        adapters.load(other, tmp_path)
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -1,6 +1,7 @@
 """Saving PEFT files: a round trip of every method, initial factors, and the choice of the adapter."""
 
 import json
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -58,6 +59,42 @@ def test_save_after_pissa_or_olora_doubles_the_rank(init, tmp_path):
         adapters.lora(model, init=init, rank=17, key=jax.random.key(1))
     with pytest.raises(ValueError, match="take a LoRA"):
         adapters.dora(model, init=init, key=jax.random.key(1))
+
+
+def test_save_names_the_base(adapted, tmp_path):
+    """The argument, or else the name in the base's config.json."""
+    read_name = lambda: json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"]
+    adapters.save(adapted, tmp_path)
+    assert read_name() is None
+    adapters.save(adapted, tmp_path, base=tmp_path / "base")
+    assert read_name() == str(tmp_path / "base")
+    zoo.save(adapters.remove(adapted), tmp_path / "base", config={"_name_or_path": "someone/base"})
+    loaded = adapters.load(zoo.load(tmp_path / "base"), tmp_path)
+    adapters.save(loaded, tmp_path)
+    assert read_name() == "someone/base"
+
+
+def test_save_lokr_writes_the_options_of_its_shapes(adapted, tmp_path):
+    """PEFT makes its own factors from rank, factor and decompose_both, and reads no others."""
+    model = adapters.remove(adapted)
+    read = lambda: json.loads((tmp_path / "adapter_config.json").read_text())
+    options = {"targets": ("query", "down"), "key": jax.random.key(1)}
+    for factor, expected in {2: [1, 2, False], 4: [1, -1, True]}.items():  # 4 x 4 and 4 x 6 are the squarest
+        adapters.save(adapters.lokr(model, rank=1, factor=factor, decompose_both=True, **options), tmp_path)
+        assert [read()[key] for key in ("r", "decompose_factor", "decompose_both")] == expected
+    adapters.save(adapters.lokr(model, rank=50, **options), tmp_path)
+    assert read()["r"] >= 3 and (read()["decompose_factor"], read()["decompose_both"]) == (-1, False)
+    adapters.load(model, tmp_path)
+
+
+def test_save_refuses_what_peft_would_read_otherwise(adapted, tmp_path):
+    base = Path(__file__).parents[2] / "fixtures/models"
+    experts = adapters.dora(zoo.load(base / "gpt_oss"), targets="experts.down_proj", key=jax.random.key(1))
+    with pytest.raises(zoo.CheckpointError, match="experts.down_proj holds all experts, for which PEFT has LoRA only"):
+        adapters.save(experts, tmp_path)
+    fused = adapters.vera(zoo.load(base / "gpt2"), targets="c_attn", rank=2, key=jax.random.key(1))
+    with pytest.raises(zoo.CheckpointError, match="c_attn holds .*, and VeRA's B is not cut into theirs"):
+        adapters.save(fused, tmp_path)
 
 
 def test_save_dora_of_some_layers(tmp_path):
