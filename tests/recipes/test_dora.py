@@ -41,7 +41,7 @@ def test_dora_learns_exports_and_reports(unbroken, start):
     assert kinds == {"query", "down"} and len(moved) == 4
     check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
-    for part in ("Changes", "Magnitudes against directions", "correlation of magnitude", "query.magnitude"):
+    for part in ("Changes", "Magnitudes against directions", "correlation of magnitude", "query.dora.magnitude"):
         assert part in report
 
 

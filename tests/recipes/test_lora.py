@@ -40,7 +40,7 @@ def test_lora_learns_exports_and_reports(unbroken, start):
     assert np.array_equal(base.embedding.weight, merged.embedding.weight)
     check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
-    for part in ("new", "old", "→", "When a function is called", "query.down.weight"):
+    for part in ("new", "old", "→", "When a function is called", "query.lora.down.weight"):
         assert part in report
 
 

@@ -45,7 +45,7 @@ def test_qlora_learns_exports_and_reports(unbroken, start):
     assert not np.allclose(on_the_read_one(tokens), merged(tokens), atol=1e-2)
     check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
-    for part in ("new", "old", "→", "query.up.weight"):
+    for part in ("new", "old", "→", "query.lora.up.weight"):
         assert part in report
 
 
