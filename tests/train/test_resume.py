@@ -84,6 +84,7 @@ def test_resume_prefers_the_folder_to_a_preset(tmp_path):
 
 
 def test_resume_takes_the_flags_of_one_of_several_runs(tmp_path):
+    write(tmp_path, "", name="metrics.jsonl")
     write(tmp_path / "export", json.dumps({"heads": 5}))  # a model
     assert resume(tmp_path)["heads"] is None
     write(tmp_path / "dense", json.dumps({"heads": 6, "run": "dense"}))

@@ -17,7 +17,7 @@ except ImportError:  # not on Windows
 _log = logging.getLogger("zoo")
 
 _LOCK_FILE = "run.lock"
-_RUN_FILES = ("checkpoints", "metrics.jsonl", "env.json", _LOCK_FILE)  # config.json: an exported model has one, too
+_RUN_FILES = ("checkpoints", "metrics.jsonl", "env.json", _LOCK_FILE)
 _LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler's, which opens them before the run starts
 
 
@@ -119,7 +119,8 @@ def _check_writable(directory: Path) -> None:
 
 
 def _is_ignored(path: Path) -> bool:
-    return path.suffix in _LOG_SUFFIXES or path.name.startswith(".")
+    # A configuration alone may be that of a run, but an exported model has one, too.
+    return path.suffix in _LOG_SUFFIXES or path.name.startswith(".") or path.name == "config.json"
 
 
 def _holds_run(directory: Path) -> bool:
