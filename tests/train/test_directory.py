@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.train.directory import DirectoryLock, claim_directory
+from zoo.train.directory import DirectoryLock, check_directory, claim_directory
 
 IMPOSSIBLE = {
     "a file": ("file", r"file cannot hold a run \(.*file is a file\)"),
@@ -67,6 +67,16 @@ def test_directory_of_checkpoints_wants_resume(tmp_path):
     for resume in (True, 30, 0):
         claim_directory(lock, resume=resume)
         lock.release()
+
+
+def test_directory_that_is_checked_stays_as_it_was(tmp_path):
+    check_directory(tmp_path / "a" / "b")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="is a file"):
+        check_directory(tmp_path / "file" / "b")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    check_directory(tmp_path / "run", resume=True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "file", "run"]
 
 
 def test_lock_is_held_once(tmp_path):

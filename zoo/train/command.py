@@ -13,7 +13,7 @@ import jax
 
 from zoo._terminal import show, show_error
 
-from .directory import DirectoryLock, claim_directory
+from .directory import check_directory
 from .options import RunOptions, flatten_config
 from .resume import parse_resumed
 
@@ -45,10 +45,7 @@ def run_cli(
         _require_positive(flags)
         is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
         if options is not None and is_first:
-            # Now, rather than once data and model are made; the run itself does it again, to the end.
-            lock = DirectoryLock(options.out)
-            claim_directory(lock, resume=options.resume)
-            lock.release()
+            check_directory(options.out, resume=options.resume)  # now, rather than once data and model are made
         if options is not None and options.resume is not False:
             defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
             flags = parse_resumed(parse, words, options.out, flatten_config(defaults))

@@ -1,5 +1,6 @@
 """The directory of a run: checked before data and model are made, then locked by one process."""
 
+import contextlib
 import datetime
 import logging
 import os
@@ -104,6 +105,19 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
             f"{directory} holds a run of {steps[-1]} steps: resume it (--resume), or choose another folder (--out), or "
             "delete this one"
         )
+
+
+def check_directory(directory: Path, *, resume: bool | int = False) -> None:
+    """Do what `claim_directory` does, then undo it. Raises the same errors, and leaves no new directory behind."""
+    lock = DirectoryLock(directory)
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    try:
+        claim_directory(lock, resume=resume)
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError, ValueError):
+            for path in missing:
+                path.rmdir()
 
 
 def _check_writable(directory: Path) -> None:
