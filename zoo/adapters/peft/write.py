@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from zoo._files import create_files
-from zoo.models.hf.spec import NameMap, TensorMapping
+from zoo.models.hf.spec import NameMap
 from zoo.weights import CheckpointError
 from zoo.weights.safetensors import write_tensors
-from zoo.weights.save import gather_to_host
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..methods.adalora import AdaLoRA
@@ -28,23 +27,17 @@ from ..targets import find_linears
 from . import base_tensors
 from .config import CONFIG_FILE
 from .forms import build_adalora_config, build_oft_config
+from .join import Experts, get_joined_rank, join_experts, join_parts, keep_largest_shared, sum_parts
 from .names import (
     PREFIX,
-    VERA_SHARED,
     WEIGHTS_FILE,
     PeftModule,
-    PeftTensor,
     get_name_table,
     list_peft_modules,
     list_peft_tensors,
     nest_parameters,
 )
 from .shared_forms import build_lycoris_config, refuse_fused_vera
-
-_ModuleParts = Mapping[int, tuple[PeftModule, Any, Any]]
-"""Parts of one PEFT module, by number: the module, our adapter, and the adapter that values are read from."""
-_Experts = Mapping[int, _ModuleParts]
-"""The parts of each expert of one PEFT module that holds several; number 0 alone for any other module."""
 
 
 def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, base: str | Path | None = None) -> None:
@@ -104,15 +97,15 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     tensors: dict[str, np.ndarray] = {}
     table = _choose_name_table(model, adapter_name)
     by_module = _group_by_module(model, tree, table, adapter_name)
-    combine_parts = _join_parts if tree is None else _sum_parts
+    combine_parts = join_parts if tree is None else sum_parts
     for peft_name, experts in by_module.items():
         module, adapter, value = _get_first(experts)
         for field in list_peft_tensors(adapter):
             arrays = {expert: combine_parts(field, parts) for expert, parts in experts.items()}
-            array = _join_experts(field, module, arrays) if module.holds_experts else arrays[0]
+            array = join_experts(field, module, arrays) if module.holds_experts else arrays[0]
             tensors[f"{PREFIX}{peft_name}.{field.suffix}"] = array
         if isinstance(adapter, VeRA) and tree is None:
-            tensors |= _keep_largest_shared(tensors, value, module.index)
+            tensors |= keep_largest_shared(tensors, value, module.index)
     of_base, _ = base_tensors.collect_base_tensors(model, tree, table, adapter_name, set(by_module))
     return dict(sorted((tensors | {PREFIX + name: array for name, array in of_base.items()}).items()))
 
@@ -124,7 +117,7 @@ def _choose_name_table(model: Any, adapter_name: str) -> NameMap:
     return get_name_table(model, in_memory=any(isinstance(adapter, LoRA) for adapter in adapted))
 
 
-def _group_by_module(model: Any, tree: Any, table: NameMap, adapter_name: str) -> Mapping[str, _Experts]:
+def _group_by_module(model: Any, tree: Any, table: NameMap, adapter_name: str) -> Mapping[str, Experts]:
     """Group the layers that have the adapter by PEFT module, expert and part. **Raises** `CheckpointError` for a layer
     that PEFT has no module for."""
     sites = find_linears(model if tree is None else tree, include_embeddings=True)
@@ -159,7 +152,7 @@ def _refuse_unwritable(module: PeftModule, adapter: Any) -> None:
         refuse_fused_vera(module, WEIGHTS_FILE)
 
 
-def _get_first(experts: _Experts) -> tuple[PeftModule, Any, Any]:
+def _get_first(experts: Experts) -> tuple[PeftModule, Any, Any]:
     return next(iter(next(iter(experts.values())).values()))
 
 
@@ -168,99 +161,6 @@ def _find_adapter(node: Any, adapter_name: str) -> Any:
     while is_adapter(node) and node.adapter_name != adapter_name:
         node = node.base
     return node if is_adapter(node) else None
-
-
-def _get_layer_array(field: PeftTensor, module: PeftModule, adapter: Any, value: Any) -> np.ndarray:
-    """Return one layer's array without the padding of its rank; with the initial factors, if the base gave them up."""
-    array = gather_to_host(field.get(value), module.index)
-    if field.rank_dim is None:
-        return array
-    ranks = range(int(np.asarray(adapter.rank)[module.index]))
-    array = array.take(ranks, axis=field.rank_dim)
-    if not isinstance(value, LoRA) or value.first_down is None or value.first_up is None:
-        return array
-    initial = gather_to_host(value.first_down if field.rank_dim == 0 else -value.first_up, module.index)
-    return np.concatenate([array, initial.take(ranks, field.rank_dim)], axis=field.rank_dim)
-
-
-def _join_parts(field: PeftTensor, parts: _ModuleParts) -> np.ndarray:
-    """Join the arrays of a fused module's parts into one tensor."""
-    arrays = {part: _get_layer_array(field, *layer) for part, layer in parts.items()}
-    module, adapter, _ = next(iter(parts.values()))
-    if len(module.mapping.parts) == 1:
-        return arrays[0]
-    if not isinstance(adapter, LoRA | DoRA):
-        if field.has_rows:
-            return _join_rows(module, arrays)
-        first = next(iter(arrays.values()))
-        if any(not np.array_equal(array, first) for array in arrays.values()):
-            raise CheckpointError(
-                f"{module.peft_name} has one {field.suffix} in PEFT's files, and its parts have several"
-            )
-        return first
-    down_tensor = list_peft_tensors(adapter)[0]
-    downs = {part: _get_layer_array(down_tensor, *layer) for part, layer in parts.items()}
-    distinct = {down.tobytes(): down for down in downs.values()}
-    if field.rank_dim == 0:
-        return np.concatenate(list(distinct.values()))
-    if field.rank_dim == 1:
-        starts = dict(zip(distinct, np.cumsum([0, *map(len, distinct.values())]), strict=False))
-        total = sum(map(len, distinct.values()))
-        for part, up in arrays.items():
-            start = starts[downs[part].tobytes()]
-            arrays[part] = np.zeros((len(up), total), up.dtype)
-            arrays[part][:, start : start + up.shape[1]] = up
-    return _join_rows(module, arrays)
-
-
-def _get_joined_rank(parts: _ModuleParts) -> int:
-    """Return the rank of a module in the file, which is larger than that of its parts if their A differ."""
-    _, adapter, _ = next(iter(parts.values()))
-    return len(_join_parts(list_peft_tensors(adapter)[0], parts))
-
-
-def _sum_parts(field: PeftTensor, parts: _ModuleParts) -> np.ndarray:
-    """Join the gradients of a fused module's parts, summed for an array that they share."""
-    arrays = {part: _get_layer_array(field, *layer) for part, layer in parts.items()}
-    module = next(iter(parts.values()))[0]
-    return _join_rows(module, arrays) if field.has_rows else sum(arrays.values(), start=np.zeros((), np.float32))
-
-
-def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Concatenate the rows of parts in the layout of the fused weight, with zeros for a part without the adapter."""
-    first = next(iter(arrays.values()))
-    joined = np.zeros((sum(module.part_sizes), *first.shape[1:]), first.dtype)
-    shapes = [(size, *first.shape[1:]) for size in module.part_sizes]
-    for part, view in enumerate(TensorMapping(module.mapping.parts, module.mapping.groups).views(joined, shapes, 0)):
-        if part in arrays:
-            view[...] = arrays[part].reshape(view.shape)
-    return joined
-
-
-def _join_experts(field: PeftTensor, module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Join A or B of all experts into one tensor, padded with zeros to the largest rank."""
-    assert field.rank_dim is not None
-    first = next(iter(arrays.values()))
-    rank = max(array.shape[field.rank_dim] for array in arrays.values())
-    if field.rank_dim == 0:
-        joined = np.zeros((module.num_experts, rank, first.shape[1]), first.dtype)
-        for expert, array in arrays.items():
-            joined[expert, : len(array)] = array
-        return joined.reshape(-1, first.shape[1])
-    joined = np.zeros((len(first), rank, module.num_experts), first.dtype)
-    for expert, array in arrays.items():
-        joined[:, : array.shape[1], expert] = array
-    return joined.reshape(len(first), -1)
-
-
-def _keep_largest_shared(
-    tensors: Mapping[str, np.ndarray], vera: VeRA, index: tuple[int, ...]
-) -> dict[str, np.ndarray]:
-    """Return VeRA's shared A and B: those of this layer if they are larger than the ones collected so far. Each layer
-    has a slice of the largest."""
-    arrays = {name: gather_to_host(get(vera), index) for name, get in VERA_SHARED.items()}
-    is_larger = lambda name, x: name not in tensors or x.size > tensors[name].size
-    return {name: x if is_larger(name, x) else tensors[name] for name, x in arrays.items()}
 
 
 def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> dict[str, Any]:
@@ -303,7 +203,7 @@ def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> di
         case AdaLoRA():
             return config | build_adalora_config(adapters)
     ranks = {
-        parameters.get(name, name): max(_get_joined_rank(parts) for parts in experts.values())
+        parameters.get(name, name): max(get_joined_rank(parts) for parts in experts.values())
         for name, experts in by_module.items()
     }
     alphas = {
@@ -341,7 +241,7 @@ def _list_target_parameters(adapters: Mapping[str, tuple[PeftModule, Any, Any]])
     return holders | routers
 
 
-def _get_module_scale(peft_name: str, experts: _Experts) -> float | int:
+def _get_module_scale(peft_name: str, experts: Experts) -> float | int:
     """Return alpha / rank of one module. **Raises** `CheckpointError` if its experts, or the parts of a fused module,
     differ."""
     layers = [layer for parts in experts.values() for layer in parts.values()]

@@ -1,0 +1,111 @@
+"""Join the arrays of one PEFT module: the parts of a fused projection, and all experts of one parameter."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zoo.models.hf.spec import TensorMapping
+from zoo.weights import CheckpointError
+from zoo.weights.save import gather_to_host
+
+from ..methods.dora import DoRA
+from ..methods.lora import LoRA
+from ..methods.vera import VeRA
+from .names import VERA_SHARED, PeftModule, PeftTensor, list_peft_tensors
+
+ModuleParts = Mapping[int, tuple[PeftModule, Any, Any]]
+"""Parts of one PEFT module, by number: the module, our adapter, and the adapter that values are read from."""
+Experts = Mapping[int, ModuleParts]
+"""The parts of each expert of one PEFT module that holds several; number 0 alone for any other module."""
+
+
+def _get_layer_array(field: PeftTensor, module: PeftModule, adapter: Any, value: Any) -> np.ndarray:
+    """Return one layer's array without the padding of its rank; with the initial factors, if the base gave them up."""
+    array = gather_to_host(field.get(value), module.index)
+    if field.rank_dim is None:
+        return array
+    ranks = range(int(np.asarray(adapter.rank)[module.index]))
+    array = array.take(ranks, axis=field.rank_dim)
+    if not isinstance(value, LoRA) or value.first_down is None or value.first_up is None:
+        return array
+    initial = gather_to_host(value.first_down if field.rank_dim == 0 else -value.first_up, module.index)
+    return np.concatenate([array, initial.take(ranks, field.rank_dim)], axis=field.rank_dim)
+
+
+def join_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
+    """Join the arrays of a fused module's parts into one tensor."""
+    arrays = {part: _get_layer_array(field, *layer) for part, layer in parts.items()}
+    module, adapter, _ = next(iter(parts.values()))
+    if len(module.mapping.parts) == 1:
+        return arrays[0]
+    if not isinstance(adapter, LoRA | DoRA):
+        if field.has_rows:
+            return _join_rows(module, arrays)
+        first = next(iter(arrays.values()))
+        if any(not np.array_equal(array, first) for array in arrays.values()):
+            raise CheckpointError(
+                f"{module.peft_name} has one {field.suffix} in PEFT's files, and its parts have several"
+            )
+        return first
+    down_tensor = list_peft_tensors(adapter)[0]
+    downs = {part: _get_layer_array(down_tensor, *layer) for part, layer in parts.items()}
+    distinct = {down.tobytes(): down for down in downs.values()}
+    if field.rank_dim == 0:
+        return np.concatenate(list(distinct.values()))
+    if field.rank_dim == 1:
+        starts = dict(zip(distinct, np.cumsum([0, *map(len, distinct.values())]), strict=False))
+        total = sum(map(len, distinct.values()))
+        for part, up in arrays.items():
+            start = starts[downs[part].tobytes()]
+            arrays[part] = np.zeros((len(up), total), up.dtype)
+            arrays[part][:, start : start + up.shape[1]] = up
+    return _join_rows(module, arrays)
+
+
+def get_joined_rank(parts: ModuleParts) -> int:
+    """Return the rank of a module in the file, which is larger than that of its parts if their A differ."""
+    _, adapter, _ = next(iter(parts.values()))
+    return len(join_parts(list_peft_tensors(adapter)[0], parts))
+
+
+def sum_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
+    """Join the gradients of a fused module's parts, summed for an array that they share."""
+    arrays = {part: _get_layer_array(field, *layer) for part, layer in parts.items()}
+    module = next(iter(parts.values()))[0]
+    return _join_rows(module, arrays) if field.has_rows else sum(arrays.values(), start=np.zeros((), np.float32))
+
+
+def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Concatenate the rows of parts in the layout of the fused weight, with zeros for a part without the adapter."""
+    first = next(iter(arrays.values()))
+    joined = np.zeros((sum(module.part_sizes), *first.shape[1:]), first.dtype)
+    shapes = [(size, *first.shape[1:]) for size in module.part_sizes]
+    for part, view in enumerate(TensorMapping(module.mapping.parts, module.mapping.groups).views(joined, shapes, 0)):
+        if part in arrays:
+            view[...] = arrays[part].reshape(view.shape)
+    return joined
+
+
+def join_experts(field: PeftTensor, module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Join A or B of all experts into one tensor, padded with zeros to the largest rank."""
+    assert field.rank_dim is not None
+    first = next(iter(arrays.values()))
+    rank = max(array.shape[field.rank_dim] for array in arrays.values())
+    if field.rank_dim == 0:
+        joined = np.zeros((module.num_experts, rank, first.shape[1]), first.dtype)
+        for expert, array in arrays.items():
+            joined[expert, : len(array)] = array
+        return joined.reshape(-1, first.shape[1])
+    joined = np.zeros((len(first), rank, module.num_experts), first.dtype)
+    for expert, array in arrays.items():
+        joined[:, : array.shape[1], expert] = array
+    return joined.reshape(len(first), -1)
+
+
+def keep_largest_shared(tensors: Mapping[str, np.ndarray], vera: VeRA, index: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Return VeRA's shared A and B: those of this layer if they are larger than the ones collected so far. Each layer
+    has a slice of the largest."""
+    arrays = {name: gather_to_host(get(vera), index) for name, get in VERA_SHARED.items()}
+    is_larger = lambda name, x: name not in tensors or x.size > tensors[name].size
+    return {name: x if is_larger(name, x) else tensors[name] for name, x in arrays.items()}
