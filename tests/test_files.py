@@ -20,8 +20,9 @@ def list_names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("name", ["file", "file.part", f"file.{os.getpid()}.part", "file.partial"])
+@pytest.mark.parametrize("name", ["file", "file.part", "file.{pid}.part", "file.partial"])
 def test_write_text_follows_no_link(victim, tmp_path, name):
+    name = name.format(pid=os.getpid())
     (tmp_path / name).symlink_to(victim)
     _files.write_text(tmp_path / "file", "new")
     assert victim.read_text() == "precious" and (tmp_path / "file").read_text() == "new"
