@@ -15,7 +15,6 @@ from typing import Literal, get_args
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 import zoo
 from zoo import train
@@ -130,7 +129,7 @@ def main(
                 model, opt_state, loss, norm, visits = step(batch, model, opt_state, name)
                 run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
                 if visits and run.every(max(steps // 100, 1)):
-                    run.log(visits=jnp.stack(visits))
+                    run.log(visits=jax.numpy.stack(visits))
                 if run.every(eval_every):
                     bits, counts = evaluate(model)
                     loads = [(count / count.mean()).max() for count in counts]  # of the busiest expert per layer
