@@ -193,7 +193,7 @@ def test_quantize_refuses_quantized_layers():
     with pytest.raises(ValueError, match="0: it is MXFP4Linear, and no Linear"):
         adapters.quantize(model)
     once = adapters.quantize(model, targets="1")
-    with pytest.raises(ValueError, match="1: it is a NF4Linear"):
+    with pytest.raises(ValueError, match="1: it is NF4Linear"):
         adapters.quantize(once, "int8", targets="1")
     assert [type(x) for x in adapters.dequantize(once)] == [MXFP4Linear, Linear]
 

@@ -97,6 +97,7 @@ def test_moe_stopped_in_the_second_run_resumes_bitwise(text, unbroken, tmp_path,
         call(moe.main, **options)
 
 
+@pytest.mark.slow
 def test_moe_fork_gives_the_same_numbers_on_one_device(text, unbroken, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command(["fork", "moe", "mine.py"])

@@ -89,6 +89,7 @@ def test_bench_refuses_a_page_without_markers_early(tmp_path):
         bench.main(parts=("step",), page=tmp_path / "page.md")
 
 
+@pytest.mark.slow
 def test_bench_large_model():
     assert 1.0e9 < ours.count(ours.ONE_BILLION) < 1.2e9
     found = {"rows": []}
