@@ -33,8 +33,8 @@ class Metrics:
     """Append `{"step": 10, "loss": 2.5, ...}` to `path` and forward it to the `trackers`.
 
     Values stay on the device until the step after a multiple of `fetch_every`, then are fetched in one transfer, except
-    those of this newest step, which the device may still be computing: logging does not block. NaN and infinity are written as
-    the strings "nan", "inf" and "-inf". With several processes, only the first one writes.
+    those of this newest step, which the device may still be computing: logging does not block. NaN and infinity are
+    written as the strings "nan", "inf" and "-inf". With several processes, only the first one writes.
     """
 
     def __init__(self, path: Path, *, fetch_every: int = 10, trackers: Sequence[Tracker] = ()):
