@@ -69,6 +69,15 @@ def test_directory_of_checkpoints_wants_resume(tmp_path):
         lock.release()
 
 
+def test_directory_without_the_named_step_is_refused(tmp_path):
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint of step 7 here; it holds \[10, 20\]"):
+        check_directory(tmp_path, resume=7)
+    check_directory(tmp_path, resume=10)
+    check_directory(tmp_path / "new", resume=7)
+
+
 def test_directory_that_is_checked_stays_as_it_was(tmp_path):
     check_directory(tmp_path / "a" / "b")
     (tmp_path / "file").touch()

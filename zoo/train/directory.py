@@ -89,7 +89,8 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
     """Make the directory of a run, if need be, try to write into it, and lock it.
 
     **Raises** `OSError` if that is impossible; `FileExistsError` if there are other things in it, or, unless `resume`,
-    checkpoints; `BlockingIOError` if another run is in it.
+    checkpoints; `FileNotFoundError` if there are checkpoints, and none of the step that `resume` names;
+    `BlockingIOError` if another run is in it.
     """
     directory = lock.directory
     _check_writable(directory)
@@ -98,13 +99,19 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
         shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
         raise FileExistsError(f"{directory} holds other things than a run ({shown}): choose another folder (--out)")
     lock.acquire()
-    steps = CheckpointFolder(directory / "checkpoints").list_steps()
-    if steps and resume is False:
+    checkpoints = CheckpointFolder(directory / "checkpoints")
+    steps = checkpoints.list_steps()
+    try:
+        if steps and resume is False:
+            raise FileExistsError(
+                f"{directory} holds a run of {steps[-1]} steps: resume it (--resume), or choose another folder (--out), "
+                "or delete this one"
+            )
+        if steps and not isinstance(resume, bool) and resume not in steps:
+            checkpoints.require_whole(resume)
+    except OSError:
         lock.release()
-        raise FileExistsError(
-            f"{directory} holds a run of {steps[-1]} steps: resume it (--resume), or choose another folder (--out), or "
-            "delete this one"
-        )
+        raise
 
 
 def check_directory(directory: Path, *, resume: bool | int = False) -> None:
