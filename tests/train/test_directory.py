@@ -64,7 +64,7 @@ def test_directory_of_checkpoints_wants_resume(tmp_path):
     lock = DirectoryLock(tmp_path)
     with pytest.raises(FileExistsError, match=r"holds a run of 30 steps: resume it \(--resume\)"):
         claim_directory(lock)
-    for resume in (True, 30, 0):
+    for resume in (True, 30):
         claim_directory(lock, resume=resume)
         lock.release()
 

@@ -104,8 +104,8 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
     try:
         if steps and resume is False:
             raise FileExistsError(
-                f"{directory} holds a run of {steps[-1]} steps: resume it (--resume), or choose another folder (--out), "
-                "or delete this one"
+                f"{directory} holds a run of {steps[-1]} steps: resume it (--resume), or choose another folder "
+                "(--out), or delete this one"
             )
         if steps and not isinstance(resume, bool) and resume not in steps:
             checkpoints.require_whole(resume)
