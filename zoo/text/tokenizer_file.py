@@ -56,7 +56,7 @@ class TokenizerFile:
 
     @property
     def count(self) -> int:
-        """Tokens that the file has, or the gaps between its ids."""
+        """Number of ids up to the largest, gaps included."""
         return 1 + max(self.ids.values(), default=-1)
 
     def build(self) -> Any:
