@@ -1,5 +1,6 @@
 """Directories of runs: refused before anything is made, and held by one run at a time."""
 
+import concurrent.futures
 import os
 import signal
 import socket
@@ -119,6 +120,12 @@ def test_lock_of_another_process_ends_with_it(tmp_path):
     lock.acquire()
     assert f"process {os.getpid()} on" in Path(tmp_path / "run.lock").read_text()
     lock.release()
+
+
+def test_directory_is_checked_by_many_at_a_time(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert not any(pool.map(check_directory, [tmp_path] * 40))
+        assert not any(pool.map(check_directory, [tmp_path / "new" / "run"] * 40))
 
 
 def test_lock_without_flock_warns(tmp_path, caplog, monkeypatch):

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 from .checkpoint_folder import CheckpointFolder
@@ -18,7 +19,9 @@ except ImportError:  # not on Windows
 _log = logging.getLogger("zoo")
 
 _LOCK_FILE = "run.lock"
-_RUN_FILES = ("checkpoints", "metrics.jsonl", "env.json", _LOCK_FILE)
+_PATIENCE = 0.5  # seconds
+_ATTEMPTS = 20
+_RUN_FILES = ("checkpoints", "metrics.jsonl", "env.json")
 _LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler's, which opens them before the run starts
 
 
@@ -39,6 +42,7 @@ class DirectoryLock:
         if fcntl is None:
             _log.warning("%s cannot be locked on this system: start no second run in it", self.directory)
             return
+        give_up = time.monotonic() + _PATIENCE  # processes of one run may check its directory at the same time
         while self._descriptor is None:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             try:
@@ -46,6 +50,9 @@ class DirectoryLock:
                 if self._is_current(descriptor):
                     self._descriptor, descriptor = descriptor, -1
             except BlockingIOError:
+                if time.monotonic() < give_up:
+                    time.sleep(0.02)
+                    continue
                 holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
                 raise BlockingIOError(
                     f"{self.directory} is in use by {holder}: end that run, or choose another folder (--out)"
@@ -116,32 +123,37 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
 
 def check_directory(directory: Path, *, resume: bool | int = False) -> None:
     """Do what `claim_directory` does, then undo it. Raises the same errors, and leaves no new directory behind."""
-    lock = DirectoryLock(directory)
-    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
-    try:
-        claim_directory(lock, resume=resume)
-    finally:
-        lock.release()
-        with contextlib.suppress(OSError, ValueError):
-            for path in missing:
-                path.rmdir()
+    for is_last in (False,) * _ATTEMPTS + (True,):
+        lock = DirectoryLock(directory)
+        missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+        try:
+            return claim_directory(lock, resume=resume)
+        except FileNotFoundError:  # another process has checked a new directory, and removed it
+            if is_last:
+                raise
+        finally:
+            lock.release()
+            with contextlib.suppress(OSError, ValueError):
+                for path in missing:
+                    path.rmdir()
 
 
 def _check_writable(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as probe:
+        with tempfile.TemporaryFile(dir=directory, prefix=".") as probe:
             probe.write(b"\0")
             probe.flush()
     except (OSError, ValueError) as error:
         files = [path for path in (directory, *directory.parents) if os.path.exists(path) and not path.is_dir()]
         reason = f"{files[0]} is a file" if files else getattr(error, "strerror", None) or error
-        raise OSError(f"{directory} cannot hold a run ({reason}): choose another folder (--out)") from error
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        raise kind(f"{directory} cannot hold a run ({reason}): choose another folder (--out)") from error
 
 
 def _is_ignored(path: Path) -> bool:
     # A configuration alone may be that of a run, but an exported model has one, too.
-    return path.suffix in _LOG_SUFFIXES or path.name.startswith(".") or path.name == "config.json"
+    return path.suffix in _LOG_SUFFIXES or path.name.startswith(".") or path.name in ("config.json", _LOCK_FILE)
 
 
 def _holds_run(directory: Path) -> bool:
