@@ -28,7 +28,7 @@ MISTAKES = {
         r"""an array of dims "batch seq" was expected, not of shape \(1, 2, 5\)$""",
     ),
     "floats": (TOKENS.astype(jnp.float32), TypeError, r"integers were expected, not float32$"),
-    "a list": (TOKENS.tolist(), TypeError, r"""an array of integers "batch seq" was expected, not a list$"""),
+    "a list": (TOKENS.tolist(), TypeError, r"""an array of integers "batch seq" was expected, not list$"""),
     "an id beyond": (TOKENS.at[1, 4].set(32), ValueError, r"32,? .*outside the vocabulary of 32 tokens"),
     "a negative id": (np.where(TOKENS == 3, -5, TOKENS), ValueError, r"-5,? .*outside the vocabulary of 32 tokens"),
 }
@@ -57,7 +57,7 @@ def test_ids_outside_the_vocabulary_give_nan_inside_programs(kind):
 
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
 BATCHES = {
-    "an array": (TOKENS, TypeError, r"a batch is a mapping with tokens and targets, not a \w+"),
+    "an array": (TOKENS, TypeError, r"a batch is a mapping with tokens and targets, not \w+"),
     "no targets": ({"tokens": TOKENS}, ValueError, r"the batch has no targets, only tokens$"),
     "no tokens": ({"targets": TOKENS}, ValueError, r"the batch has no tokens, only targets$"),
     "short targets": (

@@ -21,7 +21,7 @@ def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens")
     **Raises** `TypeError` for another type or dtype, and `ValueError` for other dims and an id outside the vocabulary.
     """
     if not hasattr(tokens, "shape") or not hasattr(tokens, "dtype"):
-        raise TypeError(f'{name}: an array of integers "batch seq" was expected, not a {type(tokens).__name__}')
+        raise TypeError(f'{name}: an array of integers "batch seq" was expected, not {type(tokens).__name__}')
     _check_integers(tokens, name)
     if len(tokens.shape) != 2:
         hint = f": {name}[None] is a batch of one row" if len(tokens.shape) == 1 else ""
@@ -97,7 +97,7 @@ def is_host_readable(x: Any) -> bool:
 
 def _require_mapping(batch: Any) -> None:
     if not isinstance(batch, Mapping):
-        raise TypeError(f"a batch is a mapping with tokens and targets, not a {type(batch).__name__}")
+        raise TypeError(f"a batch is a mapping with tokens and targets, not {type(batch).__name__}")
 
 
 def _require_key(batch: Mapping[str, Any], key: str) -> None:

@@ -112,9 +112,9 @@ def test_loss_that_still_varies_raises():
         (
             {"loss": lambda m, b: (loss_fn(m, b), {})},
             ValueError,
-            "the total that <lambda> returns is a scalar, not a tuple",
+            "the total that <lambda> returns is a scalar, not tuple",
         ),
-        ({"loss": lambda m, b: None}, ValueError, "<lambda> returned a NoneType"),
+        ({"loss": lambda m, b: None}, ValueError, "<lambda> returned NoneType"),
         ({"loss": lambda m, b: (b["x"], b["weights"].sum())}, ValueError, "is a scalar, not"),
         ({"model": eqx.nn.Linear(16, 1, key=KEY)}, TypeError, "Linear is a module whose annotations name no dims"),
         ({"key": jax.random.PRNGKey(0)}, ValueError, r"a typed PRNG key, made by jax.random.key"),

@@ -96,7 +96,7 @@ def test_from_torch_errors_name_the_problem():
         zoo.from_torch(3, {})
     with pytest.raises(zoo.CheckpointError, match=r"lm_head.weight \[3\] has no place"):
         zoo.from_torch({"lm_head.weight": torch.zeros(3)}, {"model_type": "gemma", "num_hidden_layers": 1})
-    with pytest.raises(zoo.CheckpointError, match="x is a list, where a torch.Tensor was expected"):
+    with pytest.raises(zoo.CheckpointError, match="x is list, where a torch.Tensor was expected"):
         zoo.from_torch({"x": [1.0]}, {"model_type": "llama"})
 
 

@@ -175,7 +175,7 @@ def _is_pair(x: Any) -> bool:
 def _describe_result(x: Any) -> str:
     if eqx.is_array(x):
         return f"one array of shape {x.shape}"
-    return f"a {type(x).__name__}" + (f" of {len(x)}" if isinstance(x, tuple | list) else "")
+    return f"{type(x).__name__}" + (f" of {len(x)}" if isinstance(x, tuple | list) else "")
 
 
 def _function_name(fn: Callable) -> str:

@@ -105,7 +105,7 @@ def read_model_facts(path: Path) -> dict[str, Any]:
     with name_faults(path, "cannot be read"):
         facts = read_json(path)
         if not isinstance(facts, dict):
-            raise ValueError(f"a JSON object was expected, not a {type(facts).__name__}")
+            raise ValueError(f"a JSON object was expected, not {type(facts).__name__}")
         vocab = facts.get("vocab_size")
         if not _is_id(vocab) or vocab == 0:
             raise ValueError(f"vocab_size is a number of tokens from 1 to {MAX_VOCAB - 1:,}, not {str(vocab)[:50]}")

@@ -93,7 +93,7 @@ def _view_torch_tensor(name: str, x: Any) -> LazyTensor:
     import torch  # pyright: ignore[reportMissingImports]
 
     if not isinstance(x, torch.Tensor):
-        raise CheckpointError(f"{name} is a {type(x).__name__}, where a torch.Tensor was expected")
+        raise CheckpointError(f"{name} is {type(x).__name__}, where a torch.Tensor was expected")
     x = x.detach().cpu()
     if x.dtype is torch.bfloat16:  # NumPy's DLPack does not support it
         array = np.from_dlpack(x.view(torch.int16)).view(DTYPES["BF16"])
