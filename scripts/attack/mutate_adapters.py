@@ -7,12 +7,8 @@ The adapters are those of the tests, which PEFT wrote. No mutation may load as a
 error that names its file or tensor, or loads every bit of the original. Exits 1 if any outcome is a forbidden one.
 """
 
-import argparse
-import collections
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +24,7 @@ from scripts.attack.mutations import (
     read_arrays,
     write_files,
 )
-from scripts.attack.watched import HANG, LARGE, RAW, Watched, print_table
+from scripts.attack.watched import HANG, LARGE, RAW, attack, parse_options
 
 FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures"
 NAMES = {CONFIG: "adapter_config.json", WHOLE: "adapter_model.safetensors"}
@@ -124,32 +120,18 @@ def load_case(case: tuple[Path, Path]) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="number of mutations")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations")
-    parser.add_argument("--show", type=int, default=3, help="details to print of each forbidden outcome")
-    options = parser.parse_args()
+    options = parse_options(__doc__, cases=1000)
     sources = sorted(path.parent for path in (FIXTURES / "adapters").glob("*/adapter_config.json"))
     sources = [source for source in sources if source.name not in REFUSED_BY_DESIGN]
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    forbidden: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES[2:]}
-    with tempfile.TemporaryDirectory() as folder:
-        watched = Watched(load_case, (sources[0], sources[0]), seconds=SECONDS)
-        for case in range(options.cases):
-            rng = random.Random(f"{options.seed} {case}")
-            source, kind = sources[case % len(sources)], rng.choice(list(KINDS))
-            files: Files = {ours: (source / theirs).read_bytes() for ours, theirs in NAMES.items()}
-            what = KINDS[kind](files, rng)
-            directory = Path(folder) / str(case)
-            write_files(directory, {NAMES.get(name, name): content for name, content in files.items()})
-            outcome, detail = watched.run((directory, source))
-            shutil.rmtree(directory)
-            counts[kind][outcome] += 1
-            if outcome in forbidden:
-                forbidden[outcome].append(f"case {case}, {source.name}, {what}\n{detail}")
-        watched.close()
-    print(f"{options.cases:,} mutations of {len(sources)} adapters, seed {options.seed}")
-    return print_table(counts, OUTCOMES, forbidden, options.show)
+
+    def make_case(number: int, rng: random.Random, directory: Path) -> tuple[str, str, Path]:
+        source, kind = sources[number % len(sources)], rng.choice(list(KINDS))
+        files: Files = {ours: (source / theirs).read_bytes() for ours, theirs in NAMES.items()}
+        what = KINDS[kind](files, rng)
+        write_files(directory, {NAMES.get(name, name): content for name, content in files.items()})
+        return kind, what, source
+
+    return attack(load_case, sources, make_case, options, outcomes=OUTCOMES, num_allowed=2, seconds=SECONDS)
 
 
 if __name__ == "__main__":

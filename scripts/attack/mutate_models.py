@@ -8,16 +8,12 @@ refused with one error that names its file or tensor, or loads every bit and eve
 any outcome is a forbidden one.
 """
 
-import argparse
-import collections
 import random
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from scripts.attack.mutations import MUTATIONS, read_files, write_files
-from scripts.attack.watched import HANG, LARGE, RAW, Watched, print_table
+from scripts.attack.watched import HANG, LARGE, RAW, attack, parse_options
 
 ROOT = Path(__file__).parents[2]
 REFUSED, EQUAL, WRONG, VAGUE = "refused by name", "loaded equal", "silently wrong", "vague refusal"
@@ -53,31 +49,17 @@ def load_case(case: tuple[Path, Path]) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=2400, help="number of mutations")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations")
-    parser.add_argument("--show", type=int, default=3, help="details to print of each forbidden outcome")
-    options = parser.parse_args()
+    options = parse_options(__doc__, cases=2400)
     sources = sorted(path.parent for path in (ROOT / "tests" / "fixtures" / "models").glob("*/config.json"))
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    forbidden: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES[2:]}
-    with tempfile.TemporaryDirectory() as folder:
-        watched = Watched(load_case, (sources[0], sources[0]), seconds=SECONDS)
-        for case in range(options.cases):
-            rng = random.Random(f"{options.seed} {case}")
-            source, kind = sources[case % len(sources)], rng.choice(list(MUTATIONS))
-            files = read_files(source)
-            what = MUTATIONS[kind](files, rng)
-            directory = Path(folder) / str(case)
-            write_files(directory, files)
-            outcome, detail = watched.run((directory, source))
-            shutil.rmtree(directory)
-            counts[kind][outcome] += 1
-            if outcome in forbidden:
-                forbidden[outcome].append(f"case {case}, {source.name}, {what}\n{detail}")
-        watched.close()
-    print(f"{options.cases:,} mutations of {len(sources)} checkpoints, seed {options.seed}")
-    return print_table(counts, OUTCOMES, forbidden, options.show)
+
+    def make_case(number: int, rng: random.Random, directory: Path) -> tuple[str, str, Path]:
+        source, kind = sources[number % len(sources)], rng.choice(list(MUTATIONS))
+        files = read_files(source)
+        what = MUTATIONS[kind](files, rng)
+        write_files(directory, files)
+        return kind, what, source
+
+    return attack(load_case, sources, make_case, options, outcomes=OUTCOMES, num_allowed=2, seconds=SECONDS)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ bit, a piece cut out or doubled, or a value of the JSON replaced, removed or ren
 Exits 1 if any outcome is a forbidden one.
 """
 
-import argparse
-import collections
 import copy
 import json
 import random
@@ -19,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from scripts.attack.watched import HANG, LARGE, RAW, Watched, print_table
+from scripts.attack.watched import HANG, LARGE, RAW, attack, parse_options
 
 SECONDS = 5
 REFUSED, EQUAL, DIFFERENT, WRONG = "refused by name", "reads equal", "differs, agrees", "inconsistent"
@@ -156,30 +154,18 @@ def read_case(case: tuple[Path, Path]) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=500, help="number of mutations")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations")
-    parser.add_argument("--show", type=int, default=3, help="details to print of each forbidden outcome")
-    options = parser.parse_args()
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    forbidden: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES[3:]}
+    options = parse_options(__doc__, cases=500)
     with tempfile.TemporaryDirectory() as folder:
-        sources = make_tokenizers(Path(folder) / "sources")
-        watched = Watched(read_case, (sources[0], sources[0]), seconds=SECONDS)
-        for case in range(options.cases):
-            rng = random.Random(f"{options.seed} {case}")
+        sources = make_tokenizers(Path(folder))
+
+        def make_case(number: int, rng: random.Random, directory: Path) -> tuple[str, str, Path]:
             source, kind = rng.choice(sources), rng.choice(KINDS)
             mutated = rng.choice(["tokenizer.json"] * 4 + ["config.json"])
-            directory = shutil.copytree(source, Path(folder) / str(case))
+            shutil.copytree(source, directory)
             (directory / mutated).write_bytes(mutate((source / mutated).read_bytes(), kind, rng))
-            outcome, detail = watched.run((directory, source))
-            shutil.rmtree(directory)
-            counts[kind][outcome] += 1
-            if outcome in forbidden:
-                forbidden[outcome].append(f"case {case}, {source.name}/{mutated}\n{detail}")
-        watched.close()
-    print(f"{options.cases:,} mutations of {len(sources)} tokenizers, seed {options.seed}")
-    return print_table(counts, OUTCOMES, forbidden, options.show)
+            return kind, mutated, source
+
+        return attack(read_case, sources, make_case, options, outcomes=OUTCOMES, num_allowed=3, seconds=SECONDS)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """Run cases in a process of their own, which may hang, die or take all memory, and count their outcomes."""
 
+import argparse
 import collections
 import multiprocessing
+import random
 import resource
+import shutil
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MEMORY = 2**30
@@ -59,6 +64,50 @@ def _work(connection: Any, function: Callable[[Any], tuple[str, str]]) -> None:
             outcome, detail = RAW, traceback.format_exc()
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         connection.send((LARGE, f"{grown:,} bytes more") if grown > MEMORY else (outcome, detail))
+
+
+def parse_options(description: str | None, *, cases: int) -> argparse.Namespace:
+    """Parse the flags that all attacks by mutation share; `cases` is the default number of mutations."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=cases, help="number of mutations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations")
+    parser.add_argument("--show", type=int, default=3, help="details to print of each forbidden outcome")
+    return parser.parse_args()
+
+
+def attack(
+    read: Callable[[Any], tuple[str, str]],
+    sources: Sequence[Path],
+    make_case: Callable[[int, random.Random, Path], tuple[str, str, Path]],
+    options: argparse.Namespace,
+    *,
+    outcomes: Sequence[str],
+    num_allowed: int,
+    seconds: float,
+) -> int:
+    """Read mutated directories one by one in a watched process, and print the table of outcomes.
+
+    - `make_case(number, rng, directory)` writes a mutated directory, and returns the kind of mutation, what it did,
+      and the directory that it mutated. `read` gets both directories.
+    - `outcomes`: the first `num_allowed` are allowed.
+
+    Returns 1 if there was a forbidden one, else 0.
+    """
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    forbidden: dict[str, list[str]] = {outcome: [] for outcome in outcomes[num_allowed:]}
+    with tempfile.TemporaryDirectory() as folder:
+        watched = Watched(read, (sources[0], sources[0]), seconds=seconds)
+        for number in range(options.cases):
+            directory = Path(folder) / str(number)
+            kind, what, source = make_case(number, random.Random(f"{options.seed} {number}"), directory)
+            outcome, detail = watched.run((directory, source))
+            shutil.rmtree(directory)
+            counts[kind][outcome] += 1
+            if outcome in forbidden:
+                forbidden[outcome].append(f"case {number}, {source.name}, {what}\n{detail}")
+        watched.close()
+    print(f"{options.cases:,} mutations of {len(sources)} originals, seed {options.seed}")
+    return print_table(counts, outcomes, forbidden, options.show)
 
 
 def print_table(
