@@ -16,6 +16,7 @@ IMPOSSIBLE = {
     "a file": ("file", r"file cannot hold a run \(.*file is a file\)"),
     "below a file": ("file/a/b", r"file/a/b cannot hold a run \(.*file is a file\)"),
     "a name of 300 bytes": ("x" * 300, r"cannot hold a run \(File name too long\)"),
+    "a link to nothing": ("link/a", r"link/a cannot hold a run \(.*link is a link to nothing\)"),
     "a NUL byte": ("a\0b", r"cannot hold a run \(embedded null byte\)"),
     "a filesystem without files": ("/proc/run", r"/proc/run cannot hold a run \("),
 }
@@ -24,9 +25,12 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize(("name", "says"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_directory_that_cannot_hold_a_run_is_refused(tmp_path, name, says):
     (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to("nothing")
     with pytest.raises(OSError, match=says + r".*: choose another folder \(--out\)"):
         claim_directory(DirectoryLock(tmp_path / name))
-    assert (tmp_path / "file").read_text() == "text" and os.listdir(tmp_path) == ["file"]
+    with pytest.raises(OSError, match=says + r".*: choose another folder \(--out\)"):
+        check_directory(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "text" and sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
 def test_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):

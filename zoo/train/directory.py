@@ -20,7 +20,6 @@ _log = logging.getLogger("zoo")
 
 _LOCK_FILE = "run.lock"
 _PATIENCE = 0.5  # seconds
-_ATTEMPTS = 20
 _RUN_FILES = ("checkpoints", "metrics.jsonl", "env.json")
 _LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler's, which opens them before the run starts
 
@@ -101,6 +100,7 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
     """
     directory = lock.directory
     _check_writable(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     names = sorted(path.name for path in directory.iterdir() if not _is_ignored(path))
     if names and not any(_holds_run(path) for path in (directory, *directory.iterdir())):
         shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
@@ -122,33 +122,34 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
 
 
 def check_directory(directory: Path, *, resume: bool | int = False) -> None:
-    """Do what `claim_directory` does, then undo it. Raises the same errors, and leaves no new directory behind."""
-    for is_last in (False,) * _ATTEMPTS + (True,):
+    """Raise the errors of `claim_directory`, and leave nothing behind.
+
+    Makes no directory, so that several processes may check a new one at the same time: what is written into is the
+    nearest one that exists.
+    """
+    if os.path.isdir(directory):
         lock = DirectoryLock(directory)
-        missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
-        try:
-            return claim_directory(lock, resume=resume)
-        except FileNotFoundError:  # another process has checked a new directory, and removed it
-            if is_last:
-                raise
-        finally:
-            lock.release()
-            with contextlib.suppress(OSError, ValueError):
-                for path in missing:
-                    path.rmdir()
+        claim_directory(lock, resume=resume)
+        lock.release()
+    else:
+        _check_writable(directory)
 
 
 def _check_writable(directory: Path) -> None:
+    reason = None
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory, prefix=".") as probe:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(directory)  # a name that no file can have
+        nearest = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+        if not nearest.is_dir():
+            reason = f"{nearest} is a file" if nearest.exists() else f"{nearest} is a link to nothing"
+            raise NotADirectoryError(reason)
+        with tempfile.TemporaryFile(dir=nearest, prefix=".") as probe:
             probe.write(b"\0")
             probe.flush()
     except (OSError, ValueError) as error:
-        files = [path for path in (directory, *directory.parents) if os.path.exists(path) and not path.is_dir()]
-        reason = f"{files[0]} is a file" if files else getattr(error, "strerror", None) or error
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-        raise kind(f"{directory} cannot hold a run ({reason}): choose another folder (--out)") from error
+        reason = reason or getattr(error, "strerror", None) or error
+        raise OSError(f"{directory} cannot hold a run ({reason}): choose another folder (--out)") from error
 
 
 def _is_ignored(path: Path) -> bool:
