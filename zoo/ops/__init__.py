@@ -5,9 +5,11 @@ from . import attention as attention
 from . import convolution as convolution
 from . import cross_entropy as cross_entropy
 from . import dropout as dropout
+from . import implementations as implementations
 from . import matmul as matmul
 from . import moe as moe
 from . import normalization as normalization
+from . import platform as platform
 from . import quantized as quantized
 from . import recurrence as recurrence
 from . import rotary as rotary

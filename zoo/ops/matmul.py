@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .platform import current_platform
 from .varying import align_varying
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -122,7 +123,7 @@ def einsum_round_once(
     left: str, right: str, out: str, x: Float[Array, "..."], y: Float[Array, "..."], dtype: Any
 ) -> Float[Array, "..."]:
     """Compute an einsum with float32 accumulation and round once to `dtype`, after the product on CPUs."""
-    if jax.default_backend() != "cpu":
+    if current_platform() != "cpu":
         return einsum_dot_general(left, right, out, x, y, dtype)
     is_over_rows = len(left) == len(right) == len(out) == 2 and left[0] == right[0]
     if is_over_rows:  # the fast kernels do not support a contraction over the rows of both

@@ -14,6 +14,8 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from zoo.ops.platform import Platform, normalize_platform
+
 from .module import Dim, leaves
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -105,6 +107,11 @@ class Mesh:
     def shape(self) -> dict[str, int]:
         """Size of each axis, by name; all six axes always exist."""
         return dict(self.devices.shape)
+
+    @property
+    def platform(self) -> Platform:
+        """Platform of the devices, which need not be JAX's default backend."""
+        return normalize_platform(self.devices.devices.flat[0].platform)
 
     @property
     def optimizer(self) -> "Mesh":

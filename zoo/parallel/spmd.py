@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key, PRNGKeyArray, PyTree
 
+from zoo.ops.platform import target_platform
+
 from .closures import refuse_closed_over_arrays
 from .collectives import active_mesh, varying
 from .layout import Mesh
@@ -100,7 +102,7 @@ def _call_program(program_and_fixed: tuple[Callable, tuple], args: tuple, keys: 
     specs = mesh.specs(arrays, BATCH_DIMS)
 
     def run_on_shards(arrays):
-        with active_mesh(mesh):
+        with active_mesh(mesh), target_platform(mesh.platform):
             args, keys = eqx.combine(arrays, rest)
             return program(args, keys)
 

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ..matmul import einsum_dot_general, einsum_in_dtype
+from ..platform import current_platform
 from ..varying import align_varying, vary, varying
 
 MAX_BLOCK_ROWS = 64
@@ -41,7 +42,7 @@ def grouped_matmul(
     Accumulates in float32; the result has the dtype of `x`. On CPUs it is a custom VJP: forward-mode differentiation
     raises `TypeError`.
     """
-    return (grouped_matmul_padded if jax.default_backend() == "cpu" else grouped_matmul_ragged)(x, weight, group_sizes)
+    return (grouped_matmul_padded if current_platform() == "cpu" else grouped_matmul_ragged)(x, weight, group_sizes)
 
 
 def grouped_matmul_reference(

@@ -1,0 +1,103 @@
+"""Implementations of an operation: which ones there are, which one a request gets, and why not another.
+
+An operation that has several implementations, such as attention, lists them in one `Operation`. Each says of a request
+(shapes, dtypes, options, platform) what keeps it from computing it, its obstacle, and what makes another one the better
+choice, its drawback. `"auto"` takes the first implementation that has neither.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from .platform import Platform, current_platform
+
+_Request = TypeVar("_Request")
+
+AUTO = "auto"
+"""The name that stands for the first implementation without an obstacle or a drawback."""
+
+
+def _find_nothing(request: Any) -> None:
+    """Return None: no obstacle, or no drawback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation(Generic[_Request]):
+    """One implementation of an operation."""
+
+    name: str
+    function: Callable
+    find_obstacle: Callable[[_Request], str | None] = _find_nothing
+    """Return why it cannot compute a request, or None. The reason follows "because": "the scores have a soft cap"."""
+    find_drawback: Callable[[_Request], str | None] = _find_nothing
+    """Return why `"auto"` passes it over for a request, or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One line of `Operation.explain`."""
+
+    name: str
+    is_chosen: bool
+    reason: str | None
+    """Why `"auto"` does not choose it; None for the chosen one, and for those that come after it."""
+    is_possible: bool
+    """False if there is an obstacle, so that it cannot be chosen by name either."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation(Generic[_Request]):
+    """An operation and its implementations, in the order in which `"auto"` tries them."""
+
+    name: str
+    implementations: tuple[Implementation[_Request], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that `select` takes."""
+        return (AUTO, *(implementation.name for implementation in self.implementations))
+
+    def check_name(self, name: str) -> None:
+        """Check a name. **Raises** `ValueError` if it is not one of `names`."""
+        if name not in self.names:
+            raise ValueError(f"{self.name} has no implementation {name!r}: there are {', '.join(self.names)}")
+
+    def select(self, name: str, request: _Request) -> Implementation[_Request]:
+        """Return the implementation of this name, or the one that `"auto"` chooses for the request.
+
+        **Raises** `ValueError` for an unknown name, and for one that cannot compute the request, with the reason and
+        the names of those that can.
+        """
+        self.check_name(name)
+        obstacles = {each.name: each.find_obstacle(request) for each in self.implementations}
+        possible = [each for each in self.implementations if obstacles[each.name] is None]
+        if name == AUTO:
+            suited = [each for each in possible if each.find_drawback(request) is None]
+            if suited or possible:
+                return (suited or possible)[0]
+            reasons = "; ".join(f"{each} because {reason}" for each, reason in obstacles.items())
+            raise ValueError(f"{self.name}: no implementation can compute this: not {reasons}")
+        if reason := obstacles[name]:
+            able = ", ".join(each.name for each in possible) or "none"
+            raise ValueError(f"{self.name}: {name!r} cannot compute this, because {reason}. These can: {able}")
+        return next(each for each in possible if each.name == name)
+
+    def explain(self, request: _Request) -> tuple[Choice, ...]:
+        """Return what `"auto"` makes of each implementation for the request, in its order."""
+        try:
+            chosen = self.select(AUTO, request).name
+        except ValueError:
+            chosen = None
+        choices = []
+        for each in self.implementations:
+            obstacle = each.find_obstacle(request)
+            reason = None if each.name == chosen else obstacle or each.find_drawback(request)
+            choices.append(Choice(each.name, each.name == chosen, reason, obstacle is None))
+        return tuple(choices)
+
+
+def refuse_other_platforms(*platforms: Platform) -> str | None:
+    """Return an obstacle unless the platform that is compiled for is one of `platforms`."""
+    if (current := current_platform()) in platforms:
+        return None
+    return f"it runs on {' and '.join(name.upper() for name in platforms)}, and this is compiled for {current.upper()}"

@@ -1,0 +1,27 @@
+"""The platform that a program is compiled for, by which operations choose their implementations.
+
+It is not JAX's default backend: a program may be compiled for devices that are not here, or run on a mesh of CPU
+devices beside a GPU.
+"""
+
+from typing import Literal, cast
+
+import jax
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+target_platform = jax.make_user_context(None)
+"""Context manager, `with target_platform("tpu"):`, that sets the platform of the functions traced inside. It is part of
+JAX's trace cache key."""
+
+_NAMES = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def current_platform() -> Platform:
+    """Return the platform that is compiled for: that of the mesh inside `zoo.spmd`, otherwise JAX's default backend."""
+    return normalize_platform(target_platform.value or jax.default_backend())
+
+
+def normalize_platform(name: str) -> Platform:
+    """Return the platform of a device: a GPU of a topology says "cuda", a real one "gpu"."""
+    return cast(Platform, _NAMES.get(name, name))
