@@ -104,4 +104,4 @@ def test_check_mixer_rejects_what_it_cannot_check(check, message):
 def test_check_mixer_passes_attention_in_all_implementations():
     others = {"implementation": [reference_attention]}
     report = check_mixer(partial(Attention, 16, 4, kv_heads=2, window=3, sinks=True), implementations=others)
-    assert "with implementation=reference_attention, and with grouped_query_attention" in str(report)
+    assert "with implementation=reference_attention, and with 'auto'" in str(report)

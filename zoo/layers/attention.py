@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.ops.attention import AttentionMask, grouped_query_attention
+from zoo.ops.attention import ATTENTION, AttentionMask, attention
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, full_precision, implementation_option, num_shards, shard_offset, sharded_axes
 from zoo.shapes import HiddenStates, KVHeads, Positions
@@ -55,7 +55,7 @@ class Attention(AbstractMixer):
     scale: float | None = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
     norm_over_heads: bool = eqx.field(static=True)
-    implementation: Callable = implementation_option()
+    implementation: str | Callable = implementation_option()
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Attention(AbstractMixer):
         scale: float | None = None,
         clip: float | int | None = None,
         sinks: bool = False,
-        implementation: Callable = grouped_query_attention,
+        implementation: str | Callable = "auto",
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
@@ -84,8 +84,8 @@ class Attention(AbstractMixer):
           their number of features and `features=`.
         - `scale`: of the scores, head_dim ** -0.5 by default.
         - `sinks`: add attention sinks, initialized to 0.
-        - `implementation`: a function of `zoo.ops.attention`: `grouped_query_attention`, `fused_attention` (JAX's, or
-          cuDNN's) or `reference_attention`.
+        - `implementation`: a name in `zoo.ops.attention.ATTENTION`, or a function with the arguments of
+          `reference_attention`.
 
         **Raises** `ValueError` if kv_heads does not divide heads or heads does not divide embed, for an empty window, a
         clip that is not above 0, or both norms.
@@ -115,6 +115,8 @@ class Attention(AbstractMixer):
             self.key_norm = norm_over_heads(kv_heads * head_dim, features=kv_dim)
         self.clip, self.norm_over_heads = None if clip is None else float(clip), norm_over_heads is not None
         self.sinks = jnp.zeros(heads) if sinks else None
+        if isinstance(implementation, str):
+            ATTENTION.check_name(implementation)
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
         self.soft_cap, self.scale, self.implementation = soft_cap, scale, implementation
 
@@ -140,7 +142,7 @@ class Attention(AbstractMixer):
             key, value, key_positions, state = self._update_cache(state, key, value, info.positions)
             positions = {"query_positions": info.positions, "key_positions": key_positions}
             mask = AttentionMask(causal=True, window=self.window, **positions)
-        mixed = self.implementation(
+        mixed = attention(
             query,
             select_kv_heads(key, query),
             select_kv_heads(value, query),
@@ -148,6 +150,7 @@ class Attention(AbstractMixer):
             scale=self.scale,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            implementation=self.implementation,
         )
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 

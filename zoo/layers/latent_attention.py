@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.attention import AttentionMask, grouped_query_attention
+from zoo.ops.attention import ATTENTION, AttentionMask, attention
 from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
 from zoo.parallel import Dim, implementation_option
 from zoo.shapes import HeadVectors, HiddenStates
@@ -72,7 +72,7 @@ class LatentAttention(AbstractMixer):
     rotary: Rotary = eqx.field(static=True)
     """RoPE of the `rotary.dim` further features."""
     scale: float = eqx.field(static=True)
-    implementation: Callable = implementation_option()
+    implementation: str | Callable = implementation_option()
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LatentAttention(AbstractMixer):
         bias: bool = False,
         scale: float | int | None = None,
         epsilon: float = 1e-6,
-        implementation: Callable = grouped_query_attention,
+        implementation: str | Callable = "auto",
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
@@ -98,8 +98,8 @@ class LatentAttention(AbstractMixer):
         - `scale`: of the scores, (head_dim + rotary.dim) ** -0.5 by default, times the square of `yarn_get_mscale` for
           a `YarnScaling` with `mscale_all_dim`.
         - `epsilon`: of the latent norms.
-        - `implementation`: a function of `zoo.ops.attention` that supports values of another size than keys:
-          `grouped_query_attention` or `reference_attention`.
+        - `implementation`: a name in `zoo.ops.attention.ATTENTION` that supports values of another size than keys, or a
+          function with the arguments of `reference_attention`.
 
         **Raises** `ValueError` for a size below 1.
         """
@@ -127,6 +127,8 @@ class LatentAttention(AbstractMixer):
         self.key_up = Linear(latent, heads * head_dim, in_=latent_dim, out=keys, key=key_key)
         self.value_up = Linear(latent, heads * value_dim, in_=latent_dim, out=values, key=value_key)
         self.out = Linear(heads * value_dim, embed, in_=values, out=embed_dim, bias=bias, scale=out_scale, key=out_key)
+        if isinstance(implementation, str):
+            ATTENTION.check_name(implementation)
         self.head_dim, self.rotary, self.implementation = head_dim, rotary, implementation
         self.scale = query_dim**-0.5 * _yarn_mscale(rotary) ** 2 if scale is None else float(scale)
 
@@ -177,7 +179,8 @@ class LatentAttention(AbstractMixer):
         head_shape = (*latent.shape[:2], query.shape[2])
         key, value = (up(latent).reshape(*head_shape, -1) for up in (self.key_up, self.value_up))
         rotary_key = jnp.broadcast_to(rotary_key[:, :, None], (*head_shape, self.rotary.dim))
-        return self.implementation(query, jnp.concatenate([key, rotary_key], axis=-1), value, mask, scale=self.scale)
+        key = jnp.concatenate([key, rotary_key], axis=-1)
+        return attention(query, key, value, mask, scale=self.scale, implementation=self.implementation)
 
     def attend_absorbed(self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """Attend in the latent space, with the up projections absorbed into queries and outputs.
@@ -187,7 +190,7 @@ class LatentAttention(AbstractMixer):
         unrotated, rotated = jnp.split(query, [self.head_dim], axis=-1)
         query = jnp.concatenate([self.key_up.per_head_transposed(unrotated), rotated], axis=-1)
         key = features[:, :, None]
-        mixed = self.implementation(query, key, key, mask, scale=self.scale)
+        mixed = attention(query, key, key, mask, scale=self.scale, implementation=self.implementation)
         return self.value_up.per_head(mixed[..., : self.latent.out_size])
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LatentCache:

@@ -9,7 +9,6 @@ from jaxtyping import Array, Key
 from zoo.layers import AbstractMixer, AbstractRouter, Attention, GatedMLP, RMSNorm, SoftmaxRouter
 from zoo.layers import MixtureOfExperts as Mixture
 from zoo.layers.linear import resolve_head_dim
-from zoo.ops.attention import grouped_query_attention
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Remat
 
@@ -42,7 +41,7 @@ def MixtureOfExperts(
     tied: bool = True,
     dropout: float = 0.0,
     remat: Remat = "none",
-    implementation: Callable = grouped_query_attention,
+    implementation: str | Callable = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
     """Build a `Transformer` whose feed-forward layers are mixtures of experts, as in Mixtral (arXiv:2401.04088) and

@@ -7,7 +7,6 @@ from jaxtyping import Array, Key
 
 from zoo.layers import Attention, GatedMLP, RMSNorm
 from zoo.layers.linear import resolve_head_dim
-from zoo.ops.attention import grouped_query_attention
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Remat
 
@@ -31,7 +30,7 @@ def Transformer(
     tied: bool = True,
     dropout: float = 0.0,
     remat: Remat = "none",
-    implementation: Callable = grouped_query_attention,
+    implementation: str | Callable = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
     """Build a decoder-only Transformer (Vaswani et al., arXiv:1706.03762) as in LLaMA (arXiv:2302.13971): RMSNorm
@@ -47,7 +46,7 @@ def Transformer(
     - `tied`: tie the head to the embedding.
     - `remat`: what the backward pass rematerializes, from least to most: "none", "elementwise" (all but matrix
       products), "dots" (attention's products too), "full".
-    - `implementation`: an attention kernel of `zoo.ops.attention`.
+    - `implementation`: of attention, a name in `zoo.ops.attention.ATTENTION` or a function.
 
     Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream are
     divided by sqrt(2 layers), so that its variance does not grow with depth (GPT-2, section 2.3).

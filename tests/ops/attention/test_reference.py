@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from zoo.ops import attention
+from zoo.ops.attention.grouped import make_query_blocks
 
 
 def with_mask_options(implementation):
@@ -180,11 +181,11 @@ def test_attention_implementations_equal_the_reference(case, dtype):
     ("window", "first_keys"), [(None, [0, 0, 0, 0]), (1, [0, 64, 128, 192]), (70, [0, 0, 59, 123]), (500, [0, 0, 0, 0])]
 )
 def test_make_query_blocks_skips_masked_keys(window, first_keys):
-    found = attention.make_query_blocks(attention.AttentionMask(True, window), LONG, LONG)
+    found = make_query_blocks(attention.AttentionMask(True, window), LONG, LONG)
     assert [(queries.start, queries.stop) for queries, _ in found] == [(0, 64), (64, 128), (128, 192), (192, 200)]
     assert [(keys.start, keys.stop) for _, keys in found] == list(zip(first_keys, (64, 128, 192, 200), strict=True))
-    assert len(attention.make_query_blocks(attention.AttentionMask(False, window), LONG, LONG)) == 1
-    assert attention.make_query_blocks(attention.AttentionMask(True, window), 63, 63) == [(slice(0, 63), slice(0, 63))]
+    assert len(make_query_blocks(attention.AttentionMask(False, window), LONG, LONG)) == 1
+    assert make_query_blocks(attention.AttentionMask(True, window), 63, 63) == [(slice(0, 63), slice(0, 63))]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Grouped-query attention with all scores in memory: the fastest form for short sequences and for decoding."""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Float
+
+from zoo.ops.matmul import einsum_fp32_accum
+
+from .mask import MASK_VALUE, AttentionMask, zero_masked_queries
+from .reference import group_size, scale_scores
+
+
+def grouped_query_attention(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    attention_mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+) -> Float[Array, "batch query_seq heads value_dim"]:
+    """Compute grouped-query attention, the default implementation, without repeating keys and values.
+
+    The products run over [batch, kv_heads, group * query_seq, dim] in the inputs' dtype, so that bfloat16 uses matrix
+    units; scores and softmax are float32. Causal attention without positions runs in up to four blocks of queries, each
+    with the keys that its mask can allow: 10/16 of the products and of the softmax of a causal square. The attention
+    weights of all blocks are residuals of the backward pass.
+    """
+    group = group_size(query, key)
+    mask = attention_mask.materialize(query.shape[1], key.shape[1])
+    key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
+    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(key.shape[1], group)
+
+    def attend(queries: slice, keys: slice) -> Array:
+        # The group is folded into the rows of one product: as a separate dim, XLA's CPU backend copies the weights.
+        rows = rearrange(
+            query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
+        )
+        scores = einsum_fp32_accum("bnrd,bnkd->bnrk", rows, key[:, :, keys], dtype=jnp.float32)
+        scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
+        if mask is not None:
+            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASK_VALUE)
+        row_sinks = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
+        weights = _softmax_with_sinks(scores, row_sinks).astype(value.dtype)
+        output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights, value[:, :, keys])
+        return rearrange(output, "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim", group=group)
+
+    output = jnp.concatenate(
+        [attend(*block) for block in make_query_blocks(attention_mask, query.shape[1], key.shape[2])], axis=1
+    )
+    return output if attention_mask.is_structural else zero_masked_queries(output, mask)
+
+
+def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
+    """Split queries into up to four blocks of at least 64, each with the range of keys that its mask can allow.
+
+    Returns one block of all queries and keys if the mask is not causal or has positions.
+    """
+    if attention_mask.query_positions is not None or not attention_mask.causal:
+        return [(slice(0, query_seq), slice(0, key_seq))]
+    size = max(-(-query_seq // 4), min(query_seq, 64))
+    starts = range(0, query_seq, size)
+    behind = key_seq if attention_mask.window is None else attention_mask.window - 1
+    ends = [min(start + size, query_seq) for start in starts]
+    return [(slice(start, end), slice(max(0, start - behind), end)) for start, end in zip(starts, ends, strict=True)]
+
+
+def _softmax_with_sinks(
+    scores: Float[Array, "batch kv_heads rows keys"], sinks: Float[Array, "kv_heads rows 1"] | None
+) -> Float[Array, "batch kv_heads rows keys"]:
+    """Compute the softmax over keys in float32, with one sink per row if given."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    highest = lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sinks))
+    weights = jnp.exp(scores - highest)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - highest))

@@ -1,0 +1,82 @@
+"""The attention mask: causality, windows, positions and segments, as rules that every implementation reads."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+MASK_VALUE = -1e30
+"""Score of a masked key: finite, so that the softmax of a fully masked query is finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """An attention mask, described by rules: a query attends to the keys that all rules allow.
+
+    - Positions default to the order in the arrays. A key at a negative position is masked: an empty slot of a KV cache,
+      or padding.
+    - `causal`: causal mask, key_position <= query_position.
+    - `window`: sliding-window attention, query_position - key_position < window; if not causal,
+      |query_position - key_position| < window.
+    - Segments (packed sequences): only tokens with equal ids attend to each other.
+
+    **Raises** `ValueError` where positions or segments are given for one side only, and for a window below 1.
+    """
+
+    causal: bool
+    window: int | None = None
+    query_segments: Int[Array, "batch query_seq"] | None = None
+    key_segments: Int[Array, "batch key_seq"] | None = None
+    query_positions: Int[Array, "batch query_seq"] | None = None
+    key_positions: Int[Array, "batch key_seq"] | None = None
+
+    def __post_init__(self):
+        if (self.query_positions is None) != (self.key_positions is None):
+            raise ValueError("attention: give positions for queries and keys, or for neither.")
+        if (self.query_segments is None) != (self.key_segments is None):
+            raise ValueError("attention: give segments for queries and keys, or for neither.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"attention: window is {self.window}; a query attends at least to itself, so it is at least 1."
+            )
+
+    @property
+    def is_structural(self) -> bool:
+        """Return True if the mask is the same for all rows and depends on causality and the window alone."""
+        return self.query_positions is None and self.query_segments is None
+
+    def materialize(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
+        """Return the boolean mask, True where a query attends to a key, or None if nothing is masked.
+
+        `rows` is batch, or 1 if all rows have the same mask.
+
+        **Raises** `ValueError` if causality or a window needs positions: query_seq and key_seq differ and there are
+        none.
+        """
+        rules = []
+        if self.query_positions is not None and self.key_positions is not None:
+            query_positions, key_positions = self.query_positions, self.key_positions
+            rules.append(key_positions[:, None, :] >= 0)
+        elif query_seq == key_seq or (not self.causal and self.window is None):
+            query_positions, key_positions = jnp.arange(query_seq)[None], jnp.arange(key_seq)[None]
+        else:
+            raise ValueError(
+                f"attention: {query_seq} queries and {key_seq} keys have no common order in time. Give positions."
+            )
+        age = query_positions[:, :, None] - key_positions[:, None, :]
+        if self.causal:
+            rules.append(age >= 0)
+        if self.window is not None:
+            rules.append((age if self.causal else jnp.abs(age)) < self.window)
+        if self.query_segments is not None and self.key_segments is not None:
+            rules.append(self.query_segments[:, :, None] == self.key_segments[:, None, :])
+        if not rules:
+            return None
+        mask = functools.reduce(jnp.logical_and, rules)
+        return jnp.broadcast_to(mask, (mask.shape[0], query_seq, key_seq))
+
+
+def zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
+    """Zero the output of fully masked queries, whose softmax is uniform and meaningless."""
+    return output if mask is None else jnp.where(mask.any(axis=-1)[:, :, None, None], output, 0)

@@ -1,0 +1,50 @@
+"""Softmax attention by its definition, for all others to agree with."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from .mask import MASK_VALUE, AttentionMask
+
+
+def reference_attention(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    attention_mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+) -> Float[Array, "batch query_seq heads value_dim"]:
+    """Compute attention by its definition in float32, with keys and values repeated for every query head."""
+    group = group_size(query, key)
+    query, key, value_fp32 = (x.astype(jnp.float32) for x in (query, key, value))
+    key, value_fp32 = (jnp.repeat(x, group, axis=2) for x in (key, value_fp32))
+    mask = attention_mask.materialize(query.shape[1], key.shape[1])
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
+    scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
+    mask = jnp.ones_like(scores, bool) if mask is None else jnp.broadcast_to(mask[:, None], scores.shape)
+    highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASK_VALUE)
+    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(query.shape[2], 1, 1)
+    highest = lax.stop_gradient(highest if sinks is None else jnp.maximum(highest, sinks))
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0)), 0)
+    total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - highest))
+    weights = weights / jnp.where(total > 0, total, 1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value_fp32, precision="highest").astype(value.dtype)
+
+
+def scale_scores(
+    scores: Float[Array, "..."], head_dim: int, scale: float | None, soft_cap: float | None
+) -> Float[Array, "..."]:
+    """Scale the products of queries and keys, and apply the soft cap if there is one."""
+    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
+    """Return the number of query heads per key head. **Raises** `ValueError` if it is not an integer."""
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"attention: {heads} query heads do not share out over {kv_heads} key heads.")
+    return heads // kv_heads
