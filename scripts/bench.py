@@ -1,10 +1,10 @@
 """Benchmark of the library: training steps, time to first step, decoding; against the machine's peak and PyTorch.
 
     python scripts/bench.py                              # training step, first step, decoding: about ten minutes
-    python scripts/bench.py --vs torch                   # against torch and transformers, if installed
+    python scripts/bench.py --vs torch                   # everything that has a rival in torch and transformers
     python scripts/bench.py --parts step --rounds 30 --remat full elementwise
     python scripts/bench.py --parts large                # on an accelerator: a model of a billion parameters
-    python scripts/bench.py --vs torch --page docs/performance.md    # write the table of the documentation
+    python scripts/bench.py --vs torch --page docs/performance.md    # write the tables of this kind of processor
     python scripts/bench.py --vs torch --parts mixture grouped --page docs/moe.md    # mixtures of experts
     python scripts/bench.py --vs torch --parts adapters --page docs/adapters.md    # LoRA, DoRA, QLoRA, against PEFT
     python scripts/bench.py --parts recurrences --operations gla kda --lengths 2048 32768    # cost per token
@@ -30,17 +30,33 @@ import jax
 import tyro
 
 import zoo
-from scripts.benchmarks import adapted, large, measure, ours, recurrences, table
+from scripts.benchmarks import adapted, entrants, large, long_context, measure, recurrences, starts, table
+from scripts.benchmarks.entrants import Row
 from scripts.benchmarks.measure import Timing
-from zoo.ops.moe import grouped_matmul
 
 Part = Literal[
-    "step", "first", "decode", "mixture", "grouped", "recurrences", "recurrent", "continued", "adapters", "large"
+    "step",
+    "first",
+    "starts",
+    "decode",
+    "mixture",
+    "recurrent",
+    "attention",
+    "prefill",
+    "long",
+    "grouped",
+    "recurrences",
+    "continued",
+    "adapters",
+    "large",
 ]
-Row = dict[str, Any]
-
-NEW_TOKENS = 128
-"""Tokens generated after the prompt when decoding."""
+DEFAULT: dict[str, tuple[Part, ...]] = {
+    "none": ("step", "first", "decode"),
+    "torch": ("step", "first", "starts", "decode", "mixture", "recurrent", "attention", "prefill", "long"),
+}
+"""Parts by rival, if none are asked for."""
+LONGEST_STEP = 8192
+"""Tokens in a row of a training step; attention and prefill take longer rows, too."""
 
 
 def main(
@@ -52,6 +68,7 @@ def main(
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16"),
     depths: tuple[int, ...] = (12, 48),
     lengths: tuple[int, ...] = (2048, 8192),
+    contexts: tuple[int, ...] = (2048, 8192, 32768),
     operations: tuple[str, ...] = tuple(recurrences.OPERATIONS),
     slow: bool = False,
     out: Path = Path("runs/bench.json"),
@@ -61,18 +78,20 @@ def main(
     """Run the benchmarks, print a line per entrant, and write all figures as JSON.
 
     Args:
-        parts: Benchmarks to run: `step`, a training step; `first`, time to the first step; `decode`; `mixture`, a step
-            of a mixture of experts and of the dense model with as many active parameters; `grouped`, its grouped matrix
-            product; `recurrences`, single recurrent operations; `recurrent`, steps of recurrent models; `continued`,
-            decoding after short and long prompts; `adapters`, steps that train a LoRA, a DoRA or a QLoRA, all
-            parameters, and PEFT's; `large`, a model of a billion parameters. By default the first three, and `large`
-            on an accelerator.
+        parts: Benchmarks to run: `step`, a training step; `first`, time to the first step; `starts`, seconds from a
+            command to its first step or token; `decode`; `mixture`, a step of a mixture of experts and of the dense
+            model with as many active parameters; `recurrent`, steps of recurrent models; `attention`, `prefill` and
+            `long`, a training step, at long contexts; `grouped`, the grouped matrix product; `recurrences`, single
+            recurrent operations; `continued`, decoding after short and long prompts; `adapters`, steps that train a
+            LoRA, a DoRA or a QLoRA, all parameters, and PEFT's; `large`, a model of a billion parameters. By default
+            `step`, `first` and `decode`, against a rival all up to `long`, and on an accelerator `large` too.
         vs: The rival: torch with transformers, eager and compiled.
         rounds: Runs per entrant; a tenth of it, at least two, for new processes.
         remat: Rematerialization policies of our step; one entrant each.
         dtypes: Compute dtypes.
         depths: Numbers of layers for the time to the first step.
         lengths: Sequence lengths for the recurrences.
+        contexts: Lengths for attention and prefill; training steps leave out those above 8,192 tokens.
         operations: Recurrences to run.
         slow: Include rivals whose step takes a minute: transformers' Mamba, token by token.
         out: Path of the JSON.
@@ -82,37 +101,39 @@ def main(
     require(rivals(vs, parts))
     if page is not None:
         table.check(page, place)
-    here = parts or ("step", "first", "decode", *(("large",) if jax.default_backend() != "cpu" else ()))
+    here = parts or (*DEFAULT[vs], *(("large",) if jax.default_backend() != "cpu" else ()))
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": measure.machine(), "rows": []}
     found["versions"] = versions(rivals(vs, here))
     for name, value in {**found["machine"], **found["versions"]}.items():
         print(f"{name:>12}  {value}")
-    if "step" in here:
-        entrants, facts = steps(vs, remat, dtypes)
-        compete("training step", entrants, facts, rounds, found)
-    if "first" in here:
-        first_steps(vs, depths, max(2, rounds // 10), found)
-    if "decode" in here:
-        entrants, facts = decoding(vs)
-        compete("decoding", entrants, facts, rounds, found)
-    if "mixture" in here:
-        entrants, facts = mixtures(vs, remat, dtypes)
-        compete("mixture of experts", entrants, facts, rounds, found)
-    if "grouped" in here:
-        entrants, facts = grouped_products()
-        compete("grouped product", entrants, facts, 3 * rounds, found)
-    if "recurrences" in here:
-        entrants, facts = recurrences.single_operations(operations, lengths)
-        compete("recurrences", entrants, facts, rounds, found)
-    if "recurrent" in here:
-        entrants, facts = recurrences.steps(vs, remat, slow=slow)
-        compete("recurrent models", entrants, facts, rounds, found)
-    if "continued" in here:
-        entrants, facts = recurrences.decoding_steps()
-        compete("tokens after a prompt", entrants, facts, rounds, found)
-    if "adapters" in here:
-        entrants, facts = adapted.steps(vs, remat, dtypes)
-        compete("adapters", entrants, facts, rounds, found)
+    contests: dict[str, tuple[str, Callable[[], entrants.Entrants], int]] = {
+        "step": ("training step", lambda: entrants.steps(vs, remat, dtypes), rounds),
+        "decode": ("decoding", lambda: entrants.decoding(vs), rounds),
+        "mixture": ("mixture of experts", lambda: entrants.mixtures(vs, remat, dtypes), rounds),
+        "recurrent": ("recurrent models", lambda: recurrences.steps(vs, remat, slow=slow), rounds),
+        "grouped": ("grouped product", entrants.grouped_products, 3 * rounds),
+        "recurrences": ("recurrences", lambda: recurrences.single_operations(operations, lengths), rounds),
+        "continued": ("tokens after a prompt", recurrences.decoding_steps, rounds),
+        "adapters": ("adapters", lambda: adapted.steps(vs, remat, dtypes), rounds),
+    }
+    by_length: dict[str, tuple[str, Callable[[int], entrants.Entrants]]] = {
+        "attention": ("attention", lambda seq: long_context.attentions(vs, seq)),
+        "prefill": ("prefill", lambda seq: long_context.prefills(vs, seq)),
+        "long": ("training step on one row", lambda seq: long_context.steps(vs, seq, remat[0])),
+    }
+    for part in here:
+        if part == "first":
+            first_steps(vs, depths, max(2, rounds // 10), found)
+        elif part == "starts":
+            start_up(max(3, rounds // 3), found)
+        elif part in contests:
+            title, make, count = contests[part]
+            compete(title, *make(), count, found)
+        elif part in by_length:
+            title, make_of = by_length[part]
+            for seq in contexts:
+                if part != "long" or seq <= LONGEST_STEP:
+                    compete(title, *make_of(seq), max(2, min(rounds, rounds * 4096 // seq)), found)
     if "large" in here:
         large.run(found, report)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -137,100 +158,25 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("jaxlib", "equinox", *packages)}
 
 
-def steps(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[str, Callable], dict[str, Row]]:
-    """Return the entrants of the training step, and the FLOPs and tokens of each."""
-    sizes, entrants, facts = ours.Sizes(), {}, {}
-    for dtype in dtypes:
-        for policy in remat:
-            name = f"zoo, {dtype}, remat={policy}"
-            entrants[name], facts[name] = our_step(sizes, dtype, policy)
-        if vs == "torch":
-            from scripts.benchmarks import pytorch
-
-            for compiled in (False, True):
-                name = f"torch, {dtype}, {'compiled' if compiled else 'eager'}"
-                entrants[name] = pytorch.Training(sizes, dtype, compiled=compiled)
-                facts[name] = work(sizes, dtype)
-    return entrants, facts
-
-
-def mixtures(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> tuple[dict[str, Callable], dict[str, Row]]:
-    """Return the entrants of the mixture's step, and of the dense model with as many active parameters."""
-    sizes, dense, entrants, facts = ours.MIXTURE, ours.Sizes(), {}, {}
-    for dtype in dtypes:
-        for policy in remat:
-            for kind, own in (("mixture", sizes), ("dense", dense)):
-                name = f"zoo {kind}, {dtype}, remat={policy}"
-                entrants[name], facts[name] = our_step(own, dtype, policy)
-        if vs == "torch":
-            from scripts.benchmarks import pytorch
-
-            for experts, compiled in (("eager", False), ("grouped_mm", False), ("grouped_mm", True)):
-                name = f"torch mixture, {dtype}, {experts}{', compiled' if compiled else ''}"
-                entrants[name] = pytorch.Training(sizes, dtype, compiled=compiled, experts=experts)
-                facts[name] = work(sizes, dtype)
-    return entrants, facts
-
-
-def our_step(sizes: ours.Sizes, dtype: str, policy: Any) -> tuple[Callable, Row]:
-    run = ours.Training(sizes, dtype, policy)
-    return run, work(sizes, dtype) | run.executed()
-
-
-def work(sizes: ours.Sizes, dtype: str) -> Row:
-    """Return the FLOPs and tokens of a step, the same for all entrants."""
-    return {"dtype": dtype, "flops": sizes.model_flops, "tokens": sizes.batch * sizes.seq}
-
-
-def grouped_products() -> tuple[dict[str, Callable], dict[str, Row]]:
-    """Return the entrants of the grouped product: even and uneven loads, idle experts, the dense product of the same
-    size, and `lax.ragged_dot`."""
-    form, dealt, entrants, facts = grouped_matmul.grouped_matmul, ours.loads, {}, {}
-    for gradient in (False, True):
-        also = ", with gradient" if gradient else ""
-        kinds = {
-            "dense, 8 of 512 rows": (ours.batched, dealt(8, 8)),
-            "8 experts, 512 rows each": (form, dealt(8, 8)),
-            "8 experts, 114 to 910 rows": (form, dealt(8, 8, uneven=True)),
-            "64 experts, 64 rows each": (form, dealt(64, 64)),
-            "64 experts, 512 rows for 8 of them": (form, dealt(64, 8)),
-            "lax.ragged_dot, 8 experts, 512 rows each": (grouped_matmul.grouped_matmul_ragged, dealt(8, 8)),
-        }
-        for name, (kind, loads) in kinds.items():
-            entrants[name + also] = run = ours.GroupedMatmul(kind, loads, gradient=gradient)
-            facts[name + also] = {"dtype": "float32", "flops": run.flops, "tokens": run.ROWS}
-    return entrants, facts
-
-
-def decoding(vs: str) -> tuple[dict[str, Callable], dict[str, Row]]:
-    sizes, new, entrants, facts = ours.Sizes(), NEW_TOKENS, {}, {}
-    for batch in (1, 8):
-        name = f"zoo, batch {batch}"
-        entrants[name] = run = ours.Decoding(sizes, batch, new=new)
-        facts[name] = {"bytes_needed": run.bytes_a_token() * new, "tokens": batch * new}
-        if vs == "torch":
-            from scripts.benchmarks import pytorch
-
-            entrants[f"transformers, batch {batch}"] = pytorch.Decoding(sizes, batch, new=new)
-            facts[f"transformers, batch {batch}"] = dict(facts[name])
-    return entrants, facts
-
-
-def compete(part: str, entrants: dict[str, Callable], facts: dict[str, Row], rounds: int, found: dict) -> None:
+def compete(part: str, runs: dict[str, Callable], facts: dict[str, Row], rounds: int, found: dict) -> None:
     """Warm up all entrants, time them in turn, and report each with its share of the ceilings."""
-    print(f"\n{part}: {rounds} rounds of {len(entrants)} entrants", flush=True)
-    for run in entrants.values():
+    print(f"\n{part}: {rounds} rounds of {len(runs)} entrants", flush=True)
+    for run in runs.values():
         run()
     ceilings = measure.ceilings()
-    timings = measure.contest({**entrants, **ceilings}, rounds)
+    timings = measure.contest({**runs, **ceilings}, rounds)
     rates = measure.rates(timings)
     found.setdefault("ceilings", {})[part] = rates
     print(
         "  "
         + "; ".join(f"{name} {rate / 1e9:,.0f} G{'B' if name == 'copy' else 'FLOP'}/s" for name, rate in rates.items())
     )
-    for name in entrants:
-        report(found, part, name, timings[name], facts[name], rates)
+    for name in runs:
+        row = dict(facts[name])
+        if known := [rival for rival in row.pop("rivals", ()) if rival in timings]:
+            best = min(known, key=lambda rival: timings[rival].median)
+            row |= {"rival": best, "ratio": timings[name].relative_to(timings[best])}
+        report(found, part, name, timings[name], row, rates)
 
 
 def report(found: dict, part: str, name: str, timing: Timing, facts: Row, rates: dict[str, float]) -> None:
@@ -245,6 +191,8 @@ def report(found: dict, part: str, name: str, timing: Timing, facts: Row, rates:
     if "flops" in facts:
         row["share"] = facts["flops"] / timing.shortest / rates[f"matmul {facts['dtype']}"]
         line += f"  {row['share']:4.0%} of the matmul rate"
+    if "ratio" in facts:
+        line += f"  {facts['ratio']:.2f} of {facts['rival']}"
     if "bytes_needed" in facts:
         row["share"] = facts["bytes_needed"] / timing.shortest / rates["copy"]
         line += f"  {row['share']:4.0%} of the copy rate"
@@ -258,6 +206,13 @@ def report(found: dict, part: str, name: str, timing: Timing, facts: Row, rates:
         line += f"  {facts['bytes_remembered'] / 1e6:,.2f} MB remembered"
     found["rows"].append(row)
     print(line, flush=True)
+
+
+def start_up(rounds: int, found: dict) -> None:
+    """Measure the seconds from a command to its first step or token."""
+    print("\nstart-up: new processes, with a compilation cache", flush=True)
+    for name, timing in starts.measure_starts(rounds).items():
+        report(found, "start-up", name, timing, {}, {})
 
 
 def first_steps(vs: str, depths: Sequence[int], rounds: int, found: dict) -> None:

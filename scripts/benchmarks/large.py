@@ -33,10 +33,7 @@ def run(found: dict[str, Any], report: Callable, sizes: ours.Sizes = ours.ONE_BI
     for policy in POLICIES:
         for batch in (8, 4, 2, 1):
             now = dataclasses.replace(sizes, batch=batch)
-            options = {"implementation": ours.fused_attention()}
-            timed = attempt(
-                lambda now=now, policy=policy, options=options: ours.Training(now, "bfloat16", policy, **options)
-            )
+            timed = attempt(lambda now=now, policy=policy: ours.Training(now, "bfloat16", policy))
             if timed is None:
                 continue
             _, timing = timed

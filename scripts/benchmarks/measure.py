@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -15,6 +15,9 @@ import numpy as np
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """FLOP/s of dense bfloat16 products with float32 sums, from NVIDIA's data sheets; H100 and H200 as SXM modules."""
+
+
+_LONG = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +29,17 @@ class Timing:
     high: float
     shortest: float
     rounds: int
+    seconds: tuple[float, ...] = dataclasses.field(default=(), repr=False)
+    """Each round's."""
 
     @classmethod
-    def of(cls, seconds: list[float]) -> "Timing":
+    def of(cls, seconds: Sequence[float]) -> "Timing":
         low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
-        return cls(median, low, high, min(seconds), len(seconds))
+        return cls(median, low, high, min(seconds), len(seconds), tuple(seconds))
+
+    def relative_to(self, other: "Timing") -> float:
+        """Return the median over the rounds of this entrant's time divided by the other's in the same round."""
+        return float(np.median(np.divide(self.seconds, other.seconds)))
 
 
 def contest(entrants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
@@ -38,13 +47,15 @@ def contest(entrants: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
     block until done and are already compiled.
 
     Each turn is two calls, of which the second is timed: the first sees memory and caches as the rival left them, which
-    costs XLA 0.2 to 0.5 s if PyTorch has returned its memory to the system.
+    costs XLA 0.2 to 0.5 s if PyTorch has returned its memory to the system. A call of over `_LONG` seconds needs no
+    other before it.
     """
     seconds: dict[str, list[float]] = {name: [] for name in entrants}
     for turn in range(rounds):
         names = list(entrants) if turn % 2 == 0 else list(entrants)[::-1]
         for name in names:
-            entrants[name]()
+            if not seconds[name] or min(seconds[name]) < _LONG:
+                entrants[name]()
             start = time.perf_counter()
             entrants[name]()
             seconds[name].append(time.perf_counter() - start)

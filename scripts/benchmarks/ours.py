@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 
 import zoo
-from zoo.ops import attention
 from zoo.ops.matmul import einsum_fp32_accum
 
 
@@ -140,13 +139,6 @@ class Decoding:
         caches = self.model.init_state(self.batch, 1)
         slot = sum(x.nbytes for x in jax.tree.leaves(caches) if eqx.is_inexact_array(x))
         return sum(x.nbytes for x in arrays) + slot * (self.prompt + self.new / 2)
-
-
-def fused_attention() -> Callable:
-    """Return cuDNN's attention on a GPU, the default elsewhere."""
-    if jax.default_backend() == "gpu":
-        return functools.partial(attention.fused_attention, implementation="cudnn")
-    return attention.grouped_query_attention
 
 
 def count(sizes: Sizes) -> int:

@@ -41,7 +41,7 @@ def model(sizes: Sizes, experts: str = "eager") -> Any:
         intermediate_size=sizes.mlp,
         num_hidden_layers=sizes.layers,
         num_attention_heads=sizes.heads,
-        max_position_embeddings=4096,
+        max_position_embeddings=65536,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
@@ -169,3 +169,28 @@ class Decoding:
             self.tokens, attention_mask=mask, max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False
         )
         assert generated.shape[1] == self.tokens.shape[1] + self.new
+
+
+class Prefill(Decoding):
+    """Greedy generation of one token after a prompt of `seq` tokens, which fills the KV cache."""
+
+    def __init__(self, sizes: Sizes, seq: int):
+        super().__init__(sizes, 1, prompt=seq, new=1)
+
+
+class Attention:
+    """Causal `scaled_dot_product_attention` of one row in float32, alone or with the gradient of its three inputs."""
+
+    def __init__(self, seq: int, heads: int, kv_heads: int, head_dim: int, *, gradient: bool):
+        draw = lambda count: torch.randn(1, count, seq, head_dim, device=device(), requires_grad=gradient)
+        self.inputs, self.gradient = (draw(heads), draw(kv_heads), draw(kv_heads)), gradient
+        self.cotangent = torch.randn(1, heads, seq, head_dim, device=device())
+
+    def __call__(self) -> None:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        with torch.set_grad_enabled(self.gradient):
+            output = attend(*self.inputs, is_causal=True, enable_gqa=True)
+        if self.gradient:
+            torch.autograd.grad(output, self.inputs, self.cotangent)
+        if device() == "cuda":
+            torch.cuda.synchronize()

@@ -242,6 +242,9 @@ def steps(
             if slow or kind not in pytorch.SLOW:
                 entrants[f"transformers {kind}"] = pytorch.Training(sizes, "float32", compiled=False)
                 facts[f"transformers {kind}"] = {"tokens": sizes.batch * sizes.seq}
+                for name in facts:
+                    if name.startswith(f"zoo {kind},"):
+                        facts[name]["rivals"] = (f"transformers {kind}",)
     return entrants, facts
 
 

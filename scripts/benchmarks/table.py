@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 START, END = "<!-- what scripts/bench.py measured -->", "<!-- until here -->"
+HEADING = "### "
+"""Mark of the heading over the tables of one processor."""
 COLUMNS = {
     "compiling": ("more than a later step", "to make the model"),
     "copy_share": ("tokens/s", "GFLOP", "share of the product", "MB", "share of the copy"),
@@ -16,6 +18,8 @@ COLUMNS = {
     "tokens_per_second": ("tokens/s",),
 }
 """Last columns of a part, by the first of these keys that its rows have."""
+RATIO = "of the best rival's time"
+"""Column of the median ratio in paired rounds."""
 
 
 def start(place: str) -> str:
@@ -31,23 +35,31 @@ def check(path: Path, place: str = "") -> None:
 
 
 def write(path: Path, found: dict[str, Any], words: Sequence[str], place: str = "") -> None:
-    """Write the table between its two markers."""
+    """Write the tables of this processor between the two markers, in place of its former ones; those of other
+    processors stay."""
     first = start(place)
     before, _, rest = path.read_text().partition(first)
-    after = rest.partition(END)[2]
-    path.write_text(f"{before}{first}\n{table(found, words)}{END}{after}")
+    old, _, after = rest.partition(END)
+    title = f"{HEADING}{describe_processor(found['machine'])}\n"
+    sections = {section.partition("\n")[0]: section for section in old.split(f"\n{HEADING}")[1:]}
+    sections[title.removeprefix(HEADING).rstrip()] = title.removeprefix(HEADING) + table(found, words)
+    body = "".join(f"\n{HEADING}{section.rstrip()}\n" for _, section in sorted(sections.items()))
+    path.write_text(f"{before}{first}\n{body}\n{END}{after}")
+
+
+def describe_processor(machine: dict[str, str]) -> str:
+    """Return the processor, its cores, and the accelerators, by which measurements are told apart."""
+    device = f", {machine['device']}" if "device" in machine else ""
+    return f"{machine['processor']}, {machine['cores']} cores{device}"
 
 
 def table(found: dict[str, Any], words: Sequence[str]) -> str:
     """Format the machine, the command and a table per part as Markdown."""
     machine, versions = found["machine"], found["versions"]
     names = ", ".join(f"{name} {version}" for name, version in {"jax": machine["jax"], **versions}.items())
-    where = f"{machine['processor']}, {machine['cores']} cores" + (
-        f", {machine['device']}" if "device" in machine else ""
-    )
     lines = [
         "",
-        f"Measured on {found['date']}: {where}; Python {machine['python']}, {names}; commit {machine['commit']}.",
+        f"Measured on {found['date']}; Python {machine['python']}, {names}; commit {machine['commit']}.",
         "",
     ]
     tunables = [f"GLIBC_TUNABLES={machine['GLIBC_TUNABLES']}"] if "GLIBC_TUNABLES" in machine else []
@@ -56,12 +68,16 @@ def table(found: dict[str, Any], words: Sequence[str]) -> str:
         rows = [row for row in found["rows"] if row["part"] == part]
         rates = found.get("ceilings", {}).get(part)
         lines += [f"**{part.capitalize()}.** {ceiling(rates)}" if rates else f"**{part.capitalize()}.**", ""]
-        columns = COLUMNS[find_columns(rows[0])]
+        has_ratio = any("ratio" in row for row in rows)
+        columns = (*COLUMNS[find_columns(rows[0])], *((RATIO,) if has_ratio else ()))
         lines += [
             f"| | median | quartiles | shortest | {' | '.join(columns)} |",
             "|---" + "|--:" * (3 + len(columns)) + "|",
         ]
-        lines += [cells(row) for row in rows] + [""]
+        lines += [
+            cells(row) + (f" {row['ratio']:.2f} |" if "ratio" in row else " – |" if has_ratio else "") for row in rows
+        ]
+        lines += [""]
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from scripts import bench
-from scripts.benchmarks import adapted, large, measure, ours, recurrences, table
+from scripts.benchmarks import adapted, entrants, large, long_context, measure, ours, recurrences, starts, table
 from scripts.benchmarks.measure import Timing
 from zoo.layers import LinearAttention
 
@@ -25,6 +25,18 @@ def test_contest_runs_entrants_in_turn():
 def test_timing_of_seconds():
     found = Timing.of([4.0, 1.0, 2.0, 3.0, 5.0])
     assert (found.low, found.median, found.high, found.shortest, found.rounds) == (2.0, 3.0, 4.0, 1.0, 5)
+
+
+def test_ratio_is_the_median_of_paired_rounds():
+    ours, rival = Timing.of([1.0, 4.0, 3.0]), Timing.of([2.0, 4.0, 30.0])
+    assert ours.relative_to(rival) == 0.5
+
+
+def test_contest_calls_long_entrants_once_a_round(monkeypatch):
+    order, now = [], iter(range(0, 100, 5))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(now)))
+    measure.contest({"a": lambda: order.append("a")}, rounds=3)
+    assert len(order) == 1 + 3
 
 
 def test_model_flops_of_a_step():
@@ -44,9 +56,9 @@ def test_model_flops_of_a_mixture_count_active_experts():
 
 def test_grouped_products_have_equal_rows(monkeypatch):
     monkeypatch.setattr(ours.GroupedMatmul, "ROWS", 64)
-    entrants, facts = bench.grouped_products()
+    runs, facts = entrants.grouped_products()
     assert {row["tokens"] for row in facts.values()} == {64}
-    for name, run in entrants.items():
+    for name, run in runs.items():
         sizes = run.arguments[2]
         assert sizes.sum() == 64 and (len(sizes) == 8) == ("64 experts" not in name)
         if "gradient" not in name:
@@ -55,7 +67,7 @@ def test_grouped_products_have_equal_rows(monkeypatch):
 
 def test_bench_runs_and_writes_its_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ours, "Sizes", lambda: TINY)
-    monkeypatch.setattr(bench, "NEW_TOKENS", 4)
+    monkeypatch.setattr(entrants, "NEW_TOKENS", 4)
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.START}\nold\n{table.END}\nafter\n")
     monkeypatch.setattr(ours, "MIXTURE", dataclasses.replace(TINY, experts=4))
@@ -81,6 +93,51 @@ def test_bench_adapters_hold_no_gradient_of_the_base(tmp_path, monkeypatch):
     assert full["bytes_learning"] == 3 * full["bytes_parameters"] + 4  # gradients, two moments, a count
     assert lora["bytes_learning"] == qlora["bytes_learning"] == 3 * 4 * ranks + 4
     assert lora["bytes_parameters"] - qlora["bytes_parameters"] == 3 * matrices - 4 * (matrices // 16)  # a scale a row
+
+
+def test_write_keeps_the_tables_of_other_processors(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{table.START}\n\nof old\n{table.END}\nafter\n")
+
+    def measured(processor, median, **row):
+        machine = {"processor": processor, "cores": "2", "python": "3", "jax": "0", "commit": "c"}
+        times = {"median": median, "low": 1.0, "high": 2.0, "shortest": 1.0}
+        rows = [{"part": "step", "name": "zoo", **times, "tokens_per_second": 7.0, **row}]
+        return {"machine": machine, "versions": {}, "date": "today", "rows": rows}
+
+    for processor, median in (("Xeon", 3.0), ("EPYC", 1.5), ("Xeon", 4.0)):
+        table.write(page, measured(processor, median, ratio=0.25), ["--parts", "step"])
+    text = page.read_text()
+    assert (
+        text.index("### EPYC, 2 cores\n")
+        < text.index("1.50 s")
+        < text.index("### Xeon, 2 cores\n")
+        < text.index("4.00")
+    )
+    assert text.count("###") == 2 and "3.00 s" not in text and "of old" not in text and text.endswith("\nafter\n")
+    assert f"| tokens/s | {table.RATIO} |" in text and text.count("| 7 | 0.25 |") == 2
+
+
+def test_bench_long_contexts(monkeypatch):
+    """By hand: of 64 tokens a head's products of queries and keys, and of weights and values, the causal half."""
+    monkeypatch.setattr(ours, "Sizes", lambda: TINY)
+    monkeypatch.setattr(long_context, "Sizes", lambda: TINY)
+    runs, facts = long_context.attentions("none", 64)
+    assert [row["flops"] for row in facts.values()] == [2 * 2 * 64 * 64 / 2 * 4 * 64, 7 * 2 * 64 * 64 / 2 * 4 * 64]
+    for run in runs.values():
+        run()
+    (prefill,), (row,) = (list(part.values()) for part in long_context.prefills("none", 12))
+    prefill()
+    assert row["flops"] == 2 * 12 * 2 * 16 * (4 * 16 + 3 * 16) + 2 * 12 * 12 * 2 * 16
+    (step,), (row,) = (list(part.values()) for part in long_context.steps("none", 16, "full"))
+    step()
+    assert row["tokens"] == 16 and row["executed_flops"] > 0
+
+
+@pytest.mark.slow
+def test_starts_of_commands():
+    timings = starts.measure_starts(1)
+    assert len(timings) == 4 and all(timing.median > 0 for timing in timings.values())
 
 
 def test_bench_refuses_a_page_without_markers_early(tmp_path):
@@ -137,9 +194,9 @@ def test_bench_recurrent_models(monkeypatch):
     monkeypatch.setattr(recurrences, "KINDS", {"small": partial(LinearAttention, heads=2)})
     sizes = recurrences.Recurrent(vocab=32, embed=16, layers=1, batch=2, seq=8, kind="small")
     monkeypatch.setattr(recurrences, "Recurrent", lambda kind: dataclasses.replace(sizes, kind=kind))
-    entrants, facts = recurrences.steps("none", ("none",), unrolled=(True,))
+    runs, facts = recurrences.steps("none", ("none",), unrolled=(True,))
     name = "zoo small, remat=none, unrolled"
-    entrants[name]()
+    runs[name]()
     assert facts[name]["tokens"] == 16 and facts[name]["executed_flops"] > 0
     run = recurrences.Continuing(sizes, 3)
     run()
