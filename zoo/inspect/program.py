@@ -5,15 +5,16 @@ import inspect
 import math
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import hlo
+from zoo.parallel.layout import is_array_or_shape
+
+from . import hlo, lowering
 from .collectives import Collective, sum_collectives
 from .operations import Flops, count_flops
 from .report import format_program
@@ -124,29 +125,33 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     """Trace, lower and compile `step(*args, **kwargs)`, and report its costs. Nothing runs and nothing is donated.
 
     `step` is a jitted function (`eqx.filter_jit`, `jax.jit`), or a plain one, which is jitted here. A jitted one is not
-    compiled again when it is called with the same arguments.
+    compiled again when it is called with the same arrays.
+
+    A `jax.ShapeDtypeStruct` may stand for an array. Its sharding says which devices the step is compiled for; they may
+    be `zoo.parallel.imagined`, and no array is ever made:
+
+        mesh = zoo.make_mesh(data=-1, tensor=2, devices=zoo.parallel.imagined("v5e:2x4"))
+        model = zoo.place(eqx.filter_eval_shape(make, jax.random.key(0)), mesh)
+        opt_state = zoo.place(jax.eval_shape(optimizer.init, zoo.trainable(model)), mesh.optimizer)
+        tokens = jax.ShapeDtypeStruct((16, 1024), "int32")
+        batch = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
+        print(zoo.inspect.compiled(step, batch, model, opt_state))
 
     FLOPs are counted in the jaxpr, everything else in the optimized HLO. XLA's `cost_analysis()` is not used: it counts
     a loop's body once, and the layers of a model are a loop.
 
-    **Raises** `TypeError` for a `jax.ShapeDtypeStruct` in place of an array, and for an object that has a `lower` but
-    is not jitted.
+    **Raises** `TypeError` for an object that has a `lower` but is not jitted.
     """
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, kwargs))):
-        raise TypeError("zoo.inspect.compiled takes arrays, as the step does: it needs their shardings")
     step = step if hasattr(step, "lower") else eqx.filter_jit(step)
+    leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array_or_shape(x)]
     start = time.perf_counter()
-    jaxpr = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0].jaxpr
-    calls = [equation for equation in jaxpr.eqns if "donated_invars" in equation.params]
-    if len(calls) != 1:
-        raise TypeError(f"{_get_step_name(step)} is not one jitted function: pass that of eqx.filter_jit or jax.jit")
+    closed, call = lowering.trace(step, args, kwargs, leaves)
     traced = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # `donations` has them
-        stage: Any = step.lower(*args, **kwargs)
+    stage = lowering.lower(step, closed, call, args, kwargs, leaves)
     lowered = time.perf_counter()
     with _CacheHitListener() as hits:
-        stage = stage.compile()
+        stage = lowering.compile_lowered(stage, leaves)
+    jaxpr = closed.jaxpr
     seconds = CompileTimes(traced - start, lowered - traced, time.perf_counter() - lowered, bool(hits))
     executable = getattr(stage, "compiled", stage)  # Equinox wraps JAX's own
     text = executable.as_text() or ""
@@ -154,8 +159,10 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     executions, endless = hlo.list_executions(module)
     devices = hlo.count_devices(module)
     mesh = _find_mesh(jaxpr, (args, kwargs), devices)
+    names = _name_arguments(step, jaxpr, args, kwargs)
+    variables = jaxpr.invars if lowering.has_shapes(leaves) else call.invars  # the parameters of what was lowered
     return CompiledProgram(
-        name=_get_step_name(step),
+        name=lowering.get_step_name(step),
         mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
         devices=devices,
         seconds=seconds,
@@ -164,7 +171,7 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         endless=tuple(endless),
         memory=_read_memory_stats(executable),
         collectives=sum_collectives(executions, mesh, devices),
-        donations=tuple(_check_donations(calls[0], _name_arguments(step, jaxpr, args, kwargs), executable, module)),
+        donations=tuple(_check_donations(variables, lowering.find_donated(call), names, executable, module)),
         text=text,
     )
 
@@ -184,10 +191,6 @@ class _CacheHitListener:
     def _record(self, event: str, **_: Any) -> None:
         if event == _CACHE_HIT_EVENT and threading.get_ident() == self.thread:
             self.hits.append(event)
-
-
-def _get_step_name(step: Any) -> str:
-    return getattr(step, "__name__", type(step).__name__)
 
 
 def _find_mesh(jaxpr: Any, args: Any, devices: int) -> Mesh | None:
@@ -224,7 +227,7 @@ def _read_memory_stats(executable: Any) -> MemoryStats | None:
 
 def _name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
     """Return name and array of each argument, by the id of its variable in the jaxpr: a literal has no hash."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(eqx.filter((args, kwargs), eqx.is_array))
+    paths, _ = jax.tree_util.tree_flatten_with_path(eqx.filter((args, kwargs), is_array_or_shape))
     positional, names = _name_positional_arguments(step, len(args)), {}
     for variable, ((part, key, *path), x) in zip(jaxpr.invars, paths, strict=True):
         argument = positional[key.idx] if part.idx == 0 else key.key
@@ -242,7 +245,11 @@ def _name_positional_arguments(step: Any, count: int) -> list[str]:
 
 
 def _check_donations(
-    call: Any, known: dict[int, tuple[str, Any]], executable: Any, module: hlo.HloModule
+    variables: Iterable[Any],
+    donated: set[int],
+    names: dict[int, tuple[str, Any]],
+    executable: Any,
+    module: hlo.HloModule,
 ) -> Iterator[Donation]:
     """Yield the donated arguments of a jitted call, checked against the input-output aliasing of the program.
 
@@ -252,14 +259,15 @@ def _check_donations(
     is_used = [layout.sharding is not None for layout in jax.tree.leaves(executable.input_formats)]
     number = hlo.count_parameters(module) - sum(is_used)
     aliased = hlo.find_aliased_parameters(module)
-    for variable, is_donated, used in zip(call.invars, call.params["donated_invars"], is_used, strict=True):
-        if is_donated:
-            name, x = known.get(id(variable), ("an array that the step closes over", variable.aval))
+    for variable, used in zip(variables, is_used, strict=True):
+        if id(variable) in donated:
+            name, x = names.get(id(variable), ("an array that the step closes over", variable.aval))
             yield Donation(name, _count_device_bytes(x), used and number in aliased, used)
         number += used
 
 
 def _count_device_bytes(x: Any) -> int:
     """Count the bytes of an array per device."""
-    shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+    sharding = x.sharding if is_array_or_shape(x) else None
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize

@@ -3,6 +3,7 @@
 from .collectives import all_gather, current_mesh, num_shards, reduce, scan, shard_offset, sharded_axes, vary, varying
 from .gather import Remat, cast, gather, rematerialize
 from .gradient import value, value_and_grad
+from .imagined import imagined, is_imagined
 from .layout import AXES, ZERO1, Layout, Mesh, make_mesh
 from .module import (
     ADAPTER_PARAMETER,
@@ -18,11 +19,13 @@ from .module import (
     array_fields,
     buffer,
     count,
+    find_operations,
     full_precision,
     implementation_option,
     leaves,
     map_leaves,
     named_by_class,
+    replace_option,
     stacked,
     trainable,
     wrapped,
@@ -54,10 +57,13 @@ __all__ = [
     "cast",
     "count",
     "current_mesh",
+    "find_operations",
     "full_precision",
     "gather",
+    "imagined",
     "implementation_option",
     "init",
+    "is_imagined",
     "leaves",
     "make_mesh",
     "map_leaves",
@@ -68,6 +74,7 @@ __all__ = [
     "place_batch",
     "reduce",
     "rematerialize",
+    "replace_option",
     "scan",
     "shard_offset",
     "sharded_axes",

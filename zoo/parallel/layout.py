@@ -195,6 +195,11 @@ class Mesh:
         return " x ".join(sizes) or "one device"
 
 
+def is_array_or_shape(x: Any) -> bool:
+    """Return True for an array, and for a `jax.ShapeDtypeStruct` that stands for one."""
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
@@ -247,7 +252,7 @@ def make_mesh(
 def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
     """Return one line for each dim that is replicated because its axes do not divide it."""
     lines: dict[str, str] = {}
-    arrays = eqx.filter(tree, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    arrays = eqx.filter(tree, is_array_or_shape)
     for leaf, x in zip(leaves(arrays), jax.tree.leaves(arrays), strict=True):
         for dim, size in zip(leaf.dims or (), x.shape, strict=False):
             axes = mesh.axes(dim.name)

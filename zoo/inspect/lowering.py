@@ -1,0 +1,74 @@
+"""Lower a jitted step, from arrays or from `jax.ShapeDtypeStruct`s, whose shardings say which devices it is for."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from zoo.ops.platform import normalize_platform, target_platform
+from zoo.parallel import is_imagined
+
+
+def has_shapes(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+
+
+def trace(step: Callable, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the jaxpr of a call of a jitted step, and its only equation, the jitted function's. `leaves` are the
+    arrays and shapes of the arguments. **Raises** `TypeError` if there is another equation."""
+    with target_platform(_find_platform(leaves)):
+        closed = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0]
+    calls = [equation for equation in closed.jaxpr.eqns if "donated_invars" in equation.params]
+    if len(calls) != 1:
+        raise TypeError(f"{get_step_name(step)} is not one jitted function: pass that of eqx.filter_jit or jax.jit")
+    return closed, calls[0]
+
+
+def lower(step: Any, closed: Any, call: Any, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> Any:
+    """Lower a step. `closed` and `call` are those of `trace`: from shapes the jaxpr is lowered, since the `lower` of
+    `eqx.filter_jit` takes shapes for constants."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # the report has them
+        if not has_shapes(leaves):
+            return step.lower(*args, **kwargs)
+        donated = find_donated(call)
+
+        def run(*arrays):
+            return jaxpr_as_fun(closed)(*arrays)
+
+        run.__name__ = get_step_name(step)
+        numbers = tuple(index for index, variable in enumerate(closed.jaxpr.invars) if id(variable) in donated)
+        with target_platform(_find_platform(leaves)):
+            return jax.jit(run, donate_argnums=numbers).lower(*leaves)
+
+
+def compile_lowered(stage: Any, leaves: Sequence[Any]) -> Any:
+    """Compile a lowered step. For GPUs that are not here nothing can be timed: autotuning is switched off."""
+    devices = _find_devices(leaves)
+    cannot_time = bool(devices) and devices[0].platform == "gpu" and is_imagined(devices[0])
+    return stage.compile(compiler_options={"xla_gpu_autotune_level": 0}) if cannot_time else stage.compile()
+
+
+def find_donated(call: Any) -> set[int]:
+    """Return the ids of the variables that a jitted call donates: a literal has no hash."""
+    return {id(x) for x, donated in zip(call.invars, call.params["donated_invars"], strict=True) if donated}
+
+
+def get_step_name(step: Any) -> str:
+    return getattr(step, "__name__", type(step).__name__)
+
+
+def _find_devices(leaves: Sequence[Any]) -> list[Any]:
+    """Return the devices of the first argument that has a sharding over devices."""
+    shardings = [x.sharding for x in leaves if isinstance(getattr(x, "sharding", None), jax.sharding.Sharding)]
+    return [device for sharding in shardings[:1] for device in sharding._device_assignment]
+
+
+def _find_platform(leaves: Sequence[Any]) -> str | None:
+    """Return the platform of the shapes' devices. Arrays leave it as a call would find it, so that the call finds what
+    was compiled for them."""
+    devices = _find_devices(leaves) if has_shapes(leaves) else []
+    return normalize_platform(devices[0].platform) if devices else target_platform.value
