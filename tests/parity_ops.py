@@ -65,7 +65,7 @@ def evaluate(op: str, mode: str, inputs: dict[str, Array]) -> tuple[Array, Array
     if unknown:
         raise ValueError(f"{op} takes {names} and s0, not {', '.join(sorted(unknown))}")
     run = getattr(import_module(f"zoo.ops.recurrence.{module}"), function)
-    output, state = run(*(inputs[name] for name in names.split()), state=inputs.get("s0"), mode=mode)
+    output, state = run(*(inputs[name] for name in names.split()), state=inputs.get("s0"), implementation=mode)
     return output, convert_state(state)
 
 

@@ -10,6 +10,7 @@ NAMES = {
     *("value_and_grad", "value", "spmd", "cross_entropy", "generate"),
     *("trainable", "cast", "count"),
     *("load", "save", "from_torch", "families", "hidden_states", "score", "CheckpointError", "weights"),
+    "set_implementations",
     *("adapters", "inspect", "layers", "models", "ops", "parallel", "testing", "__version__"),
 }
 SIGNATURES = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zoo.ops.implementations import Choice, Implementation, Operation, refuse_other_platforms
+from zoo.ops.implementations import Choice, Implementation, Operation, observe_decisions, refuse_other_platforms
 from zoo.ops.platform import target_platform
 
 SORT = Operation[int](
@@ -49,3 +49,13 @@ def test_auto_takes_one_with_a_drawback_before_none():
 def test_platform_is_the_one_compiled_for():
     with target_platform("tpu"):
         assert SORT.select("chip", 65).name == "chip"
+
+
+def test_decisions_are_observed_and_a_function_is_one():
+    found = []
+    with observe_decisions(found.append):
+        SORT.select("auto", 65)
+        assert SORT.select(max, 65).function is max
+    SORT.select("auto", 65)
+    assert [(decision.chosen, decision.is_auto) for decision in found] == [("merge", True), ("max", False)]
+    assert found[0].choices == SORT.explain(65)

@@ -55,7 +55,7 @@ class Attention(AbstractMixer):
     scale: float | None = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
     norm_over_heads: bool = eqx.field(static=True)
-    implementation: str | Callable = implementation_option()
+    implementation: str | Callable = implementation_option(ATTENTION)
 
     def __init__(
         self,
@@ -115,8 +115,6 @@ class Attention(AbstractMixer):
             self.key_norm = norm_over_heads(kv_heads * head_dim, features=kv_dim)
         self.clip, self.norm_over_heads = None if clip is None else float(clip), norm_over_heads is not None
         self.sinks = jnp.zeros(heads) if sinks else None
-        if isinstance(implementation, str):
-            ATTENTION.check_name(implementation)
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
         self.soft_cap, self.scale, self.implementation = soft_cap, scale, implementation
 

@@ -72,7 +72,7 @@ class LatentAttention(AbstractMixer):
     rotary: Rotary = eqx.field(static=True)
     """RoPE of the `rotary.dim` further features."""
     scale: float = eqx.field(static=True)
-    implementation: str | Callable = implementation_option()
+    implementation: str | Callable = implementation_option(ATTENTION)
 
     def __init__(
         self,
@@ -127,8 +127,6 @@ class LatentAttention(AbstractMixer):
         self.key_up = Linear(latent, heads * head_dim, in_=latent_dim, out=keys, key=key_key)
         self.value_up = Linear(latent, heads * value_dim, in_=latent_dim, out=values, key=value_key)
         self.out = Linear(heads * value_dim, embed, in_=values, out=embed_dim, bias=bias, scale=out_scale, key=out_key)
-        if isinstance(implementation, str):
-            ATTENTION.check_name(implementation)
         self.head_dim, self.rotary, self.implementation = head_dim, rotary, implementation
         self.scale = query_dim**-0.5 * _yarn_mscale(rotary) ** 2 if scale is None else float(scale)
 

@@ -6,6 +6,7 @@ from .blocks import MixerBlock, ParallelBlock, TwoMixerBlock
 from .build import build_decoder
 from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
 from .hf.spec import Family, TensorMapping, fused, prefixed
+from .implementations import set_implementations
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
 from .parameter_paths import ParameterPath, list_parameter_paths
@@ -80,6 +81,7 @@ __all__ = [
     "preset",
     "router_z_loss",
     "score",
+    "set_implementations",
     "swap_stack",
     "token_info",
     "token_losses",

@@ -5,8 +5,10 @@ An operation that has several implementations, such as attention, lists them in 
 choice, its drawback. `"auto"` takes the first implementation that has neither.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from .platform import Platform, current_platform
@@ -51,6 +53,8 @@ class Operation(Generic[_Request]):
 
     name: str
     implementations: tuple[Implementation[_Request], ...]
+    kind: str = ""
+    """Name that several operations share, by which `zoo.set_implementations` sets them: "recurrence"."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,12 +66,19 @@ class Operation(Generic[_Request]):
         if name not in self.names:
             raise ValueError(f"{self.name} has no implementation {name!r}: there are {', '.join(self.names)}")
 
-    def select(self, name: str, request: _Request) -> Implementation[_Request]:
-        """Return the implementation of this name, or the one that `"auto"` chooses for the request.
+    def select(self, name: str | Callable, request: _Request) -> Implementation[_Request]:
+        """Return the implementation of this name, the one that `"auto"` chooses for the request, or a function given
+        instead of a name. Reports it to `observe_decisions`.
 
         **Raises** `ValueError` for an unknown name, and for one that cannot compute the request, with the reason and
         the names of those that can.
         """
+        selected = self._select(name, request) if isinstance(name, str) else _wrap_function(name)
+        if (observe := _observer.get()) is not None:
+            observe(Decision(self, name == AUTO, selected.name, self.explain(request)))
+        return selected
+
+    def _select(self, name: str, request: _Request) -> Implementation[_Request]:
         self.check_name(name)
         obstacles = {each.name: each.find_obstacle(request) for each in self.implementations}
         possible = [each for each in self.implementations if obstacles[each.name] is None]
@@ -85,7 +96,7 @@ class Operation(Generic[_Request]):
     def explain(self, request: _Request) -> tuple[Choice, ...]:
         """Return what `"auto"` makes of each implementation for the request, in its order."""
         try:
-            chosen = self.select(AUTO, request).name
+            chosen = self._select(AUTO, request).name
         except ValueError:
             chosen = None
         choices = []
@@ -94,6 +105,34 @@ class Operation(Generic[_Request]):
             reason = None if each.name == chosen else obstacle or each.find_drawback(request)
             choices.append(Choice(each.name, each.name == chosen, reason, obstacle is None))
         return tuple(choices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """An implementation that was selected while a program was traced."""
+
+    operation: Operation
+    is_auto: bool
+    chosen: str
+    choices: tuple[Choice, ...]
+    """Verdict of `"auto"` on each implementation."""
+
+
+_observer: contextvars.ContextVar[Callable[[Decision], None] | None] = contextvars.ContextVar("observer", default=None)
+
+
+@contextlib.contextmanager
+def observe_decisions(observe: Callable[[Decision], None]) -> Iterator[None]:
+    """Call `observe` with every implementation that is selected inside, in this thread."""
+    token = _observer.set(observe)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def _wrap_function(function: Callable) -> Implementation:
+    return Implementation(getattr(function, "__name__", type(function).__name__), function)
 
 
 def refuse_other_platforms(*platforms: Platform) -> str | None:

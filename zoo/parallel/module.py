@@ -5,15 +5,18 @@ decay and tables of parameters are derived from it. An instance can rename a dim
 with the value `Dim("heads", 64)` turns `"out"` into heads of size 64.
 """
 
+import copy
 import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import equinox as eqx
 import jax
 from jaxtyping import AbstractArray, PyTree, jaxtyped
+
+from zoo.ops.implementations import Operation
 
 from .scope import SCOPED_METHODS, scoped
 from .trainable_copy import TrainableCopy
@@ -25,6 +28,8 @@ IMPLEMENTATION_OPTION = "zoo.implementation_option"
 WRAPPED = "zoo.wrapped"
 ADAPTER_PARAMETER = "zoo.adapter_parameter"
 _FULL_PRECISION = "zoo.full_precision"
+
+_Module = TypeVar("_Module")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +67,26 @@ def named_by_class() -> Any:
     return eqx.field(metadata={NAMED_BY_CLASS: True})
 
 
-def implementation_option(**options: Any) -> Any:
-    """Declare a static field that selects an implementation without changing the result."""
-    return eqx.field(static=True, metadata={IMPLEMENTATION_OPTION: True}, **options)
+def implementation_option(operation: Operation | None = None, **options: Any) -> Any:
+    """Declare a static field that selects an implementation without changing the result.
+
+    With an `operation`, the field holds one of its names, which `__check_init__` checks and `set_implementations` sets,
+    or a function.
+    """
+    return eqx.field(static=True, metadata={IMPLEMENTATION_OPTION: operation or True}, **options)
+
+
+def find_operations(module: Any) -> list[tuple[str, Operation]]:
+    """Return each field of a module that selects an implementation of an operation, and the operation."""
+    found = [(field.name, field.metadata.get(IMPLEMENTATION_OPTION)) for field in dataclasses.fields(module)]
+    return [(name, operation) for name, operation in found if isinstance(operation, Operation)]
+
+
+def replace_option(module: _Module, name: str, value: Any) -> _Module:
+    """Return a copy of a module with another value of one `implementation_option()`."""
+    module = copy.copy(module)
+    object.__setattr__(module, name, value)  # safe: nobody else holds this copy
+    return module
 
 
 def wrapped() -> Any:
@@ -89,7 +111,8 @@ class Module(eqx.Module):
     """Base class of every module with parameters. `__check_init__` checks arrays against their annotations, and methods
     run in a `jax.named_scope` (`zoo.parallel.scope`).
 
-    **Raises** `TypeError` if the annotation of an array names no dims or does not match the array.
+    **Raises** `TypeError` if the annotation of an array names no dims or does not match the array; `ValueError` for an
+    unknown implementation.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -100,6 +123,9 @@ class Module(eqx.Module):
                 setattr(cls, name, scoped(method, NAMED_BY_CLASS))
 
     def __check_init__(self):
+        for field, operation in find_operations(self):
+            if isinstance(name := getattr(self, field), str):
+                operation.check_name(name)
         arrays = [(field, x) for field in array_fields(self) for x in _find_bare_arrays(getattr(self, field.name))]
         with jaxtyped("context"):  # one scope for all fields: "out" has the same size in the weight and in the bias
             for field, x in arrays:

@@ -16,8 +16,13 @@ import jax
 SCOPED_METHODS = ("__call__", "transposed", "hidden", "logits", "grouped", "per_head", "per_head_transposed")
 """Methods that run in a name scope, in every class that defines them."""
 
-_calling_module: contextvars.ContextVar[Any] = contextvars.ContextVar("calling_module", default=None)
-"""The module whose method is running in this thread."""
+_calling_modules: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("calling_modules", default=())
+"""The modules whose methods are running in this thread, outermost first."""
+
+
+def calling_modules() -> tuple[Any, ...]:
+    """Return the modules whose methods are running in this thread, outermost first."""
+    return _calling_modules.get()
 
 
 def scoped(method: Callable, named_by_class: str) -> Callable:
@@ -26,15 +31,16 @@ def scoped(method: Callable, named_by_class: str) -> Callable:
 
     @functools.wraps(method)
     def run_in_scope(self, *args, **kwargs):
-        parent = _calling_module.get()
+        callers = _calling_modules.get()
+        parent = callers[-1] if callers else None
         if parent is self:
             return method(self, *args, **kwargs)
-        token = _calling_module.set(self)
+        token = _calling_modules.set((*callers, self))
         try:
             with jax.named_scope(_scope_name(self, parent, named_by_class)):
                 return method(self, *args, **kwargs)
         finally:
-            _calling_module.reset(token)
+            _calling_modules.reset(token)
 
     return run_in_scope
 

@@ -1,7 +1,6 @@
 """Mixers, blocks and decoders behind one call: what the checks run."""
 
 import abc
-import copy
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float
 from zoo.layers import AbstractMixer, TokenInfo
 from zoo.models import Decoder, Hidden, list_parameter_paths
 from zoo.models.decoder import AbstractBlock
-from zoo.parallel import IMPLEMENTATION_OPTION, Module, all_gather, gather, leaves, trainable
+from zoo.parallel import IMPLEMENTATION_OPTION, Module, all_gather, gather, leaves, replace_option, trainable
 from zoo.shapes import HiddenStates
 
 _Outputs = Float[Array, "batch seq _"]
@@ -120,7 +119,4 @@ def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Ite
 
 def set_implementation(subject: Subject, name: str, value: Any) -> Subject:
     """Return the subject with another value of one implementation option of its module."""
-    subject, module = copy.copy(subject), copy.copy(subject.module)
-    object.__setattr__(module, name, value)  # safe: nobody else holds these copies
-    object.__setattr__(subject, "module", module)
-    return subject
+    return replace_option(subject, "module", replace_option(subject.module, name, value))

@@ -80,7 +80,7 @@ def test_mamba_equals_its_formula_in_both_modes(name):
     layer, x = make_layer(name), activations(2, SEQ, EMBED)
     expected = eqx.filter_jit(NAIVE[type(layer)])(layer, x)
     assert relative_error(forward(layer, x), expected) < 1e-5
-    assert relative_error(forward(make_layer(name, mode="recurrent"), x), expected) < 1e-5
+    assert relative_error(forward(make_layer(name, implementation="recurrent"), x), expected) < 1e-5
 
 
 @pytest.mark.parametrize(

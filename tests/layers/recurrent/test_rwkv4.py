@@ -50,7 +50,7 @@ def test_rwkv4_equals_its_formula_in_both_modes():
     layer, x = make_time_mixing(), activations(2, SEQ, EMBED)
     expected = eqx.filter_jit(naive_time_mixing)(layer, x)
     assert relative_error(forward(layer, x), expected) < 1e-5
-    assert relative_error(forward(make_time_mixing(mode="recurrent"), x), expected) < 1e-5
+    assert relative_error(forward(make_time_mixing(implementation="recurrent"), x), expected) < 1e-5
 
 
 def test_rwkv4_on_a_mesh_equals_one_device():

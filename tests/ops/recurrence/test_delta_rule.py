@@ -62,8 +62,8 @@ def test_delta_rules_equal_their_equations(op):
     given = {name: inputs[name] for name in ("query", "key", "value", *names, "state")}
     expected = equations_in_numpy(op, **{name: np.asarray(x, np.float64) for name, x in given.items()})
     all_close(REFERENCES[op](**given), expected, 5e-6)
-    all_close(op(**given, mode="recurrent"), expected, 5e-6)
-    all_close(op(**given, mode="chunked"), expected, 2e-5)
+    all_close(op(**given, implementation="recurrent"), expected, 5e-6)
+    all_close(op(**given, implementation="chunked"), expected, 2e-5)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -93,4 +93,4 @@ def test_delta_rules_equal_their_references_with_gradients(op, seq):
         all_close(gradients, expected[1], gradient_bound)
 
 
-MODES = {(op, mode): partial(op, mode=mode) for op in OPS for mode in ("recurrent", "chunked")}
+MODES = {(op, mode): partial(op, implementation=mode) for op in OPS for mode in ("recurrent", "chunked")}

@@ -29,16 +29,16 @@ def linear(mode, log_decay, x, state, ids):
 
 
 def hgrn_of(mode, log_decay, x, state, ids):
-    return hgrn(x, log_decay, state=state, segment_ids=ids, mode=mode)
+    return hgrn(x, log_decay, state=state, segment_ids=ids, implementation=mode)
 
 
 def rg_lru_of(mode, r, x, state, ids):
-    return rg_lru(x, r, x[::-1], jnp.linspace(-3, 2, CHANNELS), state=state, segment_ids=ids, mode=mode)
+    return rg_lru(x, r, x[::-1], jnp.linspace(-3, 2, CHANNELS), state=state, segment_ids=ids, implementation=mode)
 
 
 def rwkv4_of(mode, k, v, state, ids):
     first = WKVState(state, 1 + jnp.abs(state), 3 * state)
-    return rwkv4(9 * k, v, state[0], v[0, 0], state=first, segment_ids=ids, mode=mode)
+    return rwkv4(9 * k, v, state[0], v[0, 0], state=first, segment_ids=ids, implementation=mode)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ def test_normalized_linear_attention_is_an_average():
     query, key, value, _, _ = draw_gated(9, "none")
     output, _ = normalized_linear_attention(jnp.exp(query), jnp.exp(key), jnp.ones_like(value))
     assert far(output, jnp.ones_like(value)) < 1e-6
-    assert not normalized_linear_attention(query, 0 * key, value, mode="recurrent")[0].any()
+    assert not normalized_linear_attention(query, 0 * key, value, implementation="recurrent")[0].any()
 
 
 def test_retention_and_lightning_decays():
@@ -35,5 +35,5 @@ def test_lightning_attention_equals_simple_gla_with_slopes():
     slopes = lightning_slopes(2)
     output, last = lightning_attention(query, key, value, slopes, state=state)
     log_decay = jnp.broadcast_to(-slopes, value.shape[:3])
-    expected, expected_last = simple_gla(query, key, value, log_decay, scale=1, state=state, mode="recurrent")
+    expected, expected_last = simple_gla(query, key, value, log_decay, scale=1, state=state, implementation="recurrent")
     assert far(output, expected) < 2e-6 and far(last, expected_last) < 2e-6

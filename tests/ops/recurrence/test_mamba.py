@@ -67,7 +67,7 @@ def test_chunked_selective_scan_equals_recurrent(seq, seed, segments, strength):
 def test_selective_scan_equals_its_equation(mode):
     *numbers, state, ids = case(17, 1)
     x, dt, A, B, C, D = (np.asarray(x, np.float64) for x in numbers)
-    output, last = mamba.selective_scan(*numbers, state=state, segment_ids=ids, mode=mode)
+    output, last = mamba.selective_scan(*numbers, state=state, segment_ids=ids, implementation=mode)
     h = np.asarray(state, np.float64)
     for t in range(17):
         if t:

@@ -16,9 +16,9 @@ def test_mlstm_is_finite_for_gates_of_any_size(mode):
     draw = np.random.default_rng(3)
     gates = [jnp.asarray(100 * draw.normal(size=(BATCH, 20, 2)), jnp.float32) for _ in range(2)]
     ids = jnp.broadcast_to(jnp.arange(20) // 12, (BATCH, 20))
-    run = jax.jit(lambda *x: mlstm(*x, segment_ids=ids, mode=mode)[0])
+    run = jax.jit(lambda *x: mlstm(*x, segment_ids=ids, implementation=mode)[0])
     output = run(query, key, value, *gates)
-    alone, _ = mlstm(*(x[:, 12:] for x in (query, key, value, *gates)), mode=mode)
+    alone, _ = mlstm(*(x[:, 12:] for x in (query, key, value, *gates)), implementation=mode)
     assert far(output[:, 12:], alone) < 1e-5
     gradients = jax.grad(lambda *x: (run(*x) ** 2).sum(), (0, 1, 2, 3, 4))(query, key, value, *gates)
     assert all(bool(jnp.isfinite(x).all()) for x in (output, *gradients))

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert, sort_into_slots
-from zoo.parallel import num_shards, reduce, stacked
+from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul_implementation
+from zoo.parallel import implementation_option, num_shards, reduce, stacked
 from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractFeedForward, AbstractLinear
@@ -42,6 +43,7 @@ class MixtureOfExperts(AbstractFeedForward):
     shared_gate: AbstractLinear | None
 
     capacity_factor: float | None = eqx.field(static=True)
+    implementation: str = implementation_option(GROUPED_MATMUL)
 
     def __init__(
         self,
@@ -52,10 +54,12 @@ class MixtureOfExperts(AbstractFeedForward):
         shared: Callable[..., AbstractFeedForward] | None = None,
         shared_gate: Callable[..., AbstractLinear] | None = None,
         capacity_factor: float | int | None = None,
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`router`, `expert`, `shared` and `shared_gate` are factories, called with `key=`. `expert` is called once per
-        expert, `experts` times.
+        expert, `experts` times. `implementation` is a name in `zoo.ops.moe.grouped_matmul.GROUPED_MATMUL`; with a
+        capacity no matmul is grouped.
 
         **Raises** `ValueError` for a capacity that is not above 0, and for a gate without a shared expert.
         """
@@ -69,6 +73,7 @@ class MixtureOfExperts(AbstractFeedForward):
         self.shared = None if shared is None else shared(key=shared_key)
         self.shared_gate = None if shared_gate is None else shared_gate(key=gate_key)
         self.capacity_factor = None if capacity_factor is None else float(capacity_factor)
+        self.implementation = implementation
 
     def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[Routing, ...]]:
         weights, routing = self.router(x)
@@ -84,7 +89,8 @@ class MixtureOfExperts(AbstractFeedForward):
         """Sort tokens by expert, apply the experts with grouped matmuls, and combine."""
         flat = x.reshape(-1, x.shape[-1])
         order = sort_by_expert(routing.chosen.reshape(len(flat), -1), routing.logits.shape[-1])
-        rows = self.experts.grouped(dispatch(flat, order), order.group_sizes)
+        with grouped_matmul_implementation(self.implementation):
+            rows = self.experts.grouped(dispatch(flat, order), order.group_sizes)
         return reduce(combine(rows, weights.reshape(len(flat), -1), order), over="mlp").reshape(x.shape)
 
     def _mix_with_capacity(

@@ -282,6 +282,6 @@ def head_norm_factory(value_dim: int) -> Callable[[], RMSNorm]:
 
 
 def recurrence_options(context: RecurrenceContext, state: RecurrentState | None) -> dict[str, Any]:
-    """Return the keyword arguments `state`, `segment_ids` and `mode` of a recurrence."""
+    """Return the keyword arguments `state`, `segment_ids` and `implementation` of a recurrence."""
     matrix = None if state is None else state.matrix
-    return {"state": matrix, "segment_ids": context.segment_ids, "mode": context.mode}
+    return {"state": matrix, "segment_ids": context.segment_ids, "implementation": context.implementation}

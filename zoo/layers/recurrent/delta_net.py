@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
-from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
+from zoo.ops.recurrence.delta_rule import DELTA_RULE, delta_rule, gated_delta_product, gated_delta_rule, kda
 from zoo.parallel import Dim, Module, implementation_option
 from zoo.shapes import HiddenStates, Queries
 
@@ -101,7 +100,7 @@ class DeltaNet(AbstractMixer):
     corrector: _DeltaInputs
     readout: OutputGate
 
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(DELTA_RULE)
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class DeltaNet(AbstractMixer):
         conv_width: int = 4,
         negative_eigenvalues: bool = False,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default."""
@@ -124,7 +123,7 @@ class DeltaNet(AbstractMixer):
         self.readout = OutputGate(
             embed, heads, value_dim, norm=head_norm_factory(value_dim), out_scale=out_scale, key=out_key
         )
-        self.mode = mode
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.corrector.projections.init_state(batch, dtype=dtype)
@@ -132,7 +131,7 @@ class DeltaNet(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs, conv_states = self.corrector(x, context, state)
         mixed, matrix = delta_rule(*inputs, **recurrence_options(context, state))
         return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
@@ -146,7 +145,7 @@ class GatedDeltaNet(AbstractMixer):
     decay: DecayGate
     readout: OutputGate
 
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(DELTA_RULE)
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class GatedDeltaNet(AbstractMixer):
         conv_width: int = 4,
         negative_eigenvalues: bool = False,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default."""
@@ -169,7 +168,7 @@ class GatedDeltaNet(AbstractMixer):
         self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
-        self.mode = mode
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.corrector.projections.init_state(batch, dtype=dtype)
@@ -177,7 +176,7 @@ class GatedDeltaNet(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs, conv_states = self.corrector(x, context, state)
         mixed, matrix = gated_delta_rule(
             *inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state)
@@ -193,7 +192,7 @@ class KimiDeltaAttention(AbstractMixer):
     decay: DecayGate
     readout: OutputGate
 
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(DELTA_RULE)
 
     def __init__(
         self,
@@ -206,7 +205,7 @@ class KimiDeltaAttention(AbstractMixer):
         conv_width: int = 4,
         negative_eigenvalues: bool = False,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`key_dim`: `embed / heads` by default. `value_dim` and `rank`: `key_dim` by default."""
@@ -218,7 +217,7 @@ class KimiDeltaAttention(AbstractMixer):
         self.decay = DecayGate(partial(low_rank, embed), heads, key_dim, key=decay_key)
         norm, gate = head_norm_factory(value_dim), {"gate": low_rank, "activation": jax.nn.sigmoid}
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
-        self.mode = mode
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.corrector.projections.init_state(batch, dtype=dtype)
@@ -226,7 +225,7 @@ class KimiDeltaAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs, conv_states = self.corrector(x, context, state)
         mixed, matrix = kda(*inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state))
         return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
@@ -241,7 +240,7 @@ class GatedDeltaProduct(AbstractMixer):
     decay: DecayGate
     readout: OutputGate
 
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(DELTA_RULE)
 
     def __init__(
         self,
@@ -254,7 +253,7 @@ class GatedDeltaProduct(AbstractMixer):
         conv_width: int = 4,
         negative_eigenvalues: bool = True,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `num_householder`: delta-rule steps per token.
@@ -271,7 +270,7 @@ class GatedDeltaProduct(AbstractMixer):
         self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
-        self.mode = mode
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.corrector.projections.init_state(batch, dtype=dtype)
@@ -279,7 +278,7 @@ class GatedDeltaProduct(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs, conv_states = self.corrector(x, context, state)
         mixed, matrix = gated_delta_product(
             *inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.linear_attention import gla
 from zoo.parallel import implementation_option
 from zoo.shapes import HiddenStates
@@ -29,7 +29,7 @@ class HGRN2(AbstractMixer):
     readout: OutputGate
 
     bound: float = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class HGRN2(AbstractMixer):
         value_dim: int | None = None,
         bound: float | int = 0.0,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `key_dim`, `value_dim`: `embed / heads` by default.
@@ -56,7 +56,7 @@ class HGRN2(AbstractMixer):
         self.readout = OutputGate(
             embed, heads, value_dim, norm=norm, norm_over_heads=True, out_scale=out_scale, key=out_key
         )
-        self.bound, self.mode = float(bound), mode
+        self.bound, self.implementation = float(bound), implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.projections.init_state(batch)
@@ -64,7 +64,7 @@ class HGRN2(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, gate, value, _ = self.projections(x, context, None)
         gate = gate.astype(jnp.float32)
         # Compute log f and 1 - f separately, so that neither loses precision where f is near 0 or 1.

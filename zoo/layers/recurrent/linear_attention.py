@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.linear_attention import (
     gla,
     lightning_slopes,
@@ -56,7 +56,7 @@ class LinearAttention(AbstractMixer):
 
     feature_map: Callable = eqx.field(static=True)
     normalized: bool = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LinearAttention(AbstractMixer):
         feature_map: Callable = _elu_plus_one,
         normalized: bool = True,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`head_dim`: `embed / heads` by default. `feature_map`: elementwise, and positive if `normalized`."""
@@ -75,7 +75,7 @@ class LinearAttention(AbstractMixer):
         input_key, out_key = jax.random.split(key)
         self.projections = QKVProjections(embed, heads, size, size, key=input_key)
         self.readout = OutputGate(embed, heads, size, out_scale=out_scale, key=out_key)
-        self.feature_map, self.normalized, self.mode = feature_map, normalized, mode
+        self.feature_map, self.normalized, self.implementation = feature_map, normalized, implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.projections.init_state(batch, self.projections.value_dim + self.normalized, dtype)
@@ -83,7 +83,7 @@ class LinearAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         query, key = self.feature_map(query), context.mask_padding(self.feature_map(key))
         attend = normalized_linear_attention if self.normalized else linear_attention
@@ -100,7 +100,7 @@ class Retention(AbstractMixer):
     readout: OutputGate
 
     rotary: Rotary | None = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Retention(AbstractMixer):
         value_dim: int | None = None,
         rotary: Rotary | None = None,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `key_dim`: `embed / heads` by default. `value_dim`: twice key_dim by default, as in the paper.
@@ -130,7 +130,7 @@ class Retention(AbstractMixer):
         self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
-        self.rotary, self.mode = Rotary(key_dim) if rotary is None else rotary, mode
+        self.rotary, self.implementation = Rotary(key_dim) if rotary is None else rotary, implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.projections.init_state(batch)
@@ -140,7 +140,7 @@ class Retention(AbstractMixer):
     ) -> tuple[HiddenStates, RecurrentState | None]:
         """**Raises** `ValueError` for a state without positions."""
         require_positions(info, state)
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         if self.rotary is not None:
             angles = compute_cos_sin(self.rotary, x, info)
@@ -165,7 +165,7 @@ class Lightning(AbstractMixer):
 
     depth: float = eqx.field(static=True)
     """Relative depth of the layer, 0 for the first and 1 for the last: the slopes of decays decrease with depth."""
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Lightning(AbstractMixer):
         head_dim: int | None = None,
         depth: float | int = 0.0,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`head_dim`: `embed / heads` by default. **Raises** `ValueError` for a depth outside [0, 1]."""
@@ -194,7 +194,7 @@ class Lightning(AbstractMixer):
             out_scale=out_scale,
             key=out_key,
         )
-        self.depth, self.mode = float(depth), mode
+        self.depth, self.implementation = float(depth), implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.projections.init_state(batch)
@@ -202,7 +202,7 @@ class Lightning(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         mixed, matrix = simple_gla(
             query,
@@ -225,7 +225,7 @@ class GatedLinearAttention(AbstractMixer):
     readout: OutputGate
 
     temperature: float = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class GatedLinearAttention(AbstractMixer):
         rank: int = 16,
         temperature: float | int = 16.0,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `value_dim`: `embed / heads` by default. `key_dim`: half of value_dim by default, as in the paper.
@@ -251,7 +251,7 @@ class GatedLinearAttention(AbstractMixer):
         self.decay = LowRank(embed, heads * key_dim, rank=rank, out=decay_dim, bias=True, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
-        self.temperature, self.mode = float(temperature), mode
+        self.temperature, self.implementation = float(temperature), implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.projections.init_state(batch)
@@ -259,7 +259,7 @@ class GatedLinearAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         log_decay = jax.nn.log_sigmoid(self.decay(x).astype(jnp.float32)) / self.temperature
         mixed, matrix = gla(

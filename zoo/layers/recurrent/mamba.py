@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
-from zoo.ops.recurrence.mamba import selective_scan
+from zoo.ops.recurrence.mamba import SELECTIVE_SCAN, selective_scan
 from zoo.parallel import Dim, Module, full_precision, implementation_option
 from zoo.shapes import HiddenStates
 
@@ -60,7 +59,7 @@ class Mamba(AbstractMixer):
     D: Float[Array, "inner"] = full_precision()
     out: AbstractLinear
 
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(SELECTIVE_SCAN)
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Mamba(AbstractMixer):
         conv_bias: bool = True,
         norm: Callable[..., AbstractNorm] | None = None,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `inner`: number of channels, `2 * embed` by default; `state_dim`: SSM state size per channel.
@@ -106,7 +105,7 @@ class Mamba(AbstractMixer):
         self.A_log = jnp.broadcast_to(jnp.log1p(jnp.arange(state_dim)), (inner, state_dim))
         self.D = jnp.ones(inner)
         self.out = Linear(inner, embed, in_=channel_dim, out=embed_dim, bias=bias, scale=out_scale, key=keys[8])
-        self.mode = mode
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> MambaState:
         ssm_state = jnp.zeros((batch, *self.A_log.shape), jnp.float32)
@@ -116,7 +115,7 @@ class Mamba(AbstractMixer):
         self, x: HiddenStates, info: TokenInfo, state: MambaState | None = None
     ) -> tuple[HiddenStates, MambaState | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
-        context, gate = RecurrenceContext.from_info(x, info, state, self.mode), jax.nn.silu(self.gate(x))
+        context, gate = RecurrenceContext.from_info(x, info, state, self.implementation), jax.nn.silu(self.gate(x))
         convolved, conv_state = self.convolution(self.x(x), context, None if state is None else state.conv_state)
         inputs = jax.nn.silu(convolved)
         dt = self.dt_up(_apply_norm(self.dt_norm, self.dt_down(inputs))).astype(jnp.float32)
@@ -129,7 +128,7 @@ class Mamba(AbstractMixer):
             self.D,
             state=None if state is None else state.ssm_state,
             segment_ids=context.segment_ids,
-            mode=context.mode,
+            implementation=context.implementation,
         )
         return self.out(y * gate), None if conv_state is None else MambaState(ssm_state, conv_state)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.mamba2 import ssd
 from zoo.parallel import Dim, Module, full_precision, implementation_option
 from zoo.shapes import HiddenStates
@@ -68,7 +68,7 @@ class Mamba2(AbstractMixer):
     head_dim: int = eqx.field(static=True)
     state_dim: int = eqx.field(static=True)
     dt_limit: tuple[float, float] = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Mamba2(AbstractMixer):
         epsilon: float | int = 1e-5,
         dt_limit: _StepLimits = (0.0, float("inf")),
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `heads`: `expand * embed / head_dim` by default, a multiple of `groups`.
@@ -135,7 +135,12 @@ class Mamba2(AbstractMixer):
         self.out = Linear(
             heads * head_dim, embed, in_=head_channels, out=embed_dim, bias=bias, scale=out_scale, key=keys[10]
         )
-        self.head_dim, self.state_dim, self.dt_limit, self.mode = head_dim, state_dim, (low, high), mode
+        self.head_dim, self.state_dim, self.dt_limit, self.implementation = (
+            head_dim,
+            state_dim,
+            (low, high),
+            implementation,
+        )
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba2State:
         ssm_state = jnp.zeros((batch, self.A_log.shape[0], self.head_dim, self.state_dim), jnp.float32)
@@ -146,7 +151,7 @@ class Mamba2(AbstractMixer):
         self, x: HiddenStates, info: TokenInfo, state: _Mamba2State | None = None
     ) -> tuple[HiddenStates, _Mamba2State | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         x_state, B_state, C_state = (None, None, None) if state is None else (state.x, state.B, state.C)
         inputs, x_state = self._convolve_heads(self.x(x), self.x_convolution, context, x_state, self.head_dim)
         B, B_state = self._convolve_heads(self.B(x), self.B_convolution, context, B_state, self.state_dim)
@@ -160,7 +165,7 @@ class Mamba2(AbstractMixer):
             self.D,
             state=None if state is None else state.ssm_state,
             segment_ids=context.segment_ids,
-            mode=context.mode,
+            implementation=context.implementation,
         )
         y, gate = y.reshape(*y.shape[:2], -1), self.gate(x)
         y = self.out(y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate))

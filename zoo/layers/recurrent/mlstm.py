@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.mlstm import MatrixMemory, mlstm
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
@@ -40,7 +40,7 @@ class MLSTM(AbstractMixer):
     readout: OutputGate
 
     gate_cap: float = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class MLSTM(AbstractMixer):
         value_dim: int | None = None,
         gate_cap: float | int = 15.0,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `value_dim`: `embed / heads` by default. `key_dim`: half of value_dim by default.
@@ -83,7 +83,7 @@ class MLSTM(AbstractMixer):
             out_scale=out_scale,
             key=out_key,
         )
-        self.gate_cap, self.mode = float(gate_cap), mode
+        self.gate_cap, self.implementation = float(gate_cap), implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _MLSTMState:
         matrix = self.projections.init_state(batch, self.projections.value_dim + 1).matrix
@@ -92,7 +92,7 @@ class MLSTM(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: _MLSTMState | None = None
     ) -> tuple[HiddenStates, _MLSTMState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         x32 = x.astype(jnp.float32)
         input_gate, forget_gate = (
@@ -106,6 +106,6 @@ class MLSTM(AbstractMixer):
             context.mask_padding(forget_gate, -NO_HISTORY),
             state=None if state is None else MatrixMemory(state.sums, state.maximum),
             segment_ids=context.segment_ids,
-            mode=context.mode,
+            implementation=context.implementation,
         )
         return self.readout(mixed, x), None if state is None else _MLSTMState(memory.sums, memory.maximum)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.diagonal_scan import DIAGONAL_SCAN
 from zoo.ops.recurrence.rg_lru import SHARPNESS, rg_lru
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
@@ -47,7 +47,7 @@ class RGLRU(AbstractMixer):
     out: AbstractLinear
 
     features: Dim = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(DIAGONAL_SCAN)
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class RGLRU(AbstractMixer):
         inner: int | None = None,
         conv_width: int = 4,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`inner`: features of the recurrence, `embed` by default.
@@ -79,7 +79,7 @@ class RGLRU(AbstractMixer):
         decays = jax.random.uniform(keys[5], (inner,), minval=0.9, maxval=0.999)
         self.decay = inverse_softplus(-jnp.log(decays) / SHARPNESS)
         self.out = Linear(inner, embed, in_=self.features, out=embed_dim, scale=out_scale, key=keys[6])
-        self.mode = mode
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _RGLRUState:
         hidden = jnp.zeros((batch, self.decay.shape[0]), jnp.float32)
@@ -91,7 +91,7 @@ class RGLRU(AbstractMixer):
         """**Raises** `ValueError` for a state without positions: the first token of a sequence is not scaled by its
         gate."""
         require_positions(info, state)
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs = context.mask_padding(self.input(x))
         inputs, conv_state = self.convolution(inputs, context, None if state is None else state.conv_state)
         heads = inputs.reshape(*inputs.shape[:2], -1, self.features.unit)
@@ -106,7 +106,7 @@ class RGLRU(AbstractMixer):
             is_first=None if state is None else info.positions == 0,
             state=None if state is None else state.hidden,
             segment_ids=context.segment_ids,
-            mode=context.mode,
+            implementation=context.implementation,
         )
         y = self.out(jax.nn.gelu(self.gate(x)) * mixed)
         return y, None if conv_state is None else _RGLRUState(hidden, conv_state, self.features)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.ops.activations import relu_squared
-from zoo.ops.recurrence.chunks import RecurrenceMode
-from zoo.ops.recurrence.rwkv4 import WKVState, rwkv4
+from zoo.ops.recurrence.rwkv4 import WKV, WKVState, rwkv4
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
 from zoo.shapes import HiddenStates
@@ -51,7 +50,7 @@ class RWKV4(AbstractMixer):
     decay: Float[Array, "inner"] = full_precision()
     bonus: Float[Array, "inner"] = full_precision()
 
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(WKV)
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class RWKV4(AbstractMixer):
         *,
         inner: int | None = None,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`inner`: number of channels, `embed` by default.
@@ -81,7 +80,7 @@ class RWKV4(AbstractMixer):
         ratio = jnp.arange(inner) / max(inner - 1, 1)
         self.decay = -5 + 8 * ratio**0.7
         self.bonus = jnp.log(0.3) + 0.5 * ((jnp.arange(inner) + 1) % 3 - 1)
-        self.mode = mode
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RWKV4State:
         numerator, denominator = (jnp.zeros((batch, self.decay.shape[0])) for _ in range(2))  # donated separately
@@ -92,7 +91,7 @@ class RWKV4(AbstractMixer):
         self, x: HiddenStates, info: TokenInfo, state: RWKV4State | None = None
     ) -> tuple[HiddenStates, RWKV4State | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         previous, shift_state = token_shift(x, context, None if state is None else state.shift_state)
         mixed, sums = rwkv4(
             self.key(_lerp(self.key_mix, x, previous)),
@@ -102,7 +101,7 @@ class RWKV4(AbstractMixer):
             state=None if state is None else WKVState(state.numerator, state.denominator, state.maximum),
             segment_ids=context.segment_ids,
             token_mask=context.token_mask,
-            mode=context.mode,
+            implementation=context.implementation,
         )
         receptance = jax.nn.sigmoid(self.receptance(_lerp(self.receptance_mix, x, previous)))
         return self.out(receptance * mixed), None if shift_state is None else RWKV4State(*sums, shift_state)

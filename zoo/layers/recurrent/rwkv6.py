@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.rwkv6 import rwkv6
 from zoo.parallel import Dim, full_precision, implementation_option
 from zoo.shapes import HiddenStates
@@ -44,7 +44,7 @@ class RWKV6(AbstractMixer):
     out: AbstractLinear
 
     head_dim: int = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class RWKV6(AbstractMixer):
         rank: int = 32,
         decay_rank: int = 64,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`head_dim`: `embed / heads` by default. `rank` and `decay_rank`: of the projections of shifts and decays.
@@ -75,7 +75,7 @@ class RWKV6(AbstractMixer):
         self.bonus = 0.5 * jax.random.normal(keys[10], (heads, size))
         self.norm = HeadNorm(heads, size, epsilon=64e-5, centered=True, bias=True)
         self.out = Linear(heads * size, embed, in_=inner_dim, out=Dim("embed"), scale=out_scale, key=keys[11])
-        self.head_dim, self.mode = size, mode
+        self.head_dim, self.implementation = size, implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         heads = self.query.out_size // self.head_dim
@@ -84,7 +84,7 @@ class RWKV6(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         delta, conv_states = compute_token_delta(x, context, state)
         mixture = self.shift(x, delta)
         linears = (self.query, self.key, self.value, self.gate, self.decay)

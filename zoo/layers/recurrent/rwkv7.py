@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.recurrence.chunks import RecurrenceMode
+from zoo.ops.recurrence.generalized_delta import GENERALIZED_DELTA
 from zoo.ops.recurrence.rwkv7 import rwkv7
 from zoo.parallel import Dim, implementation_option
 from zoo.shapes import HiddenStates
@@ -52,7 +52,7 @@ class RWKV7(AbstractMixer):
     out: AbstractLinear
 
     head_dim: int = eqx.field(static=True)
-    mode: RecurrenceMode = implementation_option()
+    implementation: str = implementation_option(GENERALIZED_DELTA)
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RWKV7(AbstractMixer):
         head_dim: int | None = None,
         rank: int = 64,
         out_scale: float = 1.0,
-        mode: RecurrenceMode = "chunked",
+        implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """`head_dim`: `embed / heads` by default. `rank`: of the projections of decays, rates and the gate."""
@@ -82,7 +82,7 @@ class RWKV7(AbstractMixer):
         self.bonus = 0.1 * jax.random.normal(keys[6], (heads, size))
         self.norm = HeadNorm(heads, size, epsilon=1e-5 * size, centered=True, bias=True)
         self.out = Linear(heads * size, embed, in_=inner_dim, out=embed_dim, scale=out_scale, key=keys[7])
-        self.head_dim, self.mode = size, mode
+        self.head_dim, self.implementation = size, implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         heads = self.query.out_size // self.head_dim
@@ -91,7 +91,7 @@ class RWKV7(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
     ) -> tuple[HiddenStates, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.mode)
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
         delta, conv_states = compute_token_delta(x, context, state)
         linears = (self.query, self.key, self.value, self.gate, self.decay, self.rate)
         projected = [linear(shift(x, delta)) for linear, shift in zip(linears, self.shifts, strict=True)]

@@ -7,7 +7,6 @@ from jaxtyping import Array, Key
 from zoo.layers import Mamba as MambaLayer
 from zoo.layers import Mamba2 as Mamba2Layer
 from zoo.layers import RMSNorm
-from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.parallel import Remat
 
 from ..build import build_decoder
@@ -27,7 +26,7 @@ def Mamba(
     dropout: float = 0.0,
     epsilon: float = 1e-5,
     remat: Remat = "none",
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
     """Build a decoder of Mamba blocks alone (Gu & Dao, arXiv:2312.00752). Its recurrent state does not grow with the
@@ -38,7 +37,7 @@ def Mamba(
     - `tied`: tie the head to the embedding.
     - `epsilon`: of the RMSNorms.
     - `remat`: as in `Transformer`.
-    - `mode`: "chunked" or "recurrent".
+    - `implementation`: a name in `zoo.ops.recurrence.mamba.SELECTIVE_SCAN`.
 
     Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream, one per
     layer, are divided by sqrt(layers) (the paper's code, after GPT-2, section 2.3). The rest is that of
@@ -49,7 +48,7 @@ def Mamba(
     if layers < 1:
         raise ValueError(f"a model has at least 1 layer, not {layers}")
     sizes = {"inner": expand * embed, "state_dim": state_dim, "rank": rank, "conv_width": conv_width}
-    mixer = partial(MambaLayer, embed, **sizes, mode=mode, out_scale=layers**-0.5)
+    mixer = partial(MambaLayer, embed, **sizes, implementation=implementation, out_scale=layers**-0.5)
     return build_decoder(
         vocab=vocab,
         embed=embed,
@@ -77,7 +76,7 @@ def Mamba2(
     dropout: float = 0.0,
     epsilon: float = 1e-5,
     remat: Remat = "none",
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
     """Build a decoder of Mamba-2 blocks alone (Dao & Gu, arXiv:2405.21060).
@@ -92,7 +91,7 @@ def Mamba2(
     if layers < 1:
         raise ValueError(f"a model has at least 1 layer, not {layers}")
     sizes = {"head_dim": head_dim, "groups": groups, "state_dim": state_dim, "expand": expand, "conv_width": conv_width}
-    mixer = partial(Mamba2Layer, embed, **sizes, epsilon=epsilon, mode=mode, out_scale=layers**-0.5)
+    mixer = partial(Mamba2Layer, embed, **sizes, epsilon=epsilon, implementation=implementation, out_scale=layers**-0.5)
     return build_decoder(
         vocab=vocab,
         embed=embed,

@@ -71,10 +71,9 @@ def attention(
 
     **Raises** `ValueError` for an unknown name, and for an implementation that cannot compute this, with the reason.
     """
-    if isinstance(implementation, str):
-        request = AttentionRequest.from_arrays(query, key, value, attention_mask, soft_cap, sinks)
-        implementation = ATTENTION.select(implementation, request).function
-    return implementation(query, key, value, attention_mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    request = AttentionRequest.from_arrays(query, key, value, attention_mask, soft_cap, sinks)
+    run = ATTENTION.select(implementation, request).function
+    return run(query, key, value, attention_mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
 
 
 def _find_cudnn_obstacle(request: AttentionRequest) -> str | None:
@@ -98,5 +97,6 @@ ATTENTION = Operation[AttentionRequest](
         Implementation("grouped", grouped_query_attention),
         Implementation("reference", reference_attention, find_drawback=lambda _: "it is slow, for tests"),
     ),
+    kind="attention",
 )
 """Implementations of attention, in the order in which `"auto"` tries them."""

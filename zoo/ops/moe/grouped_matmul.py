@@ -14,6 +14,7 @@ FLOPs: 2 rows in out, and twice that again for a gradient (reference: times expe
 that has rows, once, and the rows; `grouped_matmul_padded` copies rows in and out of their buckets.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ..implementations import AUTO, Implementation, Operation
 from ..matmul import einsum_dot_general, einsum_in_dtype
 from ..platform import current_platform
 from ..varying import align_varying, vary, varying
@@ -34,15 +36,36 @@ _MIN_ROWS_PER_BUCKET = 4
 """Minimal mean number of rows per expert to use buckets: below, they would read matrices of experts without rows."""
 
 
+grouped_matmul_implementation = jax.make_user_context(AUTO)
+"""Context manager, `with grouped_matmul_implementation("ragged"):`, that sets the implementation of the grouped matmuls
+traced inside: of experts, their adapters and whatever else wraps them. It is part of JAX's trace cache key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmulRequest:
+    """Facts of a call, by which an implementation is chosen."""
+
+    rows: int
+    experts: int
+    in_size: int
+    out_size: int
+    dtype: Any
+
+
 def grouped_matmul(
     x: Float[Array, "rows in"], weight: Float[Array, "experts out in"], group_sizes: Int[Array, "experts"]
 ) -> Float[Array, "rows out"]:
-    """Compute W[e] x for each row, padded on CPUs and ragged elsewhere. Rows beyond sum(group_sizes) give zeros.
+    """Compute W[e] x for each row by an implementation of `GROUPED_MATMUL`, that of `grouped_matmul_implementation`: by
+    default padded on CPUs and ragged elsewhere. Rows beyond sum(group_sizes) give zeros.
 
-    Accumulates in float32; the result has the dtype of `x`. On CPUs it is a custom VJP: forward-mode differentiation
+    Accumulates in float32; the result has the dtype of `x`. Padded, it is a custom VJP: forward-mode differentiation
     raises `TypeError`.
+
+    **Raises** `ValueError` for an unknown implementation.
     """
-    return (grouped_matmul_padded if current_platform() == "cpu" else grouped_matmul_ragged)(x, weight, group_sizes)
+    experts, out, in_ = weight.shape
+    request = GroupedMatmulRequest(len(x), experts, in_, out, x.dtype)
+    return GROUPED_MATMUL.select(grouped_matmul_implementation.value, request).function(x, weight, group_sizes)
 
 
 def grouped_matmul_reference(
@@ -205,3 +228,25 @@ class _ExpertBuckets:
 def index_expert(weight: Array, expert: Array) -> Array:
     """Index an array that is stacked over experts."""
     return lax.dynamic_index_in_dim(weight, expert, keepdims=False)
+
+
+def _find_padded_drawback(request: GroupedMatmulRequest) -> str | None:
+    return None if current_platform() == "cpu" else "it copies rows into buckets, and a ragged product does not"
+
+
+def _find_ragged_drawback(request: GroupedMatmulRequest) -> str | None:
+    return "on CPUs it is a loop over all experts" if current_platform() == "cpu" else None
+
+
+GROUPED_MATMUL = Operation[GroupedMatmulRequest](
+    "grouped matmul",
+    (
+        Implementation("padded", grouped_matmul_padded, find_drawback=_find_padded_drawback),
+        Implementation("ragged", grouped_matmul_ragged, find_drawback=_find_ragged_drawback),
+        Implementation(
+            "reference", grouped_matmul_reference, find_drawback=lambda _: "it multiplies every row by every matrix"
+        ),
+    ),
+    kind="grouped_matmul",
+)
+"""Implementations of the grouped matmul, in the order in which `"auto"` tries them."""

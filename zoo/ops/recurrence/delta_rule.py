@@ -9,17 +9,20 @@ Linear, arXiv:2510.26692, section 3), `gated_delta_product` one decay per head a
 state bounded; here keys are used as they are.
 
 All return the outputs, in the dtype of the values, and the state after the last token, in float32. State, segments,
-modes, costs and rounding are those of `zoo.ops.recurrence.generalized_delta`. Each has a `_reference`: the paper's
-equation, token by token.
+costs and rounding are those of `zoo.ops.recurrence.generalized_delta`. Each has a `_reference`: the paper's equation,
+token by token.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.shapes import LogDecays, MatrixState, Queries, SegmentIds, Values
 
-from .chunks import RecurrenceMode
-from .generalized_delta import scan_heads, select_delta
+from .generalized_delta import chunked_delta, recurrent_delta, scan_heads
+from .select import RecurrenceRequest, make_recurrence
 
 
 def delta_rule(
@@ -30,10 +33,10 @@ def delta_rule(
     *,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute the delta rule: S_t = S_{t-1} + k_t (beta_t (v_t - k_t · S_{t-1}))ᵀ,  o_t = key_dim ** -0.5 q_t · S_t."""
-    return _apply_delta_rule(query, key, value, beta, None, 1, state, segment_ids, mode)
+    return _apply_delta_rule(query, key, value, beta, None, 1, state, segment_ids, implementation)
 
 
 def delta_rule_reference(
@@ -57,11 +60,11 @@ def gated_delta_rule(
     *,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute the gated delta rule: R_t = exp(g_t) S_{t-1},  S_t = R_t + k_t (beta_t (v_t - k_t · R_t))ᵀ,
     o_t = key_dim ** -0.5 q_t · S_t."""
-    return _apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, mode)
+    return _apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, implementation)
 
 
 def gated_delta_rule_reference(
@@ -92,11 +95,11 @@ def kda(
     *,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute Kimi Delta Attention: the gated delta rule with R_t = diag(exp(g_t)) S_{t-1}, one decay per key
     channel."""
-    return _apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, mode)
+    return _apply_delta_rule(query, key, value, beta, log_decay, 1, state, segment_ids, implementation)
 
 
 def kda_reference(
@@ -126,14 +129,14 @@ def gated_delta_product(
     *,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute gated DeltaProduct: decay by exp(g_t), apply n delta rules with rows n t to n t + n - 1, then read.
 
     n is rows / seq, 2 in DeltaProduct's models. **Raises** `ValueError` if it is not an integer.
     """
     steps = key.shape[1] // query.shape[1]
-    return _apply_delta_rule(query, key, value, beta, log_decay, steps, state, segment_ids, mode)
+    return _apply_delta_rule(query, key, value, beta, log_decay, steps, state, segment_ids, implementation)
 
 
 def gated_delta_product_reference(
@@ -167,18 +170,43 @@ def _apply_delta_rule(
     steps: int,
     state: Array | None,
     segment_ids: Array | None,
-    mode: RecurrenceMode,
+    implementation: str,
+) -> tuple[Array, Array]:
+    """Compute a delta rule by an implementation of `DELTA_RULE`."""
+    request = RecurrenceRequest.from_heads(query, value, log_decay, steps=steps)
+    run = DELTA_RULE.select(implementation, request).function
+    return run(query, key, value, beta, log_decay, state=state, segment_ids=segment_ids)
+
+
+def _apply_generalized_delta(
+    run: Callable,
+    query: Array,
+    key: Array,
+    value: Array,
+    beta: Array,
+    log_decay: LogDecays | None,
+    *,
+    state: Array | None,
+    segment_ids: Array | None,
 ) -> tuple[Array, Array]:
     """Run a delta rule as a generalized one with read -beta k, write k and write_value beta v."""
     rate = beta.astype(jnp.float32)[..., None]
-    return select_delta(mode)(
+    return run(
         query,
         (-rate * key).astype(key.dtype),
         key,
         (rate * value).astype(value.dtype),
         log_decay=log_decay,
-        steps=steps,
+        steps=key.shape[1] // query.shape[1],
         scale=query.shape[-1] ** -0.5,
         state=state,
         segment_ids=segment_ids,
     )
+
+
+DELTA_RULE = make_recurrence(
+    "delta rule",
+    partial(_apply_generalized_delta, recurrent_delta),
+    partial(_apply_generalized_delta, chunked_delta),
+)
+"""Implementations of the delta rules, in the order in which `"auto"` tries them."""

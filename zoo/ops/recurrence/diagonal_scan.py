@@ -38,11 +38,28 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from zoo.ops.recurrence.chunks import find_segment_starts
+from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
 from zoo.ops.varying import align_varying
 from zoo.shapes import SegmentIds
 
 _UNROLL = 4
 """Number of tokens per loop iteration."""
+
+
+def diagonal_scan(
+    log_decay: Float[Array, "batch seq *features"],
+    x: Float[Array, "batch seq *features"],
+    *,
+    state: Float[Array, "batch *features"] | None = None,
+    segment_ids: SegmentIds | None = None,
+    implementation: str = "auto",
+) -> tuple[Float[Array, "batch seq *features"], Float[Array, "batch *features"]]:
+    """Compute `recurrent_diagonal` by an implementation of `DIAGONAL_SCAN`.
+
+    **Raises** `ValueError` for an unknown implementation.
+    """
+    run = DIAGONAL_SCAN.select(implementation, RecurrenceRequest.from_channels(x)).function
+    return run(log_decay, x, state=state, segment_ids=segment_ids)
 
 
 def recurrent_diagonal(
@@ -235,3 +252,7 @@ def _pad_into_chunks(
     """Split a sequence into chunks of `size` tokens, padding the last with `fill`."""
     padding = [(0, 0), (0, -x.shape[1] % size), (0, 0)]
     return jnp.pad(x, padding, constant_values=fill).reshape(len(x), -1, size, x.shape[-1])
+
+
+DIAGONAL_SCAN = make_recurrence("diagonal scan", recurrent_diagonal, chunked_diagonal)
+"""Implementations of the diagonal scan, in the order in which `"auto"` tries them."""

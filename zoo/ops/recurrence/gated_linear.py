@@ -29,7 +29,6 @@ the rounding of their sum between two tokens. In half precision the scores, the 
 its read are rounded; states and decays are float32.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,7 +39,6 @@ from zoo.shapes import LogDecays, MatrixState, SegmentIds, Values
 
 from ..varying import align_varying
 from .chunks import (
-    RecurrenceMode,
     batched_matmul,
     causal_mask,
     count_segment_starts,
@@ -52,6 +50,7 @@ from .chunks import (
     join_chunks,
     split_into_chunks,
 )
+from .select import RecurrenceRequest, make_recurrence
 
 _CHUNK_SIZE = 64
 """Tokens per chunk, a power of two. With key_dim 64, half of the FLOPs are within chunks."""
@@ -68,9 +67,26 @@ class _DiagonalAffineMap(NamedTuple):
     offset: MatrixState
 
 
-def select_gated_linear(mode: RecurrenceMode) -> Callable:
-    """Return gated linear attention for a mode."""
-    return {"recurrent": recurrent_gated_linear, "chunked": chunked_gated_linear}[mode]
+def gated_linear(
+    query: Float[Array, "batch seq groups key_dim"],
+    key: Float[Array, "batch seq groups key_dim"],
+    value: Values,
+    log_decay: LogDecays | None = None,
+    *,
+    bonus: Float[Array, "heads key_dim"] | None = None,
+    scale: float | int = 1.0,
+    state: MatrixState | None = None,
+    segment_ids: SegmentIds | None = None,
+    implementation: str = "auto",
+) -> tuple[Values, MatrixState]:
+    """Compute gated linear attention by an implementation of `GATED_LINEAR`.
+
+    **Raises** `ValueError` as `recurrent_gated_linear`, for an unknown implementation, and for one that cannot compute
+    this, with the reason.
+    """
+    request = RecurrenceRequest.from_heads(query, value, log_decay, has_bonus=bonus is not None)
+    run = GATED_LINEAR.select(implementation, request).function
+    return run(query, key, value, log_decay, bonus=bonus, scale=scale, state=state, segment_ids=segment_ids)
 
 
 def recurrent_gated_linear(
@@ -261,3 +277,7 @@ def _split_head_groups(
     batch, chunks, groups, rows, width = x.shape
     x = x.reshape(batch, chunks, groups, rows, group, width // group)
     return x.swapaxes(3, 4).reshape(batch, chunks, groups * group, rows, width // group)
+
+
+GATED_LINEAR = make_recurrence("gated linear attention", recurrent_gated_linear, chunked_gated_linear)
+"""Implementations of gated linear attention, in the order in which `"auto"` tries them."""

@@ -49,8 +49,9 @@ from jaxtyping import Array, Float
 from zoo.shapes import LogDecays, MatrixState, Queries, SegmentIds, Values
 
 from ..varying import vary, varying
-from .chunks import RecurrenceMode, find_segment_starts, join_chunks
+from .chunks import find_segment_starts, join_chunks
 from .generalized_delta_chunks import DeltaChunks, DeltaOperands, scan_chunks
+from .select import make_recurrence
 
 _CHUNK_SIZE = 64
 """Rows per chunk, `steps` for each token: a power of two."""
@@ -68,11 +69,6 @@ class _DenseAffineMap(NamedTuple):
     factor: Float[Array, "batch heads key_dim key_dim"]
     """0 where a segment starts in the range."""
     offset: MatrixState
-
-
-def select_delta(mode: RecurrenceMode) -> Callable:
-    """Return the generalized delta rule for a mode."""
-    return {"recurrent": recurrent_delta, "chunked": chunked_delta}[mode]
 
 
 def recurrent_delta(
@@ -197,3 +193,7 @@ def scan_heads(step: Callable, state: MatrixState, *tokens: Array) -> tuple[Arra
     with jax.default_matmul_precision("highest"):
         state, output = jax.vmap(over_heads)(*(x.astype(jnp.float32) for x in (state, *tokens)))
     return output, state
+
+
+GENERALIZED_DELTA = make_recurrence("generalized delta rule", recurrent_delta, chunked_delta)
+"""Implementations of the generalized delta rule, in the order in which `"auto"` tries them."""

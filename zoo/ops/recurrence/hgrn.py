@@ -10,7 +10,6 @@ of `zoo.ops.recurrence.diagonal_scan`.
 from jaxtyping import Array, Float
 
 from zoo.ops.recurrence import diagonal_scan
-from zoo.ops.recurrence.chunks import RecurrenceMode
 from zoo.shapes import SegmentIds
 
 
@@ -20,11 +19,11 @@ def hgrn(
     *,
     state: Float[Array, "batch channels"] | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch channels"]]:
     """Compute o_t = exp(g_t) o_{t-1} + x_t in the dtype of `x`, and the last in float32. `g` is the log decay, <= 0.
 
     `state` is the initial state, zero by default; every segment but the first resets it.
     """
-    run = diagonal_scan.recurrent_diagonal if mode == "recurrent" else diagonal_scan.chunked_diagonal
-    return run(g, x, state=state, segment_ids=segment_ids)
+    options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
+    return diagonal_scan.diagonal_scan(g, x, **options)

@@ -11,13 +11,14 @@ Outputs are scaled by key_dim ** -0.5 by default. Lengths, states, segments, cos
 `zoo.ops.recurrence.gated_linear`; each returns the outputs and the state after the last token.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
-from .chunks import RecurrenceMode
-from .gated_linear import select_gated_linear
+from .gated_linear import gated_linear
 
 _NormalizedState = Float[Array, "batch heads key_dim value_dim+1"]
 
@@ -30,11 +31,12 @@ def linear_attention(
     scale: float | int | None = None,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute linear attention: S_t = S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t. Callers apply the feature map."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return select_gated_linear(mode)(query, key, value, scale=scale, state=state, segment_ids=segment_ids)
+    options: dict[str, Any] = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
+    options["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+    return gated_linear(query, key, value, **options)
 
 
 def normalized_linear_attention(
@@ -45,7 +47,7 @@ def normalized_linear_attention(
     epsilon: float | int = 0.0,
     state: _NormalizedState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, _NormalizedState]:
     """Compute linear attention normalized by the sum of its weights: z_t = z_{t-1} + k_t;
     o_t = q_tᵀ S_t / (q_t · z_t + epsilon).
@@ -55,9 +57,8 @@ def normalized_linear_attention(
     """
     ones = jnp.ones_like(value[..., :1])
     value = jnp.concatenate([value, ones], axis=-1)
-    output, last = select_gated_linear(mode)(
-        query, key, value.astype(jnp.float32), state=state, segment_ids=segment_ids
-    )
+    options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
+    output, last = gated_linear(query, key, value.astype(jnp.float32), **options)
     total = output[..., -1:] + epsilon
     return (output[..., :-1] / jnp.where(total == 0, 1, total)).astype(ones.dtype), last
 
@@ -71,7 +72,7 @@ def retention(
     scale: float | int | None = None,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute retention (RetNet): S_t = gamma_h S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t, with gamma_h = 1 - 2 ** (-5 -
     h) of head h.
@@ -87,7 +88,7 @@ def retention(
         scale=scale,
         state=state,
         segment_ids=segment_ids,
-        mode=mode,
+        implementation=implementation,
     )
 
 
@@ -100,13 +101,13 @@ def lightning_attention(
     scale: float | int = 1.0,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute lightning attention: S_t = exp(-slope_h) S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t.
 
-    Retention with ALiBi's slopes, see `lightning_slopes`. The paper's blockwise algorithm is the mode "chunked".
+    Retention with ALiBi's slopes, see `lightning_slopes`. The paper's blockwise algorithm is "chunked".
     """
-    options = {"state": state, "segment_ids": segment_ids, "mode": mode}
+    options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
     return retention(query, key, value, log_decay=-slopes, scale=scale, **options)
 
 
@@ -119,11 +120,12 @@ def simple_gla(
     scale: float | int | None = None,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute scalar-gated linear attention: S_t = exp(g_t) S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return select_gated_linear(mode)(query, key, value, log_decay, scale=scale, state=state, segment_ids=segment_ids)
+    options: dict[str, Any] = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
+    options["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+    return gated_linear(query, key, value, log_decay, **options)
 
 
 def gla(
@@ -135,11 +137,12 @@ def gla(
     scale: float | int | None = None,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute gated linear attention: S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return select_gated_linear(mode)(query, key, value, log_decay, scale=scale, state=state, segment_ids=segment_ids)
+    options: dict[str, Any] = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
+    options["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+    return gated_linear(query, key, value, log_decay, **options)
 
 
 def retention_log_decays(heads: int) -> Float[Array, "heads"]:

@@ -35,8 +35,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.ops.recurrence.chunks import RecurrenceMode, find_segment_starts
+from zoo.ops.recurrence.chunks import find_segment_starts
 from zoo.ops.recurrence.diagonal_scan import expand_mask_dims
+from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
 from zoo.ops.varying import align_varying
 from zoo.shapes import SegmentIds
 
@@ -54,16 +55,15 @@ def selective_scan(
     *,
     state: Float[Array, "batch inner state"] | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq inner"], Float[Array, "batch inner state"]]:
     """Compute the selective scan: o_t = C_t . h_t + D x_t in the dtype of `x`, and the last h in float32.
 
     All sums are float32. `dt` is after its softplus, and `A` is negative. `state` is the initial state, zero by
     default; every segment but the first resets it.
     """
-    return (recurrent_selective_scan if mode == "recurrent" else chunked_selective_scan)(
-        x, dt, A, B, C, D, state=state, segment_ids=segment_ids
-    )
+    run = SELECTIVE_SCAN.select(implementation, RecurrenceRequest.from_channels(x)).function
+    return run(x, dt, A, B, C, D, state=state, segment_ids=segment_ids)
 
 
 def recurrent_selective_scan(
@@ -274,3 +274,7 @@ def _checkpointed_scan_bwd(
 
 
 _checkpointed_scan.defvjp(_checkpointed_scan_fwd, _checkpointed_scan_bwd)
+
+
+SELECTIVE_SCAN = make_recurrence("selective scan", recurrent_selective_scan, chunked_selective_scan)
+"""Implementations of the selective scan, in the order in which `"auto"` tries them."""

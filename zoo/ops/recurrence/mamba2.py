@@ -5,8 +5,7 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import SegmentIds
 
-from .chunks import RecurrenceMode
-from .gated_linear import select_gated_linear
+from .gated_linear import gated_linear
 
 
 def ssd(
@@ -19,7 +18,7 @@ def ssd(
     *,
     state: Float[Array, "batch heads head_dim state"] | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch heads head_dim state"]]:
     """Compute Mamba-2's state-space model with a scalar A per head (Dao & Gu, arXiv:2405.21060, section 5):
 
@@ -36,6 +35,7 @@ def ssd(
     value = (x * dt[..., None]).astype(x.dtype)
     initial = None if state is None else state.swapaxes(-1, -2)
     log_decay = dt * A.astype(jnp.float32)
-    y, last = select_gated_linear(mode)(C, B, value, log_decay, state=initial, segment_ids=segment_ids)
+    options = {"state": initial, "segment_ids": segment_ids, "implementation": implementation}
+    y, last = gated_linear(C, B, value, log_decay, **options)
     y = y if D is None else (y + D.astype(jnp.float32)[:, None] * x).astype(x.dtype)
     return y, last.swapaxes(-1, -2)

@@ -8,8 +8,9 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
-from .chunks import RecurrenceMode, find_segment_starts
-from .gated_linear import select_gated_linear
+from .chunks import find_segment_starts
+from .gated_linear import GATED_LINEAR
+from .select import RecurrenceRequest
 from .stabilizer import stabilize
 
 _EPSILON = 1e-6
@@ -39,7 +40,7 @@ def mlstm(
     *,
     state: MatrixMemory | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixMemory]:
     """Compute the mLSTM (Beck et al., arXiv:2405.04517, equations 19 to 27):
 
@@ -61,10 +62,11 @@ def mlstm(
     log_decay, _, maximum = stabilize(forget, log_input, state=initial, segment_ids=segment_ids)
     ones = jnp.ones_like(value[..., :1], jnp.float32)
     inputs = jnp.concatenate([value.astype(jnp.float32), ones], axis=-1) * jnp.exp(gate - maximum)[..., None]
-    sums, last = select_gated_linear(mode)(
+    chosen = GATED_LINEAR.select(implementation, RecurrenceRequest.from_heads(query, inputs, log_decay))
+    sums, last = chosen.function(
         query,
         key,
-        inputs if mode == "recurrent" else inputs.astype(value.dtype),
+        inputs if chosen.name == "recurrent" else inputs.astype(value.dtype),
         log_decay,
         scale=query.shape[-1] ** -0.5,
         state=None if state is None else state.sums,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from zoo.ops.recurrence import diagonal_scan
-from zoo.ops.recurrence.chunks import RecurrenceMode, find_segment_starts
+from zoo.ops.recurrence.chunks import find_segment_starts
 from zoo.shapes import SegmentIds
 
 SHARPNESS = 8.0
@@ -34,7 +34,7 @@ def rg_lru(
     state: Float[Array, "batch channels"] | None = None,
     is_first: Bool[Array, "batch seq"] | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch channels"]]:
     """Compute the RG-LRU of `x`, with recurrence gate `r` and input gate `i` before their sigmoids.
 
@@ -51,6 +51,6 @@ def rg_lru(
     if state is None:
         root = jnp.where(jnp.arange(x.shape[1])[:, None] == 0, 1, root)
     gated_x = root * jax.nn.sigmoid(i.astype(jnp.float32)) * x.astype(jnp.float32)
-    run = diagonal_scan.recurrent_diagonal if mode == "recurrent" else diagonal_scan.chunked_diagonal
-    output, last = run(log_a, gated_x, state=state, segment_ids=segment_ids)
+    options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
+    output, last = diagonal_scan.diagonal_scan(log_a, gated_x, **options)
     return output.astype(x.dtype), last

@@ -8,7 +8,7 @@
 Keys are exponents of any size, so n and d are stored times exp(-m_t), with m the running maximum of `stabilizer`. The
 outputs do not depend on m, which is constant for gradients.
 
-The mode "recurrent" is the appendix, in `lax.scan`. "chunked" computes m, then n and d by two diagonal scans, then all
+"recurrent" is the appendix, in `lax.scan`. "chunked" computes m, then n and d by two diagonal scans, then all
 outputs in parallel. FLOPs per token and channel: 40, with five exponentials; bytes: 100 ("recurrent" 12). Rounding:
 differences of keys and maxima come first, exact for neighboring floats, and only then the decay or bonus is added, so
 large keys cost little precision.
@@ -21,7 +21,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from zoo.ops.recurrence import diagonal_scan
-from zoo.ops.recurrence.chunks import RecurrenceMode, find_segment_starts
+from zoo.ops.recurrence.chunks import find_segment_starts
+from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
 from zoo.ops.recurrence.stabilizer import NO_HISTORY, stabilize
 from zoo.ops.varying import align_varying
 from zoo.shapes import PaddingMask, SegmentIds
@@ -45,7 +46,7 @@ def rwkv4(
     state: WKVState | None = None,
     segment_ids: SegmentIds | None = None,
     token_mask: PaddingMask | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq channels"], WKVState]:
     """Compute WKV: the weighted averages, in the dtype of `v`, and the last state. The decay is exp(-exp(w)) per token.
 
@@ -63,9 +64,9 @@ def rwkv4(
     if token_mask is not None:
         k_fp32 = jnp.where(token_mask[..., None], k_fp32, NO_HISTORY)
         log_decay = jnp.where(token_mask[..., None], log_decay, 0)
-    run = _recurrent_rwkv4 if mode == "recurrent" else _chunked_rwkv4
-    output, state = run(k_fp32, v_fp32, log_decay, bonus, state, segment_ids)
-    return output.astype(v.dtype), state
+    run = WKV.select(implementation, RecurrenceRequest.from_channels(v)).function
+    output, last = run(k_fp32, v_fp32, log_decay, bonus, state, segment_ids)
+    return output.astype(v.dtype), last
 
 
 def _recurrent_rwkv4(
@@ -127,3 +128,7 @@ def _weighted_average(k: Array, v: Array, bonus: Array, state: WKVState) -> Arra
     highest = lax.stop_gradient(jnp.maximum(state.maximum, bonus + k))
     state_weight, weight = jnp.exp(lax.stop_gradient(state.maximum) - highest), jnp.exp(bonus + (k - highest))
     return (state_weight * state.numerator + weight * v) / (state_weight * state.denominator + weight)
+
+
+WKV = make_recurrence("RWKV-4's time mixing", _recurrent_rwkv4, _chunked_rwkv4)
+"""Implementations of `rwkv4`, in the order in which `"auto"` tries them."""

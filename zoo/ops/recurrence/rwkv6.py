@@ -4,8 +4,7 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
-from .chunks import RecurrenceMode
-from .gated_linear import select_gated_linear
+from .gated_linear import gated_linear
 
 
 def rwkv6(
@@ -17,7 +16,7 @@ def rwkv6(
     *,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute RWKV-6's recurrence: o_t = q_tᵀ (S_{t-1} + diag(u) k_t v_tᵀ); S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ.
 
@@ -25,4 +24,5 @@ def rwkv6(
     `zoo.ops.recurrence.gated_linear`. Source: Peng et al., Eagle and Finch, arXiv:2404.05892, equations 18 and 19,
     where queries are called receptance.
     """
-    return select_gated_linear(mode)(query, key, value, log_decay, bonus=bonus, state=state, segment_ids=segment_ids)
+    options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
+    return gated_linear(query, key, value, log_decay, bonus=bonus, **options)

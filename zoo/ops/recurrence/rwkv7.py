@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
-from .chunks import RecurrenceMode
-from .generalized_delta import scan_heads, select_delta
+from .generalized_delta import GENERALIZED_DELTA, scan_heads
+from .select import RecurrenceRequest
 
 
 def rwkv7(
@@ -24,16 +24,17 @@ def rwkv7(
     *,
     state: MatrixState | None = None,
     segment_ids: SegmentIds | None = None,
-    mode: RecurrenceMode = "chunked",
+    implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
     """Compute RWKV-7's recurrence, S_t = diag(exp(g_t)) S_{t-1} + write_t (read_t · S_{t-1})ᵀ + k_t v_tᵀ,
     o_t = q_t · S_t.
 
     `read` reads the state before the decay; outputs are not scaled. Returns the outputs, in the dtype of `value`, and
-    the state after the last token, in float32. State, segments and modes are those of
+    the state after the last token, in float32. State, segments and implementations are those of
     `zoo.ops.recurrence.generalized_delta`.
     """
-    return select_delta(mode)(
+    request = RecurrenceRequest.from_heads(query, value, log_decay)
+    return GENERALIZED_DELTA.select(implementation, request).function(
         query,
         read,
         write,

@@ -1,0 +1,75 @@
+"""The choice of an implementation of a recurrence: what all recurrences have in common."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jaxtyping import Array
+
+from ..implementations import Implementation, Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrenceRequest:
+    """Facts of a call, by which an implementation is chosen."""
+
+    batch: int
+    seq: int
+    dtype: Any
+    heads: int = 1
+    groups: int = 1
+    """Heads of queries and keys."""
+    key_dim: int = 1
+    value_dim: int = 1
+    decay: Literal["none", "head", "channel"] = "none"
+    """Log decays of a token: none, one per head, or one per key channel."""
+    has_bonus: bool = False
+    steps: int = 1
+    """Writes per token: more than one in DeltaProduct."""
+
+    @classmethod
+    def from_heads(
+        cls, query: Array, value: Array, log_decay: Array | None, *, has_bonus: bool = False, steps: int = 1
+    ) -> "RecurrenceRequest":
+        """Describe a recurrence with a matrix state per head, of arrays [batch, seq, heads, dim]."""
+        return cls(
+            batch=query.shape[0],
+            seq=query.shape[1],
+            dtype=value.dtype,
+            heads=value.shape[2],
+            groups=query.shape[2],
+            key_dim=query.shape[3],
+            value_dim=value.shape[3],
+            decay="none" if log_decay is None else "head" if log_decay.ndim == 3 else "channel",
+            has_bonus=has_bonus,
+            steps=steps,
+        )
+
+    @classmethod
+    def from_channels(cls, x: Array) -> "RecurrenceRequest":
+        """Describe a recurrence of channels by themselves, of arrays [batch, seq, channels]."""
+        return cls(batch=x.shape[0], seq=x.shape[1], dtype=x.dtype)
+
+
+def make_recurrence(
+    name: str, recurrent: Callable, chunked: Callable, *others: Implementation[RecurrenceRequest]
+) -> Operation[RecurrenceRequest]:
+    """Make the table of a recurrence. `"auto"` takes "chunked", and for a single token "recurrent"; what `others` lack
+    of a drawback, it tries first."""
+    return Operation(
+        name,
+        (
+            *others,
+            Implementation("chunked", chunked, find_drawback=_find_chunked_drawback),
+            Implementation("recurrent", recurrent, find_drawback=_find_recurrent_drawback),
+        ),
+        kind="recurrence",
+    )
+
+
+def _find_chunked_drawback(request: RecurrenceRequest) -> str | None:
+    return "a single token is no chunk" if request.seq == 1 else None
+
+
+def _find_recurrent_drawback(request: RecurrenceRequest) -> str | None:
+    return None if request.seq == 1 else "it takes one token after the other: the reference, and the decode step"
