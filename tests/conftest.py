@@ -23,6 +23,7 @@ import pytest  # noqa: E402
 CACHE = Path(os.environ.get("ZOO_TEST_CACHE") or Path(__file__).parents[1] / ".jax_cache")
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
+os.environ.setdefault("ZOO_COMPILE_CACHE", "off")  # processes that tests start write nothing into a user's own
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Where in the source each operation was traced is asked by no test; and what tracing allocates is seldom garbage.

@@ -1,6 +1,6 @@
 """Import order: a package of the library imports packages of lower levels only.
 
-    shapes, _checks, _files, _optional, _terminal, _workarounds < ops < parallel < layers < models
+    shapes, _checks, _files, _optional, _terminal, _workarounds < _compile_cache, ops < parallel < layers < models
         < weights, text, generate < adapters, train, inspect, testing < cli, recipes
 
 Modules of one package may import one another; packages of one level may not. Imports inside functions and under
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("shapes", "_checks", "_files", "_optional", "_terminal", "_workarounds"),
-    ("ops",),
+    ("_compile_cache", "ops"),
     ("parallel",),
     ("layers",),
     ("models",),

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,6 +51,16 @@ def create_files(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
                 file.close()
             part.unlink(missing_ok=True)
         raise
+
+
+def user_cache_folder() -> Path:
+    """Return `equizoo` in the user's cache folder: `XDG_CACHE_HOME`, or `~/Library/Caches` on macOS and `~/.cache`.
+
+    **Raises** `RuntimeError` for a user without a home.
+    """
+    given = os.environ.get("XDG_CACHE_HOME")
+    default = ("Library", "Caches") if sys.platform == "darwin" else (".cache",)
+    return (Path(given) if given else Path.home().joinpath(*default)) / "equizoo"
 
 
 def _open_exclusively(path: Path) -> BinaryIO:

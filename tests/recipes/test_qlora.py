@@ -76,7 +76,7 @@ FLAGS = [
     *("checkpoint", "data", "pretraining_data", "quantization", "quantize_targets", "targets", "rank", "alpha"),
     *("rank_stabilized", "seq_len", "batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay"),
     *("eval_every", "fsdp", "tensor", "zero_stage", "microbatches", "remat", "dtype", "out", "seed", "resume"),
-    "profile",
+    *("profile", "no_compile_cache"),
 ]
 
 

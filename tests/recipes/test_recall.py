@@ -45,7 +45,7 @@ def test_recall_of_two_mixers(unbroken):
     check_optimization(unbroken, *(f"{mixer}-8" for mixer in TINY["mixers"]))
     report = (unbroken / "report.html").read_text()
     assert "bytes of state per row" in report and "<title>delta-net: " in report and "http" not in report
-    assert flag_names(recall.main)[-5:] == ["eval_every", "out", "seed", "resume", "profile"]
+    assert flag_names(recall.main)[-6:] == ["eval_every", "out", "seed", "resume", "profile", "no_compile_cache"]
 
 
 def test_recall_stopped_in_the_second_mixer_resumes_bitwise(unbroken, tmp_path, monkeypatch, capsys):

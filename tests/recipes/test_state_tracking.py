@@ -45,7 +45,7 @@ def test_state_tracking_of_two_mixers(unbroken):
     for part in ("Accuracy by place: s3", "chance 0.167", "up to 4 tokens", "4 to 40", "median run"):
         assert part in report
     assert "http" not in report
-    assert flag_names(state_tracking.main)[-4:] == ["out", "seed", "resume", "profile"]
+    assert flag_names(state_tracking.main)[-5:] == ["out", "seed", "resume", "profile", "no_compile_cache"]
 
 
 def test_state_tracking_stopped_and_resumed_is_bitwise_equal(unbroken, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_transformer_learns_exports_and_reports(unbroken):
     )
     config = json.loads((out / "config.json").read_text())
     flags = set(flag_names(transformer.main))
-    assert config["embed"] == 16 and set(config) >= flags - {"resume", "profile"}
+    assert config["embed"] == 16 and set(config) >= flags - {"resume", "profile", "no_compile_cache"}
     check_optimization(out)
     report = (out / "report.html").read_text()
     for part in ("layers.*.attention.query.weight", "gradient norm", "learning rate", "def main(", "xz -9e", "<svg"):
@@ -193,7 +193,7 @@ def test_transformer_help_explains_every_flag():
 FLAGS = [
     *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout", "seq_len", "batch_size"),
     *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
-    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile"),
+    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile", "no_compile_cache"),
 ]
 
 

@@ -53,7 +53,7 @@ def test_cli_speaks_before_it_makes_anything(capsys, tmp_path):
     def main(*, run_options: train.RunOptions = train.RunOptions(tmp_path / "run")):
         return capsys.readouterr().out
 
-    line = f"loading data and compiling; the run's folder is {tmp_path / 'run'}\n"
+    line = f"loading data and model; the run's folder is {tmp_path / 'run'}\n"
     assert train.run_cli(main, arguments=[]) == line
 
 

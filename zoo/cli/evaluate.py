@@ -18,6 +18,7 @@ import tyro
 from jaxtyping import Float, Int
 
 import zoo
+from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.parallel import Mesh
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, find_tokenizer
@@ -38,6 +39,7 @@ def evaluate(
     fsdp: int = 1,
     tensor: int = 1,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    no_compile_cache: bool = False,
 ) -> None:
     """Evaluate perplexity and bits per byte of a checkpoint on text.
 
@@ -59,7 +61,10 @@ def evaluate(
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
         as_json: Print a JSON object.
+        no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """
+    if not no_compile_cache:
+        enable_compile_cache()
     for name, number in (("length", length - 1), ("batch", batch), ("limit", 1 if limit is None else limit)):
         if number < 1:
             raise ValueError(f"--{name} must be at least {2 if name == 'length' else 1}")
@@ -224,7 +229,7 @@ class _EvaluationProgress:
                 TextColumn("{task.description}", markup=False),
             )
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task("compiling", total=total)
+            self._task = self._progress.add_task("first batch (compiles, unless cached)", total=total)
 
     def __enter__(self) -> "_EvaluationProgress":
         if self._progress is not None:

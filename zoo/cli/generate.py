@@ -12,6 +12,7 @@ import numpy as np
 import tyro
 
 import zoo
+from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.models.hf.values import integer, list_of
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
@@ -41,6 +42,7 @@ def generate(
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
+    no_compile_cache: bool = False,
 ) -> None:
     """Generate text from prompts: zoo generate DIRECTORY "Once upon a time".
 
@@ -66,7 +68,10 @@ def generate(
         data: Data parallelism: number of devices that shard the prompts. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the prompts.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """
+    if not no_compile_cache:
+        enable_compile_cache()
     if (given := sum(map(bool, (words, prompt, tokens)))) != 1:
         raise ValueError(
             'pass the prompt as words after the directory, "Once upon a time", as --prompt or as --tokens'

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.weights import CheckpointError, load_family
@@ -28,6 +29,7 @@ def parity(
     tolerance: float = TOLERANCE,
     every: Annotated[bool, tyro.conf.arg(name="all")] = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    no_compile_cache: bool = False,
 ) -> None:
     """Compare a checkpoint with PyTorch, layer by layer, and name the first layer that is wrong.
 
@@ -42,7 +44,10 @@ def parity(
         tolerance: Maximum error of hidden states and logits in float32; twice that for gradients.
         every: Show all gradients, not only the five with the largest errors.
         as_json: Print a JSON object.
+        no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """
+    if not no_compile_cache:
+        enable_compile_cache()
     directory = resolve_directory(directory)
     stored = directory / _EXPECTED_FILE if expected is None and (directory / _EXPECTED_FILE).exists() else expected
     if stored is not None and not stored.is_file():

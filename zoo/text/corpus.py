@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
+from zoo._files import user_cache_folder
+
 from .batches import CorpusSplit
 from .token_cache import open_cache
 from .tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
@@ -106,7 +108,7 @@ def load_text(
     )
     for document in documents:
         digest.update(document.digest)
-    directory = (cache or _default_cache_dir()) / digest.hexdigest()
+    directory = (cache or user_cache_folder() / "text") / digest.hexdigest()
     about, digests = open_cache(directory, lambda part: _write_tokens(part, train, validation, vocab, tokenizer))
     if tokenizer is None:
         tokenizer = ByteTokenizer() if vocab == 256 else BPETokenizer(directory / "tokenizer.json", vocab)
@@ -283,7 +285,3 @@ def _measure_xz(documents: Sequence[_Document]) -> float:
 
 def _token_dtype(vocab: int) -> type[np.unsignedinteger]:
     return np.uint8 if vocab <= 2**8 else np.uint16 if vocab <= 2**16 else np.uint32
-
-
-def _default_cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "equizoo" / "text"

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show, show_error
 
 from .directory import check_directory
@@ -27,9 +28,9 @@ def run_cli(
     """Call `main` with the command line's flags: one per keyword, or per field of an option group.
 
     `presets` are other defaults by name; the first word may name one: `transformer.py 1b --steps 100`. A resumed run
-    takes the flags of its `config.json`, unless they are given. Bad input ends the program with one line on standard
-    error and status 2: every error that this library, or the recipe itself, raises on purpose. Other errors keep their
-    traceback.
+    takes the flags of its `config.json`, unless they are given. Compiled programs are kept for the next start, except
+    with `--no-compile-cache`. Bad input ends the program with one line on standard error and status 2: every error that
+    this library, or the recipe itself, raises on purpose. Other errors keep their traceback.
     """
     presets = presets or {}
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -49,8 +50,10 @@ def run_cli(
         if options is not None and options.resume is not False:
             defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
             flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
+        if options is None or not options.no_compile_cache:
+            enable_compile_cache(exact_names=options is not None and options.profile)
         if options is not None and is_first:
-            show(f"loading data and compiling; the run's folder is {options.out}")
+            show(f"loading data and model; the run's folder is {options.out}")
         return main(**flags)
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
         if not _is_user_error(error, main):

@@ -33,7 +33,7 @@ class MeshOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A run's directory, its PRNG seed, and whether it is resumed or traced."""
+    """A run's directory, its PRNG seed, and whether it is resumed, traced, or started from compiled programs."""
 
     out: Path
     """Directory of the run: configuration, metrics, checkpoints, report."""
@@ -43,6 +43,8 @@ class RunOptions:
     """Continue from the newest checkpoint in `out`, on any mesh; with a number, from the checkpoint of that step."""
     profile: bool = False
     """Trace a few steps into `out`/profile, for Perfetto, XProf and TensorBoard."""
+    no_compile_cache: bool = False
+    """Compile anew: neither read compiled programs from the user's cache folder nor keep them there."""
 
     def subrun(self, name: str) -> "RunOptions":
         """Return the options of one of several runs, in the subdirectory `name` of `out`."""
@@ -52,7 +54,8 @@ class RunOptions:
 def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with the fields of option groups in place of the groups, by the names of their flags.
 
-    `resume` and `profile` are left out: they are no properties of a run, and both halves of a resumed one agree.
+    `resume`, `profile` and `no_compile_cache` are left out: they are no properties of a run, and both halves of a
+    resumed one agree.
     """
     flat: dict[str, Any] = {}
     for name, value in config.items():
@@ -60,4 +63,4 @@ def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         else:
             flat[name] = value
-    return {name: value for name, value in flat.items() if name not in ("resume", "profile")}
+    return {name: value for name, value in flat.items() if name not in ("resume", "profile", "no_compile_cache")}

@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from zoo._terminal import escape_controls, show
 
+_FIRST_STEP = "first step (compiles, unless cached)"
+
 
 class Throughput:
     """Steps, tokens and FLOPs per second between two calls of `tick`, and the time left.
@@ -85,7 +87,7 @@ class ProgressBar:
         self._text = Text()
         one_line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
         self._bar = RichProgress(MofNCompleteColumn(), BarColumn(bar_width=24), one_line)
-        self._task = self._bar.add_task("compiling", total=total, completed=start)
+        self._task = self._bar.add_task(_FIRST_STEP, total=total, completed=start)
         self._live = Live(Group(self._bar, self._text), refresh_per_second=4)
         self._live.start()
 
@@ -115,11 +117,11 @@ class SilentProgress:
 
 
 def make_progress(total: int, *, start: int = 0) -> Progress:
-    """Return a bar if stdout is a terminal, else plain lines. Both begin with the word "compiling"."""
+    """Return a bar if stdout is a terminal, else plain lines. Both begin by saying that the first step may compile."""
     if sys.stdout.isatty():
         return ProgressBar(total, start=start)
     if start < total:
-        show("compiling")
+        show(_FIRST_STEP)
     return LineProgress(total)
 
 
