@@ -1,0 +1,4 @@
+"""Recurrences as Pallas kernels for TPUs, interpreted on a CPU."""
+
+from . import common as common
+from . import delta_rule as delta_rule
