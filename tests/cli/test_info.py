@@ -7,7 +7,8 @@ import jax
 import pytest
 
 import zoo
-from zoo.cli.terminal import align_columns, format_bytes, format_ranges
+from zoo.cli.terminal import align_columns, format_bytes
+from zoo.inspect.implementations import format_ranges
 from zoo.weights import safetensors
 
 from .conftest import SIZES
@@ -153,6 +154,15 @@ def test_info_reads_headers_only(run, bytes_model, monkeypatch):
     run("info", bytes_model)
     with pytest.raises(AssertionError, match="was read"):
         zoo.load(bytes_model)
+
+
+def test_info_shows_implementations_of_a_platform(run, windowed):
+    found = read_info(run, windowed, "--platform", "tpu")["implementations"]
+    assert (found["platform"], found["seq_len"]) == ("tpu", 1024)
+    layers = [row["layers"] for row in found["rows"] if row["operation"] == "attention"]
+    assert sorted(number for numbers in layers for number in numbers) == [0, 1, 2, 3, 4]
+    assert "this is compiled for TPU" in run("info", windowed, "--platform", "tpu")[0]
+    assert "implementations" not in read_info(run, windowed)
 
 
 def test_terminal_formats_numbers_and_columns():

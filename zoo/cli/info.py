@@ -7,11 +7,13 @@ from typing import Annotated, Any
 import tyro
 
 from zoo._terminal import show
+from zoo.inspect.implementations import format_ranges
 from zoo.models.presets.published import find_preset
+from zoo.ops.platform import Platform
 
 from .devices import make_abstract_mesh, use_cpu
 from .parts import ParameterSummary, Summary, summarize, summarize_preset
-from .terminal import align_columns, format_bytes, format_ranges
+from .terminal import align_columns, format_bytes
 
 
 def info(
@@ -21,6 +23,7 @@ def info(
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
+    platform: Platform | None = None,
     names: bool = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
@@ -37,6 +40,8 @@ def info(
         data: Data parallelism: number of devices that shard the batch.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        platform: Also show which implementation of attention, of recurrences, of grouped matmuls and of the loss each
+            layer gets on this platform, and why not another.
         names: Also show the name of each parameter's tensor in the checkpoint.
         as_json: Print a JSON object, which always includes tensor names.
     """
@@ -45,9 +50,9 @@ def info(
     use_cpu()
     mesh = make_abstract_mesh(data=data, fsdp=fsdp, tensor=tensor)
     if preset is not None:
-        summary = summarize_preset(preset, mesh)
+        summary = summarize_preset(preset, mesh, platform)
     elif directory is not None:
-        summary = summarize(directory, mesh)
+        summary = summarize(directory, mesh, platform)
     else:
         raise ValueError("pass a checkpoint directory, or --preset NAME; `zoo presets` lists the names")
     if as_json:
@@ -93,6 +98,7 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
         "segments": summary.segments,
         "cache": summary.cache,
         **mesh,
+        **({} if summary.implementations is None else {"implementations": summary.implementations.as_dict()}),
         "rows": parts,
     }
 
@@ -128,7 +134,8 @@ def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[s
             f"{format_bytes(summary.bytes_per_device)} of parameters on each of {summary.mesh.devices.size} devices"
         )
         rows.append(("mesh", f"{summary.mesh}: {per_device}"))
-    return [*align_columns(rows), "", *_format_table(summary, names)]
+    chosen = [] if summary.implementations is None else ["", str(summary.implementations)]
+    return [*align_columns(rows), "", *_format_table(summary, names), *chosen]
 
 
 def _format_table(summary: Summary, names: bool) -> list[str]:

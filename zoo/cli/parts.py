@@ -12,11 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from zoo.inspect import ModelImplementations, implementations
 from zoo.models import Decoder, Stack, count_active_parameters, preset, swap_stack
 from zoo.models.hf.config import read_config
 from zoo.models.hf.spec import Config, Family, NameMap
 from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
 from zoo.models.stack import is_stack
+from zoo.ops.platform import Platform
 from zoo.parallel import Mesh
 from zoo.weights.plan import find_mapping, invert_name_map
 from zoo.weights.resolve import open_checkpoint, resolve_directory
@@ -76,6 +78,8 @@ class Summary:
     model without one."""
     mesh: Mesh | None
     rows: tuple[ParameterSummary, ...]
+    implementations: ModelImplementations | None = None
+    """Implementations that the layers get on a platform; None if none is asked for, and for a model without a loss."""
 
     @property
     def count(self) -> int:
@@ -92,8 +96,8 @@ class Summary:
         return sum(row.bytes_per_device for row in self.rows)
 
 
-def summarize(directory: Path, mesh: Mesh | None = None) -> Summary:
-    """Summarize a checkpoint, and its sharding over `mesh`. Reads headers only.
+def summarize(directory: Path, mesh: Mesh | None = None, platform: Platform | None = None) -> Summary:
+    """Summarize a checkpoint, its sharding over `mesh` and its implementations on `platform`. Reads headers only.
 
     **Raises** `CheckpointError` as `zoo.load` before it reads a tensor; `ValueError` for a mesh that does not divide
     the model.
@@ -107,13 +111,14 @@ def summarize(directory: Path, mesh: Mesh | None = None) -> Summary:
     files, tensors = list_weight_files(path), open_tensors(path)
     stored = _StoredFiles(len(files), sum(file.stat().st_size for file in files), len(tensors))
     summary = _summarize_shapes(
-        checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, [*map(list, dtypes)], mesh
+        *(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, [*map(list, dtypes)]),
+        *(mesh, platform),
     )
     return dataclasses.replace(summary, stored=stored, dtypes=_count_by_dtype(tensors.values()))
 
 
-def summarize_preset(name: str, mesh: Mesh | None = None) -> Summary:
-    """Summarize a preset, and its sharding over `mesh`, from shapes only.
+def summarize_preset(name: str, mesh: Mesh | None = None, platform: Platform | None = None) -> Summary:
+    """Summarize a preset, its sharding over `mesh` and its implementations on `platform`, from shapes only.
 
     **Raises** `ValueError` for an unknown preset, and for a mesh that does not divide the model.
     """
@@ -121,7 +126,7 @@ def summarize_preset(name: str, mesh: Mesh | None = None) -> Summary:
     family = model.origin.family
     config = read_config(family, json.loads(model.origin.config))
     dtypes = [[np.dtype(x.dtype)] for x in jax.tree.leaves(model)]
-    return _summarize_shapes(family, config, model, family.names(config), dtypes, mesh)
+    return _summarize_shapes(family, config, model, family.names(config), dtypes, mesh, platform)
 
 
 def _summarize_shapes(
@@ -131,8 +136,10 @@ def _summarize_shapes(
     name_map: NameMap,
     dtypes: Sequence[Sequence[np.dtype]],
     mesh: Mesh | None,
+    platform: Platform | None,
 ) -> Summary:
     """Summarize a model in shapes. `dtypes` are those of each array, as stored or as initialized."""
+    stored_model = _set_dtypes(model, [array_dtypes[0] for array_dtypes in dtypes])
     return Summary(
         family=family.name,
         architecture=family.architecture,
@@ -143,9 +150,8 @@ def _summarize_shapes(
         segments=[
             [len(segment.blocks), segment.local_repeats] for stack in _find_stacks(model) for segment in stack.segments
         ],
-        cache=_measure_cache(
-            model, [array_dtypes[0] for array_dtypes in dtypes], config.get("max_position_embeddings")
-        ),
+        cache=_measure_cache(stored_model, config.get("max_position_embeddings")),
+        implementations=None if platform is None else _list_implementations(stored_model, platform),
         mesh=mesh,
         rows=tuple(
             _summarize_parameters(model, name_map, [tuple(map(str, array_dtypes)) for array_dtypes in dtypes], mesh)
@@ -232,13 +238,26 @@ def _format_tensor_name(path: ParameterPath, mappings: Mapping[str, Any]) -> str
     return name + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _measure_cache(model: Any, dtypes: Sequence[np.dtype], max_length: int | None) -> dict[str, Any] | None:
+def _set_dtypes(model: Any, dtypes: Sequence[np.dtype]) -> Any:
+    """Return a model in shapes with the dtypes of its arrays replaced."""
+    leaves, treedef = jax.tree.flatten(model)
+    retyped = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+    return jax.tree.unflatten(treedef, retyped)
+
+
+def _list_implementations(model: Any, platform: Platform) -> ModelImplementations | None:
+    """Return the implementations of a training step of 1,024 tokens, or of as many as the model has positions for."""
+    if not isinstance(model, Decoder):
+        return None
+    positions = model.position_embedding
+    seq_len = 1024 if positions is None else min(1024, positions.length)
+    return implementations(model, seq_len=seq_len, platform=platform)
+
+
+def _measure_cache(model: Any, max_length: int | None) -> dict[str, Any] | None:
     """Return the bytes of the KV cache or recurrent state: per token, per row, and of `max_length` tokens."""
     if not isinstance(model, Decoder) or not isinstance(model.stack, Stack):
         return None
-    leaves, treedef = jax.tree.flatten(model)
-    retyped = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-    model = jax.tree.unflatten(treedef, retyped)
     repeats = [segment.local_repeats for segment in model.stack.segments for _ in segment.blocks]
     # all repeats of a pattern have states of the same shape: one suffices
     first = swap_stack(

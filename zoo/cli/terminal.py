@@ -1,6 +1,5 @@
-"""Format tables, byte counts and ranges for the terminal."""
+"""Format tables and byte counts for the terminal."""
 
-import itertools
 from collections.abc import Collection, Sequence
 
 
@@ -30,18 +29,3 @@ def format_bytes(count: float | int) -> str:
             return f"{count:.3g} {unit}"
         count = count / 1000
     return f"{count:.3g} TB"
-
-
-def format_ranges(numbers: Sequence[int]) -> str:
-    """Abbreviate a set of numbers: `0-31`, `0-30 by 2`, `0-4, 6-10`, `10 of 0-59`."""
-    ordered = sorted(set(numbers))
-    steps = {after - before for before, after in itertools.pairwise(ordered)}
-    if len(steps) <= 1:
-        step = steps.pop() if steps else 0
-        return f"{ordered[0]}" if not step else f"{ordered[0]}-{ordered[-1]}" + (f" by {step}" if step > 1 else "")
-    parts, start = [], ordered[0]
-    for before, after in zip(ordered, [*ordered[1:], -1], strict=True):
-        if after != before + 1:
-            parts.append(f"{start}-{before}" if before > start else f"{before}")
-            start = after
-    return ", ".join(parts) if len(parts) <= 3 else f"{len(ordered)} of {ordered[0]}-{ordered[-1]}"

@@ -4,6 +4,7 @@ Functions of a step and its arguments; models do not depend on them.
 """
 
 from .collectives import Collective
+from .implementations import LayerImplementation, ModelImplementations, implementations
 from .operations import Flops, count_flops
 from .program import CompiledProgram, CompileTimes, Donation, DonationError, MemoryStats, compiled
 from .size import ModelSize, measure_size
@@ -16,10 +17,13 @@ __all__ = [
     "Donation",
     "DonationError",
     "Flops",
+    "LayerImplementation",
     "MemoryStats",
+    "ModelImplementations",
     "ModelSize",
     "compiled",
     "count_flops",
+    "implementations",
     "measure_size",
     "state_bytes",
 ]
