@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +190,14 @@ def test_rotary_of_positions_per_row():
     for row in (0, 1):
         alone = apply_rotary(x[row : row + 1], *rotary(positions[row]))
         np.testing.assert_array_equal(y[row : row + 1], alone)
+
+
+def test_rotary_computes_cosines_once_for_all_heads():
+    step = jax.jit(lambda x: apply_rotary(x, *Rotary(8)(jnp.arange(16))))
+    text = step.lower(values((2, 16, 4, 8))).compile().as_text()
+    shapes = re.findall(r"f32\[([\d,]*)\]\S* (?:cosine|sine)\(", text)
+    assert set(shapes) == {"16,4"}
+    assert not [body for body in text.split("\n}") if "cosine(" in body and "concatenate(" in body]
 
 
 def test_apply_rotary_of_bfloat16_rounds_once():

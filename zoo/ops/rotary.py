@@ -24,6 +24,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 _Number = int | float  # a config file writes 8 and 8.0 alike
@@ -216,7 +217,9 @@ class Rotary:
         scaling = self.scaling or LinearScaling(1)
         frequencies, magnitude = scaling(self.dim, self.base, length)
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-        return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+        # XLA's CPU backend fuses cosines into the rotation, and computes them for each head, but never a remainder.
+        cos, sin = lax.rem(jnp.cos(angles), 2.0), lax.rem(jnp.sin(angles), 2.0)
+        return cos * magnitude, sin * magnitude
 
 
 @jax.named_scope("rotary")
