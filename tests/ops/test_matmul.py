@@ -49,6 +49,18 @@ def test_einsum_fp32_accum_equals_einsum_with_gradients(spec, dtype, wide, seed)
         assert error <= 2 * jnp.finfo(rounded).eps * jnp.abs(theirs.astype(jnp.float32)).max()
 
 
+@pytest.mark.parametrize(("rows", "swapped"), [(1, False), (8, True), (128, False)])
+def test_einsum_fp32_accum_multiplies_weights_by_few_rows(rows, swapped):
+    x, weight = (jax.random.normal(jax.random.key(n), (n, 32)) for n in (rows, 96))
+    step = lambda x, weight: einsum_fp32_accum("ri,oi->ro", x, weight)
+    np.testing.assert_allclose(step(x, weight), np.asarray(x) @ np.asarray(weight).T, rtol=1e-4, atol=1e-5)
+    found = jax.grad(lambda x, weight: (step(x, weight) ** 2).sum(), (0, 1))(x, weight)
+    expected = jax.grad(lambda x, weight: ((x @ weight.T) ** 2).sum(), (0, 1))(x, weight)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+    assert ("optimization_barrier" in str(jax.make_jaxpr(step)(x, weight))) == swapped
+
+
 def test_einsum_fp32_accum_aligns_varying_operands_on_a_mesh():
     """Sharded weights with replicated rows, and the reverse: gradients are all-reduced where needed."""
     make = lambda key: zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=16, key=key)

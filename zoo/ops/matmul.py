@@ -19,6 +19,8 @@ from .platform import current_platform
 from .varying import align_varying
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
+_FEW_ROWS = 64
+"""Rows up to which it pays to multiply a weight matrix by them, not them by it."""
 
 
 def einsum_fp32_accum(
@@ -139,10 +141,25 @@ def einsum_dot_general(
     """Compute an einsum as one `dot_general`, followed by a transpose if its dims come in another order."""
     batch = [letter for letter in left if letter in right and letter in out]
     contracted = [letter for letter in left if letter in right and letter not in out]
+    swapped = _has_few_rows(left, right, contracted, x, y)
+    if swapped:
+        left, right, x, y = right, left, y, x
     dims = [*batch, *(letter for letter in left + right if letter in out and letter not in batch)]
     dims_of = lambda letters: ([left.index(letter) for letter in letters], [right.index(letter) for letter in letters])
     product = lax.dot_general(x, y, (dims_of(contracted), dims_of(batch)), preferred_element_type=dtype)
+    product = lax.optimization_barrier(product) if swapped else product  # else XLA swaps them back
     return product if dims == list(out) else product.transpose([dims.index(letter) for letter in out])
+
+
+def _has_few_rows(left: str, right: str, contracted: list[str], x: Array, y: Array) -> bool:
+    """Return whether a weight matrix should come first: at every call, XLA's CPU backend repacks the second operand of
+    a float32 product, so for the few rows of a decoding step that should be the rows."""
+    if current_platform() != "cpu" or x.dtype in _HALF_DTYPES or not len(left) == len(right) == 2:
+        return False
+    if len(contracted) != 1:
+        return False
+    rows, columns = (z.size // z.shape[term.index(contracted[0])] for z, term in ((x, left), (y, right)))
+    return 1 < rows <= _FEW_ROWS < columns
 
 
 def einsum_in_dtype(
