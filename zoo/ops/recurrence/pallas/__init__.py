@@ -2,3 +2,4 @@
 
 from . import common as common
 from . import delta_rule as delta_rule
+from . import gated_linear as gated_linear
