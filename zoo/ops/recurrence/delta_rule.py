@@ -22,6 +22,8 @@ from jaxtyping import Array, Float
 from zoo.shapes import LogDecays, MatrixState, Queries, SegmentIds, Values
 
 from .generalized_delta import chunked_delta, recurrent_delta, scan_heads
+from .pallas.common import make_pallas_implementation
+from .pallas.delta_rule import find_delta_rule_obstacle, pallas_delta_rule
 from .select import RecurrenceRequest, make_recurrence
 
 
@@ -208,5 +210,6 @@ DELTA_RULE = make_recurrence(
     "delta rule",
     partial(_apply_generalized_delta, recurrent_delta),
     partial(_apply_generalized_delta, chunked_delta),
+    make_pallas_implementation(pallas_delta_rule, find_delta_rule_obstacle),
 )
 """Implementations of the delta rules, in the order in which `"auto"` tries them."""

@@ -4,6 +4,7 @@ In kernels everything is two-dimensional. A number per token is a row, [1, size]
 1], to scale the rows of a matrix; `size` is the number of tokens in a chunk.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from ...implementations import refuse_other_platforms
+from ...implementations import Implementation, refuse_other_platforms
 from ...platform import current_platform
+from ..select import RecurrenceRequest
 
 Row = Float[Array, "1 size"]
 Column = Float[Array, "size 1"]
@@ -29,6 +31,14 @@ class ScalarDecays(NamedTuple):
     to_end: Column
     """To the end of the chunk, exp(g_{i+1} + ... + g_last)."""
     total: Float[Array, "1 1"]
+
+
+def make_pallas_implementation(
+    function: Callable, find_obstacle: Callable[[RecurrenceRequest], str | None]
+) -> Implementation[RecurrenceRequest]:
+    """Make the implementation "pallas" of a recurrence, which `"auto"` passes over."""
+    drawback = "it has not been measured on a TPU yet, so only its name chooses it"
+    return Implementation("pallas", function, find_obstacle, find_drawback=lambda request: drawback)
 
 
 def runs_interpreted() -> bool:
