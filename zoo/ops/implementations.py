@@ -80,18 +80,20 @@ class Operation(Generic[_Request]):
 
     def _select(self, name: str, request: _Request) -> Implementation[_Request]:
         self.check_name(name)
+        # An obstacle is looked for last: to find it may import a kernel's library.
+        suited = (each for each in self.implementations if name in (AUTO, each.name))
+        suited = (each for each in suited if name != AUTO or each.find_drawback(request) is None)
+        if (first := next((each for each in suited if each.find_obstacle(request) is None), None)) is not None:
+            return first
         obstacles = {each.name: each.find_obstacle(request) for each in self.implementations}
         possible = [each for each in self.implementations if obstacles[each.name] is None]
         if name == AUTO:
-            suited = [each for each in possible if each.find_drawback(request) is None]
-            if suited or possible:
-                return (suited or possible)[0]
+            if possible:
+                return possible[0]
             reasons = "; ".join(f"{each} because {reason}" for each, reason in obstacles.items())
             raise ValueError(f"{self.name}: no implementation can compute this: not {reasons}")
-        if reason := obstacles[name]:
-            able = ", ".join(each.name for each in possible) or "none"
-            raise ValueError(f"{self.name}: {name!r} cannot compute this, because {reason}. These can: {able}")
-        return next(each for each in possible if each.name == name)
+        able = ", ".join(each.name for each in possible) or "none"
+        raise ValueError(f"{self.name}: {name!r} cannot compute this, because {obstacles[name]}. These can: {able}")
 
     def explain(self, request: _Request) -> tuple[Choice, ...]:
         """Return what `"auto"` makes of each implementation for the request, in its order."""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..implementations import Implementation, Operation
@@ -35,7 +36,7 @@ class RecurrenceRequest:
         return cls(
             batch=query.shape[0],
             seq=query.shape[1],
-            dtype=value.dtype,
+            dtype=jnp.result_type(query, value),
             heads=value.shape[2],
             groups=query.shape[2],
             key_dim=query.shape[3],
