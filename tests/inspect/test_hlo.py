@@ -155,14 +155,14 @@ def test_bytes_of_slices_and_in_place_updates(module):
 def test_collectives_are_summed_by_axis(module, mesh):
     found, _ = hlo.list_executions(module)
     row = 4 * 8 * 4
-    assert set(sum_collectives(found, mesh, 8)) == {
-        Collective("all-reduce", ("tensor",), "", 31, 31, 31 * row),
-        Collective("all-gather", ("data", "fsdp"), "", 1, 1, 4 * row),
-        Collective("reduce-scatter", ("tensor",), "", 1, 1, 2 * row),
+    assert set(sum_collectives(module, found, mesh, 8)) == {
+        Collective("all-reduce", ("tensor",), "", 31, 31, 31 * row, asynchronous=31),
+        Collective("all-gather", ("data", "fsdp"), "", 1, 1, 4 * row, asynchronous=1),
+        Collective("reduce-scatter", ("tensor",), "", 1, 1, 2 * row, asynchronous=1),
         Collective("collective-permute", ("data",), "", 1, 1, row),
         Collective("all-reduce", ("data", "fsdp", "tensor"), "", 1, 2, row + 8),
     }
-    assert {row.axes for row in sum_collectives(found, None, 8)} == {None}
+    assert {row.axes for row in sum_collectives(module, found, None, 8)} == {None}
 
 
 TENSOR, DATA = {(0, 1), (2, 3), (4, 5), (6, 7)}, {(0, 4), (1, 5), (2, 6), (3, 7)}
@@ -196,11 +196,79 @@ def test_replica_groups_in_every_notation(text, groups, axes, mesh):
 
 def test_groups_of_no_axis_are_reported_in_hlo_notation(mesh):
     text = MODULE.replace("{{0,1},{2,3},{4,5},{6,7}}", "{{0,3},{1,2},{4,7},{5,6}}").replace("[4,2]<=[8]", "new(8)")
-    found, _ = hlo.list_executions(hlo.parse_module(text))
-    groups = {row.kind: row.groups for row in sum_collectives(found, mesh, 8) if row.axes is None}
+    module = hlo.parse_module(text)
+    found, _ = hlo.list_executions(module)
+    groups = {row.kind: row.groups for row in sum_collectives(module, found, mesh, 8) if row.axes is None}
     assert groups == {"all-reduce": "{{0,3},{1,2},{4,7},{5,6}}", "reduce-scatter": "unknown"}
 
 
 def test_permutation_along_two_axes(mesh):
     text = "f32[4] collective-permute(%p), source_target_pairs={{0,3},{3,0},{4,4}}"
     assert find_mesh_axes(parse_groups(hlo.parse_instruction("x", text), 8), mesh, permute=True) == ("fsdp", "tensor")
+
+
+TPU_MODULE = """\
+HloModule jit_step, num_partitions=8
+
+%piece.0 (a: bf16[8,4]) -> (bf16[8,4], bf16[8,16]) {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %gather.0 = bf16[8,16]{1,0} all-gather(%a), channel_id=5, replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={1}
+  ROOT %both.0 = (bf16[8,4]{1,0}, bf16[8,16]{1,0}) tuple(%a, %gather.0)
+}
+
+%piece.1 (b: bf16[8,4]) -> bf16[8,16] {
+  %b = bf16[8,4]{1,0} parameter(0)
+  ROOT %gather.1 = bf16[8,16]{1,0:S(1)} all-gather(%b), channel_id=5, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}
+}
+
+%body (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %p = (s32[]{:T(128)}, bf16[8,4]{1,0}) parameter(0)
+  %one = s32[]{:T(128)} constant(2)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %x = bf16[8,4]{1,0} get-tuple-element(%p), index=1
+  %i.1 = s32[]{:T(128)} copy(%i)
+  %next = s32[]{:T(128)} add(%i.1, %one)
+  %async-collective-start = (bf16[8,4]{1,0}, bf16[8,16]{1,0}) fusion(%x), kind=kCustom, calls=%piece.0
+  %async_collective_fusion.7 = bf16[8,16]{1,0} fusion(%x), kind=kOutput, calls=%piece.1
+  %async-collective-done = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%piece.1
+  %waited = bf16[8,16]{1,0} all-gather(%x), channel_id=6, replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={1}
+  %sum-start = bf16[8,4]{1,0} all-reduce-start(%x), replica_groups=[4,2]<=[8], backend_config={"is_sync":true}
+  %sum-done = bf16[8,4]{1,0} all-reduce-done(%sum-start)
+  ROOT %both = (s32[]{:T(128)}, bf16[8,4]{1,0}) tuple(%next, %sum-done)
+}
+
+%condition (q: (s32[], bf16[8,4])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(8)
+  %q = (s32[]{:T(128)}, bf16[8,4]{1,0}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%q), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%j, %bound), direction=LT
+}
+
+ENTRY %main (y: bf16[8,4]) -> bf16[8,4] {
+  %y = bf16[8,4]{1,0} parameter(0)
+  %start = s32[]{:T(128)} constant(1)
+  %packed = (s32[]{:T(128)}, bf16[8,4]{1,0}) tuple(%start, %y)
+  %layers = (s32[]{:T(128)}, bf16[8,4]{1,0}) while(%packed), condition=%condition, body=%body
+  ROOT %z = bf16[8,4]{1,0} get-tuple-element(%layers), index=1
+}
+"""
+
+
+def test_collectives_of_a_tpu_count_once_however_many_pieces(mesh):
+    module = hlo.parse_module(TPU_MODULE)
+    executions, endless = hlo.list_executions(module)
+    assert not endless  # 1, 3, 5, 7
+    assert set(sum_collectives(module, executions, mesh, 8)) == {
+        Collective("all-gather", ("data", "fsdp"), "", 8, 8, 8 * 8 * 16 * 2, asynchronous=4),
+        Collective("all-reduce", ("tensor",), "", 4, 4, 4 * 8 * 4 * 2, asynchronous=0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("direction=LT", "direction=NE"), ("constant(8)", "parameter(1)"), ("add(%i.1", "multiply(%i.1"),
+     ("add(%i.1, %one)", "add(%i.1, %i)"), ("tuple(%start", "tuple(%y"), ("constant(2)", "constant(0)")],
+)  # fmt: skip
+def test_loops_that_do_not_count_up_have_no_trip_count(old, new):
+    module = hlo.parse_module(TPU_MODULE.replace(old, new))
+    assert hlo.list_executions(module)[1] == ["layers"]

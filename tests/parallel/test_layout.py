@@ -1,5 +1,7 @@
 """PartitionSpecs follow from one table; sizes that a mesh does not divide raise, with sizes that would work."""
 
+from types import SimpleNamespace
+
 import equinox as eqx
 import jax
 import pytest
@@ -91,3 +93,9 @@ def test_zero1_replicates_parameters_and_shards_gradients():
     assert zoo.place(norm, mesh.optimizer).weight.sharding.spec == P(("fsdp",))
     constrained = eqx.filter_jit(lambda x: zoo.place(x, mesh.optimizer))(norm)
     assert constrained.weight.sharding.spec == P(("fsdp",))
+
+
+def test_slices_that_no_outer_axes_span_are_refused():
+    devices = [SimpleNamespace(slice_index=index % 2) for index in range(3)]
+    with pytest.raises(ValueError, match=r"3 devices in 2 slices: let data or fsdp be a multiple of 2"):
+        zoo.make_mesh(data=3, devices=devices)

@@ -4,12 +4,12 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from .hlo import Execution, Instruction, count_shape_bytes
+from .hlo import Execution, HloModule, Instruction, count_shape_bytes
 
 _COLLECTIVE_OPCODES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -21,6 +21,8 @@ _DeviceGroups = frozenset[frozenset[int]]
 _EXPLICIT_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH_AXES_GROUPS = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
+_SYNCHRONOUS = re.compile(r'"is_sync":\s*true')
+_CHANNEL = re.compile(r"\bchannel_id=\d+")
 _SOURCE_TARGET_PAIRS = re.compile(r"source_target_pairs=\{((?:\{[\d,]*\},?)*)\}")
 
 
@@ -40,28 +42,51 @@ class Collective:
     """Number of arrays transferred: XLA combines several arrays into one collective."""
     bytes: int
     """Bytes per device: the larger of input and output."""
+    asynchronous: int = 0
+    """Number of executions that run beside other instructions, which hide their time."""
 
 
 def sum_collectives(
-    executions: Iterable[Execution], mesh: jax.sharding.Mesh | None, devices: int
+    module: HloModule, executions: Iterable[Execution], mesh: jax.sharding.Mesh | None, devices: int
 ) -> tuple[Collective, ...]:
     """Sum the collectives among `executions` by kind and axes; the result is sorted by bytes, largest first."""
     sums: dict[tuple, list[int]] = {}
-    for execution in executions:
+    for execution in _find_collectives(module, executions):
         instruction, computation = execution.instruction, execution.computation
         kind = instruction.opcode.removesuffix("-start")
-        if kind not in _COLLECTIVE_OPCODES:
-            continue
         groups = parse_groups(instruction, devices)
         axes = None if groups is None else find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
         sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
         group_size = max(map(len, groups or ()), default=1) if kind == "all-gather" else 1
         key = kind, axes, "" if axes is not None else _format_groups(instruction)
-        total = sums.setdefault(key, [0, 0, 0])
-        for index, increment in enumerate((1, len(sizes), sum(sizes) * group_size)):
+        total = sums.setdefault(key, [0, 0, 0, 0])
+        for index, increment in enumerate((1, len(sizes), sum(sizes) * group_size, execution.asynchronous)):
             total[index] += execution.times * increment
     rows = [Collective(*key, *total) for key, total in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, str(row.axes))))
+
+
+def _find_collectives(module: HloModule, executions: Iterable[Execution]) -> Iterator[Execution]:
+    """Yield the collectives among `executions`, each marked as asynchronous or not.
+
+    The compiler of GPUs splits each into a `-start` and a `-done`, and marks those that it waits for as synchronous.
+    That of TPUs cuts an asynchronous one into pieces, fused with the instructions that run beside it: `async-...`
+    fusions in one computation that hold a collective of the same channel.
+    """
+    seen: set[tuple] = set()
+    for execution in executions:
+        instruction = execution.instruction
+        if instruction.opcode.removesuffix("-start") in _COLLECTIVE_OPCODES:
+            started = instruction.opcode.endswith("-start") and not _SYNCHRONOUS.search(instruction.attributes)
+            yield dataclasses.replace(execution, asynchronous=execution.asynchronous or started)
+        elif instruction.opcode == "fusion":
+            for name in instruction.called_computations("calls"):
+                fused = module.computations.get(name, {})
+                for inner in fused.values():
+                    key = id(execution.computation), inner.opcode, *_CHANNEL.findall(inner.attributes)[:1]
+                    if inner.opcode in _COLLECTIVE_OPCODES and key not in seen:
+                        seen.add(key)
+                        yield Execution(inner, fused, execution.times, instruction.name.startswith("async"))
 
 
 def parse_groups(instruction: Instruction, devices: int) -> _DeviceGroups | None:

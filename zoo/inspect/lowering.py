@@ -6,9 +6,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
 
-from zoo.ops.platform import normalize_platform, target_platform
+from zoo.ops.platform import Platform, current_platform, normalize_platform, target_platform
 from zoo.parallel import is_imagined
 
 
@@ -19,7 +19,7 @@ def has_shapes(leaves: Sequence[Any]) -> bool:
 def trace(step: Callable, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> tuple[Any, Any]:
     """Return the jaxpr of a call of a jitted step, and its only equation, the jitted function's. `leaves` are the
     arrays and shapes of the arguments. **Raises** `TypeError` if there is another equation."""
-    with target_platform(_find_platform(leaves)):
+    with target_platform(_choose_platform(leaves)):
         closed = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0]
     calls = [equation for equation in closed.jaxpr.eqns if "donated_invars" in equation.params]
     if len(calls) != 1:
@@ -28,21 +28,22 @@ def trace(step: Callable, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> t
 
 
 def lower(step: Any, closed: Any, call: Any, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> Any:
-    """Lower a step. `closed` and `call` are those of `trace`: from shapes the jaxpr is lowered, since the `lower` of
-    `eqx.filter_jit` takes shapes for constants."""
+    """Lower a step. `closed` and `call` are those of `trace`: from shapes the traced call is lowered, since the `lower`
+    of `eqx.filter_jit` takes shapes for constants."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # the report has them
         if not has_shapes(leaves):
             return step.lower(*args, **kwargs)
-        donated = find_donated(call)
+        known = dict(zip(map(id, closed.jaxpr.invars + closed.jaxpr.constvars), [*leaves, *closed.consts], strict=True))
+        arguments = [known.get(id(variable), variable.aval) for variable in call.invars]  # a number has no variable
 
         def run(*arrays):
-            return jaxpr_as_fun(closed)(*arrays)
+            return call.primitive.bind(*arrays, **call.params)
 
         run.__name__ = get_step_name(step)
-        numbers = tuple(index for index, variable in enumerate(closed.jaxpr.invars) if id(variable) in donated)
-        with target_platform(_find_platform(leaves)):
-            return jax.jit(run, donate_argnums=numbers).lower(*leaves)
+        donated = tuple(index for index, is_donated in enumerate(call.params["donated_invars"]) if is_donated)
+        with target_platform(_choose_platform(leaves)):
+            return jax.jit(run, donate_argnums=donated).lower(*arguments)
 
 
 def compile_lowered(stage: Any, leaves: Sequence[Any]) -> Any:
@@ -52,13 +53,14 @@ def compile_lowered(stage: Any, leaves: Sequence[Any]) -> Any:
     return stage.compile(compiler_options={"xla_gpu_autotune_level": 0}) if cannot_time else stage.compile()
 
 
-def find_donated(call: Any) -> set[int]:
-    """Return the ids of the variables that a jitted call donates: a literal has no hash."""
-    return {id(x) for x, donated in zip(call.invars, call.params["donated_invars"], strict=True) if donated}
-
-
 def get_step_name(step: Any) -> str:
     return getattr(step, "__name__", type(step).__name__)
+
+
+def find_platform(mesh: Mesh | None, leaves: Sequence[Any]) -> Platform:
+    """Return the platform that a step with this mesh and these arguments is compiled for."""
+    devices = _find_devices(leaves) if mesh is None else [mesh.devices.flat[0]]
+    return normalize_platform(devices[0].platform) if devices else current_platform()
 
 
 def _find_devices(leaves: Sequence[Any]) -> list[Any]:
@@ -67,8 +69,8 @@ def _find_devices(leaves: Sequence[Any]) -> list[Any]:
     return [device for sharding in shardings[:1] for device in sharding._device_assignment]
 
 
-def _find_platform(leaves: Sequence[Any]) -> str | None:
-    """Return the platform of the shapes' devices. Arrays leave it as a call would find it, so that the call finds what
-    was compiled for them."""
+def _choose_platform(leaves: Sequence[Any]) -> str | None:
+    """Return the platform to trace for: that of the shapes' devices. Arrays leave it as a call would find it, so that
+    the call finds what was compiled for them."""
     devices = _find_devices(leaves) if has_shapes(leaves) else []
     return normalize_platform(devices[0].platform) if devices else target_platform.value

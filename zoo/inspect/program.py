@@ -5,7 +5,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -51,7 +51,8 @@ class MemoryStats:
     temporaries: int
     code: int
     peak: int | None
-    """Peak memory reported by XLA, which on a CPU omits temporaries; None if the backend does not report it."""
+    """Peak memory reported by XLA, which on a CPU omits temporaries, and on a TPU includes its on-chip memory, where
+    other parts may live that no field above counts; None if the backend does not report it."""
 
     @property
     def total(self) -> int:
@@ -81,6 +82,8 @@ class CompiledProgram:
     mesh: dict[str, int]
     """Mesh axes of size above 1, and their sizes."""
     devices: int
+    platform: str
+    """The platform that it was compiled for: cpu, gpu or tpu."""
     seconds: CompileTimes
     flops: Flops
     """FLOPs of matrix products and convolutions, summed over all devices."""
@@ -159,19 +162,18 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     executions, endless = hlo.list_executions(module)
     devices = hlo.count_devices(module)
     mesh = _find_mesh(jaxpr, (args, kwargs), devices)
-    names = _name_arguments(step, jaxpr, args, kwargs)
-    variables = jaxpr.invars if lowering.has_shapes(leaves) else call.invars  # the parameters of what was lowered
     return CompiledProgram(
         name=lowering.get_step_name(step),
         mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
         devices=devices,
+        platform=lowering.find_platform(mesh, leaves),
         seconds=seconds,
         flops=count_flops(jaxpr),
         bytes_moved=hlo.count_bytes_moved(module, executions),
         endless=tuple(endless),
         memory=_read_memory_stats(executable),
-        collectives=sum_collectives(executions, mesh, devices),
-        donations=tuple(_check_donations(variables, lowering.find_donated(call), names, executable, module)),
+        collectives=sum_collectives(module, executions, mesh, devices),
+        donations=tuple(_check_donations(call, _name_arguments(step, jaxpr, args, kwargs), executable, module)),
         text=text,
     )
 
@@ -245,11 +247,7 @@ def _name_positional_arguments(step: Any, count: int) -> list[str]:
 
 
 def _check_donations(
-    variables: Iterable[Any],
-    donated: set[int],
-    names: dict[int, tuple[str, Any]],
-    executable: Any,
-    module: hlo.HloModule,
+    call: Any, known: dict[int, tuple[str, Any]], executable: Any, module: hlo.HloModule
 ) -> Iterator[Donation]:
     """Yield the donated arguments of a jitted call, checked against the input-output aliasing of the program.
 
@@ -259,9 +257,9 @@ def _check_donations(
     is_used = [layout.sharding is not None for layout in jax.tree.leaves(executable.input_formats)]
     number = hlo.count_parameters(module) - sum(is_used)
     aliased = hlo.find_aliased_parameters(module)
-    for variable, used in zip(variables, is_used, strict=True):
-        if id(variable) in donated:
-            name, x = names.get(id(variable), ("an array that the step closes over", variable.aval))
+    for variable, is_donated, used in zip(call.invars, call.params["donated_invars"], is_used, strict=True):
+        if is_donated:
+            name, x = known.get(id(variable), ("an array that the step closes over", variable.aval))
             yield Donation(name, _count_device_bytes(x), used and number in aliased, used)
         number += used
 

@@ -25,7 +25,7 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     yield from (("", f"not counted: {operation}") for operation in program.flops.uncounted)
     yield "traffic", f"at most {_format_decimal_prefix(program.bytes_moved)}B per device, to and from memory"
     yield from (("", f"counted once, unknown trip count: {loop}") for loop in program.endless)
-    yield "memory", _format_memory(program.memory)
+    yield "memory", _format_memory(program.memory, program.platform)
     yield "donated", _format_donations(program.donations)
     yield from (("", f"not reused: {donation.name}") for donation in program.failed_donations[:_MAX_SHOWN])
     if not program.collectives:
@@ -35,13 +35,16 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
         max(len(row.kind) for row in program.collectives),
         max(len(_format_axes(row)) for row in program.collectives),
     ]
-    yield "collectives", f"{'':{widths[0]}}  {'along':{widths[1]}}  {'times':>6}  {'bytes per device':>16}"
+    any_asynchronous = any(row.asynchronous for row in program.collectives)
+    beside = f"  {'asynchronous':>12}" if any_asynchronous else ""
+    yield "collectives", f"{'':{widths[0]}}  {'along':{widths[1]}}  {'times':>6}  {'bytes per device':>16}{beside}"
     for row in program.collectives:
         size = f"{_format_decimal_prefix(row.bytes)}B"
-        yield "", f"{row.kind:{widths[0]}}  {_format_axes(row):{widths[1]}}  {row.count:>6,}  {size:>16}"
+        beside = f"  {row.asynchronous:>12,}" if any_asynchronous else ""
+        yield "", f"{row.kind:{widths[0]}}  {_format_axes(row):{widths[1]}}  {row.count:>6,}  {size:>16}{beside}"
 
 
-def _format_memory(stats: Any) -> str:
+def _format_memory(stats: Any, platform: str) -> str:
     if stats is None:
         return "not reported by the backend"
     parts = [f"{_format_decimal_prefix(value)}B {name}" for name, value in (
@@ -50,6 +53,8 @@ def _format_memory(stats: Any) -> str:
         ("temporaries", stats.temporaries),
         ("code", stats.code),
     ) if value]  # fmt: skip
+    if platform != "cpu" and stats.peak is not None:
+        return f"{_format_decimal_prefix(stats.peak)}B at the peak, per device: {', '.join(parts)}"
     return f"{_format_decimal_prefix(stats.total)}B per device: {', '.join(parts)}"
 
 

@@ -6,10 +6,10 @@ They hold no arrays and run nothing. A program for them is compiled from shapes,
 """
 
 import contextlib
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -89,7 +89,7 @@ def _make_tpus(name: str, slices: int) -> list[Any]:
 
 
 def _make_gpus(target: str, sizes: str) -> list[Any]:
-    if find_spec("jax_cuda13_plugin") is None:
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
         require_installed("jax_cuda12_plugin", extra="aot-cuda")
     try:
         return topologies.get_topology_desc(platform="cuda", topology=sizes, target_config=target).devices

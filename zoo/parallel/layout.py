@@ -11,6 +11,8 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -245,8 +247,24 @@ def make_mesh(
             f"Let the sizes multiply to {len(devices)}, or pass devices=jax.devices()[:{fixed}]."
         )
     auto = (AxisType.Auto,) * len(AXES)
-    mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=auto, devices=devices)
-    return Mesh(mesh, layout or Layout())
+    arranged = _arrange_devices(list(sizes.values()), devices)
+    return Mesh(jax.sharding.Mesh(arranged, AXES, axis_types=auto), layout or Layout())
+
+
+def _arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Return devices in an array of these sizes: inner axes along the fastest links, and outermost axes over slices,
+    which a slower network joins. A torus of TPUs may be cut along any of its dims."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    outer, remaining = [], slices
+    for size in sizes:
+        outer.append(math.gcd(size, remaining))
+        remaining //= outer[-1]
+    if remaining > 1:
+        raise ValueError(f"{len(devices)} devices in {slices} slices: let data or fsdp be a multiple of {slices}")
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    inner = [size // count for size, count in zip(sizes, outer, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:

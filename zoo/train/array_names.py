@@ -8,11 +8,6 @@ import jax
 from jaxtyping import PyTree
 
 
-def is_array_or_shape(leaf: Any) -> bool:
-    """Return True for a JAX array or a `jax.ShapeDtypeStruct`."""
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-
-
 def flatten_with_names(tree: PyTree) -> dict[str, Any]:
     """Map readable paths to leaves: `[0].stack.segments[1].norm.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

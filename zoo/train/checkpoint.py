@@ -24,12 +24,12 @@ from jaxtyping import PyTree
 
 from zoo._files import read_json, to_jsonable
 from zoo._optional import import_optional
+from zoo.parallel.layout import is_array_or_shape
 
 from .array_names import (
     describe_arrays,
     flatten_with_names,
     format_key_path,
-    is_array_or_shape,
     require_same_arrays,
 )
 from .checkpoint_folder import UNFINISHED_SUFFIX, CheckpointFolder
