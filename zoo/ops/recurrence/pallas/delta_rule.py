@@ -39,8 +39,6 @@ Decays per key channel (Kimi Delta Attention) are refused: their triangles are n
 steps per token (DeltaProduct) are rows of their own whose queries are zero.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -115,7 +113,7 @@ def pallas_delta_rule(
     if rows != seq * steps:
         raise ValueError(f"pallas_delta_rule: {rows} rows of keys are not a multiple of {seq} tokens")
     dtype, out_dtype = jnp.result_type(query, key, value), value.dtype
-    request = dataclasses.replace(RecurrenceRequest.from_heads(query, value, log_decay), dtype=dtype)
+    request = RecurrenceRequest.from_heads(query, value, log_decay, steps=steps)
     if obstacle := find_delta_rule_obstacle(request, chunk_size):
         raise ValueError(f"pallas_delta_rule cannot compute this, because {obstacle}")
     # Not at the top of the file: importing Pallas takes 0.1 s, and most programs ask only for the obstacle.
