@@ -2,8 +2,11 @@
 
 import logging
 import os
+import platform
 import shutil
 import stat
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -170,3 +173,17 @@ def test_full_disk_does_not_end_a_run(folder, caplog):
     assert result.shape == (7,) and not is_cached
     (record,) = caplog.records
     assert "cannot be written" in record.message and "\n" not in record.message
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag names instruction sets of x86")
+def test_keys_depend_on_the_processors_instruction_sets():
+    """JAX puts this fingerprint into every key: a home may be shared by machines of several kinds."""
+    probe = "import jax; from jax._src.lib import xla_client as client; print(client.get_topology_for_devices("
+    probe += "jax.devices()).fingerprint())"
+    prints = []
+    for flags in ("", "", "--xla_cpu_max_isa=SSE4_2"):
+        environment = os.environ | {"XLA_FLAGS": flags}
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=environment)
+        prints.append(done.stdout)
+    assert prints[0] == prints[1] != prints[2] != ""
