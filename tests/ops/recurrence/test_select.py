@@ -1,8 +1,13 @@
 """The choice of an implementation of a recurrence: chunked, recurrent for one token, other names refused."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from zoo.layers.recurrent.common import l2_normalize
+from zoo.ops.platform import target_platform
+from zoo.ops.recurrence.delta_rule import DELTA_RULE, gated_delta_rule
 from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.linear_attention import gla, simple_gla
 from zoo.ops.recurrence.mamba import SELECTIVE_SCAN
@@ -17,7 +22,7 @@ def test_auto_takes_chunks_and_for_one_token_a_step():
 def test_request_describes_the_arrays():
     query, value = jnp.zeros((1, 5, 2, 3)), jnp.zeros((1, 5, 4, 6), jnp.bfloat16)
     request = RecurrenceRequest.from_heads(query, value, jnp.zeros((1, 5, 4)), has_bonus=True)
-    assert request == RecurrenceRequest(1, 5, jnp.dtype("bfloat16"), 4, 2, 3, 6, "head", has_bonus=True)
+    assert request == RecurrenceRequest(1, 5, jnp.dtype("float32"), 4, 2, 3, 6, "head", has_bonus=True)
     assert RecurrenceRequest.from_heads(query, value, jnp.zeros((1, 5, 4, 3))).decay == "channel"
 
 
@@ -28,3 +33,25 @@ def test_unknown_name_is_refused():
     with pytest.raises(ValueError, match="gated linear attention has no implementation 'quick'"):
         simple_gla(x, x, x, x[..., 0], implementation="quick")
     assert GATED_LINEAR.kind == "recurrence"
+
+
+def test_pallas_is_opt_in():
+    request = RecurrenceRequest(batch=1, seq=128, dtype=jnp.bfloat16, heads=2, groups=2, key_dim=64, value_dim=64)
+    for operation in (DELTA_RULE, GATED_LINEAR):
+        choices = {choice.name: choice for choice in operation.explain(request)}
+        assert choices["chunked"].is_chosen and choices["pallas"].is_possible
+        assert "not been measured on a TPU" in str(choices["pallas"].reason)
+        assert operation.select("pallas", request).name == "pallas"
+    with (
+        target_platform("gpu"),
+        pytest.raises(ValueError, match="'pallas' cannot compute this"),
+    ):
+        DELTA_RULE.select("pallas", request)
+
+
+def test_pallas_kernels_equal_chunks_behind_the_door():
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 20, 1, 8))
+    log_decay, beta = -jnp.ones((1, 20, 1)), jnp.full((1, 20, 1), 0.5)
+    run = lambda name: gated_delta_rule(query, l2_normalize(key), value, beta, log_decay, implementation=name)
+    for ours, theirs in zip(run("pallas"), run("chunked"), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

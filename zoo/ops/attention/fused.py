@@ -4,10 +4,14 @@ import functools
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn  # no public function tells what it refuses
 from jaxtyping import Array, Float
 
+from ..implementations import refuse_other_platforms
 from .mask import AttentionMask, zero_masked_queries
 from .reference import group_size
+from .request import AttentionRequest
 
 
 def fused_attention(
@@ -45,3 +49,43 @@ def fused_attention(
         bounds = None if behind is None else (behind, 0 if attention_mask.causal else behind)
         return attend(query, key, value, is_causal=attention_mask.causal, local_window_size=bounds)
     return zero_masked_queries(attend(query, key, value, mask=mask[:, None]), mask)
+
+
+def find_cudnn_obstacle(request: AttentionRequest) -> str | None:
+    """Return why cuDNN's flash attention cannot compute a request, as JAX would refuse it, or None.
+
+    Sequence lengths, which cuDNN takes for padding to the right, are of no use for packed rows or for padding to the
+    left, and whether a mask is one of these is not known when the program is traced. Segments and positions are
+    therefore a boolean mask, which JAX adds to the scores.
+    """
+    if reason := refuse_other_platforms("gpu"):
+        return reason
+    if request.soft_cap is not None:
+        return "scores have a soft cap"
+    if request.has_sinks:
+        return "there are attention sinks"
+    if request.value_dim != request.head_dim:
+        return f"values are {request.value_dim} wide and keys {request.head_dim}"
+    if request.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 or float16, not {jnp.dtype(request.dtype).name}"
+    if not request.has_one_dtype:
+        return "queries, keys and values have several dtypes"
+    if request.window is not None and not request.causal and request.is_structural:
+        return "the window has two sides"
+    if not request.is_structural and (request.query_seq % 2 or request.key_seq % 2):
+        return f"its masks are even in length, and this one is {request.query_seq} x {request.key_seq}"
+    if reason := _find_missing_library():
+        return reason
+    widest = 256 if cudnn.check_compute_capability("9.0") else 128
+    if request.head_dim > widest or request.head_dim % 8:
+        return f"heads have {request.head_dim} features, and it takes a multiple of 8 up to {widest} on this GPU"
+    return None
+
+
+def _find_missing_library() -> str | None:
+    """Return an obstacle where JAX finds no cuDNN."""
+    try:
+        cudnn.check_cudnn_version()
+    except RuntimeError:
+        return "JAX finds no cuDNN here"
+    return None
