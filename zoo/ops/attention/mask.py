@@ -46,24 +46,31 @@ class AttentionMask:
         """Return True if the mask is the same for all rows and depends on causality and the window alone."""
         return self.query_positions is None and self.query_segments is None
 
+    def find_positions(
+        self, query_seq: int, key_seq: int
+    ) -> tuple[Int[Array, "rows query_seq"], Int[Array, "rows key_seq"]]:
+        """Return the positions of queries and keys, by default their order in the arrays, as one row.
+
+        **Raises** `ValueError` if causality or a window needs positions: query_seq and key_seq differ and there are
+        none.
+        """
+        if self.query_positions is not None and self.key_positions is not None:
+            return self.query_positions, self.key_positions
+        if query_seq == key_seq or (not self.causal and self.window is None):
+            return jnp.arange(query_seq)[None], jnp.arange(key_seq)[None]
+        raise ValueError(
+            f"attention: {query_seq} queries and {key_seq} keys have no common order in time. Give positions."
+        )
+
     def materialize(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
         """Return the boolean mask, True where a query attends to a key, or None if nothing is masked.
 
         `rows` is batch, or 1 if all rows have the same mask.
 
-        **Raises** `ValueError` if causality or a window needs positions: query_seq and key_seq differ and there are
-        none.
+        **Raises** `ValueError` as `find_positions` does.
         """
-        rules = []
-        if self.query_positions is not None and self.key_positions is not None:
-            query_positions, key_positions = self.query_positions, self.key_positions
-            rules.append(key_positions[:, None, :] >= 0)
-        elif query_seq == key_seq or (not self.causal and self.window is None):
-            query_positions, key_positions = jnp.arange(query_seq)[None], jnp.arange(key_seq)[None]
-        else:
-            raise ValueError(
-                f"attention: {query_seq} queries and {key_seq} keys have no common order in time. Give positions."
-            )
+        query_positions, key_positions = self.find_positions(query_seq, key_seq)
+        rules = [] if self.key_positions is None else [key_positions[:, None, :] >= 0]
         age = query_positions[:, :, None] - key_positions[:, None, :]
         if self.causal:
             rules.append(age >= 0)

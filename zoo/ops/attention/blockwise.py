@@ -1,0 +1,296 @@
+"""Attention without the matrix of scores: block by block, with a running log-sum-exp and a backward pass of its own.
+
+FlashAttention-2 (Dao, arXiv:2307.08691, algorithms 1 and 2; the running maximum: Milakov and Gimelshein,
+arXiv:1805.02867). With s = soft_cap * tanh(scale * query . key / soft_cap), a block of queries visits blocks of keys
+and carries the highest score m, the total l and the sum a:
+
+    m' = max(m, max(s)),    p = exp(s - m'),    l' = exp(m - m') l + sum(p),    a' = exp(m - m') a + sum(p v)
+
+from m = -inf, l = 0, a = 0; with a sink of score z from m = z, l = 1. At the end o = a / l, and the log-sum-exp is
+L = m + log(l). The backward pass keeps q, k, v, o and L, and computes the scores again. With the cotangents do of o and
+dL of L:
+
+    D  = sum(do * o) - dL                              one number per query and head
+    p  = exp(s - L)
+    ds = p * (do . v - D) * (1 - (s / soft_cap)**2)    the last factor only with a soft cap
+    dq = scale * sum(ds k),    dk = scale * sum(ds q),    dv = sum(p do),    dz = -sum(exp(z - L) D)
+
+The forward pass has two products of n queries, T keys and d features, 4 n T d FLOPs per head, the backward pass five,
+10 n T d; causality halves both. Blocks without a key to see are not visited: above the diagonal, outside a window (its
+cost is linear in length), in other segments, in empty slots of a KV cache. Temporaries are linear in length.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Float
+
+from zoo.ops.matmul import einsum_dot_general, einsum_round_once
+from zoo.ops.platform import current_platform
+from zoo.ops.varying import align_varying
+
+from .blocks import Marks, balance_blocks, find_ranges, mark_blocks, mask_blocks
+from .mask import MASK_VALUE, AttentionMask
+from .reference import group_size
+
+BLOCKS = {"cpu": 128, "gpu": 512, "tpu": 512}
+"""Number of queries, and of keys, of a block. Measured on CPUs; elsewhere tiles that fill the matrix units."""
+
+_NO_SCORE = MASK_VALUE / 2
+"""Log-sum-exp of no scores: so far above the score of a masked key that its weight is zero, and finite, so that a merge
+with other keys is finite."""
+
+
+_Queries = Float[Array, "query_blocks rows _"]
+_Keys = Float[Array, "key_blocks keys _"]
+
+_SEQUENCE = "batch (blocks size) (kv_heads group) dim"
+_IN_BLOCKS = "batch kv_heads blocks (group size) dim"
+"""Rows of a block: the query heads of a key head, each with `size` tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Static arguments of both passes."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    sizes: tuple[int, int]
+    """Tokens of a block of queries, and of one of keys."""
+
+    def score(
+        self, query: Float[Array, "rows dim"], key: Float[Array, "keys dim"], queries: Marks, keys: Marks
+    ) -> tuple[Float[Array, "rows keys"], Any]:
+        """Return the scores of one pair of blocks, and their derivative by the scores without a cap, or 1."""
+        scores, slope = _multiply("rd,kd->rk", query, key) * self.scale, 1
+        if self.soft_cap is not None:
+            capped = jnp.tanh(scores / self.soft_cap)
+            scores, slope = self.soft_cap * capped, 1 - jnp.square(capped)
+        mask = mask_blocks(self.causal, self.window, queries, keys)
+        by_head = scores.reshape(-1, *mask.shape)
+        return jnp.where(mask, by_head, MASK_VALUE).reshape(scores.shape), slope
+
+
+def blockwise_attention(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    attention_mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    block: int | None = None,
+) -> Float[Array, "batch query_seq heads value_dim"]:
+    """Compute attention block by block: the form for long sequences, in plain JAX on every platform.
+
+    `block` is the number of queries, and of keys, that are multiplied at a time; `BLOCKS` has defaults. The function
+    has a gradient, but no forward-mode and no second derivative (a custom VJP).
+    """
+    output, _ = blockwise_attention_with_lse(
+        query, key, value, attention_mask, scale=scale, soft_cap=soft_cap, sinks=sinks, block=block
+    )
+    return output
+
+
+def blockwise_attention_with_lse(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    attention_mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    block: int | None = None,
+) -> tuple[Float[Array, "batch query_seq heads value_dim"], Float[Array, "batch query_seq heads"]]:
+    """Compute attention, and the log-sum-exp of the scores (sinks included) in float32, both with a gradient.
+
+    Outputs over two sets of keys, computed without sinks, merge with the weights exp(lse - logaddexp(lse, other_lse)).
+    The log-sum-exp of a fully masked query is -5e29.
+    """
+    group_size(query, key)
+    block = BLOCKS[current_platform()] if block is None else block
+    sizes = balance_blocks(query.shape[1], block), balance_blocks(key.shape[1], block)
+    marks = mark_blocks(attention_mask, query.shape[0], (query.shape[1], key.shape[1]), sizes)
+    options = _Options(
+        causal=attention_mask.causal,
+        window=attention_mask.window,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        sizes=sizes,
+    )
+    return _attend(options, *align_varying(query, key, value, sinks, marks))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    options: _Options, query: Array, key: Array, value: Array, sinks: Array | None, marks: tuple[Marks, Marks]
+) -> tuple[Array, Array]:
+    """Compute the output and the log-sum-exp of operands that vary over the same mesh axes."""
+    return _attend_fwd(options, query, key, value, sinks, marks)[0]
+
+
+def _attend_fwd(
+    options: _Options, query: Array, key: Array, value: Array, sinks: Array | None, marks: tuple[Marks, Marks]
+) -> tuple[tuple[Array, Array], tuple]:
+    """Return the output and the log-sum-exp, and the residuals."""
+    (batch, query_seq, heads, _), kv_heads = query.shape, key.shape[2]
+    (query_size, key_size), group = options.sizes, heads // kv_heads
+    sink = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+    start = jnp.repeat(sink.reshape(kv_heads, group), query_size, axis=1)[..., None]
+    blocks = (
+        _split(query, kv_heads, query_size),
+        *(_split(x, kv_heads, key_size) for x in (key, value)),
+        jnp.broadcast_to(start, (batch, *start.shape)),
+    )
+    ranges = find_ranges(options.causal, options.window, *marks)
+    found = _map_heads(functools.partial(_attend_head, options), ranges, marks, blocks)
+    output, lse = (_join(x, query_size, query_seq) for x in found)
+    output, lse = output.astype(value.dtype), lse[..., 0]
+    return (output, lse), (query, key, value, sinks, marks, output, lse)
+
+
+def _attend_bwd(options: _Options, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
+    """Return the cotangents of queries, keys, values and sinks."""
+    query, key, value, sinks, marks, output, lse = residuals
+    gradient, lse_gradient = cotangents
+    (query_size, key_size), kv_heads = options.sizes, key.shape[2]
+    total = (gradient.astype(jnp.float32) * output.astype(jnp.float32)).sum(-1) - lse_gradient  # D
+    blocks = (
+        _split(query, kv_heads, query_size),
+        *(_split(x, kv_heads, key_size) for x in (key, value)),
+        *(_split(x, kv_heads, query_size) for x in (gradient, lse[..., None], total[..., None])),
+    )
+    ranges = find_ranges(options.causal, options.window, *marks, of_keys=True)
+    found = _map_heads(functools.partial(_differentiate_head, options), ranges, marks, blocks)
+    like = (query, query_size), (key, key_size), (value, key_size)
+    gradients = [_join(x, size, y.shape[1]).astype(y.dtype) for x, (y, size) in zip(found, like, strict=True)]
+    if sinks is not None:
+        sinks = -(jnp.exp(sinks.astype(jnp.float32) - lse) * total).sum((0, 1)).astype(sinks.dtype)
+    return *gradients, sinks, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _map_heads(
+    function: Callable, ranges: tuple[Array, Array], marks: tuple[Marks, Marks], arrays: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """Map a function of ranges, marks and the blocks of one key head over [batch, kv_heads].
+
+    One after the other on a CPU, so that the products are those of matrices and the blocks stay in its caches.
+    """
+    if current_platform() == "cpu":
+        row = lambda x: lax.map(lambda head: function(x[0], x[1], *head), x[2])
+        return lax.map(row, (ranges, marks, arrays))
+    ranges = ranges[0].min(0), ranges[1].max(0)
+    row = lambda marks, arrays: jax.vmap(lambda *head: function(ranges, marks, *head))(*arrays)
+    return jax.vmap(row)(marks, arrays)
+
+
+def _attend_head(
+    options: _Options,
+    ranges: tuple[Array, Array],
+    marks: tuple[Marks, Marks],
+    query: _Queries,
+    key: _Keys,
+    value: _Keys,
+    start: Float[Array, "rows 1"],
+) -> tuple[_Queries, _Queries]:
+    """Return the output and the log-sum-exp of the queries of one key head."""
+
+    def attend_block(block: tuple) -> tuple[Array, Array]:
+        (first, end), queries, rows = block
+
+        def visit(index: Array, carry: tuple) -> tuple:
+            highest, total, output = carry
+            scores, _ = options.score(rows, key[index], queries, _at(marks[1], index))
+            new = jnp.maximum(highest, scores.max(-1, keepdims=True))
+            kept, weights = jnp.exp(highest - new), jnp.exp(scores - new)
+            total = kept * total + weights.sum(-1, keepdims=True)
+            return new, total, kept * output + _multiply("rk,kd->rd", weights.astype(value.dtype), value[index])
+
+        highest = jnp.maximum(start, _NO_SCORE)
+        empty = jnp.zeros((rows.shape[0], value.shape[-1]))
+        highest, total, output = lax.fori_loop(
+            first, end, visit, align_varying((highest, jnp.exp(start - highest), empty), rows)[0]
+        )
+        total = jnp.where(total > 0, total, 1)
+        return output / total, highest + jnp.log(total)
+
+    return lax.map(attend_block, (ranges, marks[0], query))
+
+
+def _differentiate_head(
+    options: _Options,
+    ranges: tuple[Array, Array],
+    marks: tuple[Marks, Marks],
+    query: _Queries,
+    key: _Keys,
+    value: _Keys,
+    gradient: _Queries,
+    lse: _Queries,
+    total: _Queries,
+) -> tuple[_Queries, _Keys, _Keys]:
+    """Return the cotangents of the queries, keys and values of one key head in float32."""
+
+    def differentiate_block(query_gradient: Array, block: tuple) -> tuple[Array, tuple[Array, Array]]:
+        (first, end), keys, key_block, value_block = block
+
+        def visit(index: Array, carry: tuple) -> tuple:
+            query_gradient, key_gradient, value_gradient = carry
+            rows, outgoing = query[index], gradient[index]
+            scores, slope = options.score(rows, key_block, _at(marks[0], index), keys)
+            weights = jnp.exp(scores - lse[index])
+            score_gradient = weights * (_multiply("rd,kd->rk", outgoing, value_block) - total[index]) * slope
+            score_gradient = score_gradient.astype(key.dtype)
+            more = query_gradient[index] + _multiply("rk,kd->rd", score_gradient, key_block)
+            return (
+                lax.dynamic_update_index_in_dim(query_gradient, more, index, 0),
+                key_gradient + _multiply("rk,rd->kd", score_gradient, rows),
+                value_gradient + _multiply("rk,rd->kd", weights.astype(gradient.dtype), outgoing),
+            )
+
+        empty = jnp.zeros(key_block.shape), jnp.zeros(value_block.shape)
+        query_gradient, *gradients = lax.fori_loop(
+            first, end, visit, align_varying((query_gradient, *empty), key_block)[0]
+        )
+        return query_gradient, tuple(gradients)
+
+    empty, _ = align_varying(jnp.zeros(query.shape), query)
+    query_gradient, (key_gradient, value_gradient) = lax.scan(
+        differentiate_block, empty, (ranges, marks[1], key, value)
+    )
+    return query_gradient * options.scale, key_gradient * options.scale, value_gradient
+
+
+def _split(x: Float[Array, "batch seq heads dim"], kv_heads: int, size: int) -> Float[Array, "..."]:
+    """Split into blocks of `size` tokens, each with all heads of a key head, padded with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
+    return rearrange(x, f"{_SEQUENCE} -> {_IN_BLOCKS}", kv_heads=kv_heads, size=size)
+
+
+def _join(x: Float[Array, "..."], size: int, seq: int) -> Float[Array, "batch seq heads dim"]:
+    """Join blocks of `size` tokens to a sequence of `seq` tokens."""
+    return rearrange(x, f"{_IN_BLOCKS} -> {_SEQUENCE}", size=size)[:, :seq]
+
+
+def _at(marks: Marks, index: Array) -> Marks:
+    """Return the marks of one block."""
+    return jax.tree.map(lambda x: x[index], marks)
+
+
+def _multiply(spec: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Compute an einsum of two matrices with a float32 result."""
+    left, right, out = spec.replace("->", ",").split(",")
+    is_half = x.dtype != jnp.float32
+    return (einsum_round_once if is_half else einsum_dot_general)(left, right, out, x, y, jnp.float32)
