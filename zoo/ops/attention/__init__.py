@@ -23,18 +23,24 @@ implementation does not support an argument. In einsums b is batch, q query_seq,
 rows of a key head (its query heads times query_seq), d head_dim.
 """
 
+from .blockwise import blockwise_attention, blockwise_attention_with_lse
 from .fused import fused_attention
 from .grouped import grouped_query_attention
 from .mask import AttentionMask
 from .reference import reference_attention
-from .select import ATTENTION, AttentionRequest, attention
+from .request import AttentionRequest
+from .select import ATTENTION, attention
+from .splash import splash_attention
 
 __all__ = [
     "ATTENTION",
     "AttentionMask",
     "AttentionRequest",
     "attention",
+    "blockwise_attention",
+    "blockwise_attention_with_lse",
     "fused_attention",
     "grouped_query_attention",
     "reference_attention",
+    "splash_attention",
 ]
