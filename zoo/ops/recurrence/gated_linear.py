@@ -50,6 +50,8 @@ from .chunks import (
     join_chunks,
     split_into_chunks,
 )
+from .pallas.common import make_pallas_implementation
+from .pallas.gated_linear import find_gated_linear_obstacle, pallas_gated_linear
 from .select import RecurrenceRequest, make_recurrence
 
 _CHUNK_SIZE = 64
@@ -279,5 +281,10 @@ def _split_head_groups(
     return x.swapaxes(3, 4).reshape(batch, chunks, groups * group, rows, width // group)
 
 
-GATED_LINEAR = make_recurrence("gated linear attention", recurrent_gated_linear, chunked_gated_linear)
+GATED_LINEAR = make_recurrence(
+    "gated linear attention",
+    recurrent_gated_linear,
+    chunked_gated_linear,
+    make_pallas_implementation(pallas_gated_linear, find_gated_linear_obstacle),
+)
 """Implementations of gated linear attention, in the order in which `"auto"` tries them."""

@@ -14,6 +14,7 @@ from tests.aot import compile_for, imagine
 from tests.recurrences import BATCH, KEY_DIM, all_close, draw_gated
 from zoo.ops.platform import target_platform
 from zoo.ops.recurrence.gated_linear import recurrent_gated_linear
+from zoo.ops.recurrence.mlstm import mlstm
 from zoo.ops.recurrence.pallas.gated_linear import find_gated_linear_obstacle, pallas_gated_linear
 from zoo.ops.recurrence.select import RecurrenceRequest
 
@@ -86,6 +87,14 @@ def test_pallas_gated_linear_splits_many_shared_heads(monkeypatch):
     monkeypatch.setattr(f"{pallas_gated_linear.__module__}._STATE_BYTES", 4 * 4 * KEY_DIM * value.shape[3])
     found = value_and_gradients(small_chunks, operands, None, (value, state))
     all_close(found, value_and_gradients(recurrent_gated_linear, operands, None, (value, state)), 1e-6)
+
+
+def test_mlstm_takes_pallas_by_name():
+    """Its values have a column for the normalizer."""
+    query, key, value, gates, _ = draw_gated(20, "vector")
+    run = lambda name: mlstm(query, key, value, gates[..., 0], gates[..., 1], implementation=name)
+    found, expected = jax.jit(lambda: (run("pallas"), run("recurrent")))()
+    all_close(found, expected, 1e-5)
 
 
 REQUEST = RecurrenceRequest(batch=1, seq=512, dtype=jnp.bfloat16, heads=4, groups=4, key_dim=128, value_dim=128)
