@@ -72,6 +72,15 @@ def test_gated_linear_of_shared_keys_equals_repeated_keys(kind):
         assert all(far(a, b) < 1e-6 for a, b in zip(shared, apart, strict=True))
 
 
+def test_chunked_gated_linear_of_a_bonus_and_one_decay_per_head():
+    query, key, value, decay, state = draw_gated(21, "number")
+    run = lambda run_mode: run_mode(query, key, value, decay, bonus=jnp.ones((2, KEY_DIM)), state=state)
+    expected, found = jax.jit(
+        lambda: (run(recurrent_gated_linear), run(partial(chunked_gated_linear, chunk_size=CHUNK)))
+    )()
+    assert all(far(a, b) < 1e-6 for a, b in zip(found, expected, strict=True))
+
+
 def test_gated_linear_raises_for_mismatched_heads():
     query, key, value, decay, _ = draw_gated(3, "vector", heads=4, groups=2)
     with pytest.raises(ValueError, match="4 heads of values share 2 heads of keys, whose decays are vectors"):

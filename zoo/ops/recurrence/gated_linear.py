@@ -159,7 +159,7 @@ def chunked_gated_linear(
         decay = jnp.where(continues, decay_from_start(decays, exclusive=bonus is not None), 0)
         inter_chunk = batched_matmul((query * decay).astype(query.dtype), states.astype(query.dtype))
     else:
-        decay = jnp.where(continues, decay_from_start(decays[..., None]), 0)
+        decay = jnp.where(continues, decay_from_start(decays[..., None], exclusive=bonus is not None), 0)
         read = batched_matmul(query, _merge_head_groups(states, group).astype(query.dtype))
         inter_chunk = decay * _split_head_groups(read, group)
     return join_chunks((scale * (intra_chunk + inter_chunk)).astype(dtype), seq), last
