@@ -7,6 +7,7 @@ import pytest
 
 from zoo.inspect import hlo
 from zoo.inspect.collectives import Collective, find_mesh_axes, parse_groups, sum_collectives
+from zoo.inspect.executions import count_bytes_moved, list_executions
 
 MODULE = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {1, 0}: (3, {}, must-alias) }, \
@@ -123,7 +124,7 @@ def test_parse_header_and_parameters(module):
 
 
 def test_executions_multiply_trip_counts_of_loops(module):
-    executions, endless = hlo.list_executions(module)
+    executions, endless = list_executions(module)
     times = {}
     for execution in executions:
         times.setdefault(execution.instruction.name, []).append(execution.times)
@@ -134,7 +135,7 @@ def test_executions_multiply_trip_counts_of_loops(module):
 
 
 def test_bytes_of_slices_and_in_place_updates(module):
-    executions, _ = hlo.list_executions(module)
+    executions, _ = list_executions(module)
     moved = {
         execution.instruction.name: hlo.count_instruction_bytes(module, execution.instruction, execution.computation)
         for execution in executions
@@ -145,7 +146,7 @@ def test_bytes_of_slices_and_in_place_updates(module):
     assert moved["kernel"] == row + row + 64
     assert moved["result"] == 2 * row and moved["pair"] == 0
     assert moved["start"] == 2 * row and moved["gathered"] == row + 4 * row
-    assert hlo.count_bytes_moved(module, executions) == sum(e.times * moved[e.instruction.name] for e in executions)
+    assert count_bytes_moved(module, executions) == sum(e.times * moved[e.instruction.name] for e in executions)
     assert [
         hlo.count_shape_bytes(shape)
         for shape in ("pred[3]", "s4[3]", "bf16[2,3]{1,0:T(8,128)S(1)}", "f8e4m3fn[5]", "token[]")
@@ -153,7 +154,7 @@ def test_bytes_of_slices_and_in_place_updates(module):
 
 
 def test_collectives_are_summed_by_axis(module, mesh):
-    found, _ = hlo.list_executions(module)
+    found, _ = list_executions(module)
     row = 4 * 8 * 4
     assert set(sum_collectives(module, found, mesh, 8)) == {
         Collective("all-reduce", ("tensor",), "", 31, 31, 31 * row, asynchronous=31),
@@ -197,7 +198,7 @@ def test_replica_groups_in_every_notation(text, groups, axes, mesh):
 def test_groups_of_no_axis_are_reported_in_hlo_notation(mesh):
     text = MODULE.replace("{{0,1},{2,3},{4,5},{6,7}}", "{{0,3},{1,2},{4,7},{5,6}}").replace("[4,2]<=[8]", "new(8)")
     module = hlo.parse_module(text)
-    found, _ = hlo.list_executions(module)
+    found, _ = list_executions(module)
     groups = {row.kind: row.groups for row in sum_collectives(module, found, mesh, 8) if row.axes is None}
     assert groups == {"all-reduce": "{{0,3},{1,2},{4,7},{5,6}}", "reduce-scatter": "unknown"}
 
@@ -256,7 +257,7 @@ ENTRY %main (y: bf16[8,4]) -> bf16[8,4] {
 
 def test_collectives_of_a_tpu_count_once_however_many_pieces(mesh):
     module = hlo.parse_module(TPU_MODULE)
-    executions, endless = hlo.list_executions(module)
+    executions, endless = list_executions(module)
     assert not endless  # 1, 3, 5, 7
     assert set(sum_collectives(module, executions, mesh, 8)) == {
         Collective("all-gather", ("data", "fsdp"), "", 8, 8, 8 * 8 * 16 * 2, asynchronous=4),
@@ -271,4 +272,4 @@ def test_collectives_of_a_tpu_count_once_however_many_pieces(mesh):
 )  # fmt: skip
 def test_loops_that_do_not_count_up_have_no_trip_count(old, new):
     module = hlo.parse_module(TPU_MODULE.replace(old, new))
-    assert hlo.list_executions(module)[1] == ["layers"]
+    assert list_executions(module)[1] == ["layers"]

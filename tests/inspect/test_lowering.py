@@ -47,7 +47,7 @@ LAYERS = 3
 def compile_step(topology, attention="auto"):
     """Compile the training step of a recipe for fsdp 4 x tensor 2 of a topology; no array is made."""
     mesh = zoo.make_mesh(data=-1, fsdp=4, tensor=2, devices=imagine(topology))
-    sizes = {"vocab": 256, "embed": 64, "layers": LAYERS, "heads": 4, "mlp": 128}
+    sizes = {"vocab": 256, "embed": 64, "layers": LAYERS, "heads": 4, "mlp": 128, "dropout": 0.1}
 
     def make(key):
         return zoo.set_implementations(zoo.models.Transformer(**sizes, key=key), attention=attention)
@@ -55,14 +55,15 @@ def compile_step(topology, attention="auto"):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mask=train.decay_mask))
     platforms = set()
 
-    def loss_fn(model, batch):
+    def loss_fn(model, batch, key):
         platforms.add(current_platform())
-        return zoo.cross_entropy(zoo.cast(model, jnp.bfloat16), batch)
+        return zoo.cross_entropy(zoo.cast(model, jnp.bfloat16), batch, key=key)
 
     @eqx.filter_jit(donate="all-except-first")
-    def step(batch, model, opt_state):
+    def step(inputs, model, opt_state):
+        batch, key = inputs
         platforms.add(current_platform())
-        loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch, key=key)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
@@ -70,13 +71,13 @@ def compile_step(topology, attention="auto"):
     opt_state = zoo.place(jax.eval_shape(optimizer.init, zoo.trainable(model)), mesh.optimizer)
     tokens = jax.ShapeDtypeStruct((16, 128), "int32")
     batch = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
-    return compiled(step, batch, model, opt_state), (batch, model, opt_state), platforms
+    return compiled(step, (batch, jax.random.key(0)), model, opt_state), model, platforms
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(("topology", "platform"), [("v5e:2x4", "tpu"), ("h100:8", "gpu")])
 def test_training_step_compiles_without_hardware(topology, platform):
-    found, (_, model, _), platforms = compile_step(topology, "grouped")
+    found, model, platforms = compile_step(topology, "grouped")
     assert found.platform == platform and platforms == {platform}
     assert found.mesh == {"fsdp": 4, "tensor": 2} and found.devices == 8 and not found.endless
 

@@ -1,5 +1,6 @@
 """Reports of compiled steps equal hand counts: FLOPs, memory, collectives by axis, donation."""
 
+import dataclasses
 import json
 
 import equinox as eqx
@@ -222,3 +223,10 @@ def test_report_prints_and_converts_to_json(shallow):
         *("step", "seconds", "compute", "traffic", "memory", "donated", "collectives")
     ]
     assert any(line.split()[:2] == ["reduce-scatter", "fsdp"] for line in lines)
+
+
+def test_report_of_a_tpu_has_peak_and_asynchronous_columns(shallow):
+    rows = tuple(dataclasses.replace(row, asynchronous=7) for row in shallow[0].collectives)
+    lines = str(dataclasses.replace(shallow[0], platform="tpu", collectives=rows)).splitlines()
+    assert "B at the peak, per device: " in lines[4] and "peak" not in str(shallow[0])
+    assert lines[6].endswith("asynchronous") and lines[7].endswith(" 7") and "asynchronous" not in str(shallow[0])

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from .hlo import Execution, HloModule, Instruction, count_shape_bytes
+from .executions import Execution
+from .hlo import HloModule, Instruction, count_shape_bytes
 
 _COLLECTIVE_OPCODES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),

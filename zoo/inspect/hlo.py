@@ -28,7 +28,6 @@ from collections.abc import Iterator, Mapping
 _COMPUTATION_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) .*\{\s*$")
 _INSTRUCTION_NAME = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>\S+) = ")
 _ARRAY_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INPUT_OUTPUT_ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 
 _RESHAPE_OPCODES = ("bitcast", "reshape")
@@ -56,7 +55,7 @@ class Instruction:
         return () if found is None else tuple(name.strip("%") for name in re.split(r"[{},\s]+", found[1]) if name)
 
 
-_Computation = Mapping[str, Instruction]
+Computation = Mapping[str, Instruction]
 """Instructions by name, in order; the result is the one marked ROOT, otherwise the first."""
 
 
@@ -65,21 +64,10 @@ class HloModule:
     """A compiled program: the header line, computations by name, and the name of the entry computation."""
 
     header: str
-    computations: Mapping[str, _Computation]
+    computations: Mapping[str, Computation]
     entry: str
     roots: Mapping[str, str]
     """Name of the result instruction of each computation."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """An executed instruction; `times` is the product of the trip counts of the enclosing loops."""
-
-    instruction: Instruction
-    computation: _Computation
-    times: int
-    asynchronous: bool = False
-    """True inside an `async-start`, whose instructions run beside those that follow it."""
 
 
 def parse_module(text: str) -> HloModule:
@@ -168,91 +156,7 @@ def find_aliased_parameters(module: HloModule) -> frozenset[int]:
     return frozenset(map(int, _INPUT_OUTPUT_ALIAS.findall(module.header)))
 
 
-def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
-    """List executed instructions, with fusions as one, and the names of loops without a known trip count.
-
-    Such a loop counts as one iteration; of a conditional, the branch that moves most bytes counts.
-    """
-    endless: list[str] = []
-
-    def walk(name: str, times: int, asynchronous: bool = False) -> list[Execution]:
-        executions = []
-        computation = module.computations.get(name, {})
-        for instruction in computation.values():
-            match instruction.opcode:
-                case "while":
-                    trips = find_trip_count(module, instruction, computation)
-                    if trips is None:
-                        endless.append(instruction.name)
-                    for body in instruction.called_computations("body"):
-                        executions += walk(body, times * (1 if trips is None else trips), asynchronous)
-                case "conditional":
-                    names = instruction.called_computations("branch_computations") or (
-                        *instruction.called_computations("true_computation"),
-                        *instruction.called_computations("false_computation"),
-                    )
-                    branches = [walk(branch, times, asynchronous) for branch in names]
-                    executions += max(branches, key=lambda branch: count_bytes_moved(module, branch), default=[])
-                case "call" | "async-start" as opcode:
-                    for body in instruction.called_computations("to_apply") or instruction.called_computations("calls"):
-                        executions += walk(body, times, asynchronous or opcode == "async-start")
-                case opcode if not opcode.endswith(("-done", "-update")):
-                    executions.append(Execution(instruction, computation, times, asynchronous))
-        return executions
-
-    return walk(module.entry, 1), endless
-
-
-def find_trip_count(module: HloModule, loop: Instruction, computation: _Computation) -> int | None:
-    """Return the number of iterations of a while loop that XLA has annotated, or that counts from one constant up to
-    another by a third, which the TPU's compiler does not annotate; None for any other."""
-    if known := _TRIP_COUNT.search(loop.attributes):
-        return int(known[1])
-    try:
-        (condition,), (body,) = (loop.called_computations(name) for name in ("condition", "body"))
-        test = module.computations[condition][module.roots[condition]]
-        if test.opcode != "compare" or not re.search(r"\bdirection=LT\b", test.attributes):
-            return None
-        index = _get_tuple_index(module.computations[condition][test.operands[0]])
-        following = module.computations[body]
-        increment = _skip_copies(following, following[module.roots[body]].operands[index])
-        if increment.opcode != "add" or _get_tuple_index(_skip_copies(following, increment.operands[0])) != index:
-            return None
-        start = _get_constant(computation, computation[loop.operands[0]].operands[index])
-        stop = _get_constant(module.computations[condition], test.operands[1])
-        return max(0, -((start - stop) // _get_constant(following, increment.operands[1])))
-    except (KeyError, IndexError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _skip_copies(computation: _Computation, name: str) -> Instruction:
-    instruction = computation[name]
-    return _skip_copies(computation, instruction.operands[0]) if instruction.opcode == "copy" else instruction
-
-
-def _get_tuple_index(instruction: Instruction) -> int:
-    if instruction.opcode != "get-tuple-element":
-        raise ValueError(f"{instruction.name} is not a get-tuple-element")
-    return int(re.findall(r"\bindex=(\d+)", instruction.attributes)[0])
-
-
-def _get_constant(computation: _Computation, name: str) -> int:
-    instruction = _skip_copies(computation, name)
-    if instruction.opcode != "constant":
-        raise ValueError(f"{name} is not a constant")
-    return int(instruction.operands[0])
-
-
-def count_bytes_moved(module: HloModule, executions: list[Execution]) -> int:
-    """Count the bytes of main memory that instructions read and write: an upper bound that assumes no cache hits.
-
-    A slice or an in-place update counts its own bytes, not those of the array that it slices or updates, also inside a
-    fusion. Otherwise a loop over stacked layers would count all layers at each iteration.
-    """
-    return sum(e.times * count_instruction_bytes(module, e.instruction, e.computation) for e in executions)
-
-
-def count_instruction_bytes(module: HloModule, instruction: Instruction, computation: _Computation) -> int:
+def count_instruction_bytes(module: HloModule, instruction: Instruction, computation: Computation) -> int:
     sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
     result_size = count_shape_bytes(instruction.shape)
     match instruction.opcode:
@@ -271,7 +175,7 @@ def count_instruction_bytes(module: HloModule, instruction: Instruction, computa
             return sum(sizes) + result_size
 
 
-def _count_fusion_reads(fused: _Computation, sizes: list[int]) -> int:
+def _count_fusion_reads(fused: Computation, sizes: list[int]) -> int:
     """Count the bytes that a fusion reads of its operands; `sizes` are those of the full operands."""
     numbers = {i.name: int(i.operands[0]) for i in fused.values() if i.opcode == "parameter"}
     total = 0
@@ -282,7 +186,7 @@ def _count_fusion_reads(fused: _Computation, sizes: list[int]) -> int:
     return total
 
 
-def _find_uses(fused: _Computation, name: str) -> Iterator[tuple[Instruction, str]]:
+def _find_uses(fused: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
     """Yield the instructions that use `name`, each with the name of the operand: `name`, or a reshape of it."""
     for instruction in fused.values():
         if name in instruction.operands:
@@ -300,7 +204,7 @@ def _count_bytes_read(use: Instruction, source: str) -> int | None:
     return 0 if use.opcode == "dynamic-update-slice" and first_only else None
 
 
-def _count_bytes_written(fused: _Computation, root: str) -> int:
+def _count_bytes_written(fused: Computation, root: str) -> int:
     instruction = fused[root]
     if instruction.opcode == "tuple":
         return sum(_count_bytes_written(fused, name) for name in instruction.operands)

@@ -16,6 +16,7 @@ from zoo.parallel.layout import is_array_or_shape
 
 from . import hlo, lowering
 from .collectives import Collective, sum_collectives
+from .executions import count_bytes_moved, list_executions
 from .operations import Flops, count_flops
 from .report import format_program
 
@@ -159,7 +160,7 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     executable = getattr(stage, "compiled", stage)  # Equinox wraps JAX's own
     text = executable.as_text() or ""
     module = hlo.parse_module(text)
-    executions, endless = hlo.list_executions(module)
+    executions, endless = list_executions(module)
     devices = hlo.count_devices(module)
     mesh = _find_mesh(jaxpr, (args, kwargs), devices)
     return CompiledProgram(
@@ -169,7 +170,7 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         platform=lowering.find_platform(mesh, leaves),
         seconds=seconds,
         flops=count_flops(jaxpr),
-        bytes_moved=hlo.count_bytes_moved(module, executions),
+        bytes_moved=count_bytes_moved(module, executions),
         endless=tuple(endless),
         memory=_read_memory_stats(executable),
         collectives=sum_collectives(module, executions, mesh, devices),

@@ -1,0 +1,103 @@
+"""Instructions that a compiled program executes, and how often: loops are multiplied out."""
+
+import dataclasses
+import re
+
+from .hlo import Computation, HloModule, Instruction, count_instruction_bytes
+
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """An executed instruction; `times` is the product of the trip counts of the enclosing loops."""
+
+    instruction: Instruction
+    computation: Computation
+    times: int
+    asynchronous: bool = False
+    """True inside an `async-start`, whose instructions run beside those that follow it."""
+
+
+def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
+    """List executed instructions, with fusions as one, and the names of loops without a known trip count.
+
+    Such a loop counts as one iteration; of a conditional, the branch that moves most bytes counts.
+    """
+    endless: list[str] = []
+
+    def walk(name: str, times: int, asynchronous: bool = False) -> list[Execution]:
+        executions = []
+        computation = module.computations.get(name, {})
+        for instruction in computation.values():
+            match instruction.opcode:
+                case "while":
+                    trips = find_trip_count(module, instruction, computation)
+                    if trips is None:
+                        endless.append(instruction.name)
+                    for body in instruction.called_computations("body"):
+                        executions += walk(body, times * (1 if trips is None else trips), asynchronous)
+                case "conditional":
+                    names = instruction.called_computations("branch_computations") or (
+                        *instruction.called_computations("true_computation"),
+                        *instruction.called_computations("false_computation"),
+                    )
+                    branches = [walk(branch, times, asynchronous) for branch in names]
+                    executions += max(branches, key=lambda branch: count_bytes_moved(module, branch), default=[])
+                case "call" | "async-start" as opcode:
+                    for body in instruction.called_computations("to_apply") or instruction.called_computations("calls"):
+                        executions += walk(body, times, asynchronous or opcode == "async-start")
+                case opcode if not opcode.endswith(("-done", "-update")):
+                    executions.append(Execution(instruction, computation, times, asynchronous))
+        return executions
+
+    return walk(module.entry, 1), endless
+
+
+def find_trip_count(module: HloModule, loop: Instruction, computation: Computation) -> int | None:
+    """Return the number of iterations of a while loop that XLA has annotated, or that counts from one constant up to
+    another by a third, which the TPU's compiler does not annotate; None for any other."""
+    if known := _TRIP_COUNT.search(loop.attributes):
+        return int(known[1])
+    try:
+        (condition,), (body,) = (loop.called_computations(name) for name in ("condition", "body"))
+        test = module.computations[condition][module.roots[condition]]
+        if test.opcode != "compare" or not re.search(r"\bdirection=LT\b", test.attributes):
+            return None
+        index = _get_tuple_index(module.computations[condition][test.operands[0]])
+        following = module.computations[body]
+        increment = _skip_copies(following, following[module.roots[body]].operands[index])
+        if increment.opcode != "add" or _get_tuple_index(_skip_copies(following, increment.operands[0])) != index:
+            return None
+        start = _get_constant(computation, computation[loop.operands[0]].operands[index])
+        stop = _get_constant(module.computations[condition], test.operands[1])
+        return max(0, -((start - stop) // _get_constant(following, increment.operands[1])))
+    except (KeyError, IndexError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _skip_copies(computation: Computation, name: str) -> Instruction:
+    instruction = computation[name]
+    return _skip_copies(computation, instruction.operands[0]) if instruction.opcode == "copy" else instruction
+
+
+def _get_tuple_index(instruction: Instruction) -> int:
+    if instruction.opcode != "get-tuple-element":
+        raise ValueError(f"{instruction.name} is not a get-tuple-element")
+    return int(re.findall(r"\bindex=(\d+)", instruction.attributes)[0])
+
+
+def _get_constant(computation: Computation, name: str) -> int:
+    instruction = _skip_copies(computation, name)
+    if instruction.opcode != "constant":
+        raise ValueError(f"{name} is not a constant")
+    return int(instruction.operands[0])
+
+
+def count_bytes_moved(module: HloModule, executions: list[Execution]) -> int:
+    """Count the bytes of main memory that instructions read and write: an upper bound that assumes no cache hits.
+
+    A slice or an in-place update counts its own bytes, not those of the array that it slices or updates, also inside a
+    fusion. Otherwise a loop over stacked layers would count all layers at each iteration.
+    """
+    return sum(e.times * count_instruction_bytes(module, e.instruction, e.computation) for e in executions)
