@@ -1,12 +1,18 @@
 """The scan over repeating patterns equals the plain loop over layers, and compiles few blocks."""
 
+from collections import Counter
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
 import zoo
-from zoo.models import find_patterns, swap_stack
+from zoo.layers import TokenInfo
+from zoo.models import Stack, describe_loop, find_patterns, set_loop, swap_stack
+from zoo.models.parameter_paths import find_differences
+from zoo.ops.platform import target_platform
+from zoo.train import rematerialize
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -21,7 +27,8 @@ def test_stack_scan_equals_unrolled_loop():
     model = zoo.models.Transformer(**SIZES, windows=(4, None), qk_norm=True, key=KEY)
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, SIZES["vocab"])
     unrolled = swap_stack(model, lambda stack: stack.unstack())
-    assert jnp.allclose(run(unrolled, tokens), run(model, tokens), atol=1e-5)
+    for other in (unrolled, set_loop(model, "plain"), set_loop(model, 2)):
+        assert jnp.allclose(run(other, tokens), run(model, tokens), atol=1e-5)
     assert zoo.count(unrolled) == zoo.count(model)
     with pytest.raises(ValueError, match="Embedding has 0 stacks"):
         swap_stack(model.embedding, lambda stack: stack)
@@ -46,3 +53,81 @@ def test_stack_patterns_do_not_change_parameters():
     repeated = zoo.models.Transformer(**SIZES, windows=(4, 4), key=KEY)
     single = zoo.models.Transformer(**SIZES, windows=(4,), key=KEY)
     assert eqx.tree_equal(repeated, single)
+
+
+TOKENS = jax.random.randint(jax.random.key(1), (4, 8), 0, SIZES["vocab"])
+BATCH = {"tokens": TOKENS, "targets": TOKENS}
+
+
+def assert_close(tree, other):
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert jnp.allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def loss_and_choices(model, batch, key):
+    """Return the loss with dropout, and how many tokens chose each expert, per layer."""
+    loss, routing = zoo.models.cross_entropy_and_routing(model, batch, key=key)
+    return loss, [jax.nn.one_hot(decision.chosen, 4).sum((0, 1, 2)) for decision in routing]
+
+
+def test_loops_equal_in_gradients_dropout_and_routing():
+    options = {"experts": 4, "top": 2, "dense_layers": 1, "dropout": 0.2, "remat": "elementwise"}
+    mesh = zoo.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    model = zoo.place(zoo.models.MixtureOfExperts(**SIZES, **options, key=KEY), mesh)
+    differentiate = eqx.filter_jit(zoo.value_and_grad(loss_and_choices, mesh, has_aux=True))
+    scanned, plain = [differentiate(set_loop(model, loop), BATCH, key=KEY) for loop in ("scan", "plain")]
+    (_, choices), gradients = scanned
+    assert len(choices) == 2 and all(choice.sum() == 2 * TOKENS.size for choice in choices)
+    assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
+    assert_close(scanned, plain)
+
+
+def test_loop_outside_a_scan_keeps_recomputation_apart():
+    model = zoo.models.Transformer(**SIZES, remat="full", key=KEY)
+
+    def has_barriers(loop):
+        arrays, static = eqx.partition(set_loop(model, loop), eqx.is_array)
+        loss = lambda arrays: eqx.combine(arrays, static)(TOKENS).sum()
+        return "optimization_barrier" in jax.jit(jax.grad(loss)).lower(arrays).as_text()
+
+    assert [has_barriers(loop) for loop in ("scan", 2, "plain", 3)] == [False, False, True, True]
+
+
+def test_plain_loop_stacks_gradients_once():
+    model = set_loop(zoo.models.Transformer(**SIZES, key=KEY), "plain")
+    arrays, static = eqx.partition(model, eqx.is_array)
+    total = lambda arrays: eqx.combine(arrays, static)(TOKENS).sum()
+    gradient = jax.make_jaxpr(jax.grad(total))(arrays).jaxpr
+    made = Counter(eqn.primitive.name for eqn in gradient.eqns for x in eqn.outvars if x.aval.shape[:1] == (3,))
+    assert made == {"stack": len(jax.tree.leaves(model.stack))}
+
+
+def test_loops_equal_in_states():
+    model = zoo.models.Transformer(**SIZES, windows=(4, None), key=KEY)
+
+    @eqx.filter_jit
+    def prefill(model):
+        hidden, states = model.hidden(TOKENS, TokenInfo(jnp.indices(TOKENS.shape)[1]), model.init_state(4, 12))
+        return hidden.x, states
+
+    assert_close(*(prefill(set_loop(model, loop)) for loop in ("scan", "plain")))
+
+
+def test_set_loop_changes_no_parameters():
+    model = zoo.models.Transformer(**SIZES, key=KEY)
+    plain = set_loop(model, "plain")
+    assert (model.stack.loop, plain.stack.loop) == ("auto", "plain")
+    assert not list(find_differences(model, plain))
+    assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(plain), strict=True))
+    with pytest.raises(ValueError, match="UnrolledStack has no choice of its loop"):
+        set_loop(swap_stack(model, Stack.unstack), "scan")
+
+
+def test_describe_loop_gives_the_reason():
+    model = zoo.models.Transformer(**SIZES, key=KEY)
+    described = [describe_loop(set_loop(model, loop).stack) for loop in ("scan", "plain", 2)]
+    assert described == ["scan", "plain", "scan, 2 repeats per iteration"]
+    assert describe_loop(model.stack) == "plain (scan under 65,536 elements of the hidden states)"
+    assert describe_loop(rematerialize(model, "full").stack) == "scan (remat=full)"
+    with target_platform("tpu"):
+        assert describe_loop(model.stack) == "scan (compiled for a tpu)"

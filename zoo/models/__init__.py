@@ -8,6 +8,7 @@ from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
 from .hf.spec import Family, TensorMapping, fused, prefixed
 from .implementations import set_implementations
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
+from .loop import Loop
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
 from .parameter_paths import ParameterPath, list_parameter_paths
 from .presets.hybrid import Hybrid
@@ -31,7 +32,7 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .scoring import hidden_states, score
-from .stack import Segment, Stack, find_patterns, swap_stack
+from .stack import Segment, Stack, describe_loop, find_patterns, set_loop, swap_stack
 
 __all__ = [
     "GLA",
@@ -52,6 +53,7 @@ __all__ = [
     "KimiLinear",
     "LightningTransformer",
     "LinearTransformer",
+    "Loop",
     "Mamba",
     "Mamba2",
     "MixerBlock",
@@ -71,6 +73,7 @@ __all__ = [
     "count_active_parameters",
     "cross_entropy",
     "cross_entropy_and_routing",
+    "describe_loop",
     "find_patterns",
     "fused",
     "hidden_states",
@@ -82,6 +85,7 @@ __all__ = [
     "router_z_loss",
     "score",
     "set_implementations",
+    "set_loop",
     "swap_stack",
     "token_info",
     "token_losses",

@@ -11,6 +11,7 @@ from zoo.parallel import Dim, Remat
 
 from .blocks import MixerBlock
 from .decoder import AbstractBlock, Block, Decoder
+from .loop import Loop
 from .stack import Stack
 
 MixerFactory = Callable[..., AbstractMixer]
@@ -34,6 +35,7 @@ def build_decoder(
     logits_multiplier: float | int = 1.0,
     dropout: float = 0.0,
     remat: Remat = "none",
+    loop: Loop = "auto",
     embedding_norm: Callable[[], AbstractNorm] | None = None,
     final_norm: Callable[[], AbstractNorm] | None = None,
     hidden_states_skip_embedding: bool = False,
@@ -48,6 +50,7 @@ def build_decoder(
     - `block`: residual wiring of a mixer and a feed-forward layer.
     - `positions`: number of learned position embeddings, None without.
     - `multiplier`: of embeddings; `logits_multiplier`: of logits.
+    - `remat`, `loop`: see `zoo.models.Transformer`.
     - `embedding_norm`: factory of a norm after the embedding.
     - `hidden_states_skip_embedding`: see `Decoder`.
     """
@@ -66,7 +69,7 @@ def build_decoder(
         position_embedding=PositionEmbedding(positions, embed, scale=deviation, key=position_key)
         if positions
         else None,
-        stack=Stack([factories[pair] for pair in layers], remat=remat, key=stack_key),
+        stack=Stack([factories[pair] for pair in layers], remat=remat, loop=loop, key=stack_key),
         embedding_norm=None if embedding_norm is None else embedding_norm(),
         norm=norm() if final_norm is None else final_norm(),
         head=None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), key=head_key),

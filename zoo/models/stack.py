@@ -1,4 +1,4 @@
-"""The loop over layers as a scan over few repeating patterns, each compiled once."""
+"""Layers in few repeating patterns, stacked: a scan compiles each pattern once, a plain loop every layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,9 +10,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from zoo.layers import TokenInfo
-from zoo.parallel import Module, Remat, gather, implementation_option, rematerialize, scan, shard_offset, stacked
+from zoo.parallel import (
+    Module,
+    Remat,
+    gather,
+    implementation_option,
+    rematerialize,
+    replace_option,
+    scan,
+    shard_offset,
+    stacked,
+)
 
 from .decoder import AbstractBlock, AbstractStack, Hidden, LayerStates, UnrolledStack, set_dropout_keys
+from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, select_loop
 
 BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
 """A function `key -> block`. Layers of one factory object are equal in structure, and share a compiled block."""
@@ -54,19 +65,23 @@ class Segment(Module):
 
 
 class Stack(AbstractStack):
-    """Layers as segments, each a `lax.scan`, so that compile time grows with the patterns and not with the depth.
+    """Layers as segments, each a `lax.scan`, so that compile time grows with the patterns and not with the depth; on a
+    CPU a plain loop where that is faster. `loop` chooses, and changes neither parameters nor results.
 
     A layer's number is derived from its place, never stored: a checkpoint loads under any split into segments. A
-    block's parameters are all-gathered inside the scan, and rematerialized in the backward pass as `remat` says.
+    block's parameters are all-gathered inside the loop, and rematerialized in the backward pass as `remat` says.
     """
 
     segments: tuple[Segment, ...]
 
     remat: Remat = implementation_option()
+    loop: Loop = implementation_option()
 
-    def __init__(self, factories: Sequence[BlockFactory], *, remat: Remat = "none", key: Key[Array, ""]):
+    def __init__(
+        self, factories: Sequence[BlockFactory], *, remat: Remat = "none", loop: Loop = "auto", key: Key[Array, ""]
+    ):
         """Build one layer per factory. Every layer has its own PRNG key, so that parameters do not depend on the split
-        into segments."""
+        into segments. **Raises** `ValueError` for an unknown `loop`."""
         keys, segments, start = jax.random.split(key, len(factories)), [], 0
         for period, repeats in find_patterns(factories):
             segment_keys = keys[start : start + period * repeats].reshape(repeats, period)
@@ -75,6 +90,7 @@ class Stack(AbstractStack):
             start += period * repeats
         self.segments = tuple(segments)
         self.remat = remat
+        self.loop = check_loop(loop)
 
     def iter_blocks(self) -> Iterator[AbstractBlock]:
         """Yield the block of each layer, indexed out of its segment."""
@@ -90,48 +106,78 @@ class Stack(AbstractStack):
         """Return the same layers as a plain loop, for decoding."""
         return UnrolledStack(tuple(self.iter_blocks()))
 
+    def count_layers(self) -> int:
+        """Return the number of layers on this device."""
+        return sum(segment.local_repeats * len(segment.blocks) for segment in self.segments)
+
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
     ) -> tuple[Hidden, LayerStates | None]:
+        loop = select_loop(self.loop, layers=self.count_layers(), remat=self.remat, size=hidden.x.size)
         first, new_states = 0, []
         for segment in self.segments:
             layers = segment.local_repeats * len(segment.blocks)
             segment_states = None if states is None else states[first : first + layers]
-            hidden, segment_states = self._scan_segment(segment, first, hidden, info, segment_states)
+            if loop == "plain":
+                hidden, segment_states = self._run_plain(segment, first, hidden, info, segment_states)
+            else:
+                unroll = 1 if loop == "scan" else min(int(loop), segment.local_repeats)
+                hidden, segment_states = self._scan(segment, first, unroll, hidden, info, segment_states)
             new_states += () if segment_states is None else segment_states
             first += layers
         return hidden, None if states is None else tuple(new_states)
 
-    def _scan_segment(
+    def _run_plain(
         self, segment: Segment, first: int, hidden: Hidden, info: TokenInfo, states: LayerStates | None
     ) -> tuple[Hidden, LayerStates | None]:
+        """Run the repeats of a pattern, whose first layer is number `first`, one after the other."""
+        arrays, period = eqx.filter(segment.blocks, eqx.is_array), len(segment.blocks)
+        offset = first + period * shard_offset(jax.tree.leaves(arrays)[0], "layers", segment.local_repeats)
+        pattern, new_states = self._make_pattern(segment, info, prevent_cse=True), []
+        for blocks in _unstack_tree(arrays):
+            for block, run in zip(blocks, pattern, strict=True):
+                layer = len(new_states)
+                state = None if states is None else states[layer]
+                output, state = run(block, offset + layer, Hidden(hidden.x), state)
+                hidden = Hidden(output.x, (*hidden.routing, *output.routing))
+                new_states.append(state)
+        return hidden, None if states is None else tuple(new_states)
+
+    def _scan(
+        self, segment: Segment, first: int, unroll: int, hidden: Hidden, info: TokenInfo, states: LayerStates | None
+    ) -> tuple[Hidden, LayerStates | None]:
         """Scan over the repeats of a pattern, whose first layer is number `first`."""
-        arrays, static = eqx.partition(segment.blocks, eqx.is_array)
-        period, repeats = len(segment.blocks), segment.local_repeats
+        arrays, period, repeats = eqx.filter(segment.blocks, eqx.is_array), len(segment.blocks), segment.local_repeats
         numbers = first + period * (jnp.arange(repeats) + shard_offset(jax.tree.leaves(arrays)[0], "layers", repeats))
         stacked_states = None if states is None else tuple(_stack_trees(states[i::period]) for i in range(period))
-
-        def run_block(i: int, hidden: Hidden, arrays: Any, number: Int[Array, ""], state: Any):
-            layer_info = info.fold_keys(number + i)
-            return set_dropout_keys(gather(eqx.combine(arrays, static[i])), layer_info)(hidden, layer_info, state)
-
-        pattern = [rematerialize(partial(run_block, i), self.remat) for i in range(period)]
+        pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
 
         def step(x: Array, xs: Any):
             arrays, number, states = xs
             new_states, routing = [], []
             for i, run in enumerate(pattern):
-                hidden, state = run(Hidden(x), arrays[i], number, None if states is None else states[i])
+                hidden, state = run(arrays[i], number + i, Hidden(x), None if states is None else states[i])
                 x = hidden.x
                 new_states.append(state)
                 routing.append(hidden.routing)
             return x, (None if states is None else tuple(new_states), tuple(routing))
 
-        x, (new_states, routing) = scan(step, hidden.x, (arrays, numbers, stacked_states))
+        x, (new_states, routing) = scan(step, hidden.x, (arrays, numbers, stacked_states), unroll=unroll)
         order = [(i % period, i // period) for i in range(period * repeats)]
         routing = [decision for i, repeat in order for decision in _index_tree(routing[i], repeat)]
         hidden = Hidden(x, (*hidden.routing, *routing))
         return hidden, None if new_states is None else tuple(_index_tree(new_states[i], repeat) for i, repeat in order)
+
+    def _make_pattern(self, segment: Segment, info: TokenInfo, *, prevent_cse: bool) -> list[Callable]:
+        """Return a function `(arrays, number, hidden, state) -> (hidden, state)` for each block of a pattern."""
+        static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
+
+        def run_block(i: int, arrays: Any, number: int | Int[Array, ""], hidden: Hidden, state: Any):
+            layer_info = info.fold_keys(number)
+            return set_dropout_keys(gather(eqx.combine(arrays, static[i])), layer_info)(hidden, layer_info, state)
+
+        blocks = [partial(run_block, i) for i in range(len(segment.blocks))]
+        return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
 
 
 def _index_tree(tree: Any, i: int) -> Any:
@@ -142,6 +188,37 @@ def _index_tree(tree: Any, i: int) -> Any:
 def _stack_trees(trees: Sequence[Any]) -> Any:
     """Stack the arrays of equal trees along a new leading dim."""
     return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
+def _unstack_tree(tree: Any) -> list[Any]:
+    """Take every array apart along its leading dim. The gradient stacks once, where that of indexing would pad and add
+    once per element."""
+    arrays, treedef = jax.tree.flatten(tree)
+    return [jax.tree.unflatten(treedef, elements) for elements in zip(*map(jax.lax.unstack, arrays), strict=True)]
+
+
+def set_loop(model: Any, loop: Loop) -> Any:
+    """Return `model` with another loop over its layers: "scan", "plain", "auto", or the number of repeats of a pattern
+    per iteration of a scan. Parameters and results stay the same.
+
+    **Raises** `ValueError` for anything else, and if the model's layers are not in a `Stack`.
+    """
+
+    def replace(stack: AbstractStack) -> AbstractStack:
+        if not isinstance(stack, Stack):
+            raise ValueError(f"{type(stack).__name__} has no choice of its loop: swap in a Stack before")
+        return replace_option(stack, "loop", check_loop(loop))
+
+    return swap_stack(model, replace)
+
+
+def describe_loop(stack: Stack) -> str:
+    """Describe the loop over layers on the platform that is compiled for: "plain", or "scan" and why `"auto"` takes
+    it."""
+    if stack.loop != "auto":
+        return f"scan, {stack.loop} repeats per iteration" if isinstance(stack.loop, int) else stack.loop
+    drawback = find_drawback(stack.count_layers(), stack.remat)
+    return f"scan ({drawback})" if drawback else f"plain (scan under {MIN_PLAIN_SIZE:,} elements of the hidden states)"
 
 
 def swap_stack(model: Any, make: Callable[[Any], AbstractStack]) -> Any:

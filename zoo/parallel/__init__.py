@@ -1,7 +1,7 @@
 """Data, ZeRO-3 (FSDP) and tensor parallelism, derived from annotated dims, one layout table and one `shard_map`."""
 
 from .collectives import all_gather, current_mesh, num_shards, reduce, scan, shard_offset, sharded_axes, vary, varying
-from .gather import Remat, cast, gather, rematerialize
+from .gather import Remat, cast, gather, rematerialize, rematerializes
 from .gradient import value, value_and_grad
 from .imagined import imagined, is_imagined
 from .layout import AXES, ZERO1, Layout, Mesh, make_mesh
@@ -74,6 +74,7 @@ __all__ = [
     "place_batch",
     "reduce",
     "rematerialize",
+    "rematerializes",
     "replace_option",
     "scan",
     "shard_offset",

@@ -61,13 +61,15 @@ def shard_offset(x: Array, dim: str, size: int) -> int | Int[Array, ""]:
     return lax.axis_index(axes) * size if axes else 0
 
 
-def scan(body: Callable, carry: PyTree, xs: PyTree, length: int | None = None) -> tuple[PyTree, PyTree]:
+def scan(
+    body: Callable, carry: PyTree, xs: PyTree, length: int | None = None, *, unroll: int = 1
+) -> tuple[PyTree, PyTree]:
     """`lax.scan` with the initial carry cast (`pcast`) to the varying axes of the carry that `body` returns. `xs` holds
     at least one step."""
     if current_mesh() is not None:
         x = jax.tree.map(lambda x: x[0], xs)
         carry = _vary_as_returned(lambda carry: body(carry, x)[0], carry)
-    return lax.scan(body, carry, xs, length=length)
+    return lax.scan(body, carry, xs, length=length, unroll=unroll)
 
 
 def while_loop(condition: Callable, body: Callable, carry: PyTree) -> PyTree:

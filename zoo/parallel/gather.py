@@ -111,7 +111,7 @@ _REMAT_POLICIES = {
 _ALWAYS_RECOMPUTED = ("all_gather", "all_gather_invariant", "pvary", "pcast")
 
 
-def rematerialize(function: Callable, remat: Remat) -> Callable:
+def rematerialize(function: Callable, remat: Remat, *, prevent_cse: bool = False) -> Callable:
     """Rematerialize `function` (activation checkpointing): recompute residuals in the backward pass, by `remat`.
 
     - `"none"`: save every residual.
@@ -119,16 +119,12 @@ def rematerialize(function: Callable, remat: Remat) -> Callable:
     - `"dots"`: save the results of matrix products without batch dims, so that attention scores are recomputed too.
     - `"full"`: save only the inputs.
 
-    Gathered parameters are never saved, whatever `remat` is: the backward pass all-gathers them again. Otherwise a scan
+    Gathered parameters are never saved, whatever `remat` is: the backward pass all-gathers them again. Otherwise a loop
     over layers would hold the full parameters of every layer.
+
+    Outside the body of a scan, `prevent_cse` keeps XLA from merging the recomputation with the forward pass.
     """
-    if remat not in _REMAT_POLICIES:
-        raise ValueError(f"remat is one of {', '.join(_REMAT_POLICIES)}, not {remat!r}")
-    mesh = current_mesh()
-    has_sharded_parameters = mesh is not None and any(
-        mesh.shape[axis] > 1 for axes in mesh.layout.parameters.values() for axis in axes
-    )
-    if remat == "none" and not has_sharded_parameters:
+    if not rematerializes(remat):
         return function
 
     def policy(primitive, *avals, **params):
@@ -139,4 +135,18 @@ def rematerialize(function: Callable, remat: Remat) -> Callable:
             return False
         return any(_REMAT_POLICIES[remat](primitive, *avals, **params) for primitive, avals, params in equations)
 
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+
+
+def rematerializes(remat: Remat) -> bool:
+    """Return True if `rematerialize` recomputes anything: by `remat`, or because parameters are sharded at rest.
+
+    **Raises** `ValueError` for another policy.
+    """
+    if remat not in _REMAT_POLICIES:
+        raise ValueError(f"remat is one of {', '.join(_REMAT_POLICIES)}, not {remat!r}")
+    mesh = current_mesh()
+    has_sharded_parameters = mesh is not None and any(
+        mesh.shape[axis] > 1 for axes in mesh.layout.parameters.values() for axis in axes
+    )
+    return remat != "none" or has_sharded_parameters

@@ -1,9 +1,7 @@
 """Rematerialization of a loaded model."""
 
-import copy
-
 from zoo.models import AbstractStack, Decoder, Stack, swap_stack
-from zoo.parallel import Remat
+from zoo.parallel import Remat, replace_option
 
 
 def rematerialize(model: Decoder, remat: Remat) -> Decoder:
@@ -15,8 +13,6 @@ def rematerialize(model: Decoder, remat: Remat) -> Decoder:
     def set_remat(stack: AbstractStack) -> AbstractStack:
         if not isinstance(stack, Stack):
             raise ValueError(f"{type(stack).__name__} does not rematerialize: swap in a Stack before")
-        stack = copy.copy(stack)
-        object.__setattr__(stack, "remat", remat)  # safe: nobody else holds this copy
-        return stack
+        return replace_option(stack, "remat", remat)
 
     return swap_stack(model, set_remat)

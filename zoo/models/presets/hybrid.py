@@ -10,6 +10,7 @@ from zoo.parallel import Remat
 
 from ..build import FeedForwardFactory, MixerFactory, build_decoder
 from ..decoder import Decoder
+from ..loop import Loop
 
 
 def Hybrid(
@@ -24,6 +25,7 @@ def Hybrid(
     dropout: float = 0.0,
     epsilon: float = 1e-6,
     remat: Remat = "none",
+    loop: Loop = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
     """Build a decoder whose mixers follow a repeating pattern, as in Jamba (arXiv:2403.19887), Griffin
@@ -40,7 +42,7 @@ def Hybrid(
       `embed`, `out_scale=` and `key=`; None for a layer that is a mixer alone, as in Mamba.
     - `tied`: tie the head to the embedding.
     - `epsilon`: of the RMSNorm before each sublayer.
-    - `remat`: as in `Transformer`.
+    - `remat`, `loop`: as in `Transformer`.
 
     Initialization: matrices that write to the residual stream are divided by the square root of how many they are, as
     in `Transformer`.
@@ -67,5 +69,6 @@ def Hybrid(
         tied=tied,
         dropout=dropout,
         remat=remat,
+        loop=loop,
         key=key,
     )

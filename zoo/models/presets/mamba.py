@@ -11,6 +11,7 @@ from zoo.parallel import Remat
 
 from ..build import build_decoder
 from ..decoder import Decoder
+from ..loop import Loop
 
 
 def Mamba(
@@ -26,6 +27,7 @@ def Mamba(
     dropout: float = 0.0,
     epsilon: float = 1e-5,
     remat: Remat = "none",
+    loop: Loop = "auto",
     implementation: str = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
@@ -36,7 +38,7 @@ def Mamba(
     - `conv_width`: of the short convolutions. `rank`: of the projection to dt, `embed / 16` rounded up by default.
     - `tied`: tie the head to the embedding.
     - `epsilon`: of the RMSNorms.
-    - `remat`: as in `Transformer`.
+    - `remat`, `loop`: as in `Transformer`.
     - `implementation`: a name in `zoo.ops.recurrence.mamba.SELECTIVE_SCAN`.
 
     Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream, one per
@@ -57,6 +59,7 @@ def Mamba(
         tied=tied,
         dropout=dropout,
         remat=remat,
+        loop=loop,
         hidden_states_skip_embedding=True,
         key=key,
     )
@@ -76,6 +79,7 @@ def Mamba2(
     dropout: float = 0.0,
     epsilon: float = 1e-5,
     remat: Remat = "none",
+    loop: Loop = "auto",
     implementation: str = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
@@ -100,6 +104,7 @@ def Mamba2(
         tied=tied,
         dropout=dropout,
         remat=remat,
+        loop=loop,
         hidden_states_skip_embedding=True,
         key=key,
     )

@@ -14,6 +14,7 @@ from zoo.parallel import Dim, Remat
 
 from ..build import MixerFactory, build_decoder
 from ..decoder import Decoder
+from ..loop import Loop
 from .transformer import Transformer
 
 
@@ -41,6 +42,7 @@ def MixtureOfExperts(
     tied: bool = True,
     dropout: float = 0.0,
     remat: Remat = "none",
+    loop: Loop = "auto",
     implementation: str | Callable = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
@@ -108,5 +110,6 @@ def MixtureOfExperts(
         tied=tied,
         dropout=dropout,
         remat=remat,
+        loop=loop,
         key=key,
     )

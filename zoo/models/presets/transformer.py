@@ -12,6 +12,7 @@ from zoo.parallel import Dim, Remat
 
 from ..build import build_decoder
 from ..decoder import Decoder
+from ..loop import Loop
 
 
 def Transformer(
@@ -30,6 +31,7 @@ def Transformer(
     tied: bool = True,
     dropout: float = 0.0,
     remat: Remat = "none",
+    loop: Loop = "auto",
     implementation: str | Callable = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
@@ -46,6 +48,8 @@ def Transformer(
     - `tied`: tie the head to the embedding.
     - `remat`: what the backward pass rematerializes, from least to most: "none", "elementwise" (all but matrix
       products), "dots" (attention's products too), "full".
+    - `loop`: over layers. "scan" compiles a pattern of layers once, a number puts that many of its repeats into one
+      iteration, "plain" compiles every layer; "auto" is "plain" for training on a CPU without rematerialization.
     - `implementation`: of attention, a name in `zoo.ops.attention.ATTENTION` or a function.
 
     Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream are
@@ -76,5 +80,6 @@ def Transformer(
         tied=tied,
         dropout=dropout,
         remat=remat,
+        loop=loop,
         key=key,
     )
