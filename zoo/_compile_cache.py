@@ -64,7 +64,7 @@ def enable_compile_cache(*, exact_names: bool = False) -> None:
         _evict(folder, _MOST_BYTES if most_bytes < 0 else most_bytes)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else error
-        _log.warning("compiled programs are not cached (%s): %s chooses another folder, or off", reason, VARIABLE)
+        _log.warning("compiled programs are not cached (%s): set %s to another folder, or to off", reason, VARIABLE)
         return
     for name, value in _THRESHOLDS.items():
         if name.upper() not in os.environ:
