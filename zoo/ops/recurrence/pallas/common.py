@@ -50,9 +50,10 @@ def find_platform_obstacle() -> str | None:
     """Return why kernels do not run where the program is compiled for, or None."""
     if obstacle := refuse_other_platforms("cpu", "tpu"):
         return obstacle
-    if runs_interpreted() and jax.sharding.get_abstract_mesh().manual_axes:
+    mesh = jax.sharding.get_abstract_mesh()
+    if runs_interpreted() and mesh.manual_axes and mesh.size > 1:
         # It evaluates the body of a kernel with operands that vary over mesh axes and constants that do not.
-        return "Pallas' interpreter, which runs it on a CPU, does not run on a mesh"
+        return "Pallas' interpreter, which runs it on a CPU, does not run on a mesh of several devices"
     return None
 
 
