@@ -1,5 +1,6 @@
 """Chunked cross-entropy that never materializes all logits, for a replicated or a sharded vocabulary."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +15,8 @@ from jaxtyping import Array, Float, Int, Key
 from zoo._checks import check_batch
 from zoo.layers import Routing
 from zoo.layers.token_info import batch_token_info
+from zoo.ops.implementations import Implementation, Operation
+from zoo.ops.reduction import max_last_dim
 from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
 
 from .decoder import Decoder, find_checkable_vocab
@@ -30,6 +33,7 @@ def cross_entropy(
     router_z: float = 0.0,
     over: BalanceOver = "batch",
     chunk: int = 1024,
+    implementation: str | Callable = "auto",
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the sum over tokens of weight * (log Z - logit[target] + z_loss * (log Z)²), and the sum of the weights.
 
@@ -41,6 +45,7 @@ def cross_entropy(
       tokens. Both leave out tokens of segment 0, which is padding.
     - `chunk`: tokens whose logits are in memory at a time. The gradient of a chunk is computed together with its loss,
       from the same logits: three matrix products per chunk, none of them repeated.
+    - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", or "reference", which has all logits in memory.
 
     The loss is computed in float32. A sharded vocabulary is not all-gathered: see `token_losses`.
 
@@ -49,7 +54,8 @@ def cross_entropy(
     `ValueError` for `balance` or `router_z` with a model that has no routers.
     """
     weights = {"balance": balance, "router_z": router_z, "over": over}
-    return cross_entropy_and_routing(model, batch, key=key, z_loss=z_loss, chunk=chunk, **weights)[0]
+    options = {"z_loss": z_loss, "chunk": chunk, "implementation": implementation}
+    return cross_entropy_and_routing(model, batch, key=key, **options, **weights)[0]
 
 
 def cross_entropy_and_routing(
@@ -62,6 +68,7 @@ def cross_entropy_and_routing(
     router_z: float = 0.0,
     over: BalanceOver = "batch",
     chunk: int = 1024,
+    implementation: str | Callable = "auto",
 ) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[Routing, ...]]:
     """Return `cross_entropy`, and one `Routing` per layer that has a router: for `tokens_per_expert`, and for auxiliary
     losses of your own."""
@@ -71,9 +78,8 @@ def cross_entropy_and_routing(
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     weights = jnp.where(targets < 0, 0, weights)
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
-    total = chunked_cross_entropy(
-        model.gather_unembedding(), x, targets.reshape(-1), weights.reshape(-1), z_loss, chunk
-    )
+    sum_losses = LOSS.select(implementation, LossRequest(len(x), chunk)).function
+    total = sum_losses(model.gather_unembedding(), x, targets.reshape(-1), weights.reshape(-1), z_loss, chunk)
     count, segment_ids = weights.sum(), batch.get("segment_ids")
     mask = None if segment_ids is None else segment_ids != 0
     # The library divides the total by the count, so an auxiliary loss, which is a mean, is multiplied by it here.
@@ -97,7 +103,7 @@ def token_losses(
     """
     logits = logits.astype(jnp.float32)
     shard_size = logits.shape[-1]
-    peak = reduce(lax.stop_gradient(logits).max(-1), over="vocab", by=lax.pmax)
+    peak = reduce(max_last_dim(lax.stop_gradient(logits))[..., 0], over="vocab", by=lax.pmax)
     log_z = jnp.log(reduce(jnp.exp(logits - peak[..., None]).sum(-1), over="vocab")) + peak
     local_targets = targets - shard_offset(logits, "vocab", shard_size)
     is_local = (0 <= local_targets) & (local_targets < shard_size)
@@ -105,6 +111,13 @@ def token_losses(
     losses = log_z - reduce(jnp.where(is_local, target_logits, 0), over="vocab") + z_loss * log_z**2
     is_known = targets < shard_size * num_shards(logits, "vocab")
     return jnp.where(targets < 0, 0, losses * jnp.where(is_known, 1, jnp.nan))
+
+
+def reference_cross_entropy(
+    head: Any, x: Array, targets: Array, weights: Array, z_loss: float, chunk: int
+) -> Float[Array, ""]:
+    """Compute the weighted sum of `token_losses(head(x), targets)`, all tokens at once."""
+    return (token_losses(head(x), targets, z_loss=z_loss) * weights).sum()
 
 
 def chunked_cross_entropy(
@@ -175,3 +188,24 @@ def _sum_chunk_losses_bwd(chunk_loss: Callable, residuals: Any, cotangent: Any):
 
 
 _sum_chunk_losses.defvjp(_sum_chunk_losses_fwd, _sum_chunk_losses_bwd, symbolic_zeros=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRequest:
+    """Facts of a call, by which an implementation is chosen."""
+
+    tokens: int
+    chunk: int
+
+
+LOSS = Operation[LossRequest](
+    "loss",
+    (
+        Implementation("chunked", chunked_cross_entropy),
+        Implementation(
+            "reference", reference_cross_entropy, find_drawback=lambda _: "it has the logits of all tokens in memory"
+        ),
+    ),
+    kind="loss",
+)
+"""Implementations of `cross_entropy`, in the order in which `"auto"` tries them."""

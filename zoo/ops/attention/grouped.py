@@ -1,12 +1,12 @@
 """Grouped-query attention with all scores in memory: the fastest form for short sequences and for decoding."""
 
-import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
 from zoo.ops.matmul import einsum_fp32_accum
+from zoo.ops.reduction import max_last_dim
 
 from .mask import MASK_VALUE, AttentionMask, zero_masked_queries
 from .reference import group_size, scale_scores
@@ -72,8 +72,8 @@ def _softmax_with_sinks(
     scores: Float[Array, "batch kv_heads rows keys"], sinks: Float[Array, "kv_heads rows 1"] | None
 ) -> Float[Array, "batch kv_heads rows keys"]:
     """Compute the softmax over keys in float32, with one sink per row if given."""
-    if sinks is None:
-        return jax.nn.softmax(scores, axis=-1)
-    highest = lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sinks))
+    highest = max_last_dim(lax.stop_gradient(scores))
+    highest = highest if sinks is None else jnp.maximum(highest, lax.stop_gradient(sinks))
     weights = jnp.exp(scores - highest)
-    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - highest))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / (total if sinks is None else total + jnp.exp(sinks - highest))
