@@ -105,13 +105,11 @@ def _causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq featu
     return grad_inputs.astype(inputs.dtype), grad_weight, grad_bias, None
 
 
-def _sum_over_rows(x: Float[Array, "batch _ features"]) -> Float[Array, "features"]:
-    """Sum over all rows, first by adding halves: XLA's CPU backend turns a plain sum, even of a reshaped array, into
-    one over two dims, which runs in a single thread and is ten times slower."""
-    rows = x.reshape(-1, x.shape[-1])
-    half = len(rows) // 2
-    rows = rows if len(rows) % 2 else rows[:half] + rows[half:]
-    return rows.sum(0)
+def _sum_over_rows(x: Float[Array, "batch rows features"]) -> Float[Array, "features"]:
+    """Sum over all rows: over the batch, which fuses with the producers of `x`, then by a product with ones. XLA's CPU
+    backend turns a plain sum into one over two dims, which runs in a single thread and is ten times slower."""
+    rows = x.sum(0)
+    return jnp.matmul(jnp.ones(len(rows), rows.dtype), rows, precision="highest")
 
 
 _causal_conv1d_custom_vjp.defvjp(_causal_conv1d_fwd, _causal_conv1d_bwd)
