@@ -1,4 +1,4 @@
-"""Who takes part: training steps, mixtures of experts, grouped products and decoding, ours and PyTorch's."""
+"""Entrants of a contest: training steps, mixtures of experts, grouped products and decoding, ours and PyTorch's."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from . import ours
 
 Row = dict[str, Any]
 Entrants = tuple[dict[str, Callable], dict[str, Row]]
-"""What runs, by name, and FLOPs, bytes, tokens and rivals of each."""
+"""Callables by name, and FLOPs, bytes, tokens and rivals of each."""
 
 NEW_TOKENS = 128
 """Tokens generated after the prompt when decoding."""
