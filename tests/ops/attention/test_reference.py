@@ -30,6 +30,7 @@ IMPLEMENTATIONS = {
     "reference": with_mask_options(attention.reference_attention),
     "grouped": with_mask_options(attention.grouped_query_attention),
     "fused": with_mask_options(attention.fused_attention),
+    "blockwise": with_mask_options(attention.blockwise_attention),
 }
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
 
@@ -192,9 +193,9 @@ def test_make_query_blocks_skips_masked_keys(window, first_keys):
     ("implementation", "sinks"),
     [
         *((implementation, None) for implementation in IMPLEMENTATIONS.values()),
-        *((IMPLEMENTATIONS[name], SINKS) for name in ("reference", "grouped")),
+        *((IMPLEMENTATIONS[name], SINKS) for name in ("reference", "grouped", "blockwise")),
     ],
-    ids=[*IMPLEMENTATIONS, "reference, sinks", "grouped, sinks"],
+    ids=[*IMPLEMENTATIONS, "reference, sinks", "grouped, sinks", "blockwise, sinks"],
 )
 def test_attention_of_a_masked_query_is_zero_without_gradient(implementation, sinks):
     arrays, cotangent = inputs(seq=2, key_seq=SEQ, sinks=sinks)
@@ -247,17 +248,15 @@ def test_attention_over_a_kv_cache_in_any_slot_order(implementation):
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "implementation", [IMPLEMENTATIONS["grouped"], IMPLEMENTATIONS["fused"]], ids=["grouped", "fused"]
-)
-def test_attention_on_a_mesh_equals_one_device(implementation):
+@pytest.mark.parametrize("name", ["grouped", "fused", "blockwise"])
+def test_attention_on_a_mesh_equals_one_device(name):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     arrays, cotangent = inputs()
     sharded, rows = P("data", None, "tensor"), P("data")
 
     def run_shard(segments, cotangent, *arrays):
         segments = dict(query_segments=segments, key_segments=segments)
-        output, back = jax.vjp(partial(implementation, causal=True, **segments), *arrays)
+        output, back = jax.vjp(partial(IMPLEMENTATIONS[name], causal=True, **segments), *arrays)
         return output, *back(cotangent)
 
     on_mesh = jax.jit(jax.shard_map(run_shard, mesh=mesh, in_specs=(rows, *4 * [sharded]), out_specs=sharded))

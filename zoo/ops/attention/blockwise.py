@@ -31,7 +31,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.ops.matmul import einsum_dot_general, einsum_round_once
+from zoo.ops.matmul import einsum_round_once
 from zoo.ops.platform import current_platform
 from zoo.ops.varying import align_varying
 
@@ -292,5 +292,4 @@ def _at(marks: Marks, index: Array) -> Marks:
 def _multiply(spec: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
     """Compute an einsum of two matrices with a float32 result."""
     left, right, out = spec.replace("->", ",").split(",")
-    is_half = x.dtype != jnp.float32
-    return (einsum_round_once if is_half else einsum_dot_general)(left, right, out, x, y, jnp.float32)
+    return einsum_round_once(left, right, out, x, y, jnp.float32)
