@@ -23,7 +23,7 @@ SIGNATURES = {
     zoo.value: "loss_fn mesh has_aux microbatches",
     zoo.value_and_grad: "loss_fn mesh has_aux microbatches",
     zoo.spmd: "fn mesh out",
-    zoo.cross_entropy: "model batch key z_loss balance router_z over chunk",
+    zoo.cross_entropy: "model batch key z_loss balance router_z over chunk implementation",
     zoo.generate: (
         "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty stop_tokens length mesh "
         "callback key"

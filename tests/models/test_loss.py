@@ -1,5 +1,7 @@
 """The chunked cross-entropy, and that of a sharded vocabulary, equal the reference: values and gradients."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -79,6 +81,23 @@ def test_cross_entropy_weights_default_to_one():
     assert jnp.allclose(total, cross_entropy(model(tokens), tokens).sum(), rtol=1e-5)
     none = zoo.cross_entropy(model, batch | {"weights": jnp.zeros((2, 5))})
     assert none == (0, 0)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 4}])
+def test_cross_entropy_implementations_agree(sizes):
+    mesh = zoo.make_mesh(**sizes) if sizes else zoo.make_mesh(devices=jax.devices()[:1])
+    make = partial(zoo.models.Transformer, vocab=16, embed=8, layers=1, heads=4, mlp=8, tied=False)
+    model = zoo.init(lambda key: make(key=key), KEY, mesh)
+    tokens = jax.random.randint(KEY, (4, 6), 0, 16)
+    batch = zoo.place_batch({"tokens": tokens, "targets": tokens.at[:, :2].set(-1)}, mesh)
+
+    def run(name):
+        loss = lambda model, batch: zoo.cross_entropy(model, batch, chunk=4, implementation=name)
+        return zoo.value_and_grad(loss, mesh)(model, batch)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), run("reference"), run("chunked"))
+    with pytest.raises(ValueError, match="loss has no implementation 'quick': there are auto, chunked, reference"):
+        zoo.cross_entropy(model, batch, implementation="quick")
 
 
 def numpy_cross_entropy(logits, targets):

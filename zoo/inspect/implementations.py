@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from zoo.layers import TokenInfo
 from zoo.models import AbstractStack, Decoder, Hidden, Stack, UnrolledStack, cross_entropy, swap_stack
 from zoo.models.decoder import AbstractBlock, LayerStates
+from zoo.models.stack import describe_loop
 from zoo.ops.implementations import Choice, Decision, observe_decisions
-from zoo.ops.platform import Platform, current_platform, target_platform
+from zoo.ops.platform import Platform, normalize_platform, target_platform
 from zoo.parallel import Mesh, find_operations, spmd
 from zoo.parallel.scope import calling_modules
 
@@ -26,7 +27,7 @@ class LayerImplementation:
     operation: str
     """`attention`, `gated linear attention`, `grouped matmul`, `loss`."""
     layer: str
-    """Class of the layer."""
+    """Class of the layer; empty for the loss."""
     layers: tuple[int, ...]
     """Numbers of the layers; empty for what is not part of a stack."""
     chosen: str
@@ -58,6 +59,8 @@ class ModelImplementations:
     batch: int
     seq_len: int
     decoding: bool
+    loop: str
+    """How the layers are looped over: `describe_loop`; empty for a stack that is not a `Stack`."""
     rows: tuple[LayerImplementation, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,16 +78,18 @@ class ModelImplementations:
             for row in self.rows
         ]
         call = {"platform": self.platform, "batch": self.batch, "seq_len": self.seq_len, "decoding": self.decoding}
-        return {**call, "rows": rows}
+        return {**call, "loop": self.loop, "rows": rows}
 
     def __str__(self) -> str:
         call = f"one token each after {self.seq_len:,}" if self.decoding else f"{self.seq_len:,} tokens"
         lines = [f"implementations on {self.platform.upper()}, {self.batch} x {call}"]
         for row in self.rows:
             layers = f", layers {format_ranges(row.layers)}" if row.layers else ""
+            where = f" ({row.layer}{layers})" if row.layer else ""
             named = "" if row.is_auto else ", by name"
-            lines.append(f"{row.operation} ({row.layer}{layers}): {row.chosen}{named}")
+            lines.append(f"{row.operation}{where}: {row.chosen}{named}")
             lines += [f"    not {name}: {reason}" for name, reason in row.reasons.items()]
+        lines += [f"loop over layers: {self.loop}"] if self.loop else []
         return "\n".join(lines)
 
 
@@ -129,8 +134,11 @@ def implementations(
     run = call if mesh is None else spmd(call, mesh, out="batch seq")
     with target_platform(platform or target_platform.value), observe_decisions(recorder.record):
         eqx.filter_eval_shape(run, model, tokens)
-        target = current_platform() if mesh is None else mesh.platform
-    return ModelImplementations(target, batch, seq_len, decoding, recorder.make_rows())
+    target = normalize_platform(platform or target_platform.value or jax.default_backend())
+    target = target if mesh is None else mesh.platform
+    with target_platform(target):
+        loop = describe_loop(model.stack) if isinstance(model.stack, Stack) else ""
+    return ModelImplementations(target, batch, seq_len, decoding, loop, recorder.make_rows())
 
 
 class _Recorder:
@@ -146,7 +154,8 @@ class _Recorder:
         name = operation.name
         # The layer that holds the option: a grouped matmul is called by the experts' linears.
         holders = [x for x in calling_modules() if operation in [found for _, found in find_operations(x)]]
-        layer = type((holders or calling_modules() or (None,))[-1]).__name__
+        layers = holders or calling_modules()
+        layer = type(layers[-1]).__name__ if layers else ""
         key = (name, layer, decision.chosen, decision.is_auto, decision.choices)
         self.found.setdefault(key, []).extend(self.layers)
 

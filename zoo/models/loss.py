@@ -45,7 +45,7 @@ def cross_entropy(
       tokens. Both leave out tokens of segment 0, which is padding.
     - `chunk`: tokens whose logits are in memory at a time. The gradient of a chunk is computed together with its loss,
       from the same logits: three matrix products per chunk, none of them repeated.
-    - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", or "reference", which has all logits in memory.
+    - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", or "reference" with all logits in memory.
 
     The loss is computed in float32. A sharded vocabulary is not all-gathered: see `token_losses`.
 
