@@ -91,7 +91,7 @@ def main(
     corpus, old_corpus = (train.load_text(text, tokenizer=tokenizer) for text in (data or topics, pretraining_data))
 
     def load():
-        return train.rematerialize(zoo.load(checkpoint, mesh=mesh, dtype="float32"), mesh_options.remat)
+        return mesh_options.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
 
     def apply(method, rank, model):
         options = {"targets": targets, "rank": rank} if rank else {}

@@ -82,7 +82,7 @@ def main(
 
     def make(name, mlp, key):
         sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "mlp": mlp}
-        return zoo.models.Hybrid(**sizes, pattern=[factories[name]], remat=mesh_options.remat, key=key)
+        return mesh_options.apply(zoo.models.Hybrid(**sizes, pattern=[factories[name]], key=key))
 
     abstract, unit, widths = partial(eqx.filter_eval_shape, make, key=key), 8 * mesh_options.tensor, {}
     target = zoo.count(abstract("attention", mlp_dim))

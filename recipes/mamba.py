@@ -70,7 +70,7 @@ def main(
     model_key, key = jax.random.split(jax.random.key(run_options.seed))
     preset, options = {1: (zoo.models.Mamba, {}), 2: (zoo.models.Mamba2, {"head_dim": head_dim})}[generation]
     sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "state_dim": state_dim, "expand": expand}
-    model = zoo.init(lambda key: preset(**sizes, **options, remat=mesh_options.remat, key=key), model_key, mesh)
+    model = zoo.init(lambda key: mesh_options.apply(preset(**sizes, **options, key=key)), model_key, mesh)
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)

@@ -86,13 +86,13 @@ def main(
 
     def make(name, key):
         options = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads}
-        options |= {"qk_norm": True, "remat": mesh_options.remat}
+        options |= {"qk_norm": True}
         if name == "dense":
-            return zoo.models.Transformer(**options, mlp=top_k * mlp_dim + shared_mlp_dim, key=key)
+            return mesh_options.apply(zoo.models.Transformer(**options, mlp=top_k * mlp_dim + shared_mlp_dim, key=key))
         biased = partial(zoo.layers.BiasedRouter, score="softmax" if router == "softmax" else "sigmoid")
         options["router"] = biased if name == "loss-free" or router == "biased" else zoo.layers.SoftmaxRouter
-        options |= {"experts": experts, "top": top_k, "shared": shared_mlp_dim or None}
-        return zoo.models.MixtureOfExperts(**options, mlp=mlp_dim, capacity_factor=capacity_factor, key=key)
+        options |= {"experts": experts, "top": top_k, "shared": shared_mlp_dim or None, "mlp": mlp_dim}
+        return mesh_options.apply(zoo.models.MixtureOfExperts(**options, capacity_factor=capacity_factor, key=key))
 
     for name in runs:  # sizes that do not fit the mesh raise now, not after an hour
         train.tabulate_parameters(eqx.filter_eval_shape(make, name, key), mesh)

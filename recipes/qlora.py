@@ -72,7 +72,7 @@ def main(
     tokenizer, key = train.read_tokenizer(checkpoint), jax.random.key(run_options.seed)
     corpus, old_corpus = (train.load_text(text, tokenizer=tokenizer) for text in (data or topics, pretraining_data))
     batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
-    base = train.rematerialize(zoo.load(checkpoint, mesh=mesh, dtype="float32"), mesh_options.remat)
+    base = mesh_options.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
     base = zoo.place(zoo.adapters.quantize(base, quantization, targets=quantize_targets), mesh)
     options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilized": rank_stabilized}
     model = zoo.place(zoo.adapters.lora(base, **options, key=key), mesh)

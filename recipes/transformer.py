@@ -70,9 +70,9 @@ def main(
     corpus = train.load_text(data, vocab=vocab)
     batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
     model_key, dropout_key, sample_key = jax.random.split(jax.random.key(run_options.seed), 3)
-    sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads}
-    options = {"mlp": mlp_dim, "qk_norm": True, "dropout": dropout, "remat": mesh_options.remat}
-    model = zoo.init(lambda key: zoo.models.Transformer(**sizes, **options, key=key), model_key, mesh)
+    options = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads}
+    options |= {"mlp": mlp_dim, "qk_norm": True, "dropout": dropout}
+    model = zoo.init(lambda key: mesh_options.apply(zoo.models.Transformer(**options, key=key)), model_key, mesh)
 
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)

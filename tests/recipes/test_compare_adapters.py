@@ -78,7 +78,8 @@ def test_compare_adapters_bad_input_is_one_line(text, start, tmp_path, monkeypat
 FLAGS = [
     *("methods", "ranks", "max_rank", "checkpoint", "data", "pretraining_data", "targets", "seq_len"),
     *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor"),
-    *("zero_stage", "microbatches", "remat", "dtype", "out", "seed", "resume", "profile", "no_compile_cache"),
+    *("zero_stage", "microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed"),
+    *("resume", "profile", "no_compile_cache"),
 ]
 
 

@@ -87,7 +87,8 @@ def test_dora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
 FLAGS = [
     *("checkpoint", "data", "pretraining_data", "targets", "rank", "alpha", "seq_len", "batch_size", "steps"),
     *("learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
-    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile", "no_compile_cache"),
+    *("microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed", "resume"),
+    *("profile", "no_compile_cache"),
 ]
 
 

@@ -134,7 +134,8 @@ def test_finetune_bad_input_is_one_line(text, start, unbroken, tmp_path, monkeyp
 
 FLAGS = [
     *("checkpoint", "data", "pretraining_data", "seq_len", "batch_size", "steps", "learning_rate", "warmup_steps"),
-    *("weight_decay", "eval_every", "fsdp", "tensor", "zero_stage", "microbatches", "remat", "dtype", "out"),
+    *("weight_decay", "eval_every", "fsdp", "tensor", "zero_stage", "microbatches", "remat", "dtype", "attention"),
+    *("recurrence", "grouped_matmul", "out"),
     *("seed", "resume", "profile", "no_compile_cache"),
 ]
 

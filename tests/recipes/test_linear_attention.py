@@ -101,7 +101,8 @@ def test_linear_attention_bad_flags_raise_early(text, tmp_path, changes, message
 FLAGS = [
     *("mixers", "data", "vocab", "embed", "layers", "heads", "mlp_dim", "seq_len", "batch_size", "steps"),
     *("learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
-    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile", "no_compile_cache"),
+    *("microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed", "resume"),
+    *("profile", "no_compile_cache"),
 ]
 
 

@@ -69,7 +69,8 @@ def test_mamba_bad_flags_raise_early(text, tmp_path, changes, message):
 FLAGS = [
     *("generation", "data", "vocab", "embed", "layers", "state_dim", "head_dim", "expand", "seq_len"),
     *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor"),
-    *("zero_stage", "microbatches", "remat", "dtype", "out", "seed", "resume", "profile", "no_compile_cache"),
+    *("zero_stage", "microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed"),
+    *("resume", "profile", "no_compile_cache"),
 ]
 
 

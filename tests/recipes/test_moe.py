@@ -167,7 +167,8 @@ FLAGS = [
     *("runs", "data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "experts", "top_k"),
     *("shared_mlp_dim", "router", "capacity_factor", "balance_weight", "bias_rate", "seq_len", "batch_size"),
     *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
-    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile", "no_compile_cache"),
+    *("microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed", "resume"),
+    *("profile", "no_compile_cache"),
 ]
 
 

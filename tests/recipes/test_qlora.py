@@ -75,7 +75,8 @@ def test_qlora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys)
 FLAGS = [
     *("checkpoint", "data", "pretraining_data", "quantization", "quantize_targets", "targets", "rank", "alpha"),
     *("rank_stabilized", "seq_len", "batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay"),
-    *("eval_every", "fsdp", "tensor", "zero_stage", "microbatches", "remat", "dtype", "out", "seed", "resume"),
+    *("eval_every", "fsdp", "tensor", "zero_stage", "microbatches", "remat", "dtype", "attention", "recurrence"),
+    *("grouped_matmul", "out", "seed", "resume"),
     *("profile", "no_compile_cache"),
 ]
 

@@ -193,7 +193,8 @@ def test_transformer_help_explains_every_flag():
 FLAGS = [
     *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout", "seq_len", "batch_size"),
     *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
-    *("microbatches", "remat", "dtype", "out", "seed", "resume", "profile", "no_compile_cache"),
+    *("microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed", "resume"),
+    *("profile", "no_compile_cache"),
 ]
 
 

@@ -1,11 +1,19 @@
 """Option groups of recipes: flattened flags and configurations."""
 
+import typing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import equinox as eqx
 import jax
 import pytest
 
+import zoo
 from zoo import train
+from zoo.ops.attention import ATTENTION
+from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
+from zoo.ops.recurrence.delta_rule import DELTA_RULE
 from zoo.train.options import flatten_config
 
 
@@ -69,3 +77,19 @@ def test_config_is_flat_and_leaves_out_resume_and_profile():
 def test_subrun_is_a_subdirectory():
     options = train.RunOptions(Path("runs/x"), seed=1, resume=True)
     assert options.subrun("a") == train.RunOptions(Path("runs/x/a"), seed=1, resume=True)
+
+
+def test_mesh_options_apply_to_a_model():
+    make = partial(zoo.models.Transformer, vocab=16, embed=8, heads=2, layers=2, mlp=8)
+    model = eqx.filter_eval_shape(make, key=jax.random.key(0))
+    stack: Any = train.MeshOptions(remat="full", attention="blockwise").apply(model).stack
+    assert (stack.remat, stack.segments[0].blocks[0].mixer.implementation) == ("full", "blockwise")
+    with pytest.raises(ValueError, match="recurrence='chunked': Decoder has no layer"):
+        train.MeshOptions(recurrence="chunked").apply(model)
+
+
+def test_mesh_options_name_all_implementations():
+    names = {name: typing.get_args(kind) for name, kind in typing.get_type_hints(train.MeshOptions).items()}
+    assert sorted(names["attention"]) == sorted(ATTENTION.names)
+    assert sorted(names["recurrence"]) == sorted(DELTA_RULE.names)
+    assert sorted(names["grouped_matmul"]) == sorted(GROUPED_MATMUL.names)

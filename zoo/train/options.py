@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from zoo.models import Decoder, set_implementations
 from zoo.parallel import ZERO1, Mesh, Remat, make_mesh
+
+from .remat import rematerialize
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,19 @@ class MeshOptions:
     """Activations that the backward pass recomputes, to save memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. Parameters, optimizer state, routers and recurrent states are float32."""
+    attention: Literal["auto", "cudnn", "splash", "grouped", "blockwise", "reference"] = "auto"
+    """Implementation of attention; auto chooses by platform, shapes and options."""
+    recurrence: Literal["auto", "pallas", "chunked", "recurrent"] = "auto"
+    """Implementation of recurrences."""
+    grouped_matmul: Literal["auto", "padded", "ragged", "reference"] = "auto"
+    """Implementation of the matrix products of mixtures of experts."""
+
+    def apply(self, model: Decoder) -> Decoder:
+        """Return `model` with `remat` and these implementations. **Raises** `ValueError` for an implementation of what
+        no layer of the model computes."""
+        names = {name: getattr(self, name) for name in ("attention", "recurrence", "grouped_matmul")}
+        named = {name: value for name, value in names.items() if value != "auto"}
+        return set_implementations(rematerialize(model, self.remat), **named)
 
     def make_mesh(self) -> Mesh:
         """Return the mesh over all devices."""
