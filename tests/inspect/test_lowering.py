@@ -61,7 +61,7 @@ def compile_step(topology, attention="auto"):
 
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, model, opt_state):
-        batch, key = inputs
+        key, batch = inputs
         platforms.add(current_platform())
         loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch, key=key)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
@@ -71,7 +71,7 @@ def compile_step(topology, attention="auto"):
     opt_state = zoo.place(jax.eval_shape(optimizer.init, zoo.trainable(model)), mesh.optimizer)
     tokens = jax.ShapeDtypeStruct((16, 128), "int32")
     batch = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
-    return compiled(step, (batch, jax.random.key(0)), model, opt_state), model, platforms
+    return compiled(step, (jax.random.key(0), batch), model, opt_state), model, platforms
 
 
 @pytest.mark.aot

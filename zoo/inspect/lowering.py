@@ -64,8 +64,10 @@ def find_platform(mesh: Mesh | None, leaves: Sequence[Any]) -> Platform:
 
 
 def _find_devices(leaves: Sequence[Any]) -> list[Any]:
-    """Return the devices of the first argument that has a sharding over devices."""
-    shardings = [x.sharding for x in leaves if isinstance(getattr(x, "sharding", None), jax.sharding.Sharding)]
+    """Return the devices of the first shape that has a sharding, otherwise of the first array: beside shapes for other
+    devices there may be a key on this machine."""
+    first = sorted(leaves, key=lambda x: not isinstance(x, jax.ShapeDtypeStruct))
+    shardings = [x.sharding for x in first if isinstance(getattr(x, "sharding", None), jax.sharding.Sharding)]
     return [device for sharding in shardings[:1] for device in sharding._device_assignment]
 
 
