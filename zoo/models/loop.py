@@ -16,7 +16,7 @@ Loop = Literal["auto", "scan", "plain"] | int
 (`lax.scan(unroll=)`), "plain" for the loop that compiles every layer, or "auto"."""
 
 MAX_PLAIN_LAYERS = 24
-"""Most layers that "auto" puts in a plain loop. Each takes 0.2 to 0.8 s of a core to compile."""
+"""Most layers that "auto" puts in a plain loop. Each takes 0.2 to 1.2 s of a core to compile."""
 MIN_PLAIN_SIZE = 2**16
 """Fewest elements of the hidden states for which "auto" takes a plain loop: with fewer, it takes hundreds of training
 steps to save what it costs to compile."""
