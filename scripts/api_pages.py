@@ -137,7 +137,7 @@ def locate(name: str, value: Any) -> str | None:
 
     **Raises** `ValueError` for a function or class that no page shows.
     """
-    defined_in = getattr(value, "__module__", "")
+    defined_in = getattr(value, "__module__", "") if callable(value) else ""
     for page, entries in list_pages().items():
         for entry in entries:
             if entry.name == name or (callable(value) and entry.value is value):
