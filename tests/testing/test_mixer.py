@@ -15,7 +15,7 @@ from zoo.ops.attention import reference_attention
 from zoo.testing import check_mixer
 from zoo.testing.meshes import check_meshes, choose_meshes
 from zoo.testing.properties import check_dtypes
-from zoo.testing.subject import make_subject
+from zoo.testing.subject import list_implementations, make_subject
 from zoo.testing.texts import Texts
 
 REFUSALS = {
@@ -99,6 +99,20 @@ def test_check_mixer_with_one_device_says_what_is_missing(caplog, monkeypatch):
 def test_check_mixer_rejects_what_it_cannot_check(check, message):
     with pytest.raises((TypeError, ValueError), match=message):
         check()
+
+
+def test_check_mixer_compares_names_and_says_what_it_leaves_out():
+    report = check_mixer(partial(zoo.layers.Attention, 8, 2), meshes=[])
+    compared = [check.compared for check in report.checks if check.name == "modes agree" and check.difference]
+    left_out = [check.cause for check in report.checks if check.name == "modes agree" and not check.difference]
+    names = ("blockwise", "grouped", "reference")
+    assert sorted(compared) == [
+        f"outputs and gradients with implementation={name!r}, and with 'auto'" for name in names
+    ]
+    assert ["'cudnn' cannot" in left_out[0], "'splash' cannot" in left_out[1], len(left_out)] == [True, True, 2]
+    module = zoo.layers.GatedDeltaNet(8, 2, key=jax.random.key(0))
+    values = {value: bool(reason) for _, value, reason in list_implementations(module, {})}
+    assert values == {"pallas": True, "chunked": False, "recurrent": False}
 
 
 def test_check_mixer_passes_attention_in_all_implementations():

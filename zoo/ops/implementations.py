@@ -19,6 +19,10 @@ AUTO = "auto"
 """The name that stands for the first implementation without an obstacle or a drawback."""
 
 
+class ObstacleError(ValueError):
+    """An implementation was named that cannot compute a request."""
+
+
 def _find_nothing(request: Any) -> None:
     """Return None: no obstacle, or no drawback."""
 
@@ -70,8 +74,8 @@ class Operation(Generic[_Request]):
         """Return the implementation of this name, the one that `"auto"` chooses for the request, or a function given
         instead of a name. Reports it to `observe_decisions`.
 
-        **Raises** `ValueError` for an unknown name, and for one that cannot compute the request, with the reason and
-        the names of those that can.
+        **Raises** `ValueError` for an unknown name; `ObstacleError`, which is one, for a name that cannot compute the
+        request, with the reason and the names of those that can.
         """
         selected = self._select(name, request) if isinstance(name, str) else _wrap_function(name)
         if (observe := _observer.get()) is not None:
@@ -93,7 +97,7 @@ class Operation(Generic[_Request]):
             reasons = "; ".join(f"{each} because {reason}" for each, reason in obstacles.items())
             raise ValueError(f"{self.name}: no implementation can compute this: not {reasons}")
         able = ", ".join(each.name for each in possible) or "none"
-        raise ValueError(f"{self.name}: {name!r} cannot compute this, because {obstacles[name]}. These can: {able}")
+        raise ObstacleError(f"{self.name}: {name!r} cannot compute this, because {obstacles[name]}. These can: {able}")
 
     def explain(self, request: _Request) -> tuple[Choice, ...]:
         """Return what `"auto"` makes of each implementation for the request, in its order."""

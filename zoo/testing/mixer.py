@@ -51,7 +51,8 @@ def check_mixer(
     - `embed`: size of the hidden states. Default: that of a parameter's dim `embed`.
     - `seq_len`: tokens of a document. Choose more than a chunk or a window has, to check across their borders.
     - `implementations`: further values of each `implementation_option()`, `{"scan": [recurrent_scan]}`. An option
-      annotated as a `Literal`, as `RecurrenceMode` is, is checked with all its values without this.
+      of an operation, as of attention and recurrences, or of a `Literal` is checked with all its values without this;
+      those that cannot compute this here are listed with the reason.
     - `meshes`: default: data, fsdp and tensor of 2, as far as there are devices. With one device, meshes are not
       checked; the report and the log say so.
 

@@ -14,8 +14,20 @@ from jaxtyping import Array, Float
 from zoo.layers import AbstractMixer, TokenInfo
 from zoo.models import Decoder, Hidden, list_parameter_paths
 from zoo.models.decoder import AbstractBlock
-from zoo.parallel import IMPLEMENTATION_OPTION, Module, all_gather, gather, leaves, replace_option, trainable
+from zoo.ops.platform import current_platform
+from zoo.parallel import (
+    IMPLEMENTATION_OPTION,
+    Module,
+    all_gather,
+    find_operations,
+    gather,
+    leaves,
+    replace_option,
+    trainable,
+)
 from zoo.shapes import HiddenStates
+
+_IS_SLOW = "kernels run in Pallas' interpreter on a CPU, and take minutes: pass implementations= with"
 
 _Outputs = Float[Array, "batch seq _"]
 
@@ -98,9 +110,12 @@ def list_trainable_names(subject: Subject) -> list[str]:
     return [path.name.removeprefix("module.") for path in list_parameter_paths(trainable(subject))]
 
 
-def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the implementations to compare with the module's own: those given, and every value of an
-    option annotated as a `Literal`.
+def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any, str]]:
+    """Yield option, value, and reason not to compare it or "", of the implementations other than the module's own:
+    those given, and by default every name of an option's operation, or value of its `Literal`.
+
+    Pallas kernels are compared by default only where they are compiled: in Pallas' interpreter on a CPU a check would
+    take minutes.
 
     **Raises** `ValueError` for a name that is no `implementation_option()` of the module.
     """
@@ -110,11 +125,14 @@ def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Ite
             f"implementations: {min(unknown)} is no option of {type(module).__name__}, which has "
             f"{', '.join(options) or 'none'}"
         )
+    operations = dict(find_operations(module))
     for name, field in options.items():
         is_literal = typing.get_origin(field.type) is typing.Literal
-        for value in given.get(name, typing.get_args(field.type) if is_literal else ()):
+        values = operations[name].names if name in operations else typing.get_args(field.type) if is_literal else ()
+        for value in given.get(name, values):
             if value != getattr(module, name):
-                yield name, value
+                is_slow = name not in given and value == "pallas" and current_platform() == "cpu"
+                yield name, value, f"{_IS_SLOW} {name}=[{value!r}]" if is_slow else ""
 
 
 def set_implementation(subject: Subject, name: str, value: Any) -> Subject:
