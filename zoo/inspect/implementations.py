@@ -60,7 +60,7 @@ class ModelImplementations:
     seq_len: int
     decoding: bool
     loop: str
-    """How the layers are looped over: `describe_loop`; empty for a stack that is not a `Stack`."""
+    """Loop over the layers, as `describe_loop` describes it; empty for a stack that is not a `Stack`."""
     rows: tuple[LayerImplementation, ...]
 
     def as_dict(self) -> dict[str, Any]:
