@@ -99,7 +99,7 @@ def list_pages() -> dict[str, list[Entry]]:
     pages: dict[str, list[Entry]] = {}
     for package in packages:
         for entry in _list_entries(package):
-            if id(entry.value) not in shown:
+            if package in by_file or id(entry.value) not in shown:
                 shown.add(id(entry.value))
                 page = "zoo" if package is zoo else _find_package(entry.value, package)
                 pages.setdefault(page, []).append(entry)

@@ -64,7 +64,8 @@ def main(
     parts: tuple[Part, ...] = (),
     vs: Literal["none", "torch"] = "none",
     rounds: int = 15,
-    remat: tuple[zoo.parallel.Remat, ...] = ("elementwise",),
+    remat: tuple[zoo.parallel.Remat, ...] = ("none", "elementwise"),
+    loops: tuple[Literal["auto", "scan", "plain"], ...] = ("auto",),
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16"),
     depths: tuple[int, ...] = (12, 48),
     lengths: tuple[int, ...] = (2048, 8192),
@@ -88,6 +89,7 @@ def main(
         vs: The rival: torch with transformers, eager and compiled.
         rounds: Runs per entrant; a tenth of it, at least two, for new processes.
         remat: Rematerialization policies of our step; one entrant each.
+        loops: Loops over the layers of our step; one entrant each.
         dtypes: Compute dtypes.
         depths: Numbers of layers for the time to the first step.
         lengths: Sequence lengths for the recurrences.
@@ -107,10 +109,10 @@ def main(
     for name, value in {**found["machine"], **found["versions"]}.items():
         print(f"{name:>12}  {value}")
     contests: dict[str, tuple[str, Callable[[], entrants.Entrants], int]] = {
-        "step": ("training step", lambda: entrants.steps(vs, remat, dtypes), rounds),
+        "step": ("training step", lambda: entrants.steps(vs, remat, loops, dtypes), rounds),
         "decode": ("decoding", lambda: entrants.decoding(vs), rounds),
-        "mixture": ("mixture of experts", lambda: entrants.mixtures(vs, remat, dtypes), rounds),
-        "recurrent": ("recurrent models", lambda: recurrences.steps(vs, remat, slow=slow), rounds),
+        "mixture": ("mixture of experts", lambda: entrants.mixtures(vs, remat, loops, dtypes), rounds),
+        "recurrent": ("recurrent models", lambda: recurrences.steps(vs, remat, loops, slow=slow), rounds),
         "grouped": ("grouped product", entrants.grouped_products, 3 * rounds),
         "recurrences": ("recurrences", lambda: recurrences.single_operations(operations, lengths), rounds),
         "continued": ("tokens after a prompt", recurrences.decoding_steps, rounds),

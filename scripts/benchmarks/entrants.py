@@ -1,5 +1,6 @@
 """Entrants of a contest: training steps, mixtures of experts, grouped products and decoding, ours and PyTorch's."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,13 @@ NEW_TOKENS = 128
 """Tokens generated after the prompt when decoding."""
 
 
-def steps(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> Entrants:
+def steps(vs: str, remat: Sequence[Any], loops: Sequence[Any], dtypes: Sequence[str]) -> Entrants:
     """Return the entrants of the training step, and the FLOPs and tokens of each."""
     sizes, entrants, facts = ours.Sizes(), {}, {}
     for dtype in dtypes:
-        for policy in remat:
-            name = f"zoo, {dtype}, remat={policy}"
-            entrants[name], facts[name] = our_step(sizes, dtype, policy)
+        for policy, loop in itertools.product(remat, loops):
+            name = f"zoo, {dtype}, remat={policy}{name_loop(loop)}"
+            entrants[name], facts[name] = our_step(sizes, dtype, policy, loop)
         if vs == "torch":
             from . import pytorch
 
@@ -40,14 +41,14 @@ def name_rivals(facts: dict[str, Row], start: str, theirs: str) -> None:
             facts[name]["rivals"] = tuple(rival for rival in facts if rival.startswith(theirs))
 
 
-def mixtures(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> Entrants:
+def mixtures(vs: str, remat: Sequence[Any], loops: Sequence[Any], dtypes: Sequence[str]) -> Entrants:
     """Return the entrants of the mixture's step, and of the dense model with as many active parameters."""
     sizes, dense, entrants, facts = ours.MIXTURE, ours.Sizes(), {}, {}
     for dtype in dtypes:
-        for policy in remat:
+        for policy, loop in itertools.product(remat, loops):
             for kind, own in (("mixture", sizes), ("dense", dense)):
-                name = f"zoo {kind}, {dtype}, remat={policy}"
-                entrants[name], facts[name] = our_step(own, dtype, policy)
+                name = f"zoo {kind}, {dtype}, remat={policy}{name_loop(loop)}"
+                entrants[name], facts[name] = our_step(own, dtype, policy, loop)
         if vs == "torch":
             from . import pytorch
 
@@ -59,8 +60,13 @@ def mixtures(vs: str, remat: Sequence[Any], dtypes: Sequence[str]) -> Entrants:
     return entrants, facts
 
 
-def our_step(sizes: ours.Sizes, dtype: str, policy: Any) -> tuple[Callable, Row]:
-    run = ours.Training(sizes, dtype, policy)
+def name_loop(loop: Any) -> str:
+    """Return the end of an entrant's name, for another loop over layers than the default."""
+    return "" if loop == "auto" else f", loop={loop}"
+
+
+def our_step(sizes: ours.Sizes, dtype: str, policy: Any, loop: Any) -> tuple[Callable, Row]:
+    run = ours.Training(sizes, dtype, policy, loop=loop)
     return run, work(sizes, dtype) | run.executed()
 
 

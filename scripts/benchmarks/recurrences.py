@@ -25,6 +25,7 @@ from zoo.ops.recurrence.rwkv4 import rwkv4
 from zoo.ops.recurrence.rwkv6 import rwkv6
 from zoo.ops.recurrence.rwkv7 import rwkv7
 
+from .entrants import name_loop
 from .ours import Sizes, Training
 
 HEADS = (4, 64)
@@ -161,17 +162,15 @@ KINDS: Mapping[str, Callable] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recurrent(Sizes):
-    """A model whose layers are mixers of one kind, without feed-forward layers; `unrolled` instead of scanned."""
+    """A model whose layers are mixers of one kind, without feed-forward layers."""
 
     layers: int = 6
     kind: str = "Mamba-2"
-    unrolled: bool = False
 
     def make(self, key: Any, **options: Any) -> zoo.models.Decoder:
         """Build the model, with tied embeddings."""
         sizes = {"vocab": self.vocab, "embed": self.embed, "layers": self.layers}
-        model = zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind]], **options, key=key)
-        return zoo.models.swap_stack(model, zoo.models.Stack.unstack) if self.unrolled else model
+        return zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind]], **options, key=key)
 
 
 class Continuing:
@@ -226,15 +225,15 @@ def single_operations(
 
 
 def steps(
-    vs: str, remat: Sequence[Any], *, slow: bool = False, unrolled: Sequence[bool] = (False, True)
+    vs: str, remat: Sequence[Any], loops: Sequence[Any] = ("auto",), *, slow: bool = False
 ) -> tuple[dict[str, Callable], dict[str, dict[str, Any]]]:
     """Return the entrants of training steps, one recurrent mixer per model."""
     entrants, facts = {}, {}
     for kind in KINDS:
         sizes = Recurrent(kind=kind)
-        for policy, apart in itertools.product(remat, unrolled):
-            name = f"zoo {kind}, remat={policy}{', unrolled' if apart else ''}"
-            entrants[name] = run = Training(dataclasses.replace(sizes, unrolled=apart), "float32", policy)
+        for policy, loop in itertools.product(remat, loops):
+            name = f"zoo {kind}, remat={policy}{name_loop(loop)}"
+            entrants[name] = run = Training(sizes, "float32", policy, loop=loop)
             facts[name] = {"tokens": sizes.batch * sizes.seq, **run.executed()}
         if vs == "torch":
             from . import pytorch

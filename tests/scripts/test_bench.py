@@ -71,7 +71,8 @@ def test_bench_runs_and_writes_its_page(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.START}\nold\n{table.END}\nafter\n")
     monkeypatch.setattr(ours, "MIXTURE", dataclasses.replace(TINY, experts=4))
-    bench.main(parts=("step", "decode", "mixture"), rounds=2, dtypes=("float32",), out=tmp_path / "b.json", page=page)
+    options = {"dtypes": ("float32",), "remat": ("elementwise",), "rounds": 2}
+    bench.main(parts=("step", "decode", "mixture"), **options, out=tmp_path / "b.json", page=page)
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     both = ["zoo mixture, float32, remat=elementwise", "zoo dense, float32, remat=elementwise"]
     assert [row["name"] for row in rows] == ["zoo, float32, remat=elementwise", "zoo, batch 1", "zoo, batch 8", *both]
@@ -87,7 +88,7 @@ def test_bench_adapters_hold_no_gradient_of_the_base(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "Sizes", lambda: TINY)
     kinds = {kind: adapted.KINDS[kind] for kind in ("full", "LoRA", "QLoRA, int8")}  # NF4 takes blocks of 64
     monkeypatch.setattr(adapted, "KINDS", kinds)
-    bench.main(parts=("adapters",), rounds=1, dtypes=("float32",), out=tmp_path / "b.json")
+    bench.main(parts=("adapters",), rounds=1, dtypes=("float32",), remat=("elementwise",), out=tmp_path / "b.json")
     full, lora, qlora = json.loads((tmp_path / "b.json").read_text())["rows"]
     ranks, matrices = adapted.RANK * 2 * (4 * (16 + 16) + 3 * (16 + 16)), 2 * 7 * 16 * 16
     assert full["bytes_learning"] == 3 * full["bytes_parameters"] + 4  # gradients, two moments, a count
@@ -194,8 +195,8 @@ def test_bench_recurrent_models(monkeypatch):
     monkeypatch.setattr(recurrences, "KINDS", {"small": partial(LinearAttention, heads=2)})
     sizes = recurrences.Recurrent(vocab=32, embed=16, layers=1, batch=2, seq=8, kind="small")
     monkeypatch.setattr(recurrences, "Recurrent", lambda kind: dataclasses.replace(sizes, kind=kind))
-    runs, facts = recurrences.steps("none", ("none",), unrolled=(True,))
-    name = "zoo small, remat=none, unrolled"
+    runs, facts = recurrences.steps("none", ("none",), ("plain",))
+    name = "zoo small, remat=none, loop=plain"
     runs[name]()
     assert facts[name]["tokens"] == 16 and facts[name]["executed_flops"] > 0
     run = recurrences.Continuing(sizes, 3)
