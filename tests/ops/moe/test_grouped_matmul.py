@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
 import zoo
+from tests.aot import compile_for
 from zoo.ops.moe import grouped_matmul
 from zoo.ops.moe.grouped_matmul import (
     expand_group_values,
@@ -120,3 +121,29 @@ def test_grouped_matmul_on_a_mesh(implementation):
     expected = jax.value_and_grad(lambda model: loss(grouped_matmul_reference, model, x, sizes)[0] / 8)(model)
     assert jnp.allclose(found[0], expected[0], rtol=1e-6)
     assert jnp.allclose(found[1].weight, expected[1].weight, rtol=1e-5)
+
+
+def measure_temporaries(topology, name):
+    """Compile the gradient of a grouped product of 512 rows of 128 by 4 matrices of 256 x 128; return its temporaries."""
+
+    def loss(x, weight, sizes):
+        with grouped_matmul.grouped_matmul_implementation(name):
+            return grouped_matmul.grouped_matmul(x, weight, sizes).astype(jnp.float32).sum()
+
+    shapes = [((512, 128), "bfloat16"), ((4, 256, 128), "bfloat16"), ((4,), "int32")]
+    gradient = jax.grad(loss, argnums=(0, 1))
+    program = compile_for(topology, gradient, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    assert program.memory is not None and not program.collectives
+    return program.memory.temporaries
+
+
+@pytest.mark.aot
+def test_ragged_product_compiles_for_tpu_without_copies():
+    assert measure_temporaries("v5e:2x4", "auto") < 512 * 256 * 2  # no bucket
+
+
+@pytest.mark.aot
+def test_grouped_products_compile_for_gpu():
+    """XLA has no ragged kernel there without cuDNN: it multiplies every row by every matrix."""
+    auto, ragged = (measure_temporaries("h100:8", name) for name in ("auto", "ragged"))
+    assert 2 * auto < ragged >= 4 * 512 * 256 * 4

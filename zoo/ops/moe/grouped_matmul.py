@@ -3,12 +3,13 @@
     y[r] = W[e] x[r]        for rows r of expert e, sorted: group_sizes[0] of expert 0, then those of expert 1
 
 `grouped_matmul_reference` is the definition and multiplies every row by every matrix. `grouped_matmul_ragged` is
-`lax.ragged_dot_general`, a kernel on GPUs and TPUs. On CPUs that is a loop over all experts (16 GFLOP/s where one
-product reaches 190: 4,096 rows of 256 by 384, 8 experts, two cores), so there `grouped_matmul_padded` copies rows into
-one bucket per expert, sized for a balanced load, and multiplies them in one batched product; rows that overflow follow
-in a loop over blocks, which reads only the matrices of experts that overflow. No token is dropped under any load. The
-buckets together hold little more than all rows; where most experts have no rows, most of the batched product is wasted,
-and it takes two or three times as long.
+`lax.ragged_dot_general`, a kernel on TPUs. On CPUs that is a loop over all experts (16 GFLOP/s where one product
+reaches 190: 4,096 rows of 256 by 384, 8 experts, two cores), and on GPUs, as XLA compiles it for H100 without cuDNN, a
+product of every row with every matrix. So there `grouped_matmul_padded` copies rows into one bucket per expert, sized
+for a balanced load, and multiplies them in one batched product; rows that overflow follow in a loop over blocks, which
+reads only the matrices of experts that overflow. No token is dropped under any load. The buckets together hold little
+more than all rows; where most experts have no rows, most of the batched product is wasted, and it takes two or three
+times as long.
 
 FLOPs: 2 rows in out, and twice that again for a gradient (reference: times experts). Bytes: the matrix of every expert
 that has rows, once, and the rows; `grouped_matmul_padded` copies rows in and out of their buckets.
@@ -56,7 +57,7 @@ def grouped_matmul(
     x: Float[Array, "rows in"], weight: Float[Array, "experts out in"], group_sizes: Int[Array, "experts"]
 ) -> Float[Array, "rows out"]:
     """Compute W[e] x for each row by an implementation of `GROUPED_MATMUL`, that of `grouped_matmul_implementation`: by
-    default padded on CPUs and ragged elsewhere. Rows beyond sum(group_sizes) give zeros.
+    default ragged on TPUs and padded elsewhere. Rows beyond sum(group_sizes) give zeros.
 
     Accumulates in float32; the result has the dtype of `x`. Padded, it is a custom VJP: forward-mode differentiation
     raises `TypeError`.
@@ -231,11 +232,13 @@ def index_expert(weight: Array, expert: Array) -> Array:
 
 
 def _find_padded_drawback(request: GroupedMatmulRequest) -> str | None:
-    return None if current_platform() == "cpu" else "it copies rows into buckets, and a ragged product does not"
+    return "it copies rows into buckets, and a ragged product does not" if current_platform() == "tpu" else None
 
 
 def _find_ragged_drawback(request: GroupedMatmulRequest) -> str | None:
-    return "on CPUs it is a loop over all experts" if current_platform() == "cpu" else None
+    # On GPUs: as XLA compiles it for H100 without cuDNN.
+    costs = {"cpu": "on CPUs it is a loop over all experts", "gpu": "on GPUs it multiplies every row by every matrix"}
+    return costs.get(current_platform())
 
 
 GROUPED_MATMUL = Operation[GroupedMatmulRequest](
