@@ -15,7 +15,8 @@ LARGE = {"layers": 8, "remat": "none", "size": MIN_PLAIN_SIZE}
         ("gpu", {}, "scan"),
         ("tpu", {}, "scan"),
         ("cpu", {"size": MIN_PLAIN_SIZE - 1}, "scan"),
-        ("cpu", {"remat": "elementwise"}, "scan"),
+        ("cpu", {"remat": "elementwise"}, "plain"),
+        ("cpu", {"remat": "dots"}, "scan"),
         ("cpu", {"layers": MAX_PLAIN_LAYERS + 1}, "scan"),
     ],
 )

@@ -3,7 +3,8 @@
 A scan compiles one pattern of layers, and keeps what the backward pass needs in arrays stacked over layers. XLA's CPU
 backend copies into and out of these; the plain loop has no such copies, and compiles every layer. But XLA merges what
 is recomputed, or gathered again, with the forward pass where no scan stands between them: its CPU backend drops the
-barriers that `rematerialize` puts there. So "auto" takes the plain loop only where everything is saved.
+barriers that `rematerialize` puts there. So "auto" takes the plain loop only where everything is saved, or all but
+elementwise operations, which is chosen for speed rather than for memory.
 """
 
 from typing import Any, Literal, get_args
@@ -20,6 +21,8 @@ MAX_PLAIN_LAYERS = 24
 MIN_PLAIN_SIZE = 2**16
 """Fewest elements of the hidden states for which "auto" takes a plain loop: with fewer, it takes hundreds of training
 steps to save what it costs to compile."""
+
+_FAST_POLICIES = ("none", "elementwise")
 
 
 def check_loop(loop: Any) -> Loop:
@@ -43,6 +46,8 @@ def find_drawback(layers: int, remat: Remat) -> str | None:
     ones."""
     if (platform := current_platform()) != "cpu":
         return f"compiled for a {platform}"
-    if rematerializes(remat):
-        return "sharded parameters are gathered again" if remat == "none" else f"remat={remat}"
+    if rematerializes("none"):
+        return "sharded parameters are gathered again"
+    if remat not in _FAST_POLICIES:
+        return f"remat={remat}"
     return f"{layers} layers, more than {MAX_PLAIN_LAYERS}" if layers > MAX_PLAIN_LAYERS else None

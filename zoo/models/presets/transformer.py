@@ -49,7 +49,7 @@ def Transformer(
     - `remat`: what the backward pass rematerializes, from least to most: "none", "elementwise" (all but matrix
       products), "dots" (attention's products too), "full".
     - `loop`: over layers. "scan" compiles a pattern of layers once, a number puts that many of its repeats into one
-      iteration, "plain" compiles every layer; "auto" is "plain" for training on a CPU without rematerialization.
+      iteration, "plain" compiles every layer; "auto" is "plain" on a CPU where that is faster.
     - `implementation`: of attention, a name in `zoo.ops.attention.ATTENTION` or a function.
 
     Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream are
