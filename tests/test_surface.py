@@ -33,6 +33,7 @@ SIGNATURES = {
     zoo.from_torch: "weights config mesh dtype family ignore",
     zoo.families: "",
     zoo.hidden_states: "model tokens mask segment_ids positions",
+    zoo.set_implementations: "model attention recurrence grouped_matmul",
     zoo.score: "model tokens mask segment_ids positions chunk",
 }
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 
 import zoo
 from tests.jaxprs import arrays
-from zoo.ops.moe.grouped_matmul import grouped_matmul_reference
+from zoo.ops.moe.grouped_matmul import grouped_matmul_implementation, grouped_matmul_reference
 from zoo.ops.quantized import int8, mxfp4, nf4
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from zoo.ops.quantized.packed_matmul import grouped_packed_matmul, packed_matmul
@@ -118,6 +118,12 @@ class PackedExperts(zoo.parallel.Module):
     blocks: UInt8[Array, "choices out chunk 16"] = zoo.parallel.buffer()
     scales: UInt8[Array, "choices out chunk"] = zoo.parallel.buffer()
     gain: Float[Array, "in"]
+
+
+def test_grouped_packed_matmul_refuses_a_named_implementation():
+    arrays = (jnp.zeros((2, 4, 1, 16), jnp.uint8), jnp.zeros((2, 4, 1), jnp.uint8))
+    with grouped_matmul_implementation("ragged"), pytest.raises(ValueError, match="'ragged' .* matrices are packed"):
+        grouped_packed_matmul(jnp.zeros((3, 32)), arrays, dequantize_mxfp4, jnp.array([1, 2]))
 
 
 def test_grouped_packed_matmul_on_a_mesh():

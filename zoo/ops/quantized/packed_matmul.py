@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from ..implementations import AUTO
 from ..matmul import einsum_dot_general, einsum_in_dtype
-from ..moe.grouped_matmul import MAX_BLOCK_ROWS, index_expert
+from ..moe.grouped_matmul import MAX_BLOCK_ROWS, grouped_matmul_implementation, index_expert
 from ..varying import align_varying, vary, varying
 
 _TILE_ELEMENTS = 1 << 22
@@ -62,8 +63,14 @@ def grouped_packed_matmul(
     rows in out, and as many again for a gradient. Bytes: for each expert that has rows, its packed arrays, and its W
     written and read once in the dtype of x.
 
-    Rows beyond sum(group_sizes) give zeros.
+    Rows beyond sum(group_sizes) give zeros. **Raises** `ValueError` inside `grouped_matmul_implementation(name)`: there
+    is one implementation.
     """
+    if (name := grouped_matmul_implementation.value) != AUTO:
+        raise ValueError(
+            f"grouped matmul: {name!r} cannot compute this, because the matrices are packed, and dequantized expert by "
+            f"expert. Choose {AUTO!r}"
+        )
     x, packed, group_sizes = align_varying(x, packed, group_sizes)
     return _expertwise_matmul(dequantize, x, packed, group_sizes)
 
