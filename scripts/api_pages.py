@@ -77,7 +77,8 @@ def list_public_names(package: ModuleType) -> list[str]:
         ]
     found = []
     for name, value in sorted(vars(package).items()):
-        if isinstance(value, ModuleType) and value.__name__ == f"{package.__name__}.{name}":
+        is_module = isinstance(value, ModuleType) and value.__name__ == f"{package.__name__}.{name}"
+        if is_module and not name.startswith("_"):
             found += list_public_names(value)
     return found + [
         f"{package.__name__}.{name}"

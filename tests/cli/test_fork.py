@@ -123,7 +123,7 @@ def test_fork_with_the_mixer_of_the_page_reaches_its_report(run, tmp_path, monke
     run("fork", "transformer", "my_experiment.py")
     page = (ROOT / "docs" / "add-a-layer.md").read_text()
     op, layer = (block.partition("```")[0] for block in page.split("```python\n")[1:3])
-    recipe, loop = "zoo.models.Transformer(**sizes, **options, key=key)", "\ndef main("
+    recipe, loop = "zoo.models.Transformer(**options, key=key)", "\ndef main("
     text = Path("my_experiment.py").read_text()
     assert "class MovingAverage(" in layer and text.count(recipe) == 1
     made = (

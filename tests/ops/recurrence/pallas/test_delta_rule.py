@@ -15,8 +15,8 @@ from tests.recurrences import BATCH, HEADS, KEY_DIM, VALUE_DIM, all_close, draw_
 from zoo.ops.platform import target_platform
 from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
 from zoo.ops.recurrence.generalized_delta import recurrent_delta
+from zoo.ops.recurrence.pallas._delta_rule_kernels import invert_unit_lower
 from zoo.ops.recurrence.pallas.delta_rule import find_delta_rule_obstacle, pallas_delta_rule
-from zoo.ops.recurrence.pallas.delta_rule_kernels import invert_unit_lower
 from zoo.ops.recurrence.select import RecurrenceRequest
 
 CASES = [(7, "none", 1), (33, "number", 1), (17, "number", 2)]

@@ -117,7 +117,7 @@ def pallas_delta_rule(
     if obstacle := find_delta_rule_obstacle(request, chunk_size):
         raise ValueError(f"pallas_delta_rule cannot compute this, because {obstacle}")
     # Not at the top of the file: importing Pallas takes 0.1 s, and most programs ask only for the obstacle.
-    from .delta_rule_calls import apply_kernels
+    from ._delta_rule_calls import apply_kernels
 
     if log_decay is None:
         log_decay = jnp.zeros(query.shape[:3])

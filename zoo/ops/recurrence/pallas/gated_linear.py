@@ -12,7 +12,7 @@ with D_ij = exp(g_{j+1} + ... + g_i) for j <= i, f_i = exp(g_1 + ... + g_i) and 
     S' = f_C S + (h K)ᵀ V
 
 (Mamba-2, arXiv:2405.21060, section 6; GLA, arXiv:2312.06635, section 4). With one decay per key channel D is part of
-the product over channels, and the scores come from log2(C) products (`gated_linear_kernels._compute_channel_scores`).
+the product over channels, and the scores come from log2(C) products (`_gated_linear_kernels._compute_channel_scores`).
 Each exponent is a sum over the tokens in between, never a difference of cumulative sums.
 
 The grid is (batch, head blocks, chunks, heads of a block). A head block is as many of the heads that share queries and
@@ -144,7 +144,7 @@ def pallas_gated_linear(
     if obstacle := find_gated_linear_obstacle(request, chunk_size):
         raise ValueError(f"pallas_gated_linear cannot compute this, because {obstacle}")
     # Not at the top of the file: importing Pallas takes 0.1 s, and most programs ask only for the obstacle.
-    from .gated_linear_calls import apply_kernels
+    from ._gated_linear_calls import apply_kernels
 
     size = min(chunk_size, max(_SMALLEST_CHUNK, 1 << (seq - 1).bit_length()))
     dtype, out_dtype = jnp.result_type(query, key, value), value.dtype

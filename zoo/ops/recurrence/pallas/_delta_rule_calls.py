@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 from zoo.shapes import MatrixState
 
 from ...varying import align_varying
+from ._delta_rule_kernels import backward_kernel, forward_kernel
 from .common import describe_output, runs_interpreted
-from .delta_rule_kernels import backward_kernel, forward_kernel
 
 _HeadKeys = Float[Array, "batch heads seq key_dim"]
 _HeadValues = Float[Array, "batch heads seq value_dim"]
@@ -28,7 +28,7 @@ def apply_kernels(
 ) -> tuple[_HeadValues, MatrixState]:
     """Compute the delta rule of heads and whole chunks: returns the outputs and the last states.
 
-    `gates` are the rows that `delta_rule_kernels` names. All operands vary over the same mesh axes.
+    `gates` are the rows that `_delta_rule_kernels` names. All operands vary over the same mesh axes.
     """
     output, last = _run_forward(scale, query, key, value, gates, state, save=False)
     return output, last

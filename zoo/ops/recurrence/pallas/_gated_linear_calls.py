@@ -13,9 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ...varying import align_varying
+from ._gated_linear_kernels import GatedGradients, backward_kernel, forward_kernel
 from .common import describe_output, runs_interpreted
 from .gated_linear import GatedOperands
-from .gated_linear_kernels import GatedGradients, backward_kernel, forward_kernel
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
