@@ -20,6 +20,7 @@ from zoo.ops.attention import (
     blockwise_attention_with_lse,
     reference_attention,
 )
+from zoo.ops.attention.blockwise import choose_block
 from zoo.ops.platform import target_platform
 
 BATCH, HEADS, DIM, BLOCK = 2, 4, 8, 16
@@ -208,9 +209,13 @@ def test_blockwise_attention_on_a_mesh_equals_one_device():
         assert np.abs(alone - sharded).max() <= 2e-5 * np.abs(alone).max()
 
 
+def test_choose_block_is_half_a_window():
+    assert [choose_block(window) for window in (None, 1, 256, 700, 5000)] == [512, 128, 128, 350, 512]
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "name"),
-    [(1023, 1023, "grouped"), (1024, 1024, "blockwise"), (1, 9999, "grouped"), (256, 4096, "blockwise")],
+    [(1024, 1024, "grouped"), (1040, 1040, "blockwise"), (64, 99999, "grouped"), (256, 4097, "blockwise")],
 )
 def test_attention_of_many_keys_is_blockwise(queries, keys, name):
     sizes = dict(batch=1, query_seq=queries, key_seq=keys, heads=4, kv_heads=2, head_dim=8, value_dim=8)

@@ -39,8 +39,11 @@ from .blocks import Marks, balance_blocks, find_ranges, mark_blocks, mask_blocks
 from .mask import MASK_VALUE, AttentionMask
 from .reference import group_size
 
-BLOCKS = {"cpu": 128, "gpu": 512, "tpu": 512}
-"""Number of queries, and of keys, of a block. Measured on CPUs; elsewhere tiles that fill the matrix units."""
+LARGEST_BLOCK = 512
+"""Most queries, and keys, of a block. On CPUs, products of fewer do not use all cores (measured: two); elsewhere tiles
+of this size fill the matrix units."""
+SMALLEST_BLOCK = 128
+"""Fewest of them, for a short window: smaller ones are slow."""
 
 _NO_SCORE = MASK_VALUE / 2
 """Log-sum-exp of no scores: so far above the score of a masked key that its weight is zero, and finite, so that a merge
@@ -92,8 +95,8 @@ def blockwise_attention(
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """Compute attention block by block: the form for long sequences, in plain JAX on every platform.
 
-    `block` is the number of queries, and of keys, that are multiplied at a time; `BLOCKS` has defaults. The function
-    has a gradient, but no forward-mode and no second derivative (a custom VJP).
+    `block` is the number of queries, and of keys, that are multiplied at a time; `choose_block` has the default. There
+    is a gradient, but no forward-mode and no second derivative (a custom VJP).
     """
     output, _ = blockwise_attention_with_lse(
         query, key, value, attention_mask, scale=scale, soft_cap=soft_cap, sinks=sinks, block=block
@@ -118,7 +121,7 @@ def blockwise_attention_with_lse(
     The log-sum-exp of a fully masked query is -5e29.
     """
     group_size(query, key)
-    block = BLOCKS[current_platform()] if block is None else block
+    block = choose_block(attention_mask.window) if block is None else block
     sizes = balance_blocks(query.shape[1], block), balance_blocks(key.shape[1], block)
     marks = mark_blocks(attention_mask, query.shape[0], (query.shape[1], key.shape[1]), sizes)
     options = _Options(
@@ -129,6 +132,11 @@ def blockwise_attention_with_lse(
         sizes=sizes,
     )
     return _attend(options, *align_varying(query, key, value, sinks, marks))
+
+
+def choose_block(window: int | None) -> int:
+    """Return the number of queries, and of keys, of a block: half a window, since larger ones are mostly masked."""
+    return LARGEST_BLOCK if window is None else min(max(window // 2, SMALLEST_BLOCK), LARGEST_BLOCK)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
