@@ -22,7 +22,7 @@ def grouped_query_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
-    """Compute grouped-query attention, the default implementation, without repeating keys and values.
+    """Compute grouped-query attention with all scores in memory, without repeating keys and values.
 
     The products run over [batch, kv_heads, group * query_seq, dim] in the inputs' dtype, so that bfloat16 uses matrix
     units; scores and softmax are float32. Causal attention without positions runs in up to four blocks of queries, each
