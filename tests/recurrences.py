@@ -1,10 +1,15 @@
 """Random operands of recurrences, and comparisons of their results."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from zoo.layers.recurrent.context import RecurrenceContext
+from zoo.parallel.sequence import halo
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3
 CHANNELS = 3
@@ -82,3 +87,46 @@ def close(ours, theirs, tolerance=2e-6):
     """Assert equality of two trees, relative and absolute to the larger of one and the largest magnitude."""
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(np.abs(other).max())))
+
+
+def draw_documents(seq, seed, *, packed=True):
+    """Segment ids of rows with documents of any length, the last of them padding, or of rows of one document."""
+    draw = np.random.default_rng(seed)
+    ids = 1 + np.cumsum(draw.random((BATCH, seq)) < 0.1 * packed, axis=1)
+    lengths = np.where(packed, draw.integers(1, seq + 1, (BATCH, 1)), seq)
+    return jnp.asarray(ids * (np.arange(seq) < lengths), jnp.int32)
+
+
+def assert_shards_equal_one_device(op, tokens, fixed, ids, tolerance=1e-5):
+    """Compare outputs, last state and gradients of `op(tokens, fixed, ids, state, fresh)`, on one device and with the
+    sequence on eight. `fresh` is None on one device."""
+    whole, sharded = _compile_on_devices(op)
+    ours, theirs = sharded(tokens, fixed, ids), whole(tokens, fixed, ids)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(ours))
+    close(ours, theirs, tolerance)
+
+
+@cache
+def _compile_on_devices(op):
+    """Jit an operation with its gradients, on one device and on eight."""
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
+    tokens_spec = P(None, "context")
+
+    def on_shard(tokens, fixed, ids):
+        begins = halo(ids, 1, ("context",))[:, 0] != ids[:, 0]
+        fresh = begins | (jax.lax.axis_index("context") == 0)
+        context = RecurrenceContext("auto", ids, None, fresh, ("context",))
+        outputs, last = op(tokens, fixed, ids, context.incoming_state, fresh)
+        return outputs, jax.tree.map(lambda x: x[None], last)
+
+    specs = {"in_specs": (tokens_spec, P(), tokens_spec), "out_specs": (tokens_spec, P("context"))}
+    on_shards = jax.shard_map(on_shard, mesh=mesh, **specs)
+
+    def on_mesh(*arguments):
+        outputs, last = on_shards(*arguments)
+        return outputs, jax.tree.map(lambda x: x[-1], last)
+
+    def compile_with_gradients(run):
+        return jax.jit(lambda tokens, fixed, ids: with_gradients(lambda *x: run(*x, ids), tokens, fixed))
+
+    return compile_with_gradients(lambda *x: op(*x, None, None)), compile_with_gradients(on_mesh)

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from tests.recurrences import BATCH, CHANNELS, close, draw_diagonal, with_gradients
+from tests.recurrences import (
+    BATCH,
+    CHANNELS,
+    assert_shards_equal_one_device,
+    close,
+    draw_diagonal,
+    draw_documents,
+    with_gradients,
+)
 from zoo.ops.recurrence import diagonal_scan
 from zoo.ops.recurrence.hgrn import hgrn
 from zoo.ops.recurrence.rg_lru import rg_lru
@@ -110,18 +118,15 @@ def test_diagonal_scan_continues_from_a_state(mode):
     close((jnp.concatenate([first, second], 1), end), (whole, last))
 
 
-@pytest.mark.parametrize("segments", [False, True])
-def test_affine_diagonal_equals_the_scan_and_composes(segments):
-    log_decay, x, state, ids = draw_diagonal(33, 6, segments=segments)
-    ids = ids.at[:, 16:].add(ids[:, 15:16] - ids[:, 16:17])  # none begins where the sequence is cut
-    stretch = lambda part: diagonal_scan.affine_diagonal(
-        log_decay[:, part], x[:, part], segment_ids=ids[:, part], chunk_size=8
-    )
-    (decay, own), (early_decay, early), (late_decay, late) = map(stretch, (slice(33), slice(16), slice(16, 33)))
-    close((early_decay * late_decay, late_decay * early + late), (decay, own))
-    _, last = diagonal_scan.recurrent_diagonal(log_decay, x, state=state, segment_ids=ids)
-    close(decay * state + own, last)
-    assert (decay == 0).any() == segments
+def hgrn_on_shard(tokens, fixed, ids, state, fresh):
+    return hgrn(*tokens, state=state, segment_ids=ids)
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 99), packed=st.booleans(), strength=st.sampled_from([0.1, 2, 1e4]))
+def test_diagonal_scan_of_shards_equals_one_device(seed, packed, strength):
+    log_decay, x, _, _ = draw_diagonal(40, seed, strength=strength)
+    assert_shards_equal_one_device(hgrn_on_shard, (x, log_decay), (), draw_documents(40, seed, packed=packed))
 
 
 @pytest.mark.parametrize("mode", MODES)

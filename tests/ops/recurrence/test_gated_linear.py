@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.recurrences import BATCH, KEY_DIM, draw_gated, far
-from zoo.ops.recurrence.gated_linear import affine_gated_linear, chunked_gated_linear, recurrent_gated_linear
+from zoo.ops.recurrence.gated_linear import chunked_gated_linear, recurrent_gated_linear
 
 CHUNK = 16
 SEGMENTS = {"one": lambda t: 0 * t, "several": lambda t: t // 6, "each token": lambda t: t}
@@ -108,18 +108,3 @@ def test_chunked_gated_linear_of_bfloat16(kind):
     output, after = chunked_gated_linear(*low, decay, state=state, chunk_size=CHUNK)
     assert output.dtype == jnp.bfloat16 and after.dtype == jnp.float32
     assert far(output.astype(jnp.float32), exact[0]) < 2**-6 and far(after, exact[1]) < 2**-6
-
-
-@pytest.mark.parametrize("kind", ["none", "number", "vector"])
-def test_affine_gated_linear_composes(kind):
-    """Applying the maps of two ranges of tokens equals running all tokens."""
-    query, key, value, decay, state = draw_gated(37, kind)
-    _, expected = chunked_gated_linear(query, key, value, decay, state=state, chunk_size=CHUNK)
-    for now in (slice(0, 20), slice(20, 37)):
-        own = None if decay is None else decay[:, now]
-        factor, added = affine_gated_linear(key[:, now], value[:, now], own, chunk_size=CHUNK)
-        assert factor.shape == ((BATCH, 2, KEY_DIM) if kind == "vector" else (BATCH, 2))
-        state = (factor[..., None] if kind == "vector" else factor[..., None, None]) * state + added
-    assert far(state, expected) < 1e-6
-    ids = jnp.broadcast_to(jnp.arange(37) // 30, (BATCH, 37))
-    assert not affine_gated_linear(key, value, decay, segment_ids=ids, chunk_size=CHUNK).factor.any()

@@ -88,26 +88,6 @@ def test_chunked_delta_of_strong_decays_is_finite(decays, before):
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize(("decays", "steps", "before"), [("number", 2, False), ("vector", 1, True)])
-def test_affine_delta_composes(decays, steps, before):
-    inputs = draw_delta(33, decays, steps, seed=4)
-    query, state = inputs.pop("query"), inputs.pop("state")
-    slice_tokens = lambda x, first, last: x[:, first * x.shape[1] // 33 : last * x.shape[1] // 33]
-    options = dict(steps=steps, read_before_decay=before, chunk_size=16)
-    affine = jax.jit(partial(generalized_delta.affine_delta, **options))
-    ids = jnp.zeros((BATCH, 33), int)
-    slice_inputs = lambda first, last: {name: slice_tokens(x, first, last) for name, x in inputs.items()}
-    first, second = (
-        affine(**slice_inputs(*bounds), segment_ids=slice_tokens(ids, *bounds)) for bounds in [(0, 16), (16, 33)]
-    )
-    between = first.factor @ state + first.offset
-    _, expected = generalized_delta.recurrent_delta(query, **inputs, state=state, steps=steps, read_before_decay=before)
-    all_close(second.factor @ between + second.offset, expected, 2e-5)
-    after_start = affine(**slice_inputs(16, 33), segment_ids=slice_tokens(ids.at[0, 20:].set(1), 16, 33))
-    assert not after_start.factor[0].any()
-    all_close((after_start.factor[1], after_start.offset[1]), (second.factor[1], second.offset[1]), 1e-6)
-
-
 def test_chunked_delta_does_not_save_all_states():
     seq, width = 256, 32
     shapes = [(1, seq, 1, width)] * 4

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from tests.recurrences import assert_shards_equal_one_device, draw_documents
 from zoo.ops.recurrence import mamba
 
 BATCH, INNER, STATE = 2, 3, 4
@@ -90,13 +91,17 @@ def test_selective_scan_of_segments_and_states(mode):
     close(part(slice(33)), (jnp.concatenate([first, second], 1), end))
 
 
-@pytest.mark.parametrize("segments", [False, True])
-def test_affine_selective_scan_equals_the_scan(segments):
-    x, dt, A, B, C, D, state, ids = case(17, 3, segments=segments)
-    decay, own = mamba.affine_selective_scan(x, dt, A, B, segment_ids=ids)
-    _, last = mamba.recurrent_selective_scan(x, dt, A, B, C, D, state=state, segment_ids=ids)
-    close(decay * state + own, last)
-    assert (decay == 0).any() == segments
+def scan_on_shard(tokens, fixed, ids, state, fresh):
+    (x, dt, B, C), (A, D) = tokens, fixed
+    return mamba.selective_scan(x, dt, A, B, C, D, state=state, segment_ids=ids)
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 99), packed=st.booleans(), strength=st.sampled_from([0.01, 2, 1e4]))
+def test_selective_scan_of_shards_equals_one_device(seed, packed, strength):
+    x, dt, A, B, C, D, _, _ = case(80, seed, strength=strength)
+    ids = draw_documents(80, seed, packed=packed)
+    assert_shards_equal_one_device(scan_on_shard, (x, dt, B, C), (A, D), ids)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -35,6 +35,17 @@ def test_unknown_name_is_refused():
     assert GATED_LINEAR.kind == "recurrence"
 
 
+def test_shard_of_a_sequence_is_computed_in_chunks():
+    """Even a single token; what scans from a known state raises by name."""
+    x = jnp.ones((1, 1, 2, 3))
+    find_state = lambda affine_map: affine_map.offset
+    request = RecurrenceRequest.from_heads(x, x, None, state=find_state)
+    assert GATED_LINEAR.select("auto", request).name == DELTA_RULE.select("auto", request).name == "chunked"
+    for name in ("recurrent", "pallas"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot compute this, because the sequence is sharded"):
+            gla(x, x, x, -x, state=find_state, implementation=name)
+
+
 def test_pallas_is_opt_in():
     request = RecurrenceRequest(batch=1, seq=128, dtype=jnp.bfloat16, heads=2, groups=2, key_dim=64, value_dim=64)
     for operation in (DELTA_RULE, GATED_LINEAR):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.recurrences import BATCH, close, draw_diagonal, with_gradients
-from zoo.ops.recurrence.stabilizer import NO_HISTORY, stabilize
+from zoo.ops.recurrence.stabilizer import NO_HISTORY, StabilizedMap, StabilizedState, stabilize
 
 
 def maxima(log_decay, log_input, state, ids):
@@ -60,3 +60,28 @@ def test_stabilize_of_infinite_inputs_is_finite():
     results, gradients = with_gradients(stabilize, log_decay, log_input)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((results, gradients)))
     np.testing.assert_array_equal(results[2][:, 3], log_input[:, 3])
+
+
+def draw_map(draw):
+    """Draw a map whose log factor and maximum are moderate, huge, or those of a new segment or of no tokens."""
+    log_factor = -draw.choice([0.0, 1.0, 1e4, np.inf], (BATCH, 5))
+    maximum = draw.choice([-300.0, 0.0, 2.0, 1e4, NO_HISTORY], (BATCH, 5))
+    sums = np.where(maximum > NO_HISTORY, draw.normal(size=(BATCH, 5)), 0)
+    return StabilizedMap(*(jnp.asarray(x, jnp.float32) for x in (log_factor, maximum, sums)))
+
+
+def visible(log_factor, maximum, sums):
+    """Factor, maximum and sums, without infinities."""
+    return np.exp(log_factor), np.where(maximum > NO_HISTORY / 2, maximum, 0), sums
+
+
+@given(seed=st.integers(0, 999))
+def test_stabilized_maps_compose_for_factors_of_any_size(seed):
+    draw = np.random.default_rng(seed)
+    first, second, third = (draw_map(draw) for _ in range(3))
+    close(visible(*first.then(second).then(third)), visible(*first.then(second.then(third))))
+    state = StabilizedState(*draw_map(draw)[1:])
+    close(visible(0.0, *first.then(second).apply(state)), visible(0.0, *second.apply(first.apply(state))))
+    reset, kept = (affine_map.apply(state) for affine_map in (first.reset(jnp.asarray([True, False])), first))
+    for after, old, offset in zip(reset, kept, first.offset, strict=True):
+        np.testing.assert_array_equal(after, jnp.stack([offset[0], old[1]]))

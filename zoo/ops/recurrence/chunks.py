@@ -28,6 +28,23 @@ def find_segment_starts(segment_ids: SegmentIds) -> Bool[Array, "batch seq"]:
     return jnp.concatenate([jnp.zeros_like(changed, shape=(len(segment_ids), 1)), changed], axis=1)
 
 
+def is_in_first_segment(segment_ids: SegmentIds) -> Bool[Array, "batch seq"]:
+    """Return True for tokens in the segment of their row's first token, which read the state before it."""
+    return find_segment_starts(segment_ids).cumsum(1) == 0
+
+
+def sum_log_decays(
+    log_decay: Float[Array, "batch seq *dims"], segment_ids: SegmentIds | None
+) -> Float[Array, "batch seq *dims"]:
+    """Sum log decays from the first token to each, in float32: exp of it is what a token retains of the state before
+    the first. -inf in later segments."""
+    total = log_decay.astype(jnp.float32).cumsum(1)
+    if segment_ids is None:
+        return total
+    is_reached = is_in_first_segment(segment_ids)
+    return jnp.where(is_reached.reshape(*is_reached.shape, *(1,) * (total.ndim - 2)), total, -jnp.inf)
+
+
 def split_into_chunks(
     x: Float[Array, "batch seq heads *dims"], size: int
 ) -> Float[Array, "batch chunks heads size *dims"]:
@@ -59,23 +76,27 @@ def decay_from_start(
     log_decay: Float[Array, "*lead size dim"], *, exclusive: bool = False
 ) -> Float[Array, "*lead size dim"]:
     """Compute the decay from the start of a chunk to each token, including its own step unless `exclusive`."""
-    total = log_decay.cumsum(-2)
-    return jnp.exp(_shift_right(total) if exclusive else total)
+    return jnp.exp(_sum_over_tokens(causal_mask(log_decay.shape[-2], strict=exclusive), log_decay))
 
 
 def decay_to_end(log_decay: Float[Array, "*lead size dim"]) -> Float[Array, "*lead size dim"]:
     """Compute the decay from each token, after its own step, to the end of the chunk."""
-    return jnp.exp(_reverse_exclusive_cumsum(log_decay))
+    return jnp.exp(_sum_over_tokens(causal_mask(log_decay.shape[-2], strict=True).T, log_decay))
 
 
-def _shift_right(x: Float[Array, "*lead size dim"]) -> Float[Array, "*lead size dim"]:
-    """Shift by one token, with zero at the first."""
-    return jnp.concatenate([jnp.zeros_like(x[..., :1, :]), x[..., :-1, :]], axis=-2)
+def _sum_over_tokens(
+    mask: Bool[Array, "sums size"], log_decay: Float[Array, "*lead size dim"]
+) -> Float[Array, "*lead sums dim"]:
+    """Sum the log decays that each row of `mask` selects, by a product with it.
 
-
-def _reverse_exclusive_cumsum(log_decay: Float[Array, "*lead size dim"]) -> Float[Array, "*lead size dim"]:
-    """Sum over all later tokens, from the end: the difference of two long sums would have their rounding error."""
-    return jnp.flip(_shift_right(jnp.flip(log_decay, -2).cumsum(-2)), -2)
+    XLA computes a cumulative sum as a chain of windowed reductions, which a CPU runs in one thread. A product adds only
+    terms of one sign, so its error is relative to each sum itself; a difference of two longer sums would have theirs.
+    """
+    *lead, size, dim = log_decay.shape
+    if dim == 1:
+        sums = jnp.matmul(log_decay.reshape(-1, size), mask.T.astype(log_decay.dtype), precision="highest")
+        return sums.reshape(*lead, len(mask), 1)
+    return jnp.einsum("is,...sd->...id", mask.astype(log_decay.dtype), log_decay, precision="highest")
 
 
 def decayed_product(
@@ -119,7 +140,7 @@ def _decayed_product_pairwise(
 ) -> Float[Array, "*lead size size"]:
     """Compute `decayed_product` with one exponential per pair."""
     total = log_decay.cumsum(-2)
-    row_total = _shift_right(total) if exclusive else total
+    row_total = jnp.pad(total[..., :-1, :], [(0, 0)] * (total.ndim - 2) + [(1, 0), (0, 0)]) if exclusive else total
     mask = causal_mask(rows.shape[-2], strict=strict or exclusive)
     decay = jnp.exp(jnp.where(mask[..., None], row_total[..., :, None, :] - total[..., None, :, :], -jnp.inf))
     rows = rows.astype(jnp.float32)
@@ -132,11 +153,22 @@ def exp_segsum(
     """Compute the decay between all pairs of tokens for scalar decays (Mamba-2's exp(segsum)), as `decayed_product` of
     ones.
 
-    exp of differences of the cumulative sum would have its rounding error, 1e-4 at 20 per step, and takes
-    size / log2(size) times as many exponentials.
+    Each of the size^2 sums is a product with a mask of its own, all of them one matrix product: 2 size^3 FLOPs per
+    chunk. exp of differences of the cumulative sum would have its rounding error, 1e-4 at 20 per step.
     """
-    ones = jnp.ones_like(log_decay)[..., None]
-    return decayed_product(ones, ones, log_decay[..., None], strict=strict, exclusive=exclusive)
+    size = log_decay.shape[-1]
+    causal = causal_mask(size)
+    between = causal[:, None, :] & causal_mask(size, strict=True).T
+    total = _sum_over_tokens(between.reshape(size * size, size), log_decay[..., None])
+    decay = jnp.where(causal, jnp.exp(total.reshape(*log_decay.shape, size)), 0)
+    return exclude_own_token(decay, exclusive=exclusive) if strict or exclusive else decay
+
+
+def exclude_own_token(decay: Float[Array, "*lead size size"], *, exclusive: bool) -> Float[Array, "*lead size size"]:
+    """Reduce the decays between pairs j <= i to pairs j < i; those to a row without its own step if `exclusive`."""
+    if exclusive:
+        return jnp.pad(decay[..., :-1, :], [(0, 0)] * (decay.ndim - 2) + [(1, 0), (0, 0)])
+    return jnp.where(causal_mask(decay.shape[-1], strict=True), decay, 0)
 
 
 def causal_mask(size: int, *, strict: bool = False) -> Bool[Array, "size size"]:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import LogDecays, MatrixState, Queries, SegmentIds, Values
 
+from .affine import IncomingState
 from .generalized_delta import chunked_delta, recurrent_delta, scan_heads
 from .pallas.common import make_pallas_implementation
 from .pallas.delta_rule import find_delta_rule_obstacle, pallas_delta_rule
@@ -33,7 +34,7 @@ def delta_rule(
     value: Values,
     beta: Float[Array, "batch seq heads"],
     *,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -60,7 +61,7 @@ def gated_delta_rule(
     beta: Float[Array, "batch seq heads"],
     log_decay: Float[Array, "batch seq heads"],
     *,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -95,7 +96,7 @@ def kda(
     beta: Float[Array, "batch seq heads"],
     log_decay: Queries,
     *,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -129,7 +130,7 @@ def gated_delta_product(
     beta: Float[Array, "batch rows heads"],
     log_decay: Float[Array, "batch seq heads"],
     *,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -170,12 +171,12 @@ def _apply_delta_rule(
     beta: Array,
     log_decay: LogDecays | None,
     steps: int,
-    state: Array | None,
+    state: Array | IncomingState | None,
     segment_ids: Array | None,
     implementation: str,
 ) -> tuple[Array, Array]:
     """Compute a delta rule by an implementation of `DELTA_RULE`."""
-    request = RecurrenceRequest.from_heads(query, value, log_decay, steps=steps)
+    request = RecurrenceRequest.from_heads(query, value, log_decay, steps=steps, state=state)
     run = DELTA_RULE.select(implementation, request).function
     return run(query, key, value, beta, log_decay, state=state, segment_ids=segment_ids)
 
@@ -188,7 +189,7 @@ def _apply_generalized_delta(
     beta: Array,
     log_decay: LogDecays | None,
     *,
-    state: Array | None,
+    state: Array | IncomingState | None,
     segment_ids: Array | None,
 ) -> tuple[Array, Array]:
     """Run a delta rule as a generalized one with read -beta k, write k and write_value beta v."""

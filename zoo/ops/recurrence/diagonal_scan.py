@@ -25,6 +25,9 @@ and chunks of 16 to 128 within a fifth of these. Nothing is divided by a product
 one: decays of any strength give zeros, not NaN. Rounding is that of the sum, 6e-8 of the largest term for each token
 that has not decayed.
 
+Where the sequence is sharded, a shard scans from zero and then adds exp(g_1 + ... + g_t) h_0, with h_0 the state that
+earlier shards leave: one scan, whatever the number of shards, and 3 FLOPs more.
+
 FLOPs: 2 per token and channel (`chunked_diagonal` 5, and twice that for the gradient). Bytes: 12 (`chunked_diagonal`
 20).
 """
@@ -37,7 +40,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.ops.recurrence.chunks import find_segment_starts
+from zoo.ops.recurrence.affine import DiagonalAffineMap, IncomingState
+from zoo.ops.recurrence.chunks import find_segment_starts, sum_log_decays
 from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
 from zoo.ops.varying import align_varying
 from zoo.shapes import SegmentIds
@@ -50,16 +54,21 @@ def diagonal_scan(
     log_decay: Float[Array, "batch seq *features"],
     x: Float[Array, "batch seq *features"],
     *,
-    state: Float[Array, "batch *features"] | None = None,
+    state: Float[Array, "batch *features"] | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq *features"], Float[Array, "batch *features"]]:
-    """Compute `recurrent_diagonal` by an implementation of `DIAGONAL_SCAN`.
+    """Compute `recurrent_diagonal` by an implementation of `DIAGONAL_SCAN`, also of a shard of a sequence.
 
     **Raises** `ValueError` for an unknown implementation.
     """
     run = DIAGONAL_SCAN.select(implementation, RecurrenceRequest.from_channels(x)).function
-    return run(log_decay, x, state=state, segment_ids=segment_ids)
+    if not callable(state):
+        return run(log_decay, x, state=state, segment_ids=segment_ids)
+    outputs, offset = run(log_decay, x.astype(jnp.float32), segment_ids=segment_ids)
+    decay = jnp.exp(sum_log_decays(log_decay, segment_ids))
+    carried = decay * state(DiagonalAffineMap(decay[:, -1], offset))[:, None]
+    return (outputs + carried).astype(x.dtype), offset + carried[:, -1]
 
 
 def recurrent_diagonal(
@@ -103,24 +112,6 @@ def chunked_diagonal(
         flatten_features(factor, 2), flatten_features(x_fp32, 2), flatten_features(state, 1), chunk_size=chunk_size
     )
     return outputs.reshape(x.shape).astype(x.dtype), last.reshape(state.shape)
-
-
-def affine_diagonal(
-    log_decay: Float[Array, "batch seq *features"],
-    x: Float[Array, "batch seq *features"],
-    *,
-    segment_ids: SegmentIds | None = None,
-    chunk_size: int = 64,
-) -> tuple[Float[Array, "batch *features"], Float[Array, "batch *features"]]:
-    """Compute the affine map that these tokens apply to the state: (A, B) with h_out = A h_in + B, both float32.
-
-    A = exp(sum of g), or 0 where a segment starts after the first token; B is the last state from a zero initial state.
-    """
-    _, offset = chunked_diagonal(log_decay, x, segment_ids=segment_ids, chunk_size=chunk_size)
-    decay = jnp.exp(log_decay.astype(jnp.float32).sum(1))
-    if segment_ids is not None:
-        decay = jnp.where(expand_mask_dims(find_segment_starts(segment_ids).any(1), decay), 0, decay)
-    return decay, offset
 
 
 def _prepare_diagonal_operands(

@@ -20,16 +20,16 @@ arXiv:2202.10447, section 3; arXiv:2312.06635, section 4).
 
 FLOPs per token and head, with K = key_dim and V = value_dim: `recurrent_gated_linear` 5 K V; `chunked_gated_linear`
 2 C (K + V) within the chunk, masked pairs included, and 4 K V with the state; with one decay per key channel C K less,
-because recursive halving skips masked pairs, and 2 log2(C) K exponentials. Bytes: `recurrent_gated_linear` reads and
-writes the state, 8 K V, at every token; `chunked_gated_linear` 12 K V / C for the states between chunks, and 4 C for
-scores and their decays.
+because recursive halving skips masked pairs, and 2 log2(C) K exponentials; for a shard of a sequence 2 K V / C more.
+Bytes: `recurrent_gated_linear` reads and writes the state, 8 K V, at every token; `chunked_gated_linear` 12 K V / C for
+the states between chunks, and 4 C for scores and their decays.
 
 Rounding: `chunked_gated_linear` has that of its products, 1e-7 of the largest terms in float32; decays add no more than
 the rounding of their sum between two tokens. In half precision the scores, the decayed keys or values and the state at
 its read are rounded; states and decays are float32.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -37,7 +37,8 @@ from jaxtyping import Array, Float, Int
 
 from zoo.shapes import LogDecays, MatrixState, SegmentIds, Values
 
-from ..varying import align_varying
+from ..varying import align_varying, vary, varying
+from .affine import DiagonalAffineMap, IncomingState
 from .chunks import (
     batched_matmul,
     causal_mask,
@@ -58,17 +59,6 @@ _CHUNK_SIZE = 64
 """Tokens per chunk, a power of two. With key_dim 64, half of the FLOPs are within chunks."""
 
 
-class _DiagonalAffineMap(NamedTuple):
-    """The map that a range of tokens applies to the state, S -> factor S + offset.
-
-    Maps compose as (f2 f1, f2 o1 + o2), by which shards of a sequence compute their incoming states (`context` axis).
-    """
-
-    factor: Float[Array, "batch heads"] | Float[Array, "batch heads key_dim"]
-    """One per row of the state; 0 where a segment starts in the range."""
-    offset: MatrixState
-
-
 def gated_linear(
     query: Float[Array, "batch seq groups key_dim"],
     key: Float[Array, "batch seq groups key_dim"],
@@ -77,7 +67,7 @@ def gated_linear(
     *,
     bonus: Float[Array, "heads key_dim"] | None = None,
     scale: float | int = 1.0,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -86,7 +76,7 @@ def gated_linear(
     **Raises** `ValueError` as `recurrent_gated_linear`, for an unknown implementation, and for one that cannot compute
     this, with the reason.
     """
-    request = RecurrenceRequest.from_heads(query, value, log_decay, has_bonus=bonus is not None)
+    request = RecurrenceRequest.from_heads(query, value, log_decay, has_bonus=bonus is not None, state=state)
     run = GATED_LINEAR.select(implementation, request).function
     return run(query, key, value, log_decay, bonus=bonus, scale=scale, state=state, segment_ids=segment_ids)
 
@@ -135,24 +125,32 @@ def chunked_gated_linear(
     *,
     bonus: Float[Array, "heads key_dim"] | None = None,
     scale: float | int = 1.0,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     chunk_size: int = _CHUNK_SIZE,
 ) -> tuple[Values, MatrixState]:
     """Compute `recurrent_gated_linear` by matrix products over chunks of `chunk_size` tokens, a power of two.
 
+    For a shard of a sequence `state` is an `IncomingState`, called with the map of the tokens.
+
     **Raises** `ValueError` as `recurrent_gated_linear`.
     """
     dtype, seq = value.dtype, value.shape[1]
     group = _heads_per_group(query, value, log_decay)
+    find_state, state = (state, None) if callable(state) else (None, state)
     query, key, value, decays, bonus, initial = _prepare_gated_operands(query, key, value, log_decay, bonus, state)
     count = count_segment_starts(segment_ids, seq, chunk_size)[:, :, None]
     query, key, value, decays = (split_into_chunks(x, chunk_size) for x in (query, key, value, decays))
     # [batch chunks heads size size]
     scores = _compute_intra_chunk_scores(query, key, decays, bonus, count, no_decay=log_decay is None)
     intra_chunk = batched_matmul(scores.astype(dtype), value)
-    chunk_decay, update = _compute_chunk_states(key, value, decays, count)
-    last, states = lax.scan(_pass_state, initial, (chunk_decay.swapaxes(0, 1), update.swapaxes(0, 1)))
+    chunks = _compute_chunk_maps(key, value, decays, count)
+    if find_state is None:
+        last, states = lax.scan(lambda state, chunk: (chunk.apply(state), state), initial, chunks)
+    else:
+        total, before = _compose_chunk_maps(chunks, initial)
+        initial = find_state(total)
+        last, states = total.apply(initial), before.apply(initial)
     states = states.swapaxes(0, 1)  # before each chunk, [batch chunks heads key_dim value_dim]
     continues = (count == 0)[..., None]
     if decays.ndim == 5:
@@ -163,26 +161,6 @@ def chunked_gated_linear(
         read = batched_matmul(query, _merge_head_groups(states, group).astype(query.dtype))
         inter_chunk = decay * _split_head_groups(read, group)
     return join_chunks((scale * (intra_chunk + inter_chunk)).astype(dtype), seq), last
-
-
-def affine_gated_linear(
-    key: Float[Array, "batch seq groups key_dim"],
-    value: Values,
-    log_decay: LogDecays | None = None,
-    *,
-    segment_ids: SegmentIds | None = None,
-    chunk_size: int = _CHUNK_SIZE,
-) -> _DiagonalAffineMap:
-    """Compute the affine map that these tokens apply to any initial state. The first token continues its segment."""
-    _heads_per_group(key, value, log_decay)
-    seq = value.shape[1]
-    _, key, value, decays, _, state = _prepare_gated_operands(key, key, value, log_decay, None, None)
-    key, value, decays = (split_into_chunks(x, chunk_size) for x in (key, value, decays))
-    count = count_segment_starts(segment_ids, seq, chunk_size)[:, :, None]
-    chunk_decay, update = _compute_chunk_states(key, value, decays, count)
-    state, _ = lax.scan(_pass_state, state, (chunk_decay.swapaxes(0, 1), update.swapaxes(0, 1)))
-    factor = chunk_decay.prod(1)
-    return _DiagonalAffineMap(factor if decays.ndim == 5 else factor[..., 0], state)
 
 
 def _heads_per_group(query: Array, value: Array, log_decay: Array | None) -> int:
@@ -233,30 +211,30 @@ def _compute_intra_chunk_scores(
     return scores + jnp.where(jnp.eye(query.shape[-2], dtype=bool), diagonal[..., None], 0)
 
 
-def _compute_chunk_states(
+def _compute_chunk_maps(
     key: Float[Array, "batch chunks groups size key_dim"],
     value: Float[Array, "batch chunks heads size value_dim"],
     log_decay: Float[Array, "batch chunks heads size *key_dim"],
     count: Int[Array, "_ chunks 1 size"],
-) -> tuple[Float[Array, "batch chunks heads _"], Float[Array, "batch chunks heads key_dim value_dim"]]:
-    """Compute the total decay of each chunk, and its update of the state."""
+) -> DiagonalAffineMap:
+    """Compute the map of each chunk, with the chunk dim first: its total decay, and its update of the state."""
     in_last_segment = (count == count[..., -1:])[..., None]
     log_decays = log_decay if log_decay.ndim == 5 else log_decay[..., None]
     to_end = jnp.where(in_last_segment, decay_to_end(log_decays), 0)
     chunk_decay = jnp.where(count[..., -1:] == 0, jnp.exp(log_decays.sum(-2)), 0)
     if log_decay.ndim == 5:
-        return chunk_decay, batched_matmul((key * to_end).astype(key.dtype).mT, value)
-    group = value.shape[2] // key.shape[2]
-    decayed = _merge_head_groups((value * to_end).astype(value.dtype), group)
-    return chunk_decay, _split_head_groups(batched_matmul(key.mT, decayed), group)
+        update = batched_matmul((key * to_end).astype(key.dtype).mT, value)
+    else:
+        group = value.shape[2] // key.shape[2]
+        decayed = _merge_head_groups((value * to_end).astype(value.dtype), group)
+        update = _split_head_groups(batched_matmul(key.mT, decayed), group)
+    return DiagonalAffineMap(chunk_decay.swapaxes(0, 1)[..., None], update.swapaxes(0, 1))
 
 
-def _pass_state(
-    state: MatrixState, chunk: tuple[Float[Array, "batch heads _"], MatrixState]
-) -> tuple[MatrixState, MatrixState]:
-    """Return the state after a chunk, and before it."""
-    chunk_decay, update = chunk
-    return chunk_decay[..., None] * state + update, state
+def _compose_chunk_maps(chunks: DiagonalAffineMap, zeros: MatrixState) -> tuple[DiagonalAffineMap, DiagonalAffineMap]:
+    """Return the map of all chunks, and those of the tokens before each chunk. `zeros` is an empty state."""
+    identity = DiagonalAffineMap(vary(jnp.ones_like(chunks.factor[0]), varying(zeros)), zeros)
+    return lax.scan(lambda earlier, chunk: (earlier.then(chunk), earlier), identity, chunks)
 
 
 def _merge_head_groups(

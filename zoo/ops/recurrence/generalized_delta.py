@@ -25,9 +25,9 @@ batched products over all chunks; only two products per chunk are sequential, in
 
 FLOPs per token and head, with K = key_dim and V = value_dim: `recurrent_delta` 7 K V; `chunked_delta` with a delta rule
 C (6 K + 4 V) for triangles, solutions and outputs, 5 C^2 for the inverse, 6 K V with the state; a gradient twice that
-again, except for the inverse. RWKV-7's separate keys and values add C (4 K + 4 V) + 2 K V. Bytes: `recurrent_delta`
-reads and writes the state, 8 K V, at every token; `chunked_delta` saves residuals of 4 (4 K + 3 V) for rows, 16 C for
-triangles and 4 K V / C for states.
+again, except for the inverse. RWKV-7's separate keys and values add C (4 K + 4 V) + 2 K V, and the map of a shard of a
+sequence 4 K^2 + 2 K V (K / C + 1). Bytes: `recurrent_delta` reads and writes the state, 8 K V, at every token;
+`chunked_delta` saves residuals of 4 (4 K + 3 V) for rows, 16 C for triangles and 4 K V / C for states.
 
 One product per chunk in the scan would do, with its matrix (b h)ᵀ W computed before for all chunks; that takes more
 FLOPs, and was no faster on a CPU. `scripts/bench.py --parts recurrences` measures every case.
@@ -39,7 +39,6 @@ rounded, and with them every u; the inverse, the states and decays are float32.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +47,9 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import LogDecays, MatrixState, Queries, SegmentIds, Values
 
-from ..varying import vary, varying
+from .affine import IncomingState
 from .chunks import find_segment_starts, join_chunks
-from .generalized_delta_chunks import DeltaChunks, DeltaOperands, scan_chunks
+from .generalized_delta_chunks import DeltaChunks, DeltaOperands, scan_chunks, scan_chunks_of_shard
 from .select import make_recurrence
 
 _CHUNK_SIZE = 64
@@ -58,17 +57,6 @@ _CHUNK_SIZE = 64
 
 _RowKeys = Float[Array, "batch rows heads key_dim"]
 _RowValues = Float[Array, "batch rows heads value_dim"]
-
-
-class _DenseAffineMap(NamedTuple):
-    """The map that a range of tokens applies to the state, S -> factor S + offset.
-
-    Maps compose as (f2 f1, f2 o1 + o2), by which shards of a sequence compute their incoming states (`context` axis).
-    """
-
-    factor: Float[Array, "batch heads key_dim key_dim"]
-    """0 where a segment starts in the range."""
-    offset: MatrixState
 
 
 def recurrent_delta(
@@ -135,52 +123,28 @@ def chunked_delta(
     steps: int = 1,
     read_before_decay: bool = False,
     scale: float | int = 1.0,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     chunk_size: int = _CHUNK_SIZE,
 ) -> tuple[Values, MatrixState]:
     """Compute `recurrent_delta` by matrix products over chunks of up to `chunk_size` rows, a power of two.
 
+    For a shard of a sequence `state` is an `IncomingState`, called with the map of the tokens.
+
     A custom VJP: forward-mode differentiation raises `TypeError`.
 
     **Raises** `ValueError` as `recurrent_delta`, and for a `chunk_size` that is not a power of two or below `steps`.
     """
+    find_state, state = (state, None) if callable(state) else (None, state)
     operands = DeltaOperands.from_arrays(query, read, write, write_value, key, value, log_decay, state, steps)
     chunks = DeltaChunks(operands, segment_ids, steps, read_before_decay, chunk_size)
-    last, boundary_states, updates = scan_chunks(operands.state, chunks.compute_transition())
+    transition = chunks.compute_transition()
+    if find_state is None:
+        last, boundary_states, updates = scan_chunks(operands.state, transition)
+    else:
+        last, boundary_states, updates = scan_chunks_of_shard(find_state, operands.state, transition)
     output = (scale * chunks.compute_output(boundary_states, updates)).astype(operands.dtype)
     return join_chunks(output, query.shape[1]), last
-
-
-def affine_delta(
-    read: _RowKeys,
-    write: _RowKeys,
-    write_value: _RowValues | None = None,
-    *,
-    key: _RowKeys | None = None,
-    value: _RowValues | None = None,
-    log_decay: LogDecays | None = None,
-    steps: int = 1,
-    read_before_decay: bool = False,
-    segment_ids: SegmentIds | None = None,
-    chunk_size: int = _CHUNK_SIZE,
-) -> _DenseAffineMap:
-    """Compute the affine map that these tokens apply to any initial state. The first token continues its segment.
-
-    Runs the identity matrix and a zero state through the chunks, concatenated. **Raises** as `chunked_delta`.
-    """
-    seq = read.shape[1] // steps
-    operands = DeltaOperands.from_arrays(read[:, :seq], read, write, write_value, key, value, log_decay, None, steps)
-    chunks = DeltaChunks(operands, segment_ids, steps, read_before_decay, chunk_size)
-    width = read.shape[3]
-    zeros = operands.state
-    identity = vary(jnp.broadcast_to(jnp.eye(width), (*zeros.shape[:2], width, width)), varying(zeros))
-    concat = lambda left, right: jnp.concatenate([left, right], axis=-1)
-    pad = lambda x: None if x is None else concat(jnp.zeros((*x.shape[:-1], width), x.dtype), x)
-    transition = chunks.compute_transition()
-    transition = transition._replace(constant=pad(transition.constant), kv_update=pad(transition.kv_update))
-    state, _, _ = scan_chunks(concat(identity, zeros), transition)
-    return _DenseAffineMap(state[..., :width], state[..., width:])
 
 
 def scan_heads(step: Callable, state: MatrixState, *tokens: Array) -> tuple[Array, MatrixState]:

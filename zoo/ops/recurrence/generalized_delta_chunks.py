@@ -9,13 +9,15 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState, Queries, SegmentIds
 
-from ..varying import align_varying
+from ..varying import align_varying, vary, varying
+from .affine import DenseAffineMap, IncomingState
 from .chunks import (
     batched_matmul,
     count_segment_starts,
     decay_from_start,
     decay_to_end,
     decayed_product,
+    exclude_own_token,
     exp_segsum,
     split_into_chunks,
 )
@@ -115,6 +117,7 @@ class DeltaChunks:
         )
         self.log_decay = split_into_chunks(operands.log_decay, tokens)
         self.row_decay = _expand_decay_to_rows(self.log_decay, steps)
+        self.decay_between = exp_segsum(self.row_decay[..., 0]) if self.row_decay.shape[-1] == 1 else None
         self.count = None if segment_ids is None else count_segment_starts(segment_ids, seq, tokens)[:, :, None]
         self.steps, self.read_before_decay = steps, read_before_decay
 
@@ -155,9 +158,11 @@ class DeltaChunks:
 
     def _decayed_scores(self, rows: Array, columns: Array, *, strict: bool = False) -> Array:
         """Compute decayed products of reads (`strict`) or queries with written vectors, masked to the same segment."""
-        if self.log_decay.shape[-1] == 1:
-            decay = exp_segsum(self.row_decay[..., 0], strict=strict, exclusive=strict and self.read_before_decay)
-            decay = decay if strict else decay[..., self.steps - 1 :: self.steps, :]
+        if self.decay_between is not None:
+            if strict:
+                decay = exclude_own_token(self.decay_between, exclusive=self.read_before_decay)
+            else:
+                decay = self.decay_between[..., self.steps - 1 :: self.steps, :]
             scores = batched_matmul(rows, columns.mT) * decay
         else:
             scores = self._decayed_scores_by_step(rows, columns, strict)
@@ -253,6 +258,31 @@ def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkT
 
 
 scan_chunks.defvjp(_scan_chunks_fwd, _scan_chunks_bwd)
+
+
+def scan_chunks_of_shard(
+    find_state: IncomingState, zeros: MatrixState, chunks: _ChunkTransition
+) -> tuple[
+    Float[Array, "batch heads key_dim dim"],
+    Float[Array, "chunks batch heads key_dim dim"],
+    Float[Array, "chunks batch heads rows dim"],
+]:
+    """Compute `scan_chunks` from the state that `find_state` returns for the map of all chunks. `zeros` is an empty
+    state.
+
+    Scans once, over the identity matrix and the empty state, concatenated: which gives all results as maps of the state
+    before the chunks. To apply these takes products, batched over chunks and rounded as those in the scan.
+    """
+    width = chunks.read.shape[-1]
+    identity = vary(jnp.broadcast_to(jnp.eye(width), (*zeros.shape[:2], width, width)), varying(zeros))
+    pad = lambda x: None if x is None else jnp.concatenate([jnp.zeros((*x.shape[:-1], width), x.dtype), x], axis=-1)
+    padded = chunks._replace(constant=pad(chunks.constant), kv_update=pad(chunks.kv_update))
+    results = scan_chunks(jnp.concatenate([identity, zeros], axis=-1), padded)
+    last, boundary_states, updates = (DenseAffineMap(x[..., :width], x[..., width:]) for x in results)
+    state, dtype = find_state(last), chunks.read.dtype
+    rounded = jnp.broadcast_to(state.astype(dtype), (len(updates.factor), *state.shape))
+    apply = lambda x: x.offset + batched_matmul(x.factor.astype(dtype), rounded)
+    return last.apply(state), apply(boundary_states), apply(updates).astype(updates.offset.dtype)
 
 
 def _apply_scores(scores: Float[Array, "*lead rows columns"], x: Float[Array, "*lead columns dim"]) -> Array:

@@ -10,6 +10,7 @@ of `zoo.ops.recurrence.diagonal_scan`.
 from jaxtyping import Array, Float
 
 from zoo.ops.recurrence import diagonal_scan
+from zoo.ops.recurrence.affine import IncomingState
 from zoo.shapes import SegmentIds
 
 
@@ -17,7 +18,7 @@ def hgrn(
     x: Float[Array, "batch seq channels"],
     g: Float[Array, "batch seq channels"],
     *,
-    state: Float[Array, "batch channels"] | None = None,
+    state: Float[Array, "batch channels"] | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch channels"]]:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
+from .affine import IncomingState
 from .gated_linear import gated_linear
 
 _NormalizedState = Float[Array, "batch heads key_dim value_dim+1"]
@@ -29,7 +30,7 @@ def linear_attention(
     value: Values,
     *,
     scale: float | int | None = None,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -45,7 +46,7 @@ def normalized_linear_attention(
     value: Values,
     *,
     epsilon: float | int = 0.0,
-    state: _NormalizedState | None = None,
+    state: _NormalizedState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, _NormalizedState]:
@@ -70,7 +71,7 @@ def retention(
     *,
     log_decay: Float[Array, "heads"] | None = None,
     scale: float | int | None = None,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -99,7 +100,7 @@ def lightning_attention(
     slopes: Float[Array, "heads"],
     *,
     scale: float | int = 1.0,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -118,7 +119,7 @@ def simple_gla(
     log_decay: Float[Array, "batch seq heads"],
     *,
     scale: float | int | None = None,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -135,7 +136,7 @@ def gla(
     log_decay: Float[Array, "batch seq heads key_dim"],
     *,
     scale: float | int | None = None,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:

@@ -23,6 +23,10 @@ There are seq sequential steps for any chunk size: running all chunks in paralle
 every exponential twice. Every factor is at most one, whatever dt A. Rounding is that of float32 sums over the tokens
 that have not decayed and over state or channels.
 
+Where the sequence is sharded, a shard scans from zero and then adds C_t . exp(A (dt_1 + ... + dt_t)) h_0, with h_0 the
+state that earlier shards leave: 4 state FLOPs more, one exponential each, of which no step waits for another. The
+gradient rematerializes them.
+
 FLOPs per token and channel: 7 state, one exponential each; with the gradient 27 state, three exponentials each. Bytes:
 12, and state / 2 for boundary states.
 """
@@ -35,8 +39,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.ops.recurrence.chunks import find_segment_starts
-from zoo.ops.recurrence.diagonal_scan import expand_mask_dims
+from zoo.ops.recurrence.affine import DiagonalAffineMap, IncomingState
+from zoo.ops.recurrence.chunks import find_segment_starts, is_in_first_segment
 from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
 from zoo.ops.varying import align_varying
 from zoo.shapes import SegmentIds
@@ -53,7 +57,7 @@ def selective_scan(
     C: Float[Array, "batch seq state"],
     D: Float[Array, "inner"],
     *,
-    state: Float[Array, "batch inner state"] | None = None,
+    state: Float[Array, "batch inner state"] | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq inner"], Float[Array, "batch inner state"]]:
@@ -63,7 +67,18 @@ def selective_scan(
     default; every segment but the first resets it.
     """
     run = SELECTIVE_SCAN.select(implementation, RecurrenceRequest.from_channels(x)).function
-    return run(x, dt, A, B, C, D, state=state, segment_ids=segment_ids)
+    if not callable(state):
+        return run(x, dt, A, B, C, D, state=state, segment_ids=segment_ids)
+    output, offset = run(x.astype(jnp.float32), dt, A, B, C, D, segment_ids=segment_ids)
+    inputs, A, _, _ = _prepare_scan_inputs(x, dt, A, B, C, D, None, segment_ids)
+    time, C = inputs.dt.cumsum(1), inputs.C
+    decay = jnp.exp(time[:, -1, :, None] * A)
+    if segment_ids is not None:
+        is_reached = is_in_first_segment(segment_ids)[..., None]
+        C, decay = jnp.where(is_reached, C, 0), jnp.where(is_reached[:, -1:], decay, 0)
+    affine_map = DiagonalAffineMap(decay, offset)
+    initial = state(affine_map)
+    return (output + _read_initial_state(time, A, C, initial)).astype(x.dtype), affine_map.apply(initial)
 
 
 def recurrent_selective_scan(
@@ -119,28 +134,6 @@ def chunked_selective_scan(
     return (output[:, :seq] + D_fp32 * inputs.x).astype(x.dtype), h.mT
 
 
-def affine_selective_scan(
-    x: Float[Array, "batch seq inner"],
-    dt: Float[Array, "batch seq inner"],
-    A: Float[Array, "inner state"],
-    B: Float[Array, "batch seq state"],
-    *,
-    segment_ids: SegmentIds | None = None,
-    chunk_size: int = CHUNK_SIZE,
-) -> tuple[Float[Array, "batch inner state"], Float[Array, "batch inner state"]]:
-    """Compute the affine map that these tokens apply to the state: (decay, offset) with h_out = decay h_in + offset.
-
-    decay = exp(A sum of dt), or 0 where a segment starts after the first token; both are float32.
-    """
-    _, offset = chunked_selective_scan(
-        x, dt, A, B, jnp.zeros_like(B), jnp.zeros_like(A[:, 0]), segment_ids=segment_ids, chunk_size=chunk_size
-    )
-    decay = jnp.exp(dt.astype(jnp.float32).sum(1)[..., None] * A.astype(jnp.float32))
-    if segment_ids is not None:
-        decay = jnp.where(expand_mask_dims(find_segment_starts(segment_ids).any(1), decay), 0, decay)
-    return decay, offset
-
-
 class _ScanInputs(NamedTuple):
     """Inputs of all tokens, or of one, in float32; `keep` is 0 where a segment starts and 1 elsewhere."""
 
@@ -160,6 +153,30 @@ def _prepare_scan_inputs(
     x, dt, A, B, C, D = (x.astype(jnp.float32) for x in (x, dt, A, B, C, D))
     h = jnp.zeros_like(x[:, 0, :, None] * A) if state is None else state.astype(jnp.float32)
     return _ScanInputs(x, dt, B, C, keep), A, D, h
+
+
+def _read_initial_state(
+    time: Float[Array, "batch seq inner"],
+    A: Float[Array, "inner state"],
+    C: Float[Array, "batch seq state"],
+    state: Float[Array, "batch inner state"],
+) -> Float[Array, "batch seq inner"]:
+    """Compute C_t . exp(time_t A) h for the initial state h, chunk by chunk. The gradient rematerializes a chunk's
+    decays."""
+    seq = time.shape[1]
+    size = min(CHUNK_SIZE, seq)
+
+    def split(x: Array) -> Float[Array, "chunks batch size _"]:
+        padded = jnp.pad(x, [(0, 0), (0, -seq % size), (0, 0)])
+        return jnp.moveaxis(padded.reshape(len(x), -1, size, x.shape[-1]), 1, 0)
+
+    @jax.checkpoint
+    def read_chunk(chunk: tuple[Array, Array]) -> Float[Array, "batch size inner"]:
+        time, C = chunk
+        return _sum_over_state("btsi,bts->bti", jnp.exp(time[:, :, None] * A.T) * state.mT[:, None], C)
+
+    output = jnp.moveaxis(lax.map(read_chunk, (split(time), split(C))), 0, 1)
+    return output.reshape(len(time), -1, time.shape[-1])[:, :seq]
 
 
 def _decay_state(A: Array, dt: Array, keep: Array | None, h: Array) -> Array:

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import SegmentIds
 
+from .affine import IncomingState
 from .gated_linear import gated_linear
 
 
@@ -16,7 +17,7 @@ def ssd(
     C: Float[Array, "batch seq groups state"],
     D: Float[Array, "heads"] | None = None,
     *,
-    state: Float[Array, "batch heads head_dim state"] | None = None,
+    state: Float[Array, "batch heads head_dim state"] | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch heads head_dim state"]]:
@@ -33,7 +34,7 @@ def ssd(
     """
     dt = dt.astype(jnp.float32)
     value = (x * dt[..., None]).astype(x.dtype)
-    initial = None if state is None else state.swapaxes(-1, -2)
+    initial = state if state is None or callable(state) else state.swapaxes(-1, -2)
     log_decay = dt * A.astype(jnp.float32)
     options = {"state": initial, "segment_ids": segment_ids, "implementation": implementation}
     y, last = gated_linear(C, B, value, log_decay, **options)

@@ -4,8 +4,8 @@
     h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) x_t,    o_t = h_t
 
 (De et al., arXiv:2402.19427, section 2.4.) The root preserves the variance of h, so it is 1 where there is no
-h_{t-1}: at the first token of a row without a state, and of every segment. Its argument is computed as -expm1(2 log a),
-because 1 - a^2 cancels for a near 1, and bounded from below, because the gradient of the root is infinite at 0.
+h_{t-1}: at the first token of a sequence, and of every segment. Its argument is computed as -expm1(2 log a), because
+1 - a^2 cancels for a near 1, and bounded from below, because the gradient of the root is infinite at 0.
 
 FLOPs and bytes per token and channel are those of `zoo.ops.recurrence.diagonal_scan`, and 20 and 12 more for the gates.
 Rounding: an error of 1e-7 in a grows T-fold over T tokens that have not decayed; hence everything is float32.
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from zoo.ops.recurrence import diagonal_scan
+from zoo.ops.recurrence.affine import IncomingState
 from zoo.ops.recurrence.chunks import find_segment_starts
 from zoo.shapes import SegmentIds
 
@@ -31,25 +32,28 @@ def rg_lru(
     i: Float[Array, "batch seq channels"],
     a_param: Float[Array, "channels"],
     *,
-    state: Float[Array, "batch channels"] | None = None,
+    state: Float[Array, "batch channels"] | IncomingState | None = None,
     is_first: Bool[Array, "batch seq"] | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch channels"]]:
     """Compute the RG-LRU of `x`, with recurrence gate `r` and input gate `i` before their sigmoids.
 
-    Returns the outputs in the dtype of `x`, and the last h in float32. `state` is the initial state. None is not zero:
-    it means that there are no earlier tokens, so the first is not scaled by the root. Segments reset the state.
+    Returns the outputs in the dtype of `x`, and the last h in float32. `state` is the initial state, zero by default;
+    every segment but the first resets it. `is_first` is True for the tokens that have no earlier ones, which are not
+    scaled by the root, as those that start a segment; by default, the first of each row unless there is a `state`.
+
+    **Raises** `ValueError` for an `IncomingState` without `is_first`.
     """
+    if is_first is None and callable(state):
+        raise ValueError("rg_lru: the state of earlier shards does not tell whether there are any: pass is_first")
+    if is_first is None:
+        is_first = jnp.broadcast_to((jnp.arange(x.shape[1]) == 0) & (state is None), x.shape[:2])
+    if segment_ids is not None:
+        is_first = is_first | find_segment_starts(segment_ids)
     gate = jax.nn.sigmoid(r.astype(jnp.float32))
     log_a = -SHARPNESS * gate * jax.nn.softplus(a_param.astype(jnp.float32))
-    root = jnp.sqrt(jnp.maximum(-jnp.expm1(2 * log_a), _MIN_SQRT_ARGUMENT))
-    if segment_ids is not None:
-        root = jnp.where(find_segment_starts(segment_ids)[..., None], 1, root)
-    if is_first is not None:
-        root = jnp.where(is_first[..., None], 1, root)
-    if state is None:
-        root = jnp.where(jnp.arange(x.shape[1])[:, None] == 0, 1, root)
+    root = jnp.where(is_first[..., None], 1, jnp.sqrt(jnp.maximum(-jnp.expm1(2 * log_a), _MIN_SQRT_ARGUMENT)))
     gated_x = root * jax.nn.sigmoid(i.astype(jnp.float32)) * x.astype(jnp.float32)
     options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
     output, last = diagonal_scan.diagonal_scan(log_a, gated_x, **options)

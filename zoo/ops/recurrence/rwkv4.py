@@ -12,18 +12,23 @@ outputs do not depend on m, which is constant for gradients.
 outputs in parallel. FLOPs per token and channel: 40, with five exponentials; bytes: 100 ("recurrent" 12). Rounding:
 differences of keys and maxima come first, exact for neighboring floats, and only then the decay or bonus is added, so
 large keys cost little precision.
+
+Where the sequence is sharded, "chunked" scans from an empty state, and then adds what each token retains of the state
+that earlier shards leave.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from zoo.ops.recurrence import diagonal_scan
-from zoo.ops.recurrence.chunks import find_segment_starts
+from zoo.ops.recurrence.affine import IncomingState
+from zoo.ops.recurrence.chunks import find_segment_starts, sum_log_decays
 from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
-from zoo.ops.recurrence.stabilizer import NO_HISTORY, stabilize
+from zoo.ops.recurrence.stabilizer import NO_HISTORY, StabilizedMap, StabilizedState, stabilize
 from zoo.ops.varying import align_varying
 from zoo.shapes import PaddingMask, SegmentIds
 
@@ -43,17 +48,21 @@ def rwkv4(
     w: Float[Array, "channels"],
     u: Float[Array, "channels"],
     *,
-    state: WKVState | None = None,
+    state: WKVState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     token_mask: PaddingMask | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq channels"], WKVState]:
     """Compute WKV: the weighted averages, in the dtype of `v`, and the last state. The decay is exp(-exp(w)) per token.
 
-    `state` None means that there are no earlier tokens; segments reset the state. `token_mask` is False for padding,
-    which leaves the state unchanged and has meaningless outputs. Gradients are those of n / d, with the maximum
-    constant.
+    `state` is the initial state, empty by default; every segment but the first resets it. `token_mask` is False for
+    padding, which leaves the state unchanged and has meaningless outputs. Gradients are those of n / d, with the
+    maximum constant.
+
+    **Raises** `ValueError` for an unknown implementation, and for "recurrent" with an `IncomingState`.
     """
+    run = WKV.select(implementation, RecurrenceRequest.from_channels(v, state)).function
+    incoming, state = (state, None) if callable(state) else (None, state)
     k, v, w, u, state, segment_ids, token_mask = align_varying(k, v, w, u, state, segment_ids, token_mask)
     if state is None:
         zeros = jnp.zeros_like(k[:, 0] * w, jnp.float32)
@@ -64,8 +73,8 @@ def rwkv4(
     if token_mask is not None:
         k_fp32 = jnp.where(token_mask[..., None], k_fp32, NO_HISTORY)
         log_decay = jnp.where(token_mask[..., None], log_decay, 0)
-    run = WKV.select(implementation, RecurrenceRequest.from_channels(v)).function
-    output, last = run(k_fp32, v_fp32, log_decay, bonus, state, segment_ids)
+    options = {} if incoming is None else {"incoming": incoming}
+    output, last = run(k_fp32, v_fp32, log_decay, bonus, state, segment_ids, **options)
     return output.astype(v.dtype), last
 
 
@@ -104,18 +113,33 @@ def _chunked_rwkv4(
     bonus: Float[Array, "channels"],
     state: WKVState,
     segment_ids: SegmentIds | None,
+    incoming: IncomingState | None = None,
 ) -> tuple[Float[Array, "batch seq channels"], WKVState]:
     """Compute the maxima, numerators and denominators of all tokens by scans, then all outputs in parallel."""
     decay, _, maximum = stabilize(log_decay, k, state=state.maximum, segment_ids=segment_ids, stop_gradient=True)
     weight = _exp_key(k, maximum)
     run = lambda x, initial: diagonal_scan.chunked_diagonal(decay, x, state=initial, segment_ids=segment_ids)[0]
     states = WKVState(run(weight * v, state.numerator), run(weight, state.denominator), maximum)
+    if incoming is not None:
+        log_factor = sum_log_decays(log_decay, segment_ids)
+        own = StabilizedMap(log_factor, maximum, (states.numerator, states.denominator))
+        state = _hold_maximum(incoming(jax.tree.map(lambda x: x[:, -1], own)))
+        state = state._replace(maximum=jnp.where(state.denominator > 0, state.maximum, NO_HISTORY))
+        numerator, denominator, maximum = (x[:, None] for x in state)
+        states = _hold_maximum(own.apply(StabilizedState(maximum, (numerator, denominator))))
     shift = lambda initial, x: jnp.concatenate([initial[:, None], x[:, :-1]], axis=1)
     previous = [shift(initial, x) for initial, x in zip(state, states, strict=True)]
     if segment_ids is not None:
         starts = find_segment_starts(segment_ids)[..., None]
         previous = [jnp.where(starts, fill, x) for x, fill in zip(previous, (0, 0, NO_HISTORY), strict=True)]
     return _weighted_average(k, v, bonus, WKVState(*previous)), WKVState(*(x[:, -1] for x in states))
+
+
+def _hold_maximum(state: StabilizedState) -> WKVState:
+    """Make the maximum constant for gradients, with the derivatives of exp(maximum) in the sums."""
+    maximum = lax.stop_gradient(state.maximum)
+    numerator, denominator = (x * jnp.exp(state.maximum - maximum) for x in state.sums)
+    return WKVState(numerator, denominator, maximum)
 
 
 def _exp_key(k: Array, maximum: Array) -> Array:

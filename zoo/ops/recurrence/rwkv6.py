@@ -4,6 +4,7 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
+from .affine import IncomingState
 from .gated_linear import gated_linear
 
 
@@ -14,7 +15,7 @@ def rwkv6(
     log_decay: Queries,
     bonus: Float[Array, "heads key_dim"],
     *,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:

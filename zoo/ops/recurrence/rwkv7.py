@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
+from .affine import IncomingState
 from .generalized_delta import GENERALIZED_DELTA, scan_heads
 from .select import RecurrenceRequest
 
@@ -22,7 +23,7 @@ def rwkv7(
     read: Queries,
     write: Queries,
     *,
-    state: MatrixState | None = None,
+    state: MatrixState | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Values, MatrixState]:
@@ -33,7 +34,7 @@ def rwkv7(
     the state after the last token, in float32. State, segments and implementations are those of
     `zoo.ops.recurrence.generalized_delta`.
     """
-    request = RecurrenceRequest.from_heads(query, value, log_decay)
+    request = RecurrenceRequest.from_heads(query, value, log_decay, state=state)
     return GENERALIZED_DELTA.select(implementation, request).function(
         query,
         read,

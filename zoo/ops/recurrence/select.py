@@ -27,10 +27,19 @@ class RecurrenceRequest:
     has_bonus: bool = False
     steps: int = 1
     """Writes per token: more than one in DeltaProduct."""
+    has_incoming_state: bool = False
+    """The state is an `IncomingState`: the tokens are those of a shard of a sequence."""
 
     @classmethod
     def from_heads(
-        cls, query: Array, value: Array, log_decay: Array | None, *, has_bonus: bool = False, steps: int = 1
+        cls,
+        query: Array,
+        value: Array,
+        log_decay: Array | None,
+        *,
+        has_bonus: bool = False,
+        steps: int = 1,
+        state: Any = None,
     ) -> "RecurrenceRequest":
         """Describe a recurrence with a matrix state per head, of arrays [batch, seq, heads, dim]."""
         return cls(
@@ -44,12 +53,13 @@ class RecurrenceRequest:
             decay="none" if log_decay is None else "head" if log_decay.ndim == 3 else "channel",
             has_bonus=has_bonus,
             steps=steps,
+            has_incoming_state=callable(state),
         )
 
     @classmethod
-    def from_channels(cls, x: Array) -> "RecurrenceRequest":
+    def from_channels(cls, x: Array, state: Any = None) -> "RecurrenceRequest":
         """Describe a recurrence of channels by themselves, of arrays [batch, seq, channels]."""
-        return cls(batch=x.shape[0], seq=x.shape[1], dtype=x.dtype)
+        return cls(batch=x.shape[0], seq=x.shape[1], dtype=x.dtype, has_incoming_state=callable(state))
 
 
 def make_recurrence(
@@ -62,10 +72,17 @@ def make_recurrence(
         (
             *others,
             Implementation("chunked", chunked, find_drawback=_find_chunked_drawback),
-            Implementation("recurrent", recurrent, find_drawback=_find_recurrent_drawback),
+            Implementation("recurrent", recurrent, find_sharding_obstacle, _find_recurrent_drawback),
         ),
         kind="recurrence",
     )
+
+
+def find_sharding_obstacle(request: RecurrenceRequest) -> str | None:
+    """Return why an implementation that needs its initial state at once cannot compute a request, or None."""
+    if not request.has_incoming_state:
+        return None
+    return "the sequence is sharded, and it cannot compute the affine map of its tokens before their initial state"
 
 
 def _find_chunked_drawback(request: RecurrenceRequest) -> str | None:

@@ -17,12 +17,20 @@ scan with factors of 0 and 1. In ms, forward and forward with gradient, float32,
 
 FLOPs per token and feature: 6; bytes: 28. Rounding: 6e-8 |m_t|. It cancels in values computed from all three results,
 and a log decay that should be 0 may exceed it by as much.
+
+A range of tokens takes the stored state (m, s) before it, that is exp(m) s, to `StabilizedMap`
+
+    M = max(G + m, m'),    exp(G + m - M) s + exp(m' - M) s'
+
+with G the sum of its log decays and (m', s') its own state, so that shards of a sequence compose by the max-plus rule.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from zoo.ops.recurrence.chunks import find_segment_starts
 from zoo.ops.recurrence.diagonal_scan import (
@@ -81,6 +89,55 @@ def stabilize(
     # The difference of the maxima comes first: it is exact for neighboring floats, which cancels the rounding of m.
     difference = jnp.where(is_first, 0, previous) - jnp.where(is_first, 0, maximum)
     return jnp.where(is_first, 0, log_decay + difference), log_input - maximum, maximum
+
+
+class StabilizedState(NamedTuple):
+    """The state exp(maximum) * sums, with a sum or several for each maximum."""
+
+    maximum: Float[Array, "batch *features"]
+    sums: Any
+    """Arrays whose leading dims are those of `maximum`."""
+
+
+class StabilizedMap(NamedTuple):
+    """The affine map of a range of tokens with exponential gates; exact for log factors and maxima of any size."""
+
+    log_factor: Float[Array, "batch *features"]
+    """Sum of the log decays; -inf where a segment starts after the first token."""
+    maximum: Float[Array, "batch *features"]
+    sums: Any
+
+    initial_maximum = NO_HISTORY  # that of an empty state
+
+    @property
+    def offset(self) -> StabilizedState:
+        """The state after the range from an empty state."""
+        maximum = jnp.full_like(self.maximum, self.initial_maximum)
+        return self.apply(StabilizedState(maximum, jax.tree.map(jnp.zeros_like, self.sums)))
+
+    def apply(self, state: StabilizedState) -> StabilizedState:
+        """Return the state after the range."""
+        maximum = jnp.maximum(self.log_factor + state.maximum, self.maximum)
+        decay, weight = _rescale(self.log_factor, state.maximum, maximum), _rescale(0, self.maximum, maximum)
+        combine = lambda x, own: expand_mask_dims(decay, x) * x + expand_mask_dims(weight, own) * own
+        return StabilizedState(maximum, jax.tree.map(combine, state.sums, self.sums))
+
+    def then(self, later: "StabilizedMap") -> "StabilizedMap":
+        """Return the map of this range followed by a later one."""
+        state = later.apply(StabilizedState(self.maximum, self.sums))
+        return type(self)(self.log_factor + later.log_factor, *state)
+
+    def reset(self, fresh: Bool[Array, "batch"]) -> "StabilizedMap":
+        """Return the map that takes any state to `offset` in rows where `fresh`."""
+        constant = type(self)(jnp.full_like(self.log_factor, -jnp.inf), *self.offset)
+        return jax.tree.map(lambda new, old: jnp.where(expand_mask_dims(fresh, old), new, old), constant, self)
+
+
+def _rescale(log_factor: Array | int, old: Array, new: Array) -> Array:
+    """Compute exp(log_factor + old - new), the factor from one maximum to another; 0 without history."""
+    is_empty = old <= NO_HISTORY / 2
+    # The difference of the maxima comes first, as in `stabilize`.
+    return jnp.where(is_empty, 0, jnp.exp(log_factor + jnp.where(is_empty, 0, old - new)))
 
 
 @jax.custom_vjp

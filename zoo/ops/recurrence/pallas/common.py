@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from ...implementations import Implementation, refuse_other_platforms
 from ...platform import current_platform
-from ..select import RecurrenceRequest
+from ..select import RecurrenceRequest, find_sharding_obstacle
 
 Row = Float[Array, "1 size"]
 Column = Float[Array, "size 1"]
@@ -38,7 +38,12 @@ def make_pallas_implementation(
 ) -> Implementation[RecurrenceRequest]:
     """Make the implementation "pallas" of a recurrence, which `"auto"` passes over."""
     drawback = "it has not been measured on a TPU yet, so only its name chooses it"
-    return Implementation("pallas", function, find_obstacle, find_drawback=lambda request: drawback)
+    return Implementation(
+        "pallas",
+        function,
+        lambda request: find_sharding_obstacle(request) or find_obstacle(request),
+        find_drawback=lambda request: drawback,
+    )
 
 
 def runs_interpreted() -> bool:
