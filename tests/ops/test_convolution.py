@@ -17,8 +17,9 @@ IMPLEMENTATIONS = {"reference": causal_conv1d_reference, "custom_vjp": causal_co
 
 def case(batch, seq, features, width, seed, *, segments=True, bias=True, dtype=jnp.float32):
     draw = np.random.default_rng(seed)
-    ids = jnp.asarray(np.cumsum(draw.random((batch, seq)) < 0.3, axis=1), jnp.int32) if segments else None
-    shapes = [(batch, seq + width - 1, features), (features, width), (features,), (batch, seq, features)]
+    length = seq + width - 1
+    ids = jnp.asarray(np.cumsum(draw.random((batch, length)) < 0.3, axis=1), jnp.int32) if segments else None
+    shapes = [(batch, length, features), (features, width), (features,), (batch, seq, features)]
     inputs, weight, shift, pull = (jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes)
     return (inputs, weight, shift if bias else None), ids, pull
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
-
-from zoo.shapes import SegmentIds
+from jaxtyping import Array, Bool, Float, Int
 
 from .varying import align_varying
 
 _InputsWithHistory = Float[Array, "batch _ features"]
 """Inputs, preceded by the conv - 1 tokens of history."""
+_SegmentIdsWithHistory = Int[Array, "batch _"]
+"""Segment ids of the same tokens, history included."""
 _Taps = Float[Array, "features conv"]
 
 
@@ -33,7 +33,7 @@ def causal_conv1d(
     inputs: _InputsWithHistory,
     weight: _Taps,
     bias: Float[Array, "features"] | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIdsWithHistory | None = None,
 ) -> Float[Array, "batch seq features"]:
     """Compute the causal convolution at all but the first conv - 1 of `inputs`, in the operands' promoted dtype.
 
@@ -46,7 +46,7 @@ def causal_conv1d_reference(
     inputs: _InputsWithHistory,
     weight: _Taps,
     bias: Float[Array, "features"] | None = None,
-    segment_ids: SegmentIds | None = None,
+    segment_ids: _SegmentIdsWithHistory | None = None,
 ) -> Float[Array, "batch seq features"]:
     """Compute the causal convolution by its definition, a sum over taps."""
     width = weight.shape[-1]
@@ -57,23 +57,23 @@ def causal_conv1d_reference(
 
 
 def lag_inputs(
-    inputs: _InputsWithHistory, lag: int, seq: int, segment_ids: SegmentIds | None = None
+    inputs: _InputsWithHistory, lag: int, seq: int, segment_ids: _SegmentIdsWithHistory | None = None
 ) -> Float[Array, "batch seq features"]:
     """Return the input `lag` tokens before each of the last `seq`, or zero where it belongs to another segment."""
     first = inputs.shape[1] - seq - lag
     x = inputs[:, first : first + seq]
-    same = _is_same_segment(segment_ids, lag)
+    same = _is_same_segment(segment_ids, lag, seq)
     return x if same is None else jnp.where(same[..., None], x, 0)
 
 
-def _is_same_segment(segment_ids: SegmentIds | None, lag: int) -> Bool[Array, "batch seq"] | None:
-    """Return True where the token `lag` earlier is in the same segment, or None if all are. History counts as the
-    segment of the first token."""
+def _is_same_segment(
+    segment_ids: _SegmentIdsWithHistory | None, lag: int, seq: int
+) -> Bool[Array, "batch {seq}"] | None:
+    """Return True where the token `lag` before each of the last `seq` is in the same segment, or None if all are."""
     if segment_ids is None or lag == 0:
         return None
-    seq = segment_ids.shape[1]
-    same = segment_ids[:, lag:] == segment_ids[:, :-lag]
-    return jnp.pad(same, [(0, 0), (min(lag, seq), 0)], constant_values=True)[:, :seq]
+    first = segment_ids.shape[1] - seq
+    return segment_ids[:, first:] == segment_ids[:, first - lag : first - lag + seq]
 
 
 _causal_conv1d_custom_vjp = jax.custom_vjp(causal_conv1d_reference)
@@ -94,7 +94,7 @@ def _causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq featu
     grad_inputs, grad_taps = jnp.zeros_like(inputs, jnp.float32), []
     for lag in range(history, -1, -1):
         lagged = gradient[:, lag : lag + length]
-        same = _is_same_segment(segment_ids, lag)
+        same = _is_same_segment(segment_ids, lag, length - history)
         if same is not None:
             same = jnp.pad(same, [(0, 0), (history, history)])[:, lag : lag + length]
             lagged = jnp.where(same[..., None], lagged, 0)

@@ -222,3 +222,11 @@ def test_attention_of_many_keys_is_blockwise(queries, keys, name):
     request = AttentionRequest(**sizes, dtype=jnp.float32, causal=True)
     with target_platform("cpu"):
         assert ATTENTION.select("auto", request).name == name
+
+
+@pytest.mark.parametrize(("platform", "name"), [("cpu", "blockwise"), ("gpu", "grouped")])
+def test_attention_to_a_long_cache_is_blockwise_on_cpus(platform, name):
+    sizes = dict(batch=1, query_seq=256, key_seq=1536, heads=4, kv_heads=2, head_dim=8, value_dim=8)
+    request = AttentionRequest(**sizes, dtype=jnp.float32, causal=True, has_positions=True)
+    with target_platform(platform):
+        assert ATTENTION.select("auto", request).name == name

@@ -23,7 +23,7 @@ implementation does not support an argument. In einsums b is batch, q query_seq,
 rows of a key head (its query heads times query_seq), d head_dim.
 """
 
-from .blockwise import blockwise_attention, blockwise_attention_with_lse
+from .blockwise import blockwise_attention, blockwise_attention_gradients, blockwise_attention_with_lse
 from .fused import fused_attention
 from .grouped import grouped_query_attention
 from .mask import AttentionMask
@@ -38,6 +38,7 @@ __all__ = [
     "AttentionRequest",
     "attention",
     "blockwise_attention",
+    "blockwise_attention_gradients",
     "blockwise_attention_with_lse",
     "fused_attention",
     "grouped_query_attention",

@@ -120,18 +120,42 @@ def blockwise_attention_with_lse(
     Outputs over two sets of keys, computed without sinks, merge with the weights exp(lse - logaddexp(lse, other_lse)).
     The log-sum-exp of a fully masked query is -5e29.
     """
-    group_size(query, key)
-    block = choose_block(attention_mask.window) if block is None else block
-    sizes = balance_blocks(query.shape[1], block), balance_blocks(key.shape[1], block)
-    marks = mark_blocks(attention_mask, query.shape[0], (query.shape[1], key.shape[1]), sizes)
-    options = _Options(
-        causal=attention_mask.causal,
-        window=attention_mask.window,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        soft_cap=soft_cap,
-        sizes=sizes,
-    )
+    options, marks = _plan(query, key, attention_mask, scale, soft_cap, block)
     return _attend(options, *align_varying(query, key, value, sinks, marks))
+
+
+def blockwise_attention_gradients(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    attention_mask: AttentionMask,
+    gradient: Float[Array, "batch query_seq heads value_dim"],
+    lse: Float[Array, "batch query_seq heads"],
+    total: Float[Array, "batch query_seq heads"],
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    block: int | None = None,
+) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+    """Compute the gradients of queries, keys and values in float32, from that of the output, `lse` L and `total` D.
+
+    `key` and `value` may be a part of those that L and D are over, as in ring attention. The gradients of queries are
+    then those through this part, to be summed over the parts.
+    """
+    options, marks = _plan(query, key, attention_mask, scale, soft_cap, block)
+    return _differentiate(options, *align_varying(query, key, value, gradient, lse, total, marks))
+
+
+def _plan(
+    query: Array, key: Array, mask: AttentionMask, scale: float | None, soft_cap: float | None, block: int | None
+) -> tuple[_Options, tuple[Marks, Marks]]:
+    """Return the static arguments of both passes, and the marks of queries and keys."""
+    group_size(query, key)
+    block = choose_block(mask.window) if block is None else block
+    sizes = balance_blocks(query.shape[1], block), balance_blocks(key.shape[1], block)
+    marks = mark_blocks(mask, query.shape[0], (query.shape[1], key.shape[1]), sizes)
+    scale_or_default = query.shape[-1] ** -0.5 if scale is None else scale
+    return _Options(mask.causal, mask.window, scale_or_default, soft_cap, sizes), marks
 
 
 def choose_block(window: int | None) -> int:
@@ -171,8 +195,19 @@ def _attend_bwd(options: _Options, residuals: tuple, cotangents: tuple[Array, Ar
     """Return the cotangents of queries, keys, values and sinks."""
     query, key, value, sinks, marks, output, lse = residuals
     gradient, lse_gradient = cotangents
-    (query_size, key_size), kv_heads = options.sizes, key.shape[2]
     total = (gradient.astype(jnp.float32) * output.astype(jnp.float32)).sum(-1) - lse_gradient  # D
+    gradients = _differentiate(options, query, key, value, gradient, lse, total, marks)
+    gradients = [x.astype(y.dtype) for x, y in zip(gradients, (query, key, value), strict=True)]
+    if sinks is not None:
+        sinks = -(jnp.exp(sinks.astype(jnp.float32) - lse) * total).sum((0, 1)).astype(sinks.dtype)
+    return *gradients, sinks, None
+
+
+def _differentiate(
+    options: _Options, query: Array, key: Array, value: Array, gradient: Array, lse: Array, total: Array, marks: Any
+) -> tuple[Array, Array, Array]:
+    """Return the cotangents of queries, keys and values in float32."""
+    (query_size, key_size), kv_heads = options.sizes, key.shape[2]
     blocks = (
         _split(query, kv_heads, query_size),
         *(_split(x, kv_heads, key_size) for x in (key, value)),
@@ -180,11 +215,9 @@ def _attend_bwd(options: _Options, residuals: tuple, cotangents: tuple[Array, Ar
     )
     ranges = find_ranges(options.causal, options.window, *marks, of_keys=True)
     found = _map_heads(functools.partial(_differentiate_head, options), ranges, marks, blocks)
-    like = (query, query_size), (key, key_size), (value, key_size)
-    gradients = [_join(x, size, y.shape[1]).astype(y.dtype) for x, (y, size) in zip(found, like, strict=True)]
-    if sinks is not None:
-        sinks = -(jnp.exp(sinks.astype(jnp.float32) - lse) * total).sum((0, 1)).astype(sinks.dtype)
-    return *gradients, sinks, None
+    sizes = (query_size, query.shape[1]), (key_size, key.shape[1]), (key_size, key.shape[1])
+    query_gradient, key_gradient, value_gradient = (_join(x, *size) for x, size in zip(found, sizes, strict=True))
+    return query_gradient, key_gradient, value_gradient
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
