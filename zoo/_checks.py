@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-_BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
+BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
+"""Names of the arrays of a token batch, all of dims "batch seq"."""
 
 
 def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens") -> None:
@@ -50,11 +51,11 @@ def check_batch_keys(batch: Any) -> None:
     _require_mapping(batch)
     _require_key(batch, "tokens")
     for key in batch:
-        if key not in _BATCH_KEYS:
-            nearest = difflib.get_close_matches(str(key), _BATCH_KEYS, n=1)
+        if key not in BATCH_KEYS:
+            nearest = difflib.get_close_matches(str(key), BATCH_KEYS, n=1)
             suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ";"
             raise ValueError(
-                f"the batch has a key {key!r} that nothing reads{suggestion} The keys are {', '.join(_BATCH_KEYS)}. "
+                f"the batch has a key {key!r} that nothing reads{suggestion} The keys are {', '.join(BATCH_KEYS)}. "
                 "Take entries of your own out of the batch before this call."
             )
 

@@ -2,6 +2,7 @@
 
     batch       rows of a batch; on a mesh, those of this device
     seq         tokens of a row
+    tokens      tokens of a row between sublayers: all, or those of this device with `zoo.parallel.SEQUENCE`
     embed       features of the residual stream
     heads       query heads; fewer key and value heads are `kv_heads`
     key_dim     features of a key, and rows of a recurrent state
@@ -19,6 +20,7 @@ Positions = Int[Array, "batch seq"]
 PaddingMask = Bool[Array, "batch seq"]
 
 HiddenStates = Float[Array, "batch seq embed"]
+ResidualStream = Float[Array, "batch tokens embed"]
 HeadVectors = Float[Array, "batch seq heads _"]
 KVHeads = Float[Array, "batch seq kv_heads head_dim"]
 

@@ -4,11 +4,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxtyping import Array, Float
 
 import zoo
+from tests.parallel.any_mesh import make_any_mesh
 from tests.parallel.scale_problem import KEY, Scale, loss_fn, make_problem
 from zoo.layers import Linear
-from zoo.parallel import Dim
+from zoo.parallel import Dim, Layout, Module, all_gather, gather, reduce, shard_offset
 
 
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
@@ -21,6 +23,55 @@ def test_loss_is_the_total_over_the_count_of_all_devices(sizes, microbatches):
     assert jnp.allclose(grads.weight, (batch["x"] * weights).sum(0) / weights.sum(), rtol=1e-4, atol=1e-6)
     assert grads.weight.sharding == model.weight.sharding
     assert jnp.allclose(zoo.value(loss_fn, mesh)(model, batch), loss, rtol=1e-6)
+
+
+class Experts(Module):
+    """Sum of all experts. Each has the tokens of all devices along its axis, as after an all-to-all."""
+
+    weight: Float[Array, "experts embed"]
+    scale: Float[Array, "vocab"]
+
+    def __call__(self, x):
+        experts = gather(self)
+        everywhere = all_gather(x, "experts", 0)
+        y = reduce(jnp.tanh(everywhere[:, None] * experts.weight).sum(1), over="experts")
+        return jax.lax.dynamic_slice_in_dim(y, shard_offset(x, "experts", len(x)), len(x)) * experts.scale.prod()
+
+
+def test_gradients_are_summed_where_they_are_partial_sums():
+    """`weight` is complete over `expert` and partial over `data`; a `scale` of odd size is replicated over `expert`,
+    though the layout names it, and its gradient partial."""
+    model = Experts(jax.random.normal(KEY, (4, 16)), jnp.array([0.5, 2.0, 1.5]))
+    batch = {"x": jax.random.normal(KEY, (8, 16)), "weights": jnp.arange(8.0)}
+    expected = jax.grad(lambda model: loss_fn(model, batch)[0] / batch["weights"].sum())(model)
+    mesh = make_any_mesh(Layout().with_dims(vocab=("expert",)), data=2, fsdp=2, expert=2)
+    placed = zoo.place(model, mesh)
+    assert (placed.weight.sharding.spec, placed.scale.sharding.spec) == (jax.P(("expert",), ("fsdp",)), jax.P())
+    _, grads = zoo.value_and_grad(loss_fn, mesh)(placed, batch)
+    assert jnp.allclose(grads.weight, expected.weight, rtol=1e-5, atol=1e-6)
+    assert jnp.allclose(grads.scale, expected.scale, rtol=1e-5)
+
+
+class Pairs(Module):
+    """A batch that says its dims: rows that are not its first, and a table that has none."""
+
+    x: Float[Array, "batch features"]
+    weights: Float[Array, "choices batch"]
+    table: Float[Array, "choices"]
+
+
+def test_batch_that_is_a_module_is_cut_into_microbatches():
+    mesh, model, batch = make_problem(16, data=4, tensor=2)
+    pairs = Pairs(batch["x"], jnp.stack([batch["weights"], batch["weights"] ** 2]), jnp.array([1.0, 0.5]))
+
+    def loss(model, pairs, key):
+        assert (pairs.x.shape, pairs.weights.shape, pairs.table.shape, key.shape) == ((2, 16), (2, 2), (2,), (2,))
+        weights = pairs.table @ pairs.weights
+        return (model(pairs.x) * weights[:, None]).sum(), weights.sum()
+
+    _, grads = zoo.value_and_grad(loss, mesh, microbatches=2)(model, zoo.place_batch(pairs, mesh), key=KEY)
+    weights = pairs.table @ pairs.weights
+    assert jnp.allclose(grads.weight, (weights @ batch["x"]) / weights.sum(), rtol=1e-4, atol=1e-6)
 
 
 def test_aux_is_summed_over_devices_and_microbatches():

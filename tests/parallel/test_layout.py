@@ -8,8 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zoo
+from tests.parallel.any_mesh import make_any_mesh
 from zoo.layers import RMSNorm
-from zoo.parallel import ZERO1, Dim, Layout
+from zoo.parallel import ZERO1, ZERO2, ZERO3, Dim, Layout
+from zoo.parallel.layout import replicated_dims
 
 KEY = jax.random.key(0)
 
@@ -32,6 +34,27 @@ def test_spec_replicates_few_kv_heads_and_an_odd_vocabulary():
     assert spec(mesh, (("kv_heads", 4), "embed"), (32, 32)) == P(("tensor",))
     assert spec(mesh, (("kv_heads", 4), "embed"), (8, 32)) == P()
     assert spec(mesh, ("vocab", "embed"), (97, 32)) == P()
+
+
+def test_spec_drops_outer_axes_that_do_not_divide_a_vocabulary():
+    mesh = make_any_mesh(data=2, pipe=2, tensor=2)
+    specs = [spec(mesh, ("vocab", "embed"), (size, 32)) for size in (100, 98, 97)]
+    assert specs == [P(("pipe", "tensor")), P(("tensor",)), P()]
+    shapes = eqx.filter_eval_shape(lambda: [zoo.layers.Embedding(size, 32, key=KEY) for size in (98, 100)])
+    assert replicated_dims(shapes, mesh) == [
+        "0.weight: 98 vocab do not share out over pipe x tensor=4 and are sharded over tensor alone; "
+        "100 would be sharded over all."
+    ]
+    assert replicated_dims(shapes, make_any_mesh(tensor=2)) == []
+
+
+def test_spec_keeps_the_axes_at_rest_that_gather_reads():
+    """An uneven vocabulary is replicated in use, and raises where it is sharded at rest too."""
+    mesh = make_any_mesh(Layout(parameters={"vocab": ("fsdp",)}), fsdp=2, tensor=4)
+    assert spec(mesh, ("vocab", "embed"), (98, 32)) == P(("fsdp",))
+    assert spec(mesh, ("vocab", "embed"), (96, 32)) == P(("tensor", "fsdp"))
+    with pytest.raises(ValueError, match="97 vocab do not share out over fsdp=2. Use a multiple of 2 vocab"):
+        spec(mesh, ("vocab", "embed"), (97, 32))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +81,12 @@ def test_layout_takes_new_dims_and_raises_on_bad_tables():
         Layout(parameters={"sensors": ("fsdp",)})
     with pytest.raises(ValueError, match="let `optimizer` contain `parameters`"):
         Layout(optimizer={})
+    with pytest.raises(ValueError, match="let `gradients` contain `parameters`"):
+        Layout(gradients={})
+    with pytest.raises(ValueError, match="`gradients` shards 'mlp' over 'tensor', which shards no tokens"):
+        Layout(parameters={}, gradients={"mlp": ("tensor",)})
     assert hash(Layout()) == hash(Layout())
-    assert Layout() == Layout() != ZERO1
+    assert Layout() == ZERO3 != ZERO1 != ZERO2 != ZERO3
 
 
 @pytest.mark.parametrize(
@@ -69,8 +96,7 @@ def test_layout_takes_new_dims_and_raises_on_bad_tables():
         ({"data": -1, "tensor": 3}, ValueError, "tensor=3 asks for a multiple of 3 devices, there are 8"),
         ({"data": -1, "fsdp": -1}, ValueError, "only one axis can be -1, not data and fsdp"),
         ({"data": 0}, ValueError, "size of at least 1"),
-        ({"context": 2}, NotImplementedError, "context=2"),
-        ({"expert": 2}, NotImplementedError, "expert=2"),
+        ({"expert": 2}, NotImplementedError, "expert=2: .* data, fsdp, context and tensor work"),
         ({"pipe": 2}, NotImplementedError, "pipe=2"),
     ],
 )
@@ -86,8 +112,9 @@ def test_mesh_has_all_axes_and_takes_devices():
     assert str(zoo.make_mesh(devices=jax.devices()[:1])) == "one device"
 
 
-def test_zero1_replicates_parameters_and_shards_gradients():
-    mesh = zoo.make_mesh(fsdp=8, layout=ZERO1)
+@pytest.mark.parametrize("layout", [ZERO1, ZERO2])
+def test_zero1_and_zero2_replicate_parameters(layout):
+    mesh = zoo.make_mesh(fsdp=8, layout=layout)
     norm = RMSNorm(32)
     assert zoo.place(norm, mesh).weight.sharding.spec == P()
     assert zoo.place(norm, mesh.optimizer).weight.sharding.spec == P(("fsdp",))

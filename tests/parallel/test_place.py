@@ -1,4 +1,4 @@
-"""`init` and `place` give the same shards, and `place_batch` shards rows."""
+"""`init` and `place` give the same shards, and warn of dims that no axis divides."""
 
 import logging
 
@@ -35,29 +35,3 @@ def test_place_warns_once_of_a_replicated_vocabulary(caplog):
     assert [r.message for r in caplog.records] == [
         "weight: 97 vocab do not share out over tensor=4 and are replicated; 100 would be sharded."
     ]
-
-
-def test_place_batch_shards_rows():
-    mesh = zoo.make_mesh(data=2, fsdp=4)
-    batch = zoo.place_batch({"tokens": jnp.zeros((16, 5), int), "scale": jnp.ones(())}, mesh)
-    assert batch["tokens"].sharding.shard_shape((16, 5)) == (2, 5)
-    with pytest.raises(ValueError, match="tokens: 6 rows do not share out over data=2 x fsdp=4"):
-        zoo.place_batch({"tokens": jnp.zeros((6, 5), int)}, mesh)
-
-
-def test_place_batch_checks_ids_against_the_vocabulary():
-    mesh = zoo.make_mesh(data=8)
-    tokens = jnp.zeros((8, 3), int).at[5, 2].set(15)
-    batch = {"tokens": tokens, "targets": tokens.at[0, 0].set(-100), "weights": jnp.full((8, 3), 99.0)}
-    placed = zoo.place_batch(batch, mesh, vocab=16)
-    assert all(jnp.array_equal(placed[name], batch[name]) for name in batch)
-    for name, message in (
-        ("tokens", r"tokens: 15 is outside the vocabulary of 15 tokens$"),
-        ("targets", r"targets: 15 is outside the vocabulary of 15 tokens; a negative target is ignored"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            zoo.place_batch({name: batch[name]}, mesh, vocab=15)
-    with pytest.raises(ValueError, match="tokens: -100 is outside"):
-        zoo.place_batch({"tokens": batch["targets"]}, mesh, vocab=16)
-    with pytest.raises(TypeError, match="a batch is a mapping with tokens and targets"):
-        zoo.place_batch(tokens, mesh, vocab=16)

@@ -1,10 +1,11 @@
 """Data, ZeRO-3 (FSDP) and tensor parallelism, derived from annotated dims, one layout table and one `shard_map`."""
 
+from .batch import place_batch, reader
 from .collectives import all_gather, current_mesh, num_shards, reduce, scan, shard_offset, sharded_axes, vary, varying
 from .gather import Remat, cast, gather, rematerialize, rematerializes
 from .gradient import value, value_and_grad
-from .imagined import imagined, is_imagined
-from .layout import AXES, ZERO1, Layout, Mesh, make_mesh
+from .imagined import imagined
+from .layout import AXES, SEQUENCE, ZERO1, ZERO2, ZERO3, Layout, Mesh, make_mesh
 from .module import (
     ADAPTER_PARAMETER,
     IMPLEMENTATION_OPTION,
@@ -30,7 +31,7 @@ from .module import (
     trainable,
     wrapped,
 )
-from .place import init, place, place_batch
+from .place import init, place
 from .spmd import spmd
 from .trainable_copy import TrainableCopy, materialize
 
@@ -39,10 +40,13 @@ __all__ = [
     "AXES",
     "IMPLEMENTATION_OPTION",
     "NAMED_BY_CLASS",
+    "SEQUENCE",
     "STACKED",
     "TRAINABLE",
     "WRAPPED",
     "ZERO1",
+    "ZERO2",
+    "ZERO3",
     "Dim",
     "Layout",
     "Leaf",
@@ -63,7 +67,6 @@ __all__ = [
     "imagined",
     "implementation_option",
     "init",
-    "is_imagined",
     "leaves",
     "make_mesh",
     "map_leaves",
@@ -72,6 +75,7 @@ __all__ = [
     "num_shards",
     "place",
     "place_batch",
+    "reader",
     "reduce",
     "rematerialize",
     "rematerializes",

@@ -32,13 +32,31 @@ def sharded_axes(x: Array, dim: str) -> tuple[str, ...]:
     return () if mesh is None else tuple(axis for axis in mesh.axes(dim) if axis in varying(x))
 
 
-def reduce(x: Array, *, over: str, by: Callable = lax.psum) -> Array:
+def reduce(x: Array, *, over: str, into: str | None = None, by: Callable = lax.psum) -> Array:
     """All-reduce partial results over the axes that shard a contracted dim; the identity if it is not sharded.
 
-    `by` may also be `lax.pmax` or `lax.pmin`, which have no gradient.
+    - `into`: dim of array axis 1. Over those of the axes that shard it, the sums are reduce-scattered: each device
+      receives its shard of the dim.
+    - `by`: without `into` also `lax.pmax` or `lax.pmin`, which have no gradient.
+
+    **Raises** `ValueError` if the axes do not divide the dim `into`.
     """
     axes = sharded_axes(x, over)
+    mesh = current_mesh()
+    if scattered := () if into is None or mesh is None else tuple(axis for axis in axes if axis in mesh.axes(into)):
+        check_token_count(x.shape[1], scattered)
+        x = lax.psum_scatter(x, scattered, scatter_dimension=1, tiled=True)
+        axes = tuple(axis for axis in axes if axis not in scattered)
     return by(x, axes) if axes else x
+
+
+def check_token_count(tokens: int, axes: tuple[str, ...]) -> None:
+    """**Raises** `ValueError` if the mesh axes do not divide the number of tokens."""
+    if tokens % (shards := lax.axis_size(axes)):
+        raise ValueError(
+            f"{tokens} tokens do not share out over {' x '.join(axes)}={shards}, along which this layout shards hidden "
+            f"states: use a multiple of {shards} tokens in each row, or a layout without sequence parallelism"
+        )
 
 
 def all_gather(x: Array, dim: str, axis: int) -> Array:

@@ -3,8 +3,11 @@
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv:1910.02054),
 section 5.3; PyTorch calls it fully sharded data parallel, FSDP. Each block is gathered inside the scan over layers, and
 gathered parameters are never saved as residuals: a device holds the full parameters of one block at a time.
+
+ZeRO-2 (section 5.2) has the same backward pass for parameters that are replicated.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -15,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .collectives import current_mesh
-from .module import is_parameter, leaves, map_leaves
+from .collectives import current_mesh, vary, varying
+from .layout import Mesh
+from .module import Leaf, is_parameter, leaves, map_leaves
 from .trainable_copy import materialize
 
 Remat = Literal["none", "elementwise", "dots", "full"]
@@ -24,14 +28,17 @@ _GatherDims = tuple[tuple[int, tuple[str, ...]], ...]
 """Array axes to gather, each with the mesh axes that shard it at rest."""
 
 
-class _Shard(eqx.Module):
-    """A parameter that is sharded at rest, with the compute `dtype` that `gather` casts it to.
+class _Parameter(eqx.Module):
+    """A parameter whose gradient is reduce-scattered, with the compute `dtype` that `gather` casts it to.
 
-    It replaces the array between `cast` and `gather`, so that both have one custom VJP.
+    It replaces the array until `gather`, so that the cast, the all-gather and the reduce-scatter are one custom VJP.
     """
 
     array: Array
+    """The parameter at rest."""
     dtype: Any = eqx.field(static=True)
+    gradient_shard: Array | None = None
+    """Zeros that the loss is differentiated with respect to, where the gradient has another sharding than the array."""
 
 
 def cast(model: PyTree, dtype: Any) -> PyTree:
@@ -43,12 +50,14 @@ def cast(model: PyTree, dtype: Any) -> PyTree:
     mesh = current_mesh()
 
     def cast_leaf(leaf, x):
-        if leaf.full_precision or not is_parameter(leaf, x):
+        if leaf.full_precision or not is_parameter(leaf, x.array if _is_wrapped(x) else x):
             return x
+        if _is_wrapped(x):
+            return _Parameter(x.array, jnp.dtype(dtype), x.gradient_shard)
         is_sharded = mesh is not None and leaf.dims is not None and mesh.find_gather_dims(leaf.dims)
-        return _Shard(x, jnp.dtype(dtype)) if is_sharded else x.astype(dtype)
+        return _Parameter(x, jnp.dtype(dtype)) if is_sharded else x.astype(dtype)
 
-    return map_leaves(cast_leaf, model)
+    return _map_parameters(cast_leaf, model)
 
 
 @jax.named_scope("gather")
@@ -62,44 +71,96 @@ def gather(module: PyTree) -> PyTree:
     mesh = current_mesh()
     if mesh is None:
         return materialize(module)
-    values, treedef = jax.tree.flatten(module, is_leaf=_is_shard)
 
     def gather_leaf(leaf, x):
-        gather_dims = tuple(mesh.find_gather_dims(leaf.dims)) if leaf.dims is not None else ()
-        shard = x if _is_shard(x) else _Shard(x, x.dtype) if gather_dims else None
-        return x if shard is None else _all_gather_parameter(gather_dims, shard.dtype, shard.array.dtype, shard.array)
+        dims = leaf.dims or ()
+        gather_dims = tuple(mesh.find_gather_dims(dims))
+        if not _is_wrapped(x) and not gather_dims:
+            return x
+        parameter = x if _is_wrapped(x) else _Parameter(x, x.dtype)
+        array, dtypes = parameter.array, (parameter.dtype, parameter.array.dtype)
+        if parameter.gradient_shard is None:
+            return _use_parameter(gather_dims, gather_dims, dtypes, array, None)
+        scatter_dims = tuple(mesh.gradients.find_gather_dims(dims))
+        return _use_parameter(gather_dims, scatter_dims, dtypes, parameter.gradient_shard, array)
 
-    return materialize(jax.tree.unflatten(treedef, list(map(gather_leaf, leaves(module), values))))
+    return materialize(_map_parameters(gather_leaf, module))
 
 
-def _is_shard(x: Any) -> bool:
-    return isinstance(x, _Shard)
+def make_gradient_shards(parameters: PyTree, mesh: Mesh) -> PyTree:
+    """Return zeros with the shape of the gradient's shard for each parameter whose gradient is sharded otherwise than
+    itself (ZeRO-2), and the other parameters as they are. The loss is differentiated with respect to the result."""
+
+    def make(leaf, x):
+        if not _shards_gradient(leaf, mesh):
+            return x
+        shape = list(x.shape)
+        for dim, axes in mesh.find_gather_dims(leaf.dims):
+            shape[dim] *= math.prod(mesh.shape[axis] for axis in axes)
+        for dim, axes in mesh.gradients.find_gather_dims(leaf.dims):
+            shape[dim] //= math.prod(mesh.shape[axis] for axis in axes)
+        return vary(jnp.zeros(shape, x.dtype), varying(x))
+
+    return parameters if mesh.layout.gradients is None else map_leaves(make, parameters)
+
+
+def attach_gradient_shards(model: PyTree, gradient_shards: PyTree, mesh: Mesh) -> PyTree:
+    """Return `model` with the result of `make_gradient_shards` in place of its trainable parameters: `gather` then
+    returns the parameters, and their gradients are those of the shards."""
+
+    def attach(leaf, x, shard):
+        if shard is None:
+            return x
+        return _Parameter(x, x.dtype, shard) if _shards_gradient(leaf, mesh) else shard
+
+    if mesh.layout.gradients is None:
+        return eqx.combine(gradient_shards, model)
+    return map_leaves(attach, model, gradient_shards)
+
+
+def _shards_gradient(leaf: Leaf, mesh: Mesh) -> bool:
+    return leaf.dims is not None and mesh.find_gather_dims(leaf.dims) != mesh.gradients.find_gather_dims(leaf.dims)
+
+
+def _is_wrapped(x: Any) -> bool:
+    return isinstance(x, _Parameter)
+
+
+def _map_parameters(function: Callable, tree: PyTree) -> PyTree:
+    """`map_leaves` with each `_Parameter` as one leaf."""
+    values, treedef = jax.tree.flatten(tree, is_leaf=_is_wrapped)
+    arrays = treedef.unflatten(x.array if _is_wrapped(x) else x for x in values)
+    return treedef.unflatten(map(function, leaves(arrays), values))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _all_gather_parameter(gather_dims: _GatherDims, dtype: Any, stored_dtype: Any, shard: Array) -> Array:
-    parameter = shard.astype(dtype)
+def _use_parameter(
+    gather_dims: _GatherDims, scatter_dims: _GatherDims, dtypes: tuple[Any, Any], shard: Array, array: Array | None
+) -> Array:
+    """Cast and all-gather `array`, or `shard` if there is none. The gradient of `shard` is reduce-scattered.
+
+    - `dtypes`: of the result, and of the gradient.
+    """
+    parameter = (shard if array is None else array).astype(dtypes[0])
     for dim, axes in gather_dims:
         parameter = lax.all_gather(parameter, axes, axis=dim, tiled=True)
     return parameter
 
 
-def _all_gather_parameter_fwd(
-    gather_dims: _GatherDims, dtype: Any, stored_dtype: Any, shard: Array
+def _use_parameter_fwd(gather_dims: _GatherDims, scatter_dims: _GatherDims, dtypes: tuple[Any, Any], *arrays: Any):
+    return _use_parameter(gather_dims, scatter_dims, dtypes, *arrays), None
+
+
+def _use_parameter_bwd(
+    gather_dims: _GatherDims, scatter_dims: _GatherDims, dtypes: tuple[Any, Any], _: None, gradient: Array
 ) -> tuple[Array, None]:
-    return _all_gather_parameter(gather_dims, dtype, stored_dtype, shard), None
-
-
-def _all_gather_parameter_bwd(
-    gather_dims: _GatherDims, dtype: Any, stored_dtype: Any, _: None, gradient: Array
-) -> tuple[Array]:
     shard = gradient.astype(jnp.float32)
-    for dim, axes in reversed(gather_dims):
+    for dim, axes in reversed(scatter_dims):
         shard = lax.psum_scatter(shard, axes, scatter_dimension=dim, tiled=True)
-    return (shard.astype(stored_dtype),)
+    return shard.astype(dtypes[1]), None
 
 
-_all_gather_parameter.defvjp(_all_gather_parameter_fwd, _all_gather_parameter_bwd)
+_use_parameter.defvjp(_use_parameter_fwd, _use_parameter_bwd)
 
 
 _REMAT_POLICIES = {
@@ -131,8 +192,11 @@ def rematerialize(function: Callable, remat: Remat, *, prevent_cse: bool = False
         equations = [(primitive, avals, params)]  # a custom VJP is one equation: look at those inside it too
         inside = getattr(params.get("call_jaxpr"), "eqns", ())
         equations += [(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in inside]
-        if any(primitive.name in _ALWAYS_RECOMPUTED for primitive, _, _ in equations):
+        names = {primitive.name for primitive, _, _ in equations}
+        if names.intersection(_ALWAYS_RECOMPUTED):
             return False
+        if "reduce_scatter" in names and remat in ("elementwise", "dots"):
+            return True  # in place of the matrix product that it sums, which has the tokens of all devices
         return any(_REMAT_POLICIES[remat](primitive, *avals, **params) for primitive, avals, params in equations)
 
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)

@@ -16,7 +16,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from .batch import find_batch_axis
 from .collectives import vary, varying
+from .gather import attach_gradient_shards, make_gradient_shards
 from .layout import Mesh
 from .module import Leaf, is_trainable, map_leaves, trainable
 from .spmd import ShardMapProgram, run_sharded
@@ -73,27 +75,32 @@ class _LossAndGrad(ShardMapProgram):
     def __call__(self, args, keys):
         model, *others = args
         params, frozen = eqx.partition(model, map_leaves(is_trainable, model))
-        rows, rest = eqx.partition((others, keys), map_leaves(_is_batch_array, (others, keys)))
+        rows, rest = eqx.partition((others, keys), map_leaves(_has_rows, (others, keys)))
+        shard_axes = jax.tree.map(varying, params)
         # Cast once, here: if parameters became varying at each use, each use would all-reduce its gradient.
         params = vary(params, self._token_axes)
+        model = eqx.combine(params, frozen)
+        differentiated = make_gradient_shards(params, self.mesh) if self.with_grad else params
 
-        def loss(params, rows):
+        def loss(differentiated, rows):
             others, keys = eqx.combine(rows, rest)
-            result = self.fn(eqx.combine(params, frozen), *others, **({} if keys is None else {"key": keys}))
+            attached = attach_gradient_shards(model, differentiated, self.mesh)
+            result = self.fn(attached, *others, **({} if keys is None else {"key": keys}))
             total, count, aux = self._check_result(result)
             return total, (count, aux)
 
         def run_microbatch(rows):
             if not self.with_grad:
-                return (*_flatten_result(loss(params, rows)), None)
-            result, gradients = jax.value_and_grad(loss, has_aux=True)(params, rows)
+                return (*_flatten_result(loss(differentiated, rows)), None)
+            result, gradients = jax.value_and_grad(loss, has_aux=True)(differentiated, rows)
             return (*_flatten_result(result), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
 
-        total, count, aux, gradients = self._sum_over_microbatches(run_microbatch, params, rows)
+        total, count, aux, gradients = self._sum_over_microbatches(run_microbatch, differentiated, rows)
         if self._token_axes:
             total, count, aux = lax.psum((total, count, aux), self._token_axes)
         count = jnp.where(count == 0, 1, count)
-        gradients = map_leaves(partial(self._reduce_gradient, count), params, gradients) if self.with_grad else None
+        if self.with_grad:
+            gradients = map_leaves(partial(self._reduce_gradient, count), params, gradients, shard_axes)
         return total / count, aux, gradients
 
     def _check_result(self, result: Any) -> tuple:
@@ -120,7 +127,7 @@ class _LossAndGrad(ShardMapProgram):
         """Gradient accumulation: scan over micro-batches and sum their results. One micro-batch is live at a time."""
         if self.microbatches == 1:
             return run_microbatch(rows)
-        rows = jax.tree.map(lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), rows)
+        rows = map_leaves(self._split_rows, rows)
         aux = ()
         if self.has_aux:
             aux = jax.eval_shape(lambda rows: run_microbatch(rows)[2], jax.tree.map(lambda x: x[0], rows))
@@ -129,14 +136,25 @@ class _LossAndGrad(ShardMapProgram):
         initial = (*zeros, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params) if self.with_grad else None)
         return lax.scan(lambda sums, rows: (jax.tree.map(jnp.add, sums, run_microbatch(rows)), None), initial, rows)[0]
 
-    def _reduce_gradient(self, count: Array, leaf: Leaf, parameter: Array, gradient: Array) -> Array:
-        """Reduce the gradient of one parameter over all axes that shard tokens.
+    def _split_rows(self, leaf: Leaf, x: Array) -> Array:
+        """Return the rows of `x` in micro-batches, along a new first dim."""
+        axis = find_batch_axis(leaf, x) or 0
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], self.microbatches, -1, *x.shape[axis + 1 :]), axis, 0)
 
-        The backward pass of `gather` has reduce-scattered over the axes that shard the parameter at rest (ZeRO-3).
-        Axes that shard only gradients and optimizer state (ZeRO-1) are reduce-scattered here, all others all-reduced.
+    def _reduce_gradient(
+        self, count: Array, leaf: Leaf, parameter: Array, gradient: Array, shard_axes: frozenset[str]
+    ) -> Array:
+        """Reduce the gradient of one parameter over the axes that shard tokens, where it is a partial sum.
+
+        It is complete over axes that shard the parameter (`shard_axes`, by its type before any cast): an expert has
+        seen the tokens of all devices along `expert`. By its type, a dim that is replicated as uneven is not sharded.
+
+        The backward pass of `gather` has reduce-scattered over the axes that shard gradients in it (ZeRO-2, ZeRO-3).
+        Axes that shard only optimizer state (ZeRO-1) are reduce-scattered here, all others all-reduced.
         """
         dims = leaf.dims or ()
-        remaining = set(self._token_axes) - {axis for _, axes in self.mesh.find_gather_dims(dims) for axis in axes}
+        scattered = self.mesh.gradients.find_gather_dims(dims)
+        remaining = set(self._token_axes) - shard_axes - {axis for _, axes in scattered for axis in axes}
         for dim, axes in self.mesh.optimizer.find_gather_dims(dims):
             if remaining.issuperset(axes):
                 gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
@@ -159,8 +177,8 @@ def _check_varying(x: Array | float | int, allowed: tuple[str, ...], name: str) 
         )
 
 
-def _is_batch_array(leaf: Leaf, x: Any) -> bool:
-    return leaf.dims is None and eqx.is_array(x) and x.ndim > 0
+def _has_rows(leaf: Leaf, x: Any) -> bool:
+    return eqx.is_array(x) and find_batch_axis(leaf, x) is not None
 
 
 def _flatten_result(result: tuple) -> tuple:

@@ -1,12 +1,12 @@
 """The layout: one table from dims to the mesh axes that shard them. Every PartitionSpec is derived from it.
 
 Like Levanter's axis mappings it has one part per use of an array: `compute`, `parameters` at rest, and `optimizer` for
-gradients and optimizer state. ZeRO-1, ZeRO-3 (FSDP) and Megatron tensor parallelism are entries of the table.
+gradients and optimizer state. ZeRO-1, ZeRO-2, ZeRO-3 (FSDP) and Megatron tensor parallelism are entries of the table.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -26,6 +26,7 @@ AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 _COMPUTE: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "seq": ("context",),
+    "tokens": ("context",),
     "key_seq": ("context",),
     "layers": ("pipe",),
     "experts": ("expert",),
@@ -33,7 +34,7 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
     **dict.fromkeys(("in", "out", "features", "new", "slots", "choices", "top", "key_dim", "value_dim"), ()),
-    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs"), ()),
+    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends"), ()),
 }
 _PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 
@@ -41,6 +42,10 @@ _REPLICATED_IF_FEWER = ("kv_heads", "groups")
 """Dims that are replicated over an axis larger than their count: a device selects the heads that its queries use."""
 _REPLICATED_IF_UNEVEN = ("vocab",)
 """Dims that are replicated, with a warning, if their axes do not divide them."""
+
+CONTEXT_FORMS = ("ring", "heads", "gathered")
+"""Forms of attention within a sharded sequence: keys travel around the devices, heads are exchanged for tokens, or keys
+are all-gathered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,29 +55,63 @@ class Layout:
     - `compute`: sharding during compute. `heads` over `tensor` is Megatron tensor parallelism (arXiv:1909.08053).
     - `parameters`: additional sharding of parameters at rest. `gather` all-gathers them just before use: ZeRO-3
       (arXiv:1910.02054, section 5.3).
-    - `optimizer`: additional sharding of gradients and optimizer state; the same as `parameters` unless given.
+    - `gradients`: additional sharding of gradients in the backward pass, and of their sums over micro-batches: those of
+      a block are reduce-scattered as soon as they are complete (ZeRO-2). The same as `parameters` unless given.
+    - `optimizer`: additional sharding of optimizer state, and of the gradients that `zoo.value_and_grad` returns; the
+      same as `gradients` unless given.
+    - `context`: form of attention where `seq` is sharded, one of `CONTEXT_FORMS`: `zoo.layers.context_attention`.
 
     `Layout()` is the default table; `Layout().with_dims(sensors=("tensor",))` adds a dim.
 
-    **Raises** `ValueError` for an unknown axis, for a dim that `compute` lacks, and if `optimizer` does not contain
-    `parameters`.
+    **Raises** `ValueError` for an unknown axis or form, for a dim that `compute` lacks, if `gradients` does not contain
+    `parameters` or `optimizer` does not contain `gradients`, and if an axis shards gradients but no tokens.
     """
 
     compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_COMPUTE.copy)
     parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_PARAMETERS.copy)
     optimizer: Mapping[str, tuple[str, ...]] | None = None
+    gradients: Mapping[str, tuple[str, ...]] | None = None
+    context: str = "ring"
 
     def __post_init__(self):
-        for row in (self.compute, self.parameters, self.optimizer or {}):
+        if self.context not in CONTEXT_FORMS:
+            raise ValueError(
+                f"attention over the context axis is one of {', '.join(CONTEXT_FORMS)}, not {self.context!r}"
+            )
+        for row in (self.compute, self.parameters, self.gradients or {}, self.optimizer or {}):
             for dim, axes in row.items():
                 if unknown := [axis for axis in axes if axis not in AXES]:
                     raise ValueError(f"the layout shards {dim!r} over {unknown[0]!r}, but the mesh axes are {AXES}")
                 if dim not in self.compute:
                     raise ValueError(f"the layout shards {dim!r} at rest, a dim that its table `compute` does not have")
-        if self.optimizer is not None and any(self.optimizer.get(dim) != axes for dim, axes in self.parameters.items()):
+        gradients = self.parameters if self.gradients is None else self.gradients
+        optimizer = gradients if self.optimizer is None else self.optimizer
+        if any(gradients.get(dim) != axes for dim, axes in self.parameters.items()):
             raise ValueError(
-                "parameters that are sharded at rest need sharded gradients: let `optimizer` contain `parameters`"
+                "parameters that are sharded at rest need sharded gradients: let `gradients` contain `parameters`"
             )
+        if any(optimizer.get(dim) != axes for dim, axes in gradients.items()):
+            raise ValueError(
+                "parameters or gradients that are sharded need sharded optimizer state: let `optimizer` contain "
+                "`parameters` and `gradients`"
+            )
+        self._check_gradient_axes()
+        seq = self.compute.get("seq", ())
+        tokens = self.compute.get("tokens", seq)
+        if tokens not in (seq, (*seq, "tensor")):
+            raise ValueError(
+                f"`tokens` of hidden states are sharded over {seq}, as `seq` is, or over {(*seq, 'tensor')}, not over "
+                f"{tokens}"
+            )
+
+    def _check_gradient_axes(self) -> None:
+        token_axes = {*self.compute.get("batch", ()), *self.compute.get("seq", ())}
+        for dim, axes in (self.gradients or {}).items():
+            if others := [axis for axis in axes if axis not in token_axes]:
+                raise ValueError(
+                    f"`gradients` shards {dim!r} over {others[0]!r}, which shards no tokens: its devices have equal "
+                    "gradients, not parts of a sum"
+                )
 
     def __hash__(self):
         # Called thousands of times during one trace, so hash the names alone; == compares the axes.
@@ -95,7 +134,16 @@ class Layout:
 
 
 ZERO1 = Layout(parameters={}, optimizer=_PARAMETERS)
-"""ZeRO stages 1 and 2: parameters replicated over `fsdp`, gradients and optimizer state sharded."""
+"""ZeRO stage 1 (arXiv:1910.02054, section 5): optimizer state sharded over `fsdp`, parameters and sums of gradients
+replicated. Each gradient is reduce-scattered once a step."""
+ZERO2 = Layout(parameters={}, gradients=_PARAMETERS)
+"""ZeRO stage 2: gradients and their sums over micro-batches sharded too. Those of a block are reduce-scattered in the
+backward pass of every micro-batch."""
+ZERO3 = Layout()
+"""ZeRO stage 3, which is FSDP and the default: parameters sharded as well, and all-gathered block by block."""
+SEQUENCE = Layout().with_dims(tokens=("context", "tensor"))
+"""Sequence parallelism inside tensor parallelism (arXiv:2205.05198, section 4.2.2): the hidden states between sublayers
+are sharded along their tokens by `tensor`. See `zoo.parallel.tokens`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +166,24 @@ class Mesh:
     @property
     def optimizer(self) -> "Mesh":
         """The mesh with the layout of gradients and optimizer state: `zoo.place(opt_state, mesh.optimizer)`."""
-        layout = self.layout
-        parameters = layout.parameters if layout.optimizer is None else layout.optimizer
-        return dataclasses.replace(self, layout=dataclasses.replace(layout, parameters=parameters, optimizer=None))
+        if self.layout.optimizer is None:
+            return self.gradients
+        return self._with_parameters(self.layout.optimizer)
+
+    @property
+    def gradients(self) -> "Mesh":
+        """The mesh with the layout of gradients in the backward pass."""
+        return self if self.layout.gradients is None else self._with_parameters(self.layout.gradients)
+
+    @property
+    def without_sequence_parallelism(self) -> "Mesh":
+        """The mesh with hidden states that `tensor` does not shard, as decoding needs them: a step has one token."""
+        layout = self.layout.with_dims(tokens=self.layout.axes("seq"))
+        return dataclasses.replace(self, layout=layout)
+
+    def _with_parameters(self, parameters: Mapping[str, tuple[str, ...]]) -> "Mesh":
+        layout = dataclasses.replace(self.layout, parameters=parameters, gradients=None, optimizer=None)
+        return dataclasses.replace(self, layout=layout)
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """Return the axes of size above 1 that shard `dim` during compute."""
@@ -140,56 +203,67 @@ class Mesh:
     def spec(self, dims: Sequence[Dim], shape: Sequence[int], name: str = "an array") -> PartitionSpec:
         """Return the PartitionSpec at rest of an array with these dims and this shape.
 
-        A mesh axis shards at most one dim of an array, the first that names it. **Raises** `ValueError` for an unknown
-        dim, and if the axes do not divide the count, with the sizes that would work.
+        A mesh axis shards at most one dim of an array, the first that names it. If the axes do not divide a vocabulary,
+        outer ones are left out until the others do. **Raises** `ValueError` for an unknown dim, and if the axes do not
+        divide another count, with the sizes that would work.
         """
         at_rest = dict(self.find_gather_dims(dims))
         used: set[str] = set()
         entries = []
         for index, (dim, size) in enumerate(zip(dims, shape, strict=True)):
             axes = tuple(axis for axis in self.axes(dim.name) if axis not in used)
-            axes = axes + at_rest.get(index, ())
-            if axes and not self._is_divisible(dim, size // dim.unit, axes, name):
-                axes = ()
+            axes = self._choose_axes(dim, size // dim.unit, axes, at_rest.get(index, ()), name)
             used |= set(axes)
             entries.append(axes or None)
         while entries and entries[-1] is None:  # as JAX writes its own: equal shardings then have equal specs
             entries.pop()
         return PartitionSpec(*entries)
 
-    def _is_divisible(self, dim: Dim, count: int, axes: tuple[str, ...], name: str) -> bool:
-        """Return True if the axes divide the count, False if the dim is then replicated; otherwise raise."""
-        shards = math.prod(self.devices.shape[axis] for axis in axes)
-        if count % shards == 0:
-            return True
-        if dim.name in _REPLICATED_IF_UNEVEN or (dim.name in _REPLICATED_IF_FEWER and shards % count == 0):
-            return False
-        sizes = " x ".join(f"{axis}={self.devices.shape[axis]}" for axis in axes)
+    def _choose_axes(
+        self, dim: Dim, count: int, axes: tuple[str, ...], at_rest: tuple[str, ...], name: str
+    ) -> tuple[str, ...]:
+        """Return the axes that shard `count` elements at rest: `axes` and `at_rest`, unless the dim may do without some
+        of `axes`. Those at rest are always kept: `gather` reads them off the layout, and cannot know the whole count.
+        """
+        candidates = [axes]
+        if dim.name in _REPLICATED_IF_UNEVEN:
+            candidates += [axes[first:] for first in range(1, len(axes) + 1)]
+        elif dim.name in _REPLICATED_IF_FEWER and self._multiply(axes) % count == 0:
+            candidates.append(())
+        for chosen in candidates:
+            if count % self._multiply(chosen + at_rest) == 0:
+                return chosen + at_rest
+        needed = candidates[-1] + at_rest
+        shards = self._multiply(needed)
+        sizes = " x ".join(f"{axis}={self.devices.shape[axis]}" for axis in needed)
         divisors = [str(n) for n in range(1, min(count, 4096) + 1) if count % n == 0]
         divisors += [f"a multiple of {count}"] if dim.name in _REPLICATED_IF_FEWER else []
         noun = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
             f"{name}: {count} {noun} do not share out over {sizes}. Use a multiple of {shards} {noun}, "
-            f"or let {' x '.join(axes)} be {', '.join(divisors[:-1])}{' or ' if divisors[:-1] else ''}{divisors[-1]}."
+            f"or let {' x '.join(needed)} be {', '.join(divisors[:-1])}{' or ' if divisors[:-1] else ''}{divisors[-1]}."
         )
 
-    def specs(self, tree: PyTree, default_dims: Sequence[str] = ()) -> PyTree:
+    def _multiply(self, axes: Sequence[str]) -> int:
+        return math.prod(self.devices.shape[axis] for axis in axes)
+
+    def specs(self, tree: PyTree, name_dims: Callable[[str], Sequence[str]] = lambda name: ()) -> PyTree:
         """Return a PartitionSpec for every array of `tree`.
 
-        Arrays in modules have the dims of their annotations. For other arrays `default_dims` names the leading dims;
+        Arrays in modules have the dims of their annotations. For other arrays `name_dims(path)` names the leading dims;
         further dims are replicated.
         """
 
         def spec(leaf, x):
-            dims = [Dim(name) for name in default_dims[: x.ndim]] if leaf.dims is None else leaf.dims
+            dims = [Dim(name) for name in name_dims(leaf.name)[: x.ndim]] if leaf.dims is None else leaf.dims
             return self.spec(dims, x.shape[: len(dims)], leaf.name)
 
         values, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(treedef, list(map(spec, leaves(tree), values)))
 
-    def shardings(self, tree: PyTree, default_dims: Sequence[str] = ()) -> PyTree:
+    def shardings(self, tree: PyTree, name_dims: Callable[[str], Sequence[str]] = lambda name: ()) -> PyTree:
         """Return `specs` as `NamedSharding`s."""
-        specs = self.specs(tree, default_dims)
+        specs = self.specs(tree, name_dims)
         return jax.tree.map(lambda spec: NamedSharding(self.devices, spec), specs, is_leaf=_is_spec)
 
     def __str__(self) -> str:
@@ -226,11 +300,11 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes: dict[str, int] = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
-    for axis in ("expert", "context", "pipe"):
+    for axis in ("expert", "pipe"):
         if sizes[axis] != 1:
             raise NotImplementedError(
                 f"{axis}={sizes[axis]}: this version does not shard over {axis!r} yet, leave it at 1. "
-                "data, fsdp and tensor work in every combination."
+                "data, fsdp, context and tensor work in every combination."
             )
     if bad := {axis: size for axis, size in sizes.items() if size < 1 and size != -1}:
         raise ValueError(f"a mesh axis has a size of at least 1, or -1 for the remaining devices, not {bad}")
@@ -268,20 +342,18 @@ def _arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
 
 
 def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
-    """Return one line for each dim that is replicated because its axes do not divide it."""
+    """Return one line for each dim that is replicated, over some axes or all, because its axes do not divide it."""
     lines: dict[str, str] = {}
     arrays = eqx.filter(tree, is_array_or_shape)
     for leaf, x in zip(leaves(arrays), jax.tree.leaves(arrays), strict=True):
-        for dim, size in zip(leaf.dims or (), x.shape, strict=False):
-            axes = mesh.axes(dim.name)
-            if (
-                dim.name in _REPLICATED_IF_UNEVEN
-                and axes
-                and not mesh._is_divisible(dim, size // dim.unit, axes, leaf.name)
-            ):
-                shards = math.prod(mesh.shape[axis] for axis in axes)
+        spec = mesh.spec(leaf.dims, x.shape, leaf.name) if leaf.dims else ()
+        for dim, size, entry in zip(leaf.dims or (), x.shape, (*spec, *[None] * x.ndim), strict=False):
+            axes, chosen = mesh.axes(dim.name), (entry,) if isinstance(entry, str) else entry or ()
+            if dim.name in _REPLICATED_IF_UNEVEN and not set(axes) <= set(chosen):
+                shards, kept = mesh._multiply(axes), [axis for axis in axes if axis in chosen]
+                result = f"sharded over {' x '.join(kept)} alone" if kept else "replicated"
                 lines[dim.name] = (
                     f"{leaf.name}: {size} {dim.name} do not share out over {' x '.join(axes)}={shards} and are "
-                    f"replicated; {-(-size // shards) * shards} would be sharded."
+                    f"{result}; {-(-size // shards) * shards} would be sharded{' over all' if kept else ''}."
                 )
     return list(lines.values())

@@ -247,7 +247,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         keys.append(key)
         if isinstance(node, Module):
             owner, field = node, next(f for f in dataclasses.fields(node) if f.name == key)
-            stacked_dims += [Dim(field.metadata[STACKED])] if STACKED in field.metadata else []
+            stacked_dims += [_resolve_dim(node, field.metadata[STACKED])] if STACKED in field.metadata else []
             is_trained &= field.metadata.get(TRAINABLE, True)
             keeps_dtype |= field.metadata.get(_FULL_PRECISION, False)
             is_adapter |= field.metadata.get(ADAPTER_PARAMETER, False)

@@ -1,7 +1,7 @@
 """Run a function on every device's shards, by the library's only `jax.shard_map` and one `jit` wrapper.
 
-Modules are sharded as their annotations and the layout specify. Every other array is part of a batch: its first dim is
-`batch`, its second `seq`.
+Modules are sharded as their annotations and the layout specify. Every other array is part of a batch, whose dims
+`place_batch` documents.
 """
 
 import abc
@@ -19,11 +19,11 @@ from jaxtyping import Array, Key, PRNGKeyArray, PyTree
 
 from zoo.ops.platform import target_platform
 
+from .batch import find_batch_axis, name_batch_dims
 from .closures import refuse_closed_over_arrays
 from .collectives import active_mesh, varying
 from .layout import Mesh
 from .module import Dim, Leaf, Module, leaves
-from .place import BATCH_DIMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _call_program(program_and_fixed: tuple[Callable, tuple], args: tuple, keys: 
         return program(*fixed, *args)
     arrays, rest = eqx.partition(((*fixed, *args), keys), eqx.is_array)
     mesh = program.mesh
-    specs = mesh.specs(arrays, BATCH_DIMS)
+    specs = mesh.specs(arrays, name_batch_dims)
 
     def run_on_shards(arrays):
         with active_mesh(mesh), target_platform(mesh.platform):
@@ -122,7 +122,7 @@ def _count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
     """
     arrays = eqx.filter(args, eqx.is_array)
     named = zip(leaves(arrays), jax.tree.leaves(arrays), strict=True)
-    sizes = {leaf.name: x.shape[0] for leaf, x in named if leaf.dims is None and x.ndim}
+    sizes = {leaf.name: x.shape[axis] for leaf, x in named if (axis := find_batch_axis(leaf, x)) is not None}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the arrays of a batch have one number of rows, not {sizes}")
     if microbatches < 1:

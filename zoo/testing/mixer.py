@@ -11,7 +11,7 @@ from jaxtyping import Array, Key
 from zoo.parallel import Mesh, map_leaves
 from zoo.parallel.module import is_trainable
 
-from .meshes import check_meshes, choose_meshes, count_row_shards
+from .meshes import check_meshes, choose_meshes, count_row_shards, count_seq_shards
 from .properties import check_properties
 from .report import CheckReport
 from .subject import MixerSubject, Subject, find_embed_size, list_implementations, make_subject
@@ -54,7 +54,7 @@ def check_mixer(
       of an operation, as of attention and recurrences, or of a `Literal` is checked with all its values without this;
       those that cannot compute this here are listed with the reason.
     - `meshes`: default: data, fsdp and tensor of 2, as far as there are devices. With one device, meshes are not
-      checked; the report and the log say so.
+      checked; the report and the log say so. On one that shards the sequence (`context`), decoding is not compared.
 
     **Raises** `AssertionError` with one line for each check that failed: what was compared, the largest difference
     relative to the largest number, where it is, and its usual cause. `TypeError` and `ValueError` for arguments that
@@ -78,7 +78,8 @@ def check_subject(
 ) -> CheckReport:
     """Make all checks of a subject. They raise nothing for a property that does not hold."""
     meshes = choose_meshes() if meshes is None else list(meshes)
-    texts = Texts(seq_len, find_embed_size(subject) if embed is None else embed, count_row_shards(meshes))
+    size = find_embed_size(subject) if embed is None else embed
+    texts = Texts(seq_len, size, count_row_shards(meshes), count_seq_shards(meshes))
     reason = "the mixers of a block or a decoder are checked by themselves"
     others = []
     if isinstance(subject, MixerSubject):

@@ -43,9 +43,10 @@ def read(subject: Subject, x: Any) -> Any:
     return subject(x, TokenInfo())[0]
 
 
-def compute_loss(subject: Subject, batch: Any) -> tuple[Any, Any]:
-    """Return the outputs of packed rows, weighted and summed, and the number of weights."""
-    y, _ = subject(batch["x"], TokenInfo(batch["positions"], batch["segment_ids"]))
+def compute_loss(subject: Subject, x: Any, batch: Any) -> tuple[Any, Any]:
+    """Return the outputs of packed rows, weighted and summed, and the number of weights. `x` is an argument of its own:
+    `zoo.place_batch` shards its tokens."""
+    y, _ = subject(x, TokenInfo(batch["positions"], batch["segment_ids"]))
     return _sum_weighted(y, batch["weights"]), jnp.float32(batch["weights"].size)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.layers import AbstractMixer, TokenInfo
+from zoo.layers.abstract import check_sequence_sharding
 from zoo.models import Decoder, Hidden, list_parameter_paths
 from zoo.models.decoder import AbstractBlock
 from zoo.ops.platform import current_platform
@@ -50,6 +51,7 @@ class MixerSubject(Subject):
     module: AbstractMixer
 
     def __call__(self, x, info, state=None):
+        check_sequence_sharding(self.module, x)
         return gather(self.module)(x, info, state)
 
     def init_state(self, batch, length, dtype=jnp.float32):
@@ -62,6 +64,7 @@ class BlockSubject(Subject):
     module: AbstractBlock
 
     def __call__(self, x, info, state=None):
+        check_sequence_sharding(self.module, x)
         hidden, state = gather(self.module)(Hidden(x), info, state)
         return hidden.x, state
 
@@ -78,6 +81,7 @@ class DecoderSubject(Subject):
     def __call__(self, x, info, state=None):
         model = self.module
         hidden = model.embed(jnp.ones_like(x[..., 0], int), info)
+        check_sequence_sharding(model.stack, hidden.x)
         hidden, state = model.stack(Hidden((hidden.x + x).astype(hidden.x.dtype)), info, state)
         return all_gather(model.logits(gather(model.norm)(hidden.x)), "vocab", 2), state
 

@@ -15,13 +15,14 @@ MOST_PADDING = 3
 class Texts:
     """Two documents per row, `first` and `second`, of `seq_len` tokens each.
 
-    Row r begins with r % 4 tokens of padding. Packed rows are as long as two documents and `MOST_PADDING`, and there is
-    at least one row for each token of them, a multiple of `multiple`.
+    Row r begins with r % 4 tokens of padding. Packed rows are as long as two documents and `MOST_PADDING`, rounded up
+    to a multiple of `seq_multiple`, and there is at least one row for each token of them, a multiple of `multiple`.
     """
 
     seq_len: int
     embed: int
     multiple: int = 8
+    seq_multiple: int = 1
     seed: int = 0
 
     @cached_property
@@ -30,7 +31,7 @@ class Texts:
 
     @cached_property
     def packed_len(self) -> int:
-        return 2 * self.seq_len + MOST_PADDING
+        return -(-(2 * self.seq_len + MOST_PADDING) // self.seq_multiple) * self.seq_multiple
 
     @cached_property
     def padding(self) -> np.ndarray:

@@ -1,0 +1,167 @@
+"""Batches: the dims of their arrays, the rows that each process reads, and the global arrays made of them."""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from zoo._checks import BATCH_KEYS, check_batch_ids
+
+from .layout import Mesh
+from .module import Leaf, map_leaves
+from .place import refuse_imagined
+
+
+def name_batch_dims(name: str) -> tuple[str, ...]:
+    """Return the leading dims of a batch array that is in no module, by its path in the tree.
+
+    They are `batch seq` for the arrays of a token batch (`tokens`, `targets`, `weights`, `segment_ids`, `positions`)
+    and for an array without a name: an argument of its own or an element of a tuple. Any other name has rows alone.
+    """
+    names = {part for part in name.split(".") if part and not part.isdigit()}
+    return ("batch", "seq") if not names or names.intersection(BATCH_KEYS) else ("batch",)
+
+
+def find_batch_axis(leaf: Leaf, x: Any) -> int | None:
+    """Return the array axis of the rows; None for an array without rows, such as a parameter or a scalar."""
+    if leaf.dims is None:
+        return 0 if np.ndim(x) else None
+    return next((axis for axis, dim in enumerate(leaf.dims) if dim.name == "batch"), None)
+
+
+def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTree:
+    """Shard a batch over the mesh: its rows over the axes of `batch`, its tokens over those of `seq`.
+
+    - `tokens`, `targets`, `weights`, `segment_ids` and `positions` of a mapping are `batch seq`, and so is an array
+      without a name: `batch` itself or an element of a tuple.
+    - An array of any other name has rows alone: `images` are never sharded along a second dim.
+    - A `zoo.parallel.Module` says its own dims: `logits: Float[Array, "batch seq vocab"]`.
+
+    The same dims hold wherever a batch is passed, in `zoo.value_and_grad` and `zoo.spmd`.
+
+    With several processes each passes the rows that `zoo.parallel.reader(mesh)` assigns to it, over the full sequence;
+    the result is the global array. Processes that share an index pass the same rows, which is checked for the first
+    batch on a mesh. `jax.ShapeDtypeStruct`s are those of the global arrays, and get their shardings.
+
+    - `vocab`: size of the vocabulary. If given, `tokens` and `targets` of the batch are checked against it, on the
+      host: inside a program an id outside the vocabulary can only give a loss of NaN.
+
+    **Raises** `ValueError` for a number of rows or tokens that the mesh does not divide, for different rows in
+    processes that share them, and for tokens outside of `vocab` or targets beyond it. Negative targets are ignored by
+    the loss.
+    """
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+        shardings = mesh.shardings(batch, name_batch_dims)
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), batch, shardings)
+    refuse_imagined(mesh)
+    if vocab is not None:
+        check_batch_ids(batch, vocab)
+    if jax.process_count() == 1:
+        return jax.device_put(batch, mesh.shardings(batch, name_batch_dims))
+    _, parts = reader(mesh)
+    shards, readers = _assign_rows(mesh)
+    _check_shared_rows(batch, mesh, readers)
+    return _make_global_batch(batch, mesh, sorted(shards[jax.process_index()]), parts)
+
+
+def reader(mesh: Mesh) -> tuple[int, int]:
+    """Return (index, count): this process reads part `index` of `count` of the rows of each batch.
+
+        batches = corpus.train.batches(seq_len, batch_size, process=zoo.parallel.reader(mesh))
+
+    Processes whose devices hold the same rows, as where `tensor`, `context` or `pipe` spans them, have the same index
+    and read the same rows. It is (0, 1) for one process.
+
+    **Raises** `ValueError` if two processes hold some rows in common, but not all, and for a process without devices in
+    the mesh.
+    """
+    _, readers = _assign_rows(mesh)
+    if jax.process_index() not in readers:
+        raise ValueError(f"process {jax.process_index()} has no device in the mesh {mesh}, so it reads no rows")
+    return readers[jax.process_index()]
+
+
+@functools.cache
+def _assign_rows(mesh: Mesh) -> tuple[dict[int, frozenset[int]], dict[int, tuple[int, int]]]:
+    """Return the shards of the rows that each process holds, and its (index, count)."""
+    shards = _find_row_shards(mesh, lambda device: device.process_index)
+    return shards, _group_processes(shards, mesh)
+
+
+def _find_row_shards(mesh: Mesh, get_process: Callable[[Any], int]) -> dict[int, frozenset[int]]:
+    """Return the shards of the rows that the devices of each process hold, by the index map of the sharding."""
+    axes = mesh.axes("batch")
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    held: dict[int, set[int]] = {}
+    for device, (rows,) in NamedSharding(mesh.devices, PartitionSpec(axes)).devices_indices_map((count,)).items():
+        held.setdefault(get_process(device), set()).add(rows.start or 0)
+    return {process: frozenset(shards) for process, shards in held.items()}
+
+
+def _group_processes(held: Mapping[int, frozenset[int]], mesh: Mesh) -> dict[int, tuple[int, int]]:
+    """Return (index, count) of each process. Processes that hold the same shards of the rows have the same index."""
+    groups = sorted(set(held.values()), key=min)
+    if len({len(shards) for shards in groups}) > 1 or sum(map(len, groups)) > len(frozenset().union(*groups)):
+        parts = ", ".join(f"process {process} {sorted(shards)}" for process, shards in sorted(held.items()))
+        raise ValueError(
+            f"processes have to hold either the same shards of the rows or different ones, and equally many. On {mesh} "
+            f"they hold: {parts}. Let the axes inside a process multiply to its number of devices."
+        )
+    return {process: (groups.index(shards), len(groups)) for process, shards in held.items()}
+
+
+_checked_meshes: set[Mesh] = set()
+"""Meshes of the batches that `_check_shared_rows` has compared: one comparison waits for all processes."""
+
+
+def _check_shared_rows(batch: PyTree, mesh: Mesh, readers: Mapping[int, tuple[int, int]]) -> None:
+    """**Raises** `ValueError`, in every process, if processes that share rows pass different ones: they were read by
+    the number of the process and not by `reader`."""
+    is_shared = len({index for index, _ in readers.values()}) < len(readers)
+    if mesh in _checked_meshes or not is_shared or len(readers) < jax.process_count():
+        return
+    digest = 0
+    for x in jax.tree.leaves(batch):
+        digest = zlib.crc32(np.ascontiguousarray(x).tobytes(), digest)
+    digests = multihost_utils.process_allgather(np.uint32(digest))
+    first: dict[int, int] = {}
+    for process, (index, count) in sorted(readers.items()):
+        other = first.setdefault(index, process)
+        if digests[other] != digests[process]:
+            raise ValueError(
+                f"processes {other} and {process} hold the same rows on {mesh}, and pass different ones: read part "
+                f"{index} of {count} in both, batches(..., process=zoo.parallel.reader(mesh))"
+            )
+    _checked_meshes.add(mesh)
+
+
+def _make_global_batch(batch: PyTree, mesh: Mesh, shards: list[int], parts: int) -> PyTree:
+    """Make global arrays from the rows of this process, which holds these `shards` of them, one of `parts`."""
+
+    def make_shape(leaf, x):
+        shape, axis = list(np.shape(x)), find_batch_axis(leaf, x)
+        if axis is not None:
+            shape[axis] *= parts
+        return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(x.dtype))
+
+    def make_global_array(leaf, x, abstract, sharding):
+        x, axis = np.asarray(x, abstract.dtype), find_batch_axis(leaf, x)
+
+        def read_shard(index):
+            if axis is None:
+                return x[index]
+            rows = x.shape[axis] // len(shards)
+            first = shards.index((index[axis].start or 0) // rows) * rows
+            return x[(*index[:axis], slice(first, first + rows), *index[axis + 1 :])]
+
+        return jax.make_array_from_callback(abstract.shape, sharding, read_shard)
+
+    shapes = map_leaves(make_shape, batch)
+    return map_leaves(make_global_array, batch, shapes, mesh.shardings(shapes, name_batch_dims))
