@@ -13,7 +13,7 @@ import zoo
 from zoo.layers import MLP, Attention, Dropout, Embedding, LayerNorm, Linear, RMSNorm, TokenInfo
 from zoo.models import Block, Decoder, Stack
 from zoo.ops.rotary import LinearScaling, Rotary
-from zoo.parallel import Dim
+from zoo.parallel import Dim, vary
 
 KEY = jax.random.key(0)
 
@@ -108,6 +108,15 @@ def test_attention_norm_over_sharded_heads_equals_one_device():
     for result in sharded:
         for a, b in zip(*map(jax.tree.leaves, (expected, result)), strict=True):
             assert np.abs(a - b).max() <= 2e-5 * np.abs(a).max()
+
+
+def test_attention_selects_kv_heads_by_their_number():
+    """Input that varies over `tensor`, as tokens gathered over it do, says nothing of the replicated KV heads."""
+    attention = Attention(32, 8, kv_heads=2, key=KEY)
+    x, mesh = jax.random.normal(KEY, (2, 5, 32)), zoo.make_mesh(data=1, tensor=8)
+    run = lambda attention, x: attention(vary(x, ("tensor",)), TokenInfo())[0]
+    y = zoo.spmd(run, mesh, out="batch seq embed")(zoo.place(attention, mesh), x)
+    assert jnp.allclose(y, attention(x, TokenInfo())[0], atol=1e-5)
 
 
 def test_decoder_multipliers_of_residuals_and_logits():

@@ -11,7 +11,7 @@ from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
 from .moe.mixture import MixtureOfExperts
 from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
-from .moe.routing import Routing
+from .moe.routing import Routing, RoutingSums
 from .norm import LayerNorm, RMSNorm
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .quantized.packed import AbstractPackedLinear
@@ -84,6 +84,7 @@ __all__ = [
     "RecurrentState",
     "Retention",
     "Routing",
+    "RoutingSums",
     "ShortConvolution",
     "SoftmaxRouter",
     "TokenInfo",

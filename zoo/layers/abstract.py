@@ -1,13 +1,14 @@
 """Abstract base classes of layers. A class is one of these, another abstract one, or final."""
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
-from zoo.parallel import Module
-from zoo.shapes import HiddenStates
+from zoo.parallel import Module, num_shards, sharded_axes
+from zoo.shapes import HiddenStates, ResidualStream
 
 from .moe.routing import Routing
 from .token_info import TokenInfo
@@ -20,7 +21,7 @@ class AbstractLinear(Module):
     """
 
     @abc.abstractmethod
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W x + b."""
 
     @abc.abstractmethod
@@ -81,7 +82,7 @@ class AbstractFeedForward(Module):
     """Position-wise feed-forward layer `x -> (y, routing)`: an MLP, or a mixture of experts."""
 
     @abc.abstractmethod
-    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[Routing, ...]]:
+    def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[Routing, ...]]:
         """Return the output, and the decisions of the router: `()` for a layer without one."""
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
@@ -95,8 +96,11 @@ class AbstractFeedForward(Module):
 class AbstractMixer(Module):
     """Sequence mixer `(x, info, state) -> (y, state)`: attention or a recurrence."""
 
+    shards_sequence: ClassVar[bool] = False
+    """True for a mixer that computes the same where `context` shards the sequence; a model with any other raises."""
+
     @abc.abstractmethod
-    def __call__(self, x: HiddenStates, info: TokenInfo, state: Any = None) -> tuple[HiddenStates, Any]:
+    def __call__(self, x: HiddenStates, info: TokenInfo, state: Any = None) -> tuple[ResidualStream, Any]:
         """Return the output, and the updated state: None if `state` is None, as in training."""
 
     @abc.abstractmethod
@@ -107,3 +111,20 @@ class AbstractMixer(Module):
     def rope_stable_length(self) -> int | None:
         """The longest sequence for which RoPE does not depend on the total length. None if it never does."""
         return None
+
+
+def check_sequence_sharding(layers: PyTree, x: HiddenStates) -> None:
+    """Check that all mixers of `layers` can compute a shard of the sequence, if `x` is one.
+
+    **Raises** `NotImplementedError` that names the mixers that need the whole sequence.
+    """
+    if not (axes := sharded_axes(x, "seq")):
+        return
+    is_mixer = lambda module: isinstance(module, AbstractMixer)
+    mixers = filter(is_mixer, jax.tree.leaves(layers, is_leaf=is_mixer))
+    if names := sorted({type(mixer).__name__ for mixer in mixers if not mixer.shards_sequence}):
+        sharding = f"{' x '.join(axes)}={num_shards(x, 'seq')}"
+        raise NotImplementedError(
+            f"{', '.join(names)} cannot mix a sequence that is sharded over {sharding}: leave context at 1, "
+            "or use mixers whose `shards_sequence` is True"
+        )

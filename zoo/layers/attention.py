@@ -11,10 +11,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.attention import ATTENTION, AttentionMask, attention
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, full_precision, implementation_option, num_shards, shard_offset, sharded_axes
-from zoo.shapes import HiddenStates, KVHeads, Positions
+from zoo.parallel import Dim, full_precision, implementation_option, shard_offset
+from zoo.shapes import HiddenStates, KVHeads, Positions, ResidualStream
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from .context_attention import causal_attention
 from .kv_cache import KeyValueCache, require_positions
 from .linear import Linear, resolve_head_dim
 from .rotary import compute_cos_sin, rope_stable_length
@@ -37,8 +38,11 @@ class Attention(AbstractMixer):
     in float32; transformers rounds them, and all scores, to the compute dtype.
 
     Heads are sharded over `tensor`; one head is never divided. With fewer kv_heads than devices on that axis, keys and
-    values are replicated and each device selects the KV heads of its queries.
+    values are replicated and each device selects the KV heads of its queries. A sequence sharded over `context` is
+    attended to as `Layout.context` says (`zoo.layers.context_attention`).
     """
+
+    shards_sequence = True
 
     query: AbstractLinear
     key: AbstractLinear
@@ -49,6 +53,8 @@ class Attention(AbstractMixer):
     sinks: Float[Array, "heads"] | None = full_precision()
 
     head_dim: int = eqx.field(static=True)
+    group: int = eqx.field(static=True)
+    """Query heads per KV head."""
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
     soft_cap: float | None = eqx.field(static=True)
@@ -115,12 +121,12 @@ class Attention(AbstractMixer):
             self.key_norm = norm_over_heads(kv_heads * head_dim, features=kv_dim)
         self.clip, self.norm_over_heads = None if clip is None else float(clip), norm_over_heads is not None
         self.sinks = jnp.zeros(heads) if sinks else None
-        self.head_dim, self.rotary, self.window = head_dim, rotary, window
+        self.head_dim, self.group, self.rotary, self.window = head_dim, heads // kv_heads, rotary, window
         self.soft_cap, self.scale, self.implementation = soft_cap, scale, implementation
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
-    ) -> tuple[HiddenStates, KeyValueCache | None]:
+    ) -> tuple[ResidualStream, KeyValueCache | None]:
         """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
 
         **Raises** `ValueError` for a cache without positions.
@@ -133,23 +139,17 @@ class Attention(AbstractMixer):
             cos, sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
+        options = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
+        options |= {"implementation": self.implementation}
         if state is None:
-            segments = {"query_segments": info.segment_ids, "key_segments": info.segment_ids}
-            mask = AttentionMask(causal=True, window=self.window, **segments)
+            key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
+            mixed = causal_attention(query, (key, value), info.segment_ids, window=self.window, **options)
         else:
             key, value, key_positions, state = self._update_cache(state, key, value, info.positions)
+            key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
             positions = {"query_positions": info.positions, "key_positions": key_positions}
             mask = AttentionMask(causal=True, window=self.window, **positions)
-        mixed = attention(
-            query,
-            select_kv_heads(key, query),
-            select_kv_heads(value, query),
-            mask,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            implementation=self.implementation,
-        )
+            mixed = attention(query, key, value, mask, **options)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
     def _split_heads(
@@ -194,18 +194,14 @@ class Attention(AbstractMixer):
 
 
 def select_kv_heads(
-    x: Float[Array, "batch seq units _"],
-    heads: Float[Array, "batch heads_seq heads _"],
-    *,
-    dim: str = "kv_heads",
+    x: Float[Array, "batch seq units _"], heads: Float[Array, "batch heads_seq heads _"], group: int
 ) -> Float[Array, "batch seq _ _"]:
-    """Select the KV heads (or groups, `dim`) that this device's query `heads` use.
+    """Select the KV heads (or groups) that this device's query `heads` use, `group` heads each.
 
-    The identity, unless heads are sharded and `dim`, having too few for the axis, is replicated: then all heads of a
-    device share one.
+    The identity, unless the KV heads, too few for the axis that shards heads, are replicated: then all heads of a
+    device use one. Their number tells. That `x` varies over this axis does not: its tokens may be sharded over it.
     """
-    parts = num_shards(heads, "heads")
-    if parts == 1 or sharded_axes(x, dim):
+    if x.shape[2] * group == heads.shape[2]:
         return x
-    index = shard_offset(heads, "heads", 1) * x.shape[2] // parts
+    index = shard_offset(heads, "heads", heads.shape[2]) // group
     return lax.dynamic_slice_in_dim(x, index, 1, axis=2)

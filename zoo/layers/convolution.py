@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.convolution import causal_conv1d, lag_inputs
 from zoo.parallel import Dim, Module
+from zoo.parallel.sequence import halo
+from zoo.shapes import SegmentIds
 
 from .recurrent.context import RecurrenceContext
 
@@ -24,8 +26,8 @@ class ConvState(Module):
 
 class ShortConvolution(Module):
     """Causal depthwise convolution y_t = bias + sum over k < width of weight_{width-1-k} x_{t-k} (see
-    `zoo.ops.convolution`). It does not cross segment boundaries. Inputs before the first token are zeros, or those of
-    the `ConvState`.
+    `zoo.ops.convolution`). It does not cross segment boundaries. Inputs before the first token are zeros, those of the
+    `ConvState`, or where the sequence is sharded the last of the shard before.
     """
 
     weight: Float[Array, "features conv"]
@@ -54,9 +56,12 @@ class ShortConvolution(Module):
     def __call__(
         self, x: Float[Array, "batch seq features"], context: RecurrenceContext, state: ConvState | None = None
     ) -> tuple[Float[Array, "batch seq features"], ConvState | None]:
-        """Return the convolved inputs, and the updated state unless `state` is None."""
+        """Return the convolved inputs, and the updated state unless `state` is None.
+
+        **Raises** `ValueError` if a shard of the sequence has fewer than width - 1 tokens.
+        """
         inputs = _prepend_history(x, self.width - 1, context, state)
-        y = causal_conv1d(inputs, self.weight, self.bias, context.segment_ids)
+        y = causal_conv1d(inputs, self.weight, self.bias, _prepend_segment_ids(self.width - 1, context))
         return y.astype(x.dtype), _update_conv_state(inputs, self.width - 1, state)
 
 
@@ -71,17 +76,20 @@ def token_shift(
     """Return the previous token of each (zero before the first), and the updated state unless `state` is None: RWKV's
     token shift (Peng et al., arXiv:2305.13048, section 3.1)."""
     inputs = _prepend_history(x, 1, context, state)
-    return lag_inputs(inputs, 1, x.shape[1], context.segment_ids), _update_conv_state(inputs, 1, state)
+    previous = lag_inputs(inputs, 1, x.shape[1], _prepend_segment_ids(1, context))
+    return previous, _update_conv_state(inputs, 1, state)
 
 
 def _prepend_history(
     x: Float[Array, "batch seq features"], count: int, context: RecurrenceContext, state: ConvState | None
 ) -> Float[Array, "batch _ features"]:
-    """Prepend the `count` previous inputs: those of the state, or zeros.
+    """Prepend the `count` previous inputs: those of the state or of the shard before, or zeros.
 
     With left padding, they are placed between the padding and a row's first real token, so that the last `count` inputs
     of the result are always the next state.
     """
+    if state is None and context.axes:
+        return jnp.concatenate([halo(x, count, context.axes), x], axis=1)
     if state is None:
         return jnp.pad(x, [(0, 0), (count, 0), (0, 0)])
     history = state.inputs.astype(x.dtype)
@@ -91,6 +99,16 @@ def _prepend_history(
     padding = (~context.token_mask).sum(1)
     write_row = lambda row, inputs, first: lax.dynamic_update_slice_in_dim(row, inputs, first, axis=0)
     return jax.vmap(write_row)(extended, history, padding)
+
+
+def _prepend_segment_ids(count: int, context: RecurrenceContext) -> SegmentIds | None:
+    """Prepend the segment ids of the `count` previous inputs; zero inputs count as the first token's segment."""
+    ids = context.segment_ids
+    if ids is None:
+        return None
+    if context.axes:
+        return jnp.concatenate([halo(ids, count, context.axes), ids], axis=1)
+    return jnp.pad(ids, [(0, 0), (count, 0)], mode="edge")
 
 
 def _update_conv_state(

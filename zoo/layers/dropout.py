@@ -2,7 +2,7 @@
 
 from zoo.ops.dropout import dropout
 from zoo.parallel import Module, implementation_option, shard_offset
-from zoo.shapes import HiddenStates
+from zoo.shapes import ResidualStream
 
 from .token_info import TokenInfo
 
@@ -20,13 +20,13 @@ class Dropout(Module):
         if not 0 <= self.rate < 1:
             raise ValueError(f"a dropout rate is at least 0 and less than 1, not {self.rate}")
 
-    def __call__(self, x: HiddenStates, info: TokenInfo, *, site: int) -> HiddenStates:
+    def __call__(self, x: ResidualStream, info: TokenInfo, *, site: int) -> ResidualStream:
         """`site` numbers the dropouts of one block, so that their masks differ."""
         keys = info.fold_keys(site).keys
         if keys is None or self.rate == 0:
             return x
         offsets = {
-            "seq_offset": shard_offset(x, "seq", x.shape[1]),
+            "seq_offset": shard_offset(x, "tokens", x.shape[1]),
             "feature_offset": shard_offset(x, "embed", x.shape[2]),
         }
         return dropout(x, keys, rate=self.rate, **offsets)

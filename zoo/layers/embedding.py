@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.parallel import Module, num_shards, reduce, shard_offset
-from zoo.shapes import HiddenStates, Tokens
+from zoo.parallel.tokens import shard_tokens
+from zoo.shapes import ResidualStream, Tokens
 
 from .linear import contract, truncated_normal
 
@@ -18,7 +19,7 @@ class AbstractEmbedding(Module):
     multiplier: eqx.AbstractVar[float]
 
     @abc.abstractmethod
-    def __call__(self, tokens: Tokens) -> HiddenStates:
+    def __call__(self, tokens: Tokens) -> ResidualStream:
         """Look up the embedding of each token, times `multiplier`."""
 
     @abc.abstractmethod
@@ -48,7 +49,8 @@ class AbstractEmbedding(Module):
 class Embedding(AbstractEmbedding):
     """Token embedding: `multiplier` times row `token` of a table. `transposed` returns the logits of a tied head.
 
-    If the vocabulary is sharded, each device looks up the ids of its shard, and an all-reduce adds the others. The
+    If the vocabulary is sharded, each device looks up the ids of its shard, and an all-reduce adds the others, or a
+    reduce-scatter where the layout shards the tokens of hidden states (`zoo.parallel.SEQUENCE`). The
     multiplier is rounded to the dtype of the table, like Gemma's.
     """
 
@@ -64,7 +66,7 @@ class Embedding(AbstractEmbedding):
         self.weight = truncated_normal(key, (vocab, embed), scale)
         self.multiplier = float(multiplier)
 
-    def __call__(self, tokens: Tokens) -> HiddenStates:
+    def __call__(self, tokens: Tokens) -> ResidualStream:
         """Look up tokens. An id outside the vocabulary gives NaN, on one device and on any mesh."""
         x = lookup_rows(self.weight, tokens)
         return x if self.multiplier == 1 else x * self.multiplier
@@ -85,14 +87,16 @@ class Embedding(AbstractEmbedding):
         return vocab, embed
 
 
-def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Array, "batch seq size"]:
-    """Look up rows of a table whose vocabulary may be sharded; NaN for an id outside it."""
+def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Array, "batch tokens size"]:
+    """Look up rows of a table whose vocabulary may be sharded; NaN for an id outside it. The tokens are those of hidden
+    states: all, or with sequence parallelism those of this device."""
     size = table.shape[0]
     local_ids = tokens - shard_offset(table, "vocab", size)
     is_local = (0 <= local_ids) & (local_ids < size)
     rows = jnp.where(is_local[..., None], table[jnp.where(is_local, local_ids, 0)], 0)
     is_valid = (0 <= tokens) & (tokens < size * num_shards(table, "vocab"))
-    return jnp.where(is_valid[..., None], reduce(rows, over="vocab"), jnp.nan)
+    x = reduce(jnp.where(is_valid[..., None], rows, jnp.nan), over="vocab", into="tokens")
+    return shard_tokens(x) if x.shape[1] == tokens.shape[1] else x
 
 
 class PositionEmbedding(Module):

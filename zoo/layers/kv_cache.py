@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from zoo.parallel import Module
+from zoo.parallel import Module, sharded_axes
 from zoo.shapes import KVHeads, Positions
 
 from .token_info import TokenInfo
@@ -80,9 +80,11 @@ class LatentCache(Module):
 
 
 def require_positions(info: TokenInfo, state: Any) -> None:
-    """**Raises** `ValueError` for a cache or recurrent state without positions."""
+    """**Raises** `ValueError` for a cache or recurrent state without positions, or for a sharded sequence."""
     if state is not None and info.positions is None:
         raise ValueError("with a cache the place of each token is not known: give positions, -1 for padding")
+    if state is not None and info.positions is not None and (axes := sharded_axes(info.positions, "seq")):
+        raise ValueError(f"a cache holds all tokens of a row, and {' x '.join(axes)} shards them: decode on other axes")
 
 
 def _write_slots(ring: Array, new: Array, written: Int[Array, ""], axis: int) -> Array:

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.attention import ATTENTION, AttentionMask, attention
 from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
 from zoo.parallel import Dim, implementation_option
-from zoo.shapes import HeadVectors, HiddenStates
+from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from .context_attention import causal_attention
 from .kv_cache import LatentCache, require_positions
 from .linear import Linear
 from .norm import RMSNorm
@@ -53,8 +54,11 @@ class LatentAttention(AbstractMixer):
 
     Heads are sharded over `tensor`; latents, rotary keys and the cache are replicated. At rest `fsdp` shards matrices
     along embed, and the up projections along latent with
-    `Layout(parameters={"embed": ("fsdp",), "latent": ("fsdp",)})`.
+    `Layout(parameters={"embed": ("fsdp",), "latent": ("fsdp",)})`. Where `context` shards a sequence, devices exchange
+    latents and rotary keys in place of keys and values, unless the layout exchanges heads.
     """
+
+    shards_sequence = True
 
     query: AbstractLinear | None
     query_down: AbstractLinear | None
@@ -132,7 +136,7 @@ class LatentAttention(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: LatentCache | None = None
-    ) -> tuple[HiddenStates, LatentCache | None]:
+    ) -> tuple[ResidualStream, LatentCache | None]:
         """With a cache as `state`, tokens follow those of the cache, at `info.positions`. A single token is decoded
         with `attend_absorbed`; prefill and training use `attend_expanded`.
 
@@ -142,14 +146,14 @@ class LatentAttention(AbstractMixer):
         cos_sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
         query, features = self.project_queries(x, cos_sin), self.project_features(x, cos_sin)
         if state is None:
-            mask = AttentionMask(causal=True, query_segments=info.segment_ids, key_segments=info.segment_ids)
+            options = {"scale": self.scale, "implementation": self.implementation}
+            mixed = causal_attention(query, features, info.segment_ids, expand=self._expand(), **options)
         else:
             assert info.positions is not None  # see require_positions
             state = state.write(features, info.positions)
-            features = state.features
             mask = AttentionMask(causal=True, query_positions=info.positions, key_positions=state.positions)
-        is_decoding = state is not None and x.shape[1] == 1
-        mixed = (self.attend_absorbed if is_decoding else self.attend_expanded)(query, features, mask)
+            attend = self.attend_absorbed if x.shape[1] == 1 else self.attend_expanded
+            mixed = attend(query, state.features, mask)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
     def project_queries(self, x: HiddenStates, cos_sin: tuple[Array, Array]) -> HeadVectors:
@@ -173,12 +177,12 @@ class LatentAttention(AbstractMixer):
 
     def attend_expanded(self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """Attend with keys and values of all heads, expanded from the latents."""
-        latent, rotary_key = jnp.split(features, [self.latent.out_size], axis=-1)
-        head_shape = (*latent.shape[:2], query.shape[2])
-        key, value = (up(latent).reshape(*head_shape, -1) for up in (self.key_up, self.value_up))
-        rotary_key = jnp.broadcast_to(rotary_key[:, :, None], (*head_shape, self.rotary.dim))
-        key = jnp.concatenate([key, rotary_key], axis=-1)
+        key, value = self._expand()(features)
         return attention(query, key, value, mask, scale=self.scale, implementation=self.implementation)
+
+    def _expand(self) -> Callable[[_LatentFeatures], tuple[HeadVectors, HeadVectors]]:
+        """Return the map from latents to the keys and values of all heads, as a pytree of its parameters."""
+        return jax.tree_util.Partial(_expand_latents, self.key_up, self.value_up, self.head_dim, self.rotary.dim)
 
     def attend_absorbed(self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """Attend in the latent space, with the up projections absorbed into queries and outputs.
@@ -199,6 +203,17 @@ class LatentAttention(AbstractMixer):
     @property
     def rope_stable_length(self) -> int | None:
         return rope_stable_length(self.rotary)
+
+
+def _expand_latents(
+    key_up: AbstractLinear, value_up: AbstractLinear, head_dim: int, rotary_dim: int, features: _LatentFeatures
+) -> tuple[HeadVectors, HeadVectors]:
+    """Return keys and values of all heads: [W_key_up c, r], and W_value_up c."""
+    latent, rotary_key = jnp.split(features, [features.shape[-1] - rotary_dim], axis=-1)
+    key = key_up(latent).reshape(*latent.shape[:2], -1, head_dim)
+    heads = key.shape[2]
+    rotary_key = jnp.broadcast_to(rotary_key[:, :, None], (*key.shape[:3], rotary_dim))
+    return jnp.concatenate([key, rotary_key], axis=-1), value_up(latent).reshape(*latent.shape[:2], heads, -1)
 
 
 def _yarn_mscale(rotary: Rotary) -> float:

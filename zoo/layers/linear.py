@@ -16,7 +16,8 @@ class Linear(AbstractLinear):
     """y = W x + b, with W of shape [out, in] as in PyTorch.
 
     A `Linear` is neither column- nor row-parallel: it all-reduces over the dim that it contracts if, and only if, that
-    dim is sharded. A bias is sharded like `out`. A replicated one is added once, after the all-reduce.
+    dim is sharded. A bias is sharded like `out`. A replicated one is added once, after the all-reduce, which is a
+    reduce-scatter into tokens where the layout shards those of the residual stream.
     """
 
     weight: Float[Array, "out in"]
@@ -57,8 +58,8 @@ class Linear(AbstractLinear):
     def with_weight(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> "Linear":
         return eqx.tree_at(lambda x: (x.weight, x.bias), self, (weight, bias), is_leaf=lambda x: x is None)
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        y = reduce(contract(x, self.weight, 1), over=self.in_.name)
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
+        y = reduce_output(contract(x, self.weight, 1), self.in_, self.out)
         return y if self.bias is None else y + self.bias
 
     def add_matmul(self, y: Float[Array, "*rows out"], x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
@@ -93,6 +94,13 @@ def contract(x: Float[Array, "*rows k"], weight: Float[Array, "_ _"], dim: int) 
     """
     flat = einsum_fp32_accum("ri,oi->ro" if dim == 1 else "ri,io->ro", x.reshape(-1, x.shape[-1]), weight)
     return flat.reshape(*x.shape[:-1], flat.shape[-1])
+
+
+def reduce_output(y: Float[Array, "*rows out"], in_: Dim, out: Dim) -> Float[Array, "*tokens out"]:
+    """All-reduce the partial sums of a contraction over `in_`. Those of the residual stream, "batch seq embed", are
+    reduce-scattered where the layout shards its tokens (`zoo.parallel.SEQUENCE`)."""
+    is_residual = out.name == "embed" and y.ndim == 3
+    return reduce(y, over=in_.name, into="tokens" if is_residual else None)
 
 
 def add_expert_biases(

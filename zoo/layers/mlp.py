@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.activations import clamped_swiglu
 from zoo.parallel import Dim
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from .abstract import AbstractFeedForward, AbstractLinear
 from .linear import Linear
@@ -40,7 +40,7 @@ class MLP(AbstractFeedForward):
         self.down = Linear(mlp, embed, in_=_MLP_DIM, out=_EMBED, bias=bias, scale=out_scale, key=down_key)
         self.activation = activation
 
-    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[()]]:
+    def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
         return self.down(self.activation(self.up(x))), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
@@ -69,7 +69,7 @@ class GatedMLP(AbstractFeedForward):
         self.gate, self.up, self.down = _make_gated_projections(embed, mlp, Linear, bias, out_scale, key)
         self.activation = activation
 
-    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[()]]:
+    def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
         return self.down(self.activation(self.gate(x)) * self.up(x)), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
@@ -108,7 +108,7 @@ class ClampedGatedMLP(AbstractFeedForward):
         self.gate, self.up, self.down = _make_gated_projections(embed, mlp, linear, bias, out_scale, key)
         self.alpha, self.limit = float(alpha), float(limit)
 
-    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[()]]:
+    def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
         return self.down(clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit)), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:

@@ -34,7 +34,7 @@ class TokenInfo(Module):
         return type(self)(self.positions, self.segment_ids, keys)
 
 
-def token_positions(x: HiddenStates, info: TokenInfo) -> Int[Array, "*batch seq"]:
+def token_positions(x: HiddenStates | Tokens, info: TokenInfo) -> Int[Array, "*batch seq"]:
     """Return `info.positions`, or 0, 1, 2, ... along the (possibly sharded) sequence."""
     return jnp.arange(x.shape[1]) + shard_offset(x, "seq", x.shape[1]) if info.positions is None else info.positions
 

@@ -80,6 +80,17 @@ def test_mixer_on_a_mesh_equals_one_device(name):
     assert check_mixer(partial(MIXERS[name], EMBED, HEADS), meshes=[mesh]).passed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixer_of_a_sharded_sequence_equals_one_device(name):
+    """Documents that go on from one device to the next, and border on padding."""
+    meshes = [
+        zoo.make_mesh(1, context=4, devices=jax.devices()[:4]),
+        zoo.make_mesh(data=2, context=2, tensor=2),
+    ]
+    check_mixer(partial(MIXERS[name], EMBED, HEADS), meshes=meshes)
+
+
 def test_mixer_state_size_does_not_depend_on_length():
     for name in MIXERS:
         layer = eqx.filter_eval_shape(partial(MIXERS[name], EMBED, HEADS), key=KEY)

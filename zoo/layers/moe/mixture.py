@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert, sort_into_slots
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul_implementation
 from zoo.parallel import implementation_option, num_shards, reduce, stacked
-from zoo.shapes import HiddenStates
+from zoo.parallel.tokens import find_token_axes, match_tokens
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractFeedForward, AbstractLinear
 from .router import AbstractRouter
@@ -34,7 +35,8 @@ class MixtureOfExperts(AbstractFeedForward):
     GShard, so that results do not depend on the mesh. Padding fills capacity like tokens. A later token's first choice
     can displace an earlier token's second one, which is not causal: use a capacity for training only.
 
-    Experts are sharded over `tensor` along mlp. The all-reduce comes once, after the experts are combined.
+    Experts are sharded over `tensor` along mlp. The all-reduce (or, with `zoo.parallel.SEQUENCE`, reduce-scatter) comes
+    once, after the experts are combined.
     """
 
     router: AbstractRouter
@@ -75,23 +77,26 @@ class MixtureOfExperts(AbstractFeedForward):
         self.capacity_factor = None if capacity_factor is None else float(capacity_factor)
         self.implementation = implementation
 
-    def __call__(self, x: HiddenStates) -> tuple[HiddenStates, tuple[Routing, ...]]:
+    def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[Routing, ...]]:
         weights, routing = self.router(x)
         mix = self._mix_dropless if self.capacity_factor is None else self._mix_with_capacity
         y = mix(x, weights, routing)
         if self.shared is not None:
-            gate = 1 if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x))
             shared, _ = self.shared(x)
+            gate = 1 if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(match_tokens(x, shared)))
             y = y + gate * shared
         return y, (routing,)
 
-    def _mix_dropless(self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing) -> HiddenStates:
+    def _mix_dropless(
+        self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing
+    ) -> ResidualStream:
         """Sort tokens by expert, apply the experts with grouped matmuls, and combine."""
         flat = x.reshape(-1, x.shape[-1])
         order = sort_by_expert(routing.chosen.reshape(len(flat), -1), routing.logits.shape[-1])
         with grouped_matmul_implementation(self.implementation):
             rows = self.experts.grouped(dispatch(flat, order), order.group_sizes)
-        return reduce(combine(rows, weights.reshape(len(flat), -1), order), over="mlp").reshape(x.shape)
+        y = combine(rows, weights.reshape(len(flat), -1), order).reshape(x.shape)
+        return reduce(y, over="mlp", into="tokens")
 
     def _mix_with_capacity(
         self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing
@@ -100,6 +105,11 @@ class MixtureOfExperts(AbstractFeedForward):
         if num_shards(x, "seq") > 1:
             raise NotImplementedError(
                 "a capacity counts along the sequence, which this mesh splits: leave context at 1"
+            )
+        if find_token_axes():
+            raise NotImplementedError(
+                "experts with a capacity take slots, and not the tokens that zoo.parallel.SEQUENCE shards: use another "
+                "layout, or leave capacity_factor out"
             )
         assert self.capacity_factor is not None
         (batch, seq, embed), top, experts = x.shape, weights.shape[-1], routing.logits.shape[-1]

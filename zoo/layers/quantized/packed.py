@@ -10,7 +10,7 @@ from zoo.ops.quantized.packed_matmul import grouped_packed_matmul, packed_matmul
 from zoo.parallel import Dim, reduce
 
 from ..abstract import AbstractLinear
-from ..linear import Linear, add_expert_biases
+from ..linear import Linear, add_expert_biases, reduce_output
 
 
 class AbstractPackedLinear(AbstractLinear):
@@ -85,8 +85,8 @@ class AbstractPackedLinear(AbstractLinear):
             "it, or puts back, would be rounded again: start from 'zero' or 'gaussian', or around a plain Linear"
         )
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        y = reduce(self._contract(x, "oi"), over=self.in_.name)
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
+        y = reduce_output(self._contract(x, "oi"), self.in_, self.out)
         return y if self.bias is None else y + self.bias
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.normalization import layer_norm, rms_norm
 from zoo.parallel import Dim, Module, full_precision, num_shards, shard_offset
-from zoo.shapes import HeadVectors, HiddenStates, LogDecays, MatrixState, Values
+from zoo.shapes import HeadVectors, HiddenStates, LogDecays, MatrixState, ResidualStream, Values
 
 from ..abstract import AbstractLinear, AbstractNorm
 from ..convolution import ConvState, ShortConvolution
@@ -154,7 +154,7 @@ class OutputGate(Module):
         self.out = Linear(heads * value_dim, embed, in_=head_values, out=embed_dim, scale=out_scale, key=out_key)
         self.activation, self.norm_over_heads = activation, norm_over_heads
 
-    def __call__(self, mixed: Values, x: HiddenStates) -> HiddenStates:
+    def __call__(self, mixed: Values, x: HiddenStates) -> ResidualStream:
         if self.norm is not None and not self.norm_over_heads:
             mixed = self.norm(mixed)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
@@ -283,5 +283,5 @@ def head_norm_factory(value_dim: int) -> Callable[[], RMSNorm]:
 
 def recurrence_options(context: RecurrenceContext, state: RecurrentState | None) -> dict[str, Any]:
     """Return the keyword arguments `state`, `segment_ids` and `implementation` of a recurrence."""
-    matrix = None if state is None else state.matrix
-    return {"state": matrix, "segment_ids": context.segment_ids, "implementation": context.implementation}
+    initial = context.initial_state(None if state is None else state.matrix)
+    return {"state": initial, "segment_ids": context.segment_ids, "implementation": context.implementation}

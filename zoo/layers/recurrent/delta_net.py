@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.recurrence.delta_rule import DELTA_RULE, delta_rule, gated_delta_product, gated_delta_rule, kda
 from zoo.parallel import Dim, Module, implementation_option
-from zoo.shapes import HiddenStates, Queries
+from zoo.shapes import HiddenStates, Queries, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..convolution import ConvState
@@ -97,6 +97,8 @@ class DeltaNet(AbstractMixer):
     """y = W_out norm(S_tᵀ q_t) with S_t = S_{t-1} + k_t (beta_t (v_t - S_{t-1}ᵀ k_t))ᵀ (Schlag et al.,
     arXiv:2102.11174; Yang et al., arXiv:2406.06484, section 3.3)."""
 
+    shards_sequence = True
+
     corrector: _DeltaInputs
     readout: OutputGate
 
@@ -130,7 +132,7 @@ class DeltaNet(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs, conv_states = self.corrector(x, context, state)
         mixed, matrix = delta_rule(*inputs, **recurrence_options(context, state))
@@ -140,6 +142,8 @@ class DeltaNet(AbstractMixer):
 class GatedDeltaNet(AbstractMixer):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with R_t = exp(g_t) S_{t-1} and
     S_t = R_t + k_t (beta_t (v_t - R_tᵀ k_t))ᵀ, g_t one per head (Yang et al., arXiv:2412.06464, section 3)."""
+
+    shards_sequence = True
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -175,7 +179,7 @@ class GatedDeltaNet(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs, conv_states = self.corrector(x, context, state)
         mixed, matrix = gated_delta_rule(
@@ -187,6 +191,8 @@ class GatedDeltaNet(AbstractMixer):
 class KimiDeltaAttention(AbstractMixer):
     """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with the gated delta rule and one decay per key channel: KDA (Kimi
     Linear, arXiv:2510.26692, section 3). The projections of decays and gate have low rank, by default `key_dim`."""
+
+    shards_sequence = True
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -224,7 +230,7 @@ class KimiDeltaAttention(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs, conv_states = self.corrector(x, context, state)
         mixed, matrix = kda(*inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state))
@@ -235,6 +241,8 @@ class GatedDeltaProduct(AbstractMixer):
     """`GatedDeltaNet` with `num_householder` delta-rule steps per token, each with its own key, value and beta: the
     state transition is a product of generalized Householder matrices (DeltaProduct, Siems et al., arXiv:2502.10297,
     section 4)."""
+
+    shards_sequence = True
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -277,7 +285,7 @@ class GatedDeltaProduct(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         inputs, conv_states = self.corrector(x, context, state)
         mixed, matrix = gated_delta_product(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from zoo.parallel import Dim
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..convolution import ConvState, ShortConvolution
@@ -20,6 +20,8 @@ class GatedConvolution(AbstractMixer):
     """y = W_out ((W_gate x + b) * conv(W_in x)), the gated short convolution of BaseConv (Arora et al., "Zoology",
     arXiv:2312.04927, section 5) with input and output projections. In front of another mixer it shifts each key to the
     position of its value. Channels are sharded over `tensor`."""
+
+    shards_sequence = True
 
     gate: AbstractLinear
     into: AbstractLinear
@@ -40,7 +42,7 @@ class GatedConvolution(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: ConvState | None = None
-    ) -> tuple[HiddenStates, ConvState | None]:
+    ) -> tuple[ResidualStream, ConvState | None]:
         context = RecurrenceContext.from_info(x, info, state)
         mixed, state = self.convolution(self.into(x), context, state)
         return self.out(self.gate(x) * mixed), state

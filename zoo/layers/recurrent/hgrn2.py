@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.linear_attention import gla
 from zoo.parallel import implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractMixer
 from ..linear import resolve_head_dim
@@ -24,6 +24,8 @@ class HGRN2(AbstractMixer):
     f = bound + (1 - bound) sigmoid(W_key x): the input gate of a key channel is 1 minus its forget gate (Qin et al.,
     arXiv:2404.07904, section 3). In the paper the lower bound of the forget gate is trainable per layer and feature,
     and increases with depth; here it is a constant of the layer. Heads are sharded over `tensor`."""
+
+    shards_sequence = True
 
     projections: QKVProjections
     readout: OutputGate
@@ -63,7 +65,7 @@ class HGRN2(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, gate, value, _ = self.projections(x, context, None)
         gate = gate.astype(jnp.float32)

@@ -21,7 +21,7 @@ from zoo.ops.recurrence.linear_attention import (
 )
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, implementation_option
-from zoo.shapes import HiddenStates, Values
+from zoo.shapes import HiddenStates, ResidualStream, Values
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..kv_cache import require_positions
@@ -50,6 +50,8 @@ class LinearAttention(AbstractMixer):
     """y = W_out [phi(q)ᵀ S / phi(q)ᵀ z] with S = sum of phi(k) vᵀ and z = sum of phi(k), over the tokens so far
     (Katharopoulos et al., arXiv:2006.16236, section 3). With `normalized=False`, y = W_out [phi(q)ᵀ S head_dim **
     -0.5]. Heads are sharded over `tensor`."""
+
+    shards_sequence = True
 
     projections: QKVProjections
     readout: OutputGate
@@ -82,7 +84,7 @@ class LinearAttention(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         query, key = self.feature_map(query), context.mask_padding(self.feature_map(key))
@@ -95,6 +97,8 @@ class Retention(AbstractMixer):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = gamma_h S_{t-1} + k_t v_tᵀ, with RoPE on queries and
     keys and fixed decays gamma_h = 1 - 2 ** (-5 - h) (RetNet, Sun et al., arXiv:2307.08621, section 2). Heads are
     sharded over `tensor`."""
+
+    shards_sequence = True
 
     projections: QKVProjections
     readout: OutputGate
@@ -137,7 +141,7 @@ class Retention(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         """**Raises** `ValueError` for a state without positions."""
         require_positions(info, state)
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
@@ -159,6 +163,8 @@ class Lightning(AbstractMixer):
     """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with S_t = exp(-slope_h) S_{t-1} + k_t v_tᵀ and q, k, v each
     silu(W x) (TransNormerLLM, Qin et al., arXiv:2307.14995, section 3; MiniMax-01, arXiv:2501.08313, section 2.2). The
     norm is over all heads together. Heads are sharded over `tensor`, and the mean of the norm is all-reduced."""
+
+    shards_sequence = True
 
     projections: QKVProjections
     readout: OutputGate
@@ -201,7 +207,7 @@ class Lightning(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         mixed, matrix = simple_gla(
@@ -219,6 +225,8 @@ class GatedLinearAttention(AbstractMixer):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ and g_t =
     logsigmoid(W_up W_down x + b) / 16: a data-dependent decay per key channel (GLA, Yang et al., arXiv:2312.06635,
     section 4.4). Heads are sharded over `tensor`."""
+
+    shards_sequence = True
 
     projections: QKVProjections
     decay: AbstractLinear
@@ -258,7 +266,7 @@ class GatedLinearAttention(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         log_decay = jax.nn.log_sigmoid(self.decay(x).astype(jnp.float32)) / self.temperature

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.recurrence.mamba import SELECTIVE_SCAN, selective_scan
 from zoo.parallel import Dim, Module, full_precision, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from ..convolution import ConvState, ShortConvolution
@@ -43,6 +43,8 @@ class Mamba(AbstractMixer):
 
     Channels are sharded over `tensor`. B, C and W_down x contract them, and are all-reduced and replicated.
     """
+
+    shards_sequence = True
 
     gate: AbstractLinear
     x: AbstractLinear
@@ -113,7 +115,7 @@ class Mamba(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: MambaState | None = None
-    ) -> tuple[HiddenStates, MambaState | None]:
+    ) -> tuple[ResidualStream, MambaState | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
         context, gate = RecurrenceContext.from_info(x, info, state, self.implementation), jax.nn.silu(self.gate(x))
         convolved, conv_state = self.convolution(self.x(x), context, None if state is None else state.conv_state)
@@ -126,7 +128,7 @@ class Mamba(AbstractMixer):
             _apply_norm(self.B_norm, self.B(inputs)),
             _apply_norm(self.C_norm, self.C(inputs)),
             self.D,
-            state=None if state is None else state.ssm_state,
+            state=context.initial_state(None if state is None else state.ssm_state),
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.mamba2 import ssd
 from zoo.parallel import Dim, Module, full_precision, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..attention import select_kv_heads
@@ -51,6 +51,8 @@ class Mamba2(AbstractMixer):
     axis, B and C are replicated and each device selects those of its heads.
     """
 
+    shards_sequence = True
+
     gate: AbstractLinear
     x: AbstractLinear
     B: AbstractLinear
@@ -66,6 +68,8 @@ class Mamba2(AbstractMixer):
     out: AbstractLinear
 
     head_dim: int = eqx.field(static=True)
+    group: int = eqx.field(static=True)
+    """Heads per group."""
     state_dim: int = eqx.field(static=True)
     dt_limit: tuple[float, float] = eqx.field(static=True)
     implementation: str = implementation_option(GATED_LINEAR)
@@ -135,12 +139,8 @@ class Mamba2(AbstractMixer):
         self.out = Linear(
             heads * head_dim, embed, in_=head_channels, out=embed_dim, bias=bias, scale=out_scale, key=keys[10]
         )
-        self.head_dim, self.state_dim, self.dt_limit, self.implementation = (
-            head_dim,
-            state_dim,
-            (low, high),
-            implementation,
-        )
+        self.head_dim, self.group, self.state_dim = head_dim, heads // groups, state_dim
+        self.dt_limit, self.implementation = (low, high), implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba2State:
         ssm_state = jnp.zeros((batch, self.A_log.shape[0], self.head_dim, self.state_dim), jnp.float32)
@@ -149,7 +149,7 @@ class Mamba2(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: _Mamba2State | None = None
-    ) -> tuple[HiddenStates, _Mamba2State | None]:
+    ) -> tuple[ResidualStream, _Mamba2State | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         x_state, B_state, C_state = (None, None, None) if state is None else (state.x, state.B, state.C)
@@ -160,10 +160,10 @@ class Mamba2(AbstractMixer):
             inputs,
             context.mask_padding(self._compute_dt(x)),
             -jnp.exp(self.A_log.astype(jnp.float32)),
-            select_kv_heads(B, inputs, dim="groups"),
-            select_kv_heads(C, inputs, dim="groups"),
+            select_kv_heads(B, inputs, self.group),
+            select_kv_heads(C, inputs, self.group),
             self.D,
-            state=None if state is None else state.ssm_state,
+            state=context.initial_state(None if state is None else state.ssm_state),
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )

@@ -11,7 +11,7 @@ from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.mlstm import MatrixMemory, mlstm
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
-from zoo.shapes import HiddenStates, MatrixState
+from zoo.shapes import HiddenStates, MatrixState, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..linear import Linear, resolve_head_dim
@@ -33,6 +33,8 @@ class MLSTM(AbstractMixer):
     gate i = cap(w_i x + b_i) and one forget gate f = cap(w_f x + b_f) per head, cap(z) = 15 tanh(z / 15) (xLSTM, Beck
     et al., arXiv:2405.04517, section 2.3, in the simpler block of xLSTM 7B, arXiv:2503.13427, section 3). Heads are
     sharded over `tensor`."""
+
+    shards_sequence = True
 
     projections: QKVProjections
     input_gate: AbstractLinear = full_precision()
@@ -91,7 +93,7 @@ class MLSTM(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: _MLSTMState | None = None
-    ) -> tuple[HiddenStates, _MLSTMState | None]:
+    ) -> tuple[ResidualStream, _MLSTMState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         query, key, value, _ = self.projections(x, context, None)
         x32 = x.astype(jnp.float32)
@@ -104,7 +106,7 @@ class MLSTM(AbstractMixer):
             value,
             context.mask_padding(input_gate, NO_HISTORY),
             context.mask_padding(forget_gate, -NO_HISTORY),
-            state=None if state is None else MatrixMemory(state.sums, state.maximum),
+            state=context.initial_state(None if state is None else MatrixMemory(state.sums, state.maximum)),
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )

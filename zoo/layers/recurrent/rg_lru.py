@@ -13,7 +13,7 @@ from zoo.ops.recurrence.diagonal_scan import DIAGONAL_SCAN
 from zoo.ops.recurrence.rg_lru import SHARPNESS, rg_lru
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..convolution import ConvState, ShortConvolution
@@ -37,6 +37,8 @@ class RGLRU(AbstractMixer):
     """y = W_out [gelu(W_gate x) * rg_lru(conv(W_in x))], where the two gates of `zoo.ops.recurrence.rg_lru` are
     block-diagonal projections, one block per head (Griffin, De et al., arXiv:2402.19427, sections 2.3 and 2.4). Heads
     are sharded over `tensor`."""
+
+    shards_sequence = True
 
     input: AbstractLinear
     gate: AbstractLinear
@@ -87,7 +89,7 @@ class RGLRU(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: _RGLRUState | None = None
-    ) -> tuple[HiddenStates, _RGLRUState | None]:
+    ) -> tuple[ResidualStream, _RGLRUState | None]:
         """**Raises** `ValueError` for a state without positions: the first token of a sequence is not scaled by its
         gate."""
         require_positions(info, state)
@@ -98,13 +100,14 @@ class RGLRU(AbstractMixer):
         recurrence_gate, input_gate = (
             gate.per_head(heads).reshape(inputs.shape) for gate in (self.recurrence_gate, self.input_gate)
         )
+        is_first = (jnp.arange(x.shape[1]) == 0) & context.fresh[:, None] if state is None else info.positions == 0
         mixed, hidden = rg_lru(
             context.mask_padding(inputs),
             context.mask_padding(recurrence_gate, NO_HISTORY),
             input_gate,
             self.decay,
-            is_first=None if state is None else info.positions == 0,
-            state=None if state is None else state.hidden,
+            is_first=is_first,
+            state=context.initial_state(None if state is None else state.hidden),
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )

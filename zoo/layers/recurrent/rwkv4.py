@@ -11,7 +11,8 @@ from zoo.ops.activations import relu_squared
 from zoo.ops.recurrence.rwkv4 import WKV, WKVState, rwkv4
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.parallel.tokens import match_tokens
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..convolution import ConvState, init_token_shift, token_shift
@@ -39,6 +40,8 @@ class RWKV4(AbstractMixer):
     wkv is the mean of values weighted by exp(k), with a decay of exp(-exp(decay)) per token and a bonus for the current
     one. Decay and bonus keep their dtype under `cast`; the sums are float32. Channels are sharded over `tensor`.
     """
+
+    shards_sequence = True
 
     receptance: AbstractLinear
     key: AbstractLinear
@@ -89,16 +92,17 @@ class RWKV4(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RWKV4State | None = None
-    ) -> tuple[HiddenStates, RWKV4State | None]:
+    ) -> tuple[ResidualStream, RWKV4State | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         previous, shift_state = token_shift(x, context, None if state is None else state.shift_state)
+        sums = None if state is None else WKVState(state.numerator, state.denominator, state.maximum)
         mixed, sums = rwkv4(
             self.key(_lerp(self.key_mix, x, previous)),
             self.value(_lerp(self.value_mix, x, previous)),
             self.decay,
             self.bonus,
-            state=None if state is None else WKVState(state.numerator, state.denominator, state.maximum),
+            state=context.initial_state(sums),
             segment_ids=context.segment_ids,
             token_mask=context.token_mask,
             implementation=context.implementation,
@@ -110,6 +114,8 @@ class RWKV4(AbstractMixer):
 class RWKV4ChannelMixing(AbstractMixer):
     """RWKV-4 channel mixing (arXiv:2305.13048, section 3.1): sigmoid(W_r mix_r(x)) * W_v relu(W_k mix_k(x))², with the
     token shift of `RWKV4`. It replaces the feed-forward layer; its state is one token."""
+
+    shards_sequence = True
 
     receptance: AbstractLinear
     key: AbstractLinear
@@ -131,11 +137,11 @@ class RWKV4ChannelMixing(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: ConvState | None = None
-    ) -> tuple[HiddenStates, ConvState | None]:
+    ) -> tuple[ResidualStream, ConvState | None]:
         previous, shift_state = token_shift(x, RecurrenceContext.from_info(x, info, state), state)
         value = self.value(relu_squared(self.key(_lerp(self.key_mix, x, previous))))
-        receptance = jax.nn.sigmoid(self.receptance(_lerp(self.receptance_mix, x, previous)))
-        return receptance * value, shift_state
+        mixed = match_tokens(_lerp(self.receptance_mix, x, previous), value)
+        return jax.nn.sigmoid(self.receptance(mixed)) * value, shift_state
 
 
 def _lerp(mix: Float[Array, "embed"], x: HiddenStates, previous: HiddenStates) -> HiddenStates:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.rwkv6 import rwkv6
 from zoo.parallel import Dim, full_precision, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..linear import Linear, resolve_head_dim
@@ -29,6 +29,8 @@ class RWKV6(AbstractMixer):
     `query` is the paper's receptance r. The paper concatenates the down projections of the five shifts to one matrix.
     Heads are sharded over `tensor`.
     """
+
+    shards_sequence = True
 
     shift: TokenShift
     """Token shift whose output is the input of the adjustments of `shifts`."""
@@ -83,7 +85,7 @@ class RWKV6(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         delta, conv_states = compute_token_delta(x, context, state)
         mixture = self.shift(x, delta)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.recurrence.generalized_delta import GENERALIZED_DELTA
 from zoo.ops.recurrence.rwkv7 import rwkv7
 from zoo.parallel import Dim, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..linear import Linear, resolve_head_dim
@@ -34,6 +34,8 @@ class RWKV7(AbstractMixer):
     `query` is the paper's receptance r. The paper's value residual from the first layer is left out. Heads are sharded
     over `tensor`.
     """
+
+    shards_sequence = True
 
     shifts: tuple[TokenShift, ...]
     """Token shifts of queries, keys, values, gate, decay and rate."""
@@ -90,7 +92,7 @@ class RWKV7(AbstractMixer):
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[HiddenStates, RecurrentState | None]:
+    ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         delta, conv_states = compute_token_delta(x, context, state)
         linears = (self.query, self.key, self.value, self.gate, self.decay, self.rate)

@@ -1,0 +1,180 @@
+"""Attention within a sharded sequence equals one device in all forms, moves the bytes of the formula, and refuses."""
+
+import functools
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.aot import imagine
+from tests.layers.random_layers import activations, randomize
+from zoo.layers import Attention, LatentAttention, TokenInfo
+from zoo.layers.abstract import AbstractMixer
+from zoo.layers.context_attention import CONTEXT_ATTENTION
+from zoo.ops.rotary import Rotary
+from zoo.parallel import Layout, Module, gather
+from zoo.parallel.layout import CONTEXT_FORMS
+
+ROWS, SEQ, EMBED, HEADS = 4, 32, 16, 8
+OPTIONS = {"head_dim": 4, "kv_heads": 4, "rotary": Rotary(4), "window": 6, "soft_cap": 1.5, "sinks": True}
+WINDOW = partial(Attention, EMBED, HEADS, **OPTIONS)
+LATENTS = partial(LatentAttention, EMBED, HEADS, latent=6, head_dim=4, value_dim=3, rotary=Rotary(2))
+
+
+class Layers(Module):
+    """Two mixers, one after the other, so that gradients flow through inputs."""
+
+    mixers: tuple[AbstractMixer, ...]
+
+    def __call__(self, x, info):
+        for mixer in self.mixers:
+            x = x + gather(mixer)(x, info)[0]
+        return x
+
+
+@functools.cache
+def make_layers():
+    return Layers((randomize(WINDOW), randomize(LATENTS)))
+
+
+def make_batch(seq=SEQ):
+    """Documents that straddle the devices, in all rows but the last, and padding at the end."""
+    ends = np.array([[5, 21, 30], [9, 10, 32], [13, 14, 29], [32, 32, 32]])
+    segment_ids = 1 + (np.arange(seq) >= ends[:, :, None]).sum(1)
+    segment_ids = np.where(np.arange(seq) < ends[:, -1:], segment_ids, 0)
+    return activations(ROWS, seq, EMBED), activations(ROWS, seq, EMBED, seed=2), jnp.asarray(segment_ids)
+
+
+def loss_fn(layers, batch):
+    x, weights, segment_ids = batch
+    y = layers(x, TokenInfo(segment_ids=segment_ids))
+    return (y * weights).sum(), jnp.float32(y.size)
+
+
+@functools.cache
+def expected():
+    serial = lambda layers: loss_fn(layers, make_batch())[0] / (ROWS * SEQ * EMBED)
+    return jax.device_get(eqx.filter_jit(eqx.filter_value_and_grad(serial))(make_layers()))
+
+
+def make_mesh(form="ring", **sizes):
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    return zoo.make_mesh(**{"data": 1} | sizes, devices=devices, layout=Layout(context=form))
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [
+        ("gathered", {"fsdp": 2, "context": 4}),
+        ("heads", {"data": 2, "context": 2, "tensor": 2}),
+        ("ring", {"context": 8}),
+        ("ring", {"data": 2, "context": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_context_attention_equals_one_device(form, sizes):
+    """Windows, soft caps, sinks, grouped queries and latents, in documents that straddle the devices."""
+    mesh = make_mesh(form, **sizes)
+    loss, gradients = zoo.value_and_grad(loss_fn, mesh)(zoo.place(make_layers(), mesh), make_batch())
+    expected_loss, expected_gradients = expected()
+    assert abs(loss - expected_loss) < 1e-5 * abs(expected_loss)
+    for a, b in zip(jax.tree.leaves(jax.device_get(gradients)), jax.tree.leaves(expected_gradients), strict=True):
+        assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max()
+
+
+def count_bytes(mesh, mixer, seq):
+    """Return the bytes of the collectives of a gradient on one device, by kind, along context."""
+
+    def loss(mixer, x):
+        y, _ = mixer(x, TokenInfo())
+        return (y * y).sum(), jnp.float32(y.size)
+
+    x = zoo.place_batch(jnp.zeros((ROWS, seq, EMBED)), mesh)
+    program = zoo.inspect.compiled(zoo.value_and_grad(loss, mesh), zoo.place(mixer, mesh), x)
+    return {row.kind: row.bytes for row in program.collectives if row.axes == ("context",)}
+
+
+def test_ring_moves_the_bytes_of_its_formula():
+    """Per token: keys and values go round forward, and with their gradients backward, as far as the window reaches.
+    Without a window, zigzag adds queries, keys, values and outputs, and each again as gradients."""
+    query = output = 4 * 16
+    kv, shards = 4 * 2 * 8, 4
+    for seq, window, steps, zigzag in ((16, None, shards - 1, 2 * (query + kv + output)), (32, 10, 2, 0)):
+        mixer = Attention(EMBED, 4, kv_heads=2, head_dim=4, window=window, key=jax.random.key(0))
+        moved = count_bytes(make_mesh(context=shards), mixer, seq)
+        assert moved["collective-permute"] == ROWS * seq // shards * ((2 * steps + steps + 1) * kv + zigzag)
+        assert set(moved) <= {"collective-permute", "all-reduce"}
+
+
+def test_layouts_and_forms_have_the_same_names():
+    assert CONTEXT_ATTENTION.names[1:] == CONTEXT_FORMS
+    with pytest.raises(ValueError, match="one of ring, heads, gathered, not 'striped'"):
+        Layout(context="striped")
+
+
+def trace(mesh, mixer):
+    """Trace a call of a mixer for a sequence of 16 tokens."""
+    run = zoo.spmd(lambda mixer, x: mixer(x, TokenInfo())[0], mesh, out="batch seq embed")
+    return eqx.filter_eval_shape(run, mixer, jnp.zeros((ROWS, 16, EMBED)))
+
+
+def test_forms_refuse_by_name():
+    few = Attention(EMBED, 4, kv_heads=2, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"the 2 KV heads of a device .* over context=4: .*These can: ring, gathered"):
+        trace(make_mesh("heads", context=4), few)
+    named = zoo.set_implementations(few, attention="grouped")
+    with pytest.raises(ValueError, match=r"'ring' cannot .* the layer names 'grouped'. These can: gathered"):
+        trace(make_mesh("ring", context=4), named)
+    assert trace(make_mesh("gathered", context=4), named).shape == (ROWS, 16, EMBED)
+
+
+def test_cache_refuses_a_sharded_sequence():
+    mixer = Attention(EMBED, 4, key=jax.random.key(0))
+    decode = lambda mixer, x, positions: mixer(x, TokenInfo(positions), mixer.init_state(ROWS, 16))[0]
+    run = zoo.spmd(decode, make_mesh(context=4), out="batch seq embed")
+    with pytest.raises(ValueError, match="a cache holds all tokens of a row, and context shards them"):
+        eqx.filter_eval_shape(run, mixer, jnp.zeros((ROWS, 8, EMBED)), jnp.zeros((ROWS, 8), int))
+
+
+def test_implementations_name_the_form():
+    model = zoo.models.Transformer(vocab=16, embed=16, layers=1, heads=4, mlp=16, key=jax.random.key(0))
+    mesh = make_mesh("heads", context=4)
+    chosen = {row.operation: row.chosen for row in zoo.inspect.implementations(model, seq_len=16, mesh=mesh).rows}
+    assert (chosen["context attention"], chosen["attention"]) == ("heads", "grouped")
+    zoo.inspect.implementations(model, seq_len=16, mesh=make_mesh("ring", context=4), decoding=True)
+
+
+def test_adapter_dropout_of_latents_follows_places_in_the_row():
+    """Dropout masks of latents depend on their place in the row, so devices then exchange keys, not latents. Shards of
+    three tokens go round in the order of the row."""
+    layer = randomize(LATENTS)
+    layer = zoo.adapters.lora(layer, targets=("key_up",), rank=2, dropout=0.5, key=jax.random.key(1))
+    layer = jax.tree.map(lambda x: x + 0.2 if eqx.is_inexact_array(x) else x, layer)
+    x, key = activations(ROWS, 12, EMBED), jax.random.key(2)
+
+    def run(layer, x, key):
+        key_up = layer.key_up.with_dropout_keys(TokenInfo(keys=key), 0)
+        return eqx.tree_at(lambda layer: layer.key_up, layer, key_up)(x, TokenInfo())[0]
+
+    expected_y = eqx.filter_jit(run)(layer, x, jax.random.split(key, ROWS))
+    y = zoo.spmd(run, make_mesh(context=4), out="batch seq embed")(layer, x, key=key)
+    assert jnp.abs(y - expected_y).max() <= 1e-5 * jnp.abs(expected_y).max()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+def test_ring_compiles_for_accelerators(topology):
+    """The gradient of latent attention, whose keys go round four devices beside two of fsdp."""
+    mesh = zoo.make_mesh(data=1, fsdp=2, context=4, devices=imagine(topology))
+    layers = zoo.place(eqx.filter_eval_shape(lambda: Layers((randomize(LATENTS),))), mesh)
+    x, segment_ids = (
+        jax.ShapeDtypeStruct((ROWS, 1024, *dims), dtype) for dims, dtype in (((EMBED,), "f4"), ((), "i4"))
+    )
+    batch = zoo.place_batch((x, x, segment_ids), mesh)
+    program = zoo.inspect.compiled(zoo.value_and_grad(loss_fn, mesh), layers, batch)
+    moved = {(row.kind, row.axes) for row in program.collectives}
+    assert ("collective-permute", ("context",)) in moved and ("all-gather", ("context",)) not in moved
