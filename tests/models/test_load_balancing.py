@@ -1,6 +1,7 @@
 """Load-balancing losses equal their formulas, and bias updates even out the load of experts."""
 
 from functools import partial
+from typing import get_args
 
 import equinox as eqx
 import jax
@@ -9,8 +10,17 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import BiasedRouter, MixtureOfExperts, Routing
-from zoo.models import balance_loss, router_z_loss, tokens_per_expert, update_expert_bias
+from zoo.layers import AbstractMixer, BiasedRouter, MixtureOfExperts, Routing
+from zoo.layers.moe.routing import sum_routing
+from zoo.models import (
+    balance_loss,
+    cross_entropy_and_routing,
+    pack_positions,
+    router_z_loss,
+    tokens_per_expert,
+    update_expert_bias,
+)
+from zoo.models.load_balancing import BalanceOver
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}
@@ -22,8 +32,9 @@ def make_routing(chosen, logits):
 
 def test_balance_loss_equals_its_formula():
     logits = jax.random.normal(KEY, (2, 3, 4))
-    routing = [make_routing(jax.lax.top_k(x, 2)[1], x) for x in (logits, -logits)]
+    decisions = [make_routing(jax.lax.top_k(x, 2)[1], x) for x in (logits, -logits)]
     mask = jnp.array([[1, 1, 1], [1, 0, 0]], bool)
+    routing = [sum_routing(decision, 2 * mask.astype(int)) for decision in decisions]
 
     def means(layer, rows):
         """f and P over the real tokens of these rows."""
@@ -32,24 +43,78 @@ def test_balance_loss_equals_its_formula():
         return hits.mean(0), np.asarray(jax.nn.softmax(layer.logits[rows]))[real].mean(0)
 
     all_rows = slice(None)
-    by_layer = [4 * np.sum(np.prod(means(layer, all_rows), 0)) for layer in routing]
-    assert jnp.allclose(balance_loss(routing, mask), np.mean(by_layer), rtol=1e-6)
-    by_row = [4 * np.sum(np.prod(means(layer, slice(i, i + 1)), 0)) for layer in routing for i in range(2)]
-    assert jnp.allclose(balance_loss(routing, mask, over="row"), np.mean(by_row), rtol=1e-6)
-    f, p = np.mean([means(layer, all_rows) for layer in routing], 0)
-    assert jnp.allclose(balance_loss(routing, mask, over="layers"), 4 * np.sum(f * p), rtol=1e-6)
+    by_layer = [4 * np.sum(np.prod(means(layer, all_rows), 0)) for layer in decisions]
+    assert jnp.allclose(balance_loss(routing), np.mean(by_layer), rtol=1e-6)
+    by_row = [4 * np.sum(np.prod(means(layer, slice(i, i + 1)), 0)) for layer in decisions for i in range(2)]
+    assert jnp.allclose(balance_loss(routing, over="row"), np.mean(by_row), rtol=1e-6)
+    f, p = np.mean([means(layer, all_rows) for layer in decisions], 0)
+    assert jnp.allclose(balance_loss(routing, over="layers"), 4 * np.sum(f * p), rtol=1e-6)
     sigmoid = jax.nn.sigmoid(logits)
-    normalized = make_routing(routing[0].chosen, jnp.log(sigmoid / sigmoid.sum(-1, keepdims=True)))
-    assert jnp.allclose(balance_loss(routing[:1], score="sigmoid"), balance_loss([normalized]), rtol=1e-6)
+    normalized = make_routing(decisions[0].chosen, jnp.log(sigmoid / sigmoid.sum(-1, keepdims=True)))
+    unmasked = [sum_routing(decision) for decision in (decisions[0], normalized)]
+    assert jnp.allclose(balance_loss(unmasked[:1], score="sigmoid"), balance_loss(unmasked[1:]), rtol=1e-6)
     squares = np.asarray(jax.nn.logsumexp(logits, -1) ** 2 + jax.nn.logsumexp(-logits, -1) ** 2)[np.asarray(mask)]
-    assert jnp.allclose(router_z_loss(routing, mask), squares.mean() / 2, rtol=1e-6)
+    assert jnp.allclose(router_z_loss(routing), squares.mean() / 2, rtol=1e-6)
 
 
 def test_balance_loss_of_a_uniform_load_is_top_k():
     chosen = jnp.array([[[0, 1], [2, 3]]])
-    assert balance_loss([make_routing(chosen, jnp.zeros((1, 2, 4)))]) == 2
+    assert balance_loss([sum_routing(make_routing(chosen, jnp.zeros((1, 2, 4))))]) == 2
     collapsed = make_routing(jnp.zeros((1, 2, 1), int), jnp.array([[[9.0, 0, 0, 0]] * 2]))
-    assert balance_loss([collapsed]) > 3.9
+    assert balance_loss([sum_routing(collapsed)]) > 3.9
+
+
+def test_balance_loss_refuses_other_names(no_type_checks):
+    sums = [sum_routing(make_routing(jnp.zeros((1, 2, 1), int), jnp.zeros((1, 2, 4))))]
+    for options in ({"over": "rows"}, {"score": "relu"}):
+        with pytest.raises(ValueError, match=f"not '{next(iter(options.values()))}'"):
+            balance_loss(sums, **options)
+
+
+class PassThrough(AbstractMixer):
+    """A mixer that mixes nothing, so that a test is of routers alone."""
+
+    shards_sequence = True
+
+    def __call__(self, x, info, state=None):
+        return x, state
+
+    def init_state(self, batch, length, dtype=jnp.float32):
+        return None
+
+
+def all_losses(model, batch):
+    """The cross-entropy with every auxiliary loss added; loads and auxiliary losses by themselves."""
+    (total, count), routing = cross_entropy_and_routing(model, batch)
+    losses = jnp.stack([*(balance_loss(routing, over=over) for over in get_args(BalanceOver)), router_z_loss(routing)])
+    weighted = (losses * jnp.array([0.1, 0.2, 0.3, 0.01])).sum()
+    return (total + weighted * count, count), ([tokens_per_expert(layer) for layer in routing], losses * count)
+
+
+def make_packed_batch():
+    """Two documents and padding per row, whose borders lie anywhere in the shards of a sequence; one row is padding."""
+    tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, SIZES["vocab"])
+    index, lengths = jnp.arange(8), jnp.array([8, 5, 0, 3])[:, None]
+    segments = jnp.where(index < lengths // 2, 1, 2) * (index < lengths)
+    batch = {"segment_ids": segments, "positions": pack_positions(segments), "weights": jnp.sign(segments) * 1.0}
+    return {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)} | batch
+
+
+def test_balance_losses_equal_one_device_under_context():
+    options = {"router": BiasedRouter, "mixer": lambda *sizes, out_scale, key: PassThrough()}
+    model = zoo.models.MixtureOfExperts(**SIZES | {"layers": 2, "kv_heads": None}, **options, key=KEY)
+    results = []
+    for mesh in (zoo.make_mesh(1, devices=jax.devices()[:1]), zoo.make_mesh(data=2, context=4)):
+        run = zoo.value_and_grad(all_losses, mesh, has_aux=True)
+        results.append(jax.device_get(run(zoo.place(model, mesh), make_packed_batch())))
+    ((loss, (loads, losses)), gradients), ((loss_mesh, (loads_mesh, losses_mesh)), gradients_mesh) = results
+    assert abs(loss - loss_mesh) < 1e-5 * loss
+    np.testing.assert_allclose(losses_mesh / 16, losses / 16, rtol=1e-5)
+    assert all(map(np.array_equal, loads, loads_mesh)) and all(load.sum() == 2 * 16 for load in loads)
+    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(gradients_mesh), strict=True):
+        assert np.abs(x - y).max() <= 2e-5 * np.abs(x).max()
+    biased, biased_mesh = (update_expert_bias(model, jax.tree.map(jnp.asarray, x)) for x in (loads, loads_mesh))
+    assert eqx.tree_equal(biased, biased_mesh) and not eqx.tree_equal(biased, model)
 
 
 def test_balance_loss_needs_routers():
@@ -84,7 +149,8 @@ def test_selection_bias_evens_out_the_load():
 
     @jax.jit
     def step(bias):
-        load = tokens_per_expert(eqx.tree_at(lambda m: m.router.selection_bias, layer, bias)(x)[1][0])
+        _, (routing,) = eqx.tree_at(lambda m: m.router.selection_bias, layer, bias)(x)
+        load = tokens_per_expert(sum_routing(routing))
         return bias + 0.02 * jnp.sign(load.mean() - load), load.max() / load.mean()
 
     bias, imbalances = layer.router.selection_bias, []

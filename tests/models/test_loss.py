@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
+from tests.parallel.any_mesh import make_any_mesh
 from zoo.models.loss import chunked_cross_entropy, token_losses
 from zoo.ops.cross_entropy import cross_entropy
 from zoo.parallel import Dim
@@ -132,6 +133,25 @@ def test_token_losses_of_targets_outside_the_vocabulary():
     gradients = np.asarray(gradient(x))
     assert not gradients[targets < 0].any() and np.isnan(gradients[targets > 15]).all()
     assert np.isfinite(gradients[targets <= 15]).all() and gradients[(0 <= targets) & (targets <= 15)].any(-1).all()
+
+
+def test_loss_of_a_vocabulary_that_one_of_its_two_axes_divides():
+    """98 words lie over tensor alone: embedding, tied head and loss agree with the sharding, and equal one device."""
+
+    def loss_fn(table, batch):
+        losses = token_losses(table.transposed(table(batch["tokens"])), batch["targets"])
+        return losses.sum(), jnp.float32(losses.size)
+
+    table = zoo.layers.Embedding(98, 8, key=KEY)
+    tokens = jax.random.randint(KEY, (4, 9), 0, 98).at[0, 0].set(97)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    mesh = make_any_mesh(pipe=2, data=2, tensor=2)
+    placed = zoo.place(table, mesh)
+    assert placed.weight.sharding.spec == jax.P(("tensor",))
+    loss, grads = zoo.value_and_grad(loss_fn, mesh)(placed, batch)
+    expected_loss, expected = jax.value_and_grad(lambda table: loss_fn(table, batch)[0] / 32)(table)
+    assert np.allclose(loss, expected_loss, rtol=1e-6)
+    assert np.allclose(grads.weight, expected.weight, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

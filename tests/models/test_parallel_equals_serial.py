@@ -31,8 +31,8 @@ MESHES = [
 def make(key, tied=True, **options):
     """Two block structures, and fewer kv heads than some meshes have devices along `tensor`."""
     sizes = {"vocab": VOCAB, "embed": 32, "layers": 4, "heads": 8, "kv_heads": 2, "mlp": 64}
-    options = {"windows": (5, None), "qk_norm": True, "dropout": 0.2} | options
-    return zoo.models.Transformer(**sizes, tied=tied, **options, key=key)
+    options = sizes | {"windows": (5, None), "qk_norm": True, "dropout": 0.2} | options
+    return zoo.models.Transformer(**options, tied=tied, key=key)
 
 
 def make_batch():
@@ -89,6 +89,35 @@ def test_mesh_loss_and_gradients_equal_one_device(i):
     assert largest_relative_difference(grads, expected_grads) < 2e-5
     for grad, parameter in zip(jax.tree.leaves(grads), jax.tree.leaves(zoo.trainable(model)), strict=True):
         assert grad.sharding.is_equivalent_to(parameter.sharding, grad.ndim)
+
+
+def preference_loss(model, batch, key=None):
+    """Direct preference optimization (arXiv:2305.18290, equation 7) without a reference: two calls of the model, one
+    inside `jax.checkpoint`, one inside `jax.jit`."""
+
+    def score(model, rows):
+        losses = zoo.models.token_losses(model(rows["tokens"]), rows["targets"])
+        return -zoo.parallel.reduce(losses.sum(1), over="seq")
+
+    margin = eqx.filter_checkpoint(score)(model, batch["chosen"]) - eqx.filter_jit(score)(model, batch["rejected"])
+    return -jax.nn.log_sigmoid(margin).sum(), jnp.float32(len(margin))
+
+
+def test_mesh_loss_that_calls_the_model_twice_and_transformed():
+    model = make_unsharded(layers=1, windows=(None,), dropout=0.0)
+    text = jax.random.randint(DATA_KEY, (2, 8, SEQ + 1), 0, VOCAB)
+    chosen, rejected = ({"tokens": x[:, :-1], "targets": x[:, 1:]} for x in text)
+    batch = {"chosen": chosen, "rejected": rejected}
+
+    def serial(model):
+        total, count = preference_loss(model, batch)
+        return total / count
+
+    expected_loss, expected_grads = eqx.filter_jit(eqx.filter_value_and_grad(serial))(model)
+    mesh = zoo.make_mesh(data=1, fsdp=2, context=2, tensor=2)
+    loss, grads = zoo.value_and_grad(preference_loss, mesh)(zoo.place(model, mesh), batch)
+    assert abs(loss - expected_loss) < 1e-5 * abs(expected_loss)
+    assert largest_relative_difference(grads, expected_grads) < 2e-5
 
 
 def test_mesh_with_uneven_vocabulary_and_bfloat16():

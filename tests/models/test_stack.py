@@ -5,13 +5,20 @@ from collections import Counter
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 import zoo
+from tests.jaxprs import arrays
 from zoo.layers import TokenInfo
-from zoo.models import Stack, describe_loop, find_patterns, set_loop, swap_stack
+from zoo.models import AbstractStack, Hidden, Stack, describe_loop, find_patterns, set_loop, set_routing, swap_stack
+from zoo.models.decoder import AbstractBlock
 from zoo.models.parameter_paths import find_differences
 from zoo.ops.platform import target_platform
+from zoo.parallel import AXES, Layout, Mesh, leaves
 from zoo.train import rematerialize
 
 KEY = jax.random.key(0)
@@ -67,7 +74,7 @@ def assert_close(tree, other):
 def loss_and_choices(model, batch, key):
     """Return the loss with dropout, and how many tokens chose each expert, per layer."""
     loss, routing = zoo.models.cross_entropy_and_routing(model, batch, key=key)
-    return loss, [jax.nn.one_hot(decision.chosen, 4).sum((0, 1, 2)) for decision in routing]
+    return loss, [zoo.models.tokens_per_expert(layer) for layer in routing]
 
 
 def test_loops_equal_in_gradients_dropout_and_routing():
@@ -80,6 +87,90 @@ def test_loops_equal_in_gradients_dropout_and_routing():
     assert len(choices) == 2 and all(choice.sum() == 2 * TOKENS.size for choice in choices)
     assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
     assert_close(scanned, plain)
+
+
+def test_training_step_holds_no_logits_of_all_routers():
+    model = zoo.models.MixtureOfExperts(**SIZES, experts=5, top=2, remat="full", loop="scan", key=KEY)
+
+    def find_shapes(model):
+        loss = lambda model: zoo.cross_entropy(model, BATCH, balance=0.1, router_z=0.1)[0]
+        return {x.shape for x in arrays(jax.make_jaxpr(eqx.filter_grad(loss))(model))}
+
+    logits, sums = (3, *TOKENS.shape, 5), (3, len(TOKENS), 5)
+    assert logits not in (shapes := find_shapes(model)) and sums in shapes
+    assert logits in find_shapes(set_routing(model, "tokens"))
+
+
+class FirstLayer(AbstractStack):
+    """A stack of somebody else's."""
+
+    block: AbstractBlock
+
+    def __call__(self, hidden, info, states=None):
+        return self.block(hidden, info)
+
+    def init_state(self, batch, length, dtype=jnp.float32):
+        return ()
+
+
+def test_set_routing_refuses_other_names_and_stacks(no_type_checks):
+    model = zoo.models.Transformer(**SIZES, key=KEY)
+    with pytest.raises(ValueError, match="routing is one of rows, tokens, not 'all'"):
+        set_routing(model, "all")
+    with pytest.raises(ValueError, match="FirstLayer has no choice of its routing"):
+        set_routing(swap_stack(model, lambda stack: FirstLayer(next(stack.iter_blocks()))), "tokens")
+
+
+def make_mesh_with_pipe(pipe):
+    """`make_mesh` refuses `pipe`."""
+    devices = np.array(jax.devices()[:pipe]).reshape(pipe, 1, 1, 1, 1, 1)
+    return Mesh(jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES)), Layout())
+
+
+def test_only_the_longest_segment_is_sharded_over_pipe():
+    sizes = SIZES | {"layers": 5, "experts": 4, "top": 2}
+    model = zoo.models.MixtureOfExperts(**sizes, dense_layers=1, key=KEY)
+    mesh = make_mesh_with_pipe(4)
+    first, second = zoo.place(model, mesh).stack.segments
+    for segment, dim, spec in ((first, "ends", P()), (second, "layers", P("pipe"))):
+        assert {leaf.dims[0].name for leaf in leaves(segment)} == {dim}
+        assert {x.sharding.spec for x in jax.tree.leaves(segment)} == {spec}
+
+
+class NumberedInfo(TokenInfo):
+    """Fold a layer's number into positions, where a test can read it."""
+
+    def fold_keys(self, number):
+        return TokenInfo(jnp.full_like(self.positions, number))
+
+
+class NumberedBlock(AbstractBlock):
+    """A block whose new state is its layer's number."""
+
+    weight: Float[Array, "embed"]
+
+    def __call__(self, hidden, info, state=None):
+        return hidden, info.positions[0, 0]
+
+    def init_state(self, batch, length, dtype=jnp.float32):
+        return jnp.zeros((), int)
+
+
+def number_layers(stack, tokens):
+    """Numbers of the layers of the first, the longest and the last segment."""
+    hidden, info = Hidden(jnp.zeros((*tokens.shape, 3))), NumberedInfo(tokens)
+    _, numbers = stack(hidden, info, stack.init_state(1, 1))
+    return [jnp.stack(x) for x in (numbers[:1], numbers[1:-2], numbers[-2:])]
+
+
+@pytest.mark.parametrize("loop", ["scan", "plain"])
+def test_layers_have_the_same_numbers_under_pipe(loop):
+    factories = {name: lambda key: NumberedBlock(jnp.ones(3)) for name in "abc"}
+    stack = Stack([factories[name] for name in "abbbbcc"], loop=loop, key=KEY)
+    assert [segment.num_repeats for segment in stack.segments] == [1, 4, 2]
+    run = zoo.spmd(number_layers, make_mesh_with_pipe(2), out=["ends", "layers", "ends"])
+    numbers = run(stack, jnp.zeros((1, 1), int))
+    assert [x.tolist() for x in numbers] == [[0], [1, 2, 3, 4], [5, 6]]
 
 
 def test_loop_outside_a_scan_keeps_recomputation_apart():

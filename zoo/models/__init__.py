@@ -32,7 +32,7 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .scoring import hidden_states, score
-from .stack import Segment, Stack, describe_loop, find_patterns, set_loop, swap_stack
+from .stack import Segment, Stack, describe_loop, find_patterns, set_loop, set_routing, swap_stack
 
 __all__ = [
     "GLA",
@@ -86,6 +86,7 @@ __all__ = [
     "score",
     "set_implementations",
     "set_loop",
+    "set_routing",
     "swap_stack",
     "token_info",
     "token_losses",

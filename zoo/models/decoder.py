@@ -5,8 +5,9 @@ wirings. Nothing here imports either.
 """
 
 import abc
+import dataclasses
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -23,25 +24,23 @@ from zoo.layers import (
     Dropout,
     PositionEmbedding,
     Routing,
+    RoutingSums,
     TokenInfo,
     token_positions,
 )
+from zoo.layers.abstract import check_sequence_sharding
+from zoo.layers.moe.routing import sum_routing
 from zoo.layers.token_info import token_info
-from zoo.parallel import (
-    Module,
-    current_mesh,
-    gather,
-    implementation_option,
-    materialize,
-    named_by_class,
-    num_shards,
-)
-from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
+from zoo.parallel import Module, current_mesh, gather, implementation_option, materialize, named_by_class, num_shards
+from zoo.parallel.tokens import merge_copies, replicate_tokens, run_on_all_tokens, shard_tokens
+from zoo.shapes import PaddingMask, Positions, ResidualStream, SegmentIds, Tokens
 
 from .hf.spec import Origin
 
 LayerStates = tuple[Any, ...]
 """KV caches and recurrent states, one per layer, of any shape."""
+RoutingDetail = Literal["rows", "tokens"]
+"""Routing decisions that a stack hands out: their sums over each row, or also those of every token."""
 
 _EMBEDDING_DROPOUT_SITE = 2**32 - 1
 """Dropout site of the embedding. Layers fold their number into the keys, and no layer's number is as large."""
@@ -50,15 +49,26 @@ _FIRST_LINEAR_SITE = 2**16
 
 
 class Hidden(Module):
-    """Hidden states between two layers, row first: the residual stream, and the decisions of the routers so far."""
+    """Hidden states between two layers, row first: the residual stream, and sums of the routers' decisions so far."""
 
-    x: HiddenStates
-    routing: tuple[Routing, ...] = ()
+    x: ResidualStream
+    """Inside a stack, only this device's tokens if the layout shards them over `tensor` (`zoo.parallel.SEQUENCE`)."""
+    routing: tuple[RoutingSums, ...] = ()
     """One per layer so far that has a router, in order."""
+    decisions: tuple[Routing, ...] = ()
+    """Decisions of the routers of this layer, per token. A stack sums them into `routing` where the layer has run."""
 
-    def add_residual(self, residual: HiddenStates, routing: tuple[Routing, ...] = ()) -> "Hidden":
+    def add_residual(self, residual: ResidualStream, decisions: tuple[Routing, ...] = ()) -> "Hidden":
         """Add the output of a sublayer to the residual stream, and append its routing decisions."""
-        return type(self)(self.x + residual, self.routing + routing)
+        return type(self)(self.x + residual, self.routing, self.decisions + decisions)
+
+    def sum_decisions(self, info: TokenInfo, detail: RoutingDetail) -> "Hidden":
+        """Sum this layer's decisions into `routing`. No decision per token remains unless `detail` is "tokens"."""
+        sums = tuple(sum_routing(decision, info.segment_ids) for decision in self.decisions)
+        if detail == "tokens":
+            pairs = zip(sums, self.decisions, strict=True)
+            sums = tuple(dataclasses.replace(rows, per_token=decision) for rows, decision in pairs)
+        return type(self)(self.x, self.routing + sums)
 
 
 class AbstractBlock(Module):
@@ -92,12 +102,12 @@ class Block(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = self.mixer(self.mixer_norm(hidden.x), info, state)
+        mixed, state = run_on_all_tokens(self.mixer, self.mixer_norm(hidden.x), info, state)
         hidden = hidden.add_residual(self._scale_residual(self.dropout(mixed, info, site=0)))
-        fed, routing = self.ffn(self.ffn_norm(hidden.x))
+        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
         return hidden.add_residual(self._scale_residual(self.dropout(fed, info, site=1)), routing), state
 
-    def _scale_residual(self, x: HiddenStates) -> HiddenStates:
+    def _scale_residual(self, x: ResidualStream) -> ResidualStream:
         return x if self.residual_multiplier == 1 else self.residual_multiplier * x
 
 
@@ -127,6 +137,8 @@ class UnrolledStack(AbstractStack):
 
     blocks: tuple[AbstractBlock, ...]
 
+    routing: RoutingDetail = implementation_option(default="rows")
+
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LayerStates:
         # Of gathered parameters: a state has all of embed (token shift), which parameters shard at rest (ZeRO-3).
         return tuple(gather(block).init_state(batch, length, dtype) for block in self.blocks)
@@ -139,6 +151,7 @@ class UnrolledStack(AbstractStack):
             layer_info = info.fold_keys(number)
             state = None if states is None else states[number]
             hidden, state = set_dropout_keys(gather(block), layer_info)(hidden, layer_info, state)
+            hidden = hidden.sum_decisions(layer_info, self.routing)
             new_states.append(state)
         return hidden, None if states is None else tuple(new_states)
 
@@ -208,9 +221,15 @@ class Decoder(Module):
     def hidden(
         self, tokens: Tokens, info: TokenInfo, states: LayerStates | None = None
     ) -> tuple[Hidden, LayerStates | None]:
-        """Return the hidden states after the final norm, and the updated states: None if `states` is None."""
-        hidden, states = self.stack(self.embed(tokens, info), info, states)
-        return Hidden(gather(self.norm)(hidden.x), hidden.routing), states
+        """Return the hidden states after the final norm, and the updated states: None if `states` is None.
+
+        **Raises** `NotImplementedError` where the sequence is sharded, for a mixer that needs all of it.
+        """
+        hidden = self.embed(tokens, info)
+        check_sequence_sharding(self.stack, hidden.x)
+        hidden, states = self.stack(hidden, info, states)
+        x = replicate_tokens(gather(self.norm)(hidden.x))
+        return Hidden(x, merge_copies(hidden.routing)), states
 
     def embed(self, tokens: Tokens, info: TokenInfo) -> Hidden:
         """Return the input of the first layer: token embeddings, plus learned positions if there are any."""
@@ -218,7 +237,8 @@ class Decoder(Module):
         if self.position_embedding is not None:
             if info.positions is None:
                 self._check_length(tokens.shape[1] * num_shards(x, "seq"))
-            x = x + gather(self.position_embedding)(token_positions(x, info))
+            positions = shard_tokens(token_positions(tokens, info), axis=-1)
+            x = x + gather(self.position_embedding)(positions)
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
         return Hidden(self.dropout(x, info, site=_EMBEDDING_DROPOUT_SITE))

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Key
 
 from zoo._checks import check_batch
-from zoo.layers import Routing
+from zoo.layers import RoutingSums
 from zoo.layers.token_info import batch_token_info
 from zoo.ops.implementations import Implementation, Operation
 from zoo.ops.reduction import max_last_dim
@@ -69,9 +69,9 @@ def cross_entropy_and_routing(
     over: BalanceOver = "batch",
     chunk: int = 1024,
     implementation: str | Callable = "auto",
-) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[Routing, ...]]:
-    """Return `cross_entropy`, and one `Routing` per layer that has a router: for `tokens_per_expert`, and for auxiliary
-    losses of your own."""
+) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[RoutingSums, ...]]:
+    """Return `cross_entropy`, and the `RoutingSums` of each layer that has a router: for `tokens_per_expert`, and for
+    auxiliary losses of your own. `set_routing(model, "tokens")` adds the decisions of every token."""
     check_batch(batch, find_checkable_vocab(model))
     hidden, _ = model.hidden(batch["tokens"], batch_token_info(batch, key))
     targets, weights = batch["targets"], batch.get("weights")
@@ -80,13 +80,12 @@ def cross_entropy_and_routing(
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
     sum_losses = LOSS.select(implementation, LossRequest(len(x), chunk)).function
     total = sum_losses(model.gather_unembedding(), x, targets.reshape(-1), weights.reshape(-1), z_loss, chunk)
-    count, segment_ids = weights.sum(), batch.get("segment_ids")
-    mask = None if segment_ids is None else segment_ids != 0
+    count = weights.sum()
     # The library divides the total by the count, so an auxiliary loss, which is a mean, is multiplied by it here.
     if balance:
-        total = total + balance * balance_loss(hidden.routing, mask, over=over) * count
+        total = total + balance * balance_loss(hidden.routing, over=over) * count
     if router_z:
-        total = total + router_z * router_z_loss(hidden.routing, mask) * count
+        total = total + router_z * router_z_loss(hidden.routing) * count
     return (total, count), hidden.routing
 
 

@@ -11,6 +11,7 @@ from zoo._checks import check_tokens
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import token_info
 from zoo.parallel import gather, num_shards, scan
+from zoo.parallel.tokens import replicate_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 from .decoder import AbstractBlock, Decoder, UnrolledStack, find_checkable_vocab
@@ -44,7 +45,8 @@ def _compute_hidden_states(model: Decoder, tokens: Tokens, info: TokenInfo) -> t
     for number, block in enumerate(unstack_blocks(model)):
         hidden, _ = gather(block)(hidden, info.fold_keys(number))
         states.append(hidden.x)
-    return (*(states[1:] if model.hidden_states_skip_embedding else states[:-1]), gather(model.norm)(states[-1]))
+    states = [*(states[1:] if model.hidden_states_skip_embedding else states[:-1]), gather(model.norm)(states[-1])]
+    return tuple(map(replicate_tokens, states))
 
 
 def unstack_blocks(model: Decoder) -> tuple[AbstractBlock, ...]:

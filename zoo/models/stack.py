@@ -1,8 +1,9 @@
 """Layers in few repeating patterns, stacked: a scan compiles each pattern once, a plain loop every layer."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import equinox as eqx
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Int, Key
 
 from zoo.layers import TokenInfo
 from zoo.parallel import (
+    Dim,
     Module,
     Remat,
     gather,
@@ -20,9 +22,19 @@ from zoo.parallel import (
     scan,
     shard_offset,
     stacked,
+    vary,
 )
+from zoo.parallel.tokens import find_token_axes
 
-from .decoder import AbstractBlock, AbstractStack, Hidden, LayerStates, UnrolledStack, set_dropout_keys
+from .decoder import (
+    AbstractBlock,
+    AbstractStack,
+    Hidden,
+    LayerStates,
+    RoutingDetail,
+    UnrolledStack,
+    set_dropout_keys,
+)
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, select_loop
 
 BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
@@ -52,16 +64,28 @@ def find_patterns(items: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 class Segment(Module):
-    """A pattern of blocks, stacked over its repeats: every array has a leading dim `layers`."""
+    """A pattern of blocks, stacked over its repeats: every array has a leading dim `layers`, or `ends`."""
 
     blocks: tuple[AbstractBlock, ...] = stacked("layers")
     num_repeats: int = eqx.field(static=True)
     """Repeats of the pattern over all devices. Static, so that a tree without arrays has it too."""
+    layers: Dim = eqx.field(static=True, default=Dim("layers"))
+    """Dim of the repeats: `layers`, which a mesh shards over `pipe`, or `ends`, which it replicates."""
 
     @property
     def local_repeats(self) -> int:
         """Repeats of the pattern on this device."""
         return jax.tree.leaves(self.blocks)[0].shape[0]
+
+    @property
+    def first_repeat(self) -> int | Int[Array, ""]:
+        """Number of the first repeat on this device."""
+        return shard_offset(jax.tree.leaves(self.blocks)[0], self.layers.name, self.local_repeats)
+
+    def vary_arrays(self) -> tuple[AbstractBlock, ...]:
+        """Return the arrays of the blocks. With sequence parallelism the gradients of those that `tensor` replicates,
+        such as norms, are parts of a sum: cast here, they are all-reduced once, after the loop over layers."""
+        return vary(eqx.filter(self.blocks, eqx.is_array), find_token_axes())
 
 
 class Stack(AbstractStack):
@@ -76,6 +100,7 @@ class Stack(AbstractStack):
 
     remat: Remat = implementation_option()
     loop: Loop = implementation_option()
+    routing: RoutingDetail = implementation_option(default="rows")
 
     def __init__(
         self, factories: Sequence[BlockFactory], *, remat: Remat = "none", loop: Loop = "auto", key: Key[Array, ""]
@@ -83,10 +108,12 @@ class Stack(AbstractStack):
         """Build one layer per factory. Every layer has its own PRNG key, so that parameters do not depend on the split
         into segments. **Raises** `ValueError` for an unknown `loop`."""
         keys, segments, start = jax.random.split(key, len(factories)), [], 0
-        for period, repeats in find_patterns(factories):
+        patterns = find_patterns(factories)
+        longest = max(range(len(patterns)), key=lambda i: math.prod(patterns[i]), default=0)
+        for number, (period, repeats) in enumerate(patterns):
             segment_keys = keys[start : start + period * repeats].reshape(repeats, period)
             blocks = [eqx.filter_vmap(factories[start + i])(segment_keys[:, i]) for i in range(period)]
-            segments.append(Segment(tuple(blocks), repeats))
+            segments.append(Segment(tuple(blocks), repeats, Dim("layers" if number == longest else "ends")))
             start += period * repeats
         self.segments = tuple(segments)
         self.remat = remat
@@ -104,7 +131,7 @@ class Stack(AbstractStack):
 
     def unstack(self) -> UnrolledStack:
         """Return the same layers as a plain loop, for decoding."""
-        return UnrolledStack(tuple(self.iter_blocks()))
+        return UnrolledStack(tuple(self.iter_blocks()), self.routing)
 
     def count_layers(self) -> int:
         """Return the number of layers on this device."""
@@ -114,25 +141,25 @@ class Stack(AbstractStack):
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
     ) -> tuple[Hidden, LayerStates | None]:
         loop = select_loop(self.loop, layers=self.count_layers(), remat=self.remat, size=hidden.x.size)
-        first, new_states = 0, []
+        first, new_states = 0, ()
         for segment in self.segments:
-            layers = segment.local_repeats * len(segment.blocks)
-            segment_states = None if states is None else states[first : first + layers]
+            start, layers = len(new_states), segment.local_repeats * len(segment.blocks)
+            segment_states = None if states is None else states[start : start + layers]
             if loop == "plain":
                 hidden, segment_states = self._run_plain(segment, first, hidden, info, segment_states)
             else:
                 unroll = 1 if loop == "scan" else min(int(loop), segment.local_repeats)
                 hidden, segment_states = self._scan(segment, first, unroll, hidden, info, segment_states)
             new_states += () if segment_states is None else segment_states
-            first += layers
-        return hidden, None if states is None else tuple(new_states)
+            first += segment.num_repeats * len(segment.blocks)
+        return hidden, None if states is None else new_states
 
     def _run_plain(
         self, segment: Segment, first: int, hidden: Hidden, info: TokenInfo, states: LayerStates | None
     ) -> tuple[Hidden, LayerStates | None]:
         """Run the repeats of a pattern, whose first layer is number `first`, one after the other."""
-        arrays, period = eqx.filter(segment.blocks, eqx.is_array), len(segment.blocks)
-        offset = first + period * shard_offset(jax.tree.leaves(arrays)[0], "layers", segment.local_repeats)
+        arrays, period = segment.vary_arrays(), len(segment.blocks)
+        offset = first + period * segment.first_repeat
         pattern, new_states = self._make_pattern(segment, info, prevent_cse=True), []
         for blocks in _unstack_tree(arrays):
             for block, run in zip(blocks, pattern, strict=True):
@@ -147,8 +174,8 @@ class Stack(AbstractStack):
         self, segment: Segment, first: int, unroll: int, hidden: Hidden, info: TokenInfo, states: LayerStates | None
     ) -> tuple[Hidden, LayerStates | None]:
         """Scan over the repeats of a pattern, whose first layer is number `first`."""
-        arrays, period, repeats = eqx.filter(segment.blocks, eqx.is_array), len(segment.blocks), segment.local_repeats
-        numbers = first + period * (jnp.arange(repeats) + shard_offset(jax.tree.leaves(arrays)[0], "layers", repeats))
+        arrays, period, repeats = segment.vary_arrays(), len(segment.blocks), segment.local_repeats
+        numbers = first + period * (jnp.arange(repeats) + segment.first_repeat)
         stacked_states = None if states is None else tuple(_stack_trees(states[i::period]) for i in range(period))
         pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
 
@@ -174,7 +201,9 @@ class Stack(AbstractStack):
 
         def run_block(i: int, arrays: Any, number: int | Int[Array, ""], hidden: Hidden, state: Any):
             layer_info = info.fold_keys(number)
-            return set_dropout_keys(gather(eqx.combine(arrays, static[i])), layer_info)(hidden, layer_info, state)
+            block = set_dropout_keys(gather(eqx.combine(arrays, static[i])), layer_info)
+            hidden, state = block(hidden, layer_info, state)
+            return hidden.sum_decisions(info, self.routing), state
 
         blocks = [partial(run_block, i) for i in range(len(segment.blocks))]
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
@@ -208,6 +237,23 @@ def set_loop(model: Any, loop: Loop) -> Any:
         if not isinstance(stack, Stack):
             raise ValueError(f"{type(stack).__name__} has no choice of its loop: swap in a Stack before")
         return replace_option(stack, "loop", check_loop(loop))
+
+    return swap_stack(model, replace)
+
+
+def set_routing(model: Any, routing: RoutingDetail) -> Any:
+    """Return `model` with "rows" or "tokens" in `Hidden.routing`: sums over the tokens of each row, or also every
+    token's router logits and experts, which take layers x tokens x experts of memory. Results stay the same.
+
+    **Raises** `ValueError` for anything else, and if the model's layers are not in a stack of this library.
+    """
+    if routing not in get_args(RoutingDetail):
+        raise ValueError(f"routing is one of {', '.join(get_args(RoutingDetail))}, not {routing!r}")
+
+    def replace(stack: AbstractStack) -> AbstractStack:
+        if not isinstance(stack, Stack | UnrolledStack):
+            raise ValueError(f"{type(stack).__name__} has no choice of its routing decisions: swap in a Stack before")
+        return replace_option(stack, "routing", routing)
 
     return swap_stack(model, replace)
 

@@ -10,7 +10,14 @@ import pytest
 
 import zoo
 from zoo.layers import BiasedRouter, MixtureOfExperts, SoftmaxRouter, TokenInfo
-from zoo.models import count_active_parameters, cross_entropy_and_routing, tokens_per_expert
+from zoo.models import (
+    Stack,
+    count_active_parameters,
+    cross_entropy_and_routing,
+    set_routing,
+    swap_stack,
+    tokens_per_expert,
+)
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}
@@ -50,7 +57,7 @@ def make_full_batch():
 
 def loss_fn(over, model, batch, key=None):
     loss, routing = cross_entropy_and_routing(model, batch, balance=0.1, router_z=0.01, over=over)
-    return loss, [tokens_per_expert(layer, batch["segment_ids"] != 0) for layer in routing]
+    return loss, [tokens_per_expert(layer) for layer in routing]
 
 
 def largest_relative_difference(tree, reference):
@@ -110,10 +117,19 @@ def test_moe_generation_equals_full_passes(model):
 
 
 def test_moe_returns_routing_decisions_with_hidden_states(model):
-    hidden, _ = model.hidden(random_tokens((2, 5)), TokenInfo())
-    assert len(hidden.routing) == 2
-    for routing, block in zip(hidden.routing, list(model.stack.iter_blocks())[1:], strict=True):
-        assert routing.logits.shape == (2, 5, 4) and routing.chosen.shape == (2, 5, 2)
+    info = TokenInfo(segment_ids=jnp.array([[1, 1, 1, 1, 1], [1, 2, 0, 0, 0]]))
+
+    @eqx.filter_jit
+    def list_routing(*models):
+        return [model.hidden(random_tokens((2, 5)), info)[0].routing for model in models]
+
+    routing, detailed = list_routing(model, swap_stack(set_routing(model, "tokens"), Stack.unstack))
+    for sums, full, block in zip(routing, detailed, list(model.stack.iter_blocks())[1:], strict=True):
+        logits, chosen = full.per_token.logits, full.per_token.chosen
+        assert logits.shape == (2, 5, 4) and chosen.shape == (2, 5, 2) and sums.per_token is None
+        assert sums.num_tokens.tolist() == [5, 2]
+        assert (sums.visits[1] == jax.nn.one_hot(chosen[1, :2], 4).sum((0, 1))).all()
+        assert jnp.allclose(sums.softmax_scores[1], jax.nn.softmax(logits)[1, :2].sum(0), rtol=1e-4)
         assert isinstance(block.ffn, MixtureOfExperts)
     assert not isinstance(next(model.stack.iter_blocks()).ffn, MixtureOfExperts)
 

@@ -1,6 +1,7 @@
 """Models of recurrent mixers: the same on a mesh as on one device, and generation from a recurrent state."""
 
-from functools import partial
+import math
+from functools import cache, partial
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ from zoo.layers import (
     HGRN2,
     MLSTM,
     RGLRU,
+    RWKV4,
     RWKV6,
     RWKV7,
     DeltaNet,
@@ -22,21 +24,43 @@ from zoo.layers import (
     KimiDeltaAttention,
     Lightning,
     LinearAttention,
+    Mamba,
+    Mamba2,
     Retention,
 )
 from zoo.models.presets import recurrent
 
 KEY = jax.random.key(0)
-ROWS, SEQ, VOCAB = 8, 11, 32
+ROWS, SEQ, VOCAB = 8, 12, 32
+
+
+def without_heads(mixer, **options):
+    """Return a factory that ignores `heads`, for a mixer without heads."""
+    return lambda embed, *, heads, **more: mixer(embed, **options, **more)
+
+
 PATTERNS = {
     "additive": (GatedLinearAttention, MLSTM),
     "delta rule": (GatedDeltaNet, partial(RWKV7, rank=4)),
     "token shift": (partial(RWKV6, rank=4, decay_rank=4), RGLRU),
     "additive, the others": (LinearAttention, Retention, Lightning, HGRN2),
     "delta rule, the others": (DeltaNet, KimiDeltaAttention, GatedDeltaProduct),
+    "elementwise, the others": (without_heads(Mamba, state_dim=4), without_heads(RWKV4)),
+    "state space, the others": (partial(Mamba2, head_dim=8, state_dim=4), GatedLinearAttention),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) if name.endswith("others") else name for name in PATTERNS]
 """One or two mixers per kind, since a kind has its code in common; the others by `pytest -m slow tests/models`."""
+CONTEXT_MESHES = {
+    "alone": {"data": 1, "context": 4},
+    "x fsdp": {"data": 1, "fsdp": 2, "context": 4},
+    "x data x tensor": {"data": 2, "context": 2, "tensor": 2},
+}
+FAST = {("delta rule", "x fsdp")}
+SHARDED = [
+    pytest.param(name, axes, marks=() if (name, axes) in FAST else pytest.mark.slow)
+    for name in PATTERNS
+    for axes in CONTEXT_MESHES
+]
 
 
 def make(name, key):
@@ -77,16 +101,20 @@ def perturb_last_place(model, seed):
     return jax.tree.unflatten(treedef, [jnp.asarray(x, old.dtype) for x, old in zip(moved, leaves, strict=True)])
 
 
-@pytest.mark.parametrize("name", SLOW)
-def test_recurrent_models_are_the_same_on_a_mesh(name):
-    """Within rounding, which norms of heads with small outputs magnify: the bound is the change of the gradients on one
-    device when parameters change by their last place."""
-    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+@cache
+def compute_on_one_device(name):
+    """Return a model, its loss and gradients, and the gradients of perturbed models."""
     model = eqx.filter_jit(make)(name, KEY)
-    loss, gradients = zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), make_batch(), key=KEY)
     on_one_device = eqx.filter_jit(eqx.filter_value_and_grad(serial))
-    expected, expected_gradients = on_one_device(model)
     perturbed = [jax.tree.leaves(on_one_device(perturb_last_place(model, seed))[1]) for seed in range(3)]
+    return model, *on_one_device(model), perturbed
+
+
+def check_mesh(name, mesh):
+    """Compare within rounding, which norms of heads with small outputs magnify: the bound is the change of the
+    gradients on one device when parameters change by their last place."""
+    model, expected, expected_gradients, perturbed = compute_on_one_device(name)
+    loss, gradients = zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), make_batch(), key=KEY)
     assert abs(loss - expected) < 1e-5 * abs(expected)
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected_gradients))
     gradient_leaves = zip(
@@ -97,6 +125,18 @@ def test_recurrent_models_are_the_same_on_a_mesh(name):
         rounding = max(float(jnp.abs(x - b).max()) for x in others)
         allowed = 2e-5 * max(float(jnp.abs(b).max()), 1e-3 * largest)
         assert np.abs(a - b).max() <= max(allowed, rounding), leaf.name
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_recurrent_models_are_the_same_on_a_mesh(name):
+    check_mesh(name, zoo.make_mesh(data=2, fsdp=2, tensor=2))
+
+
+@pytest.mark.parametrize(("name", "axes"), SHARDED)
+def test_recurrent_models_are_the_same_with_context(name, axes):
+    """Documents of ragged lengths, and padding, begin and end on any device."""
+    sizes = CONTEXT_MESHES[axes]
+    check_mesh(name, zoo.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())]))
 
 
 def test_recurrent_generation_on_a_mesh_and_with_padding():
