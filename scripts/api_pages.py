@@ -24,12 +24,14 @@ ALSO_SHOWN = (
     "zoo.models.hf.builders",
     "zoo.models.hf.config.read_config",
     "zoo.models.parameter_paths.find_differences",
+    "zoo.parallel.sequence",
+    "zoo.parallel.tokens",
     "zoo.weights.parity.Comparison",
     "zoo.weights.parity.ParityReport",
     "zoo.weights.parity.compare",
     "zoo.weights.plan.plan",
 )
-"""Names that no package exports, but that porting a model needs."""
+"""Names that no package exports, but that porting a model or writing a mixer needs."""
 SHAPES = "zoo.shapes"
 HEAD = "---\nsearch:\n  boost: 0.5\n---\n\n"
 """Front matter: a page of the reference comes after the page that explains."""

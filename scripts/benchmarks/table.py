@@ -16,6 +16,7 @@ COLUMNS = {
     "share": ("tokens/s", "share"),
     "utilization": ("tokens/s", "share"),
     "tokens_per_second": ("tokens/s",),
+    "median": (),
 }
 """Last columns of a part, by the first of these keys that its rows have."""
 RATIO = "of the best rival's time"
@@ -71,7 +72,7 @@ def table(found: dict[str, Any], words: Sequence[str]) -> str:
         has_ratio = any("ratio" in row for row in rows)
         columns = (*COLUMNS[find_columns(rows[0])], *((RATIO,) if has_ratio else ()))
         lines += [
-            f"| | median | quartiles | shortest | {' | '.join(columns)} |",
+            f"| | {' | '.join(('median', 'quartiles', 'shortest', *columns))} |",
             "|---" + "|--:" * (3 + len(columns)) + "|",
         ]
         lines += [
@@ -92,7 +93,7 @@ def ceiling(rates: dict[str, float]) -> str:
 
 def find_columns(row: dict[str, Any]) -> str:
     """Return the key of `COLUMNS` for a row."""
-    return next((name for name in COLUMNS if name in row), "share")
+    return next(name for name in COLUMNS if name in row)
 
 
 def cells(row: dict[str, Any]) -> str:
@@ -100,6 +101,8 @@ def cells(row: dict[str, Any]) -> str:
     last = f"{rate} | {row.get('utilization', row.get('share', 0)):.0%}"
     if kind == "compiling":
         last = f"{row['compiling']:#.3g} s | {row['born']:#.3g} s"
+    elif kind == "median":
+        last = ""
     elif kind == "copy_share":
         product = f"{row['flops'] / 1e9:.2f} | {row['share']:.0%}" if "flops" in row else "– | –"
         last = f"{rate} | {product} | {row['bytes_passed'] / 1e6:.1f} | {row['copy_share']:.0%}"
@@ -111,4 +114,4 @@ def cells(row: dict[str, Any]) -> str:
     elif kind == "tokens_per_second":
         last = rate
     times = f"{row['median']:#.3g} s | {row['low']:#.3g} to {row['high']:#.3g} | {row['shortest']:#.3g} s"
-    return f"| {row['name']} | {times} | {last} |"
+    return f"| {row['name']} | {times} |" + (f" {last} |" if last else "")

@@ -45,6 +45,12 @@ def test_evaluate_one_window_matches_the_logits(run, request, file, kind):
     assert found["bits_per_byte"] == pytest.approx(expected.sum() / math.log(2) / len(TEXT.encode()), rel=1e-5)
 
 
+def test_evaluate_refuses_axes_that_shard_the_sequence_or_layers(refused, bytes_model, file):
+    words = "evaluate", bytes_model, "--data", file
+    assert "does not shard the sequence, --context 2: evaluate on data, fsdp" in refused(*words, "--context", 2)
+    assert "pipe=2: this version does not shard" in refused(*words, "--pipe", 2)
+
+
 def test_evaluate_many_windows_and_a_mesh(run, bytes_model, file):
     words = ["evaluate", bytes_model, "--data", file, "--length", 16, "--batch", 4]
     windows = split_into_windows(TEXT, RawByteTokenizer(), 16)

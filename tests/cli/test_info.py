@@ -65,6 +65,13 @@ def test_info_sharding_equals_a_real_mesh(run, bytes_model, data, fsdp, tensor):
 def test_info_refuses_a_mesh_that_does_not_divide(refused, bytes_model):
     assert "4 heads do not share out over tensor=3" in refused("info", bytes_model, "--tensor", 3)
     assert "at least 1, not fsdp=0" in refused("info", bytes_model, "--fsdp", 0)
+    assert "expert=2: this version does not shard over 'expert'" in refused("info", bytes_model, "--expert", 2)
+
+
+def test_info_takes_context_and_zero_stage(run, bytes_model):
+    found = read_info(run, bytes_model, "--context", 4, "--fsdp", 2, "--zero-stage", 1)
+    assert (found["mesh"]["context"], found["mesh"]["fsdp"]) == (4, 2)
+    assert all(not any(row["spec"]) for row in found["rows"]), "context and stage 1 shard no parameter"
 
 
 def test_info_recurrent_state_size_is_constant(run):

@@ -168,7 +168,8 @@ def test_draw_fits_every_recurrence():
 
 
 def test_bench_single_recurrence(tmp_path, monkeypatch):
-    """By hand: queries, keys, values and outputs, and a state; and what its four products multiply, of one chunk."""
+    """By hand: queries, keys, values and outputs, and a state; the four products of one chunk, and the two that sum log
+    decays from its start and to its end."""
     monkeypatch.setattr(recurrences, "HEADS", (2, 8))
     monkeypatch.setattr(recurrences, "CHANNELS", 16)
     page = tmp_path / "page.md"
@@ -178,7 +179,7 @@ def test_bench_single_recurrence(tmp_path, monkeypatch):
     rows = {row["name"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
     row = rows["linear_attention, 64 tokens"]
     assert row["bytes_passed"] == 4 * (4 * 64 * 2 * 8 + 2 * 8 * 8) and row["tokens"] == 64
-    assert row["flops"] == 2 * 2 * (2 * 64 * 64 * 8 + 2 * 64 * 8 * 8)
+    assert row["flops"] == 2 * 2 * (2 * 64 * 64 * 8 + 2 * 64 * 8 * 8 + 2 * 64 * 64)
     assert 0 < row["share"] < 1 and 0 < row["copy_share"] < 1
     assert "flops" not in rows["hgrn, 64 tokens"] and "hgrn, 64 tokens, with gradient" in rows
     text = page.read_text()

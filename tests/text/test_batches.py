@@ -110,7 +110,7 @@ def test_ordered_batches_with_a_limit_are_spread():
     split = split_of(np.repeat(np.arange(1, 101), 16))
     seen = np.concatenate([batch["tokens"][:, 0] for batch in split.ordered(seq_len=16, batch_size=5, limit=2)])
     assert seen.tolist() == [1 + 10 * i for i in range(10)]
-    halves = [split.ordered(seq_len=16, batch_size=2, limit=3, process=(i, 2)) for i in range(2)]
+    halves = [split.ordered(seq_len=16, batch_size=2, limit=3).with_process((i, 2)) for i in range(2)]
     rows = [row for pair in zip(*halves, strict=True) for batch in pair for row in batch["tokens"][:, 0]]
     assert rows == sorted(rows) and len(rows) == 6
 

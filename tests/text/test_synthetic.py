@@ -1,10 +1,12 @@
-"""Synthetic tasks: recall against a dictionary, word problems against composed permutations."""
+"""Synthetic tasks: recall and needles against a dictionary, word problems against composed permutations."""
+
+import itertools
 
 import numpy as np
 import pytest
 
 from zoo.text.synthetic import GROUPS
-from zoo.train import AssociativeRecall, Dataset, GroupWords, stack_rows
+from zoo.train import AssociativeRecall, Dataset, GroupWords, NeedleRetrieval, stack_rows
 
 
 @pytest.mark.parametrize(("vocab", "seq", "pairs"), [(16, 16, 3), (64, 32, 8), (9, 24, 2)])
@@ -35,6 +37,52 @@ def test_associative_recall_short_gaps_are_likelier():
     gaps = [np.flatnonzero(task[index]["weights"])[0] // 2 - 1 for index in range(500)]
     counts = np.bincount(gaps, minlength=31)
     assert counts[0] > counts[1] > counts[3] and counts[0] / 500 == pytest.approx(task.gap_probabilities[0], abs=0.06)
+
+
+@pytest.mark.parametrize(("vocab", "seq", "pairs", "queries"), [(32, 16, 1, 1), (64, 64, 8, 3), (16, 32, 4, 8)])
+def test_needle_retrieval_asks_for_values_hidden_in_filler(vocab, seq, pairs, queries):
+    """Compare with a dictionary read from the haystack; depths with the places of its keys."""
+    task, half, found = NeedleRetrieval(vocab, seq, pairs, queries, seed=3), vocab // 2, set()
+    for row in (task[index] for index in range(50)):
+        tokens, end = row["tokens"].tolist(), seq - 2 * queries
+        places = [place for place, token in enumerate(tokens[:end]) if half <= token < half + vocab // 4]
+        stored = {tokens[place]: tokens[place + 1] for place in places}
+        assert len(stored) == pairs and all(value >= 3 * (vocab // 4) for value in stored.values())
+        assert sum(token >= half for token in tokens) == 2 * pairs + queries  # the rest is filler
+        asked = list(range(end + 1, seq, 2))
+        assert np.flatnonzero(row["weights"]).tolist() == asked and asked[-1] == seq - 1
+        assert [row["targets"][place] for place in asked] == [stored[tokens[place]] for place in asked]
+        depths = task.measure_depths(row["tokens"][None], queries)[0]
+        assert depths.tolist() == [tokens.index(tokens[place]) / end for place in asked]
+        found |= set(places)
+    assert len(found) > min(pairs, 8) * 2 and (row["tokens"] == task[49]["tokens"]).all()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "queries", "message"),
+    [
+        (0, 1, "at least one pair and one query, not 0 and 1"),
+        (4, 5, "4 pairs and 5 queries want documents of at least 18 tokens, not 16"),
+        (5, 1, "a vocabulary of at least 20, not 16"),
+    ],
+)
+def test_needle_retrieval_refuses_rows_that_do_not_fit(pairs, queries, message):
+    with pytest.raises(ValueError, match=message):
+        NeedleRetrieval(16, 16, pairs, queries)
+    with pytest.raises(ValueError, match="rows hold 16 tokens times a power of two, not 48"):
+        NeedleRetrieval(16, 48, 1, min_seq_len=16)
+
+
+def test_needle_retrieval_packs_documents_of_every_length():
+    task = NeedleRetrieval(32, 64, 2, 3, min_seq_len=16, seed=1)
+    for index, length in enumerate((16, 32, 64, 16)):
+        row = task[index]
+        assert row["segment_ids"].tolist() == [place // length for place in range(64)]
+        assert row["positions"].tolist() == [place % length for place in range(64)]
+        for first in range(0, 64, length):
+            tokens, targets = (row[name][first : first + length].tolist() for name in ("tokens", "targets"))
+            values = dict(itertools.pairwise(tokens[: length - 6]))
+            assert targets[-5::2] == [values[token] for token in tokens[-5::2]] and not any(targets[:-5])
 
 
 @pytest.mark.parametrize(("group", "order", "points"), [("parity", 2, 2), ("s3", 6, 3), ("a4", 12, 4), ("s5", 120, 5)])

@@ -5,6 +5,7 @@ import jax
 
 import zoo
 from zoo import train
+from zoo.parallel import Dim
 
 
 def named(tree):
@@ -29,8 +30,10 @@ def test_matrix_mask_excludes_stacked_biases():
     linears = eqx.filter_vmap(lambda key: zoo.layers.Linear(4, 4, bias=True, key=key))
     segment = zoo.models.Segment.__new__(zoo.models.Segment)
     object.__setattr__(segment, "blocks", (linears(jax.random.split(jax.random.key(0), 3)),))
-    mask = train.decay_mask(segment)
-    assert mask.blocks[0].weight and not mask.blocks[0].bias
+    for dim in ("layers", "ends"):
+        object.__setattr__(segment, "layers", Dim(dim))
+        mask = train.decay_mask(segment)
+        assert mask.blocks[0].weight and not mask.blocks[0].bias
 
 
 def test_tabulate_parameters_shows_sharding():

@@ -1,5 +1,6 @@
 """Option groups of recipes: flattened flags and configurations."""
 
+import dataclasses
 import typing
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from zoo import train
 from zoo.ops.attention import ATTENTION
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
 from zoo.ops.recurrence.delta_rule import DELTA_RULE
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
+from zoo.parallel.layout import CONTEXT_FORMS
 from zoo.train.options import flatten_config
 
 
@@ -64,6 +67,19 @@ def test_mesh_options_make_the_mesh():
     assert mesh == train.MeshOptions(fsdp=2, tensor=2, zero_stage=1).make_mesh()
     assert mesh != train.MeshOptions(fsdp=2, tensor=2).make_mesh()
     assert str(jax.device_count() // 4) in str(mesh)
+    stages = [train.MeshOptions(fsdp=2, zero_stage=stage).make_mesh().layout for stage in (1, 2, 3)]
+    assert stages == [ZERO1, ZERO2, ZERO3]
+
+
+def test_mesh_options_shard_the_sequence():
+    mesh = train.MeshOptions(tensor=2, context=2, context_attention="heads", sequence_parallel=True).make_mesh()
+    assert (mesh.shape["context"], mesh.axes("seq"), mesh.axes("tokens")) == (2, ("context",), ("context", "tensor"))
+    assert mesh.layout == dataclasses.replace(SEQUENCE, context="heads")
+    both = train.MeshOptions(fsdp=2, tensor=2, zero_stage=2, sequence_parallel=True).make_mesh().layout
+    assert both == ZERO2.with_dims(tokens=("context", "tensor"))
+    assert set(typing.get_args(typing.get_type_hints(train.MeshOptions)["context_attention"])) == set(CONTEXT_FORMS)
+    with pytest.raises(NotImplementedError, match="expert=2: .* leave it at 1"):
+        train.MeshOptions(expert=2).make_mesh()
 
 
 def test_config_is_flat_and_leaves_out_resume_and_profile():

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.parallel import Dim, buffer, materialize, wrapped
-from zoo.shapes import HiddenStates, Tokens
+from zoo.shapes import ResidualStream, Tokens
 
 from .base import AbstractAdapter, AbstractLinearAdapter, BiasVector, Matrix, get_base_layer, get_dims, is_adapter
 from .compose import cast_like, check_adapter_name
@@ -29,7 +29,7 @@ class _MergedEmbedding(AbstractEmbedding):
     adapter_name: str = eqx.field(static=True)
     multiplier: float = eqx.field(static=True)
 
-    def __call__(self, tokens: Tokens) -> HiddenStates:
+    def __call__(self, tokens: Tokens) -> ResidualStream:
         return self.base(tokens)
 
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
@@ -69,7 +69,7 @@ class _MergedLinear(AbstractLinear):
     def dense_bias(self) -> BiasVector | None:
         return self.base.dense_bias
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         return self.base(x)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:

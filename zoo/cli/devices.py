@@ -1,12 +1,13 @@
 """Choose devices and build the mesh from command line options."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import numpy as np
 
 import zoo
-from zoo.parallel import AXES, Mesh
+from zoo.parallel import Layout, Mesh
 
 
 def use_cpu() -> None:
@@ -17,34 +18,40 @@ def use_cpu() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def make_device_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
-    """Return a mesh over the first devices, or None for one device. One size may be -1: all remaining devices.
+def make_device_mesh(**sizes: int) -> Mesh | None:
+    """Return a mesh of these sizes, by axis, over the first devices; None for one device. One size may be -1: all
+    remaining devices.
 
-    **Raises** `ValueError` for more devices than available.
+    **Raises** `ValueError` for more devices than available, and `NotImplementedError` as `zoo.make_mesh` does.
     """
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     if set(sizes.values()) == {1}:
         return None
-    devices = jax.devices()
     if -1 in sizes.values():
-        return zoo.make_mesh(data, fsdp, tensor=tensor)
-    requested = _count_devices(sizes)
-    if requested > len(devices):
+        return _make_mesh(sizes, jax.devices())
+    devices, requested = jax.devices(), _count_devices(sizes)
+    is_refused = sizes.get("expert", 1) > 1 or sizes.get("pipe", 1) > 1  # by zoo.make_mesh, whatever the devices
+    if requested > len(devices) and not is_refused:
         axes = " x ".join(f"{axis}={count}" for axis, count in sizes.items() if count > 1)
         hint = ""
         if devices[0].platform == "cpu":
             hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={requested} emulates them on the CPU"
         raise ValueError(f"{axes} needs {requested} devices, and there are {len(devices)}{hint}")
-    return zoo.make_mesh(data, fsdp, tensor=tensor, devices=devices[:requested])
+    return _make_mesh(sizes, devices[:requested])
 
 
-def make_abstract_mesh(*, data: int, fsdp: int, tensor: int) -> Mesh | None:
-    """Return a mesh without real devices, enough to compute how a model would be sharded; None for one device."""
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    if _count_devices(sizes) == 1:
+def make_abstract_mesh(layout: Layout | None = None, **sizes: int) -> Mesh | None:
+    """Return a mesh without real devices, enough to compute how a model would be sharded; None for one device.
+
+    **Raises** `NotImplementedError` as `zoo.make_mesh` does.
+    """
+    if (count := _count_devices(sizes)) == 1:
         return None
-    shape = [sizes.get(axis, 1) for axis in AXES]
-    return Mesh(jax.sharding.Mesh(np.full(shape, jax.devices("cpu")[0]), AXES), zoo.Layout())
+    return _make_mesh(sizes, jax.devices("cpu")[:1] * count, layout)
+
+
+def _make_mesh(sizes: dict[str, int], devices: Sequence[Any], layout: Layout | None = None) -> Mesh:
+    options: dict[str, Any] = {"devices": devices, "layout": layout}
+    return zoo.make_mesh(**sizes, **options)
 
 
 def _count_devices(sizes: dict[str, int]) -> int:

@@ -37,7 +37,10 @@ def evaluate(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     data_axis: int = 1,
     fsdp: int = 1,
+    expert: int = 1,
+    context: int = 1,
     tensor: int = 1,
+    pipe: int = 1,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     no_compile_cache: bool = False,
 ) -> None:
@@ -59,7 +62,10 @@ def evaluate(
         dtype: Dtype of the parameters and the computation. Default: as stored.
         data_axis: Data parallelism: number of devices that shard the batch. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
+        expert: Expert parallelism, for mixtures of experts: refused above 1 in this version.
+        context: Context parallelism: refused above 1, since scores shard no sequence.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        pipe: Pipeline parallelism: refused above 1 in this version.
         as_json: Print a JSON object.
         no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """
@@ -70,7 +76,11 @@ def evaluate(
             raise ValueError(f"--{name} must be at least {2 if name == 'length' else 1}")
     path = resolve_directory(directory)
     files = read_texts(data)
-    mesh = make_device_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
+    if context != 1:
+        raise NotImplementedError(
+            f"evaluate does not shard the sequence, --context {context}: evaluate on data, fsdp and tensor"
+        )
+    mesh = make_device_mesh(data=data_axis, fsdp=fsdp, expert=expert, tensor=tensor, pipe=pipe)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)

@@ -14,6 +14,7 @@ import tyro
 import zoo
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
+from zoo.generate.request import check_mesh
 from zoo.models.hf.values import integer, list_of
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
 from zoo.weights.resolve import CONFIG_NAME, resolve_directory
@@ -41,7 +42,10 @@ def generate(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     data: int = 1,
     fsdp: int = 1,
+    expert: int = 1,
+    context: int = 1,
     tensor: int = 1,
+    pipe: int = 1,
     no_compile_cache: bool = False,
 ) -> None:
     """Generate text from prompts: zoo generate DIRECTORY "Once upon a time".
@@ -67,7 +71,10 @@ def generate(
         dtype: Dtype of the parameters and the computation. Default: as stored.
         data: Data parallelism: number of devices that shard the prompts. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the prompts.
+        expert: Expert parallelism, for mixtures of experts: refused above 1 in this version.
+        context: Context parallelism: refused above 1, since decoding shards no sequence.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        pipe: Pipeline parallelism: refused above 1 in this version.
         no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """
     if not no_compile_cache:
@@ -80,7 +87,8 @@ def generate(
     prompt = (" ".join(words),) if words else prompt
     path = resolve_directory(directory)
     stops = read_stop_tokens(path) if stop_token is None else stop_token
-    mesh = make_device_mesh(data=data, fsdp=fsdp, tensor=tensor)
+    mesh = make_device_mesh(data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
+    check_mesh(mesh)  # before minutes of loading
     model = zoo.load(path, mesh=mesh, dtype=dtype)
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)

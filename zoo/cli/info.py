@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -10,6 +10,7 @@ from zoo._terminal import show
 from zoo.inspect.implementations import format_ranges
 from zoo.models.presets.published import find_preset
 from zoo.ops.platform import Platform
+from zoo.parallel import ZERO1, ZERO2, ZERO3
 
 from .devices import make_abstract_mesh, use_cpu
 from .parts import ParameterSummary, Summary, summarize, summarize_preset
@@ -22,7 +23,11 @@ def info(
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
     data: int = 1,
     fsdp: int = 1,
+    expert: int = 1,
+    context: int = 1,
     tensor: int = 1,
+    pipe: int = 1,
+    zero_stage: Literal[1, 2, 3] = 3,
     platform: Platform | None = None,
     names: bool = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -39,7 +44,11 @@ def info(
         preset: Name of a preset, in float32, as zoo.models.preset builds it.
         data: Data parallelism: number of devices that shard the batch.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
+        expert: Expert parallelism, for mixtures of experts: refused above 1 in this version.
+        context: Context parallelism: number of devices that shard the tokens of a sequence, and no parameters.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        pipe: Pipeline parallelism: refused above 1 in this version.
+        zero_stage: With fsdp, 1 shards the optimizer state, 2 gradients as well, 3 parameters too.
         platform: Also show which implementation of attention, of recurrences, of grouped matmuls and of the loss each
             layer gets on this platform, and why not another.
         names: Also show the name of each parameter's tensor in the checkpoint.
@@ -48,7 +57,10 @@ def info(
     if directory is not None and preset is not None:
         raise ValueError(f"{directory} and --preset {preset} are two models: pass one of them")
     use_cpu()
-    mesh = make_abstract_mesh(data=data, fsdp=fsdp, tensor=tensor)
+    layout = (ZERO1, ZERO2, ZERO3)[zero_stage - 1]
+    mesh = make_abstract_mesh(
+        data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe, layout=layout
+    )
     if preset is not None:
         summary = summarize_preset(preset, mesh, platform)
     elif directory is not None:

@@ -195,17 +195,18 @@ def _summarize_parameters(
         layers = [number for path, _, _ in arrays for number in path.ranges[0]] if name.startswith("layers.*.") else []
         row_dtypes = tuple(dict.fromkeys(dtype for _, _, array_dtypes in arrays for dtype in array_dtypes))
         specs = [None if mesh is None else mesh.spec(path.dims, full, path.name) for path, full, _ in arrays]
+        largest = max(range(len(arrays)), key=lambda i: math.prod(arrays[i][1]))  # its segment has the dim `layers`
         sizes = [math.prod(full) // _count_shards(spec, mesh) for (_, full, _), spec in zip(arrays, specs, strict=True)]
         rows.append(
             ParameterSummary(
                 name=name,
                 part=_get_part_name(name),
                 layers=tuple(sorted(layers)),
-                dims=" ".join(dim.name for dim in path.dims),
+                dims=" ".join(dim.name for dim in arrays[largest][0].dims),
                 shape=(len(layers), *shape) if layers else shape,
                 dtypes=row_dtypes,
                 tensors=(_format_tensor_name(path, mappings),),
-                spec=specs[0],
+                spec=specs[largest],
                 bytes_per_device=sum(sizes) * np.dtype(row_dtypes[0]).itemsize,
                 trainable=path.leaf.trainable,
             )

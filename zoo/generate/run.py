@@ -74,6 +74,7 @@ def generate(
     )
     request.check_prompt(tokens, mask, vocab)
     request.check_mesh(mesh)
+    mesh = None if mesh is None else mesh.without_sequence_parallelism
     if callback is not None and any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key))):
         raise ValueError("a callback needs tokens as they come, and under jit there are none yet: call generate bare")
     options = request.SamplingOptions.from_arguments(

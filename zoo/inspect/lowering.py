@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from zoo.ops.platform import Platform, current_platform, normalize_platform, target_platform
-from zoo.parallel import is_imagined
+from zoo.parallel.imagined import is_imagined
 
 
 def has_shapes(leaves: Sequence[Any]) -> bool:

@@ -6,9 +6,10 @@
 A batch is a mapping of "batch seq" arrays. `tokens` and `targets` (int32) are the same text shifted by one token.
 `weights` (float32) is 0 where the target is a separator, i.e. on the last token of a document, and 1 elsewhere. With
 `with_segments`, `segment_ids` (int32) numbers the documents of a window from 1, and `positions` (int32) counts from 0
-within each. With several processes, each gets a contiguous block of the rows.
+within each. With several processes, each gets a contiguous block of the rows, `process=zoo.parallel.reader(mesh)`.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ class CorpusSplit:
 
         - `seq_len`: tokens per window; `batch_size`: windows per batch, over all processes.
         - `with_segments`: add `segment_ids` and `positions`.
-        - `process`: (index, count), by default JAX's.
+        - `process`: (index, count) of the rows to read: `zoo.parallel.reader(mesh)`. By default each process has rows
+          of its own, which a mesh whose `tensor`, `context` or `pipe` spans processes refuses.
 
         **Raises** `ValueError` if the text is shorter than a window, or the number of processes does not divide
         `batch_size`.
@@ -248,6 +250,12 @@ class OrderedBatches:
 
     def __len__(self) -> int:
         return len(self._indices) // self.batch_size
+
+    def with_process(self, process: tuple[int, int]) -> "OrderedBatches":
+        """Return the same batches, of which this process reads part `index` of `count`."""
+        batches = copy.copy(self)
+        batches._process, batches._rows = _assign_rows(self.batch_size, process)
+        return batches
 
     def __iter__(self) -> Iterator[_Batch]:
         for number in range(len(self)):

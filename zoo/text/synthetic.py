@@ -1,4 +1,4 @@
-"""Synthetic tasks that tell sequence mixers apart: multi-query associative recall, and word problems of groups.
+"""Synthetic tasks that tell sequence mixers apart: associative recall, needle retrieval, word problems of groups.
 
 A row is a function of seed and index alone. Datasets with different seeds serve as training and test set.
 """
@@ -69,6 +69,87 @@ class AssociativeRecall:
         queries = 2 * pairs + 2 * gaps
         tokens[queries], targets[queries] = keys, values
         return {"tokens": tokens, "targets": targets, "weights": (targets > 0).astype(np.float32)}
+
+
+class NeedleRetrieval:
+    """Needle retrieval: key-value pairs hidden anywhere in a long filler, and queries for them at the end.
+
+    Filler is uniform over the first half of the vocabulary, keys are in its third quarter, values in its last; neither
+    repeats within a document. The last token of a document is a query, and so is every second one before it; their
+    targets are the values, and `weights` is 1 at queries and 0 elsewhere.
+
+    A row is one document, or with `min_seq_len` a packed row of documents of equal length: `seq_len` divided by a power
+    of two that changes from row to row. What is learned soon in short documents carries over to long ones, which alone
+    teach nothing for very long: almost all that attention reads at first is filler.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        seq_len: int,
+        num_pairs: int,
+        num_queries: int = 1,
+        *,
+        min_seq_len: int | None = None,
+        seed: int = 0,
+        rows: int = 100_000,
+    ):
+        """- `vocab`: size of the vocabulary; `seq_len`: tokens per row; `rows`: length of the dataset.
+        - `num_pairs`: needles per document. `num_queries`: queries, each for any of them.
+        - `min_seq_len`: tokens of the shortest documents; `seq_len` by default.
+
+        **Raises** `ValueError` without a pair or a query, if they do not fit into a document, or the keys into the
+        vocabulary, and if `seq_len` is not `min_seq_len` times a power of two.
+        """
+        shortest = seq_len if min_seq_len is None else min_seq_len
+        if min(num_pairs, num_queries) < 1:
+            raise ValueError(f"a document has at least one pair and one query, not {num_pairs} and {num_queries}")
+        if 2 * (num_pairs + num_queries) > shortest or num_pairs > vocab // 4:
+            raise ValueError(
+                f"{num_pairs} pairs and {num_queries} queries want documents of at least "
+                f"{2 * (num_pairs + num_queries)} tokens, not {shortest}, and a vocabulary of at least "
+                f"{4 * num_pairs}, not {vocab}"
+            )
+        lengths = [shortest]
+        while lengths[-1] < seq_len:
+            lengths.append(2 * lengths[-1])
+        if lengths[-1] != seq_len:
+            raise ValueError(f"rows hold {shortest} tokens times a power of two, not {seq_len}")
+        self.vocab, self.seq_len, self.num_pairs, self.num_queries = vocab, seq_len, num_pairs, num_queries
+        self.lengths, self.seed, self.rows = lengths, seed, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> _Row:
+        random, length = np.random.default_rng((self.seed, index)), self.lengths[index % len(self.lengths)]
+        documents = [self._make_document(random, length) for _ in range(self.seq_len // length)]
+        tokens, targets = map(np.concatenate, zip(*documents, strict=True))
+        segment_ids, positions = np.divmod(np.arange(self.seq_len, dtype=np.int32), np.int32(length))
+        row = {"tokens": tokens, "targets": targets, "weights": (targets > 0).astype(np.float32)}
+        return row | {"segment_ids": segment_ids, "positions": positions}
+
+    def _make_document(
+        self, random: np.random.Generator, length: int
+    ) -> tuple[Shaped[np.ndarray, "tokens"], Shaped[np.ndarray, "tokens"]]:
+        quarter, pairs, haystack = self.vocab // 4, self.num_pairs, length - 2 * self.num_queries
+        tokens, targets = random.integers(0, 2 * quarter, length, dtype=np.int32), np.zeros(length, np.int32)
+        keys = 2 * quarter + random.choice(quarter, pairs, replace=False)
+        values = 3 * quarter + random.choice(self.vocab - 3 * quarter, pairs, replace=False)
+        # Distinct places for pairs of width one, moved apart: pairs of width two that never overlap.
+        places = np.sort(random.choice(haystack - pairs, pairs, replace=False)) + np.arange(pairs)
+        tokens[places], tokens[places + 1] = keys, values
+        asked = random.integers(0, pairs, self.num_queries)
+        tokens[haystack + 1 :: 2], targets[haystack + 1 :: 2] = keys[asked], values[asked]
+        return tokens, targets
+
+    @staticmethod
+    def measure_depths(
+        tokens: Shaped[np.ndarray, "batch seq"], num_queries: int
+    ) -> Shaped[np.ndarray, "batch queries"]:
+        """Return the place of each query's pair in rows of one document: from 0 at the start of the filler to 1."""
+        asked = tokens[:, 1 - 2 * num_queries :: 2]
+        return (tokens[:, None] == asked[:, :, None]).argmax(-1) / (tokens.shape[1] - 2 * num_queries)
 
 
 class GroupWords:

@@ -15,7 +15,7 @@ from zoo.text.batches import (
     stack_rows,
 )
 from zoo.text.corpus import Corpus, load_text
-from zoo.text.synthetic import AssociativeRecall, GroupWords
+from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
 from zoo.text.tokenizers import Tokenizer, read_tokenizer
 
 from .checkpoint import Checkpoints, RestoredCheckpoint
@@ -54,6 +54,7 @@ __all__ = [
     "Interrupt",
     "MeshOptions",
     "Metrics",
+    "NeedleRetrieval",
     "OrderedBatches",
     "ParameterRow",
     "Profile",

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.parallel import Mesh, place_batch, value
+from zoo.parallel import Mesh, place_batch, reader, value
 from zoo.text.batches import OrderedBatches, bits_per_byte
 
 
@@ -18,16 +18,18 @@ class Evaluation:
         evaluate(model)  # {"validation": 2.31}
 
     `loss_fn` is as for `zoo.value`. With `has_aux` it returns `(total, count), aux`, and an evaluation returns the bits
-    per byte and `aux` summed over all batches. Batches are placed on the mesh once.
+    per byte and `aux` summed over all batches. Batches are placed on the mesh once; each process reads its own rows.
     """
 
     def __init__(self, loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, **texts: OrderedBatches):
         self._loss = value(loss_fn, mesh, has_aux=has_aux)
         self._has_aux = has_aux
         self._texts = texts
-        self._counts = {name: [batch["weights"].sum() for batch in text] for name, text in texts.items()}
+        whole = {name: text.with_process((0, 1)) for name, text in texts.items()}
+        self._counts = {name: [batch["weights"].sum() for batch in text] for name, text in whole.items()}
+        own = {name: text.with_process(reader(mesh)) for name, text in texts.items()}
         self._batches = {
-            name: [place_batch(batch, mesh, vocab=text.vocab) for batch in text] for name, text in texts.items()
+            name: [place_batch(batch, mesh, vocab=text.vocab) for batch in text] for name, text in own.items()
         }
 
     def __call__(self, model: PyTree) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zoo.models import Decoder, set_implementations
-from zoo.parallel import ZERO1, Mesh, Remat, make_mesh
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Remat, make_mesh
 
 from .remat import rematerialize
 
@@ -20,8 +20,18 @@ class MeshOptions:
     """Devices over which each copy of the parameters is sharded."""
     tensor: int = 1
     """Devices over which heads, MLPs and the vocabulary are sharded. All devices that remain shard the batch."""
-    zero_stage: Literal[1, 3] = 3
-    """With fsdp, 3 shards parameters, gradients and optimizer state; 1 the optimizer state alone."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """With fsdp, 3 shards parameters, gradients and optimizer state; 2 the latter two; 1 the optimizer state alone."""
+    sequence_parallel: bool = False
+    """With tensor, shard hidden states between sublayers along their tokens, to save memory."""
+    context: int = 1
+    """Devices over which the tokens of each sequence are sharded."""
+    context_attention: Literal["ring", "heads", "gathered"] = "ring"
+    """With context, keys travel around the devices, heads are exchanged for tokens, or keys are all-gathered."""
+    expert: int = 1
+    """Devices over which experts are sharded; only 1 works today."""
+    pipe: int = 1
+    """Devices over which layers are sharded; only 1 works today."""
     microbatches: int = 1
     """Sequential micro-batches over which gradients are accumulated, to save memory."""
     remat: Remat = "elementwise"
@@ -43,8 +53,13 @@ class MeshOptions:
         return set_implementations(rematerialize(model, self.remat), **named)
 
     def make_mesh(self) -> Mesh:
-        """Return the mesh over all devices."""
-        return make_mesh(fsdp=self.fsdp, tensor=self.tensor, layout=ZERO1 if self.zero_stage == 1 else None)
+        """Return the mesh over all devices. **Raises** as `zoo.make_mesh` does."""
+        layout = (ZERO1, ZERO2, ZERO3)[self.zero_stage - 1]
+        if self.sequence_parallel:
+            layout = layout.with_dims(tokens=SEQUENCE.axes("tokens"))
+        layout = dataclasses.replace(layout, context=self.context_attention)
+        sizes = {axis: getattr(self, axis) for axis in ("fsdp", "expert", "context", "tensor", "pipe")}
+        return make_mesh(**sizes, layout=layout)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def _embed(model: Decoder, tokens: Any) -> Array:
 @eqx.filter_jit
 def _run_block(block: Any, x: Array) -> tuple[Array, tuple[Routing, ...]]:
     hidden, _ = block(Hidden(x), TokenInfo())
-    return hidden.x, hidden.routing
+    return hidden.x, hidden.decisions
 
 
 @eqx.filter_jit

@@ -11,6 +11,7 @@ from zoo.layers import AbstractLinear, Linear
 from zoo.models.parameter_paths import IndexRanges
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, gather, reduce, wrapped
+from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, compute_scale
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape, is_adapter
@@ -77,10 +78,11 @@ class AdaLoRA(AbstractLinearAdapter):
         """Return strength scale e, or zeros if the adapter does not apply."""
         return jnp.where(self.applies, strength, 0) * self.scale * self.values
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W x + b + scale B (e ∘ (A x))."""
         inner = self.down(x.astype(self.down.weight.dtype)) * self._scale_singular_values(self.strength_per_row(x))
-        return self.up.add_matmul(self.base(x), inner.astype(self.up.weight.dtype))
+        y = self.base(x)
+        return self.up.add_matmul(y, match_tokens(inner.astype(self.up.weight.dtype), y))
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         inner = self.up.transposed(x.astype(self.up.weight.dtype))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.layers import AbstractLinear, Linear
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, reduce, wrapped
+from zoo.parallel.tokens import match_tokens
 
 from ..base import Matrix, Strength
 from ..targets import Targets
@@ -88,13 +89,14 @@ class DoRA(AbstractLowRankAdapter):
         self.strength, self.keys, self.dropout = lora.strength, lora.keys, lora.dropout
         self.in_, self.out, self.adapter_name = lora.in_, lora.out, adapter_name
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return m / |W + scale B A| (W + scale B A) x + b."""
         base_ratio, update_ratio = self._get_magnitude_ratios(
             self._multiply_base(self.down.weight), self.strength_per_row(x)
         )
-        inner, bias = self.project_down(x, self.scale), self.base.dense_bias
+        bias = self.base.dense_bias
         product = self.base(x) if bias is None else self.base(x) - bias
+        inner = match_tokens(self.project_down(x, self.scale), product)
         if update_ratio.ndim > 1:  # one strength per row of the batch
             y = base_ratio * product + update_ratio * self.up(inner)
         else:

@@ -9,7 +9,7 @@ from zoo.layers import AbstractEmbedding, Linear
 from zoo.layers.embedding import lookup_rows
 from zoo.layers.linear import contract
 from zoo.parallel import Dim, adapter_parameter, buffer, materialize, wrapped
-from zoo.shapes import HiddenStates, Tokens
+from zoo.shapes import ResidualStream, Tokens
 
 from ..base import AbstractAdapter, Strength, full_strength
 from .low_rank import linear_from_weight
@@ -57,7 +57,7 @@ class EmbeddingLoRA(AbstractAdapter, AbstractEmbedding):
     def has_adapter(self) -> Bool[Array, "*stacked"]:
         return self.rank > 0
 
-    def __call__(self, tokens: Tokens) -> HiddenStates:
+    def __call__(self, tokens: Tokens) -> ResidualStream:
         """Return (E + scale Aᵀ Bᵀ)[tokens] times the multiplier."""
         rows = lookup_rows(self.down, tokens)
         factor = self.scale * self.multiplier * self.strength_per_row(rows)

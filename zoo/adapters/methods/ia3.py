@@ -48,7 +48,7 @@ class IA3(AbstractLinearAdapter):
     def has_adapter(self) -> Bool[Array, "*stacked"]:
         return self.applies
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return l ∘ (W x + b), or W (l ∘ x) + b."""
         return self._scale_outputs(self.base(self._scale_inputs(x)))
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.layers import AbstractEmbedding, AbstractLinear, Linear
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, wrapped
+from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_adapters, check_rank, refuse_embedding
 from ..base import Matrix, Strength, full_strength, get_dims, get_linear_shape
@@ -96,12 +97,12 @@ class LoRA(AbstractLowRankAdapter):
         self.rank, self.scale, self.strength = rank, scale, full_strength()
         self.keys, self.dropout, self.adapter_name = None, check_dropout_rate(dropout), adapter_name
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W x + b + scale B A x."""
         y = self.base(x)
         scale = self.scale * self.strength_per_row(x)
         scaled_down = self.project_down(x, scale)  # scale A x
-        return self.up.add_matmul(y, scaled_down)  # y + B (scale A x)
+        return self.up.add_matmul(y, match_tokens(scaled_down, y))  # y + B (scale A x)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         """Return Wᵀ x + scale Aᵀ Bᵀ x."""

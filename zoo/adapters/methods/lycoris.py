@@ -44,7 +44,7 @@ class _AbstractDeltaAdapter(AbstractLinearAdapter):
     def _build_delta_linear(self, dtype: Any) -> Linear:
         return linear_from_weight(self._get_scaled_delta_weight().astype(dtype), in_=self.in_, out=self.out)
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W x + b + scale D x."""
         return self.base(x) + (self.strength_per_row(x) * self._build_delta_linear(x.dtype)(x)).astype(x.dtype)
 

@@ -83,7 +83,7 @@ class OFT(AbstractLinearAdapter):
     def has_adapter(self) -> Bool[Array, "*stacked"]:
         return self.applies
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W Rᵀ x + b."""
         return self.base(self._rotate(x, self._compute_rotations()))
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.layers import AbstractLinear, Linear
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, check_rank
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
@@ -70,11 +71,12 @@ class VeRA(AbstractLinearAdapter):
         """Return strength `up_scale`, or zeros if the adapter does not apply."""
         return jnp.where(self.applies, strength, 0) * self.up_scale
 
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W x + b + up_scale ∘ (B (down_scale ∘ (A x)))."""
-        inner = self.down(x.astype(self.down.weight.dtype)) * self.down_scale
+        y = self.base(x)
+        inner = match_tokens(self.down(x.astype(self.down.weight.dtype)) * self.down_scale, y)
         update = self.up(inner.astype(self.up.weight.dtype)) * self._get_output_scale(self.strength_per_row(x))
-        return self.base(x) + update.astype(x.dtype)
+        return y + update.astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         scaled = (x * self._get_output_scale(self.strength_per_row(x))).astype(self.up.weight.dtype)
