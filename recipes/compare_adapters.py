@@ -128,7 +128,7 @@ def main(
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
         model = apply(method, rank, load())
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
         with train.Run(run_options.subrun(name), config=config | {"run": name}, best_metric="new", frozen=model) as run:
             run.print_line(f"{name}: {zoo.count(model):,} trainable parameters, learning rate {peak:g}")
             trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)

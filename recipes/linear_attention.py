@@ -110,7 +110,7 @@ def main(
     for name, width in widths.items():
         model = zoo.init(partial(make, name, width), key, mesh)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
         with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
             run.print_line(f"{name}: {zoo.count(model):,} parameters, an MLP of {width}; on {mesh}; {corpus}")
             model, opt_state = run.restore((model, opt_state), batches)

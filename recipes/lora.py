@@ -68,7 +68,7 @@ def main(
         raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
     tokenizer, key = train.read_tokenizer(checkpoint), jax.random.key(run_options.seed)
     corpus, old_corpus = (train.load_text(text, tokenizer=tokenizer) for text in (data or topics, pretraining_data))
-    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
     base = mesh_options.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
     options = {"targets": targets, "rank": rank, "alpha": alpha, "rank_stabilized": rank_stabilized}
     model = zoo.place(zoo.adapters.lora(base, **options, key=key), mesh)

@@ -66,7 +66,7 @@ def main(
     """
     config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
     corpus = train.load_text(data, vocab=vocab)
-    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
     model_key, key = jax.random.split(jax.random.key(run_options.seed))
     preset, options = {1: (zoo.models.Mamba, {}), 2: (zoo.models.Mamba2, {"head_dim": head_dim})}[generation]
     sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "state_dim": state_dim, "expand": expand}

@@ -119,7 +119,7 @@ def main(
     for name in runs:
         model = zoo.init(partial(make, name), key, mesh)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
         active = zoo.models.count_active_parameters(model)
         with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
             run.print_line(f"{name}: {zoo.count(model):,} parameters, {active:,} active; on {mesh}; {corpus}")

@@ -68,7 +68,7 @@ def main(
     """
     config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
     corpus = train.load_text(data, vocab=vocab)
-    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed)
+    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
     model_key, dropout_key, sample_key = jax.random.split(jax.random.key(run_options.seed), 3)
     options = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads}
     options |= {"mlp": mlp_dim, "qk_norm": True, "dropout": dropout}

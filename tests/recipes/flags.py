@@ -5,6 +5,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+MESH_FLAGS = [
+    *("fsdp", "tensor", "zero_stage", "sequence_parallel", "context", "context_attention", "expert", "pipe"),
+    *("microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul"),
+]
+RUN_FLAGS = ["out", "seed", "resume", "profile", "no_compile_cache"]
+
 
 def call(main: Callable, **flags: Any) -> Any:
     """Call `main`, with flags that are fields of its option groups put into the defaults of these."""

@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from recipes import compare_adapters
-from tests.recipes.flags import call, flag_names
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -77,9 +77,9 @@ def test_compare_adapters_bad_input_is_one_line(text, start, tmp_path, monkeypat
 
 FLAGS = [
     *("methods", "ranks", "max_rank", "checkpoint", "data", "pretraining_data", "targets", "seq_len"),
-    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor"),
-    *("zero_stage", "microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed"),
-    *("resume", "profile", "no_compile_cache"),
+    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every"),
+    *MESH_FLAGS,
+    *RUN_FLAGS,
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from recipes import lora
-from tests.recipes.flags import call, flag_names
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -85,9 +85,9 @@ def test_lora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
 
 FLAGS = [
     *("checkpoint", "data", "pretraining_data", "targets", "rank", "alpha", "rank_stabilized", "seq_len"),
-    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor"),
-    *("zero_stage", "microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed"),
-    *("resume", "profile", "no_compile_cache"),
+    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every"),
+    *MESH_FLAGS,
+    *RUN_FLAGS,
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from recipes import mamba
-from tests.recipes.flags import call, explained_flags, flag_names
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -68,9 +68,9 @@ def test_mamba_bad_flags_raise_early(text, tmp_path, changes, message):
 
 FLAGS = [
     *("generation", "data", "vocab", "embed", "layers", "state_dim", "head_dim", "expand", "seq_len"),
-    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor"),
-    *("zero_stage", "microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed"),
-    *("resume", "profile", "no_compile_cache"),
+    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every"),
+    *MESH_FLAGS,
+    *RUN_FLAGS,
 ]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from recipes import moe
-from tests.recipes.flags import call, explained_flags, flag_names
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.cli import main as command
@@ -166,9 +166,9 @@ def test_moe_unknown_router_is_one_line(capsys):
 FLAGS = [
     *("runs", "data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "experts", "top_k"),
     *("shared_mlp_dim", "router", "capacity_factor", "balance_weight", "bias_rate", "seq_len", "batch_size"),
-    *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
-    *("microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed", "resume"),
-    *("profile", "no_compile_cache"),
+    *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every"),
+    *MESH_FLAGS,
+    *RUN_FLAGS,
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from recipes import qlora
-from tests.recipes.flags import call, flag_names
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -73,11 +73,11 @@ def test_qlora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys)
 
 
 FLAGS = [
-    *("checkpoint", "data", "pretraining_data", "quantization", "quantize_targets", "targets", "rank", "alpha"),
-    *("rank_stabilized", "seq_len", "batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay"),
-    *("eval_every", "fsdp", "tensor", "zero_stage", "microbatches", "remat", "dtype", "attention", "recurrence"),
-    *("grouped_matmul", "out", "seed", "resume"),
-    *("profile", "no_compile_cache"),
+    *("checkpoint", "data", "pretraining_data", "quantization", "quantize_targets", "targets", "rank"),
+    *("alpha", "rank_stabilized", "seq_len", "batch_size", "steps", "learning_rate", "warmup_steps"),
+    *("weight_decay", "eval_every"),
+    *MESH_FLAGS,
+    *RUN_FLAGS,
 ]
 
 

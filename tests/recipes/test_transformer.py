@@ -19,7 +19,7 @@ import pytest
 
 import zoo
 from recipes import transformer
-from tests.recipes.flags import call, flag_names
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -168,8 +168,11 @@ def test_transformer_two_default_steps_on_one_device(tmp_path):
 
 def test_transformer_combines_the_other_options(text, tmp_path):
     options = {
-        "fsdp": 4,
+        "fsdp": 2,
         "tensor": 2,
+        "context": 2,
+        "context_attention": "gathered",
+        "sequence_parallel": True,
         "dtype": "bfloat16",
         "microbatches": 2,
         "zero_stage": 1,
@@ -192,9 +195,9 @@ def test_transformer_help_explains_every_flag():
 
 FLAGS = [
     *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout", "seq_len", "batch_size"),
-    *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "fsdp", "tensor", "zero_stage"),
-    *("microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul", "out", "seed", "resume"),
-    *("profile", "no_compile_cache"),
+    *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every"),
+    *MESH_FLAGS,
+    *RUN_FLAGS,
 ]
 
 
