@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 import zoo
 from zoo._optional import MissingExtraError
-from zoo.parallel.layout import is_array_or_shape
+from zoo.parallel.mesh import is_array_or_shape
 
 
 def imagine(topology: str) -> list[Any]:

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from zoo.parallel.layout import is_array_or_shape
+from zoo.parallel.mesh import is_array_or_shape
 
 from . import hlo, lowering
 from .collectives import Collective, sum_collectives

@@ -5,7 +5,8 @@ from .collectives import all_gather, current_mesh, num_shards, reduce, scan, sha
 from .gather import Remat, cast, gather, rematerialize, rematerializes
 from .gradient import value, value_and_grad
 from .imagined import imagined
-from .layout import AXES, SEQUENCE, ZERO1, ZERO2, ZERO3, Layout, Mesh, make_mesh
+from .layout import AXES, SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
+from .mesh import Mesh, make_mesh
 from .module import (
     ADAPTER_PARAMETER,
     IMPLEMENTATION_OPTION,

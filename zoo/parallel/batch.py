@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from zoo._checks import BATCH_KEYS, check_batch_ids
 
-from .layout import Mesh
+from .mesh import Mesh
 from .module import Leaf, map_leaves
 from .place import refuse_imagined
 

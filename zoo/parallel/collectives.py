@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree
 
 from zoo.ops.varying import vary, varying
 
-from .layout import Mesh
+from .mesh import Mesh
 
 active_mesh = jax.make_user_context(None)
 """Context manager, `with active_mesh(mesh):`, that sets the mesh of the functions below. It is part of JAX's trace

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from .collectives import current_mesh, vary, varying
-from .layout import Mesh
+from .mesh import Mesh
 from .module import Leaf, is_parameter, leaves, map_leaves
 from .trainable_copy import materialize
 

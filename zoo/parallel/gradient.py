@@ -19,7 +19,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from .batch import find_batch_axis
 from .collectives import vary, varying
 from .gather import attach_gradient_shards, make_gradient_shards
-from .layout import Mesh
+from .mesh import Mesh
 from .module import Leaf, is_trainable, map_leaves, trainable
 from .spmd import ShardMapProgram, run_sharded
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
 from .imagined import is_imagined
-from .layout import Mesh, is_array_or_shape, replicated_dims
+from .mesh import Mesh, is_array_or_shape, replicated_dims
 from .module import Module
 
 _logger = logging.getLogger("zoo")

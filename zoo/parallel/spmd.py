@@ -22,7 +22,7 @@ from zoo.ops.platform import target_platform
 from .batch import find_batch_axis, name_batch_dims
 from .closures import refuse_closed_over_arrays
 from .collectives import active_mesh, varying
-from .layout import Mesh
+from .mesh import Mesh
 from .module import Dim, Leaf, Module, leaves
 
 

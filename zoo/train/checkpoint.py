@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from zoo._files import read_json, to_jsonable
 from zoo._optional import import_optional
-from zoo.parallel.layout import is_array_or_shape
+from zoo.parallel.mesh import is_array_or_shape
 
 from .array_names import (
     describe_arrays,

@@ -1,0 +1,111 @@
+"""PartitionSpecs follow from one table; sizes that a mesh does not divide raise, with sizes that would work."""
+
+from types import SimpleNamespace
+
+import equinox as eqx
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zoo
+from tests.parallel.any_mesh import make_any_mesh
+from zoo.layers import RMSNorm
+from zoo.parallel import ZERO1, ZERO2, Dim, Layout
+from zoo.parallel.mesh import replicated_dims
+
+KEY = jax.random.key(0)
+
+
+def spec(mesh, dims, shape):
+    return mesh.spec([Dim(*d) if isinstance(d, tuple) else Dim(d) for d in dims], shape)
+
+
+def test_spec_of_dims_in_compute_and_at_rest():
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    assert spec(mesh, (("heads", 4), "embed"), (16, 32)) == P(("tensor",), ("fsdp",))
+    assert spec(mesh, ("embed", "mlp"), (32, 64)) == P(("fsdp",), ("tensor",))
+    assert spec(mesh, ("batch", "seq"), (8, 5)) == P(("data", "fsdp"))
+    assert spec(mesh, ("layers", "embed", "embed"), (3, 4, 4)) == P(None, ("fsdp",))
+    assert spec(zoo.make_mesh(data=8), (("heads", 4), "embed"), (16, 32)) == P()
+
+
+def test_spec_replicates_few_kv_heads_and_an_odd_vocabulary():
+    mesh = zoo.make_mesh(data=2, tensor=4)
+    assert spec(mesh, (("kv_heads", 4), "embed"), (32, 32)) == P(("tensor",))
+    assert spec(mesh, (("kv_heads", 4), "embed"), (8, 32)) == P()
+    assert spec(mesh, ("vocab", "embed"), (97, 32)) == P()
+
+
+def test_spec_drops_outer_axes_that_do_not_divide_a_vocabulary():
+    mesh = make_any_mesh(data=2, pipe=2, tensor=2)
+    specs = [spec(mesh, ("vocab", "embed"), (size, 32)) for size in (100, 98, 97)]
+    assert specs == [P(("pipe", "tensor")), P(("tensor",)), P()]
+    shapes = eqx.filter_eval_shape(lambda: [zoo.layers.Embedding(size, 32, key=KEY) for size in (98, 100)])
+    assert replicated_dims(shapes, mesh) == [
+        "0.weight: 98 vocab do not share out over pipe x tensor=4 and are sharded over tensor alone; "
+        "100 would be sharded over all."
+    ]
+    assert replicated_dims(shapes, make_any_mesh(tensor=2)) == []
+
+
+def test_spec_keeps_the_axes_at_rest_that_gather_reads():
+    """An uneven vocabulary is replicated in use, and raises where it is sharded at rest too."""
+    mesh = make_any_mesh(Layout(parameters={"vocab": ("fsdp",)}), fsdp=2, tensor=4)
+    assert spec(mesh, ("vocab", "embed"), (98, 32)) == P(("fsdp",))
+    assert spec(mesh, ("vocab", "embed"), (96, 32)) == P(("tensor", "fsdp"))
+    with pytest.raises(ValueError, match="97 vocab do not share out over fsdp=2. Use a multiple of 2 vocab"):
+        spec(mesh, ("vocab", "embed"), (97, 32))
+
+
+@pytest.mark.parametrize(
+    "dims, shape, message",
+    [
+        ((("heads", 4), "embed"), (24, 32), "6 heads do not share out over tensor=4.*multiple of 4.*1, 2, 3 or 6"),
+        ((("kv_heads", 4), "embed"), (12, 32), "3 kv_heads do not share out.*or a multiple of 3"),
+        (("mlp", "embed"), (64, 33), "33 embed do not share out over fsdp=2"),
+        (("batch", "seq"), (3, 4), "3 rows do not share out over fsdp=2"),
+        (("depth", "embed"), (4, 4), r"the layout has no dim 'depth'.*with_dims\(depth=\(\)\)"),
+    ],
+)
+def test_spec_raises_on_unknown_dims_and_indivisible_sizes(dims, shape, message):
+    with pytest.raises(ValueError, match=message):
+        spec(zoo.make_mesh(fsdp=2, data=1, tensor=4), dims, shape)
+
+
+@pytest.mark.parametrize(
+    "sizes, error, message",
+    [
+        ({"data": 3}, ValueError, "data=3 asks for 3 devices, there are 8"),
+        ({"data": -1, "tensor": 3}, ValueError, "tensor=3 asks for a multiple of 3 devices, there are 8"),
+        ({"data": -1, "fsdp": -1}, ValueError, "only one axis can be -1, not data and fsdp"),
+        ({"data": 0}, ValueError, "size of at least 1"),
+        ({"expert": 2}, NotImplementedError, "expert=2: .* data, fsdp, context and tensor work"),
+        ({"pipe": 2}, NotImplementedError, "pipe=2"),
+    ],
+)
+def test_mesh_of_bad_sizes_raises(sizes, error, message):
+    with pytest.raises(error, match=message):
+        zoo.make_mesh(**sizes)
+
+
+def test_mesh_has_all_axes_and_takes_devices():
+    mesh = zoo.make_mesh(tensor=2, devices=jax.devices()[:4])
+    assert mesh.shape == {"pipe": 1, "data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+    assert str(mesh) == "data 2 x tensor 2"
+    assert str(zoo.make_mesh(devices=jax.devices()[:1])) == "one device"
+
+
+@pytest.mark.parametrize("layout", [ZERO1, ZERO2])
+def test_zero1_and_zero2_replicate_parameters(layout):
+    mesh = zoo.make_mesh(fsdp=8, layout=layout)
+    norm = RMSNorm(32)
+    assert zoo.place(norm, mesh).weight.sharding.spec == P()
+    assert zoo.place(norm, mesh.optimizer).weight.sharding.spec == P(("fsdp",))
+    constrained = eqx.filter_jit(lambda x: zoo.place(x, mesh.optimizer))(norm)
+    assert constrained.weight.sharding.spec == P(("fsdp",))
+
+
+def test_slices_that_no_outer_axes_span_are_refused():
+    devices = [SimpleNamespace(slice_index=index % 2) for index in range(3)]
+    with pytest.raises(ValueError, match=r"3 devices in 2 slices: let data or fsdp be a multiple of 2"):
+        zoo.make_mesh(data=3, devices=devices)
