@@ -1,6 +1,7 @@
 """Attention within a sharded sequence equals one device in all forms, moves the bytes of the formula, and refuses."""
 
 import functools
+import re
 from functools import partial
 
 import equinox as eqx
@@ -108,6 +109,16 @@ def test_ring_moves_the_bytes_of_its_formula():
         moved = count_bytes(make_mesh(context=shards), mixer, seq)
         assert moved["collective-permute"] == ROWS * seq // shards * ((2 * steps + steps + 1) * kv + zigzag)
         assert set(moved) <= {"collective-permute", "all-reduce"}
+
+
+def test_zigzag_of_two_shards_keeps_the_half_that_stays():
+    mesh = make_mesh(context=2, data=1)
+    mixer = zoo.place(Attention(EMBED, 4, head_dim=4, key=jax.random.key(0)), mesh)
+    mix = zoo.spmd(lambda mixer, x: mixer(x, TokenInfo())[0], mesh, out="batch seq embed")
+    text = eqx.filter_jit(mix).lower(mixer, jnp.zeros((ROWS, 16, EMBED))).as_text()
+    pairs = re.findall(r"source_target_pairs = dense<\[\[(\d), (\d)\], \[(\d), (\d)\]\]>", text)
+    assert len(pairs) == 6  # keys and values go round; one half of each and of queries and outputs is dealt out
+    assert all(source != target for pair in pairs for source, target in (pair[:2], pair[2:]))
 
 
 def test_layouts_and_forms_have_the_same_names():

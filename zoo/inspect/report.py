@@ -24,7 +24,10 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     yield "compute", f"{bound}{_format_decimal_prefix(program.flops.total)}FLOP in matrix products{each}"
     yield from (("", f"not counted: {operation}") for operation in program.flops.uncounted)
     yield "traffic", f"at most {_format_decimal_prefix(program.bytes_moved)}B per device, to and from memory"
-    yield from (("", f"counted once, unknown trip count: {loop}") for loop in program.endless)
+    if program.endless:
+        more = ", ..." if len(program.endless) > _MAX_SHOWN else ""
+        names = ", ".join(program.endless[:_MAX_SHOWN])
+        yield "", f"counted once, unknown trip count: {len(program.endless)} loops, {names}{more}"
     yield "memory", _format_memory(program.memory, program.platform)
     yield "donated", _format_donations(program.donations)
     yield from (("", f"not reused: {donation.name}") for donation in program.failed_donations[:_MAX_SHOWN])

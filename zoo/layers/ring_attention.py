@@ -210,8 +210,11 @@ def _deal(tree: PyTree[Array], axes: tuple[str, ...], *, back: bool = False) -> 
     ways = [[(i, min(2 * i + half, 2 * (shards - i) - 1 - half)) for i in range(shards)] for half in (0, 1)]
     ways = [[(to, start) for start, to in way] for way in ways] if back else ways
 
+    def permute(half: Array, way: list[tuple[int, int]]) -> Array:
+        stays = all(start == to for start, to in way)  # with two shards: XLA would copy it
+        return half if stays else lax.ppermute(half, axes, way)
+
     def move(x: Array) -> Array:
-        halves = jnp.split(x, 2, axis=1)
-        return jnp.concatenate([lax.ppermute(half, axes, way) for half, way in zip(halves, ways, strict=True)], axis=1)
+        return jnp.concatenate(list(map(permute, jnp.split(x, 2, axis=1), ways)), axis=1)
 
     return jax.tree.map(move, tree)
