@@ -143,20 +143,13 @@ def test_forms_refuse_by_name():
     assert trace(make_mesh("gathered", context=4), named).shape == (ROWS, 16, EMBED)
 
 
-def test_cache_refuses_a_sharded_sequence():
-    mixer = Attention(EMBED, 4, key=jax.random.key(0))
-    decode = lambda mixer, x, positions: mixer(x, TokenInfo(positions), mixer.init_state(ROWS, 16))[0]
-    run = zoo.spmd(decode, make_mesh(context=4), out="batch seq embed")
-    with pytest.raises(ValueError, match="a cache holds all tokens of a row, and context shards them"):
-        eqx.filter_eval_shape(run, mixer, jnp.zeros((ROWS, 8, EMBED)), jnp.zeros((ROWS, 8), int))
-
-
 def test_implementations_name_the_form():
     model = zoo.models.Transformer(vocab=16, embed=16, layers=1, heads=4, mlp=16, key=jax.random.key(0))
     mesh = make_mesh("heads", context=4)
     chosen = {row.operation: row.chosen for row in zoo.inspect.implementations(model, seq_len=16, mesh=mesh).rows}
     assert (chosen["context attention"], chosen["attention"]) == ("heads", "grouped")
-    zoo.inspect.implementations(model, seq_len=16, mesh=make_mesh("ring", context=4), decoding=True)
+    decoding = zoo.inspect.implementations(model, seq_len=16, mesh=make_mesh("ring", context=4), decoding=True)
+    assert {row.operation: row.chosen for row in decoding.rows}["attention to some of the keys"] == "grouped"
 
 
 def test_adapter_dropout_of_latents_follows_places_in_the_row():

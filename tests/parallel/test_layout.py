@@ -20,5 +20,7 @@ def test_layout_takes_new_dims_and_raises_on_bad_tables():
         Layout(gradients={})
     with pytest.raises(ValueError, match="`gradients` shards 'mlp' over 'tensor', which shards no tokens"):
         Layout(parameters={}, gradients={"mlp": ("tensor",)})
+    with pytest.raises(ValueError, match=r"`slots` of KV caches .* over \('context',\) or not at all, not over"):
+        Layout().with_dims(slots=("tensor",))
     assert hash(Layout()) == hash(Layout())
     assert Layout() == ZERO3 != ZERO1 != ZERO2 != ZERO3

@@ -16,7 +16,7 @@ from zoo.models.decoder import AbstractBlock, LayerStates
 from zoo.models.stack import describe_loop
 from zoo.ops.implementations import Choice, Decision, observe_decisions
 from zoo.ops.platform import Platform, normalize_platform, target_platform
-from zoo.parallel import Mesh, find_operations, spmd
+from zoo.parallel import Mesh, all_gather, find_operations, spmd
 from zoo.parallel.scope import calling_modules
 
 
@@ -126,7 +126,8 @@ def implementations(
             cross_entropy(model, {"tokens": tokens, "targets": tokens})
             return tokens
         states = model.init_state(len(tokens), seq_len)
-        hidden, _ = model.hidden(tokens[:, :1], TokenInfo(jnp.full((len(tokens), 1), seq_len - 1)), states)
+        one = all_gather(tokens, "seq", axis=1)[:, :1]  # which a step has on every device
+        hidden, _ = model.hidden(one, TokenInfo(jnp.full((len(tokens), 1), seq_len - 1)), states)
         model.logits(hidden.x)
         return tokens
 

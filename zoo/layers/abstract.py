@@ -1,13 +1,14 @@
 """Abstract base classes of layers. A class is one of these, another abstract one, or final."""
 
 import abc
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from zoo.parallel import Module, num_shards, sharded_axes
+from zoo.parallel import Module, all_gather, num_shards, shard, sharded_axes
 from zoo.shapes import HiddenStates, ResidualStream
 
 from .moe.routing import Routing
@@ -98,6 +99,9 @@ class AbstractMixer(Module):
 
     shards_sequence: ClassVar[bool] = False
     """True for a mixer that computes the same where `context` shards the sequence; a model with any other raises."""
+    shards_state: ClassVar[bool] = False
+    """True for a mixer that continues a state with a shard of the new tokens. `run_mixer` gives any other all of them,
+    so that its state is replicated."""
 
     @abc.abstractmethod
     def __call__(self, x: HiddenStates, info: TokenInfo, state: Any = None) -> tuple[ResidualStream, Any]:
@@ -128,3 +132,20 @@ def check_sequence_sharding(layers: PyTree, x: HiddenStates) -> None:
             f"{', '.join(names)} cannot mix a sequence that is sharded over {sharding}: leave context at 1, "
             "or use mixers whose `shards_sequence` is True"
         )
+
+
+def run_mixer(mixer: AbstractMixer, x: HiddenStates, info: TokenInfo, state: Any = None) -> tuple[ResidualStream, Any]:
+    """Return `mixer(x, info, state)`, where `x` may be a shard of the new tokens of a sequence.
+
+    Caches are sharded with the sequence. A recurrent state is not, and has a size that does not grow with it: all new
+    tokens are all-gathered, every device computes the recurrence, and each keeps the outputs of its own tokens. That
+    repeats the mixer's work on the devices that share a prompt, and nothing while decoding, when they all have the one
+    token. Training shares the work: it has no states.
+    """
+    if state is None or mixer.shards_state or not sharded_axes(x, "seq"):
+        return mixer(x, info, state)
+    gather_tokens = lambda array: None if array is None else all_gather(array, "seq", axis=1)
+    positions, segment_ids = gather_tokens(info.positions), gather_tokens(info.segment_ids)
+    info = dataclasses.replace(info, positions=positions, segment_ids=segment_ids)
+    y, state = mixer(all_gather(x, "seq", axis=1), info, state)
+    return shard(y, "seq", axis=1), state

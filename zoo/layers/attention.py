@@ -9,12 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.ops.attention import ATTENTION, AttentionMask, attention
+from zoo.ops.attention import ATTENTION, AttentionMask
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, full_precision, implementation_option, shard_offset
+from zoo.parallel import (
+    Dim,
+    all_gather,
+    full_precision,
+    implementation_option,
+    num_shards,
+    shard_offset,
+    sharded_axes,
+)
 from zoo.shapes import HiddenStates, KVHeads, Positions, ResidualStream
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from .cached_attention import cached_attention
 from .context_attention import causal_attention
 from .kv_cache import KeyValueCache, require_positions
 from .linear import Linear, resolve_head_dim
@@ -39,10 +48,12 @@ class Attention(AbstractMixer):
 
     Heads are sharded over `tensor`; one head is never divided. With fewer kv_heads than devices on that axis, keys and
     values are replicated and each device selects the KV heads of its queries. A sequence sharded over `context` is
-    attended to as `Layout.context` says (`zoo.layers.context_attention`).
+    attended to as `Layout.context` says (`zoo.layers.context_attention`), and a KV cache sharded over it by a merge of
+    the outputs over its shards (`zoo.layers.cached_attention`).
     """
 
     shards_sequence = True
+    shards_state = True
 
     query: AbstractLinear
     key: AbstractLinear
@@ -149,7 +160,7 @@ class Attention(AbstractMixer):
             key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
             positions = {"query_positions": info.positions, "key_positions": key_positions}
             mask = AttentionMask(causal=True, window=self.window, **positions)
-            mixed = attention(query, key, value, mask, **options)
+            mixed = cached_attention(query, key, value, mask, **options)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
     def _split_heads(
@@ -171,9 +182,13 @@ class Attention(AbstractMixer):
         """Write new keys and values; return all keys, values and positions to attend to, and the updated cache."""
         assert positions is not None  # see require_positions
         updated = cache.write(key, value, positions)
-        if self.window is None or key.shape[1] == 1:
+        if self.window is None or key.shape[1] * num_shards(key, "seq") == 1:
             return *updated.read(), updated
         # The ring buffer may already have dropped keys that the first new queries attend to.
+        if not (axes := sharded_axes(cache.positions, "slots")):
+            key, value, positions = (all_gather(x, "seq", axis=1) for x in (key, value, positions))
+        elif not sharded_axes(positions, "seq"):  # all devices have the new tokens, and one of them attends to them
+            positions = jnp.where(lax.axis_index(axes) == 0, positions, -1)
         append = lambda old, new: jnp.concatenate([old.astype(new.dtype), new], axis=1)
         old_key, old_value, old_positions = cache.read()
         return append(old_key, key), append(old_value, value), append(old_positions, positions), updated

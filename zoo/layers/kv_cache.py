@@ -2,6 +2,11 @@
 
 A cache is a ring buffer of slots. Each slot stores the position of its token, -1 while it is empty or holds padding, so
 that the attention mask follows from positions alone, with any padding and after the ring has wrapped around.
+
+Where the layout shards `slots`, as `context` does, each device holds a block of them: 1/n of the memory. A cache is the
+same global array on any mesh, so that one that was filled on one mesh may be continued on another. Blocks are filled in
+order: memory is shared from the beginning, and the work of blockwise attention, which passes empty slots over, evenly
+only once the cache is full.
 """
 
 from collections.abc import Callable
@@ -12,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from zoo.parallel import Module, sharded_axes
+from zoo.parallel import Module, all_gather, current_mesh, num_shards, shard_offset, vary
 from zoo.shapes import KVHeads, Positions
 
 from .token_info import TokenInfo
@@ -35,11 +40,15 @@ class KeyValueCache(Module):
 
     @classmethod
     def empty(cls, batch: int, slots: int, kv_heads: int, head_dim: int, dtype: Any, length: int) -> "KeyValueCache":
+        """Return a cache of `slots` slots, rounded up to a multiple of the devices that share them."""
+        slots, axes = _local_slots(slots)
         key, value = (jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2))  # donated separately
-        return cls(key, value, jnp.full((batch, slots), -1), jnp.int32(0), length)
+        key, value, positions = vary((key, value, jnp.full((batch, slots), -1)), axes)
+        return cls(key, value, positions, jnp.int32(0), length)
 
     def write(self, key: KVHeads, value: KVHeads, positions: Positions) -> "KeyValueCache":
-        """Append new tokens; if there are more than slots, keep the last ones."""
+        """Append new tokens; if there are more than slots, keep the last ones. Shards of tokens are all-gathered."""
+        key, value, positions = (all_gather(x, "seq", axis=1) for x in (key, value, positions))
         return type(self)(
             _write_slots(self.key, key.swapaxes(1, 2), self.written, 2),
             _write_slots(self.value, value.swapaxes(1, 2), self.written, 2),
@@ -49,7 +58,7 @@ class KeyValueCache(Module):
         )
 
     def read(self) -> tuple[KVHeads, KVHeads, Positions]:
-        """Return keys, values and positions of all slots, slots along seq."""
+        """Return keys, values and positions of the slots of this device, slots along seq."""
         return self.key.swapaxes(1, 2), self.value.swapaxes(1, 2), self.positions
 
 
@@ -66,11 +75,14 @@ class LatentCache(Module):
 
     @classmethod
     def empty(cls, batch: int, features: int, dtype: Any, length: int) -> "LatentCache":
-        rows = jnp.zeros((batch, length, features), dtype)
-        return cls(rows, jnp.full((batch, length), -1), jnp.int32(0), length)
+        """Return a cache of `length` slots, rounded up to a multiple of the devices that share them."""
+        slots, axes = _local_slots(length)
+        rows, positions = vary((jnp.zeros((batch, slots, features), dtype), jnp.full((batch, slots), -1)), axes)
+        return cls(rows, positions, jnp.int32(0), length)
 
     def write(self, features: Float[Array, "batch seq features"], positions: Positions) -> "LatentCache":
-        """Append new tokens; if there are more than slots, keep the last ones."""
+        """Append new tokens; if there are more than slots, keep the last ones. Shards of tokens are all-gathered."""
+        features, positions = (all_gather(x, "seq", axis=1) for x in (features, positions))
         return type(self)(
             _write_slots(self.features, features, self.written, 1),
             _write_slots(self.positions, positions, self.written, 1),
@@ -80,19 +92,33 @@ class LatentCache(Module):
 
 
 def require_positions(info: TokenInfo, state: Any) -> None:
-    """**Raises** `ValueError` for a cache or recurrent state without positions, or for a sharded sequence."""
+    """**Raises** `ValueError` for a cache or recurrent state without positions."""
     if state is not None and info.positions is None:
         raise ValueError("with a cache the place of each token is not known: give positions, -1 for padding")
-    if state is not None and info.positions is not None and (axes := sharded_axes(info.positions, "seq")):
-        raise ValueError(f"a cache holds all tokens of a row, and {' x '.join(axes)} shards them: decode on other axes")
+
+
+def _local_slots(slots: int) -> tuple[int, tuple[str, ...]]:
+    """Return the number of slots on this device, and the mesh axes that shard them."""
+    mesh = current_mesh()
+    axes = () if mesh is None else mesh.axes("slots")
+    return (-(-slots // lax.axis_size(axes)), axes) if axes else (slots, ())
 
 
 def _write_slots(ring: Array, new: Array, written: Int[Array, ""], axis: int) -> Array:
     """Write new slots along `axis` of a ring buffer, after the `written` ones before; if there are more than slots,
-    keep the last ones."""
-    slots, seq = ring.shape[axis], new.shape[axis]
+    keep the last ones. A device that shares the slots writes those that are its own."""
+    local, shards = ring.shape[axis], num_shards(ring, "slots")
+    slots, seq = local * shards, new.shape[axis]
     indices = (written + jnp.arange(seq)[-slots:]) % slots
     new = lax.slice_in_dim(new, max(seq - slots, 0), seq, axis=axis).astype(ring.dtype)
+    if shards > 1:
+        indices = indices - shard_offset(ring, "slots", local)
+        is_local = (indices >= 0) & (indices < local)
+        if seq == 1:  # a slice in place: the others write what they have
+            indices = jnp.clip(indices, 0, local - 1)
+            new = jnp.where(is_local, new, lax.dynamic_slice_in_dim(ring, indices[0], 1, axis))
+        else:
+            indices = jnp.where(is_local, indices, local)  # out of range, and dropped
     if seq == 1:
         cpu, default = _scatter_slot_twice(axis), _update_slot_slice(axis)
         return lax.platform_dependent(ring, new, indices, cpu=cpu, default=default)
@@ -100,8 +126,8 @@ def _write_slots(ring: Array, new: Array, written: Int[Array, ""], axis: int) ->
 
 
 def _scatter_slots(axis: int) -> Callable:
-    """Scatter new slots to any indices of a ring buffer."""
-    return lambda ring, new, indices: ring.at[(slice(None),) * axis + (indices,)].set(new)
+    """Scatter new slots to any indices of a ring buffer; an index out of range is dropped."""
+    return lambda ring, new, indices: ring.at[(slice(None),) * axis + (indices,)].set(new, mode="drop")
 
 
 def _update_slot_slice(axis: int) -> Callable:

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.attention import ATTENTION, AttentionMask, attention
+from zoo.ops.attention import ATTENTION, AttentionMask
 from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
 from zoo.parallel import Dim, implementation_option
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from .cached_attention import cached_attention
 from .context_attention import causal_attention
 from .kv_cache import LatentCache, require_positions
 from .linear import Linear
@@ -55,10 +56,12 @@ class LatentAttention(AbstractMixer):
     Heads are sharded over `tensor`; latents, rotary keys and the cache are replicated. At rest `fsdp` shards matrices
     along embed, and the up projections along latent with
     `Layout(parameters={"embed": ("fsdp",), "latent": ("fsdp",)})`. Where `context` shards a sequence, devices exchange
-    latents and rotary keys in place of keys and values, unless the layout exchanges heads.
+    latents and rotary keys in place of keys and values, unless the layout exchanges heads. It shards the cache too, and
+    each device expands or absorbs its slots (`zoo.layers.cached_attention`).
     """
 
     shards_sequence = True
+    shards_state = True
 
     query: AbstractLinear | None
     query_down: AbstractLinear | None
@@ -178,7 +181,7 @@ class LatentAttention(AbstractMixer):
     def attend_expanded(self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """Attend with keys and values of all heads, expanded from the latents."""
         key, value = self._expand()(features)
-        return attention(query, key, value, mask, scale=self.scale, implementation=self.implementation)
+        return cached_attention(query, key, value, mask, scale=self.scale, implementation=self.implementation)
 
     def _expand(self) -> Callable[[_LatentFeatures], tuple[HeadVectors, HeadVectors]]:
         """Return the map from latents to the keys and values of all heads, as a pytree of its parameters."""
@@ -192,7 +195,7 @@ class LatentAttention(AbstractMixer):
         unrotated, rotated = jnp.split(query, [self.head_dim], axis=-1)
         query = jnp.concatenate([self.key_up.per_head_transposed(unrotated), rotated], axis=-1)
         key = features[:, :, None]
-        mixed = attention(query, key, key, mask, scale=self.scale, implementation=self.implementation)
+        mixed = cached_attention(query, key, key, mask, scale=self.scale, implementation=self.implementation)
         return self.value_up.per_head(mixed[..., : self.latent.out_size])
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LatentCache:

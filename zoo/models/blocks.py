@@ -1,11 +1,13 @@
 """Residual wirings other than the pre-norm `zoo.models.decoder.Block`."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, TokenInfo
+from zoo.layers.abstract import run_mixer
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import gather_tokens, match_tokens, run_on_all_tokens
 
@@ -26,7 +28,7 @@ class MixerBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = run_on_all_tokens(self.mixer, self.mixer_norm(hidden.x), info, state)
+        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
         mixed = self.dropout(mixed, info, site=0)
         return hidden.add_residual(mixed if self.residual_multiplier == 1 else self.residual_multiplier * mixed), state
 
@@ -46,9 +48,11 @@ class TwoMixerBlock(AbstractBlock):
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixer_state, ffn_state = (None, None) if state is None else state
-        mixed, mixer_state = run_on_all_tokens(self.mixer, self.mixer_norm(hidden.x), info, mixer_state)
+        mixed, mixer_state = run_on_all_tokens(
+            partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, mixer_state
+        )
         hidden = hidden.add_residual(self.dropout(mixed, info, site=0))
-        fed, ffn_state = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x), info, ffn_state)
+        fed, ffn_state = run_on_all_tokens(partial(run_mixer, self.ffn), self.ffn_norm(hidden.x), info, ffn_state)
         hidden = hidden.add_residual(self.dropout(fed, info, site=1))
         return hidden, None if state is None else (mixer_state, ffn_state)
 
@@ -68,7 +72,7 @@ class ParallelBlock(AbstractBlock):
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         normed = gather_tokens(self.mixer_norm(hidden.x))
-        mixed, state = self.mixer(normed, info, state)
+        mixed, state = run_mixer(self.mixer, normed, info, state)
         fed, routing = self.ffn(normed if self.ffn_norm is None else gather_tokens(self.ffn_norm(hidden.x)))
         mixed, fed = match_tokens(mixed, hidden.x), match_tokens(fed, hidden.x)
         return hidden.add_residual(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state

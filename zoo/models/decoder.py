@@ -7,6 +7,7 @@ wirings. Nothing here imports either.
 import abc
 import dataclasses
 import itertools
+from functools import partial
 from typing import Any, Literal
 
 import equinox as eqx
@@ -28,7 +29,7 @@ from zoo.layers import (
     TokenInfo,
     token_positions,
 )
-from zoo.layers.abstract import check_sequence_sharding
+from zoo.layers.abstract import check_sequence_sharding, run_mixer
 from zoo.layers.moe.routing import sum_routing
 from zoo.layers.token_info import token_info
 from zoo.parallel import Module, current_mesh, gather, implementation_option, materialize, named_by_class, num_shards
@@ -102,7 +103,7 @@ class Block(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = run_on_all_tokens(self.mixer, self.mixer_norm(hidden.x), info, state)
+        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
         hidden = hidden.add_residual(self._scale_residual(self.dropout(mixed, info, site=0)))
         fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
         return hidden.add_residual(self._scale_residual(self.dropout(fed, info, site=1)), routing), state
@@ -226,7 +227,8 @@ class Decoder(Module):
         **Raises** `NotImplementedError` where the sequence is sharded, for a mixer that needs all of it.
         """
         hidden = self.embed(tokens, info)
-        check_sequence_sharding(self.stack, hidden.x)
+        if states is None:
+            check_sequence_sharding(self.stack, hidden.x)
         hidden, states = self.stack(hidden, info, states)
         x = replicate_tokens(gather(self.norm)(hidden.x))
         return Hidden(x, merge_copies(hidden.routing)), states

@@ -1,7 +1,18 @@
 """Data, ZeRO-3 (FSDP) and tensor parallelism, derived from annotated dims, one layout table and one `shard_map`."""
 
 from .batch import place_batch, reader
-from .collectives import all_gather, current_mesh, num_shards, reduce, scan, shard_offset, sharded_axes, vary, varying
+from .collectives import (
+    all_gather,
+    current_mesh,
+    num_shards,
+    reduce,
+    scan,
+    shard,
+    shard_offset,
+    sharded_axes,
+    vary,
+    varying,
+)
 from .gather import Remat, cast, gather, rematerialize, rematerializes
 from .gradient import value, value_and_grad
 from .imagined import imagined
@@ -82,6 +93,7 @@ __all__ = [
     "rematerializes",
     "replace_option",
     "scan",
+    "shard",
     "shard_offset",
     "sharded_axes",
     "spmd",

@@ -66,6 +66,23 @@ def all_gather(x: Array, dim: str, axis: int) -> Array:
     return lax.all_gather(x, axes, axis=axis, tiled=True, to="invarying") if axes else x
 
 
+def shard(x: Array, dim: str, axis: int) -> Array:
+    """Slice this device's shard of `dim`, which is array axis `axis`, out of a replicated array: the inverse of
+    `all_gather`. The identity if the mesh does not shard `dim`.
+
+    **Raises** `ValueError` if the mesh does not divide the dim.
+    """
+    mesh = current_mesh()
+    if mesh is None or not (axes := mesh.axes(dim)):
+        return x
+    size, remainder = divmod(x.shape[axis], lax.axis_size(axes))
+    if remainder:
+        raise ValueError(
+            f"{x.shape[axis]} {dim} do not share out over {' x '.join(axes)}={lax.axis_size(axes)}: use a multiple"
+        )
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis)
+
+
 def num_shards(x: Array, dim: str) -> int:
     """Return the number of shards of `dim` in `x`; 1 if it is replicated."""
     axes = sharded_axes(x, dim)

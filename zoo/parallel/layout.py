@@ -15,12 +15,13 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     "seq": ("context",),
     "tokens": ("context",),
     "key_seq": ("context",),
+    "slots": ("context",),
     "layers": ("pipe",),
     "experts": ("expert",),
     "vocab": ("pipe", "tensor"),
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
-    **dict.fromkeys(("in", "out", "features", "new", "slots", "choices", "top", "key_dim", "value_dim"), ()),
+    **dict.fromkeys(("in", "out", "features", "prompt", "new", "choices", "top", "key_dim", "value_dim"), ()),
     **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends"), ()),
 }
 _PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
@@ -46,7 +47,9 @@ class Layout:
     `Layout()` is the default table; `Layout().with_dims(sensors=("tensor",))` adds a dim.
 
     **Raises** `ValueError` for an unknown axis or form, for a dim that `compute` lacks, if `gradients` does not contain
-    `parameters` or `optimizer` does not contain `gradients`, and if an axis shards gradients but no tokens.
+    `parameters` or `optimizer` does not contain `gradients`, if an axis shards gradients but no tokens, if
+    `tokens` are sharded over other axes than `seq`, with or without `tensor`, and if `slots` are over other axes than
+    `context`.
     """
 
     compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_COMPUTE.copy)
@@ -85,6 +88,8 @@ class Layout:
                 f"`tokens` of hidden states are sharded over {seq}, as `seq` is, or over {(*seq, 'tensor')}, not over "
                 f"{tokens}"
             )
+        if (slots := self.compute.get("slots", ())) not in ((), ("context",)):
+            raise ValueError(f"`slots` of KV caches are sharded over ('context',) or not at all, not over {slots}")
 
     def _check_gradient_axes(self) -> None:
         token_axes = {*self.compute.get("batch", ()), *self.compute.get("seq", ())}

@@ -42,7 +42,7 @@ def test_rows_are_fresh_where_a_segment_begins():
 def test_state_of_a_sharded_sequence_is_refused():
     layer = randomize(partial(GatedDeltaNet, EMBED, HEADS))
     decode = lambda layer, x: layer(x, TokenInfo(), layer.init_state(BATCH, 8))[0]
-    with pytest.raises(NotImplementedError, match="continues the sequence of one device, and context shards it"):
+    with pytest.raises(NotImplementedError, match="with all of its new tokens, and context shards them"):
         zoo.spmd(decode, make_context_mesh(), out="batch seq embed")(layer, jnp.zeros((BATCH, 16, EMBED)))
 
 

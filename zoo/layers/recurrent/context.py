@@ -49,8 +49,8 @@ class RecurrenceContext(NamedTuple):
             return cls(implementation, info.segment_ids, None, _find_fresh_rows(x, info.segment_ids, axes), axes)
         if axes:
             raise NotImplementedError(
-                f"a recurrent state continues the sequence of one device, and {' x '.join(axes)} shards it: "
-                "decode on data, fsdp and tensor"
+                f"a recurrent state continues a sequence with all of its new tokens, and {' x '.join(axes)} shards "
+                "them: call the mixer by zoo.layers.abstract.run_mixer, which gathers them"
             )
         token_mask = None if info.positions is None else info.positions >= 0
         return cls(implementation, None, token_mask, jnp.zeros(len(x), bool))

@@ -25,23 +25,26 @@ rows of a key head (its query heads times query_seq), d head_dim.
 
 from .blockwise import blockwise_attention, blockwise_attention_gradients, blockwise_attention_with_lse
 from .fused import fused_attention
-from .grouped import grouped_query_attention
+from .grouped import grouped_query_attention, grouped_query_attention_with_lse
 from .mask import AttentionMask
 from .reference import reference_attention
 from .request import AttentionRequest
-from .select import ATTENTION, attention
+from .select import ATTENTION, ATTENTION_WITH_LSE, attention, attention_with_lse
 from .splash import splash_attention
 
 __all__ = [
     "ATTENTION",
+    "ATTENTION_WITH_LSE",
     "AttentionMask",
     "AttentionRequest",
     "attention",
+    "attention_with_lse",
     "blockwise_attention",
     "blockwise_attention_gradients",
     "blockwise_attention_with_lse",
     "fused_attention",
     "grouped_query_attention",
+    "grouped_query_attention_with_lse",
     "reference_attention",
     "splash_attention",
 ]

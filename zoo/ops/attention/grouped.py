@@ -29,12 +29,42 @@ def grouped_query_attention(
     with the keys that its mask can allow: 10/16 of the products and of the softmax of a causal square. The attention
     weights of all blocks are residuals of the backward pass.
     """
+    return _attend_in_groups(query, key, value, attention_mask, scale, soft_cap, sinks)[0]
+
+
+def grouped_query_attention_with_lse(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    attention_mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+) -> tuple[Float[Array, "batch query_seq heads value_dim"], Float[Array, "batch query_seq heads"]]:
+    """Compute grouped-query attention, and the log-sum-exp of the scores (sinks included) in float32.
+
+    They merge as those of `blockwise_attention_with_lse`. The log-sum-exp of a fully masked query is about -1e30.
+    """
+    return _attend_in_groups(query, key, value, attention_mask, scale, soft_cap, sinks)
+
+
+def _attend_in_groups(
+    query: Array,
+    key: Array,
+    value: Array,
+    attention_mask: AttentionMask,
+    scale: float | None,
+    soft_cap: float | None,
+    sinks: Array | None,
+) -> tuple[Array, Array]:
+    """Return the output and the log-sum-exp."""
     group = group_size(query, key)
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(key.shape[1], group)
 
-    def attend(queries: slice, keys: slice) -> Array:
+    def attend(queries: slice, keys: slice) -> tuple[Array, Array]:
         # The group is folded into the rows of one product: as a separate dim, XLA's CPU backend copies the weights.
         rows = rearrange(
             query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
@@ -44,14 +74,14 @@ def grouped_query_attention(
         if mask is not None:
             scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASK_VALUE)
         row_sinks = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
-        weights = _softmax_with_sinks(scores, row_sinks).astype(value.dtype)
-        output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights, value[:, :, keys])
-        return rearrange(output, "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim", group=group)
+        weights, lse = _softmax_with_sinks(scores, row_sinks)
+        output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights.astype(value.dtype), value[:, :, keys])
+        ungroup = "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim"
+        return rearrange(output, ungroup, group=group), rearrange(lse, ungroup, group=group)
 
-    output = jnp.concatenate(
-        [attend(*block) for block in make_query_blocks(attention_mask, query.shape[1], key.shape[2])], axis=1
-    )
-    return output if attention_mask.is_structural else zero_masked_queries(output, mask)
+    blocks = [attend(*block) for block in make_query_blocks(attention_mask, query.shape[1], key.shape[2])]
+    output, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*blocks, strict=True))
+    return output if attention_mask.is_structural else zero_masked_queries(output, mask), lse[..., 0]
 
 
 def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
@@ -70,10 +100,11 @@ def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: in
 
 def _softmax_with_sinks(
     scores: Float[Array, "batch kv_heads rows keys"], sinks: Float[Array, "kv_heads rows 1"] | None
-) -> Float[Array, "batch kv_heads rows keys"]:
-    """Compute the softmax over keys in float32, with one sink per row if given."""
+) -> tuple[Float[Array, "batch kv_heads rows keys"], Float[Array, "batch kv_heads rows 1"]]:
+    """Compute the softmax over keys in float32, with one sink per row if given, and the log-sum-exp."""
     highest = max_last_dim(lax.stop_gradient(scores))
     highest = highest if sinks is None else jnp.maximum(highest, lax.stop_gradient(sinks))
     weights = jnp.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True)
-    return weights / (total if sinks is None else total + jnp.exp(sinks - highest))
+    total = total if sinks is None else total + jnp.exp(sinks - highest)
+    return weights / total, highest + jnp.log(total)

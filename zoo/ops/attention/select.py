@@ -7,9 +7,9 @@ from jaxtyping import Array, Float
 
 from ..implementations import AUTO, Implementation, Operation
 from ..platform import current_platform
-from .blockwise import blockwise_attention
+from .blockwise import blockwise_attention, blockwise_attention_with_lse
 from .fused import find_cudnn_obstacle, fused_attention
-from .grouped import grouped_query_attention
+from .grouped import grouped_query_attention, grouped_query_attention_with_lse
 from .mask import AttentionMask
 from .reference import reference_attention
 from .request import AttentionRequest
@@ -36,6 +36,30 @@ def attention(
     return run(query, key, value, attention_mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
 
 
+def attention_with_lse(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+    attention_mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    implementation: str | Callable = AUTO,
+) -> tuple[Float[Array, "batch query_seq heads value_dim"], Float[Array, "batch query_seq heads"]]:
+    """Compute attention to some of the keys, and the log-sum-exp of their scores, by which the outputs over several
+    such sets merge, by an implementation of `ATTENTION_WITH_LSE`.
+
+    **Raises** `ValueError` for any other name and for a function, whose log-sum-exp is not known.
+    """
+    if not isinstance(implementation, str):
+        name = getattr(implementation, "__name__", type(implementation).__name__)
+        names = ", ".join(ATTENTION_WITH_LSE.names)
+        raise ValueError(f"{ATTENTION_WITH_LSE.name} needs the log-sum-exp, which {name} does not return: use {names}")
+    request = AttentionRequest.from_arrays(query, key, value, attention_mask, soft_cap, None)
+    run = ATTENTION_WITH_LSE.select(implementation, request).function
+    return run(query, key, value, attention_mask, scale=scale, soft_cap=soft_cap)
+
+
 def _find_grouped_drawback(request: AttentionRequest) -> str | None:
     # On two cores of a CPU grouped attention is faster for 1,024 queries and keys (11 ms and 16, of two rows with 4
     # heads of 64), as fast for 256 queries of 4,096 keys, and slower beyond, unless queries are few, as in decoding.
@@ -60,3 +84,12 @@ ATTENTION = Operation[AttentionRequest](
     kind="attention",
 )
 """Implementations of attention, in the order in which `"auto"` tries them."""
+
+ATTENTION_WITH_LSE = Operation[AttentionRequest](
+    "attention to some of the keys",
+    (
+        Implementation("grouped", grouped_query_attention_with_lse, find_drawback=_find_grouped_drawback),
+        Implementation("blockwise", blockwise_attention_with_lse),
+    ),
+)
+"""Those implementations that return the log-sum-exp too."""
