@@ -45,10 +45,8 @@ def test_evaluate_one_window_matches_the_logits(run, request, file, kind):
     assert found["bits_per_byte"] == pytest.approx(expected.sum() / math.log(2) / len(TEXT.encode()), rel=1e-5)
 
 
-def test_evaluate_refuses_axes_that_shard_the_sequence_or_layers(refused, bytes_model, file):
-    words = "evaluate", bytes_model, "--data", file
-    assert "does not shard the sequence, --context 2: evaluate on data, fsdp" in refused(*words, "--context", 2)
-    assert "pipe=2: this version does not shard" in refused(*words, "--pipe", 2)
+def test_evaluate_refuses_an_axis_that_shards_layers(refused, bytes_model, file):
+    assert "pipe=2: this version does not shard" in refused("evaluate", bytes_model, "--data", file, "--pipe", 2)
 
 
 def test_evaluate_many_windows_and_a_mesh(run, bytes_model, file):
@@ -62,6 +60,10 @@ def test_evaluate_many_windows_and_a_mesh(run, bytes_model, file):
     assert found["nats_per_token"] == pytest.approx(-np.concatenate(counted).mean(), rel=1e-5)
     split = run_json(run, *words[1:], "--data-axis", 2, "--tensor", 2)
     assert split["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
+    odd = [*words[1:4], "--length", 15, "--batch", 4]
+    whole, shared = run_json(run, *odd), run_json(run, *odd, "--context", 2)  # windows are padded to 16 tokens
+    assert shared["tokens"] == whole["tokens"]
+    assert shared["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-5)
     few = run_json(run, *words[1:], "--limit", 2)
     assert few["windows"] == 2 and few["tokens"] == len(counted[0]) + len(counted[len(windows) // 2])
     assert f"{found['bits_per_byte']:.4f} bits per byte, perplexity" in run(*words)[0]

@@ -156,7 +156,9 @@ def test_score_gradient_equals_that_of_all_logits(model):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "tensor": 8}])
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "tensor": 8}, {"data": 2, "context": 2, "tensor": 2}]
+)
 def test_score_and_hidden_states_are_the_same_on_a_mesh(sizes):
     model = zoo.models.Transformer(**SIZES | {"heads": 8}, tied=False, key=KEY)
     tokens, mesh = random_tokens((4, 10)), zoo.make_mesh(**sizes)

@@ -63,7 +63,7 @@ def evaluate(
         data_axis: Data parallelism: number of devices that shard the batch. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
         expert: Expert parallelism, for mixtures of experts: refused above 1 in this version.
-        context: Context parallelism: refused above 1, since scores shard no sequence.
+        context: Context parallelism: number of devices that shard the tokens of a window.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
         pipe: Pipeline parallelism: refused above 1 in this version.
         as_json: Print a JSON object.
@@ -76,11 +76,7 @@ def evaluate(
             raise ValueError(f"--{name} must be at least {2 if name == 'length' else 1}")
     path = resolve_directory(directory)
     files = read_texts(data)
-    if context != 1:
-        raise NotImplementedError(
-            f"evaluate does not shard the sequence, --context {context}: evaluate on data, fsdp and tensor"
-        )
-    mesh = make_device_mesh(data=data_axis, fsdp=fsdp, expert=expert, tensor=tensor, pipe=pipe)
+    mesh = make_device_mesh(data=data_axis, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)
@@ -163,7 +159,8 @@ def _evaluate_windows(
 
     **Raises** `ValueError` if a score is not finite.
     """
-    length = min(length, max(len(window.tokens) for window in windows))
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh.axes("seq"))
+    length = -(-min(length, max(len(window.tokens) for window in windows)) // shards) * shards
     run = _score_on_one_device if mesh is None else zoo.spmd(_score_tokens, mesh, out="batch seq")
     nats, counted, times, bar = 0.0, [], [time.perf_counter()], _EvaluationProgress(len(windows))
     with bar:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from zoo._checks import check_tokens
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import token_info
-from zoo.parallel import gather, num_shards, scan
+from zoo.parallel import all_gather, gather, num_shards, scan, shard
 from zoo.parallel.tokens import replicate_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
@@ -65,7 +65,7 @@ def score(
     segment_ids: SegmentIds | None = None,
     positions: Positions | None = None,
     chunk: int = 1024,
-) -> Float[Array, "batch seq-1"]:
+) -> Float[Array, "batch _"]:
     """Compute the log-probability of each token given those before it, log p(x_t | x_<t), in float32. The first token
     of a row has none.
 
@@ -73,27 +73,44 @@ def score(
       padding, scores 0: the sum over a row is the log-probability of its documents given their first tokens.
     - `chunk`: tokens whose logits are in memory at a time; the backward pass rematerializes them.
 
-    **Raises** `ValueError` for fewer than 2 tokens, and if a mesh shards the sequence; also as the model does. Inside
-    programs an id outside the vocabulary scores NaN.
+    Where a mesh shards the sequence, each device scores its own tokens, and the scores are all-gathered, 4 bytes per
+    token: the result has the same shape on every mesh.
+
+    **Raises** `ValueError` for fewer than 2 tokens; also as the model does. Inside programs an id outside the
+    vocabulary scores NaN.
     """
     check_tokens(tokens, find_checkable_vocab(model))
-    if tokens.shape[1] < 2:
+    if tokens.shape[1] * num_shards(tokens, "seq") < 2:
         raise ValueError(f"the first token has no score, so that a row needs 2 or more: {tokens.shape=}")
-    if num_shards(tokens, "seq") > 1:
-        raise ValueError("score reads the next token of each, which another device has if the sequence is sharded")
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
     hidden, _ = model.hidden(tokens, info)
-    x = hidden.x[:, :-1]
+    x, following = _pair_with_next_tokens(hidden.x, tokens)
     scores = -_chunked_token_losses(
-        model.gather_unembedding(), x.reshape(-1, x.shape[-1]), tokens[:, 1:].reshape(-1), chunk
+        model.gather_unembedding(), x.reshape(-1, x.shape[-1]), following.reshape(-1), chunk
     )
-    scores = jnp.where(tokens[:, 1:] < 0, jnp.nan, scores.reshape(x.shape[:2]))  # no id here is to be ignored
+    scores = jnp.where(following < 0, jnp.nan, scores.reshape(x.shape[:2]))  # no id here is to be ignored
+    if num_shards(tokens, "seq") > 1:
+        scores = all_gather(scores, "seq", axis=1)[:, :-1]
     if info.segment_ids is None:
         return scores
-    is_scored = info.segment_ids[:, 1:] == info.segment_ids[:, :-1]
+    segment_ids = all_gather(info.segment_ids, "seq", axis=1)
+    is_scored = segment_ids[:, 1:] == segment_ids[:, :-1]
     if mask is not None:
         is_scored &= mask[:, 1:]
     return jnp.where(is_scored, scores, 0)
+
+
+def _pair_with_next_tokens(
+    x: HiddenStates, tokens: Tokens
+) -> tuple[Float[Array, "batch _ embed"], Int[Array, "batch _"]]:
+    """Return hidden states and the token after each: without the last one, which none follows.
+
+    Where the sequence is sharded, the last token of a shard is followed by the first of the next. Shards have one size,
+    so that the last of the row keeps its place, paired with the first.
+    """
+    if num_shards(tokens, "seq") == 1:
+        return x[:, :-1], tokens[:, 1:]
+    return x, shard(jnp.roll(all_gather(tokens, "seq", axis=1), -1, axis=1), "seq", axis=1)
 
 
 def _chunked_token_losses(
