@@ -38,6 +38,11 @@ def test_generate_batch_equals_single_prompts(run, bytes_model):
     assert out == "".join(f"--- {i}\n{text}" for i, text in enumerate(alone, start=1))
 
 
+def test_generate_shares_a_prompt_over_devices(run, bytes_model):
+    words = ["generate", bytes_model, "A text for two devices", "--max-new-tokens", 8]
+    assert run(*words, "--context", 2)[0] == run(*words)[0]
+
+
 def test_generate_from_token_ids(run, gpt2):
     expected = zoo.generate(zoo.load(gpt2), jnp.array([[3, 5, 7]]), max_new_tokens=4)[0].tolist()
     numbers = ["--tokens", 3, 5, 7, "--max-new-tokens", 4]
@@ -59,7 +64,6 @@ def test_generate_errors_name_the_problem(refused, text_model, gpt2, monkeypatch
     assert "at least one token" in refused("generate", text_model, "--tokens")
     assert "temperature" in refused("generate", text_model, "--tokens", 1, "--top-k", 3)
     assert "16 devices" in refused("generate", text_model, "--tokens", 1, "--data", 16)
-    assert "does not shard seq, and this mesh has context=2" in refused("generate", text_model, "a", "--context", 2)
     assert "pipe=16: this version does not shard" in refused("generate", text_model, "a", "--pipe", 16)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install 'equizoo[text]'" in refused("generate", text_model, "--prompt", "a")

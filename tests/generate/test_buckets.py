@@ -171,3 +171,5 @@ def test_rows_are_rounded_unless_the_model_has_arrays_per_row():
     adapted = zoo.adapters.lora(model, targets="query", adapter_name="only", key=KEY)
     assert choose_rows(zoo.adapters.select_per_row(adapted, ["only", None]), 2, None) == 2
     assert [choose_piece(length) for length in (21, 128, 192, 4096)] == [6, 32, 48, 256]
+    context = zoo.make_mesh(context=8)
+    assert [choose_piece(length, context) for length in (21, 128, 4096)] == [8, 32, 256]

@@ -22,6 +22,7 @@ MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"data": 1, "tensor": 8},
     {"data": 1, "fsdp": 4, "tensor": 2},
+    {"data": 2, "context": 2, "tensor": 2},
 ]
 
 
@@ -90,8 +91,8 @@ def test_unstacked_layers_keep_their_sharding():
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
-def test_mesh_that_shards_the_sequence_raises():
-    devices = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1, 1, 1, 8, 1), make_mesh().devices.axis_names)
+def test_mesh_that_shards_layers_raises():
+    devices = jax.sharding.Mesh(np.array(jax.devices()).reshape(8, 1, 1, 1, 1, 1), make_mesh().devices.axis_names)
     mesh = Mesh(devices, make_mesh().layout)
-    with pytest.raises(NotImplementedError, match="does not shard seq, and this mesh has context=8"):
+    with pytest.raises(NotImplementedError, match="does not shard layers, and this mesh has pipe=8"):
         generate_tokens(make_model(), mesh=mesh)

@@ -72,7 +72,7 @@ def generate(
         data: Data parallelism: number of devices that shard the prompts. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the prompts.
         expert: Expert parallelism, for mixtures of experts: refused above 1 in this version.
-        context: Context parallelism: refused above 1, since decoding shards no sequence.
+        context: Context parallelism: number of devices that share KV caches and read a prompt together.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
         pipe: Pipeline parallelism: refused above 1 in this version.
         no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.

@@ -47,9 +47,11 @@ def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | Non
     return int(min(max(_round_up(needed), _MIN_LENGTH), longest, *stable))
 
 
-def choose_piece(length: int) -> int:
-    """Return the number of tokens of a piece of the prompt: a quarter of the cache length, and at most 256."""
-    return min(-(-length // 4), _MAX_PIECE)
+def choose_piece(length: int, mesh: Mesh | None = None) -> int:
+    """Return the number of tokens of a piece of the prompt: a quarter of the cache length, and at most 256; rounded up
+    to a multiple of the devices that share it."""
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh.axes("seq"))
+    return -(-min(-(-length // 4), _MAX_PIECE) // shards) * shards
 
 
 def choose_rows(model: Decoder, rows: int, mesh: Mesh | None) -> int:
@@ -72,10 +74,13 @@ def _round_up(size: int) -> int:
 
 
 class Prompt(Module):
-    """A prompt padded to its bucket. The last token of each row is apart: decoding begins with it."""
+    """A prompt padded to its bucket. The last token of each row is apart: decoding begins with it.
 
-    tokens: Int[Array, "batch seq"]
-    positions: Int[Array, "batch seq"]
+    Every device has the whole prompt, some integers. Its pieces are what is sharded.
+    """
+
+    tokens: Int[Array, "batch prompt"]
+    positions: Int[Array, "batch prompt"]
     """Position of each token, -1 for padding."""
     last: Int[Array, "batch"]
     """The last token of each row."""
@@ -87,15 +92,19 @@ class Prompt(Module):
 
 
 def pad_prompt(
-    tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"] | None, rows: int, length: int
+    tokens: Int[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"] | None,
+    rows: int,
+    length: int,
+    mesh: Mesh | None = None,
 ) -> Prompt:
-    """Pad a prompt to `rows` rows, and to a cache of `length`.
+    """Pad a prompt to `rows` rows, and to a cache of `length` on `mesh`.
 
     Tokens are padded on the left to the whole pieces that fill the cache, with position -1: padding takes no slot of a
     KV cache, whose ring buffer drops it first. Rows are padded with copies of the last one, which end at
     once.
     """
-    (count, seq), piece = tokens.shape, choose_piece(length)
+    (count, seq), piece = tokens.shape, choose_piece(length, mesh)
     is_real: Any = np.ones(tokens.shape, bool) if mask is None else mask
     # With NumPy if possible, so that nothing compiles for each shape of a prompt.
     on_host = is_host_readable(tokens) and (mask is None or is_host_readable(mask))

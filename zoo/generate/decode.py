@@ -12,7 +12,7 @@ from zoo.layers import TokenInfo
 from zoo.models import Decoder, Stack, swap_stack
 from zoo.models.decoder import AbstractStack, LayerStates
 from zoo.ops.sampling import apply_temperature, filter_logits, penalize_repetition, sample_tokens
-from zoo.parallel import Mesh, Module, all_gather, place, reduce
+from zoo.parallel import Mesh, Module, all_gather, current_mesh, place, reduce, shard
 from zoo.parallel.collectives import while_loop
 
 from .buckets import Prompt, choose_piece
@@ -54,13 +54,16 @@ def complete(
 
 
 def prefill(fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]], prompt: Prompt, length: int) -> DecodeState:
-    """Run the prompt but for its last token through the model, piece by piece; return the state before decoding."""
+    """Run the prompt but for its last token through the model, piece by piece; return the state before decoding.
+
+    Where the mesh shards the sequence, each device computes a share of a piece.
+    """
     model, options, key = fixed
-    room, size = prompt.tokens.shape[1], choose_piece(length)
+    room, size = prompt.tokens.shape[1], choose_piece(length, current_mesh())
 
     def step(carry):
         start, states = carry
-        take = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1)
+        take = lambda x: shard(lax.dynamic_slice_in_dim(x, start, size, axis=1), "seq", axis=1)
         _, states = model.hidden(take(prompt.tokens), TokenInfo(take(prompt.positions)), states)
         return start + size, () if states is None else states
 

@@ -116,10 +116,9 @@ def check_prompt(tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"]
 
 
 def check_mesh(mesh: Mesh | None) -> None:
-    """**Raises** `NotImplementedError` for a mesh that shards the sequence or the layers."""
-    for dim in () if mesh is None else ("seq", "layers"):
-        if mesh is not None and (axes := mesh.axes(dim)):
-            sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-            raise NotImplementedError(
-                f"generate does not shard {dim}, and this mesh has {sizes}: decode on data, fsdp and tensor"
-            )
+    """**Raises** `NotImplementedError` for a mesh that shards the layers."""
+    if mesh is not None and (axes := mesh.axes("layers")):
+        sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+        raise NotImplementedError(
+            f"generate does not shard layers, and this mesh has {sizes}: decode on data, fsdp, context and tensor"
+        )

@@ -48,7 +48,9 @@ def generate(
     - `length`: capacity of the KV caches, prompt and new tokens. By default their sum, rounded up to a bucket as far as
       the model supports that length. RoPE scaling that depends on the sequence length (`DynamicScaling`,
       `LongRopeScaling`) uses this length.
-    - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`.
+    - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`. With
+      `context` each device holds a share of the slots of every KV cache, reads a share of each piece of the prompt,
+      and attends to its slots for all (`zoo.layers.cached_attention`); recurrent states are replicated.
     - `callback`: called with the latest token of each row as soon as it is computed, -1 for rows that have ended.
 
     Prefill runs the prompt through the scanned layers in at most four pieces, or in pieces of 256 tokens. Decoding runs
@@ -66,7 +68,7 @@ def generate(
     token, a prompt id or stop token outside the vocabulary, an option out of its range, a temperature above 0 without a
     key, truncation options with temperature 0, a `length` below prompt and new tokens, more tokens than learned
     positions, and a callback under `jit`; `TypeError` for a prompt that is not of integers, and for a `max_new_tokens`
-    or `top_k` that is none. `NotImplementedError` for a mesh that shards layers or the sequence.
+    or `top_k` that is none. `NotImplementedError` for a mesh that shards layers.
     """
     vocab, _ = model.embedding.table_shape
     request.check_sampling_options(
@@ -82,7 +84,7 @@ def generate(
     )
     options = options if mesh is None else place(options, mesh)  # once, not at every step
     length = choose_cache_length(model, tokens.shape[1], max_new_tokens, length)
-    prompt = pad_prompt(tokens, mask, choose_rows(model, len(tokens), mesh), length)
+    prompt = pad_prompt(tokens, mask, choose_rows(model, len(tokens), mesh), length, mesh)
     until = jax.device_put(np.int32(max_new_tokens))
     key = key if temperature and key is not None else jax.random.key(0)  # a greedy call has the same program
 

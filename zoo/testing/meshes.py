@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ def count_seq_shards(meshes: Sequence[Mesh]) -> int:
 
 
 def check_meshes(subject: Subject, texts: Texts, meshes: Sequence[Mesh]) -> Iterator[Check]:
-    """Yield two checks per mesh, or one that says that there is no mesh. States do not decode a sharded sequence."""
+    """Yield two checks per mesh, or one that says that there is no mesh."""
     if not meshes and jax.device_count() == 1:
         reason = "one device; run with XLA_FLAGS=--xla_force_host_platform_device_count=8 for eight virtual ones"
         _logger.warning("zoo.testing: %s is not checked: %s", _NAME, reason)
@@ -57,8 +57,6 @@ def check_meshes(subject: Subject, texts: Texts, meshes: Sequence[Mesh]) -> Iter
     for mesh in meshes:
         checks = [*_check_training(subject, texts, mesh)]
         yield from checks if all(check.passed for check in checks) else _blame_axes(subject, texts, mesh, checks)
-        if mesh.axes("seq"):
-            continue
         compared = f"decoding on {mesh}, and on one device"
         yield from run_checks(_NAME, compared, partial(_compare_decoding, subject, texts, mesh, compared))
 
@@ -90,8 +88,10 @@ def _blame_axes(subject: Subject, texts: Texts, mesh: Mesh, checks: list[Check])
     yield from [check for check in found if not check.passed] or checks
 
 
-def _prefill_and_decode(subject: Subject, x: Any, positions: Any) -> Any:
-    """Return the output of the last token: all before it as one piece, then itself."""
+def _prefill_and_decode(subject: Subject, rows: Mapping[str, Any]) -> Any:
+    """Return the output of the last token: all before it as one piece, then itself. Every device that shares the
+    sequence has these tokens, and a share of the caches."""
+    x, positions = rows["x"], rows["places"]
     state = subject.init_state(x.shape[0], x.shape[1])
     _, state = subject(x[:, :-1], TokenInfo(positions[:, :-1]), state)
     return subject(x[:, -1:], TokenInfo(positions[:, -1:]), state)[0]
@@ -102,6 +102,7 @@ def _compare_decoding(subject: Subject, texts: Texts, mesh: Mesh, compared: str)
     x, positions = (array[:, : sum(pieces)] for array in (texts.prompt, texts.prompt_positions))
     state = subject.init_state(texts.rows, x.shape[1])
     expected = run_pieces(partial(extend, subject), state, texts, pieces)[:, -1:]
-    actual = spmd(_prefill_and_decode, mesh, out="batch seq embed")(place(subject, mesh), x, positions)
+    rows = {"x": x, "places": positions}  # names that have no tokens to shard
+    actual = spmd(_prefill_and_decode, mesh, out="batch new embed")(place(subject, mesh), rows)
     difference = compare_tokens(actual, expected, positions[:, -1:] >= 0)
     yield Check(_NAME, compared, difference, cause=f"{_CAUSE} Or a dim of the state is not named as the parameters'.")

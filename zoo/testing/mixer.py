@@ -54,7 +54,7 @@ def check_mixer(
       of an operation, as of attention and recurrences, or of a `Literal` is checked with all its values without this;
       those that cannot compute this here are listed with the reason.
     - `meshes`: default: data, fsdp and tensor of 2, as far as there are devices. With one device, meshes are not
-      checked; the report and the log say so. On one that shards the sequence (`context`), decoding is not compared.
+      checked; the report and the log say so.
 
     **Raises** `AssertionError` with one line for each check that failed: what was compared, the largest difference
     relative to the largest number, where it is, and its usual cause. `TypeError` and `ValueError` for arguments that

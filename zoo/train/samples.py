@@ -1,6 +1,5 @@
 """Continuations of prompts, for reports."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -28,7 +27,5 @@ def continue_prompts(
     length = max(map(len, rows))
     tokens = jnp.asarray([np.pad(row, (length - len(row), 0)) for row in rows])
     mask = jnp.asarray([np.arange(length) >= length - len(row) for row in rows])
-    replicated = mesh.layout.with_dims(seq=(), tokens=(), key_seq=())  # decoding shards no sequence
-    mesh = dataclasses.replace(mesh, layout=replicated)
     new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, temperature=temperature, mesh=mesh, key=key)
     return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
