@@ -23,31 +23,43 @@ def make_mesh(**rows):
     return zoo.make_mesh(data=1, context=SHARDS, devices=jax.devices()[:SHARDS], layout=Layout().with_dims(**rows))
 
 
+def compile_step(seq, length, out):
+    """Compile a call with a donated cache on four devices, for shapes; tokens are sharded unless there is one."""
+    mesh, mixer = make_mesh(), Attention(EMBED, HEADS, kv_heads=2, key=jax.random.key(0))
+    state = zoo.place(eqx.filter_eval_shape(lambda: mixer.init_state(ROWS, length)), mesh)
+
+    def run(mixer, new, state):
+        take = lambda x: x if seq == 1 else shard(x, "seq", axis=1)
+        return mixer(take(new["x"]), TokenInfo(take(new["places"])), state)
+
+    new = {"x": jax.ShapeDtypeStruct((ROWS, seq, EMBED), "f4"), "places": jax.ShapeDtypeStruct((ROWS, seq), "i4")}
+    call = eqx.filter_jit(zoo.spmd(run, mesh, out=out), donate="all-except-first")
+    program = zoo.inspect.compiled(call, mixer, new, state)
+    assert {row.axes for row in program.collectives} == {("context",)}
+    return program, {row.kind: row.bytes for row in program.collectives}
+
+
 @pytest.fixture(scope="module")
 def step():
-    """A decode step on four devices with donated caches, compiled for shapes."""
-    mesh, mixer = make_mesh(), Attention(EMBED, HEADS, kv_heads=2, key=jax.random.key(0))
-    state = zoo.place(eqx.filter_eval_shape(lambda: mixer.init_state(ROWS, LENGTH)), mesh)
-
-    def decode(mixer, token, state):
-        return mixer(token["x"][:, None], TokenInfo(token["position"][:, None]), state)
-
-    token = {"x": jax.ShapeDtypeStruct((ROWS, EMBED), "f4"), "position": jax.ShapeDtypeStruct((ROWS,), "i4")}
-    run = eqx.filter_jit(zoo.spmd(decode, mesh, out="batch new embed"), donate="all-except-first")
-    return zoo.inspect.compiled(run, mixer, token, state)
+    """A decode step."""
+    return compile_step(1, LENGTH, "batch new embed")
 
 
-def test_decoding_moves_the_bytes_of_its_formula(step):
-    """Float32 sums of values and of weights, and maxima, whatever the length of the cache."""
-    assert {(row.kind, row.axes): row.bytes for row in step.collectives} == {
-        ("all-reduce", ("context",)): ROWS * 4 * HEADS * (SIZE + 2)
-    }
+def test_merges_move_the_bytes_of_their_formula(step):
+    """Float32 sums of values and of weights, and maxima, whatever the length of the cache; for a piece of a prompt also
+    queries, keys, values and positions."""
+    token = 4 * HEADS * (SIZE + 2)
+    assert step[1] == {"all-reduce": ROWS * token}
+    _, moved = compile_step(8, 64, "batch seq embed")
+    assert moved["reduce-scatter"] + moved["all-reduce"] == ROWS * 8 * token
+    assert moved["all-gather"] == ROWS * 8 * 4 * (HEADS * SIZE + 2 * 2 * SIZE + 1)
 
 
 def test_decoding_updates_a_shard_of_the_cache_in_place(step):
     cache = ROWS * LENGTH * (2 * 2 * SIZE + 1) * 4
-    assert cache / SHARDS <= step.memory.aliased < 1.01 * cache / SHARDS
-    assert step.memory.temporaries < cache / SHARDS / 2
+    memory = step[0].memory
+    assert cache / SHARDS <= memory.aliased < 1.01 * cache / SHARDS
+    assert memory.temporaries < cache / SHARDS / 2
 
 
 def run_pieces(mixer, x, positions):

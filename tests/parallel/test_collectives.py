@@ -1,11 +1,12 @@
-"""All-gather by dim, and the varying axes of a scan's carry."""
+"""All-gather and its inverse by dim, and the varying axes of a scan's carry."""
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import zoo
 from zoo.layers import Linear
-from zoo.parallel import Dim, all_gather, scan, varying
+from zoo.parallel import Dim, all_gather, scan, shard, varying
 
 KEY = jax.random.key(0)
 
@@ -23,6 +24,20 @@ def test_all_gather_replicates_a_sharded_dim():
     y = zoo.spmd(logits, mesh, out="batch vocab")(up, x)
     assert jnp.allclose(y, x @ jnp.asarray(up.weight).T, atol=1e-5)
     assert y.sharding.spec == jax.sharding.PartitionSpec(("data",))
+
+
+def test_shard_is_the_inverse_of_all_gather():
+    mesh, x = zoo.make_mesh(data=2, context=4), jnp.arange(16).reshape(2, 8)
+
+    def gather_and_shard(x):
+        y = shard(all_gather(x, "seq", axis=1), "seq", axis=1)
+        assert y.shape == x.shape == (1, 2) and varying(y) == varying(x)
+        return y
+
+    assert (zoo.spmd(gather_and_shard, mesh, out="batch seq")(x) == x).all()
+    assert shard(x, "seq", axis=1) is x, "no mesh"
+    with pytest.raises(ValueError, match="7 seq do not share out over context=4: use a multiple"):
+        zoo.spmd(lambda x: shard(all_gather(x, "seq", axis=1)[:, 1:], "seq", axis=1), mesh, out="batch seq")(x)
 
 
 def test_scan_casts_its_carry_to_the_varying_axes():

@@ -18,6 +18,7 @@ from zoo.ops.attention import (
     AttentionRequest,
     blockwise_attention,
     blockwise_attention_with_lse,
+    grouped_query_attention_with_lse,
     reference_attention,
 )
 from zoo.ops.attention.blockwise import choose_block
@@ -115,13 +116,16 @@ def attend_with_lse(query, key, value, sinks, soft_cap=1.5):
     return jnp.einsum("bqhk,bkhd->bqhd", jnp.exp(scores - lse[..., None]), value), lse
 
 
-def test_log_sum_exp_and_its_gradient_equal_the_definition():
+@pytest.mark.parametrize("implementation", ["blockwise", "grouped"])
+def test_log_sum_exp_and_its_gradient_equal_the_definition(implementation):
     query, key, value, cotangent = inputs(50)
     cotangents = cotangent, jax.random.normal(jax.random.key(5), (BATCH, 50, HEADS))
 
     def ours(query, key, value, sinks):
-        options = dict(soft_cap=1.5, sinks=sinks, block=BLOCK)
-        return blockwise_attention_with_lse(query, key, value, AttentionMask(causal=True), **options)
+        options = dict(soft_cap=1.5, sinks=sinks)
+        if implementation == "grouped":
+            return grouped_query_attention_with_lse(query, key, value, AttentionMask(causal=True), **options)
+        return blockwise_attention_with_lse(query, key, value, AttentionMask(causal=True), **options, block=BLOCK)
 
     def run(attend):
         outputs, back = jax.vjp(attend, query, key, value, SINKS)
