@@ -180,6 +180,21 @@ def test_score_and_hidden_states_are_the_same_on_a_mesh(sizes):
     assert np.allclose(found, zoo.hidden_states(model, tokens, **options)[-1], atol=1e-5)
 
 
+def test_score_gradient_is_the_same_on_a_sharded_sequence(model):
+    tokens, mesh = random_tokens((2, 16)), zoo.make_mesh(data=2, context=4)
+
+    def loss_fn(model, batch):
+        scores = zoo.score(model, batch["tokens"])
+        return -(scores**2).sum(), jnp.float32(scores.size)
+
+    loss, gradients = zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), {"tokens": tokens})
+    mean = lambda model: -(zoo.score(model, tokens) ** 2).mean()
+    expected, of_model = eqx.filter_jit(eqx.filter_value_and_grad(mean))(model)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(of_model), strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_score_refuses_bad_arguments(model):
     with pytest.raises(ValueError, match="a row needs 2 or more"):
         zoo.score(model, random_tokens((2, 1)))

@@ -74,7 +74,7 @@ def score(
     - `chunk`: tokens whose logits are in memory at a time; the backward pass rematerializes them.
 
     Where a mesh shards the sequence, each device scores its own tokens, and the scores are all-gathered, 4 bytes per
-    token: the result has the same shape on every mesh.
+    token: the result has the same shape on every mesh. A loss sums and counts all of them on each device.
 
     **Raises** `ValueError` for fewer than 2 tokens; also as the model does. Inside programs an id outside the
     vocabulary scores NaN.
