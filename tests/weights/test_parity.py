@@ -44,6 +44,10 @@ REQUIRED_CASES = {
 }
 
 
+DECODED = (*(folder.name for folder in FIXTURES.iterdir()), "llama_dynamic", "mistral_swa", "deepseek_v2_yarn")
+"""Cases that decode without `-m slow`: every family, and what differs in a cache."""
+
+
 def list_cases(quick: tuple[str, ...] | None = None) -> list:
     """All cases as parameters; with `quick`, the others are marked slow."""
     roots = [FIXTURES, *([Path(PARITY) / "models"] if PARITY else [])]
@@ -77,10 +81,24 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
 
     loaded = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
     check_padding_changes_no_logits(model, expected, read(folder / "config.json").get("router_aux_loss_coef", 0.0))
-    check_greedy_tokens_are_equal(model, expected)
     check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
     if folder.parent == FIXTURES:  # once per family, since `compare` checks the gradients of every case
         check_saved_gradients(model, expected, tmp_path / "gradients")
+
+
+@pytest.mark.parametrize("folder", list_cases(quick=DECODED))
+def test_greedy_decoding_matches_pytorch(folder: Path):
+    """With caches and states; that of the slow cases is compared as one forward pass in `test_parity_with_pytorch`."""
+    expected = read_expectations(folder / "expected.safetensors")
+    prompts, mask, wanted = read_generations(expected)
+    new = zoo.generate(
+        zoo.load(folder, dtype=jnp.float32),
+        jnp.asarray(prompts),
+        max_new_tokens=wanted.shape[1],
+        mask=jnp.asarray(mask),
+        length=prompts.shape[1] + wanted.shape[1],
+    )
+    np.testing.assert_array_equal(new, wanted)
 
 
 @pytest.mark.parametrize("folder", list_cases(quick=("mixtral", "mamba")))
@@ -117,12 +135,17 @@ def check_hub_config_loads_the_same_model(folder: Path, copy: Path) -> zoo.model
 def check_padding_changes_no_logits(model: zoo.models.Decoder, expected: dict, balance: float) -> None:
     """Rows without padding, padded left and padded right, in one batch, so that the longest row is as long as before.
 
-    The routing of the rows without padding also gives PyTorch's auxiliary loss of a mixture of experts.
+    The routing of the rows without padding also gives PyTorch's auxiliary loss of a mixture of experts. Where PyTorch's
+    generated text is as long as these rows, it is in the batch too: each of its tokens is the most likely one after
+    those before it.
     """
     rows = [expected["input_ids"], expected["padleft.input_ids"], expected["padright.input_ids"]]
     masks = [np.ones_like(rows[0]), expected["padleft.attention_mask"], expected["padright.attention_mask"]]
-    mask = np.concatenate(masks) > 0
-    tokens, num_rows = np.concatenate(rows), len(rows[0])
+    num_rows, (prompts, prompt_mask, generated) = len(rows[0]), read_generations(expected)
+    if prompts.shape[1] + generated.shape[1] == rows[0].shape[1]:
+        rows.append(np.concatenate([prompts, generated], 1))
+        masks.append(np.concatenate([prompt_mask, np.ones_like(generated)], 1))
+    tokens, mask = np.concatenate(rows), np.concatenate(masks) > 0
 
     @eqx.filter_jit
     def run(model, tokens, mask):
@@ -133,8 +156,14 @@ def check_padding_changes_no_logits(model: zoo.models.Decoder, expected: dict, b
         return model.logits(hidden.x), balance_loss(unpadded, over="layers")
 
     logits, aux_loss = jax.device_get(run(model, tokens, mask))
-    for ours, is_token, wanted in zip(logits, mask, np.concatenate(3 * [expected["logits"]]), strict=True):
+    padded = slice(3 * num_rows)
+    for ours, is_token, wanted in zip(
+        logits[padded], mask[padded], np.concatenate(3 * [expected["logits"]]), strict=True
+    ):
         assert np.abs(ours[is_token] - wanted[: is_token.sum()]).max() <= 1e-4 * np.abs(expected["logits"]).max()
+    if len(rows) > 3:
+        after_prompt = logits[3 * num_rows :, prompts.shape[1] - 1 : -1]
+        np.testing.assert_array_equal(after_prompt.argmax(-1), generated)
     if aux_loss is not None:
         shifted = np.float64(logits[:num_rows, :-1])
         scores = np.take_along_axis(shifted, rows[0][:, 1:, None], -1)[..., 0]
@@ -144,16 +173,12 @@ def check_padding_changes_no_logits(model: zoo.models.Decoder, expected: dict, b
         assert balance * expected["aux_loss"] > 1e-4 * expected["loss"], "the auxiliary loss is too small to matter"
 
 
-def check_greedy_tokens_are_equal(model: zoo.models.Decoder, expected: dict) -> None:
+def read_generations(expected: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return PyTorch's prompts, without padding and padded left, their mask, and the tokens that follow."""
     prompts = np.concatenate([expected["generate.prompt"], expected["generate_padleft.prompt"]])
     unpadded = np.ones_like(expected["generate.prompt"])
     mask = np.concatenate([unpadded, expected["generate_padleft.attention_mask"]]) > 0
-    wanted = np.concatenate([expected["generate.tokens"], expected["generate_padleft.tokens"]])
-    length = prompts.shape[1] + wanted.shape[1]
-    new = zoo.generate(
-        model, jnp.asarray(prompts), max_new_tokens=wanted.shape[1], mask=jnp.asarray(mask), length=length
-    )
-    np.testing.assert_array_equal(new, wanted)
+    return prompts, mask, np.concatenate([expected["generate.tokens"], expected["generate_padleft.tokens"]])
 
 
 def check_saved_files_equal_loaded_files(model: zoo.models.Decoder, folder: Path, copy: Path) -> None:
