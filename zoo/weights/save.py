@@ -233,10 +233,21 @@ def _assign_shards(specs: _TensorSpecs, max_bytes: int) -> list[list[str]]:
     return shards
 
 
+def _is_in_host_memory(array: Any) -> bool:
+    """Return True if numpy sees the array's own memory, without a copy."""
+    return (
+        isinstance(array, jax.Array)
+        and {device.platform for device in array.devices()} == {"cpu"}
+        and (len(array.devices()) == 1)
+    )
+
+
 def gather_to_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
     """Gather `array[index]` from all of its shards into host memory."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array[index], tiled=True))
+    if index and _is_in_host_memory(array):
+        return np.array(np.asarray(array)[index])  # a slice of a JAX array would be compiled for each shape
     if index or not isinstance(array, jax.Array):
         return np.asarray(array[index])
     gathered = np.empty(array.shape, array.dtype)  # shard by shard: np.asarray would leave a cached copy in the array
