@@ -46,6 +46,7 @@ TOKENS = jax.random.randint(KEY, (ROWS, SEQ), 0, VOCAB)
 BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
 
 run = eqx.filter_jit(lambda model: model(TOKENS))
+merge = eqx.filter_jit(adapters.merge)  # and not operation by operation
 
 
 @cache
@@ -111,22 +112,27 @@ def test_adapter_initialization_training_and_merge(kind, method):
     after = run(trained)
     scale = float(jnp.abs(after).max())
     assert float(jnp.abs(after - before).max()) > 1e-3 * scale
-    np.testing.assert_allclose(run(adapters.merge(trained)), after, atol=2e-5 * scale)
+    np.testing.assert_allclose(run(merge(trained)), after, atol=2e-5 * scale)
     same(run(adapters.set_strength(trained, {method: 0})), before)
     np.testing.assert_array_equal(run(adapters.remove(trained)), before)
     half = adapters.set_strength(trained, {method: 0.5})
-    np.testing.assert_allclose(run(adapters.merge(half)), run(half), atol=2e-5 * scale)
+    np.testing.assert_allclose(run(merge(half)), run(half), atol=2e-5 * scale)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_adapters_on_a_mesh_match_one_device(kind):
-    """Values and gradients of a model that has adapters of all methods, nested around the same layers. In a mixture all
-    of them wrap experts."""
+ALL = tuple(METHODS)
+ON_A_MESH = [*((kind, ALL) for kind in MODELS if kind != "mixture"), ("mixture", ("lora", "dora"))]
+ON_A_MESH += [pytest.param("mixture", ALL, marks=pytest.mark.slow)]  # compiles for half a minute
+
+
+@pytest.mark.parametrize(("kind", "methods"), ON_A_MESH, ids=lambda x: x if isinstance(x, str) else str(len(x)))
+def test_adapters_on_a_mesh_match_one_device(kind, methods):
+    """Values and gradients of a model that has adapters of several methods, nested around the same layers. In a mixture
+    all of them wrap experts."""
     model, (_, targets) = make_model(kind), MODELS[kind]
     targets = (r".*\.experts\.\d+\.up",) if kind == "mixture" else targets
-    for number, method in enumerate(METHODS.values()):
-        model = method(model, targets=(targets[number % len(targets)],), key=jax.random.key(1))
-    assert set(adapters.adapter_names(model)) == set(METHODS)
+    for number, method in enumerate(methods):
+        model = METHODS[method](model, targets=(targets[number % len(targets)],), key=jax.random.key(1))
+    assert set(adapters.adapter_names(model)) == set(methods)
     noise = lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape) * (x != 0)
     model = eqx.combine(jax.tree.map(noise, zoo.trainable(model)), model)
     loss, gradients = jax.jit(lambda: value_and_grad_on_one_device(model))()
