@@ -26,6 +26,12 @@ MESHES = [
     for tensor in (1, 2, 4, 8)
     if data * fsdp * tensor == 8
 ]
+QUICK = {(1, 1, 8), (1, 8, 1), (8, 1, 1), (1, 4, 2), (2, 2, 2)}
+"""Sizes that run without `-m slow`: each axis alone, two and all three; with them every kind of remat."""
+EACH_MESH = [
+    pytest.param(i, id=str(zoo.make_mesh(**sizes)), marks=() if tuple(sizes.values()) in QUICK else pytest.mark.slow)
+    for i, sizes in enumerate(MESHES)
+]
 
 
 def make(key, tied=True, **options):
@@ -76,7 +82,7 @@ def largest_relative_difference(tree, reference):
     return max(np.abs(a - b).max() / np.abs(a).max() for a, b in pairs)
 
 
-@pytest.mark.parametrize("i", range(len(MESHES)), ids=[str(zoo.make_mesh(**sizes)) for sizes in MESHES])
+@pytest.mark.parametrize("i", EACH_MESH)
 def test_mesh_loss_and_gradients_equal_one_device(i):
     """All with dropout, packed sequences, GQA and uneven token counts; tied heads, micro-batches and remat in turn."""
     tied, remat = i % 2 == 0, ("none", "full", "dots", "elementwise")[i % 4]
