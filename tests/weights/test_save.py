@@ -130,7 +130,7 @@ def in_blocks(model, name, **statics):
 
 
 @EACH
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_save_and_load_every_config_of_every_family(make, family, data):
     config = data.draw(configs(family))
@@ -198,7 +198,7 @@ def from_scratch(make=zoo.models.Transformer, **options):
     return jax.tree.map(lambda x: number(x) if isinstance(x, jax.ShapeDtypeStruct) else x, shapes)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(options=OPTIONS)
 def test_save_from_scratch_chooses_a_fitting_family(options):
     """A model that no family computes is refused with the reason."""
