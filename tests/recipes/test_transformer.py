@@ -155,6 +155,7 @@ def test_transformer_saves_on_ctrl_c(text, tmp_path):
     assert (out / "checkpoints" / str(last)).is_dir()
 
 
+@pytest.mark.slow  # on one device below, and on a mesh with the other options
 def test_transformer_two_default_steps_on_eight_devices(tmp_path):
     call(transformer.main, steps=2, out=tmp_path / "run")
     assert (tmp_path / "run" / "report.html").exists()
@@ -219,17 +220,27 @@ def test_transformer_presets_name_flags_and_their_size():
     [
         (["--stepz", "3"], "Unrecognized options: --stepz"),
         (["--data", "/nowhere/at/all"], "/nowhere/at/all: there is no such file"),
-        (["--tensor", "3"], "tensor=3 asks for a multiple of 3 devices, there are 1"),
+        (["--tensor", "3"], "tensor=3 asks for a multiple of 3 devices, there are 8"),
         (["--heads", "3"], "embed=16 does not share out over 3 heads"),
         (["--vocab", "100"], "a vocabulary of 100 cannot write every byte"),
-        (["--microbatches", "3"], "a batch of 8 rows does not share out over 3 microbatches"),
+        (["--microbatches", "3"], "a batch of 8 rows does not share out over data=8 x 3 microbatches"),
     ],
 )
-def test_transformer_bad_input_is_one_line(text, tmp_path, more, message):
+def test_transformer_bad_input_is_one_line(text, tmp_path, capsys, more, message):
     """The last flag of a name counts, as everywhere."""
-    status, printed, errors = finish(start([*command(text, tmp_path / "run"), *more]))
-    assert status == 2
+    _, _, *flags = command(text, tmp_path / "run")
+    with pytest.raises(SystemExit) as stopped:
+        train.run_cli(transformer.main, presets=transformer.PRESETS, arguments=[*flags, *more])
+    printed, errors = capsys.readouterr()
+    assert stopped.value.code == 2
     assert message in " ".join(errors.replace("│", " ").split())
+    assert "Traceback" not in errors and "10/60" not in printed
+
+
+def test_transformer_bad_input_ends_a_process_with_status_2(text, tmp_path):
+    status, printed, errors = finish(start([*command(text, tmp_path / "run"), "--heads", "3"]))
+    assert status == 2
+    assert "embed=16 does not share out over 3 heads" in " ".join(errors.split())
     assert "Traceback" not in errors and "10/60" not in printed
 
 
