@@ -27,7 +27,7 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("generation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_mamba_resumes_bitwise_and_exports(generation, text, tmp_path, monkeypatch):
     """Stopped after two steps and resumed, it is the unbroken run bit for bit; and the export is the model."""
     log = train.Run.log
