@@ -121,7 +121,7 @@ def test_adapter_initialization_training_and_merge(kind, method):
 
 ALL = tuple(METHODS)
 ON_A_MESH = [*((kind, ALL) for kind in MODELS if kind != "mixture"), ("mixture", ("lora", "dora"))]
-ON_A_MESH += [pytest.param("mixture", ALL, marks=pytest.mark.slow)]  # compiles for half a minute
+ON_A_MESH += [pytest.param("mixture", ALL, marks=pytest.mark.slow)]  # eight methods in one program
 
 
 @pytest.mark.parametrize(("kind", "methods"), ON_A_MESH, ids=lambda x: x if isinstance(x, str) else str(len(x)))
