@@ -1,0 +1,188 @@
+"""Training on mixtures of all axes: ten steps equal those of one device, and a checkpoint goes on on any other mesh."""
+
+import contextlib
+import functools
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zoo
+from zoo.layers import Attention, GatedDeltaNet
+from zoo.ops.rotary import Rotary
+from zoo.parallel import SEQUENCE, ZERO2, Layout
+from zoo.train import Run, RunOptions, decay_mask
+
+ROWS, SEQ, VOCAB, STEPS = 16, 16, 32, 10
+MESHES = {
+    "one device": ({}, None, 1),
+    "data x context": ({"data": 2, "context": 4}, None, 1),
+    "fsdp x context x tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, None, 1),
+    "SEQUENCE": (
+        {"data": 2, "context": 2, "tensor": 2},
+        Layout(context="heads").with_dims(tokens=SEQUENCE.axes("tokens")),
+        1,
+    ),
+    "ZERO2": ({"data": 2, "fsdp": 4}, ZERO2, 2),
+}
+"""Sizes, layout and micro-batches."""
+TOLERANCE = 5e-6
+"""On one device, parameters that differ in their last place change these losses by 2e-6; the meshes by 2e-7."""
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(3e-3, weight_decay=0.1, mask=decay_mask))
+
+
+def make(key):
+    """A gated delta rule, attention in a window and attention to all tokens, four heads each."""
+    rotary = Rotary(4)
+    pattern = [
+        partial(GatedDeltaNet, heads=4),
+        partial(Attention, heads=4, rotary=rotary, window=6),
+        partial(Attention, heads=4, rotary=rotary),
+    ]
+    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=3, mlp=32, pattern=pattern, key=key)
+
+
+def loss_fn(model, batch):
+    return zoo.cross_entropy(model, batch)
+
+
+@functools.cache
+def make_mesh(name):
+    sizes, layout, microbatches = MESHES[name]
+    sizes = {"data": 1} | sizes
+    return zoo.make_mesh(**sizes, devices=jax.devices()[: np.prod(list(sizes.values()))], layout=layout), microbatches
+
+
+def make_batch(seed, often=0.15):
+    """Documents of any length, which begin and end on any device, and padding."""
+    draw = np.random.default_rng(seed)
+    text = draw.integers(0, VOCAB, (ROWS, SEQ + 1))
+    lengths = draw.integers(1, SEQ + 1, (ROWS, 1))
+    segment_ids = (1 + (draw.random((ROWS, SEQ)) < often).cumsum(1)) * (np.arange(SEQ) < lengths)
+    return {
+        "tokens": text[:, :-1],
+        "targets": text[:, 1:],
+        "weights": np.float32(segment_ids > 0),
+        "segment_ids": segment_ids,
+        "positions": np.asarray(zoo.models.pack_positions(jnp.asarray(segment_ids))),
+    }
+
+
+class Batches:
+    """An iterator over batches, two by turns, whose position is saved."""
+
+    state = 0
+
+    def __next__(self):
+        self.state += 1
+        return make_batch(self.state % 2)
+
+    def restore(self, state):
+        self.state = state
+
+
+def compute_gradient(name, model, batch):
+    mesh, microbatches = make_mesh(name)
+    return zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, zoo.place_batch(batch, mesh))
+
+
+@eqx.filter_jit
+def update(mesh, gradients, model, opt_state):
+    updates, opt_state = OPTIMIZER.update(gradients, opt_state, zoo.trainable(model))
+    return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state
+
+
+@functools.cache
+def make_unsharded():
+    return eqx.filter_jit(make)(jax.random.key(0))
+
+
+def init_state(name):
+    """Return a model and its optimizer state on a mesh."""
+    mesh, _ = make_mesh(name)
+    model = zoo.place(make_unsharded(), mesh)
+    return model, zoo.place(OPTIMIZER.init(zoo.trainable(model)), mesh.optimizer)
+
+
+def train(name, steps, out=None, *, resume=False):
+    """Train until this step; return the restored or initial state and the losses. With `out`, resume from its last
+    checkpoint, and save the last state there."""
+    batches, losses, initial = Batches(), [], init_state(name)
+    state = initial
+    with Run(RunOptions(out, resume=resume), config={}) if out else contextlib.nullcontext() as run:
+        if run is not None:
+            initial = state = run.restore(state, batches)
+        for batch in run.steps(batches, steps) if run is not None else (next(batches) for _ in range(steps)):
+            loss, gradients = compute_gradient(name, state[0], batch)
+            state = update(make_mesh(name)[0], gradients, *state)
+            losses.append(float(loss))
+        if run is not None:
+            run.save(state, batches)
+    return initial, state, losses
+
+
+@functools.cache
+def expected_losses():
+    *_, losses = train("one device", STEPS)
+    assert losses[0] - losses[-1] > 0.5
+    return losses
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp x context x tensor",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("data x context", "SEQUENCE", "ZERO2")),
+    ],
+)
+def test_ten_steps_equal_one_device(name):
+    *_, losses = train(name, STEPS)
+    np.testing.assert_allclose(losses, expected_losses(), rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("fsdp x context x tensor", ("one device", "SEQUENCE")),
+        pytest.param("SEQUENCE", ("ZERO2", "data x context"), marks=pytest.mark.slow),
+        pytest.param("ZERO2", ("fsdp x context x tensor",), marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoint_of_a_mesh_goes_on_on_others(first, then, tmp_path):
+    """Each run goes on from the bits of the one before, over the axes of its own mesh. All losses are those of ten
+    steps on one device."""
+    _, saved, losses = train(first, 4, tmp_path)
+    for name, steps in zip(then, (7, STEPS), strict=False):
+        restored, state, more = train(name, steps, tmp_path, resume=True)
+        for x, y, like in zip(*map(jax.tree.leaves, (restored, saved, init_state(name))), strict=True):
+            assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+            assert np.array_equal(jax.device_get(x), jax.device_get(y))
+        saved, losses = state, losses + more
+    np.testing.assert_allclose(losses, expected_losses()[: len(losses)], rtol=TOLERANCE)
+
+
+@settings(max_examples=6)
+@given(
+    seed=st.integers(0, 999),
+    often=st.sampled_from([0.0, 0.1, 0.5]),
+    strength=st.sampled_from([0.1, 1.0, 30.0]),
+)
+def test_any_documents_and_decays_equal_one_device(seed, often, strength):
+    """Documents of any length that begin and end on any device; decays that forget nothing, or all within a token."""
+    scale = lambda model: model.stack.segments[0].blocks[0].mixer.decay.A_log
+    model, batch = make_unsharded(), make_batch(seed, often)
+    model = eqx.tree_at(scale, model, replace_fn=lambda x: x + np.log(strength))
+    (expected_loss, expected), (loss, gradients) = (
+        jax.device_get(compute_gradient(name, zoo.place(model, make_mesh(name)[0]), batch))
+        for name in ("one device", "fsdp x context x tensor")
+    )
+    assert abs(loss - expected_loss) < 1e-5 * expected_loss
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert np.abs(x - y).max() <= 2e-5 * max(np.abs(y).max(), 1e-3 * largest)
