@@ -1,5 +1,6 @@
 """All methods on all kinds of models: initialization, training, merging, half precision, decoding, meshes."""
 
+import dataclasses
 from functools import cache, partial
 
 import equinox as eqx
@@ -120,12 +121,27 @@ def test_adapter_initialization_training_and_merge(kind, method):
 
 
 ALL = tuple(METHODS)
-ON_A_MESH = [*((kind, ALL) for kind in MODELS if kind != "mixture"), ("mixture", ("lora", "dora"))]
-ON_A_MESH += [pytest.param("mixture", ALL, marks=pytest.mark.slow)]  # eight methods in one program
+ZERO2_SEQUENCE = dataclasses.replace(zoo.parallel.ZERO2, compute=zoo.parallel.SEQUENCE.compute)
+LAYOUTS = {
+    "tensor": ({"data": 2}, None),
+    "tokens": ({"data": 1, "context": 2}, ZERO2_SEQUENCE),
+}
+"""Axes beside fsdp 2 and tensor 2. The second shards tokens over context and tensor, and gradients over fsdp."""
 
 
-@pytest.mark.parametrize(("kind", "methods"), ON_A_MESH, ids=lambda x: x if isinstance(x, str) else str(len(x)))
-def test_adapters_on_a_mesh_match_one_device(kind, methods):
+def list_meshes():
+    """Eight methods in one program of a mixture, or where tokens are sharded, are slow: two of them are quick."""
+    for kind in MODELS:
+        for layout in LAYOUTS:
+            is_small = kind != "mixture" and layout == "tensor"
+            yield pytest.param(kind, ALL, layout, marks=() if is_small else (pytest.mark.slow,))
+    yield from (("transformer", ("lora", "dora"), "tokens"), ("mixture", ("lora", "dora"), "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "methods", "layout"), list(list_meshes()), ids=lambda x: x if isinstance(x, str) else str(len(x))
+)
+def test_adapters_on_a_mesh_match_one_device(kind, methods, layout):
     """Values and gradients of a model that has adapters of several methods, nested around the same layers. In a mixture
     all of them wrap experts."""
     model, (_, targets) = make_model(kind), MODELS[kind]
@@ -136,7 +152,8 @@ def test_adapters_on_a_mesh_match_one_device(kind, methods):
     noise = lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape) * (x != 0)
     model = eqx.combine(jax.tree.map(noise, zoo.trainable(model)), model)
     loss, gradients = jax.jit(lambda: value_and_grad_on_one_device(model))()
-    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    sizes, table = LAYOUTS[layout]
+    mesh = zoo.make_mesh(**sizes, fsdp=2, tensor=2, layout=table)
     loss_on_mesh, gradients_on_mesh = zoo.value_and_grad(loss_fn, mesh)(
         zoo.place(model, mesh), zoo.place_batch(BATCH, mesh)
     )

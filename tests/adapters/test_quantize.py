@@ -14,6 +14,7 @@ from tests.jaxprs import arrays
 from zoo import adapters
 from zoo.layers import Int8Linear, Linear, MXFP4Linear, NF4Linear
 from zoo.models.parameter_paths import list_parameter_paths
+from zoo.parallel import SEQUENCE
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 16, "embed": 128, "layers": 2, "heads": 2, "mlp": 128, "key": KEY}
@@ -72,8 +73,9 @@ def test_quantized_base_gradients_match_dequantized_base(format, method, model, 
     loss, gradients = jax.jit(value_and_grad)(trainable, adapted)
     assert jax.tree.structure(gradients) == jax.tree.structure(trainable)
     references = [jax.jit(value_and_grad)(zoo.trainable(dequantized), dequantized)]
-    if on_a_mesh:
-        mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    sharded_tokens = {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}
+    for sizes, layout in (({"data": 2, "fsdp": 2, "tensor": 2}, None), (sharded_tokens, SEQUENCE)) * on_a_mesh:
+        mesh = zoo.make_mesh(**sizes, layout=layout)
         references += [
             zoo.value_and_grad(zoo.cross_entropy, mesh)(zoo.place(adapted, mesh), zoo.place_batch(BATCH, mesh))
         ]

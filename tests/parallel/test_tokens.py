@@ -1,5 +1,6 @@
 """Sequence parallelism inside tensor parallelism: equal to one device, with reduce-scatters in place of all-reduces."""
 
+import dataclasses
 from functools import partial
 
 import equinox as eqx
@@ -27,10 +28,11 @@ from zoo.layers import (
 from zoo.models.blocks import ParallelBlock, TwoMixerBlock
 from zoo.models.build import build_decoder
 from zoo.ops.rotary import Rotary
-from zoo.parallel import SEQUENCE, Dim
+from zoo.parallel import SEQUENCE, ZERO2, Dim
 
 KEY, DROP_KEY = jax.random.split(jax.random.key(0))
 ROWS, SEQ, LAYERS = 8, 16, 12
+ZERO2_SEQUENCE = dataclasses.replace(ZERO2, compute=SEQUENCE.compute)
 ALONE = zoo.make_mesh(1, devices=jax.devices()[:1])
 
 
@@ -69,9 +71,12 @@ def _wire(ffn, **parts):
 
 
 def make_adapted(key):
-    """Adapters around linears whose outputs are scattered, with weights that are not zero."""
+    """Adapters around linears whose outputs are scattered and around the embedding, with weights that are not zero, and
+    norms trained in full."""
     model = make_dense(key, layers=1)
     model = adapters.lora(model, targets=("out",), rank=2, dropout=0.1, key=key)
+    options = {"adapter_name": "table", "modules_to_save": ("norm",)}
+    model = adapters.lora(model, targets=("embedding",), rank=2, key=key, **options)
     model = adapters.dora(model, targets=("down",), rank=2, key=key)
     return jax.tree.map(lambda x: x + 0.1 if eqx.is_inexact_array(x) else x, model)
 
@@ -122,15 +127,17 @@ def test_sequence_parallel_layer_gathers_and_scatters():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "loss_fn", "axis"),
+    ("make", "loss_fn", "axis", "layout"),
     [
-        (make_hybrid, routed_loss, "fsdp"),
-        (make_adapted, dense_loss, "fsdp"),
-        (partial(make_dense, layers=2), dense_loss, "context"),
+        (make_hybrid, routed_loss, "fsdp", SEQUENCE),
+        (make_hybrid, routed_loss, "context", SEQUENCE),
+        (make_adapted, dense_loss, "fsdp", ZERO2_SEQUENCE),
+        (make_adapted, dense_loss, "context", SEQUENCE),
+        (partial(make_dense, layers=2), dense_loss, "context", SEQUENCE),
     ],
 )
-def test_sequence_parallel_sublayers_equal_one_device(make, loss_fn, axis):
-    mesh, model = zoo.make_mesh(data=2, tensor=2, layout=SEQUENCE, **{axis: 2}), eqx.filter_jit(make)(KEY)
+def test_sequence_parallel_sublayers_equal_one_device(make, loss_fn, axis, layout):
+    mesh, model = zoo.make_mesh(data=2, tensor=2, layout=layout, **{axis: 2}), eqx.filter_jit(make)(KEY)
     check_equals_one_device(make_gradient(loss_fn, mesh)(zoo.place(model, mesh), make_batch()), loss_fn, model)
 
 
