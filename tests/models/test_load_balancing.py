@@ -21,6 +21,7 @@ from zoo.models import (
     update_expert_bias,
 )
 from zoo.models.load_balancing import BalanceOver
+from zoo.parallel import SEQUENCE
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}
@@ -100,11 +101,15 @@ def make_packed_batch():
     return {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)} | batch
 
 
-def test_balance_losses_equal_one_device_under_context():
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "context": 4}, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}], ids=("context", "SEQUENCE")
+)
+def test_balance_losses_equal_one_device_under_context(sizes):
+    """The second mesh also shards the tokens between sublayers over `tensor`."""
     options = {"router": BiasedRouter, "mixer": lambda *sizes, out_scale, key: PassThrough()}
     model = zoo.models.MixtureOfExperts(**SIZES | {"layers": 2, "kv_heads": None}, **options, key=KEY)
     results = []
-    for mesh in (zoo.make_mesh(1, devices=jax.devices()[:1]), zoo.make_mesh(data=2, context=4)):
+    for mesh in (zoo.make_mesh(1, devices=jax.devices()[:1]), zoo.make_mesh(**sizes, layout=SEQUENCE)):
         run = zoo.value_and_grad(all_losses, mesh, has_aux=True)
         results.append(jax.device_get(run(zoo.place(model, mesh), make_packed_batch())))
     ((loss, (loads, losses)), gradients), ((loss_mesh, (loads_mesh, losses_mesh)), gradients_mesh) = results
