@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import zoo
 from tests.aot import imagine
@@ -56,10 +58,19 @@ def loss_fn(layers, batch):
     return (y * weights).sum(), jnp.float32(y.size)
 
 
-@functools.cache
-def expected():
-    serial = lambda layers: loss_fn(layers, make_batch())[0] / (ROWS * SEQ * EMBED)
-    return jax.device_get(eqx.filter_jit(eqx.filter_value_and_grad(serial))(make_layers()))
+@eqx.filter_jit
+@eqx.filter_value_and_grad
+def serial(layers, batch):
+    return loss_fn(layers, batch)[0] / (ROWS * SEQ * EMBED)
+
+
+def check_equals_one_device(mesh, batch):
+    loss, gradients = jax.device_get(zoo.value_and_grad(loss_fn, mesh)(zoo.place(make_layers(), mesh), batch))
+    expected_loss, expected_gradients = jax.device_get(serial(make_layers(), batch))
+    terms = float(jnp.abs(batch[1]).mean())
+    assert abs(loss - expected_loss) < 1e-5 * max(abs(expected_loss), terms)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
+        assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max()
 
 
 def make_mesh(form="ring", **sizes):
@@ -79,12 +90,19 @@ def make_mesh(form="ring", **sizes):
 )
 def test_context_attention_equals_one_device(form, sizes):
     """Windows, soft caps, sinks, grouped queries and latents, in documents that straddle the devices."""
-    mesh = make_mesh(form, **sizes)
-    loss, gradients = zoo.value_and_grad(loss_fn, mesh)(zoo.place(make_layers(), mesh), make_batch())
-    expected_loss, expected_gradients = expected()
-    assert abs(loss - expected_loss) < 1e-5 * abs(expected_loss)
-    for a, b in zip(jax.tree.leaves(jax.device_get(gradients)), jax.tree.leaves(expected_gradients), strict=True):
-        assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max()
+    check_equals_one_device(make_mesh(form, **sizes), make_batch())
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 999), often=st.sampled_from([0.0, 0.05, 0.3, 0.9]), padded=st.booleans())
+def test_ring_attention_of_any_documents_equals_one_device(seed, often, padded):
+    """Documents of one token to all of a row, padding at both ends; a document may be in one device or in all."""
+    draw = np.random.default_rng(seed)
+    first, last = np.sort(draw.integers(0, SEQ + 1, (2, ROWS, 1)), axis=0) if padded else (0, SEQ)
+    places = np.arange(SEQ)
+    segment_ids = (1 + (draw.random((ROWS, SEQ)) < often).cumsum(1)) * ((first <= places) & (places < last))
+    x, weights, _ = make_batch()
+    check_equals_one_device(make_mesh("ring", context=8), (x, weights, jnp.asarray(segment_ids)))
 
 
 def count_bytes(mesh, mixer, seq):
@@ -119,6 +137,22 @@ def test_zigzag_of_two_shards_keeps_the_half_that_stays():
     pairs = re.findall(r"source_target_pairs = dense<\[\[(\d), (\d)\], \[(\d), (\d)\]\]>", text)
     assert len(pairs) == 6  # keys and values go round; one half of each and of queries and outputs is dealt out
     assert all(source != target for pair in pairs for source, target in (pair[:2], pair[2:]))
+
+
+def test_other_forms_and_latents_move_their_bytes():
+    """Per token: with "heads" queries, keys, values and outputs once forward, and their gradients once backward; with
+    "gathered" the keys and values of all devices, and the sums of their gradients. Of latent attention, latents and
+    the shared rotated keys go round, not heads."""
+    seq, shards, query, kv = 16, 4, 4 * 16, 4 * 2 * 16
+    mixer = Attention(EMBED, 4, head_dim=4, key=jax.random.key(0))
+    tokens = ROWS * seq // shards
+    assert count_bytes(make_mesh("heads", context=shards), mixer, seq)["all-to-all"] == tokens * 2 * (2 * query + kv)
+    moved = count_bytes(make_mesh("gathered", context=shards), mixer, seq)
+    assert moved["all-gather"] == moved["reduce-scatter"] == shards * tokens * kv
+    latents, steps = 4 * (6 + 2), shards - 1
+    zigzag = 2 * 4 * HEADS * ((4 + 2) + 3) + 2 * latents
+    moved = count_bytes(make_mesh("ring", context=shards), LATENTS(key=jax.random.key(0)), seq)
+    assert moved["collective-permute"] == tokens * ((3 * steps + 1) * latents + zigzag)
 
 
 def test_layouts_and_forms_have_the_same_names():

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import zoo
-from tests.layers.random_layers import randomize
+from tests.aot import imagine
+from tests.layers.random_layers import activations, randomize
 from zoo.layers import MLSTM, RGLRU, RWKV4, GatedDeltaNet, Mamba, RecurrenceContext, TokenInfo
 from zoo.parallel import gather
 
@@ -44,6 +45,30 @@ def test_state_of_a_sharded_sequence_is_refused():
     decode = lambda layer, x: layer(x, TokenInfo(), layer.init_state(BATCH, 8))[0]
     with pytest.raises(NotImplementedError, match="with all of its new tokens, and context shards them"):
         zoo.spmd(decode, make_context_mesh(), out="batch seq embed")(layer, jnp.zeros((BATCH, 16, EMBED)))
+
+
+def test_mlstm_of_a_sharded_sequence_by_name():
+    """The state before a shard is added to outputs of its tokens alone, so every implementation is possible. Pallas'
+    interpreter runs on no mesh of CPUs."""
+    layer, x = randomize(partial(MLSTM, EMBED, HEADS)), activations(BATCH, 16, EMBED)
+    run = zoo.spmd(lambda layer, x: layer(x, TokenInfo())[0], make_context_mesh(), out="batch seq embed")
+    named = {name: zoo.set_implementations(layer, recurrence=name) for name in ("recurrent", "chunked", "pallas")}
+    expected = eqx.filter_jit(lambda layer: layer(x, TokenInfo())[0])(layer)
+    for name in ("recurrent", "chunked"):
+        np.testing.assert_allclose(run(named[name], x), expected, rtol=1e-4, atol=2e-5 * float(jnp.abs(expected).max()))
+    with pytest.raises(
+        ValueError, match="'pallas' cannot .* interpreter, which runs it on a CPU, does not run on a mesh"
+    ):
+        run(named["pallas"], x)
+
+
+@pytest.mark.aot
+def test_mlstm_of_a_sharded_sequence_compiles_pallas_for_tpus():
+    mesh = zoo.make_mesh(data=2, context=4, devices=imagine("v5e:2x4"))
+    layer = zoo.place(zoo.set_implementations(randomize(partial(MLSTM, 128, HEADS)), recurrence="pallas"), mesh)
+    x = zoo.place_batch(jax.ShapeDtypeStruct((BATCH, 1024, 128), "f4"), mesh)
+    program = zoo.inspect.compiled(zoo.value_and_grad(loss_fn, mesh), layer, x)
+    assert program.text.count('custom_call_target="tpu_custom_call"') == 2
 
 
 def test_shard_shorter_than_a_convolution_raises():
