@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo.parallel import SEQUENCE, ZERO2
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
@@ -106,12 +107,22 @@ def test_load_on_mesh_equals_load_then_place(checkpoint):
 
 
 def test_save_from_mesh_equals_save_from_one_device(checkpoint, tmp_path):
-    path, _ = checkpoint
-    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    """From one mesh to the next, and back to one device."""
+    path, whole = checkpoint
     zoo.save(zoo.load(path), tmp_path / "one")
-    zoo.save(zoo.load(path, mesh=mesh), tmp_path / "mesh")
-    for file in (tmp_path / "one").iterdir():
-        assert file.read_bytes() == (tmp_path / "mesh" / file.name).read_bytes()
+    meshes = [
+        zoo.make_mesh(data=1, fsdp=2, context=2, tensor=2, layout=SEQUENCE),
+        zoo.make_mesh(data=2, fsdp=4, layout=ZERO2),
+    ]
+    for number, mesh in enumerate(meshes):
+        model = zoo.load(path, mesh=mesh)
+        for x, sharding in zip(jax.tree.leaves(model), jax.tree.leaves(mesh.shardings(model)), strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        path = tmp_path / str(number)
+        zoo.save(model, path)
+        for file in (tmp_path / "one").iterdir():
+            assert file.read_bytes() == (path / file.name).read_bytes()
+    assert all(map(np.array_equal, jax.tree.leaves(zoo.load(path)), whole))
 
 
 def test_load_refuses_heads_that_tensor_does_not_divide(make, tmp_path):
