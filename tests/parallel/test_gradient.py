@@ -10,7 +10,7 @@ import zoo
 from tests.parallel.any_mesh import make_any_mesh
 from tests.parallel.scale_problem import KEY, Scale, loss_fn, make_problem
 from zoo.layers import Linear
-from zoo.parallel import Dim, Layout, Module, all_gather, gather, reduce, shard_offset
+from zoo.parallel import ZERO1, ZERO2, ZERO3, Dim, Layout, Module, all_gather, gather, reduce, shard_offset
 
 
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
@@ -84,6 +84,34 @@ def test_aux_is_summed_over_devices_and_microbatches():
     assert aux["rows"] == 4 * 2
     assert jnp.allclose(aux["sums"], batch["x"].sum(0), rtol=1e-5, atol=1e-5)
     assert jnp.allclose(zoo.value(with_aux, mesh, has_aux=True)(model, batch)[0], loss, rtol=1e-6)
+
+
+def sum_squares(model):
+    return sum(jnp.square(x).sum() for x in jax.tree.leaves(model))
+
+
+def test_penalty_of_gathered_parameters_equals_one_device():
+    """With `ZERO2` the gradient of a penalty of other leaves would be lost: it is NaN."""
+
+    def penalized(model, batch):
+        total, count = loss_fn(model, batch)
+        return total + count * sum_squares(gather(model)), count
+
+    def penalized_without_gather(model, batch):
+        total, count = loss_fn(model, batch)
+        return total + count * sum_squares(model), count
+
+    results = []
+    for layout in (ZERO1, ZERO2, ZERO3):
+        mesh, model, batch = make_problem(fsdp=8, layout=layout)
+        results.append(jax.device_get(zoo.value_and_grad(penalized, mesh)(model, batch)))
+    weights = batch["weights"][:, None]
+    expected = (batch["x"] * weights).sum(0) / weights.sum() + 2 * jnp.arange(16.0)
+    for loss, gradients in results:
+        assert jnp.allclose(loss, results[0][0], rtol=1e-5)
+        assert jnp.allclose(gradients.weight, expected, rtol=1e-4, atol=1e-5)
+    mesh, model, batch = make_problem(fsdp=8, layout=ZERO2)
+    assert jnp.isnan(zoo.value_and_grad(penalized_without_gather, mesh)(model, batch)[0])
 
 
 def test_loss_of_no_counted_token_is_zero_and_not_nan():

@@ -38,7 +38,7 @@ class _Parameter(eqx.Module):
     """The parameter at rest."""
     dtype: Any = eqx.field(static=True)
     gradient_shard: Array | None = None
-    """Zeros that the loss is differentiated with respect to, where the gradient has another sharding than the array."""
+    """NaNs that the loss is differentiated with respect to, where the gradient has another sharding than the array."""
 
 
 def cast(model: PyTree, dtype: Any) -> PyTree:
@@ -88,8 +88,12 @@ def gather(module: PyTree) -> PyTree:
 
 
 def make_gradient_shards(parameters: PyTree, mesh: Mesh) -> PyTree:
-    """Return zeros with the shape of the gradient's shard for each parameter whose gradient is sharded otherwise than
-    itself (ZeRO-2), and the other parameters as they are. The loss is differentiated with respect to the result."""
+    """Return NaNs with the shape of the gradient's shard for each parameter whose gradient is sharded otherwise than
+    itself (ZeRO-2), and the other parameters as they are. The loss is differentiated with respect to the result.
+
+    `gather` reads no values of these arrays. A loss that computes with the leaves of a model itself would lose the
+    gradient of that, silently if they were zeros.
+    """
 
     def make(leaf, x):
         if not _shards_gradient(leaf, mesh):
@@ -99,7 +103,7 @@ def make_gradient_shards(parameters: PyTree, mesh: Mesh) -> PyTree:
             shape[dim] *= math.prod(mesh.shape[axis] for axis in axes)
         for dim, axes in mesh.gradients.find_gather_dims(leaf.dims):
             shape[dim] //= math.prod(mesh.shape[axis] for axis in axes)
-        return vary(jnp.zeros(shape, x.dtype), varying(x))
+        return vary(jnp.full(shape, jnp.nan, x.dtype), varying(x))
 
     return parameters if mesh.layout.gradients is None else map_leaves(make, parameters)
 

@@ -49,6 +49,9 @@ def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, micr
     - `key`: if given, `loss_fn` receives one PRNG key per row as `key=`, so that randomness does not depend on the
       assignment of rows to devices and micro-batches.
 
+    Layers gather their parameters. A loss that computes with parameters itself, such as a penalty, takes them from
+    `zoo.parallel.gather(model)`: in `model` they may be shards, and with `ZERO2` are NaN.
+
     **Raises** `ValueError` if devices and micro-batches do not divide the rows, if `loss_fn` closes over an array (pass
     it in `rest`), and if the loss still varies along an axis that does not shard tokens.
     """
