@@ -65,7 +65,8 @@ def test_mlstm_of_a_sharded_sequence_by_name():
 @pytest.mark.aot
 def test_mlstm_of_a_sharded_sequence_compiles_pallas_for_tpus():
     mesh = zoo.make_mesh(data=2, context=4, devices=imagine("v5e:2x4"))
-    layer = zoo.place(zoo.set_implementations(randomize(partial(MLSTM, 128, HEADS)), recurrence="pallas"), mesh)
+    layer = eqx.filter_eval_shape(partial(MLSTM, 128, HEADS, implementation="pallas"), key=jax.random.key(0))
+    layer = zoo.place(layer, mesh)
     x = zoo.place_batch(jax.ShapeDtypeStruct((BATCH, 1024, 128), "f4"), mesh)
     program = zoo.inspect.compiled(zoo.value_and_grad(loss_fn, mesh), layer, x)
     assert program.text.count('custom_call_target="tpu_custom_call"') == 2
