@@ -30,6 +30,10 @@ CONTEXT_FORMS = ("ring", "heads", "gathered")
 """Forms of attention within a sharded sequence: keys travel around the devices, heads are exchanged for tokens, or keys
 are all-gathered."""
 
+EXPERT_FORMS = ("auto", "gathered", "boxes")
+"""Ways of tokens to experts on other devices: tokens are all-gathered, or exchanged in boxes of fixed size; "auto" is
+the one that sends fewer bytes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -43,6 +47,8 @@ class Layout:
     - `optimizer`: additional sharding of optimizer state, and of the gradients that `zoo.value_and_grad` returns; the
       same as `gradients` unless given.
     - `context`: form of attention where `seq` is sharded, one of `CONTEXT_FORMS`: `zoo.layers.context_attention`.
+    - `expert`: way of tokens to their experts where those are sharded, one of `EXPERT_FORMS`:
+      `zoo.layers.moe.exchange`. Experts with a capacity take an all-to-all of their slots.
 
     `Layout()` is the default table; `Layout().with_dims(sensors=("tensor",))` adds a dim.
 
@@ -57,12 +63,15 @@ class Layout:
     optimizer: Mapping[str, tuple[str, ...]] | None = None
     gradients: Mapping[str, tuple[str, ...]] | None = None
     context: str = "ring"
+    expert: str = "auto"
 
     def __post_init__(self):
         if self.context not in CONTEXT_FORMS:
             raise ValueError(
                 f"attention over the context axis is one of {', '.join(CONTEXT_FORMS)}, not {self.context!r}"
             )
+        if self.expert not in EXPERT_FORMS:
+            raise ValueError(f"tokens go to their experts by one of {', '.join(EXPERT_FORMS)}, not {self.expert!r}")
         for row in (self.compute, self.parameters, self.gradients or {}, self.optimizer or {}):
             for dim, axes in row.items():
                 if unknown := [axis for axis in axes if axis not in AXES]:

@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert, sort_into_slots
-from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul_implementation
+from zoo.ops.moe.dispatch import combine, dispatch, sort_into_slots
+from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
 from zoo.parallel import implementation_option, num_shards, reduce, stacked
 from zoo.parallel.tokens import find_token_axes, match_tokens
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractFeedForward, AbstractLinear
+from .exchange import exchange_slots, mix_experts
 from .router import AbstractRouter
 from .routing import Routing
 
@@ -35,7 +37,8 @@ class MixtureOfExperts(AbstractFeedForward):
     GShard, so that results do not depend on the mesh. Padding fills capacity like tokens. A later token's first choice
     can displace an earlier token's second one, which is not causal: use a capacity for training only.
 
-    Experts are sharded over `tensor` along mlp. The all-reduce (or, with `zoo.parallel.SEQUENCE`, reduce-scatter) comes
+    Experts are sharded over `expert`, and tokens go to them (`Layout.expert` says how); the shared expert is replicated.
+    Each is sharded over `tensor` along mlp. The all-reduce (or, with `zoo.parallel.SEQUENCE`, reduce-scatter) comes
     once, after the experts are combined.
     """
 
@@ -90,13 +93,11 @@ class MixtureOfExperts(AbstractFeedForward):
     def _mix_dropless(
         self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing
     ) -> ResidualStream:
-        """Sort tokens by expert, apply the experts with grouped matmuls, and combine."""
-        flat = x.reshape(-1, x.shape[-1])
-        order = sort_by_expert(routing.chosen.reshape(len(flat), -1), routing.logits.shape[-1])
-        with grouped_matmul_implementation(self.implementation):
-            rows = self.experts.grouped(dispatch(flat, order), order.group_sizes)
-        y = combine(rows, weights.reshape(len(flat), -1), order).reshape(x.shape)
-        return reduce(y, over="mlp", into="tokens")
+        """Apply the experts that each token chose, wherever they are, and combine."""
+        flatten = lambda x: x.reshape(-1, x.shape[-1])
+        tokens = flatten(x), flatten(weights), flatten(routing.chosen)
+        y = mix_experts(self.experts, *tokens, routing.logits.shape[-1], self.implementation)
+        return reduce(y.reshape(x.shape), over="mlp", into="tokens")
 
     def _mix_with_capacity(
         self, x: HiddenStates, weights: Float[Array, "batch seq top"], routing: Routing
@@ -117,6 +118,7 @@ class MixtureOfExperts(AbstractFeedForward):
         order, taken = jax.vmap(lambda chosen: sort_into_slots(chosen, experts, capacity))(routing.chosen)
         pad_row = lambda values: jnp.pad(values, ((0, 0), (0, 1), (0, 0)))
         slots = jax.vmap(dispatch)(pad_row(x), order)[:, :-1].reshape(batch, experts, capacity, embed)
-        rows = eqx.filter_vmap(lambda expert, x: expert(x)[0])(self.experts, slots.swapaxes(0, 1))
+        apply = partial(eqx.filter_vmap(lambda expert, x: expert(x)[0]), self.experts)
+        rows = exchange_slots(apply, slots.swapaxes(0, 1))
         rows = pad_row(rows.swapaxes(0, 1).reshape(batch, experts * capacity, embed))
         return jax.vmap(combine)(rows, pad_row(jnp.where(taken, weights, 0)), order)[:, :seq]

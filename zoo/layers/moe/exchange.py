@@ -1,0 +1,337 @@
+"""Expert parallelism: tokens meet the experts that they chose on the devices that hold them, the `expert` axis of a mesh.
+
+Each of n devices holds experts / n experts and t tokens, which chose `top` experts each: t top rows, sorted by expert
+and so by device. The forms agree, no token is dropped under any load, and `Layout.expert` chooses one. Per layer and
+device a forward pass sends, in vectors of a token:
+
+    "boxes"       2 (n - 1) ceil(SLACK t top / n) a round    all-to-all of boxes of rows, there and back
+    "gathered"    2 (n - 1) t                                all-gather of tokens, reduce-scatter of sums
+
+A box has room for a balanced load and some slack. What does not fit follows in another round, as many as the fullest
+box of all devices needs: one if loads are balanced to SLACK, and n / SLACK, rounded up, if all tokens of a device
+choose experts of one other. So memory is bounded, whatever the load. The backward pass sends the rows again, with their
+gradients, and computes the experts again, round by round.
+
+All-to-all for experts: Lepikhin et al., arXiv:2006.16668, section 3.3.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from zoo.ops.implementations import Implementation, Operation
+from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert
+from zoo.ops.moe.grouped_matmul import find_row_experts, grouped_matmul_implementation
+from zoo.ops.varying import align_varying, varying
+from zoo.parallel import current_mesh
+
+from ..abstract import AbstractFeedForward
+
+SLACK = 1.25
+"""Room of a box as a multiple of a balanced load."""
+
+_Rows = Float[Array, "rows embed"]
+_Slots = Float[Array, "slots embed"]
+"""Boxes of all devices, one after the other."""
+
+
+def mix_experts(
+    experts: AbstractFeedForward,
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens top"],
+    chosen: Int[Array, "tokens top"],
+    num_experts: int,
+    implementation: str,
+) -> Float[Array, "tokens embed"]:
+    """Sum the weighted outputs of the experts that each token chose, by the form that the layout names.
+
+    - `experts`: those on this device, of `num_experts`.
+    - `implementation`: that of the grouped matmuls.
+
+    The result is a partial sum over "mlp", as that of `AbstractFeedForward.grouped`.
+    """
+    axes = find_expert_axes()
+    if not axes:
+        return _apply_local(experts, x, weights, chosen, num_experts, implementation)
+    mesh = current_mesh()
+    assert mesh is not None  # there are axes
+    shards = lax.axis_size(axes)
+    request = _Request(len(x), chosen.shape[1], num_experts // shards, shards, axes, varying(x).issuperset(axes))
+    mix = EXPERT_EXCHANGE.select(mesh.layout.expert, request).function
+    return mix(request, experts, x, weights, chosen, implementation)
+
+
+def find_expert_axes() -> tuple[str, ...]:
+    """Return the mesh axes that shard experts."""
+    mesh = current_mesh()
+    return () if mesh is None else mesh.axes("experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A call of experts that several devices hold."""
+
+    tokens: int
+    """Tokens on this device."""
+    top: int
+    held: int
+    """Experts on each device."""
+    shards: int
+    axes: tuple[str, ...]
+    """Mesh axes that shard the experts."""
+    shards_tokens: bool
+    """Whether these axes shard the tokens, too."""
+
+    @property
+    def room(self) -> int:
+        """Rows that fit into a box."""
+        return math.ceil(SLACK * self.tokens * self.top / self.shards)
+
+
+def _apply_local(
+    experts: AbstractFeedForward,
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens top"],
+    chosen: Int[Array, "tokens top"],
+    held: int,
+    implementation: str,
+    *,
+    has_others: bool = False,
+) -> Float[Array, "tokens embed"]:
+    """Sort tokens by expert, apply the `held` experts of this device with grouped matmuls, and combine.
+
+    `has_others`: a choice may be `held`, that of another device's expert, which adds nothing.
+    """
+    order = sort_by_expert(chosen, held + has_others)
+    with grouped_matmul_implementation(implementation):
+        rows = experts.grouped(dispatch(x, order), order.group_sizes[:held])
+    return combine(rows, weights, order)
+
+
+def _mix_gathered(
+    request: _Request,
+    experts: AbstractFeedForward,
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens top"],
+    chosen: Int[Array, "tokens top"],
+    implementation: str,
+) -> Float[Array, "tokens embed"]:
+    """All-gather the tokens, apply the experts of this device to all of them, and reduce-scatter the sums.
+
+    Piece by piece, each with as many rows as boxes would have; the backward pass computes the experts again.
+    """
+    gathered = tuple(axis for axis in request.axes if axis in varying(x))
+    others = tuple(axis for axis in request.axes if axis not in gathered)
+    copies = lax.axis_size(gathered) if gathered else 1
+    choices = min(request.top, request.held)
+    first = lax.axis_index(request.axes) * request.held
+
+    def mix(piece: tuple[Array, Array, Array]) -> Array:
+        if gathered:
+            piece = jax.tree.map(lambda x: lax.all_gather(x, gathered, axis=0, tiled=True), piece)
+        x, weights, chosen = piece
+        weights, local = _select_local(weights, chosen - first, request.held, choices)
+        y = _apply_local(experts, x, weights, local, request.held, implementation, has_others=True)
+        y = lax.psum_scatter(y, gathered, scatter_dimension=0, tiled=True) if gathered else y
+        return lax.psum(y, others) if others else y
+
+    pieces = math.ceil(copies * len(x) * choices / (request.shards * request.room))
+    if pieces == 1:
+        return mix((x, weights, chosen))
+    size = math.ceil(len(x) / pieces)
+    padding = ((0, size * pieces - len(x)), (0, 0))
+    split = lambda x: jnp.pad(x, padding).reshape(pieces, size, -1)
+    return lax.map(jax.checkpoint(mix), jax.tree.map(split, (x, weights, chosen))).reshape(-1, x.shape[1])[: len(x)]
+
+
+def _select_local(
+    weights: Float[Array, "tokens top"], local: Int[Array, "tokens top"], held: int, choices: int
+) -> tuple[Float[Array, "tokens choices"], Int[Array, "tokens choices"]]:
+    """Return the `choices` of each token that come first among those of experts 0 to `held` - 1, in their order, with
+    their weights. Others have the expert `held` and the weight 0."""
+    is_local = (local >= 0) & (local < held)
+    first = jnp.argsort(~is_local, axis=1, stable=True)[:, :choices]
+    take = lambda x: jnp.take_along_axis(x, first, axis=1)
+    return take(jnp.where(is_local, weights, 0)), take(jnp.where(is_local, local, held))
+
+
+def _mix_by_boxes(
+    request: _Request,
+    experts: AbstractFeedForward,
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens top"],
+    chosen: Int[Array, "tokens top"],
+    implementation: str,
+) -> Float[Array, "tokens embed"]:
+    """Send each row in a box to the device of its expert, and its output back; combine here."""
+    order = sort_by_expert(chosen, request.held * request.shards)
+    arrays, static = eqx.partition(experts, eqx.is_array)
+    arrays, rows, sizes = align_varying(arrays, dispatch(x, order), order.group_sizes)
+    mesh = current_mesh()
+    assert mesh is not None  # it shards experts
+    waiting = tuple(axis for axis in mesh.devices.axis_names if axis in varying(rows))
+    exchange = _Exchange(request, waiting, static, implementation)
+    return combine(_send_rows(exchange, arrays, rows, sizes), weights, order)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Static arguments of both passes."""
+
+    request: _Request
+    waiting: tuple[str, ...]
+    """Mesh axes whose devices all run the same number of rounds, so that none waits in a round that others skip."""
+    static: PyTree
+    """The experts without their arrays."""
+    implementation: str
+
+    def apply(self, arrays: PyTree, x: _Slots, sizes: Int[Array, "experts"]) -> _Slots:
+        """Apply the experts of this device."""
+        with grouped_matmul_implementation(self.implementation):
+            return eqx.combine(arrays, self.static).grouped(x, sizes)
+
+    def trade(self, x: Array) -> Array:
+        """Send the first n-th of `x` to the first device, and so on; return what has come, in the order of devices."""
+        return lax.all_to_all(x, self.request.axes, 0, 0, tiled=True)
+
+
+class _Rounds:
+    """Which rows are in which box of which round, from the numbers of rows that chose each expert."""
+
+    def __init__(self, exchange: _Exchange, rows: int, sizes: Int[Array, "experts"]):
+        self.exchange, self.shards, self.room = exchange, exchange.request.shards, exchange.request.room
+        by_device = sizes.reshape(self.shards, -1)
+        self.counts = by_device.sum(1)
+        """Rows for each device."""
+        self.starts = jnp.cumsum(self.counts) - self.counts
+        self.arriving = exchange.trade(by_device)
+        """Rows that each device sends here, by expert."""
+        self.owners = find_row_experts(self.counts, rows)
+        """The device of each row."""
+        self.places = jnp.arange(rows) - self.starts[self.owners]
+        """The place of each row among those for its device."""
+        fullest = -(-self.counts.max() // self.room)
+        self.count = lax.pmax(fullest, exchange.waiting)
+        """Number of rounds."""
+
+    def send(self, x: _Rows, index: Int[Array, ""]) -> _Slots:
+        """Send the boxes of a round; return those that have come."""
+        within = index * self.room + jnp.arange(self.room)
+        is_row = within < self.counts[:, None]
+        boxes = x[jnp.where(is_row, self.starts[:, None] + within, 0)]
+        return self.exchange.trade(jnp.where(is_row[..., None], boxes, 0).reshape(-1, x.shape[1]))
+
+    def send_back(self, into: _Rows, boxes: _Slots, index: Int[Array, ""]) -> _Rows:
+        """Send what has come of a round's boxes back, and write it to the places of its rows."""
+        home = self.exchange.trade(boxes)
+        slots = self.owners * self.room + self.places % self.room
+        return jnp.where((self.places // self.room == index)[:, None], home[slots], into)
+
+    def sort(self, index: Int[Array, ""]) -> tuple[Int[Array, "slots"], Int[Array, "slots"], Int[Array, "experts"]]:
+        """Return the order by expert of a round's rows that have come, its inverse, and the rows of each expert."""
+        within = index * self.room + jnp.arange(self.room)
+        ends = jnp.cumsum(self.arriving, axis=1)
+        expert = (ends[:, None] <= within[:, None]).sum(-1)  # beyond the last where a box is empty
+        held = self.arriving.shape[1]
+        order = sort_by_expert(expert.reshape(-1, 1), held + 1)
+        return order.assignments, order.row_indices[:, 0], order.group_sizes[:held]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _send_rows(exchange: _Exchange, arrays: PyTree, rows: _Rows, sizes: Int[Array, "experts"]) -> _Rows:
+    """Return the output of its expert for each row, of operands that vary over the same mesh axes.
+
+    Rows are sorted by expert, `sizes[e]` of expert e of all devices.
+    """
+    rounds = _Rounds(exchange, len(rows), sizes)
+
+    def run_round(index: Int[Array, ""], y: _Rows) -> _Rows:
+        order, inverse, counts = rounds.sort(index)
+        return rounds.send_back(y, exchange.apply(arrays, rounds.send(rows, index)[order], counts)[inverse], index)
+
+    return lax.fori_loop(0, rounds.count, run_round, jnp.zeros_like(rows))
+
+
+def _send_rows_fwd(exchange: _Exchange, arrays: PyTree, rows: Any, sizes: Any) -> tuple[_Rows, tuple]:
+    """Return the outputs, and the operands as residuals: the arrays that a gradient is taken of, and the others."""
+    trained = jax.tree.map(lambda x: x.value if x.perturbed else None, arrays)
+    frozen = jax.tree.map(lambda x: None if x.perturbed else x.value, arrays)
+    residuals = trained, frozen, rows.value, sizes.value
+    return _send_rows(exchange, eqx.combine(trained, frozen), rows.value, sizes.value), residuals
+
+
+def _send_rows_bwd(exchange: _Exchange, residuals: tuple, gradient: Any) -> tuple:
+    """Return the cotangents of the trained arrays, summed in float32 over the rounds, and of the rows."""
+    trained, frozen, rows, sizes = residuals
+    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+        return None, None, None
+    rounds = _Rounds(exchange, len(rows), sizes)
+
+    def run_round(index: Int[Array, ""], sums: tuple[PyTree, _Rows]) -> tuple[PyTree, _Rows]:
+        order, inverse, counts = rounds.sort(index)
+        apply = lambda trained, x: exchange.apply(eqx.combine(trained, frozen), x, counts)
+        _, pull_back = jax.vjp(apply, trained, rounds.send(rows, index)[order])
+        more, row_gradient = pull_back(rounds.send(gradient, index)[order])
+        total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums[0], more)
+        return total, rounds.send_back(sums[1], row_gradient[inverse], index)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained), jnp.zeros_like(rows)
+    total, row_gradient = lax.fori_loop(0, rounds.count, run_round, zeros)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), total, trained), row_gradient, None
+
+
+_send_rows.defvjp(_send_rows_fwd, _send_rows_bwd, symbolic_zeros=True)
+
+
+def exchange_slots(
+    apply: Callable[[Float[Array, "experts batch slots embed"]], Float[Array, "experts batch slots embed"]],
+    slots: Float[Array, "experts batch slots embed"],
+) -> Float[Array, "experts batch slots embed"]:
+    """Apply the experts of all devices to a fixed number of slots for each expert: one all-to-all there and one back.
+
+    - `apply`: applies the experts of this device.
+
+    **Raises** `NotImplementedError` if the axes that shard experts shard tokens only in part.
+    """
+    if not (axes := find_expert_axes()):
+        return apply(slots)
+    shared = [axis for axis in axes if axis in varying(slots)]
+    if not shared:  # all devices have the same tokens
+        held = len(slots) // lax.axis_size(axes)
+        own = lax.dynamic_slice_in_dim(slots, lax.axis_index(axes) * held, held)
+        return lax.all_gather(apply(own), axes, axis=0, tiled=True, to="invarying")
+    if len(shared) < len(axes):
+        raise NotImplementedError(
+            f"experts with a capacity are sharded over {' x '.join(axes)}, and their tokens over {' x '.join(shared)} "
+            "alone: let a layout shard both over the same axes, or leave capacity_factor out"
+        )
+    exchanged = apply(lax.all_to_all(slots, axes, 0, 1, tiled=True))
+    return lax.all_to_all(exchanged, axes, 1, 0, tiled=True)
+
+
+def _find_gathered_drawback(request: _Request) -> str | None:
+    if request.tokens <= request.room:
+        return None
+    return f"it sends {request.tokens} vectors to each device, and boxes {request.room}"
+
+
+def _find_boxes_obstacle(request: _Request) -> str | None:
+    return None if request.shards_tokens else f"{' x '.join(request.axes)} shard the experts, but not the tokens"
+
+
+EXPERT_EXCHANGE = Operation[_Request](
+    "expert exchange",
+    (
+        Implementation("gathered", _mix_gathered, find_drawback=_find_gathered_drawback),
+        Implementation("boxes", _mix_by_boxes, _find_boxes_obstacle),
+    ),
+)
+"""Ways of tokens to experts on other devices, of which `Layout.expert` names one. "auto" sends the fewest bytes."""
