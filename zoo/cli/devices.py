@@ -29,7 +29,7 @@ def make_device_mesh(**sizes: int) -> Mesh | None:
     if -1 in sizes.values():
         return _make_mesh(sizes, jax.devices())
     devices, requested = jax.devices(), _count_devices(sizes)
-    is_refused = sizes.get("expert", 1) > 1 or sizes.get("pipe", 1) > 1  # by zoo.make_mesh, whatever the devices
+    is_refused = sizes.get("pipe", 1) > 1  # by zoo.make_mesh, whatever the devices
     if requested > len(devices) and not is_refused:
         axes = " x ".join(f"{axis}={count}" for axis, count in sizes.items() if count > 1)
         hint = ""

@@ -18,6 +18,7 @@ from zoo.models import (
     swap_stack,
     tokens_per_expert,
 )
+from zoo.parallel import ZERO2, ZERO3, Layout
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}
@@ -43,16 +44,16 @@ def random_tokens(shape, seed=1):
 
 def make_batch():
     """Rows of different lengths; the rest is padding."""
-    tokens = random_tokens((8, 9))
-    mask = jnp.arange(9) < jnp.array(LENGTHS)[:, None]
-    positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
+    tokens = random_tokens((8, 10))
+    mask = jnp.arange(10) < jnp.array(LENGTHS)[:, None]
+    positions = jnp.broadcast_to(jnp.arange(10), tokens.shape)
     segments = mask.astype(int)
     weights = mask.astype(jnp.float32)
     return {"tokens": tokens, "targets": tokens, "weights": weights, "segment_ids": segments, "positions": positions}
 
 
 def make_full_batch():
-    return make_batch() | {"segment_ids": jnp.ones((8, 9), int), "weights": jnp.ones((8, 9))}
+    return make_batch() | {"segment_ids": jnp.ones((8, 10), int), "weights": jnp.ones((8, 10))}
 
 
 def loss_fn(over, model, batch, key=None):
@@ -65,11 +66,22 @@ def largest_relative_difference(tree, reference):
     return max(np.abs(a - b).max() / (np.abs(a).max() + 1e-12) for a, b in pairs)
 
 
-@pytest.mark.parametrize("variant, over", [*zip(VARIANTS, ("batch", "row", "layers"), strict=True)])
-def test_moe_is_the_same_on_a_mesh(variant, over):
+MESHES = [
+    (ZERO3, {"data": 2, "expert": 2, "tensor": 2}),
+    (Layout(expert="boxes"), {"data": 1, "fsdp": 2, "expert": 2, "context": 2}),
+    (ZERO2, {"data": 1, "fsdp": 2, "expert": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    "variant, over, layout, sizes",
+    [(*case, *mesh) for case, mesh in zip(zip(VARIANTS, ("batch", "row", "layers"), strict=True), MESHES, strict=True)],
+    ids=[*VARIANTS],
+)
+def test_moe_is_the_same_on_a_mesh(variant, over, layout, sizes):
+    """The loss with balance and z-loss, the tokens of each expert, and all gradients."""
     model = make(KEY, **VARIANTS[variant])
-    one_device = zoo.make_mesh(1, devices=jax.devices()[:1])
-    meshes = one_device, zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    meshes = zoo.make_mesh(1, devices=jax.devices()[:1]), zoo.make_mesh(**sizes, layout=layout)
     run = lambda mesh: zoo.value_and_grad(partial(loss_fn, over), mesh, has_aux=True)
     results = [jax.device_get(run(mesh)(zoo.place(model, mesh), make_batch())) for mesh in meshes]
     ((loss, loads), grads), ((loss_mesh, loads_mesh), grads_mesh) = results
@@ -114,6 +126,8 @@ def test_moe_generation_equals_full_passes(model):
     new = zoo.generate(model, tokens, max_new_tokens=4)
     text = jnp.concatenate([tokens, new], 1)
     assert (run(model, text).argmax(-1)[:, 5:9] == new).all()
+    mesh = zoo.make_mesh(data=1, fsdp=2, expert=2, tensor=2)
+    assert (zoo.generate(zoo.place(model, mesh), tokens, max_new_tokens=4, mesh=mesh) == new).all()
 
 
 def test_moe_returns_routing_decisions_with_hidden_states(model):
