@@ -30,9 +30,9 @@ CONTEXT_FORMS = ("ring", "heads", "gathered")
 """Forms of attention within a sharded sequence: keys travel around the devices, heads are exchanged for tokens, or keys
 are all-gathered."""
 
-EXPERT_FORMS = ("auto", "gathered", "boxes")
-"""Ways of tokens to experts on other devices: tokens are all-gathered, or exchanged in boxes of fixed size; "auto" is
-the one that sends fewer bytes."""
+EXPERT_FORMS = ("auto", "gathered", "boxes", "ragged")
+"""Ways of tokens to experts on other devices: tokens are all-gathered, or exchanged in boxes of fixed size, or without
+padding; "auto" is that of the first two which sends fewer bytes."""
 
 
 @dataclasses.dataclass(frozen=True)

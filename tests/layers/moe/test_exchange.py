@@ -12,21 +12,23 @@ import pytest
 from jaxtyping import Array, Float
 
 import zoo
+from tests.aot import imagine
 from zoo.layers import BiasedRouter, GatedMLP, MixtureOfExperts
 from zoo.layers.moe.exchange import EXPERT_EXCHANGE, SLACK
 from zoo.parallel import Layout
 from zoo.parallel.layout import EXPERT_FORMS
 
 EMBED, MLP_DIM, EXPERTS, TOP, ROWS, SEQ = 8, 4, 8, 3, 8, 6
+FORMS = EXPERT_FORMS[1:3]
+"""Those that a CPU runs."""
 LOADS = {"balanced": 0, "on two devices": 2, "on one device": 3}
 """How many experts the bias makes every token choose."""
 
 
 @functools.cache
 def make_mixture(load, **options):
-    router_key, key = jax.random.split(jax.random.key(0))
     router = partial(BiasedRouter, EMBED, EXPERTS, TOP)
-    layer = MixtureOfExperts(router, partial(GatedMLP, EMBED, MLP_DIM), EXPERTS, key=key, **options)
+    layer = MixtureOfExperts(router, partial(GatedMLP, EMBED, MLP_DIM), EXPERTS, key=jax.random.key(0), **options)
     favored = {0: [], 2: [1, 6], 3: [0, 1, 2]}[LOADS[load]]
     bias = layer.router.selection_bias.at[jnp.array(favored, int)].set(100.0)
     return eqx.tree_at(lambda layer: layer.router.selection_bias, layer, bias)
@@ -58,7 +60,7 @@ def assert_equal_to_one_device(layer, mesh):
 MESHES = ({"data": 1, "expert": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "expert": 4})
 
 
-@pytest.mark.parametrize("form", EXPERT_FORMS[1:])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("load, sizes", [*zip(LOADS, MESHES, strict=True)], ids=[*LOADS])
 def test_experts_on_devices_equal_one_device(form, load, sizes):
     """Loads of up to 8 / SLACK rounds; tokens in several pieces where they are gathered."""
@@ -71,14 +73,14 @@ def test_experts_with_a_capacity_equal_one_device(load, sizes):
 
 
 def test_all_tokens_on_one_device_take_more_rounds():
-    """The loop of eight devices runs as often as the fullest box needs: the number of rounds is a value, not a shape."""
+    """The loop of eight devices runs as often as the fullest box needs."""
     sizes = {"data": 1, "expert": 8}
     mesh = zoo.make_mesh(**sizes, layout=Layout(expert="boxes"))
     assert_equal_to_one_device(make_mixture("on two devices"), mesh)
     assert_equal_to_one_device(make_mixture("on one device"), mesh)
 
 
-@pytest.mark.parametrize("form", EXPERT_FORMS[1:])
+@pytest.mark.parametrize("form", FORMS)
 def test_exchange_sends_the_bytes_of_its_formula(form):
     """One round, and where gathered one piece for as many rows as the boxes of all devices have."""
     n, seq, top = 4, 40, 2
@@ -99,7 +101,7 @@ def test_exchange_sends_the_bytes_of_its_formula(form):
         assert moved["all-gather"] == n * pieces * size * (vector + 2 * top * 4)  # with weights and choices
 
 
-@pytest.mark.parametrize("form", EXPERT_FORMS[1:])
+@pytest.mark.parametrize("form", FORMS)
 def test_memory_is_that_of_a_balanced_load(form):
     """There is one program for every load. Room for the worst one would be five times as much."""
     seq = 64
@@ -149,9 +151,44 @@ def test_tokens_that_all_devices_share_stay_where_they_are(capacity_factor):
             zoo.spmd(run, boxes, out="1 seq embed")(zoo.place(layer, boxes), zoo.place(prompt, boxes))
 
 
+def emulate_ragged(x, into, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`lax.ragged_all_to_all`, which XLA does not have on CPUs, by all-gathers and a loop over the senders' rows."""
+    here, rows = jax.lax.axis_index(axis_name), jnp.arange(len(x))
+    sent = [jax.lax.all_gather(a, axis_name) for a in (x, input_offsets, send_sizes, output_offsets)]
+    for sender in range(jax.lax.axis_size(axis_name)):
+        x, start, size, place = (sent[0][sender], *(a[sender, here] for a in sent[1:]))
+        is_sent = (rows >= start) & (rows < start + size)
+        into = into.at[jnp.where(is_sent, rows - start + place, len(into))].set(x, mode="drop")
+        into = jnp.where(recv_sizes[sender] == size, into, jnp.nan)  # both sides have to agree
+    return into
+
+
+def test_ragged_exchange_equals_one_device(monkeypatch):
+    sizes = {"data": 1, "expert": 4, "tensor": 2}
+    mesh, layer = zoo.make_mesh(**sizes, layout=Layout(expert="ragged")), make_mixture("on two devices")
+    with pytest.raises(ValueError, match="'ragged' cannot compute this, because it runs on TPU and GPU"):
+        assert_equal_to_one_device(layer, mesh)
+    monkeypatch.setattr("zoo.layers.moe.exchange.refuse_other_platforms", lambda *platforms: None)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulate_ragged)
+    assert_equal_to_one_device(layer, mesh)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+@pytest.mark.parametrize("form", EXPERT_FORMS[1:])
+def test_exchange_compiles_for_accelerators(form, topology):
+    mesh = zoo.make_mesh(data=1, expert=4, tensor=2, devices=imagine(topology), layout=Layout(expert=form))
+    layer = zoo.place(jax.eval_shape(lambda layer: layer, make_mixture("balanced")), mesh)
+    batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ, EMBED), "float32") for name in ("tokens", "weights")}
+    step = eqx.filter_jit(zoo.value_and_grad(loss_fn, mesh, has_aux=True))
+    program = zoo.inspect.compiled(step, layer, zoo.place_batch(batch, mesh))
+    kinds = {row.kind for row in program.collectives if row.axes == ("expert",)}
+    assert kinds >= {"gathered": {"all-gather"}, "boxes": {"all-to-all"}, "ragged": {"ragged-all-to-all"}}[form]
+
+
 def test_layouts_and_forms_have_the_same_names():
     assert set(EXPERT_EXCHANGE.names) == set(EXPERT_FORMS)
-    with pytest.raises(ValueError, match="one of auto, gathered, boxes, not 'ragged'"):
-        Layout(expert="ragged")
+    with pytest.raises(ValueError, match="one of auto, gathered, boxes, ragged, not 'sparse'"):
+        Layout(expert="sparse")
     with pytest.raises(ValueError, match="8 experts do not share out over expert=3"):
         zoo.place(make_mixture("balanced"), zoo.make_mesh(data=1, expert=3, devices=jax.devices()[:3]))

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens meet the experts that they chose on the devices that hold them, the `expert` axis of a mesh.
+"""Expert parallelism: tokens meet the experts that they chose on other devices, along the `expert` axis of a mesh.
 
 Each of n devices holds experts / n experts and t tokens, which chose `top` experts each: t top rows, sorted by expert
 and so by device. The forms agree, no token is dropped under any load, and `Layout.expert` chooses one. Per layer and
@@ -6,11 +6,13 @@ device a forward pass sends, in vectors of a token:
 
     "boxes"       2 (n - 1) ceil(SLACK t top / n) a round    all-to-all of boxes of rows, there and back
     "gathered"    2 (n - 1) t                                all-gather of tokens, reduce-scatter of sums
+    "ragged"      2 t top, less those that stay              ragged all-to-all of rows, there and back
 
 A box has room for a balanced load and some slack. What does not fit follows in another round, as many as the fullest
 box of all devices needs: one if loads are balanced to SLACK, and n / SLACK, rounded up, if all tokens of a device
-choose experts of one other. So memory is bounded, whatever the load. The backward pass sends the rows again, with their
-gradients, and computes the experts again, round by round.
+choose experts of one other (`rounds.py`). So memory is bounded, whatever the load. "ragged" has the same rounds and
+sends no empty room, where XLA has the collective: on TPUs and GPUs, opt-in until measured. The backward pass sends the
+rows again, with their gradients, and computes the experts again, round by round.
 
 All-to-all for experts: Lepikhin et al., arXiv:2006.16668, section 3.3.
 """
@@ -19,28 +21,24 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
-from zoo.ops.implementations import Implementation, Operation
+from zoo.ops.implementations import Implementation, Operation, refuse_other_platforms
 from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert
-from zoo.ops.moe.grouped_matmul import find_row_experts, grouped_matmul_implementation
+from zoo.ops.moe.grouped_matmul import grouped_matmul_implementation
 from zoo.ops.varying import align_varying, varying
 from zoo.parallel import current_mesh
 
 from ..abstract import AbstractFeedForward
+from .rounds import Exchange, RaggedRounds, Rounds, apply_on_devices
 
 SLACK = 1.25
 """Room of a box as a multiple of a balanced load."""
-
-_Rows = Float[Array, "rows embed"]
-_Slots = Float[Array, "slots embed"]
-"""Boxes of all devices, one after the other."""
 
 
 def mix_experts(
@@ -163,7 +161,8 @@ def _select_local(
     return take(jnp.where(is_local, weights, 0)), take(jnp.where(is_local, local, held))
 
 
-def _mix_by_boxes(
+def _mix_by_exchange(
+    make_rounds: type[Rounds],
     request: _Request,
     experts: AbstractFeedForward,
     x: Float[Array, "tokens embed"],
@@ -171,124 +170,15 @@ def _mix_by_boxes(
     chosen: Int[Array, "tokens top"],
     implementation: str,
 ) -> Float[Array, "tokens embed"]:
-    """Send each row in a box to the device of its expert, and its output back; combine here."""
+    """Send each row to the device of its expert, and its output back; combine here."""
     order = sort_by_expert(chosen, request.held * request.shards)
     arrays, static = eqx.partition(experts, eqx.is_array)
     arrays, rows, sizes = align_varying(arrays, dispatch(x, order), order.group_sizes)
     mesh = current_mesh()
     assert mesh is not None  # it shards experts
     waiting = tuple(axis for axis in mesh.devices.axis_names if axis in varying(rows))
-    exchange = _Exchange(request, waiting, static, implementation)
-    return combine(_send_rows(exchange, arrays, rows, sizes), weights, order)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Exchange:
-    """Static arguments of both passes."""
-
-    request: _Request
-    waiting: tuple[str, ...]
-    """Mesh axes whose devices all run the same number of rounds, so that none waits in a round that others skip."""
-    static: PyTree
-    """The experts without their arrays."""
-    implementation: str
-
-    def apply(self, arrays: PyTree, x: _Slots, sizes: Int[Array, "experts"]) -> _Slots:
-        """Apply the experts of this device."""
-        with grouped_matmul_implementation(self.implementation):
-            return eqx.combine(arrays, self.static).grouped(x, sizes)
-
-    def trade(self, x: Array) -> Array:
-        """Send the first n-th of `x` to the first device, and so on; return what has come, in the order of devices."""
-        return lax.all_to_all(x, self.request.axes, 0, 0, tiled=True)
-
-
-class _Rounds:
-    """Which rows are in which box of which round, from the numbers of rows that chose each expert."""
-
-    def __init__(self, exchange: _Exchange, rows: int, sizes: Int[Array, "experts"]):
-        self.exchange, self.shards, self.room = exchange, exchange.request.shards, exchange.request.room
-        by_device = sizes.reshape(self.shards, -1)
-        self.counts = by_device.sum(1)
-        """Rows for each device."""
-        self.starts = jnp.cumsum(self.counts) - self.counts
-        self.arriving = exchange.trade(by_device)
-        """Rows that each device sends here, by expert."""
-        self.owners = find_row_experts(self.counts, rows)
-        """The device of each row."""
-        self.places = jnp.arange(rows) - self.starts[self.owners]
-        """The place of each row among those for its device."""
-        fullest = -(-self.counts.max() // self.room)
-        self.count = lax.pmax(fullest, exchange.waiting)
-        """Number of rounds."""
-
-    def send(self, x: _Rows, index: Int[Array, ""]) -> _Slots:
-        """Send the boxes of a round; return those that have come."""
-        within = index * self.room + jnp.arange(self.room)
-        is_row = within < self.counts[:, None]
-        boxes = x[jnp.where(is_row, self.starts[:, None] + within, 0)]
-        return self.exchange.trade(jnp.where(is_row[..., None], boxes, 0).reshape(-1, x.shape[1]))
-
-    def send_back(self, into: _Rows, boxes: _Slots, index: Int[Array, ""]) -> _Rows:
-        """Send what has come of a round's boxes back, and write it to the places of its rows."""
-        home = self.exchange.trade(boxes)
-        slots = self.owners * self.room + self.places % self.room
-        return jnp.where((self.places // self.room == index)[:, None], home[slots], into)
-
-    def sort(self, index: Int[Array, ""]) -> tuple[Int[Array, "slots"], Int[Array, "slots"], Int[Array, "experts"]]:
-        """Return the order by expert of a round's rows that have come, its inverse, and the rows of each expert."""
-        within = index * self.room + jnp.arange(self.room)
-        ends = jnp.cumsum(self.arriving, axis=1)
-        expert = (ends[:, None] <= within[:, None]).sum(-1)  # beyond the last where a box is empty
-        held = self.arriving.shape[1]
-        order = sort_by_expert(expert.reshape(-1, 1), held + 1)
-        return order.assignments, order.row_indices[:, 0], order.group_sizes[:held]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _send_rows(exchange: _Exchange, arrays: PyTree, rows: _Rows, sizes: Int[Array, "experts"]) -> _Rows:
-    """Return the output of its expert for each row, of operands that vary over the same mesh axes.
-
-    Rows are sorted by expert, `sizes[e]` of expert e of all devices.
-    """
-    rounds = _Rounds(exchange, len(rows), sizes)
-
-    def run_round(index: Int[Array, ""], y: _Rows) -> _Rows:
-        order, inverse, counts = rounds.sort(index)
-        return rounds.send_back(y, exchange.apply(arrays, rounds.send(rows, index)[order], counts)[inverse], index)
-
-    return lax.fori_loop(0, rounds.count, run_round, jnp.zeros_like(rows))
-
-
-def _send_rows_fwd(exchange: _Exchange, arrays: PyTree, rows: Any, sizes: Any) -> tuple[_Rows, tuple]:
-    """Return the outputs, and the operands as residuals: the arrays that a gradient is taken of, and the others."""
-    trained = jax.tree.map(lambda x: x.value if x.perturbed else None, arrays)
-    frozen = jax.tree.map(lambda x: None if x.perturbed else x.value, arrays)
-    residuals = trained, frozen, rows.value, sizes.value
-    return _send_rows(exchange, eqx.combine(trained, frozen), rows.value, sizes.value), residuals
-
-
-def _send_rows_bwd(exchange: _Exchange, residuals: tuple, gradient: Any) -> tuple:
-    """Return the cotangents of the trained arrays, summed in float32 over the rounds, and of the rows."""
-    trained, frozen, rows, sizes = residuals
-    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
-        return None, None, None
-    rounds = _Rounds(exchange, len(rows), sizes)
-
-    def run_round(index: Int[Array, ""], sums: tuple[PyTree, _Rows]) -> tuple[PyTree, _Rows]:
-        order, inverse, counts = rounds.sort(index)
-        apply = lambda trained, x: exchange.apply(eqx.combine(trained, frozen), x, counts)
-        _, pull_back = jax.vjp(apply, trained, rounds.send(rows, index)[order])
-        more, row_gradient = pull_back(rounds.send(gradient, index)[order])
-        total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums[0], more)
-        return total, rounds.send_back(sums[1], row_gradient[inverse], index)
-
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained), jnp.zeros_like(rows)
-    total, row_gradient = lax.fori_loop(0, rounds.count, run_round, zeros)
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), total, trained), row_gradient, None
-
-
-_send_rows.defvjp(_send_rows_fwd, _send_rows_bwd, symbolic_zeros=True)
+    exchange = Exchange(request.axes, request.room, waiting, static, implementation, make_rounds)
+    return combine(apply_on_devices(exchange, arrays, rows, sizes), weights, order)
 
 
 def exchange_slots(
@@ -327,11 +217,23 @@ def _find_boxes_obstacle(request: _Request) -> str | None:
     return None if request.shards_tokens else f"{' x '.join(request.axes)} shard the experts, but not the tokens"
 
 
+def _find_ragged_obstacle(request: _Request) -> str | None:
+    if len(request.axes) > 1:
+        return f"it runs along one mesh axis, and {' x '.join(request.axes)} shard the experts"
+    return _find_boxes_obstacle(request) or refuse_other_platforms("tpu", "gpu")
+
+
 EXPERT_EXCHANGE = Operation[_Request](
     "expert exchange",
     (
         Implementation("gathered", _mix_gathered, find_drawback=_find_gathered_drawback),
-        Implementation("boxes", _mix_by_boxes, _find_boxes_obstacle),
+        Implementation("boxes", partial(_mix_by_exchange, Rounds), _find_boxes_obstacle),
+        Implementation(
+            "ragged",
+            partial(_mix_by_exchange, RaggedRounds),
+            _find_ragged_obstacle,
+            lambda _: "it is not measured yet",
+        ),
     ),
 )
 """Ways of tokens to experts on other devices, of which `Layout.expert` names one. "auto" sends the fewest bytes."""

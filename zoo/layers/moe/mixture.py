@@ -37,7 +37,7 @@ class MixtureOfExperts(AbstractFeedForward):
     GShard, so that results do not depend on the mesh. Padding fills capacity like tokens. A later token's first choice
     can displace an earlier token's second one, which is not causal: use a capacity for training only.
 
-    Experts are sharded over `expert`, and tokens go to them (`Layout.expert` says how); the shared expert is replicated.
+    Experts are sharded over `expert`, and tokens go to them as `Layout.expert` says; the shared expert is replicated.
     Each is sharded over `tensor` along mlp. The all-reduce (or, with `zoo.parallel.SEQUENCE`, reduce-scatter) comes
     once, after the experts are combined.
     """

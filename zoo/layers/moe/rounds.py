@@ -1,0 +1,174 @@
+"""Rounds of the exchange between tokens and experts: every round sends each device one box of rows, and it back.
+
+Rows are sorted by expert, so by device, too. A box has room for a fixed number of rows; there are as many rounds as the
+fullest box of all devices needs, a number that no shape depends on. One small all-to-all tells each device how many
+rows of which expert will come from where, so that rows travel without the numbers of their experts.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from zoo.ops.moe.dispatch import sort_by_expert
+from zoo.ops.moe.grouped_matmul import find_row_experts, grouped_matmul_implementation
+from zoo.ops.varying import align_varying
+
+_Rows = Float[Array, "rows embed"]
+_Slots = Float[Array, "slots embed"]
+"""Boxes of all devices, one after the other."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """Static arguments of both passes."""
+
+    axes: tuple[str, ...]
+    """Mesh axes that shard the experts."""
+    room: int
+    """Rows that fit into a box."""
+    waiting: tuple[str, ...]
+    """Mesh axes whose devices all run the same number of rounds, so that none waits in a round that others skip."""
+    static: PyTree
+    """The experts without their arrays."""
+    implementation: str
+    make_rounds: Callable[..., "Rounds"]
+    """`Rounds`, or `RaggedRounds`."""
+
+    def apply(self, arrays: PyTree, x: _Slots, sizes: Int[Array, "experts"]) -> _Slots:
+        """Apply the experts of this device."""
+        with grouped_matmul_implementation(self.implementation):
+            return eqx.combine(arrays, self.static).grouped(x, sizes)
+
+    def trade(self, x: Array) -> Array:
+        """Send the first n-th of `x` to the first device, and so on; return what has come, in the order of devices."""
+        return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
+
+
+class Rounds:
+    """Which rows are in which box of which round, from the numbers of rows that chose each expert."""
+
+    def __init__(self, exchange: Exchange, rows: int, sizes: Int[Array, "experts"]):
+        self.exchange, self.shards, self.room = exchange, lax.axis_size(exchange.axes), exchange.room
+        by_device = sizes.reshape(self.shards, -1)
+        self.counts = by_device.sum(1)
+        """Rows for each device."""
+        self.starts = jnp.cumsum(self.counts) - self.counts
+        self.arriving = exchange.trade(by_device)
+        """Rows that each device sends here, by expert."""
+        self.owners = find_row_experts(self.counts, rows)
+        """The device of each row."""
+        self.places = jnp.arange(rows) - self.starts[self.owners]
+        """The place of each row among those for its device."""
+        fullest = -(-self.counts.max() // self.room)
+        self.count = lax.pmax(fullest, exchange.waiting)
+        """Number of rounds."""
+
+    def send(self, x: _Rows, index: Int[Array, ""]) -> _Slots:
+        """Send the boxes of a round; return those that have come."""
+        within = index * self.room + jnp.arange(self.room)
+        is_row = within < self.counts[:, None]
+        boxes = x[jnp.where(is_row, self.starts[:, None] + within, 0)]
+        return self.exchange.trade(jnp.where(is_row[..., None], boxes, 0).reshape(-1, x.shape[1]))
+
+    def send_back(self, into: _Rows, boxes: _Slots, index: Int[Array, ""]) -> _Rows:
+        """Send what has come of a round's boxes back, and write it to the places of its rows."""
+        home = self.return_boxes(boxes, index)
+        slots = self.owners * self.room + self.places % self.room
+        return jnp.where((self.places // self.room == index)[:, None], home[slots], into)
+
+    def return_boxes(self, boxes: _Slots, index: Int[Array, ""]) -> _Slots:
+        """Send the boxes of a round to where they came from."""
+        return self.exchange.trade(boxes)
+
+    def sort(self, index: Int[Array, ""]) -> tuple[Int[Array, "slots"], Int[Array, "slots"], Int[Array, "experts"]]:
+        """Return the order by expert of a round's rows that have come, its inverse, and the rows of each expert."""
+        within = index * self.room + jnp.arange(self.room)
+        ends = jnp.cumsum(self.arriving, axis=1)
+        expert = (ends[:, None] <= within[:, None]).sum(-1)  # beyond the last where a box is empty
+        held = self.arriving.shape[1]
+        order = sort_by_expert(expert.reshape(-1, 1), held + 1)
+        return order.assignments, order.row_indices[:, 0], order.group_sizes[:held]
+
+
+class RaggedRounds(Rounds):
+    """The same boxes, of which only the rows travel."""
+
+    def send(self, x: _Rows, index: Int[Array, ""]) -> _Slots:
+        return self._trade_rows(x, self.starts + index * self.room, self.counts, self.arriving.sum(1), index)
+
+    def return_boxes(self, boxes: _Slots, index: Int[Array, ""]) -> _Slots:
+        starts = jnp.arange(self.shards) * self.room
+        return self._trade_rows(boxes, starts, self.arriving.sum(1), self.counts, index)
+
+    def _trade_rows(
+        self,
+        x: Float[Array, "rows embed"],
+        starts: Int[Array, "shards"],
+        sent: Int[Array, "shards"],
+        received: Int[Array, "shards"],
+        index: Int[Array, ""],
+    ) -> _Slots:
+        """Send each device the rows that begin at its entry of `starts`, into the box of this device there.
+
+        `sent` and `received` are numbers of rows in all rounds.
+        """
+        (axis,) = self.exchange.axes
+        boxes, _ = align_varying(jnp.zeros((self.shards * self.room, x.shape[1]), x.dtype), x)
+        in_round = lambda count: jnp.clip(count - index * self.room, 0, self.room).astype(jnp.int32)
+        place = jnp.broadcast_to(lax.axis_index(axis) * self.room, starts.shape)
+        sizes = (starts, in_round(sent), place, in_round(received))
+        offsets = align_varying(*(size.astype(jnp.int32) for size in sizes), x)[:4]
+        return lax.ragged_all_to_all(x, boxes, *offsets, axis_name=axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def apply_on_devices(exchange: Exchange, arrays: PyTree, rows: _Rows, sizes: Int[Array, "experts"]) -> _Rows:
+    """Return the output of its expert for each row, of operands that vary over the same mesh axes.
+
+    Rows are sorted by expert, `sizes[e]` of expert e of all devices.
+    """
+    rounds = exchange.make_rounds(exchange, len(rows), sizes)
+
+    def run_round(index: Int[Array, ""], y: _Rows) -> _Rows:
+        order, inverse, counts = rounds.sort(index)
+        return rounds.send_back(y, exchange.apply(arrays, rounds.send(rows, index)[order], counts)[inverse], index)
+
+    return lax.fori_loop(0, rounds.count, run_round, jnp.zeros_like(rows))
+
+
+def _apply_on_devices_fwd(exchange: Exchange, arrays: PyTree, rows: Any, sizes: Any) -> tuple[_Rows, tuple]:
+    """Return the outputs, and the operands as residuals: the arrays that a gradient is taken of, and the others."""
+    trained = jax.tree.map(lambda x: x.value if x.perturbed else None, arrays)
+    frozen = jax.tree.map(lambda x: None if x.perturbed else x.value, arrays)
+    residuals = trained, frozen, rows.value, sizes.value
+    return apply_on_devices(exchange, eqx.combine(trained, frozen), rows.value, sizes.value), residuals
+
+
+def _apply_on_devices_bwd(exchange: Exchange, residuals: tuple, gradient: Any) -> tuple:
+    """Return the cotangents of the trained arrays, summed in float32 over the rounds, and of the rows."""
+    trained, frozen, rows, sizes = residuals
+    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+        return None, None, None
+    rounds = exchange.make_rounds(exchange, len(rows), sizes)
+
+    def run_round(index: Int[Array, ""], sums: tuple[PyTree, _Rows]) -> tuple[PyTree, _Rows]:
+        order, inverse, counts = rounds.sort(index)
+        apply = lambda trained, x: exchange.apply(eqx.combine(trained, frozen), x, counts)
+        _, pull_back = jax.vjp(apply, trained, rounds.send(rows, index)[order])
+        more, row_gradient = pull_back(rounds.send(gradient, index)[order])
+        total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums[0], more)
+        return total, rounds.send_back(sums[1], row_gradient[inverse], index)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained), jnp.zeros_like(rows)
+    total, row_gradient = lax.fori_loop(0, rounds.count, run_round, zeros)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), total, trained), row_gradient, None
+
+
+apply_on_devices.defvjp(_apply_on_devices_fwd, _apply_on_devices_bwd, symbolic_zeros=True)
