@@ -1,7 +1,7 @@
 """Compare a mixture of experts with a dense model of equal active parameters: 2.17 bits per byte against 2.28.
 
     python recipes/moe.py                                 # four runs on the same batches, 2 1/4 minutes on 2 cores
-    python recipes/moe.py --experts 64 --top-k 8 --shared-mlp-dim 256 --router biased --embed 512 --layers 12 --fsdp 8
+    python recipes/moe.py --experts 64 --top-k 8 --shared-mlp-dim 256 --router biased --embed 512 --layers 12 --expert 8
 
 - dense: a Transformer whose feed-forward layers are as wide as all experts that a token uses;
 - unbalanced: the mixture, trained on the cross-entropy alone;

@@ -76,6 +76,10 @@ MIXERS = {
     "gated convolution": partial(GatedConvolution, conv_width=4),
 }
 
+MIXTURE = "mixture of experts"
+LAYERS = (*MIXERS, MIXTURE)
+"""Rows of a table: models of one mixer, and one of attention and a mixture of experts."""
+
 AXES = {
     "data": {"data": 2},
     "fsdp": {"fsdp": 2},
@@ -112,6 +116,10 @@ def name_mesh(axis, table):
 
 
 def make(name, key):
+    if name == MIXTURE:
+        return zoo.models.MixtureOfExperts(
+            vocab=VOCAB, embed=EMBED, layers=1, heads=HEADS, mlp=8, experts=4, top=2, shared=8, key=key
+        )
     return zoo.models.Hybrid(vocab=VOCAB, embed=EMBED, layers=1, pattern=[MIXERS[name]], key=key)
 
 
@@ -218,8 +226,8 @@ def write_tables(results):
     lines, messages = [], {}
     for table in TABLES:
         lines += [f"{table}:", ""]
-        lines += ["| mixer | " + " | ".join(AXES) + " |", "|---" * (1 + len(AXES)) + "|"]
-        for name in MIXERS:
+        lines += ["| layer | " + " | ".join(AXES) + " |", "|---" * (1 + len(AXES)) + "|"]
+        for name in LAYERS:
             cells = [format_cell(results[name][name_mesh(axis, table)], messages) for axis in AXES]
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
         lines.append("")
@@ -229,11 +237,11 @@ def write_tables(results):
 
 
 def read_tables(page):
-    """Return the text of each cell on a page, by table, mixer and column."""
+    """Return the text of each cell on a page, by table, layer and column."""
     cells, table, header = {}, "", []
     for line in page.partition(START)[2].partition(END)[0].splitlines():
         row = [text.strip() for text in line.strip("|").split("|")]
-        if row[0] == "mixer":
+        if row[0] == "layer":
             header = row[1:]
         elif line.startswith("| "):
             cells |= {(table, row[0], axis): text for axis, text in zip(header, row[1:], strict=True)}
@@ -244,7 +252,7 @@ def read_tables(page):
 
 def main(file=None):
     results = json.loads(Path(file).read_text(encoding="utf-8")) if file and Path(file).exists() else {}
-    for name in MIXERS:
+    for name in LAYERS:
         row = results.setdefault(name, {})
         for table in TABLES:
             for axis in AXES:

@@ -10,6 +10,7 @@ import zoo
 from tests.docs.parallel_matrix import (
     AXES,
     COMMAND,
+    LAYERS,
     MIXERS,
     PAGE,
     TABLES,
@@ -31,7 +32,7 @@ def test_tables_have_every_mixer_and_axis():
     assert {factory.func for factory in MIXERS.values()} == registered
     assert {axis for sizes in AXES.values() for axis in sizes} == set(zoo.parallel.layout.AXES)
     cells = read_tables(PAGE.read_text(encoding="utf-8"))
-    assert cells.keys() == {(table, mixer, axis) for table in TABLES for mixer in MIXERS for axis in AXES}, COMMAND
+    assert cells.keys() == {(table, layer, axis) for table in TABLES for layer in LAYERS for axis in AXES}, COMMAND
 
 
 def find_refusal(axis, table):
@@ -45,12 +46,12 @@ def find_refusal(axis, table):
 def test_tables_hold_no_deviation_and_the_messages_raised():
     page = PAGE.read_text(encoding="utf-8")
     refusals = {(axis, table): find_refusal(axis, table) for axis in AXES for table in TABLES}
-    for (table, mixer, axis), text in read_tables(page).items():
+    for (table, layer, axis), text in read_tables(page).items():
         if message := refusals[axis, table]:
             number = re.fullmatch(r"raises \((\d+)\)", text)
             assert number and f"\n({number[1]}) {message}\n" in page, COMMAND
         else:
-            assert re.fullmatch(r"0|\de-\d+( \(rounding \de-\d+\))?", text), (table, mixer, axis, text)
+            assert re.fullmatch(r"0|\de-\d+( \(rounding \de-\d+\))?", text), (table, layer, axis, text)
 
 
 def test_deviation_is_found_and_shown():
@@ -77,7 +78,7 @@ def test_windowed_attention_of_sharded_tokens_equals_one_device():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_every_cell_equals_one_device_or_raises(name, table):
     for axis in AXES:
         cell = measure_or_raise(name, axis, table)

@@ -79,8 +79,7 @@ def test_spec_raises_on_unknown_dims_and_indivisible_sizes(dims, shape, message)
         ({"data": -1, "tensor": 3}, ValueError, "tensor=3 asks for a multiple of 3 devices, there are 8"),
         ({"data": -1, "fsdp": -1}, ValueError, "only one axis can be -1, not data and fsdp"),
         ({"data": 0}, ValueError, "size of at least 1"),
-        ({"expert": 2}, NotImplementedError, "expert=2: .* data, fsdp, context and tensor work"),
-        ({"pipe": 2}, NotImplementedError, "pipe=2"),
+        ({"pipe": 2}, NotImplementedError, "pipe=2: .* data, fsdp, expert, context and tensor work"),
     ],
 )
 def test_mesh_of_bad_sizes_raises(sizes, error, message):

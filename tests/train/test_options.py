@@ -78,8 +78,9 @@ def test_mesh_options_shard_the_sequence():
     both = train.MeshOptions(fsdp=2, tensor=2, zero_stage=2, sequence_parallel=True).make_mesh().layout
     assert both == ZERO2.with_dims(tokens=("context", "tensor"))
     assert set(typing.get_args(typing.get_type_hints(train.MeshOptions)["context_attention"])) == set(CONTEXT_FORMS)
-    with pytest.raises(NotImplementedError, match="expert=2: .* leave it at 1"):
-        train.MeshOptions(expert=2).make_mesh()
+    assert train.MeshOptions(expert=2).make_mesh().axes("experts") == ("expert",)
+    with pytest.raises(NotImplementedError, match="pipe=2: .* leave it at 1"):
+        train.MeshOptions(pipe=2).make_mesh()
 
 
 def test_config_is_flat_and_leaves_out_resume_and_profile():

@@ -62,7 +62,7 @@ def evaluate(
         dtype: Dtype of the parameters and the computation. Default: as stored.
         data_axis: Data parallelism: number of devices that shard the batch. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
-        expert: Expert parallelism, for mixtures of experts: refused above 1 in this version.
+        expert: Expert parallelism: devices that share the experts of mixtures out, and the rows.
         context: Context parallelism: number of devices that shard the tokens of a window.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
         pipe: Pipeline parallelism: refused above 1 in this version.

@@ -71,7 +71,7 @@ def generate(
         dtype: Dtype of the parameters and the computation. Default: as stored.
         data: Data parallelism: number of devices that shard the prompts. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the prompts.
-        expert: Expert parallelism, for mixtures of experts: refused above 1 in this version.
+        expert: Expert parallelism: devices that share the experts of mixtures out, and the rows.
         context: Context parallelism: number of devices that share KV caches and read a prompt together.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
         pipe: Pipeline parallelism: refused above 1 in this version.

@@ -44,7 +44,7 @@ def info(
         preset: Name of a preset, in float32, as zoo.models.preset builds it.
         data: Data parallelism: number of devices that shard the batch.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
-        expert: Expert parallelism, for mixtures of experts: refused above 1 in this version.
+        expert: Expert parallelism: devices that share the experts of mixtures out, and the rows.
         context: Context parallelism: number of devices that shard the tokens of a sequence, and no parameters.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
         pipe: Pipeline parallelism: refused above 1 in this version.

@@ -29,7 +29,7 @@ class MeshOptions:
     context_attention: Literal["ring", "heads", "gathered"] = "ring"
     """With context, keys travel around the devices, heads are exchanged for tokens, or keys are all-gathered."""
     expert: int = 1
-    """Devices over which experts are sharded; only 1 works today."""
+    """Devices over which the experts of mixtures are sharded, and the batch with them."""
     pipe: int = 1
     """Devices over which layers are sharded; only 1 works today."""
     microbatches: int = 1
