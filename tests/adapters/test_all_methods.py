@@ -125,6 +125,7 @@ ZERO2_SEQUENCE = dataclasses.replace(zoo.parallel.ZERO2, compute=zoo.parallel.SE
 LAYOUTS = {
     "tensor": ({"data": 2}, None),
     "tokens": ({"data": 1, "context": 2}, ZERO2_SEQUENCE),
+    "experts": ({"data": 1, "expert": 2}, zoo.Layout(expert="boxes")),
 }
 """Axes beside fsdp 2 and tensor 2. The second shards tokens over context and tensor, and gradients over fsdp."""
 
@@ -132,10 +133,10 @@ LAYOUTS = {
 def list_meshes():
     """Eight methods in one program of a mixture, or where tokens are sharded, are slow: two of them are quick."""
     for kind in MODELS:
-        for layout in LAYOUTS:
+        for layout in LAYOUTS if kind == "mixture" else ("tensor", "tokens"):
             is_small = kind != "mixture" and layout == "tensor"
             yield pytest.param(kind, ALL, layout, marks=() if is_small else (pytest.mark.slow,))
-    yield from (("transformer", ("lora", "dora"), "tokens"), ("mixture", ("lora", "dora"), "tensor"))
+    yield from (("transformer", ("lora", "dora"), "tokens"), ("mixture", ("lora", "dora"), "experts"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
-from zoo.layers import Attention, GatedDeltaNet
+from zoo.layers import Attention, GatedDeltaNet, GatedMLP, MixtureOfExperts, SoftmaxRouter
 from zoo.ops.rotary import Rotary
 from zoo.parallel import SEQUENCE, ZERO2, Layout
 from zoo.train import Run, RunOptions, decay_mask
@@ -30,22 +30,31 @@ MESHES = {
         1,
     ),
     "ZERO2": ({"data": 2, "fsdp": 4}, ZERO2, 2),
+    "expert x context x tensor": ({"expert": 2, "context": 2, "tensor": 2}, Layout(expert="boxes"), 1),
+    "fsdp x expert": ({"fsdp": 2, "expert": 4}, None, 2),
 }
 """Sizes, layout and micro-batches."""
+SLOW = ("data x context", "fsdp x context x tensor", "SEQUENCE", "ZERO2", "fsdp x expert")
 TOLERANCE = 5e-6
 """On one device, parameters that differ in their last place change these losses by 2e-6; the meshes by 2e-7."""
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(3e-3, weight_decay=0.1, mask=decay_mask))
 
 
 def make(key):
-    """A gated delta rule, attention in a window and attention to all tokens, four heads each."""
+    """A gated delta rule, attention in a window and a mixture of experts, and attention to all tokens; four heads."""
     rotary = Rotary(4)
     pattern = [
         partial(GatedDeltaNet, heads=4),
         partial(Attention, heads=4, rotary=rotary, window=6),
         partial(Attention, heads=4, rotary=rotary),
     ]
-    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=3, mlp=32, pattern=pattern, key=key)
+    ffns = [None, make_mixture, None]
+    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=3, pattern=pattern, ffns=ffns, key=key)
+
+
+def make_mixture(embed, *, out_scale, key):
+    router, expert = partial(SoftmaxRouter, embed, 4, 2), partial(GatedMLP, embed, 16, out_scale=out_scale)
+    return MixtureOfExperts(router, expert, 4, key=key)
 
 
 def loss_fn(model, batch):
@@ -137,8 +146,8 @@ def expected_losses():
 @pytest.mark.parametrize(
     "name",
     [
-        "fsdp x context x tensor",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("data x context", "SEQUENCE", "ZERO2")),
+        "expert x context x tensor",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
 def test_ten_steps_equal_one_device(name):
@@ -151,7 +160,7 @@ def test_ten_steps_equal_one_device(name):
     [
         ("fsdp x context x tensor", ("one device", "SEQUENCE")),
         pytest.param("SEQUENCE", ("ZERO2", "data x context"), marks=pytest.mark.slow),
-        pytest.param("ZERO2", ("fsdp x context x tensor",), marks=pytest.mark.slow),
+        pytest.param("ZERO2", ("fsdp x expert", "expert x context x tensor"), marks=pytest.mark.slow),
     ],
 )
 def test_checkpoint_of_a_mesh_goes_on_on_others(first, then, tmp_path):

@@ -99,7 +99,7 @@ def test_load_on_mesh_reads_each_shard_once(checkpoint, sizes, monkeypatch):
 
 def test_load_on_mesh_equals_load_then_place(checkpoint):
     path, whole = checkpoint
-    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = zoo.make_mesh(data=1, fsdp=2, expert=2, tensor=2)
     loaded, placed = zoo.load(path, mesh=mesh, dtype=jnp.bfloat16), zoo.place(zoo.load(path, dtype=jnp.bfloat16), mesh)
     for one, other, numbers in zip(*map(jax.tree.leaves, (loaded, placed)), whole, strict=True):
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim) and one.dtype == jnp.bfloat16
@@ -112,7 +112,7 @@ def test_save_from_mesh_equals_save_from_one_device(checkpoint, tmp_path):
     zoo.save(zoo.load(path), tmp_path / "one")
     meshes = [
         zoo.make_mesh(data=1, fsdp=2, context=2, tensor=2, layout=SEQUENCE),
-        zoo.make_mesh(data=2, fsdp=4, layout=ZERO2),
+        zoo.make_mesh(data=1, fsdp=4, expert=2, layout=ZERO2),
     ]
     for number, mesh in enumerate(meshes):
         model = zoo.load(path, mesh=mesh)
