@@ -13,7 +13,7 @@ from .collectives import (
     vary,
     varying,
 )
-from .gather import Remat, cast, gather, rematerialize, rematerializes
+from .gather import Remat, cast, gather, rematerialize
 from .gradient import value, value_and_grad
 from .imagined import imagined
 from .layout import AXES, SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
@@ -90,7 +90,6 @@ __all__ = [
     "reader",
     "reduce",
     "rematerialize",
-    "rematerializes",
     "replace_option",
     "scan",
     "shard",

@@ -52,7 +52,7 @@ class Exchange:
 
 
 class Rounds:
-    """Which rows are in which box of which round, from the numbers of rows that chose each expert."""
+    """Boxes of every round: which rows are in which, by the numbers of rows that chose each expert."""
 
     def __init__(self, exchange: Exchange, rows: int, sizes: Int[Array, "experts"]):
         self.exchange, self.shards, self.room = exchange, lax.axis_size(exchange.axes), exchange.room
