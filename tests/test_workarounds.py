@@ -1,4 +1,4 @@
-"""`import zoo` sets XLA's flags, without which jaxlib 0.10.2 gives wrong sums and endless collectives on CPUs."""
+"""`import zoo` corrects sums that jaxlib 0.10.2 computes wrongly on CPUs."""
 
 import importlib.metadata
 import os
@@ -8,7 +8,13 @@ import sys
 import jax
 import pytest
 
-from zoo._workarounds import AFFECTED_VERSIONS, XLA_FLAGS, set_cpu_flags
+from zoo._workarounds import (
+    AFFECTED_VERSIONS,
+    SCHEDULER_FLAG,
+    XLA_FLAG,
+    disable_cpu_reduce_fusion,
+    schedule_cpu_permutes,
+)
 
 SUMS = """
 import zoo, jax, jax.numpy as jnp
@@ -31,20 +37,24 @@ def test_import_corrects_the_sum_of_many_rows():
 def test_workaround_extends_xla_flags_unless_set(monkeypatch):
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "--mine")
-    with pytest.warns(UserWarning, match='import zoo before the first computation, or set XLA_FLAGS="--xla'):
-        set_cpu_flags()
-    assert os.environ["XLA_FLAGS"] == "--mine"
+    with pytest.warns(UserWarning, match="import zoo before the first computation, or set XLA_FLAGS=--xla"):
+        disable_cpu_reduce_fusion()
+    monkeypatch.setenv("XLA_FLAGS", f"--{XLA_FLAG}=")
+    disable_cpu_reduce_fusion()
+    assert os.environ["XLA_FLAGS"] == f"--{XLA_FLAG}="
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
-    first, *others = XLA_FLAGS.items()
-    monkeypatch.setenv("XLA_FLAGS", f"--{first[0]}=mine")
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    disable_cpu_reduce_fusion()
+    assert os.environ["XLA_FLAGS"] == f"--mine --{XLA_FLAG}=-LIBRARY_FUSION_TYPE_REDUCE"
+
+
+def test_schedule_cpu_permutes_adds_its_flag_once(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--given")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.10.2")
     for _ in range(2):
-        set_cpu_flags()
-        added = "".join(f" --{name}={value}" for name, value in others)
-        assert os.environ["XLA_FLAGS"] == f"--{first[0]}=mine{added}" and added
-
-
-def test_workaround_leaves_other_versions_alone(monkeypatch):
+        schedule_cpu_permutes()
+    assert os.environ["XLA_FLAGS"] == f"--given --{SCHEDULER_FLAG}=false"
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.12.0")
-    set_cpu_flags()
+    schedule_cpu_permutes()
     assert os.environ["XLA_FLAGS"] == ""

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import adapters, inspect, layers, models, ops, parallel, testing, weights
-from ._workarounds import set_cpu_flags
+from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
 from .models import cross_entropy, hidden_states, score, set_implementations
 from .models.hf.families import families
@@ -63,4 +63,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
-set_cpu_flags()
+disable_cpu_reduce_fusion()

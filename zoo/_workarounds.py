@@ -1,38 +1,46 @@
-"""Workarounds for bugs of jaxlib on CPUs that give wrong results, or none."""
+"""Workarounds for bugs in jaxlib that give wrong results, or none."""
 
 import importlib.metadata
 import os
 import warnings
 
+XLA_FLAG = "xla_cpu_experimental_ynn_fusion_type"
+SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 AFFECTED_VERSIONS = ("0.10.2",)
-XLA_FLAGS = {
-    # YNNPACK sums wrongly in reductions that it fuses with their producers, such as a norm between matrix products of
-    # enough rows: jax issues 39103, 39257 and 40412.
-    "xla_cpu_experimental_ynn_fusion_type": "-LIBRARY_FUSION_TYPE_REDUCE",
-    # All permutes of a program have one channel. Where this scheduler reorders them, a device can meet the others in
-    # the wrong one: the program waits for ever, or stops with "Unexpected number of participants".
-    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
-}
 
 
-def set_cpu_flags() -> None:
-    """Add to `XLA_FLAGS` what jaxlib 0.10.2 needs on CPUs for right sums and for collectives that end.
+def disable_cpu_reduce_fusion() -> None:
+    """Disable YNNPACK fusion of reductions on CPUs, which gives wrong sums in jaxlib 0.10.2.
 
-    Flags that you have set stay as they are; other versions are left alone.
+    Affected are reductions fused with their producers (jax issues 39103, 39257 and 40412), such as a norm between
+    matrix products of enough rows. Adds a flag to `XLA_FLAGS`, unless you have set it; other versions are left alone.
 
     **Warns** if JAX has already run a computation, because it reads `XLA_FLAGS` once, before the first.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    flags = " ".join(f"--{name}={value}" for name, value in XLA_FLAGS.items() if name not in given)
-    if importlib.metadata.version("jaxlib") not in AFFECTED_VERSIONS or not flags:
+    if importlib.metadata.version("jaxlib") not in AFFECTED_VERSIONS or XLA_FLAG in os.environ.get("XLA_FLAGS", ""):
         return
     from jax._src import xla_bridge  # no public function tells without starting a backend
 
+    flag = f"--{XLA_FLAG}=-LIBRARY_FUSION_TYPE_REDUCE"
     if xla_bridge.backends_are_initialized():
         warnings.warn(
-            f"on a CPU jaxlib {AFFECTED_VERSIONS[0]} can give wrong sums and collectives that never end, and JAX had "
-            f'started before zoo could prevent it: import zoo before the first computation, or set XLA_FLAGS="{flags}"',
+            f"jaxlib {AFFECTED_VERSIONS[0]} can give wrong sums on a CPU, and JAX had started before zoo could "
+            f"prevent it: import zoo before the first computation, or set XLA_FLAGS={flag}",
             stacklevel=2,
         )
         return
-    os.environ["XLA_FLAGS"] = f"{given} {flags}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def schedule_cpu_permutes() -> None:
+    """Let emulated CPU devices, whose programs send shards of a sequence around, run operations in the order of least
+    memory, and not in that of most concurrency.
+
+    All collectives of a program have one channel in jaxlib 0.10.2. Permutes that run at once can meet each other's
+    participants: the program stops with "Unexpected number of participants", or waits until it is ended. Programs that
+    all-gather and reduce-scatter alone were seen to wait in the order of least memory, and not in the other, which is
+    the default. Adds a flag to `XLA_FLAGS`, unless you have set it. Call it before the first computation.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if importlib.metadata.version("jaxlib") in AFFECTED_VERSIONS and SCHEDULER_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{SCHEDULER_FLAG}=false".strip()

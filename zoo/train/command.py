@@ -13,9 +13,10 @@ import jax
 
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show, show_error
+from zoo._workarounds import schedule_cpu_permutes
 
 from .directory import check_directory
-from .options import RunOptions, flatten_config
+from .options import MeshOptions, RunOptions, flatten_config
 from .resume import parse_resumed
 
 
@@ -50,6 +51,8 @@ def run_cli(
         if options is not None and options.resume is not False:
             defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
             flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
+        if any(isinstance(value, MeshOptions) and value.context > 1 for value in flags.values()):
+            schedule_cpu_permutes()  # before the first computation, which reads XLA's flags
         if options is None or not options.no_compile_cache:
             enable_compile_cache(exact_names=options is not None and options.profile)
         if options is not None and is_first:
