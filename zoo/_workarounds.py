@@ -33,8 +33,7 @@ def disable_cpu_reduce_fusion() -> None:
 
 
 def schedule_cpu_permutes() -> None:
-    """Let emulated CPU devices, whose programs send shards of a sequence around, run operations in the order of least
-    memory, and not in that of most concurrency.
+    """Schedule operations on emulated CPU devices for least memory, in which permutes of a sharded sequence end.
 
     All collectives of a program have one channel in jaxlib 0.10.2. Permutes that run at once can meet each other's
     participants: the program stops with "Unexpected number of participants", or waits until it is ended. Programs that

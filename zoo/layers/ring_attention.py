@@ -31,13 +31,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.ops.attention import AttentionMask, blockwise_attention_gradients, blockwise_attention_with_lse
+from zoo.ops.attention.mask import MASK_VALUE
 from zoo.ops.varying import align_varying
 from zoo.shapes import HeadVectors, SegmentIds
 
 _Partial = tuple[Float[Array, "batch seq heads dim"], Float[Array, "batch seq heads"]]
 """Outputs and log-sum-exps over some of the keys, in float32."""
 
-_NO_KEYS = -5e29
+_NO_KEYS = MASK_VALUE / 2
 """Log-sum-exp over no keys, as that of blockwise attention."""
 
 

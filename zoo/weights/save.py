@@ -235,11 +235,7 @@ def _assign_shards(specs: _TensorSpecs, max_bytes: int) -> list[list[str]]:
 
 def _is_in_host_memory(array: Any) -> bool:
     """Return True if numpy sees the array's own memory, without a copy."""
-    return (
-        isinstance(array, jax.Array)
-        and {device.platform for device in array.devices()} == {"cpu"}
-        and (len(array.devices()) == 1)
-    )
+    return isinstance(array, jax.Array) and [device.platform for device in array.devices()] == ["cpu"]
 
 
 def gather_to_host(array: Any, index: tuple[int, ...]) -> np.ndarray:

@@ -124,7 +124,7 @@ def _mix_gathered(
 ) -> Float[Array, "tokens embed"]:
     """All-gather the tokens, apply the experts of this device to all of them, and reduce-scatter the sums.
 
-    Piece by piece, each with as many rows as boxes would have; the backward pass computes the experts again.
+    Piece by piece, each with as many rows as boxes would have; of several, the backward pass computes each again.
     """
     gathered = tuple(axis for axis in request.axes if axis in varying(x))
     others = tuple(axis for axis in request.axes if axis not in gathered)
