@@ -96,7 +96,7 @@ def score(
     segment_ids = all_gather(info.segment_ids, "seq", axis=1)
     is_scored = segment_ids[:, 1:] == segment_ids[:, :-1]
     if mask is not None:
-        is_scored &= all_gather(mask, "seq", axis=1)[:, 1:]
+        is_scored &= mask[:, 1:]
     return jnp.where(is_scored, scores, 0)
 
 
