@@ -32,7 +32,8 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .scoring import hidden_states, score
-from .stack import Segment, Stack, describe_loop, find_patterns, set_loop, set_routing, swap_stack
+from .segment import Segment, find_patterns
+from .stack import Stack, describe_loop, set_loop, set_routing, swap_stack
 
 __all__ = [
     "GLA",

@@ -8,23 +8,12 @@ from typing import Any, get_args
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int, Key
 
-from zoo.layers import TokenInfo
-from zoo.parallel import (
-    Dim,
-    Module,
-    Remat,
-    gather,
-    implementation_option,
-    rematerialize,
-    replace_option,
-    scan,
-    shard_offset,
-    stacked,
-    vary,
-)
-from zoo.parallel.tokens import find_token_axes
+from zoo.layers import RoutingSums, TokenInfo
+from zoo.parallel import Dim, Remat, current_mesh, gather, implementation_option, rematerialize, replace_option, scan
+from zoo.parallel.pipeline import run_stages
 
 from .decoder import (
     AbstractBlock,
@@ -36,56 +25,10 @@ from .decoder import (
     set_dropout_keys,
 )
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, select_loop
+from .segment import Segment, find_patterns, index_tree, stack_trees, unstack_tree
 
 BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
 """A function `key -> block`. Layers of one factory object are equal in structure, and share a compiled block."""
-
-
-def find_patterns(items: Sequence[Any]) -> list[tuple[int, int]]:
-    """Split a sequence into repeating patterns `(period, repeats)` so that as few items as possible are compiled.
-
-    `find_patterns("aaaa") == [(1, 4)]`; `find_patterns("lllllg" * 10 + "ll") == [(6, 10), (1, 2)]`, five local layers
-    per global one. Dynamic programming: the best split of the first n items is the best split of fewer, and one pattern
-    more.
-    """
-    if items and all(item == items[0] for item in items):
-        return [(1, len(items))]
-    best: list[tuple[int, int, list[tuple[int, int]]]] = [(0, 0, [])]  # items to compile, segments, the split
-    for end in range(1, len(items) + 1):
-        options = []
-        for period in range(1, end + 1):
-            start = end - period
-            while start >= 0 and list(items[start : start + period]) == list(items[end - period : end]):
-                compiled, segments, before = best[start]
-                options.append((compiled + period, segments + 1, [*before, (period, (end - start) // period)]))
-                start -= period
-        best.append(min(options))
-    return best[-1][2]
-
-
-class Segment(Module):
-    """A pattern of blocks, stacked over its repeats: every array has a leading dim `layers`, or `ends`."""
-
-    blocks: tuple[AbstractBlock, ...] = stacked("layers")
-    num_repeats: int = eqx.field(static=True)
-    """Repeats of the pattern over all devices. Static, so that a tree without arrays has it too."""
-    layers: Dim = eqx.field(static=True, default=Dim("layers"))
-    """Dim of the repeats: `layers`, which a mesh shards over `pipe`, or `ends`, which it replicates."""
-
-    @property
-    def local_repeats(self) -> int:
-        """Repeats of the pattern on this device."""
-        return jax.tree.leaves(self.blocks)[0].shape[0]
-
-    @property
-    def first_repeat(self) -> int | Int[Array, ""]:
-        """Number of the first repeat on this device."""
-        return shard_offset(jax.tree.leaves(self.blocks)[0], self.layers.name, self.local_repeats)
-
-    def vary_arrays(self) -> tuple[AbstractBlock, ...]:
-        """Return the arrays of the blocks. With sequence parallelism the gradients of those that `tensor` replicates,
-        such as norms, are parts of a sum: cast here, they are all-reduced once, after the loop over layers."""
-        return vary(eqx.filter(self.blocks, eqx.is_array), find_token_axes())
 
 
 class Stack(AbstractStack):
@@ -113,17 +56,24 @@ class Stack(AbstractStack):
         for number, (period, repeats) in enumerate(patterns):
             segment_keys = keys[start : start + period * repeats].reshape(repeats, period)
             blocks = [eqx.filter_vmap(factories[start + i])(segment_keys[:, i]) for i in range(period)]
-            segments.append(Segment(tuple(blocks), repeats, Dim("layers" if number == longest else "ends")))
+            segments.append(Segment(tuple(blocks), repeats, (Dim("layers" if number == longest else "ends"),)))
             start += period * repeats
         self.segments = tuple(segments)
         self.remat = remat
         self.loop = check_loop(loop)
 
     def iter_blocks(self) -> Iterator[AbstractBlock]:
-        """Yield the block of each layer, indexed out of its segment."""
+        """Yield the block of each layer, indexed out of its segment. **Raises** `NotImplementedError` where the layers
+        are stages of a pipeline, on other devices."""
         for segment in self.segments:
-            for i in range(segment.local_repeats):
-                yield from (_index_tree(block, i) for block in segment.blocks)
+            if segment.is_pipelined:
+                raise NotImplementedError(
+                    "layers one by one, for decoding or for the hidden states of each, are not on one device where "
+                    "`pipe` shards them: place the model on a mesh with pipe=1"
+                )
+            merged = segment.merge_rounds()
+            for i in range(merged.local_repeats):
+                yield from (index_tree(block, i) for block in merged.blocks)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LayerStates:
         # Of gathered parameters: a state has all of embed (token shift), which parameters shard at rest (ZeRO-3).
@@ -135,48 +85,120 @@ class Stack(AbstractStack):
 
     def count_layers(self) -> int:
         """Return the number of layers on this device."""
-        return sum(segment.local_repeats * len(segment.blocks) for segment in self.segments)
+        return sum(jax.tree.leaves(segment.merge_rounds().blocks)[0].shape[0] * len(segment.blocks) for segment in self.segments)
 
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
     ) -> tuple[Hidden, LayerStates | None]:
-        loop = select_loop(self.loop, layers=self.count_layers(), remat=self.remat, size=hidden.x.size)
         first, new_states = 0, ()
         for segment in self.segments:
-            start, layers = len(new_states), segment.local_repeats * len(segment.blocks)
-            segment_states = None if states is None else states[start : start + layers]
-            if loop == "plain":
-                hidden, segment_states = self._run_plain(segment, first, hidden, info, segment_states)
+            layers = segment.num_repeats * len(segment.blocks)
+            if segment.is_pipelined:
+                self._check_pipelined(segment, states)
+                hidden, segment_states = self._run_stages(segment, first, hidden, info), None
             else:
-                unroll = 1 if loop == "scan" else min(int(loop), segment.local_repeats)
-                hidden, segment_states = self._scan(segment, first, unroll, hidden, info, segment_states)
+                segment_states = None if states is None else states[first : first + layers]
+                hidden, segment_states = self._run(segment.merge_rounds(), first, hidden, info, segment_states)
             new_states += () if segment_states is None else segment_states
-            first += segment.num_repeats * len(segment.blocks)
+            first += layers
         return hidden, None if states is None else new_states
 
+    def _check_pipelined(self, segment: Segment, states: LayerStates | None) -> None:
+        """**Raises** `NotImplementedError` for what a pipeline cannot do, `ValueError` for layers that are not dealt
+        out in the rounds of the layout."""
+        if states is not None:
+            raise NotImplementedError(
+                "states of layers (KV caches, recurrent states) are not kept by the stages of a pipeline: generate on "
+                "a mesh with pipe=1"
+            )
+        if self.routing != "rows":
+            raise NotImplementedError(
+                f"routing={self.routing!r} has the decisions for every token, which do not travel through a pipeline: "
+                'use zoo.models.set_routing(model, "rows"), or a mesh with pipe=1'
+            )
+        mesh = current_mesh()
+        if mesh is not None and (mesh.layout.rounds > 1) != (len(segment.layers) > 1):
+            raise ValueError(
+                f"the layout has rounds={mesh.layout.rounds}, and the layers of this model are not dealt out in them: "
+                "place it by zoo.place(model, mesh), and make the optimizer's state from the result"
+            )
+
+    def _run_stages(self, segment: Segment, first: int, hidden: Hidden, info: TokenInfo) -> Hidden:
+        """Run a pattern whose repeats are dealt out to the stages of a pipeline, and whose first layer is `first`."""
+        local = segment.take_round(jnp.zeros((), int))
+        shapes = eqx.filter_eval_shape(lambda hidden: self._run(local, first, hidden, info, None)[0], Hidden(hidden.x))
+        routers, remainder = divmod(len(shapes.routing), local.local_repeats)
+        assert not remainder
+        per_round = local.local_repeats * lax.axis_size("pipe")
+
+        def run_stage(stream: Any, info: TokenInfo, round_number: Int[Array, ""]) -> Any:
+            hidden, sums = stream
+            repeat = round_number * per_round + local.first_repeat
+            layers = segment.take_round(round_number)
+            output, _ = self._run(layers, first, Hidden(hidden.x), info, None, repeat)
+            write = lambda total, part: lax.dynamic_update_slice_in_dim(total, part, repeat, axis=1)
+            sums = jax.tree.map(write, sums, _stack_routing(output.routing, routers))
+            return Hidden(output.x, hidden.routing), sums
+
+        # The sums of all routers travel along, and each stage fills in those of its own: rows first, then repeats.
+        shapes = jax.eval_shape(lambda routing: _stack_routing(routing, routers), shapes.routing)
+        size = segment.num_repeats
+        sums = jax.tree.map(lambda x: jnp.zeros((x.shape[0], size, *x.shape[2:]), x.dtype), shapes)
+        hidden, sums = run_stages(run_stage, (hidden, sums), info)
+        routing = [index_tree(router, (slice(None), i)) for i in range(size) for router in sums]
+        return Hidden(hidden.x, (*hidden.routing, *routing))
+
+    def _run(
+        self,
+        segment: Segment,
+        first: int,
+        hidden: Hidden,
+        info: TokenInfo,
+        states: LayerStates | None,
+        first_repeat: int | Int[Array, ""] = 0,
+    ) -> tuple[Hidden, LayerStates | None]:
+        """Run the repeats of a pattern on this device, of which the first has the number `first_repeat`. Repeat 0
+        begins with layer `first`."""
+        layers = segment.local_repeats * len(segment.blocks)
+        loop = select_loop(self.loop, layers=layers, remat=self.remat, size=hidden.x.size)
+        first += len(segment.blocks) * first_repeat
+        if loop == "plain":
+            return self._run_plain(segment, first, hidden, info, states)
+        unroll = 1 if loop == "scan" else min(int(loop), segment.local_repeats)
+        return self._scan(segment, first, unroll, hidden, info, states)
+
     def _run_plain(
-        self, segment: Segment, first: int, hidden: Hidden, info: TokenInfo, states: LayerStates | None
+        self,
+        segment: Segment,
+        first: int | Int[Array, ""],
+        hidden: Hidden,
+        info: TokenInfo,
+        states: LayerStates | None,
     ) -> tuple[Hidden, LayerStates | None]:
         """Run the repeats of a pattern, whose first layer is number `first`, one after the other."""
-        arrays, period = segment.vary_arrays(), len(segment.blocks)
-        offset = first + period * segment.first_repeat
         pattern, new_states = self._make_pattern(segment, info, prevent_cse=True), []
-        for blocks in _unstack_tree(arrays):
+        for blocks in unstack_tree(segment.vary_arrays()):
             for block, run in zip(blocks, pattern, strict=True):
                 layer = len(new_states)
                 state = None if states is None else states[layer]
-                output, state = run(block, offset + layer, Hidden(hidden.x), state)
+                output, state = run(block, first + layer, Hidden(hidden.x), state)
                 hidden = Hidden(output.x, (*hidden.routing, *output.routing))
                 new_states.append(state)
         return hidden, None if states is None else tuple(new_states)
 
     def _scan(
-        self, segment: Segment, first: int, unroll: int, hidden: Hidden, info: TokenInfo, states: LayerStates | None
+        self,
+        segment: Segment,
+        first: int | Int[Array, ""],
+        unroll: int,
+        hidden: Hidden,
+        info: TokenInfo,
+        states: LayerStates | None,
     ) -> tuple[Hidden, LayerStates | None]:
         """Scan over the repeats of a pattern, whose first layer is number `first`."""
         arrays, period, repeats = segment.vary_arrays(), len(segment.blocks), segment.local_repeats
-        numbers = first + period * (jnp.arange(repeats) + segment.first_repeat)
-        stacked_states = None if states is None else tuple(_stack_trees(states[i::period]) for i in range(period))
+        numbers = first + period * jnp.arange(repeats)
+        stacked_states = None if states is None else tuple(stack_trees(states[i::period]) for i in range(period))
         pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
 
         def step(x: Array, xs: Any):
@@ -191,9 +213,9 @@ class Stack(AbstractStack):
 
         x, (new_states, routing) = scan(step, hidden.x, (arrays, numbers, stacked_states), unroll=unroll)
         order = [(i % period, i // period) for i in range(period * repeats)]
-        routing = [decision for i, repeat in order for decision in _index_tree(routing[i], repeat)]
+        routing = [decision for i, repeat in order for decision in index_tree(routing[i], repeat)]
         hidden = Hidden(x, (*hidden.routing, *routing))
-        return hidden, None if new_states is None else tuple(_index_tree(new_states[i], repeat) for i, repeat in order)
+        return hidden, None if new_states is None else tuple(index_tree(new_states[i], repeat) for i, repeat in order)
 
     def _make_pattern(self, segment: Segment, info: TokenInfo, *, prevent_cse: bool) -> list[Callable]:
         """Return a function `(arrays, number, hidden, state) -> (hidden, state)` for each block of a pattern."""
@@ -209,21 +231,9 @@ class Stack(AbstractStack):
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
 
 
-def _index_tree(tree: Any, i: int) -> Any:
-    """Return element `i` along the leading dim of every array."""
-    return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, tree)
-
-
-def _stack_trees(trees: Sequence[Any]) -> Any:
-    """Stack the arrays of equal trees along a new leading dim."""
-    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
-
-
-def _unstack_tree(tree: Any) -> list[Any]:
-    """Take every array apart along its leading dim. The gradient stacks once, where that of indexing would pad and add
-    once per element."""
-    arrays, treedef = jax.tree.flatten(tree)
-    return [jax.tree.unflatten(treedef, elements) for elements in zip(*map(jax.lax.unstack, arrays), strict=True)]
+def _stack_routing(routing: Sequence[RoutingSums], routers: int) -> tuple[RoutingSums, ...]:
+    """Stack the sums of each router of a pattern over the repeats, along dim 1: rows stay the first."""
+    return tuple(stack_trees(routing[i::routers], axis=1) for i in range(routers))
 
 
 def set_loop(model: Any, loop: Loop) -> Any:

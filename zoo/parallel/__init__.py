@@ -44,6 +44,7 @@ from .module import (
     wrapped,
 )
 from .place import init, place
+from .schedule import Schedule
 from .spmd import spmd
 from .trainable_copy import TrainableCopy, materialize
 
@@ -65,6 +66,7 @@ __all__ = [
     "Mesh",
     "Module",
     "Remat",
+    "Schedule",
     "TrainableCopy",
     "adapter_parameter",
     "all_gather",

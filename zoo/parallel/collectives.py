@@ -103,7 +103,7 @@ def scan(
     at least one step."""
     if current_mesh() is not None:
         x = jax.tree.map(lambda x: x[0], xs)
-        carry = _vary_as_returned(lambda carry: body(carry, x)[0], carry)
+        carry = vary_as_returned(lambda carry: body(carry, x)[0], carry)
     return lax.scan(body, carry, xs, length=length, unroll=unroll)
 
 
@@ -112,10 +112,10 @@ def while_loop(condition: Callable, body: Callable, carry: PyTree) -> PyTree:
     returns."""
     returned = jax.eval_shape(body, carry)
     carry = jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), carry, returned)
-    return lax.while_loop(condition, body, carry if current_mesh() is None else _vary_as_returned(body, carry))
+    return lax.while_loop(condition, body, carry if current_mesh() is None else vary_as_returned(body, carry))
 
 
-def _vary_as_returned(body: Callable, carry: PyTree) -> PyTree:
+def vary_as_returned(body: Callable, carry: PyTree) -> PyTree:
     """Cast a carry to the varying axes of the carry that `body` returns for it, until they are the same."""
 
     def widen(carry):

@@ -21,7 +21,15 @@ from .collectives import vary, varying
 from .gather import attach_gradient_shards, make_gradient_shards
 from .mesh import Mesh
 from .module import Leaf, is_trainable, map_leaves, trainable
+from .one_forward_one_backward import run_timetable
+from .pipeline import Pipelining, active_pipelining
+from .rounds import select_round
+from .schedule import Schedule, Timetable
 from .spmd import ShardMapProgram, run_sharded
+
+
+GPIPE = Schedule("gpipe")
+"""The schedule unless another is given: right for any loss."""
 
 
 def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int = 1) -> Callable:
@@ -36,7 +44,9 @@ def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches:
     return run
 
 
-def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int = 1) -> Callable:
+def value_and_grad(
+    loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int = 1, schedule: Schedule = GPIPE
+) -> Callable:
     """Compute a loss over all devices of the mesh, and its gradient with respect to the trainable parameters.
 
     `loss_fn(model, batch, *rest)` runs on one device's shard of the batch and returns `total, count`: the loss summed
@@ -46,6 +56,8 @@ def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, micr
     - `has_aux`: `loss_fn` returns `(total, count), aux`; every array of `aux` is summed likewise but not divided, and
       the result is `(loss, aux), gradients`.
     - `microbatches`: gradient accumulation: each device's rows are processed in this many micro-batches, sequentially.
+    - `schedule`: on a mesh with `pipe`, in which order the micro-batches pass through the stages: see
+      `zoo.parallel.Schedule`.
     - `key`: if given, `loss_fn` receives one PRNG key per row as `key=`, so that randomness does not depend on the
       assignment of rows to devices and micro-batches.
 
@@ -57,7 +69,7 @@ def value_and_grad(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, micr
     """
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True)
+        program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True, schedule=schedule)
         loss, aux, gradients = run_sharded(program, (model, batch, *rest), key)
         return ((loss, aux) if has_aux else loss), gradients
 
@@ -70,6 +82,7 @@ class _LossAndGrad(ShardMapProgram):
 
     has_aux: bool
     with_grad: bool
+    schedule: Schedule = GPIPE
 
     @property
     def _token_axes(self) -> tuple[str, ...]:
@@ -77,6 +90,15 @@ class _LossAndGrad(ShardMapProgram):
 
     def __call__(self, args, keys):
         model, *others = args
+        pipelining = Pipelining(self.microbatches, self.schedule.keep) if self._stages > 1 else Pipelining()
+        with active_pipelining(pipelining):
+            return self._run(model, others, keys)
+
+    @property
+    def _stages(self) -> int:
+        return self.mesh.shape["pipe"]
+
+    def _run(self, model: PyTree, others: list, keys: Any) -> tuple:
         params, frozen = eqx.partition(model, map_leaves(is_trainable, model))
         rows, rest = eqx.partition((others, keys), map_leaves(_has_rows, (others, keys)))
         shard_axes = jax.tree.map(varying, params)
@@ -84,10 +106,12 @@ class _LossAndGrad(ShardMapProgram):
         params = vary(params, self._token_axes)
         model = eqx.combine(params, frozen)
         differentiated = make_gradient_shards(params, self.mesh) if self.with_grad else params
+        timetable = self._make_timetable()
 
-        def loss(differentiated, rows):
+        def loss(differentiated, rows, round_number=0):
             others, keys = eqx.combine(rows, rest)
-            attached = attach_gradient_shards(model, differentiated, self.mesh)
+            one_round = select_round(model, round_number) if timetable is not None else model
+            attached = attach_gradient_shards(one_round, differentiated, self.mesh)
             result = self.fn(attached, *others, **({} if keys is None else {"key": keys}))
             total, count, aux = self._check_result(result)
             return total, (count, aux)
@@ -98,13 +122,28 @@ class _LossAndGrad(ShardMapProgram):
             result, gradients = jax.value_and_grad(loss, has_aux=True)(differentiated, rows)
             return (*_flatten_result(result), jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
 
-        total, count, aux, gradients = self._sum_over_microbatches(run_microbatch, differentiated, rows)
+        if timetable is not None:
+            rows = map_leaves(self._split_rows, rows)
+            result = run_timetable(loss, differentiated, rows, timetable, keep=self.schedule.keep)
+        elif self._stages > 1:
+            result = run_microbatch(rows)  # the pipeline splits the rows
+        else:
+            result = self._sum_over_microbatches(run_microbatch, differentiated, rows)
+        total, count, aux, gradients = result
         if self._token_axes:
             total, count, aux = lax.psum((total, count, aux), self._token_axes)
         count = jnp.where(count == 0, 1, count)
         if self.with_grad:
             gradients = map_leaves(partial(self._reduce_gradient, count), params, gradients, shard_axes)
         return total / count, aux, gradients
+
+    def _make_timetable(self) -> Timetable | None:
+        """Return the timetable by which the micro-batches run; None if they are one after the other, or one pipeline
+        that JAX differentiates."""
+        if not self.with_grad or self._stages == 1 or self.schedule.name == "gpipe":
+            return None
+        sizes = {"stages": self._stages, "microbatches": self.microbatches, "rounds": self.mesh.layout.rounds}
+        return self.schedule.table(**sizes)
 
     def _check_result(self, result: Any) -> tuple:
         """Check the result of a loss function; cast it to float32 that varies over all axes that shard tokens."""

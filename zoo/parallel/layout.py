@@ -22,7 +22,7 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
     **dict.fromkeys(("in", "out", "features", "prompt", "new", "choices", "top", "key_dim", "value_dim"), ()),
-    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends"), ()),
+    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends", "rounds"), ()),
 }
 _PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 
@@ -50,9 +50,12 @@ class Layout:
     - `expert`: way of tokens to their experts where those are sharded, one of `EXPERT_FORMS`:
       `zoo.layers.moe.exchange`. Experts with a capacity take an all-to-all of their slots.
 
+    - `rounds`: parts of the layers that each stage of a pipeline has, so that a micro-batch goes around so many times:
+      the interleaved schedule. `zoo.place` deals the layers out.
+
     `Layout()` is the default table; `Layout().with_dims(sensors=("tensor",))` adds a dim.
 
-    **Raises** `ValueError` for an unknown axis or form, for a dim that `compute` lacks, if `gradients` does not contain
+    **Raises** `ValueError` for an unknown axis or form, for `rounds` below 1, for a dim that `compute` lacks, if `gradients` does not contain
     `parameters` or `optimizer` does not contain `gradients`, if an axis shards gradients but no tokens, if
     `tokens` are sharded over other axes than `seq`, with or without `tensor`, and if `slots` are over other axes than
     `context`.
@@ -64,6 +67,7 @@ class Layout:
     gradients: Mapping[str, tuple[str, ...]] | None = None
     context: str = "ring"
     expert: str = "auto"
+    rounds: int = 1
 
     def __post_init__(self):
         if self.context not in CONTEXT_FORMS:
@@ -72,6 +76,8 @@ class Layout:
             )
         if self.expert not in EXPERT_FORMS:
             raise ValueError(f"tokens go to their experts by one of {', '.join(EXPERT_FORMS)}, not {self.expert!r}")
+        if self.rounds < 1:
+            raise ValueError(f"a pipeline has one round or more, not rounds={self.rounds}")
         for row in (self.compute, self.parameters, self.gradients or {}, self.optimizer or {}):
             for dim, axes in row.items():
                 if unknown := [axis for axis in axes if axis not in AXES]:

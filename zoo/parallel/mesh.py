@@ -172,16 +172,10 @@ def make_mesh(
 
     All six axes exist whatever their sizes; an axis of size 1 shards nothing.
 
-    **Raises** `ValueError` if the product of the sizes is not the number of devices, and `NotImplementedError` for a
-    `pipe` other than 1, over which layers are not sharded yet.
+    **Raises** `ValueError` if the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes: dict[str, int] = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
-    if pipe != 1:
-        raise NotImplementedError(
-            f"pipe={pipe}: this version does not shard over 'pipe' yet, leave it at 1. "
-            "data, fsdp, expert, context and tensor work in every combination."
-        )
     if bad := {axis: size for axis, size in sizes.items() if size < 1 and size != -1}:
         raise ValueError(f"a mesh axis has a size of at least 1, or -1 for the remaining devices, not {bad}")
     inferred = [axis for axis, size in sizes.items() if size == -1]

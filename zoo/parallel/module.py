@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import equinox as eqx
@@ -207,6 +207,12 @@ def _resolve_dim(module: Module, name: str) -> Dim:
     return dim if isinstance(dim, Dim) else Dim(name)
 
 
+def _resolve_stacked_dims(module: Module, name: str) -> Sequence[Dim]:
+    """Return the leading dims of a `stacked` field: one, or those of a tuple in the field of that name."""
+    dims = getattr(module, name, None)
+    return dims if isinstance(dims, tuple) else [_resolve_dim(module, name)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """Metadata of one array of a tree, read from the annotations of the modules that contain it."""
@@ -247,7 +253,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         keys.append(key)
         if isinstance(node, Module):
             owner, field = node, next(f for f in dataclasses.fields(node) if f.name == key)
-            stacked_dims += [_resolve_dim(node, field.metadata[STACKED])] if STACKED in field.metadata else []
+            stacked_dims += _resolve_stacked_dims(node, field.metadata[STACKED]) if STACKED in field.metadata else []
             is_trained &= field.metadata.get(TRAINABLE, True)
             keeps_dtype |= field.metadata.get(_FULL_PRECISION, False)
             is_adapter |= field.metadata.get(ADAPTER_PARAMETER, False)

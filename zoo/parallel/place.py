@@ -13,6 +13,7 @@ from jaxtyping import Array, Key, PyTree
 from .imagined import is_imagined
 from .mesh import Mesh, is_array_or_shape, replicated_dims
 from .module import Module
+from .rounds import split_rounds
 
 _logger = logging.getLogger("zoo")
 
@@ -27,7 +28,7 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
     **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before any transfer, and for an
     array if the devices are `imagined`.
     """
-    arrays, rest = eqx.partition(tree, is_array_or_shape)
+    arrays, rest = eqx.partition(split_rounds(tree, mesh.layout.rounds), is_array_or_shape)
     shardings = mesh.shardings(arrays)
     if isinstance(tree, Module) and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         warn_replicated(arrays, mesh)
@@ -57,11 +58,12 @@ def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Me
     The values are those of `make(key)` on one device. **Raises** as `place` does, before anything is computed.
     """
     refuse_imagined(mesh)
-    abstract = eqx.filter_eval_shape(make, key)
+    make_placed = lambda key: split_rounds(make(key), mesh.layout.rounds)
+    abstract = eqx.filter_eval_shape(make_placed, key)
     shapes, rest = eqx.partition(abstract, is_array_or_shape)
     shardings = mesh.shardings(shapes)
     warn_replicated(shapes, mesh)
-    arrays = jax.jit(lambda key: eqx.filter(make(key), eqx.is_array), out_shardings=shardings)(key)
+    arrays = jax.jit(lambda key: eqx.filter(make_placed(key), eqx.is_array), out_shardings=shardings)(key)
     return eqx.combine(arrays, rest)
 
 

@@ -1,0 +1,126 @@
+"""Repeating patterns of layers, and their blocks stacked over the repeats: on one device, or dealt out to stages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from zoo.parallel import Dim, current_mesh, shard_offset, stacked, vary
+from zoo.parallel.pipeline import is_pipelined
+from zoo.parallel.rounds import AbstractLayers
+from zoo.parallel.tokens import find_token_axes
+
+from .decoder import AbstractBlock
+
+
+def find_patterns(items: Sequence[Any]) -> list[tuple[int, int]]:
+    """Split a sequence into repeating patterns `(period, repeats)` so that as few items as possible are compiled.
+
+    `find_patterns("aaaa") == [(1, 4)]`; `find_patterns("lllllg" * 10 + "ll") == [(6, 10), (1, 2)]`, five local layers
+    per global one. Dynamic programming: the best split of the first n items is the best split of fewer, and one pattern
+    more.
+    """
+    if items and all(item == items[0] for item in items):
+        return [(1, len(items))]
+    best: list[tuple[int, int, list[tuple[int, int]]]] = [(0, 0, [])]  # items to compile, segments, the split
+    for end in range(1, len(items) + 1):
+        options = []
+        for period in range(1, end + 1):
+            start = end - period
+            while start >= 0 and list(items[start : start + period]) == list(items[end - period : end]):
+                compiled, segments, before = best[start]
+                options.append((compiled + period, segments + 1, [*before, (period, (end - start) // period)]))
+                start -= period
+        best.append(min(options))
+    return best[-1][2]
+
+
+class Segment(AbstractLayers):
+    """A pattern of blocks, stacked over its repeats: every array has a leading dim `layers`, or `ends`.
+
+    For a pipeline in several rounds it has two, `rounds layers`: round 0 of the first stage has the first repeats, and
+    so on around the stages, so that the numbers of the repeats go on from row to row.
+    """
+
+    blocks: tuple[AbstractBlock, ...] = stacked("layers")
+    num_repeats: int = eqx.field(static=True)
+    """Repeats of the pattern over all devices. Static, so that a tree without arrays has it too."""
+    layers: tuple[Dim, ...] = eqx.field(static=True, default=(Dim("layers"),))
+    """Dims of the repeats. `layers` is sharded over `pipe`, `ends` is replicated: segments that are no stages."""
+
+    @property
+    def is_pipelined(self) -> bool:
+        """True on a mesh that deals these layers out to the stages of a pipeline."""
+        return is_pipelined(self.layers[-1].name)
+
+    @property
+    def local_repeats(self) -> int:
+        """Repeats of the pattern on this device, in one round."""
+        return jax.tree.leaves(self.blocks)[0].shape[len(self.layers) - 1]
+
+    @property
+    def first_repeat(self) -> int | Int[Array, ""]:
+        """Number of the first repeat on this device, in the first round."""
+        return shard_offset(jax.tree.leaves(self.blocks)[0], self.layers[-1].name, self.local_repeats)
+
+    def split_rounds(self, rounds: int) -> "Segment":
+        if self.layers[-1].name != "layers":
+            return self
+        merged = self.merge_rounds()
+        if rounds == 1:
+            return merged
+        if self.num_repeats % rounds:
+            raise ValueError(
+                f"{self.num_repeats} repeats of {len(self.blocks)} layers do not share out over rounds={rounds}: let "
+                f"the rounds divide {self.num_repeats}, or move layers out of the stages with zoo.models.split_ends"
+            )
+        dims = (Dim("rounds"), *merged.layers)
+        return merged._reshape(lambda shape: (rounds, shape[0] // rounds, *shape[1:]), dims)
+
+    def merge_rounds(self) -> "Segment":
+        if len(self.layers) == 1:
+            return self
+        return self._reshape(lambda shape: (shape[0] * shape[1], *shape[2:]), self.layers[1:])
+
+    def take_round(self, number: Int[Array, ""]) -> "Segment":
+        """Return the layers of this device in one round, without the dim `rounds`."""
+        if len(self.layers) == 1:
+            return self
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+        # A cut of the loss has taken the round already: its gradient is then as small as the round.
+        take = lambda x: x[0] if len(x) == 1 else lax.dynamic_index_in_dim(x, number, keepdims=False)
+        return type(self)(eqx.combine(jax.tree.map(take, arrays), static), self.num_repeats, self.layers[1:])
+
+    def vary_arrays(self) -> tuple[AbstractBlock, ...]:
+        """Return the arrays of the blocks. With sequence parallelism the gradients of those that `tensor` replicates,
+        such as norms, are parts of a sum: cast here, they are all-reduced once, after the loop over layers."""
+        return vary(eqx.filter(self.blocks, eqx.is_array), find_token_axes())
+
+    def _reshape(self, new_shape: Callable[[tuple[int, ...]], tuple[int, ...]], layers: tuple[Dim, ...]) -> "Segment":
+        def reshape(x):
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(new_shape(x.shape), x.dtype)
+            return x.reshape(new_shape(x.shape)) if eqx.is_array(x) else x
+
+        return type(self)(jax.tree.map(reshape, self.blocks), self.num_repeats, layers)
+
+
+def index_tree(tree: Any, i: int) -> Any:
+    """Return element `i` along the leading dim of every array."""
+    return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, tree)
+
+
+def stack_trees(trees: Sequence[Any], axis: int = 0) -> Any:
+    """Stack the arrays of equal trees along a new dim."""
+    return jax.tree.map(lambda *x: jnp.stack(x, axis), *trees)
+
+
+def unstack_tree(tree: Any) -> list[Any]:
+    """Take every array apart along its leading dim. The gradient stacks once, where that of indexing would pad and add
+    once per element."""
+    arrays, treedef = jax.tree.flatten(tree)
+    return [jax.tree.unflatten(treedef, elements) for elements in zip(*map(jax.lax.unstack, arrays), strict=True)]

@@ -1,0 +1,248 @@
+"""The schedule 1F1B: the parts of a loss run by a timetable, one forward and one backward pass in each tick.
+
+PipeDream-flush (Narayanan et al., arXiv:2006.09503), and its interleaved form (arXiv:2104.04473). The backward pass of
+a micro-batch begins in the tick in which its forward pass ends, so that what a stage keeps depends on the number of
+stages, and not on that of micro-batches.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, PyTree
+
+from .collectives import scan, vary, vary_as_returned, varying
+from .loss_parts import Loss, LossParts
+from .pipeline import broadcast_from, select, send_to_next, send_to_previous
+from .rounds import add_round, select_round
+from .schedule import Timetable
+
+
+class _Result(NamedTuple):
+    """Sums over micro-batches."""
+
+    total: Array
+    count: Array
+    aux: PyTree
+    gradients: PyTree
+
+
+class _Carry(NamedTuple):
+    """What a device carries from tick to tick."""
+
+    arrived: PyTree
+    """Output of the stage before, in the last tick."""
+    returned: PyTree
+    """Gradient from the stage after, in the last tick."""
+    kept: PyTree
+    """Slots of what the stage keeps of a micro-batch until its backward pass."""
+    result: _Result
+
+
+class _Now(NamedTuple):
+    """A row of the timetable."""
+
+    forward: Int[Array, "stages 3"]
+    backward: Int[Array, "stages 3"]
+    enters: Int[Array, ""]
+    ends: Int[Array, ""]
+    returns: Int[Array, ""]
+
+
+def run_timetable(
+    loss: Loss, parameters: PyTree, microbatches: PyTree, table: Timetable, *, keep: str = "inputs"
+) -> tuple[Array, Array, PyTree, PyTree]:
+    """Return total, count and aux of a loss, summed over micro-batches, and the gradient of the total with respect to
+    the parameters, summed in float32.
+
+    - `microbatches`: rows, with a leading dim of micro-batches.
+    - `keep`: what a stage holds of a micro-batch between its two passes: "inputs", from which the backward pass
+      recomputes the rest, or "residuals".
+
+    **Raises** `ValueError` if the loss does not call the stack; `NotImplementedError` if it calls the stack twice or
+    inside a transformation such as `jax.jit` or `jax.checkpoint`, and for residuals in several rounds.
+    """
+    if keep == "residuals" and table.rounds > 1:
+        raise NotImplementedError(
+            'keep="residuals" would keep the weights of a round with every micro-batch: take keep="inputs" with '
+            f"rounds={table.rounds}, or one round"
+        )
+    parts, one_round = LossParts(loss, microbatches), select_round(parameters, 0)
+    # What a stage carries varies over the axes of what a stage returns.
+    front = vary(parts.run_front(one_round, 0), ("pipe",))
+    entered = vary_as_returned(lambda stream: parts.run_stage(one_round, stream, 0, 0), front)
+    keeper = (_KeepResiduals if keep == "residuals" else _KeepInputs)(parts, one_round, entered)
+    return _Pipeline(parts, keeper, parameters, table).run(entered)
+
+
+class _KeepInputs:
+    """Keeps what enters a stage. Its backward pass runs the stage again."""
+
+    def __init__(self, parts: LossParts, parameters: PyTree, entered: PyTree):
+        self.parts = parts
+
+    def run_forward(self, parameters: PyTree, stream: PyTree, microbatch: Any, number: Any) -> tuple[PyTree, PyTree]:
+        return self.parts.run_stage(parameters, stream, microbatch, number), stream
+
+    def run_backward(self, parameters: PyTree, kept: PyTree, gradient: PyTree, microbatch: Any, number: Any) -> Any:
+        run = lambda parameters, stream: self.parts.run_stage(parameters, stream, microbatch, number)
+        return jax.vjp(run, parameters, kept)[1](gradient)
+
+
+class _KeepResiduals:
+    """Keeps the residuals of a stage, as `remat` of the layers chooses them. Those that depend on parameters alone,
+    which are the parameters and what the loss has cast them to, are kept once and not for every micro-batch."""
+
+    def __init__(self, parts: LossParts, parameters: PyTree, entered: PyTree):
+        self.parts = parts
+        self.structure: Any = None
+
+        def list_residuals(stream, microbatch):
+            _, residuals, self.structure = self._run(parameters, stream, microbatch)
+            return residuals
+
+        args = entered, _number_first()
+        self.is_constant = _find_constant_results(jax.make_jaxpr(list_residuals)(*args).jaxpr)
+        residuals = zip(list_residuals(*args), self.is_constant, strict=True)
+        self.constants = [x for x, is_constant in residuals if is_constant]
+
+    def run_forward(self, parameters: PyTree, stream: PyTree, microbatch: Any, number: Any) -> tuple[PyTree, PyTree]:
+        y, residuals, _ = self._run(parameters, stream, microbatch)
+        return y, [x for x, is_constant in zip(residuals, self.is_constant, strict=True) if not is_constant]
+
+    def run_backward(self, parameters: PyTree, kept: PyTree, gradient: PyTree, microbatch: Any, number: Any) -> Any:
+        constants, others = iter(self.constants), iter(kept)
+        residuals = [next(constants if is_constant else others) for is_constant in self.is_constant]
+        return jax.tree.unflatten(self.structure, residuals)(gradient)
+
+    def _run(self, parameters: PyTree, stream: PyTree, microbatch: Any) -> tuple[PyTree, list[Array], Any]:
+        run = lambda parameters, stream: self.parts.run_stage(parameters, stream, microbatch, 0)
+        y, pull_back = jax.vjp(run, parameters, stream)
+        return y, *jax.tree.flatten(pull_back)
+
+
+def _find_constant_results(jaxpr: Any) -> list[bool]:
+    """Return for each result of a jaxpr whether no argument has any influence on it."""
+    changing = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        if any(isinstance(x, jax.extend.core.Var) and x in changing for x in equation.invars):
+            changing.update(equation.outvars)
+    return [not (isinstance(x, jax.extend.core.Var) and x in changing) for x in jaxpr.outvars]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pipeline:
+    """The executor of a timetable."""
+
+    parts: LossParts
+    keeper: _KeepInputs | _KeepResiduals
+    parameters: PyTree
+    table: Timetable
+
+    def run(self, entered: PyTree) -> _Result:
+        """Run all ticks: a scan for each phase of the timetable."""
+        table, one_round = self.table, select_round(self.parameters, 0)
+        kept = jax.eval_shape(lambda: self.keeper.run_forward(one_round, entered, _number_first(), 0)[1])
+        slots = jax.tree.map(lambda x: jnp.zeros((table.num_slots, *x.shape), x.dtype), kept)
+        total, (count, aux) = jax.eval_shape(lambda: self.parts.run_tail(one_round, broadcast_from(entered, 0), 0))
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (total, count, aux))
+        gradients = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), self.parameters)
+        carry = _Carry(entered, _make_zeros(entered), slots, _Result(*sums, gradients))
+        columns = _Now(table.forward, table.backward, table.enters, table.ends, table.returns)
+        for phase in table.phases:
+            now = _Now(*(jnp.asarray(x[phase.begin : phase.end], jnp.int32) for x in columns))
+            carry, _ = scan(partial(self._run_tick, phase), carry, now)
+        return carry.result
+
+    def _run_tick(self, phase: Any, carry: _Carry, now: _Now) -> tuple[_Carry, None]:
+        output = None
+        if phase.has_forward:
+            carry, output = self._run_forward(phase, carry, now)
+        if phase.has_backward:
+            carry = self._run_backward(phase, carry, now, output)
+        return carry, None
+
+    def _run_forward(self, phase: Any, carry: _Carry, now: _Now) -> tuple[_Carry, PyTree]:
+        """Run one micro-batch through the stage, send the output on, and keep what the backward pass needs."""
+        stage = lax.axis_index("pipe")
+        microbatch, number, slot = now.forward[stage]
+        enter = lambda: self.parts.run_front(select_round(self.parameters, 0), now.enters)
+        entering = self._run_in(phase, self.table.enters, now.enters, enter)
+        # An idle stage computes, too, on real rows where there are any: nothing of it is kept.
+        x = select((stage == 0) & (number <= 0), entering, carry.arrived)
+        number = jnp.maximum(number, 0)
+        output, kept = self.keeper.run_forward(select_round(self.parameters, number), x, microbatch, number)
+        slot = jnp.where(slot < 0, self.table.num_slots, slot)
+        slots = jax.tree.map(lambda slots, x: slots.at[slot].set(x, mode="drop"), carry.kept, kept)
+        return carry._replace(arrived=send_to_next(output, self.table.stages, self.table.rounds), kept=slots), output
+
+    def _run_backward(self, phase: Any, carry: _Carry, now: _Now, output: PyTree | None) -> _Carry:
+        """Run the backward pass of one micro-batch, after the loss of the one that has just left the last stage."""
+        table, stage, result = self.table, lax.axis_index("pipe"), carry.result
+        microbatch, number, slot = now.backward[stage]
+        returned = carry.returned
+        if output is not None:
+            finish = partial(self._differentiate_tail, broadcast_from(output, table.stages - 1), now.ends)
+            sums, gradient = self._run_in(phase, table.ends, now.ends, finish)
+            result = _Result(*jax.tree.map(jnp.add, result[:3], sums[:3]), add_round(result[3], sums[3], 0))
+            returned = select((stage == table.stages - 1) & (number == table.rounds - 1), gradient, returned)
+        returned = select(microbatch >= 0, returned, _make_zeros(returned))
+        # An idle stage reads slot 0, which is written first: zeros, as residuals, could give 0 / 0.
+        kept = jax.tree.map(lambda slots: slots[jnp.maximum(slot, 0)], carry.kept)
+        round_number = jnp.maximum(number, 0)
+        one_round = select_round(self.parameters, round_number)
+        gradients, gradient = self.keeper.run_backward(one_round, kept, returned, microbatch, round_number)
+        sums = add_round(result.gradients, gradients, round_number)
+        leaving = select((stage == 0) & (now.returns >= 0), gradient, _make_zeros(gradient))
+        gradients = self._run_in(
+            phase, table.returns, now.returns, partial(self._differentiate_front, leaving, now.returns)
+        )
+        result = result._replace(gradients=add_round(sums, gradients, 0))
+        return carry._replace(returned=send_to_previous(gradient, table.stages, table.rounds), result=result)
+
+    def _differentiate_tail(self, stream: PyTree, microbatch: Int[Array, ""]) -> tuple[_Result, PyTree]:
+        """Return the loss of a micro-batch, its gradients, and the gradient of what left the last stage; zeros for
+        none."""
+        run = lambda parameters, stream: self.parts.run_tail(parameters, stream, microbatch)
+        one_round = select_round(self.parameters, 0)
+        result, gradients = jax.value_and_grad(run, (0, 1), has_aux=True)(one_round, stream)
+        total, (count, aux) = result
+        results = _Result(total, count, aux, gradients[0]), gradients[1]
+        return select(microbatch >= 0, results, _make_zeros(results))
+
+    def _differentiate_front(self, gradient: PyTree, microbatch: Int[Array, ""]) -> PyTree:
+        """Return the gradients of parameters, given that of what entered the first stage."""
+        gradient = broadcast_from(gradient, 0)
+
+        def run(parameters):
+            return jax.tree.map(lambda x, g: vary(x, varying(g)), self.parts.run_front(parameters, microbatch), gradient)
+
+        return jax.vjp(run, select_round(self.parameters, 0))[1](gradient)[0]
+
+    def _run_in(self, phase: Any, column: Any, now: Int[Array, ""], run: Any) -> Any:
+        """Return `run()`, or zeros in a tick whose entry of the column is -1. Where most ticks of a phase have one,
+        `run` is to give zeros itself, and no branch is compiled."""
+        if 2 * (column[phase.begin : phase.end] >= 0).sum() >= phase.end - phase.begin:
+            return run()
+        axes: list[frozenset[str]] = []
+        shapes = jax.eval_shape(lambda: _list_varying(run(), axes))
+        values, structure = jax.tree.flatten(shapes)
+        zeros = [vary(jnp.zeros(x.shape, x.dtype), names) for x, names in zip(values, axes, strict=True)]
+        return lax.cond(now >= 0, run, lambda: structure.unflatten(zeros))
+
+
+def _number_first() -> Int[Array, ""]:
+    """Return the number of the first micro-batch, of the type of one that differs between stages."""
+    return vary(jnp.zeros((), jnp.int32), ("pipe",))
+
+
+def _list_varying(tree: PyTree, axes: list[frozenset[str]]) -> PyTree:
+    axes.extend(map(varying, jax.tree.leaves(tree)))
+    return tree
+
+
+def _make_zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.zeros_like, tree)
