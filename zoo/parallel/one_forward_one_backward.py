@@ -6,6 +6,7 @@ stages, and not on that of micro-batches.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
-from .collectives import scan, vary, vary_as_returned, varying
+from .collectives import vary, vary_as_returned, varying
 from .loss_parts import Loss, LossParts
 from .pipeline import broadcast_from, select, send_to_next, send_to_previous
 from .rounds import add_round, select_round
@@ -145,16 +146,16 @@ class _Pipeline:
     def run(self, entered: PyTree) -> _Result:
         """Run all ticks: a scan for each phase of the timetable."""
         table, one_round = self.table, select_round(self.parameters, 0)
-        kept = jax.eval_shape(lambda: self.keeper.run_forward(one_round, entered, _number_first(), 0)[1])
-        slots = jax.tree.map(lambda x: jnp.zeros((table.num_slots, *x.shape), x.dtype), kept)
-        total, (count, aux) = jax.eval_shape(lambda: self.parts.run_tail(one_round, broadcast_from(entered, 0), 0))
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (total, count, aux))
-        gradients = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), self.parameters)
-        carry = _Carry(entered, _make_zeros(entered), slots, _Result(*sums, gradients))
+        kept = _make_zeros_of(lambda: self.keeper.run_forward(one_round, entered, _number_first(), 0)[1])
+        slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (table.num_slots, *x.shape)), kept)
+        tail = _make_zeros_of(lambda: self.parts.run_tail(one_round, broadcast_from(entered, 0), 0))
+        gradients = jax.tree.map(lambda x: vary(jnp.zeros(x.shape), varying(x)), self.parameters)
+        total, (count, aux) = tail
+        carry = _Carry(entered, _make_zeros(entered), slots, _Result(total, count, aux, gradients))
         columns = _Now(table.forward, table.backward, table.enters, table.ends, table.returns)
         for phase in table.phases:
             now = _Now(*(jnp.asarray(x[phase.begin : phase.end], jnp.int32) for x in columns))
-            carry, _ = scan(partial(self._run_tick, phase), carry, now)
+            carry, _ = lax.scan(partial(self._run_tick, phase), carry, now)
         return carry.result
 
     def _run_tick(self, phase: Any, carry: _Carry, now: _Now) -> tuple[_Carry, None]:
@@ -227,11 +228,8 @@ class _Pipeline:
         `run` is to give zeros itself, and no branch is compiled."""
         if 2 * (column[phase.begin : phase.end] >= 0).sum() >= phase.end - phase.begin:
             return run()
-        axes: list[frozenset[str]] = []
-        shapes = jax.eval_shape(lambda: _list_varying(run(), axes))
-        values, structure = jax.tree.flatten(shapes)
-        zeros = [vary(jnp.zeros(x.shape, x.dtype), names) for x, names in zip(values, axes, strict=True)]
-        return lax.cond(now >= 0, run, lambda: structure.unflatten(zeros))
+        zeros = _make_zeros_of(run)
+        return lax.cond(now >= 0, run, lambda: zeros)
 
 
 def _number_first() -> Int[Array, ""]:
@@ -239,9 +237,17 @@ def _number_first() -> Int[Array, ""]:
     return vary(jnp.zeros((), jnp.int32), ("pipe",))
 
 
-def _list_varying(tree: PyTree, axes: list[frozenset[str]]) -> PyTree:
-    axes.extend(map(varying, jax.tree.leaves(tree)))
-    return tree
+def _make_zeros_of(function: Callable[[], PyTree]) -> PyTree:
+    """Return zeros of the shapes, dtypes and varying axes of what a function returns, which is not computed."""
+    axes: list[frozenset[str]] = []
+
+    def call():
+        result = function()
+        axes.extend(map(varying, jax.tree.leaves(result)))
+        return result
+
+    shapes, structure = jax.tree.flatten(jax.eval_shape(call))
+    return structure.unflatten(vary(jnp.zeros(x.shape, x.dtype), names) for x, names in zip(shapes, axes, strict=True))
 
 
 def _make_zeros(tree: PyTree) -> PyTree:
