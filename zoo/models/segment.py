@@ -1,5 +1,6 @@
 """Repeating patterns of layers, and their blocks stacked over the repeats: on one device, or dealt out to stages."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from zoo.parallel import Dim, current_mesh, shard_offset, stacked, vary
+from zoo.parallel import Dim, shard_offset, stacked, vary
 from zoo.parallel.pipeline import is_pipelined
 from zoo.parallel.rounds import AbstractLayers
 from zoo.parallel.tokens import find_token_axes
@@ -63,6 +64,11 @@ class Segment(AbstractLayers):
         return jax.tree.leaves(self.blocks)[0].shape[len(self.layers) - 1]
 
     @property
+    def local_layers(self) -> int:
+        """Layers on this device, in all rounds."""
+        return math.prod(jax.tree.leaves(self.blocks)[0].shape[: len(self.layers)]) * len(self.blocks)
+
+    @property
     def first_repeat(self) -> int | Int[Array, ""]:
         """Number of the first repeat on this device, in the first round."""
         return shard_offset(jax.tree.leaves(self.blocks)[0], self.layers[-1].name, self.local_repeats)
@@ -109,7 +115,7 @@ class Segment(AbstractLayers):
         return type(self)(jax.tree.map(reshape, self.blocks), self.num_repeats, layers)
 
 
-def index_tree(tree: Any, i: int) -> Any:
+def index_tree(tree: Any, i: int | tuple[int | slice, ...]) -> Any:
     """Return element `i` along the leading dim of every array."""
     return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, tree)
 

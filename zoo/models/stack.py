@@ -85,7 +85,7 @@ class Stack(AbstractStack):
 
     def count_layers(self) -> int:
         """Return the number of layers on this device."""
-        return sum(jax.tree.leaves(segment.merge_rounds().blocks)[0].shape[0] * len(segment.blocks) for segment in self.segments)
+        return sum(segment.local_layers for segment in self.segments)
 
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
@@ -159,13 +159,12 @@ class Stack(AbstractStack):
     ) -> tuple[Hidden, LayerStates | None]:
         """Run the repeats of a pattern on this device, of which the first has the number `first_repeat`. Repeat 0
         begins with layer `first`."""
-        layers = segment.local_repeats * len(segment.blocks)
-        loop = select_loop(self.loop, layers=layers, remat=self.remat, size=hidden.x.size)
-        first += len(segment.blocks) * first_repeat
+        loop = select_loop(self.loop, layers=segment.local_layers, remat=self.remat, size=hidden.x.size)
+        layer = first + len(segment.blocks) * first_repeat
         if loop == "plain":
-            return self._run_plain(segment, first, hidden, info, states)
+            return self._run_plain(segment, layer, hidden, info, states)
         unroll = 1 if loop == "scan" else min(int(loop), segment.local_repeats)
-        return self._scan(segment, first, unroll, hidden, info, states)
+        return self._scan(segment, layer, unroll, hidden, info, states)
 
     def _run_plain(
         self,

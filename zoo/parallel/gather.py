@@ -214,7 +214,4 @@ def rematerializes(remat: Remat) -> bool:
     if remat not in _REMAT_POLICIES:
         raise ValueError(f"remat is one of {', '.join(_REMAT_POLICIES)}, not {remat!r}")
     mesh = current_mesh()
-    has_sharded_parameters = mesh is not None and any(
-        mesh.shape[axis] > 1 for axes in mesh.layout.parameters.values() for axis in axes
-    )
-    return remat != "none" or has_sharded_parameters
+    return remat != "none" or (mesh is not None and bool(mesh.axes_at_rest))

@@ -5,6 +5,7 @@ mean is exact when shards hold different numbers of tokens.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from .rounds import select_round
 from .schedule import Schedule, Timetable
 from .spmd import ShardMapProgram, run_sharded
 
+_logger = logging.getLogger("zoo")
 
 GPIPE = Schedule("gpipe")
 """The schedule unless another is given: right for any loss."""
@@ -68,6 +70,8 @@ def value_and_grad(
     it in `rest`), and if the loss still varies along an axis that does not shard tokens.
     """
 
+    schedule.check_runs()
+
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
         program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True, schedule=schedule)
         loss, aux, gradients = run_sharded(program, (model, batch, *rest), key)
@@ -90,8 +94,9 @@ class _LossAndGrad(ShardMapProgram):
 
     def __call__(self, args, keys):
         model, *others = args
-        pipelining = Pipelining(self.microbatches, self.schedule.keep) if self._stages > 1 else Pipelining()
-        with active_pipelining(pipelining):
+        if self._stages > 1:
+            self._warn_slow_pipeline()
+        with active_pipelining(Pipelining(self.microbatches, self.schedule.keep)):
             return self._run(model, others, keys)
 
     @property
@@ -136,6 +141,22 @@ class _LossAndGrad(ShardMapProgram):
         if self.with_grad:
             gradients = map_leaves(partial(self._reduce_gradient, count), params, gradients, shard_axes)
         return total / count, aux, gradients
+
+    def _warn_slow_pipeline(self) -> None:
+        """Warn, once per compilation, of micro-batches too few to keep the stages busy, and of ZeRO-3."""
+        stages, rounds, count = self._stages, self.mesh.layout.rounds, self.microbatches
+        if count < stages:
+            idle = [(stages - 1) / (m * rounds + stages - 1) for m in (count, 4 * stages)]
+            _logger.warning(
+                f"pipe={stages} with {count} micro-batch{'es' if count > 1 else ''} leaves the devices idle for "
+                f"{idle[0]:.0%} of the time: microbatches={4 * stages} would for {idle[1]:.0%}"
+            )
+        if self.with_grad and (axes := self.mesh.axes_at_rest):
+            _logger.warning(
+                f"parameters are sharded over {' and '.join(axes)} (ZeRO-3), so that a stage all-gathers its layers "
+                f"for each of {count} micro-batches, forward and backward: layout=zoo.parallel.ZERO2 shards gradients "
+                "and optimizer state, and gathers nothing in the pipeline"
+            )
 
     def _make_timetable(self) -> Timetable | None:
         """Return the timetable by which the micro-batches run; None if they are one after the other, or one pipeline

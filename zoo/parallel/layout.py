@@ -55,10 +55,10 @@ class Layout:
 
     `Layout()` is the default table; `Layout().with_dims(sensors=("tensor",))` adds a dim.
 
-    **Raises** `ValueError` for an unknown axis or form, for `rounds` below 1, for a dim that `compute` lacks, if `gradients` does not contain
-    `parameters` or `optimizer` does not contain `gradients`, if an axis shards gradients but no tokens, if
-    `tokens` are sharded over other axes than `seq`, with or without `tensor`, and if `slots` are over other axes than
-    `context`.
+    **Raises** `ValueError` for an unknown axis or form, for `rounds` below 1, for a dim that `compute` lacks, if
+    `gradients` does not contain `parameters` or `optimizer` does not contain `gradients`, if an axis shards gradients
+    but no tokens, if `tokens` are sharded over other axes than `seq`, with or without `tensor`, and if `slots` are over
+    other axes than `context`.
     """
 
     compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_COMPUTE.copy)

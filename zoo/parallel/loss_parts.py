@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.core import get_opaque_trace_state
 from jaxtyping import Array, PyTree
 
 from .pipeline import Stage, cutting, take_rows
@@ -77,10 +77,10 @@ class _Entered(BaseException):
 def _cut(cut: Callable) -> Iterator[None]:
     """Let the stack call `cut` in place of its stages. **Raises** `NotImplementedError` if that happens inside of a
     transformation, out of which its arguments cannot be taken."""
-    state = jax.core.get_opaque_trace_state()
+    state = get_opaque_trace_state()
 
     def check_and_cut(*args: Any) -> Any:
-        if jax.core.get_opaque_trace_state() != state:
+        if get_opaque_trace_state() != state:
             raise NotImplementedError(
                 "the loss calls the model inside a transformation (jax.jit, jax.checkpoint, jax.grad, a scan), where "
                 "1F1B cannot cut it: call the model directly and let `remat` of the model rematerialize, or take "

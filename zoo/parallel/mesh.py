@@ -53,6 +53,12 @@ class Mesh:
         return self if self.layout.gradients is None else self._with_parameters(self.layout.gradients)
 
     @property
+    def axes_at_rest(self) -> tuple[str, ...]:
+        """Axes of size above 1 that shard parameters at rest, and not during compute (ZeRO-3)."""
+        axes = [axis for row in self.layout.parameters.values() for axis in row]
+        return tuple(axis for axis in AXES if axis in axes and self.devices.shape[axis] > 1)
+
+    @property
     def without_sequence_parallelism(self) -> "Mesh":
         """The mesh with hidden states that `tensor` does not shard, as decoding needs them: a step has one token."""
         layout = self.layout.with_dims(tokens=self.layout.axes("seq"))

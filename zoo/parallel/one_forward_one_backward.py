@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Var
 from jaxtyping import Array, Int, PyTree
 
 from .collectives import vary, vary_as_returned, varying
@@ -129,9 +130,9 @@ def _find_constant_results(jaxpr: Any) -> list[bool]:
     """Return for each result of a jaxpr whether no argument has any influence on it."""
     changing = set(jaxpr.invars)
     for equation in jaxpr.eqns:
-        if any(isinstance(x, jax.extend.core.Var) and x in changing for x in equation.invars):
+        if any(isinstance(x, Var) and x in changing for x in equation.invars):
             changing.update(equation.outvars)
-    return [not (isinstance(x, jax.extend.core.Var) and x in changing) for x in jaxpr.outvars]
+    return [not (isinstance(x, Var) and x in changing) for x in jaxpr.outvars]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +153,9 @@ class _Pipeline:
         gradients = jax.tree.map(lambda x: vary(jnp.zeros(x.shape), varying(x)), self.parameters)
         total, (count, aux) = tail
         carry = _Carry(entered, _make_zeros(entered), slots, _Result(total, count, aux, gradients))
-        columns = _Now(table.forward, table.backward, table.enters, table.ends, table.returns)
+        columns = table.forward, table.backward, table.enters, table.ends, table.returns
         for phase in table.phases:
-            now = _Now(*(jnp.asarray(x[phase.begin : phase.end], jnp.int32) for x in columns))
+            now = _Now(*(jnp.asarray(column[phase.begin : phase.end], jnp.int32) for column in columns))
             carry, _ = lax.scan(partial(self._run_tick, phase), carry, now)
         return carry.result
 
@@ -188,7 +189,8 @@ class _Pipeline:
         if output is not None:
             finish = partial(self._differentiate_tail, broadcast_from(output, table.stages - 1), now.ends)
             sums, gradient = self._run_in(phase, table.ends, now.ends, finish)
-            result = _Result(*jax.tree.map(jnp.add, result[:3], sums[:3]), add_round(result[3], sums[3], 0))
+            total, count, aux = jax.tree.map(jnp.add, result[:3], sums[:3])
+            result = _Result(total, count, aux, add_round(result.gradients, sums.gradients, 0))
             returned = select((stage == table.stages - 1) & (number == table.rounds - 1), gradient, returned)
         returned = select(microbatch >= 0, returned, _make_zeros(returned))
         # An idle stage reads slot 0, which is written first: zeros, as residuals, could give 0 / 0.
@@ -219,7 +221,8 @@ class _Pipeline:
         gradient = broadcast_from(gradient, 0)
 
         def run(parameters):
-            return jax.tree.map(lambda x, g: vary(x, varying(g)), self.parts.run_front(parameters, microbatch), gradient)
+            entered = self.parts.run_front(parameters, microbatch)
+            return jax.tree.map(lambda x, g: vary(x, varying(g)), entered, gradient)
 
         return jax.vjp(run, select_round(self.parameters, 0))[1](gradient)[0]
 

@@ -6,7 +6,6 @@ any loss is right. `zoo.parallel.one_forward_one_backward` cuts a loss where it 
 
 import contextvars
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +31,7 @@ class Pipelining:
     microbatches: int | None = None
     """Number of micro-batches. None for as many as the rows allow, up to four for each stage."""
     keep: str = "inputs"
-    """"inputs": each tick saves its input and recomputes its residuals in the backward pass. "residuals": saves them."""
+    """"inputs": a tick saves its input, and recomputes its residuals in the backward pass. "residuals": saves them."""
 
 
 active_pipelining = jax.make_user_context(Pipelining())
