@@ -6,7 +6,7 @@ instead of `layers`, of which the second is sharded over `pipe`: nothing is perm
 
 import abc
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -21,12 +21,12 @@ class AbstractLayers(Module):
     """Stacked layers, of one leading dim, or of two in rounds. Splitting what is split returns it, and so merging."""
 
     @abc.abstractmethod
-    def split_rounds(self, rounds: int) -> Self:
+    def split_rounds(self, rounds: int) -> "AbstractLayers":
         """Return the layers with leading dims `rounds layers`. **Raises** `ValueError` if `rounds` does not divide
         them."""
 
     @abc.abstractmethod
-    def merge_rounds(self) -> Self:
+    def merge_rounds(self) -> "AbstractLayers":
         """Return the layers with one leading dim."""
 
 
