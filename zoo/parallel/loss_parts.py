@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from jax.core import get_opaque_trace_state
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, PyTree
 
 from .pipeline import Stage, cutting, take_rows
