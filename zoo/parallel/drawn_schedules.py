@@ -60,8 +60,10 @@ def time_dualpipe(p: int, m: int) -> tuple[Ticks, Ticks, Ticks]:
 
 
 def order_dualpipe(stage: int, p: int, m: int) -> list[Job]:
-    """Return the jobs of a stage of DualPipe in the order of the report's code: eight steps, mirrored in the second half
-    of the stages. A forward that overlaps with a backward of the other direction is paired, and they take the sum."""
+    """Return the jobs of a stage of DualPipe in the order of the report, mirrored in the second half of the stages.
+
+    A forward that overlaps with a backward of the other direction is paired with it; together they take the sum.
+    """
     near = min(stage, p - 1 - stage)
     mirrored = stage >= p // 2
     counts = {"forward": [0, 0], "backward": [0, 0]}

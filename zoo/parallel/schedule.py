@@ -1,8 +1,8 @@
-"""Pipeline schedules: in which tick each stage takes which micro-batch, forward and backward, as arrays to run and draw.
+"""Pipeline schedules: which micro-batch each stage takes in each tick, forward and backward, as arrays to run and draw.
 
-p stages, m micro-batches, V rounds. Each stage holds V chunks of the layers, dealt out in turn: the chunk of stage s and
-round v is number v p + s of V p. All stages take a tick together (lockstep): at most one forward pass of one chunk, then
-at most one backward pass. Activations move to the next stage, and their gradients to the stage before, between ticks.
+p stages, m micro-batches, V rounds. Each stage holds V chunks of the layers, dealt out in turn: stage s has in round v
+chunk v p + s of V p. All stages take a tick together (lockstep): at most one forward pass of a chunk, then at most one
+backward pass. Between ticks activations move to the next stage, and their gradients to the stage before.
 
     schedule = zoo.parallel.schedule.Schedule("1f1b")
     table = schedule.table(stages=4, microbatches=16, rounds=2)
@@ -12,11 +12,12 @@ at most one backward pass. Activations move to the next stage, and their gradien
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from . import drawn_schedules
 from .drawn_schedules import Job, Ticks
@@ -63,7 +64,7 @@ class Schedule:
         return _tabulate(self.name, stages, microbatches, rounds, *times[self.name](stages, microbatches))
 
     def check_runs(self) -> None:
-        """**Raises** `NotImplementedError` for a schedule that is only drawn, with its cost and what to take instead."""
+        """**Raises** `NotImplementedError` for a schedule that is only drawn: its cost, what to take instead."""
         if self.name not in _DRAWN:
             return
         stages, microbatches = 8, 32
@@ -161,9 +162,9 @@ class Timetable:
         """Runs of ticks with the same kinds of work, in order."""
         kinds = [(bool(f), bool(b)) for f, b in zip(_is_busy(self.forward), _is_busy(self.backward), strict=True)]
         edges = [t for t in range(len(kinds)) if t == 0 or kinds[t] != kinds[t - 1]] + [len(kinds)]
-        return [Phase(begin, end, *kinds[begin]) for begin, end in zip(edges, edges[1:], strict=False)]
+        return [Phase(begin, end, *kinds[begin]) for begin, end in itertools.pairwise(edges)]
 
-    def cost(self, *, forward: float = 1.0, backward: float = 2.0, weights: float = 1.0) -> float:
+    def cost(self, *, forward: float | int = 1, backward: float | int = 2, weights: float | int = 1) -> float:
         """Return the time of all ticks in lockstep: in each the stages wait for the kinds of work that any of them has.
 
         - `forward`, `backward`: time of a micro-batch on one stage, over all of its rounds.
@@ -171,7 +172,7 @@ class Timetable:
         """
         return float(sum(self._tick_times(forward, backward, weights).sum(0)))
 
-    def _tick_times(self, forward: float, backward: float, weights: float) -> np.ndarray:
+    def _tick_times(self, forward: float | int, backward: float | int, weights: float | int) -> np.ndarray:
         """Return the time of each tick for forward, backward and weights."""
         is_split = _is_busy(self.weights).any()
         times = np.array([forward, backward - weights, weights] if is_split else [forward, backward, 0.0])
@@ -191,7 +192,7 @@ class Timetable:
         """
         if not lockstep:
             return drawn_schedules.start_when_ready(self._list_jobs(), self.find_chunk)
-        times = self._tick_times(1.0, 2.0, 1.0)
+        times = self._tick_times(1, 2, 1)
         starts = np.concatenate([[0.0], times.reshape(-1).cumsum()])[:-1].reshape(times.shape)
         return [
             Work(kind, s, int(table[t, s, 0]), int(table[t, s, 1]), float(starts[t, k]), float(times[t, k]))
@@ -225,7 +226,8 @@ class Timetable:
         sizes += ", 2 directions" if self.name == "dualpipe" else ""
         title = f"{_TITLES[self.name]}: {idle:.1%} idle"
         pace = "in lockstep" if lockstep else "each stage at its own pace"
-        return draw_work(work, self.stages, title=title, subtitle=(sizes, pace), width=width)
+        shades = "directions" if self.name == "dualpipe" else "rounds"
+        return draw_work(work, self.stages, title=title, subtitle=(sizes, pace), shades=shades, width=width)
 
 
 def _time_1f1b(p: int, m: int, rounds: int) -> tuple[Ticks, Ticks, Ticks]:
@@ -247,7 +249,7 @@ def _time_gpipe(p: int, m: int) -> tuple[Ticks, Ticks, Ticks]:
 def _tabulate(
     name: str, stages: int, microbatches: int, rounds: int, forward: Ticks, backward: Ticks, weights: Ticks
 ) -> Timetable:
-    """Make the arrays, with a slot for each input: the lowest that is free from the forward pass to the last reading."""
+    """Make the arrays, with a slot for each input: the lowest free one, until the input is last read."""
     ticks = 1 + max([*backward.values(), *weights.values()])
     tables = np.full((3, ticks, stages, 3), -1)
     busy: list[list[tuple[int, int]]] = [[] for _ in range(stages)]  # heaps of (last tick, slot)
@@ -266,9 +268,9 @@ def _tabulate(
     return Timetable(name, stages, microbatches, rounds, num_slots, *tables)
 
 
-def _is_busy(table: Int[np.ndarray, "ticks stages 3"]) -> np.ndarray:
+def _is_busy(table: Int[np.ndarray, "ticks stages 3"]) -> Bool[np.ndarray, "ticks"]:
     """Return in which ticks any stage has work."""
-    return (table[..., 0] >= 0).any(1)
+    return np.any(table[..., 0] >= 0, axis=1)
 
 
 def _find_idle_fraction(work: list[Work], stages: int) -> float:

@@ -45,18 +45,21 @@ _STYLE = """
 """
 
 
-def draw_work(work: Sequence[Work], stages: int, *, title: str, subtitle: Sequence[str], width: int) -> str:
+def draw_work(
+    work: Sequence[Work], stages: int, *, title: str, subtitle: Sequence[str], shades: str, width: int
+) -> str:
     """Draw the work of `stages` as a self-contained `<svg>`; micro-batch numbers are left out where boxes are narrow.
 
-    CSS classes of a box: `box`, its kind, and `round0` onwards; later rounds are lighter. `subtitle` is wrapped between
-    its parts, and so is the legend.
+    CSS classes of a box: `box`, its kind, and `round0` onwards; later rounds are lighter, and the legend
+    calls them `shades`. `subtitle` is wrapped between its parts, and so is the legend.
     """
     span = max(x.start + x.duration for x in work)
     per_unit = (width - _LEFT - _RIGHT) / span
     kinds = [kind for kind in _NAMES if any(x.kind == kind for x in work)]
     rounds = 1 + max(x.round for x in work)
+    digits = len(str(max(x.microbatch for x in work)))
     lines = _wrap(subtitle, width)
-    legend, top = _draw_legend(kinds, rounds, width, 30.0 + 15 * len(lines))
+    legend, top = _draw_legend(kinds, rounds, shades, width, 30.0 + 15 * len(lines))
     height = top + _ROW * stages + 6
     description = f"{', '.join(subtitle)}. One row per stage, time to the right."
     parts = [
@@ -73,26 +76,25 @@ def draw_work(work: Sequence[Work], stages: int, *, title: str, subtitle: Sequen
         y = top + _ROW * stage
         parts.append(f'<g class="stage">{_text(_LEFT - 8, y + 15, f"stage {stage}", "end")}')
         parts.append(f'<path class="idle" d="M{_LEFT:g} {y + _BOX + 2:g}H{width - _RIGHT:g}"/>')
-        parts += [_draw_box(x, per_unit, y) for x in work if x.stage == stage]
+        parts += [_draw_box(x, per_unit, y, digits) for x in work if x.stage == stage]
         parts.append("</g>")
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _draw_box(work: Work, per_unit: float, y: float) -> str:
+def _draw_box(work: Work, per_unit: float, y: float, digits: int) -> str:
     x, width = _LEFT + work.start * per_unit, work.duration * per_unit
-    number = str(work.microbatch)
     classes = f"{work.kind} round{work.round}"
     box = f'<rect class="box {classes}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_BOX:g}"/>'
-    if width < _DIGIT * len(number) + 3:
+    if width < _DIGIT * digits + 3:
         return box
-    return box + _text(x + width / 2, y + 14.5, number, f"number round{work.round}")
+    return box + _text(x + width / 2, y + 14.5, str(work.microbatch), f"number round{work.round}")
 
 
-def _draw_legend(kinds: Sequence[str], rounds: int, width: float, y: float) -> tuple[list[str], float]:
+def _draw_legend(kinds: Sequence[str], rounds: int, shades: str, width: int, y: float) -> tuple[list[str], float]:
     """Return the legend, and where it ends."""
     entries = [(_NAMES[kind], [(kind, 0)]) for kind in kinds]
     if rounds > 1:
-        entries.append((f"{noun} 0 to {rounds - 1}", [(kinds[0], number) for number in range(rounds)]))
+        entries.append((f"{shades} 0 to {rounds - 1}", [(kinds[0], number) for number in range(rounds)]))
     parts, x, y = [], 8.0, y + 4
     for label, samples in entries:
         wide = 13 * len(samples) + 6 + _LETTER * len(label)
@@ -106,7 +108,7 @@ def _draw_legend(kinds: Sequence[str], rounds: int, width: float, y: float) -> t
     return parts, y + 24
 
 
-def _wrap(words: Sequence[str], width: float) -> list[str]:
+def _wrap(words: Sequence[str], width: int) -> list[str]:
     """Join parts by commas into lines of this width."""
     lines = [words[0]]
     for part in words[1:]:
@@ -123,6 +125,6 @@ def _shade_rounds(rounds: int) -> str:
     return "".join(f".pipeline rect.round{n + 1} {{ fill-opacity: {shade:.2f}; }}\n" for n, shade in enumerate(shades))
 
 
-def _text(x: float, y: float, words: str, kind: str = "") -> str:
+def _text(x: float | int, y: float | int, words: str, kind: str = "") -> str:
     attribute = f' class="{kind}"' if kind else ""
     return f'<text{attribute} x="{x:.2f}" y="{y:g}">{escape(words)}</text>'
