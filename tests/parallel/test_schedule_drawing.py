@@ -62,7 +62,9 @@ def test_numbers_are_those_of_the_micro_batches():
     numbers = sorted((float(x.get("x")), x.text) for x in first.iter(f"{SVG}text") if "number" in x.get("class"))
     assert [number for _, number in numbers] == list("01203123")
     narrow = ET.fromstring(make("1f1b", 2, 64).svg(width=320))
-    assert len(list_boxes(narrow)) == 2 * 2 * 64
+    boxes = list_boxes(narrow)
+    assert len(boxes) == 2 * 2 * 64
+    assert float(next(narrow.iter(f"{SVG}g")).get("stroke-width")) < 0.2 * min(float(x["width"]) for x in boxes)
     assert not [x for x in narrow.iter(f"{SVG}text") if "number" in x.get("class", "")]
 
 

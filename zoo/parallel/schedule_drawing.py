@@ -37,8 +37,8 @@ _STYLE = """
 .pipeline .number { fill: var(--ink); font-size: 9.5px; text-anchor: middle; font-variant-numeric: tabular-nums; }
 .pipeline .number.round0 { fill: var(--on); font-weight: 600; }
 .pipeline .paper { fill: var(--paper); }
-.pipeline .idle { stroke: var(--line); fill: none; }
-.pipeline .box { stroke: var(--paper); stroke-width: 0.6; }
+.pipeline .idle { stroke: var(--line); stroke-width: 1; fill: none; }
+.pipeline .box { stroke: var(--paper); }
 .pipeline .forward { fill: var(--forward); }
 .pipeline .backward { fill: var(--backward); }
 .pipeline .weights { fill: var(--weights); }
@@ -58,6 +58,8 @@ def draw_work(
     kinds = [kind for kind in _NAMES if any(x.kind == kind for x in work)]
     rounds = 1 + max(x.round for x in work)
     digits = len(str(max(x.microbatch for x in work)))
+    # Boxes of a pixel would otherwise be all outline.
+    outline = min(0.6, 0.1 * per_unit * min(x.duration for x in work))
     lines = _wrap(subtitle, width)
     legend, top = _draw_legend(kinds, rounds, shades, width, 30.0 + 15 * len(lines))
     height = top + _ROW * stages + 6
@@ -74,7 +76,9 @@ def draw_work(
     ]
     for stage in range(stages):
         y = top + _ROW * stage
-        parts.append(f'<g class="stage">{_text(_LEFT - 8, y + 15, f"stage {stage}", "end")}')
+        parts.append(
+            f'<g class="stage" stroke-width="{outline:.2f}">{_text(_LEFT - 8, y + 15, f"stage {stage}", "end")}'
+        )
         parts.append(f'<path class="idle" d="M{_LEFT:g} {y + _BOX + 2:g}H{width - _RIGHT:g}"/>')
         parts += [_draw_box(x, per_unit, y, digits) for x in work if x.stage == stage]
         parts.append("</g>")
