@@ -29,6 +29,12 @@ def test_spec_of_dims_in_compute_and_at_rest():
     assert spec(zoo.make_mesh(data=8), (("heads", 4), "embed"), (16, 32)) == P()
 
 
+def test_count_shards_of_a_dim_in_compute():
+    mesh = make_any_mesh(data=2, fsdp=2, tensor=2)
+    assert [mesh.count_shards(dim) for dim in ("batch", "seq", "mlp", "embed")] == [4, 1, 2, 1]
+    assert make_any_mesh(data=2, context=4).count_shards("seq") == 4
+
+
 def test_spec_replicates_few_kv_heads_and_an_odd_vocabulary():
     mesh = zoo.make_mesh(data=2, tensor=4)
     assert spec(mesh, (("kv_heads", 4), "embed"), (32, 32)) == P(("tensor",))

@@ -159,7 +159,7 @@ def _evaluate_windows(
 
     **Raises** `ValueError` if a score is not finite.
     """
-    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh.axes("seq"))
+    shards = 1 if mesh is None else mesh.count_shards("seq")
     length = -(-min(length, max(len(window.tokens) for window in windows)) // shards) * shards
     run = _score_on_one_device if mesh is None else zoo.spmd(_score_tokens, mesh, out="batch seq")
     nats, counted, times, bar = 0.0, [], [time.perf_counter()], _EvaluationProgress(len(windows))

@@ -50,14 +50,14 @@ def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | Non
 def choose_piece(length: int, mesh: Mesh | None = None) -> int:
     """Return the number of tokens of a piece of the prompt: a quarter of the cache length, and at most 256; rounded up
     to a multiple of the devices that share it."""
-    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh.axes("seq"))
+    shards = 1 if mesh is None else mesh.count_shards("seq")
     return -(-min(-(-length // 4), _MAX_PIECE) // shards) * shards
 
 
 def choose_rows(model: Decoder, rows: int, mesh: Mesh | None) -> int:
     """Return the number of rows to compute: per shard of the batch 1, 4, 8, 12, 16, 24, 32, 48, ... Not rounded for a
     model with arrays of its own per row, as `zoo.adapters.select_per_row` makes it."""
-    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh.axes("batch"))
+    shards = 1 if mesh is None else mesh.count_shards("batch")
     local = -(-rows // shards)
     rounded = _round_up(local) if local > 8 else min(size for size in (1, 4, 8) if size >= local)
     return shards * (local if rounded > local and _has_arrays_per_row(model) else rounded)

@@ -1,7 +1,6 @@
 """Batches: the dims of their arrays, the rows that each process reads, and the global arrays made of them."""
 
 import functools
-import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -97,10 +96,9 @@ def _assign_rows(mesh: Mesh) -> tuple[dict[int, frozenset[int]], dict[int, tuple
 
 def _find_row_shards(mesh: Mesh, get_process: Callable[[Any], int]) -> dict[int, frozenset[int]]:
     """Return the shards of the rows that the devices of each process hold, by the index map of the sharding."""
-    axes = mesh.axes("batch")
-    count = math.prod(mesh.shape[axis] for axis in axes)
+    sharding = NamedSharding(mesh.devices, PartitionSpec(mesh.axes("batch")))
     held: dict[int, set[int]] = {}
-    for device, (rows,) in NamedSharding(mesh.devices, PartitionSpec(axes)).devices_indices_map((count,)).items():
+    for device, (rows,) in sharding.devices_indices_map((mesh.count_shards("batch"),)).items():
         held.setdefault(get_process(device), set()).add(rows.start or 0)
     return {process: frozenset(shards) for process, shards in held.items()}
 

@@ -72,6 +72,13 @@ class Mesh:
         """Return the axes of size above 1 that shard `dim` during compute."""
         return tuple(axis for axis in self.layout.axes(dim) if self.devices.shape[axis] > 1)
 
+    def count_shards(self, dim: str) -> int:
+        """Return the number of shards of `dim` during compute; 1 if it is replicated.
+
+        Inside `zoo.spmd`, `zoo.parallel.num_shards` counts those of an array.
+        """
+        return self._multiply(self.axes(dim))
+
     def find_gather_dims(self, dims: Sequence[Dim]) -> list[tuple[int, tuple[str, ...]]]:
         """Return the array axes of a parameter with these dims that `gather` all-gathers, each with its mesh axes."""
         used = {axis for dim in dims for axis in self.axes(dim.name)}

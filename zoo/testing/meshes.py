@@ -38,12 +38,12 @@ def _make_mesh(sizes: dict[str, int], layout: Any = None) -> Mesh:
 
 def count_row_shards(meshes: Sequence[Mesh]) -> int:
     """Return a number of rows that every mesh divides."""
-    return math.lcm(8, *(math.prod(mesh.shape[axis] for axis in mesh.axes("batch")) for mesh in meshes))
+    return math.lcm(8, *(mesh.count_shards("batch") for mesh in meshes))
 
 
 def count_seq_shards(meshes: Sequence[Mesh]) -> int:
     """Return a number of tokens that every mesh divides."""
-    return math.lcm(*(math.prod(mesh.shape[axis] for axis in mesh.axes("seq")) for mesh in meshes))
+    return math.lcm(*(mesh.count_shards("seq") for mesh in meshes))
 
 
 def check_meshes(subject: Subject, texts: Texts, meshes: Sequence[Mesh]) -> Iterator[Check]:
