@@ -1,5 +1,6 @@
 """Batches: the dims of their arrays, the rows that each process reads, and the global arrays made of them."""
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Mapping
@@ -65,9 +66,11 @@ def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTre
     if jax.process_count() == 1:
         return jax.device_put(batch, mesh.shardings(batch, name_batch_dims))
     _, parts = reader(mesh)
-    shards, readers = _assign_rows(mesh)
-    _check_shared_rows(batch, mesh, readers)
-    return _make_global_batch(batch, mesh, sorted(shards[jax.process_index()]), parts)
+    rows = _assign_rows(mesh)
+    if not rows.is_checked:
+        _check_shared_rows(batch, mesh, rows.readers)
+        rows.is_checked = True
+    return _make_global_batch(batch, mesh, sorted(rows.shards[jax.process_index()]), parts)
 
 
 def reader(mesh: Mesh) -> tuple[int, int]:
@@ -81,17 +84,29 @@ def reader(mesh: Mesh) -> tuple[int, int]:
     **Raises** `ValueError` if two processes hold some rows in common, but not all, and for a process without devices in
     the mesh.
     """
-    _, readers = _assign_rows(mesh)
+    readers = _assign_rows(mesh).readers
     if jax.process_index() not in readers:
         raise ValueError(f"process {jax.process_index()} has no device in the mesh {mesh}, so it reads no rows")
     return readers[jax.process_index()]
 
 
+@dataclasses.dataclass
+class _RowAssignment:
+    """The rows of each process on one mesh."""
+
+    shards: Mapping[int, frozenset[int]]
+    """Shards of the rows that each process holds."""
+    readers: Mapping[int, tuple[int, int]]
+    """(index, count) of each process."""
+    is_checked: bool = False
+    """Whether a batch has been compared between the processes that share rows. One comparison waits for all processes
+    and for the steps that they have dispatched, so later batches are not compared."""
+
+
 @functools.cache
-def _assign_rows(mesh: Mesh) -> tuple[dict[int, frozenset[int]], dict[int, tuple[int, int]]]:
-    """Return the shards of the rows that each process holds, and its (index, count)."""
+def _assign_rows(mesh: Mesh) -> _RowAssignment:
     shards = _find_row_shards(mesh, lambda device: device.process_index)
-    return shards, _group_processes(shards, mesh)
+    return _RowAssignment(shards, _group_processes(shards, mesh))
 
 
 def _find_row_shards(mesh: Mesh, get_process: Callable[[Any], int]) -> dict[int, frozenset[int]]:
@@ -115,15 +130,11 @@ def _group_processes(held: Mapping[int, frozenset[int]], mesh: Mesh) -> dict[int
     return {process: (groups.index(shards), len(groups)) for process, shards in held.items()}
 
 
-_checked_meshes: set[Mesh] = set()
-"""Meshes of the batches that `_check_shared_rows` has compared: one comparison waits for all processes."""
-
-
 def _check_shared_rows(batch: PyTree, mesh: Mesh, readers: Mapping[int, tuple[int, int]]) -> None:
     """**Raises** `ValueError`, in every process, if processes that share rows pass different ones: they were read by
     the number of the process and not by `reader`."""
     is_shared = len({index for index, _ in readers.values()}) < len(readers)
-    if mesh in _checked_meshes or not is_shared or len(readers) < jax.process_count():
+    if not is_shared or len(readers) < jax.process_count():
         return
     digest = 0
     for x in jax.tree.leaves(batch):
@@ -137,7 +148,6 @@ def _check_shared_rows(batch: PyTree, mesh: Mesh, readers: Mapping[int, tuple[in
                 f"processes {other} and {process} hold the same rows on {mesh}, and pass different ones: read part "
                 f"{index} of {count} in both, batches(..., process=zoo.parallel.reader(mesh))"
             )
-    _checked_meshes.add(mesh)
 
 
 def _make_global_batch(batch: PyTree, mesh: Mesh, shards: list[int], parts: int) -> PyTree:
