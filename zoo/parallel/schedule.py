@@ -170,7 +170,7 @@ class Timetable:
         - `forward`, `backward`: time of a micro-batch on one stage, over all of its rounds.
         - `weights`: the part of `backward` that the gradients of parameters take.
         """
-        return float(sum(self._tick_times(forward, backward, weights).sum(0)))
+        return float(self._tick_times(forward, backward, weights).sum())
 
     def _tick_times(self, forward: float | int, backward: float | int, weights: float | int) -> np.ndarray:
         """Return the time of each tick for forward, backward and weights."""
@@ -187,8 +187,8 @@ class Timetable:
     def list_work(self, *, lockstep: bool = True) -> list[Work]:
         """Return all work with its start and duration, in units of one micro-batch's forward pass on one stage.
 
-        - `lockstep`: True is how the tables run. False lets each stage do the same work in the same order as soon as
-          its input is there, as the papers draw it.
+        - `lockstep`: True is how the tables run. False lets each stage do its work as soon as the input is there, as
+          the papers draw it: in the same order, but for "dualpipe", whose published order is another.
         """
         if not lockstep:
             return drawn_schedules.start_when_ready(self._list_jobs(), self.find_chunk)
