@@ -124,6 +124,8 @@ def test_phases_and_bubble_match_the_formulas(p, m, rounds):
         busy = array[..., 0] >= 0
         assert (~busy[busy.any(1)]).mean() == pytest.approx((p - 1) / (m * rounds + p - 1))
     assert table.bubble == pytest.approx((p - 1) / (m * rounds + p - 1))
+    ticks = m + p - 1
+    assert make("gpipe", p, m).phases == [Phase(0, ticks, True, False), Phase(ticks, 2 * ticks, False, True)]
     assert make("gpipe", p, m).bubble == pytest.approx((p - 1) / (m + p - 1))
 
 
