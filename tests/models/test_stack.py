@@ -5,20 +5,19 @@ from collections import Counter
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import zoo
 from tests.jaxprs import arrays
+from tests.parallel.any_mesh import make_any_mesh
 from zoo.layers import TokenInfo
 from zoo.models import AbstractStack, Hidden, Stack, describe_loop, find_patterns, set_loop, set_routing, swap_stack
 from zoo.models.decoder import AbstractBlock
 from zoo.models.parameter_paths import find_differences
 from zoo.ops.platform import target_platform
-from zoo.parallel import AXES, Layout, Mesh, leaves
+from zoo.parallel import Layout, leaves
 from zoo.train import rematerialize
 
 KEY = jax.random.key(0)
@@ -121,16 +120,10 @@ def test_set_routing_refuses_other_names_and_stacks(no_type_checks):
         set_routing(swap_stack(model, lambda stack: FirstLayer(next(stack.iter_blocks()))), "tokens")
 
 
-def make_mesh_with_pipe(pipe):
-    """`make_mesh` refuses `pipe`."""
-    devices = np.array(jax.devices()[:pipe]).reshape(pipe, 1, 1, 1, 1, 1)
-    return Mesh(jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES)), Layout())
-
-
 def test_only_the_longest_segment_is_sharded_over_pipe():
     sizes = SIZES | {"layers": 5, "experts": 4, "top": 2}
     model = zoo.models.MixtureOfExperts(**sizes, dense_layers=1, key=KEY)
-    mesh = make_mesh_with_pipe(4)
+    mesh = make_any_mesh(pipe=4)
     first, second = zoo.place(model, mesh).stack.segments
     for segment, dim, spec in ((first, "ends", P()), (second, "layers", P("pipe"))):
         assert {leaf.dims[0].name for leaf in leaves(segment)} == {dim}
@@ -145,32 +138,31 @@ class NumberedInfo(TokenInfo):
 
 
 class NumberedBlock(AbstractBlock):
-    """A block whose new state is its layer's number."""
+    """A block that appends its layer's number to the octal digits of the hidden states."""
 
     weight: Float[Array, "embed"]
 
     def __call__(self, hidden, info, state=None):
-        return hidden, info.positions[0, 0]
+        return Hidden(8 * hidden.x + info.positions[..., None]), state
 
     def init_state(self, batch, length, dtype=jnp.float32):
-        return jnp.zeros((), int)
+        return None
 
 
-def number_layers(stack, tokens):
-    """Numbers of the layers of the first, the longest and the last segment."""
-    hidden, info = Hidden(jnp.zeros((*tokens.shape, 3))), NumberedInfo(tokens)
-    _, numbers = stack(hidden, info, stack.init_state(1, 1))
-    return [jnp.stack(x) for x in (numbers[:1], numbers[1:-2], numbers[-2:])]
-
-
-@pytest.mark.parametrize("loop", ["scan", "plain"])
-def test_layers_have_the_same_numbers_under_pipe(loop):
+@pytest.mark.parametrize("loop, rounds", [("scan", 1), ("plain", 1), ("scan", 2)])
+def test_layers_run_in_order_under_pipe(loop, rounds):
+    """The layers of two segments around the stages, too, and the rows of six micro-batches."""
     factories = {name: lambda key: NumberedBlock(jnp.ones(3)) for name in "abc"}
     stack = Stack([factories[name] for name in "abbbbcc"], loop=loop, key=KEY)
     assert [segment.num_repeats for segment in stack.segments] == [1, 4, 2]
-    run = zoo.spmd(number_layers, make_mesh_with_pipe(2), out=["ends", "layers", "ends"])
-    numbers = run(stack, jnp.zeros((1, 1), int))
-    assert [x.tolist() for x in numbers] == [[0], [1, 2, 3, 4], [5, 6]]
+    mesh = make_any_mesh(Layout(rounds=rounds), pipe=2)
+
+    def run(stack, x):
+        return stack(Hidden(x), NumberedInfo(jnp.zeros(x.shape[:2], int)))[0].x
+
+    x = jnp.arange(6.0)[:, None, None] * jnp.ones(3)
+    y = zoo.spmd(run, mesh, out="batch seq embed")(zoo.place(stack, mesh), x)
+    assert [f"{int(row):o}" for row in y[:, 0, 0]] == ["123456", *(f"{row}0123456" for row in range(1, 6))]
 
 
 def test_loop_outside_a_scan_keeps_recomputation_apart():

@@ -1,15 +1,11 @@
-"""A mesh over any axes, also over those that `zoo.make_mesh` refuses as yet."""
+"""A mesh over as many of the first devices as its sizes need."""
 
 import math
 
 import jax
-import numpy as np
-from jax.sharding import AxisType
 
-from zoo.parallel import AXES, Layout, Mesh
+import zoo
 
 
 def make_any_mesh(layout=None, **sizes):
-    shape = [sizes.get(axis, 1) for axis in AXES]
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return Mesh(jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES)), layout or Layout())
+    return zoo.make_mesh(**{"data": 1} | sizes, devices=jax.devices()[: math.prod(sizes.values())], layout=layout)

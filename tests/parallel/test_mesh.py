@@ -79,17 +79,16 @@ def test_spec_raises_on_unknown_dims_and_indivisible_sizes(dims, shape, message)
 
 
 @pytest.mark.parametrize(
-    "sizes, error, message",
+    "sizes, message",
     [
-        ({"data": 3}, ValueError, "data=3 asks for 3 devices, there are 8"),
-        ({"data": -1, "tensor": 3}, ValueError, "tensor=3 asks for a multiple of 3 devices, there are 8"),
-        ({"data": -1, "fsdp": -1}, ValueError, "only one axis can be -1, not data and fsdp"),
-        ({"data": 0}, ValueError, "size of at least 1"),
-        ({"pipe": 2}, NotImplementedError, "pipe=2: .* data, fsdp, expert, context and tensor work"),
+        ({"data": 3}, "data=3 asks for 3 devices, there are 8"),
+        ({"data": -1, "tensor": 3}, "tensor=3 asks for a multiple of 3 devices, there are 8"),
+        ({"data": -1, "fsdp": -1}, "only one axis can be -1, not data and fsdp"),
+        ({"data": 0}, "size of at least 1"),
     ],
 )
-def test_mesh_of_bad_sizes_raises(sizes, error, message):
-    with pytest.raises(error, match=message):
+def test_mesh_of_bad_sizes_raises(sizes, message):
+    with pytest.raises(ValueError, match=message):
         zoo.make_mesh(**sizes)
 
 

@@ -108,7 +108,7 @@ def split_rows(tree: _Tree, count: int) -> _Tree:
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), tree)
 
 
-def take_rows(microbatches: _Tree, i: Int[Array, ""]) -> _Tree:
+def take_rows(microbatches: _Tree, i: int | Int[Array, ""]) -> _Tree:
     """Return micro-batch `i`, or the nearest that exists."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.clip(i, 0, len(x) - 1), keepdims=False), microbatches)
 

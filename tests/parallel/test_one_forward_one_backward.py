@@ -1,0 +1,138 @@
+"""1F1B equals one device on mixtures of axes, with the memory and the collectives of its formulas."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zoo
+from tests.jaxprs import arrays as list_arrays
+from tests.parallel.any_mesh import make_any_mesh
+from tests.parallel.pipeline_problem import SEQ, assert_equal_to_one_device, make_hybrid, make_transformer
+from zoo.parallel import ZERO2, Layout
+from zoo.parallel.schedule import Schedule
+
+ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
+
+
+def test_1f1b_with_experts_and_context_equals_one_device():
+    """In one program: rounds of an exchange of tokens and a ring of keys within a tick, prefixes of a recurrence, the
+    sums of routers through the stages, and a layer before them."""
+    mesh = make_any_mesh(Layout(expert="boxes"), pipe=2, expert=2, context=2)
+    assert_equal_to_one_device(make_hybrid, mesh, microbatches=4, schedule=ONE_FORWARD_ONE_BACKWARD)
+
+
+def test_interleaved_with_dropout_equals_one_device():
+    mesh = make_any_mesh(Layout(rounds=2), pipe=2, fsdp=2, tensor=2)
+    options = {"microbatches": 4, "schedule": ONE_FORWARD_ONE_BACKWARD}
+    assert_equal_to_one_device(make_transformer, mesh, dropout=True, **options)
+
+
+def test_1f1b_that_keeps_residuals_equals_one_device():
+    mesh = make_any_mesh(pipe=4, data=2)
+    options = {"microbatches": 8, "schedule": Schedule("1f1b", "residuals")}
+    assert_equal_to_one_device(make_transformer, mesh, dropout=True, **options)
+
+
+def plain_loss(model, batch):
+    return zoo.cross_entropy(model, batch)
+
+
+def make_step(mesh, microbatches, *, rows=4, loss=plain_loss, keep="inputs"):
+    """Return the gradient of a model of eight layers, two to a stage, and the shapes of its arguments."""
+    schedule = Schedule("1f1b", keep)
+    model = eqx.filter_eval_shape(partial(make_transformer, layers=8), jax.random.key(0))
+    batch = {name: jax.ShapeDtypeStruct((rows * microbatches, SEQ), "int32") for name in ("tokens", "targets")}
+    run = zoo.value_and_grad(loss, mesh, microbatches=microbatches, schedule=schedule)
+    return eqx.filter_jit(lambda *args: run(*args)), zoo.place(model, mesh), zoo.place_batch(batch, mesh)
+
+
+def test_memory_and_collectives_by_formula():
+    """From twice as many micro-batches as stages to eight times as many, temporaries grow by less than 1%. Over `pipe`
+    go two activations in each tick, forward and backward; summed over it are what enters and leaves the stages and the
+    gradients of both, of which those of the first stage in each tick, and three numbers a token in the loss."""
+    stages, mesh = 4, make_any_mesh(pipe=4, data=2)
+    programs = {count: zoo.inspect.compiled(*make_step(mesh, count)) for count in (2 * stages, 8 * stages)}
+    few, many = (program.memory.temporaries for program in programs.values())
+    assert 0.99 < many / few < 1.01
+    tokens = 2 * SEQ
+    activation = tokens * 32 * 4
+    for count, program in programs.items():
+        sums = {(row.kind, row.axes): row for row in program.collectives}
+        ticks = 2 * (count + stages - 1)
+        permutes, shared = sums["collective-permute", ("pipe",)], sums["all-reduce", ("pipe",)]
+        assert (permutes.count, permutes.bytes) == (ticks, ticks * activation)
+        activations, scalars = ticks + 2 * count + 1, 3 * count
+        assert shared.arrays == activations + scalars
+        assert shared.bytes == activations * activation + scalars * tokens * 4
+        assert sums["all-reduce", ("data",)].count <= 2, "gradients, once a step, and the loss"
+
+
+def half_precision_loss(model, batch):
+    return plain_loss(zoo.cast(model, jnp.bfloat16), batch)
+
+
+def test_residuals_of_micro_batches_hold_no_weights():
+    """What depends on parameters alone, such as their copies in another dtype, is not among what has slots."""
+    mesh = make_any_mesh(pipe=4, data=2)
+    step, model, batch = make_step(mesh, 8, rows=6, loss=half_precision_loss, keep="residuals")
+    jaxpr = jax.make_jaxpr(step)(model, batch).jaxpr
+    slots = Schedule("1f1b").table(stages=4, microbatches=8).num_slots
+    stored = {x.shape[1:] for x in list_arrays(jaxpr) if x.shape[:1] == (slots,)}
+    assert stored.isdisjoint((2, *x.shape[1:]) for x in jax.tree.leaves(model.stack) if x.ndim == 3)
+    assert (2, 3, SEQ, 64) in stored, "of two layers and three rows"
+
+
+def call_twice(model, batch):
+    first, second = plain_loss(model, batch), plain_loss(model, batch)
+    return first[0] + second[0], first[1]
+
+
+def call_in_checkpoint(model, batch):
+    return eqx.filter_checkpoint(plain_loss)(model, batch)
+
+
+def call_nothing(model, batch):
+    return model.norm.weight.sum() * batch["tokens"].sum(), batch["tokens"].size
+
+
+@pytest.mark.parametrize(
+    "loss, error, message",
+    [
+        (call_twice, NotImplementedError, "calls the model's layers twice, .* zoo.parallel.Schedule\\('gpipe'\\)"),
+        (call_in_checkpoint, NotImplementedError, "inside a transformation .* call the model directly"),
+        (call_nothing, ValueError, "does not call the model's layers, .* leave out `schedule`"),
+    ],
+)
+def test_loss_that_cannot_be_cut_raises(loss, error, message):
+    step, *args = make_step(make_any_mesh(pipe=2), 4, loss=loss)
+    with pytest.raises(error, match=message):
+        jax.eval_shape(step, *args)
+
+
+def test_what_does_not_run_raises_by_name():
+    for name in ("zero-bubble", "dualpipe"):
+        with pytest.raises(NotImplementedError, match=f"'{name}' is drawn and does not run"):
+            zoo.value_and_grad(plain_loss, make_any_mesh(pipe=2), schedule=Schedule(name))
+    step, *args = make_step(make_any_mesh(Layout(rounds=2), pipe=2), 4, keep="residuals")
+    with pytest.raises(NotImplementedError, match='keep="residuals" would keep the weights of a round'):
+        jax.eval_shape(step, *args)
+    step, *args = make_step(make_any_mesh(Layout(rounds=2), pipe=2), 3)
+    with pytest.raises(ValueError, match="microbatches=3: .* multiple of 2"):
+        jax.eval_shape(step, *args)
+
+
+def test_slow_pipelines_warn(caplog):
+    step, *args = make_step(make_any_mesh(pipe=4, fsdp=2), 2)
+    jax.eval_shape(step, *args)
+    few, gathers = (record.message for record in caplog.records)
+    assert (
+        few == "pipe=4 with 2 micro-batches leaves the devices idle for 60% of the time: microbatches=16 would for 16%"
+    )
+    assert gathers.startswith("parameters are sharded over fsdp (ZeRO-3)") and "layout=zoo.parallel.ZERO2" in gathers
+    caplog.clear()
+    step, *args = make_step(make_any_mesh(ZERO2, pipe=4, fsdp=2), 4)
+    jax.eval_shape(step, *args)
+    assert not caplog.records

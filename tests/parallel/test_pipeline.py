@@ -1,0 +1,77 @@
+"""A stack on a mesh with `pipe` pipelines itself, under any loss, and equals one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.parallel.any_mesh import make_any_mesh
+from tests.parallel.pipeline_problem import (
+    assert_equal_to_one_device,
+    loss_fn,
+    make_batch,
+    make_mixtures,
+    make_model,
+    make_transformer,
+)
+from zoo.parallel import Layout
+from zoo.parallel.pipeline import find_microbatch, forward_step
+from zoo.parallel.schedule import Schedule
+
+
+def contrastive_loss(model, batch, key=None):
+    """Calls the model twice."""
+    (total, count), loads = loss_fn(model, batch)
+    other, _ = zoo.cross_entropy(model, batch | {"targets": batch["tokens"]})
+    return (total + 0.3 * jax.nn.softplus(other - total), count), loads
+
+
+GPIPES = [
+    pytest.param(Schedule("gpipe"), 2, id="inputs in rounds"),
+    pytest.param(Schedule("gpipe", "residuals"), 1, id="residuals", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("schedule, rounds", GPIPES)
+def test_gpipe_of_any_loss_equals_one_device(schedule, rounds):
+    """Mixtures of experts, with a layer before the stages that has a router, too."""
+    mesh = make_any_mesh(Layout(rounds=rounds), pipe=2, expert=2, tensor=2)
+    options = {"microbatches": 4, "schedule": schedule}
+    assert_equal_to_one_device(make_mixtures, mesh, loss=contrastive_loss, **options)
+
+
+def test_scores_and_validation_loss_equal_one_device():
+    """No number of micro-batches is given, and the rows of a device are prime."""
+    mesh, model = make_any_mesh(pipe=2, tensor=2), make_model(make_transformer)
+    batch = jax.tree.map(lambda x: x[:7], make_batch(make_transformer))
+    score = zoo.spmd(lambda model, tokens: zoo.score(model, tokens), mesh, out="batch seq")
+    scores = score(zoo.place(model, mesh), batch["tokens"])
+    np.testing.assert_allclose(scores, zoo.score(model, batch["tokens"]), atol=1e-5)
+    loss = zoo.value(zoo.cross_entropy, mesh, microbatches=7)(zoo.place(model, mesh), batch)
+    assert loss == pytest.approx(float(jnp.divide(*zoo.cross_entropy(model, batch))), rel=1e-5)
+
+
+def test_microbatches_go_around_in_groups():
+    for stages, rounds in ((4, 1), (4, 3), (1, 1)):
+        steps = {forward_step(i, v, stages, rounds): (i, v) for i in range(3 * stages) for v in range(rounds)}
+        assert sorted(steps) == list(range(3 * stages * rounds))
+        assert all(find_microbatch(step, stages, rounds) == place for step, place in steps.items())
+
+
+def test_what_a_pipeline_cannot_do_raises_by_name():
+    mesh, model = make_any_mesh(pipe=2), make_model(make_transformer)
+    tokens = make_batch(make_transformer)["tokens"]
+
+    def run(fn, layout=None):
+        mesh = make_any_mesh(layout, pipe=2)
+        return zoo.spmd(fn, mesh, out="batch seq embed")(model, tokens)
+
+    with pytest.raises(NotImplementedError, match="generate does not shard layers, .* pipe=2"):
+        zoo.generate(zoo.place(model, mesh), tokens[:, :4], max_new_tokens=2, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="hidden states of each, .* place the model on a mesh with pipe=1"):
+        run(lambda model, tokens: zoo.models.hidden_states(model, tokens)[0])
+    with pytest.raises(NotImplementedError, match="routing='tokens' .* do not travel through a pipeline"):
+        run(lambda model, tokens: zoo.models.set_routing(model, "tokens")(tokens))
+    with pytest.raises(ValueError, match=r"rounds=2, and the layers of this model .* zoo.place\(model, mesh\)"):
+        run(lambda model, tokens: model(tokens), Layout(rounds=2))
