@@ -24,7 +24,7 @@ def check(**sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", itertools.combinations(AXES, 2), ids=" x ".join)
+@pytest.mark.parametrize("pair", [*itertools.combinations(AXES, 2)], ids=" x ".join)
 def test_every_pair_of_axes_equals_one_device(pair):
     check(**dict.fromkeys(pair, 2))
 

@@ -11,7 +11,7 @@ import zoo
 from tests.jaxprs import arrays as list_arrays
 from tests.parallel.any_mesh import make_any_mesh
 from tests.parallel.pipeline_problem import SEQ, assert_equal_to_one_device, make_hybrid, make_transformer
-from zoo.parallel import ZERO2, Layout
+from zoo.parallel import SEQUENCE, ZERO2, Layout
 from zoo.parallel.schedule import Schedule
 
 ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
@@ -136,3 +136,32 @@ def test_slow_pipelines_warn(caplog):
     step, *args = make_step(make_any_mesh(ZERO2, pipe=4, fsdp=2), 4)
     jax.eval_shape(step, *args)
     assert not caplog.records
+
+
+LAYOUTS = {
+    "ZERO2": (ZERO2, {"pipe": 2, "data": 2, "fsdp": 2}),
+    "SEQUENCE": (SEQUENCE, {"pipe": 2, "context": 2, "tensor": 2}),
+    "heads in rounds": (Layout(context="heads", rounds=2), {"pipe": 2, "data": 2, "context": 2}),
+    "vocabulary within stages": (Layout().with_dims(vocab=("tensor",)), {"pipe": 4, "tensor": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, sizes", LAYOUTS.values(), ids=LAYOUTS)
+def test_1f1b_with_other_layouts_equals_one_device(layout, sizes):
+    options = {"microbatches": 4, "schedule": ONE_FORWARD_ONE_BACKWARD}
+    assert_equal_to_one_device(make_transformer, make_any_mesh(layout, **sizes), dropout=True, **options)
+
+
+def make_adapted(key):
+    """A frozen base of 8 bits with LoRA, whose dropout has sites of its own."""
+    model = zoo.adapters.quantize(make_transformer(key), "int8")
+    return zoo.adapters.lora(model, targets="all-linear", rank=4, dropout=0.1, key=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep, rounds", [("inputs", 2), ("residuals", 1)])
+def test_1f1b_of_adapters_equals_one_device(keep, rounds):
+    mesh = make_any_mesh(Layout(rounds=rounds), pipe=2, tensor=2, data=2)
+    options = {"microbatches": 4, "schedule": Schedule("1f1b", keep)}
+    assert_equal_to_one_device(make_adapted, mesh, dropout=True, **options)
