@@ -17,9 +17,9 @@ ROWS, SEQ, VOCAB = 16, 16, 96
 MODEL_KEY, DATA_KEY, DROPOUT_KEY = jax.random.split(jax.random.key(0), 3)
 
 
-def make_transformer(key, layers=4):
+def make_transformer(key, layers=4, embed=32):
     """Tied, with dropout."""
-    sizes = {"vocab": VOCAB, "embed": 32, "layers": layers, "heads": 4, "kv_heads": 2, "mlp": 64}
+    sizes = {"vocab": VOCAB, "embed": embed, "layers": layers, "heads": 4, "kv_heads": 2, "mlp": 64}
     return zoo.models.Transformer(**sizes, tied=True, dropout=0.2, loop="scan", key=key)
 
 

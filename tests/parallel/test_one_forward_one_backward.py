@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
+from tests.aot import imagine
 from tests.jaxprs import arrays as list_arrays
 from tests.parallel.any_mesh import make_any_mesh
 from tests.parallel.pipeline_problem import SEQ, assert_equal_to_one_device, make_hybrid, make_transformer
@@ -40,11 +41,11 @@ def plain_loss(model, batch):
     return zoo.cross_entropy(model, batch)
 
 
-def make_step(mesh, microbatches, *, rows=4, loss=plain_loss, keep="inputs"):
+def make_step(mesh, microbatches, *, rows=4, seq=SEQ, embed=32, loss=plain_loss, keep="inputs"):
     """Return the gradient of a model of eight layers, two to a stage, and the shapes of its arguments."""
     schedule = Schedule("1f1b", keep)
-    model = eqx.filter_eval_shape(partial(make_transformer, layers=8), jax.random.key(0))
-    batch = {name: jax.ShapeDtypeStruct((rows * microbatches, SEQ), "int32") for name in ("tokens", "targets")}
+    model = eqx.filter_eval_shape(partial(make_transformer, layers=8, embed=embed), jax.random.key(0))
+    batch = {name: jax.ShapeDtypeStruct((rows * microbatches, seq), "int32") for name in ("tokens", "targets")}
     run = zoo.value_and_grad(loss, mesh, microbatches=microbatches, schedule=schedule)
     return eqx.filter_jit(lambda *args: run(*args)), zoo.place(model, mesh), zoo.place_batch(batch, mesh)
 
@@ -165,3 +166,12 @@ def test_1f1b_of_adapters_equals_one_device(keep, rounds):
     mesh = make_any_mesh(Layout(rounds=rounds), pipe=2, tensor=2, data=2)
     options = {"microbatches": 4, "schedule": Schedule("1f1b", keep)}
     assert_equal_to_one_device(make_adapted, mesh, dropout=True, **options)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+def test_memory_is_flat_on_accelerators(topology):
+    mesh = zoo.make_mesh(pipe=4, data=2, devices=imagine(topology))
+    sizes = {"seq": 512, "embed": 256}  # smaller ones are all padding on a TPU
+    few, many = (zoo.inspect.compiled(*make_step(mesh, count, **sizes)).memory for count in (8, 32))
+    assert 0.99 < (many.peak - many.arguments) / (few.peak - few.arguments) < 1.01

@@ -72,6 +72,24 @@ def test_splash_runs_over_a_mesh():
     np.testing.assert_allclose(gradients[3], sum(row[1][3] for row in rows_alone), atol=1e-5)
 
 
+def test_splash_differentiates_in_a_scan_over_a_mesh():
+    """JAX evaluates the equations of the body again, with the check of varying axes."""
+    query, key, value, _ = draw()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def loss(attend, query, key, value):
+        mask = make_mask(len(query), causal=True)
+        layer = lambda x, _: (jnp.sin(x + attend(x, key, value, mask)), None)
+        return jax.lax.psum(jax.lax.scan(layer, query, None, length=2)[0].sum(), "data")
+
+    def differentiate(attend):
+        run = jax.grad(lambda *x: loss(attend, *x), argnums=(0, 1, 2))
+        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))
+
+    ours, theirs = (differentiate(attend)(query, key, value) for attend in (splash_attention, reference_attention))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), ours, theirs)
+
+
 def test_splash_says_what_it_cannot_compute():
     def request(mask, seq=SEQ):
         x = jnp.zeros((2, seq, 2, 64), jnp.bfloat16)

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax._src import config  # JAX's kernel has no argument for it
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float
 
 from ..implementations import refuse_other_platforms
@@ -98,22 +100,20 @@ class _Static(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, query: Array, key: Array, value: Array, sinks: Array | None, segments: Array | None):
     """Run the kernel for all rows and key heads: "batch kv_heads group seq value_dim"."""
-    with _unchecked_varying():
-        output = _make_attend(static, segments)(*_drop_varying(query, key, value, sinks))
-    return vary(output, varying(query))
+    run = lambda segments, *operands: _make_attend(static, segments)(*operands)
+    return vary(_run_unchecked(run, segments, query, key, value, sinks), varying(query))
 
 
 def _attend_fwd(static: _Static, query: Array, key: Array, value: Array, sinks: Array | None, segments: Array | None):
     """Return the output, and the kernel's own backward pass."""
-    with _unchecked_varying():
-        output, backward = jax.vjp(_make_attend(static, segments), *_drop_varying(query, key, value, sinks))
+    run = lambda segments, *operands: jax.vjp(_make_attend(static, segments), *operands)
+    output, backward = _run_unchecked(run, segments, query, key, value, sinks)
     return vary(output, varying(query)), backward
 
 
 def _attend_bwd(static: _Static, backward: Callable, gradient: Array):
     """Run the kernel's backward pass. Segments have no gradient."""
-    with _unchecked_varying():
-        gradients = backward(*_drop_varying(gradient))
+    gradients = _run_unchecked(lambda backward, gradient: backward(gradient), backward, gradient)
     return *vary(gradients, varying(gradient)), None
 
 
@@ -147,11 +147,17 @@ def _make_attend(static: _Static, segments: Array | None) -> Callable:
     )
 
 
-def _drop_varying(*arrays: Array | None) -> tuple[Array | None, ...]:
-    """Return arrays whose types name no varying axes, as those of all results have in `_unchecked_varying`."""
-    return tuple(None if x is None else 1 * x for x in arrays)
+def _run_unchecked(function: Callable, *args: Any) -> Any:
+    """Run a function of trees of arrays without the check of varying mesh axes: JAX's kernel does not say along which
+    its outputs vary. The types of the results name no axes."""
+    with config._check_vma(False):
+        return function(*jax.tree.map(_drop_varying.bind, args))
 
 
-def _unchecked_varying() -> Any:
-    """Suspend the check of varying mesh axes: the kernel does not say along which its outputs vary."""
-    return config._check_vma(False)
+_drop_varying = Primitive("drop_varying")
+"""The identity, of a type that names no varying axes: that of every result without the check. A primitive, since JAX
+evaluates the equations again, with the check, where it differentiates a scan over layers."""
+_drop_varying.def_impl(lambda x: x)
+_drop_varying.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
+mlir.register_lowering(_drop_varying, lambda context, x: [x])
+batching.primitive_batchers[_drop_varying] = lambda args, dims: (_drop_varying.bind(*args), dims[0])
