@@ -23,7 +23,12 @@ SPANNING_TESTS = {
     *("adapters/test_all_methods.py", "adapters/test_properties.py", "adapters/peft/test_parity.py"),
     *("cli/test_main.py", "generate/test_latent_attention.py", "generate/test_mesh.py"),
     *("layers/recurrent/test_mixers.py", "models/test_parallel_equals_serial.py", "ops/recurrence/test_parity.py"),
-    *("parallel/test_processes.py", "train/test_training_on_meshes.py", "weights/test_deepseek.py"),
+    *(
+        "parallel/test_all_axes.py",
+        "parallel/test_processes.py",
+        "train/test_training_on_meshes.py",
+        "weights/test_deepseek.py",
+    ),
     "weights/test_mesh.py",
 }
 LONGEST_TEST_NAME = 60

@@ -26,7 +26,7 @@ whose first dim is rows: what the stages hand on, and what each of them reads of
 
 @dataclasses.dataclass(frozen=True)
 class Pipelining:
-    """How the pipelines of a program run."""
+    """Options of the pipelines of a program."""
 
     microbatches: int | None = None
     """Number of micro-batches. None for as many as the rows allow, up to four for each stage."""
@@ -40,7 +40,7 @@ active_pipelining = jax.make_user_context(Pipelining())
 cutting: contextvars.ContextVar[Callable[[Stage, Any, Any], Any] | None] = contextvars.ContextVar(
     "cutting", default=None
 )
-"""What `run_stages` does instead of running stages, while a loss is cut into its parts."""
+"""Function that `run_stages` calls instead of running stages, while a loss is cut into its parts."""
 
 
 def is_pipelined(dim: str) -> bool:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax._src import config  # JAX's kernel has no argument for it
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float
@@ -158,6 +159,6 @@ _drop_varying = Primitive("drop_varying")
 """The identity, of a type that names no varying axes: that of every result without the check. A primitive, since JAX
 evaluates the equations again, with the check, where it differentiates a scan over layers."""
 _drop_varying.def_impl(lambda x: x)
-_drop_varying.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
+_drop_varying.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
 mlir.register_lowering(_drop_varying, lambda context, x: [x])
 batching.primitive_batchers[_drop_varying] = lambda args, dims: (_drop_varying.bind(*args), dims[0])
