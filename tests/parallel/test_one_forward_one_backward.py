@@ -11,7 +11,7 @@ import zoo
 from tests.aot import imagine
 from tests.jaxprs import arrays as list_arrays
 from tests.parallel.any_mesh import make_any_mesh
-from tests.parallel.pipeline_problem import SEQ, assert_equal_to_one_device, make_hybrid, make_transformer
+from tests.parallel.pipeline_problem import SEQ, assert_equal_to_one_device, loss_fn, make_hybrid, make_transformer
 from zoo.parallel import SEQUENCE, ZERO2, Layout
 from zoo.parallel.schedule import Schedule
 
@@ -25,9 +25,17 @@ def test_1f1b_with_experts_and_context_equals_one_device():
     assert_equal_to_one_device(make_hybrid, mesh, microbatches=4, schedule=ONE_FORWARD_ONE_BACKWARD)
 
 
+def penalized_loss(model, batch, key=None):
+    """With a penalty of parameters of all layers."""
+    (total, count), aux = loss_fn(model, batch, key)
+    (segment,) = zoo.parallel.gather(model).stack.segments
+    penalty = zoo.parallel.reduce((segment.blocks[0].mixer_norm.weight ** 2).sum(), over="layers")
+    return (total + 0.1 * penalty * count, count), aux
+
+
 def test_interleaved_with_dropout_equals_one_device():
     mesh = make_any_mesh(Layout(rounds=2), pipe=2, fsdp=2, tensor=2)
-    options = {"microbatches": 4, "schedule": ONE_FORWARD_ONE_BACKWARD}
+    options = {"microbatches": 4, "schedule": ONE_FORWARD_ONE_BACKWARD, "loss": penalized_loss}
     assert_equal_to_one_device(make_transformer, mesh, dropout=True, **options)
 
 

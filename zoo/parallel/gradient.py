@@ -58,8 +58,9 @@ def value_and_grad(
     - `has_aux`: `loss_fn` returns `(total, count), aux`; every array of `aux` is summed likewise but not divided, and
       the result is `(loss, aux), gradients`.
     - `microbatches`: gradient accumulation: each device's rows are processed in this many micro-batches, sequentially.
-    - `schedule`: on a mesh with `pipe`, in which order the micro-batches pass through the stages: see
-      `zoo.parallel.Schedule`.
+      On a mesh with `pipe` they follow one another through the stages.
+    - `schedule`: order of forward and backward passes in the stages of a pipeline, for meshes with `pipe`: GPipe, which
+      holds for any loss, or 1F1B, for a loss that calls the model once.
     - `key`: if given, `loss_fn` receives one PRNG key per row as `key=`, so that randomness does not depend on the
       assignment of rows to devices and micro-batches.
 
@@ -67,7 +68,8 @@ def value_and_grad(
     `zoo.parallel.gather(model)`: in `model` they may be shards, and with `ZERO2` are NaN.
 
     **Raises** `ValueError` if devices and micro-batches do not divide the rows, if `loss_fn` closes over an array (pass
-    it in `rest`), and if the loss still varies along an axis that does not shard tokens.
+    it in `rest`), and if the loss still varies along an axis that does not shard tokens; `NotImplementedError` for a
+    schedule that is only drawn, and for a loss that 1F1B cannot cut.
     """
 
     schedule.check_runs()
@@ -113,10 +115,10 @@ class _LossAndGrad(ShardMapProgram):
         differentiated = make_gradient_shards(params, self.mesh) if self.with_grad else params
         timetable = self._make_timetable()
 
-        def loss(differentiated, rows, round_number=0):
+        def loss(differentiated, rows, round_number=None):
             others, keys = eqx.combine(rows, rest)
-            one_round = select_round(model, round_number) if timetable is not None else model
-            attached = attach_gradient_shards(one_round, differentiated, self.mesh)
+            layers = model if round_number is None else select_round(model, round_number)
+            attached = attach_gradient_shards(layers, differentiated, self.mesh)
             result = self.fn(attached, *others, **({} if keys is None else {"key": keys}))
             total, count, aux = self._check_result(result)
             return total, (count, aux)

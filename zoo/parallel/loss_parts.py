@@ -17,7 +17,8 @@ from jaxtyping import Array, PyTree
 from .pipeline import Stage, cutting, take_rows
 
 Loss = Callable[[PyTree, PyTree, Any], tuple[Array, tuple[Array, PyTree]]]
-"""A function `(parameters, rows, round) -> total, (count, aux)`, of parameters with one round of the stages."""
+"""A function `(parameters, rows, round) -> total, (count, aux)`, of parameters with one round of the stages, or with
+all rounds if that is None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LossParts:
 
     def run_front(self, parameters: PyTree, microbatch: Any) -> PyTree:
         """Return what enters the stages."""
-        return self._enter(parameters, microbatch, 0)[1]
+        return self._enter(parameters, microbatch, None)[1]
 
     def run_stage(self, parameters: PyTree, stream: PyTree, microbatch: Any, round_number: Any) -> PyTree:
         """Run the layers of this stage, as the loss has made them: cast, or merged with adapters."""
@@ -50,7 +51,7 @@ class LossParts:
             return stream
 
         with _cut(leave):
-            result = self.loss(parameters, take_rows(self.microbatches, microbatch), 0)
+            result = self.loss(parameters, take_rows(self.microbatches, microbatch), None)
         return result
 
     def _enter(self, parameters: PyTree, microbatch: Any, round_number: Any) -> tuple[Stage, PyTree, PyTree]:

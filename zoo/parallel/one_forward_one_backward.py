@@ -74,7 +74,7 @@ def run_timetable(
         )
     parts, one_round = LossParts(loss, microbatches), select_round(parameters, 0)
     # What a stage carries varies over the axes of what a stage returns.
-    front = vary(parts.run_front(one_round, 0), ("pipe",))
+    front = vary(parts.run_front(parameters, 0), ("pipe",))
     entered = vary_as_returned(lambda stream: parts.run_stage(one_round, stream, 0, 0), front)
     keeper = (_KeepResiduals if keep == "residuals" else _KeepInputs)(parts, one_round, entered)
     return _Pipeline(parts, keeper, parameters, table).run(entered)
@@ -149,7 +149,7 @@ class _Pipeline:
         table, one_round = self.table, select_round(self.parameters, 0)
         kept = _make_zeros_of(lambda: self.keeper.run_forward(one_round, entered, _number_first(), 0)[1])
         slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (table.num_slots, *x.shape)), kept)
-        tail = _make_zeros_of(lambda: self.parts.run_tail(one_round, broadcast_from(entered, 0), 0))
+        tail = _make_zeros_of(lambda: self.parts.run_tail(self.parameters, broadcast_from(entered, 0), 0))
         gradients = jax.tree.map(lambda x: vary(jnp.zeros(x.shape), varying(x)), self.parameters)
         total, (count, aux) = tail
         carry = _Carry(entered, _make_zeros(entered), slots, _Result(total, count, aux, gradients))
@@ -171,7 +171,7 @@ class _Pipeline:
         """Run one micro-batch through the stage, send the output on, and keep what the backward pass needs."""
         stage = lax.axis_index("pipe")
         microbatch, number, slot = now.forward[stage]
-        enter = lambda: self.parts.run_front(select_round(self.parameters, 0), now.enters)
+        enter = lambda: self.parts.run_front(self.parameters, now.enters)
         entering = self._run_in(phase, self.table.enters, now.enters, enter)
         # An idle stage computes, too, on real rows where there are any: nothing of it is kept.
         x = select((stage == 0) & (number <= 0), entering, carry.arrived)
@@ -189,8 +189,7 @@ class _Pipeline:
         if output is not None:
             finish = partial(self._differentiate_tail, broadcast_from(output, table.stages - 1), now.ends)
             sums, gradient = self._run_in(phase, table.ends, now.ends, finish)
-            total, count, aux = jax.tree.map(jnp.add, result[:3], sums[:3])
-            result = _Result(total, count, aux, add_round(result.gradients, sums.gradients, 0))
+            result = jax.tree.map(lambda x, y: x + y.astype(x.dtype), result, sums)
             returned = select((stage == table.stages - 1) & (number == table.rounds - 1), gradient, returned)
         returned = select(microbatch >= 0, returned, _make_zeros(returned))
         # An idle stage reads slot 0, which is written first: zeros, as residuals, could give 0 / 0.
@@ -203,15 +202,14 @@ class _Pipeline:
         gradients = self._run_in(
             phase, table.returns, now.returns, partial(self._differentiate_front, leaving, now.returns)
         )
-        result = result._replace(gradients=add_round(sums, gradients, 0))
+        result = result._replace(gradients=jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients))
         return carry._replace(returned=send_to_previous(gradient, table.stages, table.rounds), result=result)
 
     def _differentiate_tail(self, stream: PyTree, microbatch: Int[Array, ""]) -> tuple[_Result, PyTree]:
         """Return the loss of a micro-batch, its gradients, and the gradient of what left the last stage; zeros for
         none."""
         run = lambda parameters, stream: self.parts.run_tail(parameters, stream, microbatch)
-        one_round = select_round(self.parameters, 0)
-        result, gradients = jax.value_and_grad(run, (0, 1), has_aux=True)(one_round, stream)
+        result, gradients = jax.value_and_grad(run, (0, 1), has_aux=True)(self.parameters, stream)
         total, (count, aux) = result
         results = _Result(total, count, aux, gradients[0]), gradients[1]
         return select(microbatch >= 0, results, _make_zeros(results))
@@ -224,7 +222,7 @@ class _Pipeline:
             entered = self.parts.run_front(parameters, microbatch)
             return jax.tree.map(lambda x, g: vary(x, varying(g)), entered, gradient)
 
-        return jax.vjp(run, select_round(self.parameters, 0))[1](gradient)[0]
+        return jax.vjp(run, self.parameters)[1](gradient)[0]
 
     def _run_in(self, phase: Any, column: Any, now: Int[Array, ""], run: Any) -> Any:
         """Return `run()`, or zeros in a tick whose entry of the column is -1. Where most ticks of a phase have one,
