@@ -61,10 +61,11 @@ class Layout:
     other axes than `context`.
     """
 
-    compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_COMPUTE.copy)
-    parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_PARAMETERS.copy)
-    optimizer: Mapping[str, tuple[str, ...]] | None = None
-    gradients: Mapping[str, tuple[str, ...]] | None = None
+    # Tables have no part in the hash, which is asked for a hundred thousand times in one trace; == compares them.
+    compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_COMPUTE.copy, hash=False)
+    parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_PARAMETERS.copy, hash=False)
+    optimizer: Mapping[str, tuple[str, ...]] | None = dataclasses.field(default=None, hash=False)
+    gradients: Mapping[str, tuple[str, ...]] | None = dataclasses.field(default=None, hash=False)
     context: str = "ring"
     expert: str = "auto"
     rounds: int = 1
@@ -114,10 +115,6 @@ class Layout:
                     f"`gradients` shards {dim!r} over {others[0]!r}, which shards no tokens: its devices have equal "
                     "gradients, not parts of a sum"
                 )
-
-    def __hash__(self):
-        # Called thousands of times during one trace, so hash the names alone; == compares the axes.
-        return hash(frozenset(self.compute))
 
     def with_dims(self, **rows: tuple[str, ...]) -> "Layout":
         """Return the layout with dims added to `compute`, or with other axes for existing ones."""
