@@ -1,6 +1,5 @@
 """Repeating patterns of layers, and their blocks stacked over the repeats: on one device, or dealt out to stages."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from zoo.parallel import Dim, shard_offset, stacked, vary
+from zoo.parallel import Dim, current_mesh, shard_offset, stacked, vary
+from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.pipeline import is_pipelined
-from zoo.parallel.rounds import AbstractLayers
+from zoo.parallel.rounds import AbstractLayers, reshape_layers
 from zoo.parallel.tokens import find_token_axes
 
 from .decoder import AbstractBlock
@@ -59,14 +59,14 @@ class Segment(AbstractLayers):
         return is_pipelined(self.layers[-1].name)
 
     @property
+    def rounds(self) -> int:
+        arrays = [x for x in jax.tree.leaves(self.blocks) if hasattr(x, "shape")]
+        return arrays[0].shape[0] if arrays and len(self.layers) > 1 else 1
+
+    @property
     def local_repeats(self) -> int:
         """Repeats of the pattern on this device, in one round."""
         return jax.tree.leaves(self.blocks)[0].shape[len(self.layers) - 1]
-
-    @property
-    def local_layers(self) -> int:
-        """Layers on this device, in all rounds."""
-        return math.prod(jax.tree.leaves(self.blocks)[0].shape[: len(self.layers)]) * len(self.blocks)
 
     @property
     def first_repeat(self) -> int | Int[Array, ""]:
@@ -75,6 +75,8 @@ class Segment(AbstractLayers):
 
     def split_rounds(self, rounds: int) -> "Segment":
         if self.layers[-1].name != "layers":
+            return self
+        if rounds == self.rounds and (rounds > 1) == (len(self.layers) > 1):
             return self
         merged = self.merge_rounds()
         if rounds == 1:
@@ -90,7 +92,36 @@ class Segment(AbstractLayers):
     def merge_rounds(self) -> "Segment":
         if len(self.layers) == 1:
             return self
+        mesh, is_empty = current_mesh(), not jax.tree.leaves(self.blocks)
+        if mesh is not None and mesh.layout.rounds > self.rounds and not is_empty:
+            raise NotImplementedError(
+                f"the layers of all {mesh.layout.rounds} rounds at once, for a penalty on parameters or a plain call, "
+                'are not there while a pipeline runs one round: take rounds=1, or Schedule("gpipe")'
+            )
         return self._reshape(lambda shape: (shape[0] * shape[1], *shape[2:]), self.layers[1:])
+
+    def split_ends(self, stages: int) -> tuple["Segment", ...]:
+        """Return the segment alone if `stages` divide its repeats; else a shorter one, and the rest as ends, which are
+        on no stage. **Raises** `ValueError` for fewer repeats than stages."""
+        kept = self.num_repeats // stages * stages
+        if kept == self.num_repeats:
+            return (self,)
+        if not kept:
+            raise ValueError(
+                f"{self.num_repeats} repeats of {len(self.blocks)} layers are too few for {stages} stages: let pipe "
+                f"times the rounds be at most {self.num_repeats}"
+            )
+        merged = self.merge_rounds()
+        stages_part, end = (merged._take_repeats(*bounds) for bounds in ((0, kept), (kept, self.num_repeats)))
+        return stages_part.split_rounds(self.rounds), type(self)(end.blocks, end.num_repeats, (Dim("ends"),))
+
+    def _take_repeats(self, begin: int, end: int) -> "Segment":
+        def take(x):
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct((end - begin, *x.shape[1:]), x.dtype)
+            return x[begin:end] if eqx.is_array(x) else x
+
+        return type(self)(jax.tree.map(take, self.blocks), end - begin, self.layers)
 
     def take_round(self, number: Int[Array, ""]) -> "Segment":
         """Return the layers of this device in one round, without the dim `rounds`."""
@@ -107,16 +138,12 @@ class Segment(AbstractLayers):
         return vary(eqx.filter(self.blocks, eqx.is_array), find_token_axes())
 
     def _reshape(self, new_shape: Callable[[tuple[int, ...]], tuple[int, ...]], layers: tuple[Dim, ...]) -> "Segment":
-        def reshape(x):
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(new_shape(x.shape), x.dtype)
-            return x.reshape(new_shape(x.shape)) if eqx.is_array(x) else x
-
+        reshape = lambda x: reshape_layers(x, new_shape(x.shape)) if is_array_or_shape(x) else x
         return type(self)(jax.tree.map(reshape, self.blocks), self.num_repeats, layers)
 
 
-def index_tree(tree: Any, i: int | tuple[int | slice, ...]) -> Any:
-    """Return element `i` along the leading dim of every array."""
+def index_tree(tree: Any, i: int | tuple[slice | int, ...]) -> Any:
+    """Return element `i` along the leading dim of every array, or index all of its leading dims."""
     return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, tree)
 
 

@@ -44,6 +44,7 @@ from .module import (
     wrapped,
 )
 from .place import init, place
+from .rounds import merge_rounds
 from .schedule import Schedule
 from .spmd import spmd
 from .trainable_copy import TrainableCopy, materialize
@@ -85,6 +86,7 @@ __all__ = [
     "make_mesh",
     "map_leaves",
     "materialize",
+    "merge_rounds",
     "named_by_class",
     "num_shards",
     "place",
