@@ -33,7 +33,7 @@ from .presets.recurrent import (
 from .presets.transformer import Transformer
 from .scoring import hidden_states, score
 from .segment import Segment, find_patterns
-from .stack import Stack, describe_loop, set_loop, set_routing, swap_stack
+from .stack import Stack, describe_loop, set_loop, set_routing, split_ends, swap_stack
 
 __all__ = [
     "GLA",
@@ -88,6 +88,7 @@ __all__ = [
     "set_implementations",
     "set_loop",
     "set_routing",
+    "split_ends",
     "swap_stack",
     "token_info",
     "token_losses",

@@ -7,6 +7,7 @@ these paths, so that none of them depends on the split of layers into segments.
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,16 +27,18 @@ from zoo.parallel import (
     array_fields,
     leaves,
 )
+from zoo.parallel.rounds import has_rounds, merge_rounds
 
 from .decoder import UnrolledStack
-from .stack import Stack
+from .stack import Stack, join_end_shapes
 
 IndexRanges = tuple[range, ...]
 """Layer and expert numbers of the stacked dims of an array."""
 
 
 class ParameterPath(NamedTuple):
-    """Path of one array of a tree. The leading dims of the array are the stars of its name.
+    """Path of one array of a tree. The leading dims of the array are the stars of its name; layers that `zoo.place` has
+    dealt out in rounds have two dims for their one star, `rounds layers`, whose numbers go on from row to row.
 
     `ParameterPath("layers.*.moe.experts.*.up.weight", (range(1, 32, 8), range(16)), ...)`: element [k, e] of the array
     belongs to layer `range(1, 32, 8)[k]` and expert e.
@@ -51,10 +54,15 @@ class ParameterPath(NamedTuple):
         """Named dims of the array; () outside of a `Module`."""
         return self.leaf.dims or ()
 
+    @property
+    def is_in_rounds(self) -> bool:
+        """True for layers in rounds: the first star of the name is two dims of the array."""
+        return has_rounds(self.leaf)
+
 
 def list_parameter_paths(tree: PyTree) -> list[ParameterPath]:
     """Return the `ParameterPath` of every array, in the order of `jax.tree.leaves`. Trees of the same structure, such
-    as gradients and optimizer moments, have the same paths.
+    as gradients and optimizer moments, have the same paths, and so have layers in any number of rounds.
 
     **Raises** `TypeError` for a model with an `UnrolledStack`, whose tree has no layer numbers.
     """
@@ -63,10 +71,17 @@ def list_parameter_paths(tree: PyTree) -> list[ParameterPath]:
 
 
 def walk_parameters(
-    node: Any, name: str, ranges: IndexRanges, is_leaf: Callable[[Any], bool] = lambda _: False
+    node: Any,
+    name: str,
+    ranges: IndexRanges,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+    *,
+    extra_dims: int = 0,
 ) -> Iterator[tuple[str, IndexRanges]]:
     """Yield name and index ranges of every array, and of every node for which `is_leaf` is True, in the order of
-    `jax.tree.leaves(node, is_leaf)`."""
+    `jax.tree.leaves(node, is_leaf)`. `extra_dims` are the leading dims of the arrays of `node` that no range has: 1 in
+    layers in rounds."""
+    walk = partial(walk_parameters, is_leaf=is_leaf, extra_dims=extra_dims)
     if is_leaf(node):
         yield name, ranges
     elif isinstance(node, UnrolledStack):
@@ -77,31 +92,33 @@ def walk_parameters(
             period, repeats = len(segment.blocks), segment.num_repeats
             for i, block in enumerate(segment.blocks):
                 layer_numbers = range(start + i, start + period * repeats, period)
-                yield from walk_parameters(block, _join_path(name, "*"), (*ranges, layer_numbers), is_leaf)
+                extra_dims = len(segment.layers) - 1
+                path = _join_path(name, "*"), (*ranges, layer_numbers)
+                yield from walk_parameters(block, *path, is_leaf, extra_dims=extra_dims)
             start += period * repeats
     elif isinstance(node, Module):
         is_wrapper = any(WRAPPED in field.metadata for field in array_fields(node))
         for field in array_fields(node):
             child = getattr(node, field.name)
             if WRAPPED in field.metadata:
-                yield from walk_parameters(child, name, ranges, is_leaf)
+                yield from walk(child, name, ranges)
                 continue
             word = "layers" if isinstance(child, Stack) else field.name
             word = to_snake_case(type(child).__name__) if NAMED_BY_CLASS in field.metadata else word
             word = _join_path(getattr(node, "adapter_name", ""), word) if is_wrapper else word
             if STACKED in field.metadata and jax.tree.leaves(child):
-                experts = range(jax.tree.leaves(child)[0].shape[len(ranges)])
-                yield from walk_parameters(child, _join_path(name, word, "*"), (*ranges, experts), is_leaf)
+                experts = range(jax.tree.leaves(child)[0].shape[len(ranges) + extra_dims])
+                yield from walk(child, _join_path(name, word, "*"), (*ranges, experts))
             else:
-                yield from walk_parameters(child, _join_path(name, word), ranges, is_leaf)
+                yield from walk(child, _join_path(name, word), ranges)
     elif isinstance(node, TrainableCopy):
-        yield from walk_parameters(node.base, name, ranges, is_leaf)
+        yield from walk(node.base, name, ranges)
         for word in ("array", "applies", "strength"):
             suffix = node.adapter_name if word == "array" else _join_path(node.adapter_name, word)
-            yield from walk_parameters(getattr(node, word), _join_path(name, suffix), ranges, is_leaf)
+            yield from walk(getattr(node, word), _join_path(name, suffix), ranges)
     elif isinstance(node, tuple | list):
         for i, item in enumerate(node):
-            yield from walk_parameters(item, _join_path(name, str(i)), ranges, is_leaf)
+            yield from walk(item, _join_path(name, str(i)), ranges)
     else:
         yield from ((name, ranges) for _ in jax.tree.leaves(node))
 
@@ -140,8 +157,18 @@ def find_differences(first: Any, second: Any, name: str = "") -> Iterator[str]:
     """Yield the differences in architecture between two models: shapes, static fields, classes of layers.
 
     Values of arrays and `implementation_option()` fields are ignored, and so are missing buffers, which a gradient does
-    not have.
+    not have, and how layers are dealt out: in rounds, or to the ends of a pipeline.
     """
+    yield from _compare(_to_shapes(first), _to_shapes(second), name)
+
+
+def _to_shapes(model: Any) -> Any:
+    """Return a model with `jax.ShapeDtypeStruct`s in place of arrays, and its layers as they were built."""
+    to_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
+    return join_end_shapes(merge_rounds(jax.tree.map(to_shape, model)))
+
+
+def _compare(first: Any, second: Any, name: str) -> Iterator[str]:
     if _is_array(first) and _is_array(second):
         if first.shape != second.shape:
             yield f"{name} has the shape {list(first.shape)}, not {list(second.shape)}"
@@ -152,12 +179,12 @@ def find_differences(first: Any, second: Any, name: str = "") -> Iterator[str]:
             child, other = getattr(first, field.name), getattr(second, field.name)
             is_missing_buffer = child is None and not field.metadata.get(TRAINABLE, True)
             if IMPLEMENTATION_OPTION not in field.metadata and not is_missing_buffer:
-                yield from find_differences(child, other, _join_path(name, field.name))
+                yield from _compare(child, other, _join_path(name, field.name))
     elif isinstance(first, tuple) and len(first) != len(second):
         yield f"{name} has {len(first)} parts, not {len(second)}"
     elif isinstance(first, tuple):
         for i, (child, other) in enumerate(zip(first, second, strict=True)):
-            yield from find_differences(child, other, _join_path(name, str(i)))
+            yield from _compare(child, other, _join_path(name, str(i)))
     elif first != second:
         yield f"{name} is {_format_value(first)}, not {_format_value(second)}"
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import equinox as eqx
 import jax
@@ -27,6 +27,7 @@ from .decoder import (
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, select_loop
 from .segment import Segment, find_patterns, index_tree, stack_trees, unstack_tree
 
+_Model = TypeVar("_Model")
 BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
 """A function `key -> block`. Layers of one factory object are equal in structure, and share a compiled block."""
 
@@ -85,7 +86,8 @@ class Stack(AbstractStack):
 
     def count_layers(self) -> int:
         """Return the number of layers on this device."""
-        return sum(segment.local_layers for segment in self.segments)
+        sizes = [(segment.rounds * segment.local_repeats, len(segment.blocks)) for segment in self.segments]
+        return sum(map(math.prod, sizes))
 
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
@@ -151,7 +153,7 @@ class Stack(AbstractStack):
     def _run(
         self,
         segment: Segment,
-        first: int,
+        first: int | Int[Array, ""],
         hidden: Hidden,
         info: TokenInfo,
         states: LayerStates | None,
@@ -159,12 +161,13 @@ class Stack(AbstractStack):
     ) -> tuple[Hidden, LayerStates | None]:
         """Run the repeats of a pattern on this device, of which the first has the number `first_repeat`. Repeat 0
         begins with layer `first`."""
-        loop = select_loop(self.loop, layers=segment.local_layers, remat=self.remat, size=hidden.x.size)
-        layer = first + len(segment.blocks) * first_repeat
+        layers = segment.local_repeats * len(segment.blocks)
+        loop = select_loop(self.loop, layers=layers, remat=self.remat, size=hidden.x.size)
+        first += len(segment.blocks) * first_repeat
         if loop == "plain":
-            return self._run_plain(segment, layer, hidden, info, states)
+            return self._run_plain(segment, first, hidden, info, states)
         unroll = 1 if loop == "scan" else min(int(loop), segment.local_repeats)
-        return self._scan(segment, layer, unroll, hidden, info, states)
+        return self._scan(segment, first, unroll, hidden, info, states)
 
     def _run_plain(
         self,
@@ -265,6 +268,57 @@ def set_routing(model: Any, routing: RoutingDetail) -> Any:
         return replace_option(stack, "routing", routing)
 
     return swap_stack(model, replace)
+
+
+def split_ends(model: _Model, stages: int) -> _Model:
+    """Move as few layers as possible out of the stages of a pipeline, so that the others share out over them.
+
+        model = zoo.models.split_ends(model, stages=pipe * rounds)
+
+    The layers of the longest repeating pattern are dealt out to `stages`: the size of the mesh axis `pipe`, times the
+    `rounds` of the layout. If that does not divide its repeats, the last of them become ends: every device has them, as
+    it has the embedding, and runs them after the stages. Layers keep their numbers and parameters, and results stay the
+    same. Returns a model that divides as it is.
+
+    `model` may be any tree with stacks in it: gradients, optimizer state, `jax.ShapeDtypeStruct`s, whose shardings are
+    dropped. **Raises** `ValueError` for fewer repeats than stages.
+    """
+    if stages < 1:
+        raise ValueError(f"layers are dealt out to one stage or more, not stages={stages}")
+    split = lambda segment: segment.split_ends(stages) if segment.layers[-1].name == "layers" else (segment,)
+
+    def split_stack(stack: Stack) -> Stack:
+        return replace_option(stack, "segments", tuple(part for segment in stack.segments for part in split(segment)))
+
+    return _map_stacks(split_stack, model)
+
+
+def join_end_shapes(model: _Model) -> _Model:
+    """Undo `split_ends` in a tree of `jax.ShapeDtypeStruct`s."""
+
+    def can_join(segment: Segment, end: Segment) -> bool:
+        is_end = (segment.layers[-1].name, end.layers[-1].name) == ("layers", "ends")
+        one_repeat = [jax.tree.map(lambda x: (x.shape[1:], x.dtype), s.blocks) for s in (segment, end)]
+        return is_end and eqx.tree_equal(*one_repeat) is True
+
+    def join(segment: Segment, end: Segment) -> Segment:
+        repeats = segment.num_repeats + end.num_repeats
+        lengthen = lambda x: jax.ShapeDtypeStruct((repeats, *x.shape[1:]), x.dtype)
+        return Segment(jax.tree.map(lengthen, segment.blocks), repeats, segment.layers)
+
+    def join_stack(stack: Stack) -> Stack:
+        segments: list[Segment] = []
+        for segment in stack.segments:
+            if segments and can_join(segments[-1], segment):
+                segment = join(segments.pop(), segment)
+            segments.append(segment)
+        return replace_option(stack, "segments", tuple(segments))
+
+    return _map_stacks(join_stack, model)
+
+
+def _map_stacks(function: Callable[[Stack], Stack], tree: _Model) -> _Model:
+    return jax.tree.map(lambda x: function(x) if isinstance(x, Stack) else x, tree, is_leaf=is_stack)
 
 
 def describe_loop(stack: Stack) -> str:

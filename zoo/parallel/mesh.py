@@ -128,10 +128,14 @@ class Mesh:
         sizes = " x ".join(f"{axis}={self.devices.shape[axis]}" for axis in needed)
         divisors = [str(n) for n in range(1, min(count, 4096) + 1) if count % n == 0]
         divisors += [f"a multiple of {count}"] if dim.name in _REPLICATED_IF_FEWER else []
+        advice = ""
+        if dim.name == "layers" and "pipe" in needed and count > shards:
+            advice = f", or move {count % shards} of them out of the stages with zoo.models.split_ends(model, {shards})"
         noun = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
-            f"{name}: {count} {noun} do not share out over {sizes}. Use a multiple of {shards} {noun}, "
-            f"or let {' x '.join(needed)} be {', '.join(divisors[:-1])}{' or ' if divisors[:-1] else ''}{divisors[-1]}."
+            f"{name}: {count} {noun} do not share out over {sizes}. Use a multiple of {shards} {noun}, or let "
+            f"{' x '.join(needed)} be {', '.join(divisors[:-1])}{' or ' if divisors[:-1] else ''}{divisors[-1]}"
+            f"{advice}."
         )
 
     def _multiply(self, axes: Sequence[str]) -> int:
