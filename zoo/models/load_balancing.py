@@ -99,7 +99,7 @@ def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], 
     def update_bias(path: Any, x: Array) -> Array:
         if not _is_selection_bias(path.name):
             return x
-        load = jnp.stack([loads[load_index[layer]] for layer in path.ranges[0]])
+        load = jnp.stack([loads[load_index[layer]] for layer in path.ranges[0]]).reshape(x.shape)
         return x + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(x.dtype)
 
     return jax.tree.unflatten(treedef, list(map(update_bias, paths, leaves)))

@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 from zoo._files import read_json, to_jsonable
 from zoo._optional import import_optional
 from zoo.parallel.mesh import is_array_or_shape
+from zoo.parallel.rounds import merge_rounds, reshape_layers
 
 from .array_names import (
     describe_arrays,
@@ -57,7 +58,8 @@ class Checkpoints:
     """Manager of a run's checkpoints, one folder per step below `directory`.
 
     Keeps the newest `keep_last` and the `keep_best` with the lowest metric, those of earlier processes included. Only
-    arrays are saved; static fields come from the tree passed to `restore`. With several processes, every process makes
+    arrays are saved; static fields come from the tree passed to `restore`. Layers are saved in one round, whatever the
+    `rounds` of the mesh, and restored in those of that tree. With several processes, every process makes
     every call, and the first one decides which checkpoints are whole.
 
     `frozen` is a tree that training reads but does not change, such as the base model of an adapter. Checkpoints hold
@@ -89,7 +91,7 @@ class Checkpoints:
         metric: float | int | None = None,
     ) -> None:
         """Save `state` after `step` steps. Returns once the arrays are copied to the host, so they may be donated; they
-        are written to disk in the background.
+        are written to disk in the background. Layers in rounds are on the devices twice until then.
 
         - `data`: the state of the data iterator, JSON; `config`: stored with it.
         - `metric`: lower is better.
@@ -98,7 +100,7 @@ class Checkpoints:
         **Raises** `UnwrittenCheckpointError`, before anything is deleted, if the disk has no room for the arrays.
         """
         self.wait()
-        arrays = flatten_with_names(eqx.filter(state, eqx.is_array))
+        arrays = flatten_with_names(merge_rounds(eqx.filter(state, eqx.is_array)))
         self._saved_bytes = sum(x.nbytes for x in arrays.values())
         if obstacle := run_on_first(lambda: self._folder.make_room(step, self._saved_bytes)):
             raise UnwrittenCheckpointError(obstacle)
@@ -235,21 +237,20 @@ class Checkpoints:
         folder = self.directory / str(step)
         about = self._read_metadata(step)
         require_same_fingerprints(about["frozen"], self._frozen, folder)
-        expected = flatten_with_names(eqx.filter(like, is_array_or_shape))
+        expected = flatten_with_names(merge_rounds(jax.tree.map(_to_shape, eqx.filter(like, is_array_or_shape))))
         require_same_arrays(about["leaves"], describe_arrays(expected), folder)
-        targets = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in expected.items() if x.size
-        }
+        targets = {name: x for name, x in expected.items() if x.size}
         arrays = self._read_arrays(folder, targets)
-        for name in targets:
-            # On several devices, arrays restored by Orbax cannot be donated; copies can.
-            arrays[name] = jnp.copy(arrays[name])
 
         def fill_leaf(path: tuple, leaf: Any) -> Any:
             if not is_array_or_shape(leaf):
                 return leaf
+            if not leaf.size:
+                return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            x = arrays.pop(format_key_path(path))  # so that it is freed once it is copied
+            # On several devices, arrays restored by Orbax cannot be donated; copies can.
             return (
-                arrays[format_key_path(path)] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+                jnp.copy(x) if x.shape == leaf.shape else jax.device_put(reshape_layers(x, leaf.shape), leaf.sharding)
             )
 
         state = jax.tree_util.tree_map_with_path(fill_leaf, like)
@@ -265,6 +266,10 @@ class Checkpoints:
             raise
         except Exception as error:
             raise _UnreadableError(f"its arrays cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _to_shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, PyTree, Shaped, UInt32
 
 from zoo.parallel import leaves, map_leaves
+from zoo.parallel.rounds import has_rounds
 
 _HASH_SEEDS = (0x243F6A88, 0x13198A2E)
 """Seeds of two independent hashes: words 1 and 3 of pi's hexadecimal fraction."""
@@ -35,11 +37,18 @@ def fingerprint_arrays(tree: PyTree) -> dict[str, str]:
     """
     frozen = map_leaves(lambda leaf, x: None if leaf.adapter_parameter else x, eqx.filter(tree, eqx.is_array))
     arrays = {leaf.name: x for leaf, x in zip(leaves(frozen), jax.tree.leaves(frozen), strict=True)}
-    sums = jax.device_get([hash_array(x) for x in arrays.values()])
+    in_rounds = [has_rounds(leaf) for leaf in leaves(frozen)]
+    sums = jax.device_get([hash_array(x, has) for x, has in zip(arrays.values(), in_rounds, strict=True)])
+    shapes = [_merge_shape(x.shape) if has else x.shape for x, has in zip(arrays.values(), in_rounds, strict=True)]
     return {
-        name: f"{x.dtype} {list(x.shape)} {' '.join(f'{int(lane):08x}' for lane in pair)}"
-        for (name, x), pair in zip(arrays.items(), sums, strict=True)
+        name: f"{x.dtype} {list(shape)} {' '.join(f'{int(lane):08x}' for lane in pair)}"
+        for (name, x), shape, pair in zip(arrays.items(), shapes, sums, strict=True)
     }
+
+
+def _merge_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of layers in rounds as they are stored."""
+    return shape[0] * shape[1], *shape[2:]
 
 
 def require_same_fingerprints(
@@ -68,9 +77,10 @@ def _describe_difference(saved: str | None, current: str | None) -> str:
     return "the numbers differ" if kinds[0] == kinds[1] else f"{kinds[0]} in the checkpoint, {kinds[1]} here"
 
 
-@jax.jit
-def hash_array(x: Shaped[Array, "..."]) -> list[UInt32[Array, ""]]:
-    return [_hash_words(_bitcast_to_words(x), start) for start in _HASH_SEEDS]
+@partial(jax.jit, static_argnums=1)
+def hash_array(x: Shaped[Array, "..."], in_rounds: bool = False) -> list[UInt32[Array, ""]]:
+    """Hash an array; one of dims `rounds layers ...` as that of dims `layers ...`."""
+    return [_hash_words(_bitcast_to_words(x), start, in_rounds) for start in _HASH_SEEDS]
 
 
 def _bitcast_to_words(x: Shaped[Array, "*shape"]) -> UInt32[Array, "..."]:
@@ -87,11 +97,14 @@ def _bitcast_to_words(x: Shaped[Array, "*shape"]) -> UInt32[Array, "..."]:
 _UINT_BY_BITS = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
-def _hash_words(words: UInt32[Array, "..."], seed: int) -> UInt32[Array, ""]:
+def _hash_words(words: UInt32[Array, "..."], seed: int, in_rounds: bool) -> UInt32[Array, ""]:
     """Sum fmix32 of each word and its index, modulo 2^32: independent of the order of summation, hence of sharding."""
     index_hash = jnp.full(words.shape, seed, jnp.uint32)
-    for dim in range(words.ndim):  # dim by dim, because a flat index may exceed 32 bits
-        index_hash = _fmix32(index_hash + lax.broadcasted_iota(jnp.uint32, words.shape, dim))
+    for dim in range(in_rounds, words.ndim):  # dim by dim, because a flat index may exceed 32 bits
+        index = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        if in_rounds and dim == 1:
+            index += words.shape[1] * lax.broadcasted_iota(jnp.uint32, words.shape, 0)
+        index_hash = _fmix32(index_hash + index)
     return _fmix32(index_hash ^ _fmix32(words + np.uint32(seed))).sum(dtype=jnp.uint32)
 
 

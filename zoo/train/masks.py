@@ -5,7 +5,7 @@ from jaxtyping import PyTree
 
 from zoo.parallel import Leaf, map_leaves
 
-_STACKED_DIMS = ("layers", "ends", "experts")
+_STACKED_DIMS = ("layers", "rounds", "ends", "experts")
 
 
 def matrix_mask(params: PyTree) -> PyTree:
