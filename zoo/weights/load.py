@@ -1,5 +1,6 @@
 """Load a checkpoint directory: shapes from the config, then each array shard by shard, from only the bytes it needs."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -15,8 +16,10 @@ from zoo.ops.quantized.mxfp4 import NAN_SCALE
 from zoo.parallel import Mesh
 from zoo.parallel import leaves as annotated_leaves
 from zoo.parallel.place import warn_replicated
+from zoo.parallel.rounds import split_rounds
 
 from .packed import SCALES_SUFFIX
+from .plan import plan
 from .resolve import Checkpoint, open_checkpoint
 from .safetensors import CheckpointError, LazyTensor
 
@@ -63,12 +66,17 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> De
         head, embedding = checkpoint.tied
         if not _is_equal_tensor(tensors[head], tensors[embedding]):
             raise CheckpointError(f"{location}: {head} is not {embedding}, and the config says that they are tied")
-    leaves, treedef = jax.tree.flatten(checkpoint.model)
+    model = checkpoint.model
+    if mesh is not None and mesh.layout.rounds > 1:
+        model = split_rounds(model, mesh.layout.rounds)
+        tensor_plans = plan(model, checkpoint.name_map)
+        checkpoint = dataclasses.replace(checkpoint, model=model, tensor_plans=tensor_plans)
+    leaves, treedef = jax.tree.flatten(model)
     sources: list[dict[tuple[int, ...], tuple[str, int]]] = [{} for _ in leaves]
     for name, tensor_plan in tensor_plans.items():
         for part, piece in enumerate(tensor_plan.slices):
             sources[piece.leaf][piece.index] = name, part
-    is_trainable = [leaf.trainable for leaf in annotated_leaves(checkpoint.model)]
+    is_trainable = [leaf.trainable for leaf in annotated_leaves(model)]
     dtypes = [
         _resolve_dtype(leaf_sources, tensors, location, dtype, trainable)
         if _is_floating(x.dtype)

@@ -51,8 +51,10 @@ def plan(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
     for leaf, (path, x) in enumerate(zip(list_parameter_paths(tree), jax.tree.leaves(tree), strict=True)):
         pattern, mapping, part = find_mapping(path, mappings)
         stars = pattern.count("*")
+        stacked_dims = stars + path.is_in_rounds
         for index, numbers in iterate_indices(path.ranges[:stars]):
-            piece = _ArraySlice(leaf, index, tuple(x.shape[stars:]))
+            index = (*divmod(index[0], x.shape[1]), *index[1:]) if path.is_in_rounds else index
+            piece = _ArraySlice(leaf, index, tuple(x.shape[stacked_dims:]))
             name = format_path(pattern, numbers)
             found.setdefault(name, (mapping, {}, len(path.ranges) - stars))[1][part] = piece
     for name, (mapping, slices, _) in found.items():
