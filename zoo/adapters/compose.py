@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from zoo.layers import AbstractEmbedding, AbstractLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
+from zoo.parallel.rounds import in_one_round
 from zoo.parallel.trainable_copy import is_trainable_copy
 
 from .base import AbstractAdapter, is_adapter
@@ -61,6 +62,7 @@ def _map_adapters(model: _Model, function: Any) -> _Model:
     return jax.tree.map(map_adapter, model, is_leaf=is_adapter)
 
 
+@in_one_round
 def remove(model: _Model, adapter_name: str | None = None) -> _Model:
     """Remove one adapter, or all, and return the base model; up to rounding for an adapter that was initialized with a
     part of the base's weight. **Raises** `ValueError` for a name that no adapter has."""

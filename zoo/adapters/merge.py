@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.parallel import Dim, buffer, materialize, wrapped
+from zoo.parallel.rounds import in_one_round
 from zoo.shapes import ResidualStream, Tokens
 
 from .base import AbstractAdapter, AbstractLinearAdapter, BiasVector, Matrix, get_base_layer, get_dims, is_adapter
@@ -85,6 +86,7 @@ class _MergedLinear(AbstractLinear):
         return self.base.per_head_transposed(x)
 
 
+@in_one_round
 def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "refuse") -> _Model:
     """Merge all adapters into the weights of their bases, so that inference costs no more than without them.
 

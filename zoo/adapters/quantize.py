@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from zoo.layers import AbstractLinear, AbstractPackedLinear, Int8Linear, Linear, NF4Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
+from zoo.parallel.rounds import in_one_round
 
 from .base import AbstractLinearAdapter, get_base_layer
 from .checkpoint_names import translate_targets
@@ -20,6 +21,7 @@ _PackedFormat = Literal["nf4", "int8"]
 _PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": NF4Linear, "int8": Int8Linear}
 
 
+@in_one_round
 def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets = "all-linear") -> _Model:
     """Quantize frozen linear layers to 4 bits (`NF4Linear`) or 8 bits (`Int8Linear`), the base of QLoRA (Dettmers et
     al., arXiv:2305.14314, section 3). Quantized weights are no parameters: `zoo.trainable` omits them. Layers that have
@@ -76,6 +78,7 @@ def _find_quantization_errors(
         yield f"{reason}: take int8, or leave it out"
 
 
+@in_one_round
 def dequantize(model: _Model) -> _Model:
     """Replace every layer that `quantize` made with a float32 `Linear` of the same values, in 4 to 8 times the
     memory."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from zoo.layers import AbstractEmbedding, AbstractLinear
 from zoo.models.parameter_paths import IndexRanges, format_path, iterate_indices, walk_parameters
+from zoo.parallel import merge_rounds
 
 from .base import get_linear_shape
 
@@ -70,6 +71,7 @@ def is_linear_site(node: Any) -> bool:
 
 def find_linears(model: Any, *, include_embeddings: bool = False) -> list[LinearSite]:
     """List every linear layer of a model that has one weight matrix, and the embedding if asked for."""
+    model = merge_rounds(model)
     nodes = jax.tree.leaves(model, is_leaf=is_linear_site)
     paths = walk_parameters(model, "", (), is_linear_site)
     sites = [LinearSite(*path, node) for path, node in zip(paths, nodes, strict=True) if is_linear_site(node)]

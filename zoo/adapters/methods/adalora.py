@@ -11,6 +11,7 @@ from zoo.layers import AbstractLinear, Linear
 from zoo.models.parameter_paths import IndexRanges
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, gather, reduce, wrapped
+from zoo.parallel.rounds import in_one_round, merge_rounds
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, compute_scale
@@ -109,6 +110,7 @@ class AdaLoRA(AbstractLinearAdapter):
         return jnp.where(is_used & is_used[:, None], squares, 0).sum()
 
 
+@in_one_round
 def adalora(
     model: _Model,
     *,
@@ -141,7 +143,7 @@ def orthogonality(model: Any) -> Float[Array, ""]:
     **Raises** `ValueError` for a model without an AdaLoRA.
     """
     penalties = []
-    for ranges, adapter in find_adalora(gather(model)):
+    for ranges, adapter in find_adalora(merge_rounds(gather(model))):
         penalty = vmap_stacked(AdaLoRA.orthogonality_penalty, ranges)(adapter).sum()
         penalties.append(reduce(reduce(penalty, over="layers"), over="experts"))
     return sum(penalties[1:], start=penalties[0])

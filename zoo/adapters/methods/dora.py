@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.layers import AbstractLinear, Linear
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, reduce, wrapped
+from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..base import Matrix, Strength
@@ -154,6 +155,7 @@ class DoRA(AbstractLowRankAdapter):
         return weight + self.strength_per_expert(self.scale) * (ratio[:, None] * updated - weight)
 
 
+@in_one_round
 def dora(
     model: _Model,
     *,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.layers import AbstractLinear
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_adapters, refuse_embedding
 from ..base import AbstractLinearAdapter, BiasVector, Matrix, Strength, full_strength, get_dims, get_linear_shape
@@ -92,6 +93,7 @@ class IA3(AbstractLinearAdapter):
         return bias * self._apply_strength(self.of_out, self.strength_per_expert(self.applies))
 
 
+@in_one_round
 def ia3(
     model: _Model,
     *,

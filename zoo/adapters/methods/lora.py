@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.layers import AbstractEmbedding, AbstractLinear, Linear
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, wrapped
+from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_adapters, check_rank, refuse_embedding
@@ -119,6 +120,7 @@ class LoRA(AbstractLowRankAdapter):
         return weight + self.scale * self.strength_per_expert(self.scale) * low_rank_product(self.down, self.up)
 
 
+@in_one_round
 def lora(
     model: _Model,
     *,

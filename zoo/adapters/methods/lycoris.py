@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.layers import AbstractLinear, Linear
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, shard_offset, wrapped
+from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform, compute_scale
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
@@ -171,6 +172,7 @@ class LoKr(_AbstractDeltaAdapter):
         return _slice_local_shard(_slice_local_shard(delta, 0, self.base, self.out), 1, self.base, self.in_)
 
 
+@in_one_round
 def loha(
     model: _Model,
     *,
@@ -186,6 +188,7 @@ def loha(
     return apply_uniform(model, factory, targets, key, adapter_name)
 
 
+@in_one_round
 def lokr(
     model: _Model,
     *,

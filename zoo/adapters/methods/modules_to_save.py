@@ -11,6 +11,7 @@ import numpy as np
 from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, list_parameter_paths
 from zoo.parallel import TrainableCopy
 from zoo.parallel.module import is_parameter
+from zoo.parallel.rounds import in_one_round
 
 from ..checkpoint_names import translate_targets
 from ..targets import Targets, find_linears, match_targets, matches, suggest_words
@@ -20,6 +21,7 @@ BiasOption = Literal["none", "lora_only", "all"]
 """Trainable biases: none, those of the modules that have an adapter, or all."""
 
 
+@in_one_round
 def unfreeze(model: _Model, targets: Targets, *, adapter_name: str = "full") -> _Model:
     """Train parameters in full and freeze the rest of the model: PEFT's `modules_to_save` and its `bias` options.
 

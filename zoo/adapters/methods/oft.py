@@ -12,6 +12,7 @@ from zoo.layers import AbstractLinear
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.moe.grouped_matmul import grouped_matmul
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
@@ -172,6 +173,7 @@ def cayley_transform(skewed: _Blocks, neumann_terms: int | None) -> _Blocks:
     return total
 
 
+@in_one_round
 def oft(
     model: _Model,
     *,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.layers import AbstractLinear, Linear
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, check_rank
@@ -96,6 +97,7 @@ class VeRA(AbstractLinearAdapter):
         return weight + jnp.matmul(up, self.down.dense_weight, precision="highest")
 
 
+@in_one_round
 def vera(
     model: _Model,
     *,

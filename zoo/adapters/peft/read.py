@@ -12,6 +12,7 @@ import numpy as np
 from zoo.layers import AbstractEmbedding
 from zoo.models.hf.spec import NameMap, TensorMapping
 from zoo.models.parameter_paths import IndexRanges
+from zoo.parallel.rounds import in_one_round
 from zoo.weights import CheckpointError
 from zoo.weights.resolve import resolve_directory
 from zoo.weights.safetensors import LazyTensor, open_safetensors
@@ -44,6 +45,7 @@ _LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
 """Index into the stacked dims -> the arrays of that layer."""
 
 
+@in_one_round
 def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, adapter_name: str = "default") -> _Model:
     """Load a PEFT adapter onto its base model, which has the tensor names of a checkpoint, as `zoo.load` returns it.
 

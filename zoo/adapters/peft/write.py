@@ -11,6 +11,7 @@ import numpy as np
 
 from zoo._files import create_files
 from zoo.models.hf.spec import NameMap
+from zoo.parallel import merge_rounds
 from zoo.weights import CheckpointError
 from zoo.weights.safetensors import write_tensors
 
@@ -58,6 +59,7 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     **Raises** `CheckpointError` for a model without such an adapter, and for a method that PEFT does not have.
     """
     adapter_name = _resolve_adapter_name(model, adapter_name)
+    model = merge_rounds(model)
     tensors = collect_tensors(model, adapter_name=adapter_name)
     config = _build_adapter_config(model, adapter_name, _name_base(model) if base is None else os.fspath(base))
     path = Path(directory)
@@ -94,7 +96,7 @@ def _resolve_adapter_name(model: Any, adapter_name: str | None) -> str:
 def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[str, np.ndarray]:
     """Return an adapter's arrays by PEFT's tensor names: those of `model`, or their gradients from a tree of its
     structure, summed over the parts of a fused module that share an array."""
-    tensors: dict[str, np.ndarray] = {}
+    (model, tree), tensors = merge_rounds((model, tree)), {}
     table = _choose_name_table(model, adapter_name)
     by_module = _group_by_module(model, tree, table, adapter_name)
     combine_parts = join_parts if tree is None else sum_parts
