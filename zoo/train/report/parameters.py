@@ -7,7 +7,8 @@ import jax
 from jaxtyping import PyTree
 
 from zoo.models import ParameterPath, list_parameter_paths
-from zoo.parallel import Mesh
+from zoo.parallel import Mesh, merge_rounds
+from zoo.parallel.mesh import is_array_or_shape
 
 from .page import ParameterRow
 
@@ -16,10 +17,11 @@ def tabulate_parameters(model: PyTree, mesh: Mesh) -> list[ParameterRow]:
     """Return a row per array of `model`: name, shape, dims, the mesh axes that shard each dim, dtype and size.
 
     Names are those of `zoo.models.list_parameter_paths`: `layers.*.attention.query.weight`. Where blocks of several
-    kinds share a name, their layer numbers follow. Accepts abstract models (`eqx.filter_eval_shape`), since nothing is
-    computed.
+    kinds share a name, their layer numbers follow. Layers in rounds have the shapes that they have in one. Accepts
+    abstract models (`eqx.filter_eval_shape`), since nothing is computed.
     """
-    arrays = eqx.filter(model, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    to_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    arrays = merge_rounds(jax.tree.map(to_shape, eqx.filter(model, is_array_or_shape)))
     paths = list_parameter_paths(arrays)
     names = collections.Counter(path.name for path in paths)
     rows = []
