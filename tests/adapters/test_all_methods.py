@@ -15,6 +15,7 @@ from tests.adapters.perturb import perturb
 from zoo import adapters
 from zoo.layers import GatedDeltaNet, Mamba2
 from zoo.models.parameter_paths import list_parameter_paths
+from zoo.parallel.rounds import count_rounds, split_rounds
 
 KEY = jax.random.key(0)
 VOCAB, ROWS, SEQ = 32, 8, 8
@@ -62,6 +63,17 @@ def wrap(kind, method):
 
 def loss_fn(model, batch):
     return zoo.cross_entropy(model, batch)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_do_not_depend_on_rounds(method):
+    """Made, merged and removed in rounds as in one."""
+    kind = "mixture" if method in ("lora", "dora") else "transformer"
+    model, wrapped = wrap(kind, method)
+    dealt = METHODS[method](split_rounds(model, 2), targets=MODELS[kind][1], key=jax.random.key(1))
+    assert count_rounds(dealt) == 2 and eqx.tree_equal(zoo.parallel.merge_rounds(dealt), wrapped)
+    for function in (adapters.remove, adapters.merge):
+        assert eqx.tree_equal(function(dealt), split_rounds(function(wrapped), 2))
 
 
 def value_and_grad_on_one_device(model):

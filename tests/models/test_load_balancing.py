@@ -21,7 +21,8 @@ from zoo.models import (
     update_expert_bias,
 )
 from zoo.models.load_balancing import BalanceOver
-from zoo.parallel import SEQUENCE
+from zoo.parallel import SEQUENCE, merge_rounds
+from zoo.parallel.rounds import split_rounds
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}
@@ -143,6 +144,14 @@ def test_update_expert_bias_moves_toward_underused_experts():
         update_expert_bias(model, loads[:1])
     with pytest.raises(ValueError, match="no router of this model chooses with a bias"):
         update_expert_bias(zoo.models.MixtureOfExperts(**SIZES, key=KEY), [loads[0]] * 3)
+
+
+def test_update_expert_bias_of_layers_in_rounds():
+    model = zoo.models.MixtureOfExperts(**SIZES | {"layers": 4}, router=BiasedRouter, key=KEY)
+    loads = list(jax.random.normal(KEY, (4, 4)))
+    dealt = jax.jit(update_expert_bias)(split_rounds(model, 2), loads)
+    assert eqx.tree_equal(merge_rounds(dealt), update_expert_bias(model, loads))
+    assert not eqx.tree_equal(merge_rounds(dealt), model)
 
 
 def test_selection_bias_evens_out_the_load():

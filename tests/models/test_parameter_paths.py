@@ -22,6 +22,7 @@ from zoo.models.parameter_paths import (
 from zoo.ops.attention import reference_attention
 from zoo.ops.rotary import LinearScaling, Rotary
 from zoo.parallel import Dim
+from zoo.parallel.rounds import split_rounds
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 16, "embed": 8, "layers": 5, "heads": 2, "mlp": 12}
@@ -99,6 +100,22 @@ def test_paths_of_gradients_and_shapes_are_those_of_parameters(model):
     assert [path[:2] for path in list_parameter_paths(holes)] == [
         name for name in names if name[0] != "embedding.weight"
     ]
+
+
+@pytest.mark.parametrize("experts", [None, 3])
+def test_paths_do_not_depend_on_rounds(experts):
+    make = zoo.models.Transformer if experts is None else partial(zoo.models.MixtureOfExperts, experts=experts, top=2)
+    model = make(**SIZES | {"layers": 6}, key=KEY)
+    dealt = split_rounds(model, 2)
+    unfrozen = zoo.adapters.unfreeze(model, "norm")
+    for one, other in ((model, dealt), (unfrozen, split_rounds(unfrozen, 2))):
+        assert [path[:2] for path in list_parameter_paths(other)] == [path[:2] for path in list_parameter_paths(one)]
+    for path, x in zip(list_parameter_paths(dealt), jax.tree.leaves(dealt), strict=True):
+        assert path.is_in_rounds == path.name.startswith("layers.*.")
+        assert len(path.dims) == x.ndim
+        assert x.shape[: len(path.ranges) + path.is_in_rounds] == (
+            (2, 3, *map(len, path.ranges[1:])) if path.is_in_rounds else tuple(map(len, path.ranges))
+        )
 
 
 def test_paths_of_plain_trees_and_unrolled_models(model):

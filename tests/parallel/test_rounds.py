@@ -48,7 +48,7 @@ def test_merge_rounds_undoes_place(model, rounds):
     assert_same(split_rounds(zoo.place(model, mesh), rounds), placed)
     for x, y in zip(jax.tree.leaves(zoo.init(make, KEY, make_mesh(rounds))), jax.tree.leaves(placed), strict=True):
         assert x.sharding == y.sharding
-        np.testing.assert_allclose(x, y, rtol=1e-5)
+        np.testing.assert_allclose(x, y, atol=1e-6)  # another program
 
 
 def test_place_changes_rounds_and_meshes(model):

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -20,7 +21,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import zoo
+from zoo.parallel import Layout
 from zoo.train import Checkpoints
+from zoo.train.array_names import describe_arrays, flatten_with_names
 from zoo.train.checkpoint import diff_configs
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -79,6 +83,52 @@ def test_checkpoint_restores_exactly_on_another_sharding(checkpoints, devices):
     for new, old in zip(jax.tree.leaves(back), jax.tree.leaves(like), strict=True):
         if eqx.is_array(new):
             assert new.sharding == old.sharding and new.dtype == old.dtype
+
+
+def make_layers(seed=0):
+    model = zoo.models.Transformer(vocab=16, embed=8, layers=8, heads=2, mlp=8, key=jr.key(seed))
+    return {"model": model, "optimizer": OPTIMIZER.init(zoo.trainable(model))}
+
+
+def place_layers(state, rounds, sizes):
+    mesh = zoo.make_mesh(
+        **{"data": 1} | sizes, devices=jax.devices()[: math.prod(sizes.values())], layout=Layout(rounds=rounds)
+    )
+    return zoo.place(state, mesh)
+
+
+@pytest.mark.parametrize("first", [(1, {"fsdp": 2}), (2, {"pipe": 2, "fsdp": 2, "tensor": 2})])
+def test_checkpoint_restores_in_the_rounds_of_any_mesh(checkpoints, first):
+    """Saved in rounds or not: restored by meshes with and without pipe, in turn, from arrays or from shapes."""
+    saved, whole, other = place_layers(make_layers(), *first), make_layers(), make_layers(seed=1)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    checkpoints.save(1, saved)
+    expected = [(1, {}), (1, {"pipe": 2}), (4, {"pipe": 2, "tensor": 2}), (2, {"pipe": 4, "fsdp": 2}), (2, {})]
+    for step, (rounds, sizes) in enumerate(expected, start=2):
+        like = place_layers(other, rounds, sizes)
+        state = checkpoints.restore(jax.tree.map(shape, like) if step % 2 else like).state
+        assert jax.tree.structure(state) == jax.tree.structure(like)
+        for x, y, z in zip(*map(jax.tree.leaves, (state, like, place_layers(whole, rounds, sizes))), strict=True):
+            assert x.shape == y.shape and x.sharding == y.sharding and np.array_equal(x, z)
+        checkpoints.save(step, state)
+    checkpoints.wait()
+    leaves = json.loads((checkpoints.directory / "6" / "about" / "metadata").read_text())["leaves"]
+    assert leaves == describe_arrays(flatten_with_names(whole))
+
+
+def test_checkpoint_in_rounds_names_the_stored_shapes(checkpoints):
+    checkpoints.save(1, {"model": make_layers()["model"]})
+    wider = zoo.models.Transformer(vocab=16, embed=16, layers=8, heads=2, mlp=8, key=jr.key(0))
+    with pytest.raises(ValueError, match=r"float32 \[8, 8, 8\] in the checkpoint, float32 \[8, 8, 16\] here"):
+        checkpoints.restore({"model": place_layers(wider, 2, {"pipe": 2})})
+
+
+def test_checkpoint_restored_rounds_can_be_donated(checkpoints):
+    state = place_layers(make_layers(), 2, {"pipe": 2, "tensor": 2})
+    checkpoints.save(1, state)
+    restored = checkpoints.restore(state).state
+    jax.jit(lambda x: jax.tree.map(lambda x: x + 1, x), donate_argnums=0)(restored)
+    assert all(x.is_deleted() for x in jax.tree.leaves(restored))
 
 
 def test_checkpoint_restores_from_shapes(checkpoints):

@@ -1,5 +1,7 @@
 """Fingerprints of frozen parameters: independent of the mesh, sensitive to values, checked on resume."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ import pytest
 
 import zoo
 from zoo import adapters, train
+from zoo.parallel import Layout, leaves
+from zoo.parallel.rounds import has_rounds
 from zoo.train.fingerprint import fingerprint_arrays, hash_array
 
 SIZES = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4, "mlp": 64}
@@ -35,10 +39,19 @@ def test_fingerprint_is_the_same_on_any_mesh(base, tuned):
     assert len(train.fingerprint(tuned)) == 64
 
 
-def test_fingerprint_gathers_no_array(base):
-    placed = zoo.place(base, zoo.make_mesh(data=2, fsdp=2, tensor=2))
-    for x in jax.tree.leaves(placed):
-        found = zoo.inspect.compiled(hash_array, x).collectives
+def test_fingerprint_does_not_depend_on_rounds():
+    four = zoo.models.Transformer(**SIZES | {"layers": 4}, key=jax.random.key(0))
+    mesh = zoo.make_mesh(data=1, pipe=2, tensor=4, layout=Layout(rounds=2))
+    assert fingerprint_arrays(zoo.place(four, mesh)) == fingerprint_arrays(four)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_fingerprint_gathers_no_array(base, rounds):
+    sizes = {"data": 2} if rounds == 1 else {"data": 1, "pipe": 1, "context": 2}
+    placed = zoo.place(base, zoo.make_mesh(**sizes, fsdp=2, tensor=2, layout=Layout(rounds=rounds)))
+    for leaf, x in zip(leaves(placed), jax.tree.leaves(placed), strict=True):
+        hash_one = partial(hash_array, in_rounds=has_rounds(leaf))
+        found = zoo.inspect.compiled(hash_one, x).collectives
         assert {one.kind for one in found} <= {"all-reduce"}
         assert sum(one.bytes for one in found) <= 16, "two words, there and back"
 

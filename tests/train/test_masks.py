@@ -5,7 +5,8 @@ import jax
 
 import zoo
 from zoo import train
-from zoo.parallel import Dim
+from zoo.parallel import Dim, Layout
+from zoo.parallel.rounds import split_rounds
 
 
 def named(tree):
@@ -26,6 +27,14 @@ def test_decay_mask_includes_stacked_matrices():
         assert set(named(mask)) - decayed == {"mixer_norm", "ffn_norm", "norm"}
 
 
+def test_masks_do_not_depend_on_rounds():
+    parameters = zoo.trainable(
+        zoo.models.Transformer(vocab=16, embed=8, layers=4, heads=2, mlp=8, key=jax.random.key(0))
+    )
+    for mask in (train.decay_mask, train.matrix_mask):
+        assert named(mask(split_rounds(parameters, 2))) == named(mask(parameters))
+
+
 def test_matrix_mask_excludes_stacked_biases():
     linears = eqx.filter_vmap(lambda key: zoo.layers.Linear(4, 4, bias=True, key=key))
     segment = zoo.models.Segment.__new__(zoo.models.Segment)
@@ -44,3 +53,12 @@ def test_tabulate_parameters_shows_sharding():
     assert row[4:] == ("float32", 192, 768)
     assert rows["head.weight"].layout == "vocab over tensor, embed over fsdp"
     assert sum(row.count for row in rows.values()) == zoo.count(model(jax.random.key(0)))
+
+
+def test_tabulate_parameters_shows_layers_in_one_round():
+    four = zoo.models.Transformer(vocab=16, embed=8, layers=4, heads=2, mlp=8, key=jax.random.key(0))
+    mesh = zoo.make_mesh(data=1, pipe=2, fsdp=2, tensor=2, layout=Layout(rounds=2))
+    rows = train.tabulate_parameters(zoo.place(four, mesh), mesh)
+    assert rows == train.tabulate_parameters(four, mesh)
+    row = next(row for row in rows if row.name == "layers.*.gated_mlp.up.weight")
+    assert row[1:4] == ("4 x 8 x 8", "layers mlp embed", "layers over pipe, mlp over tensor, embed over fsdp")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.parallel import SEQUENCE, ZERO2
+from zoo.parallel import SEQUENCE, ZERO2, Layout
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
@@ -123,6 +123,23 @@ def test_save_from_mesh_equals_save_from_one_device(checkpoint, tmp_path):
         for file in (tmp_path / "one").iterdir():
             assert file.read_bytes() == (path / file.name).read_bytes()
     assert all(map(np.array_equal, jax.tree.leaves(zoo.load(path)), whole))
+
+
+@pytest.mark.parametrize("family", ["llama", "olmoe", "gpt2"])
+def test_load_and_save_in_rounds_equal_one_round(make, family, tmp_path, monkeypatch):
+    """Each device reads its own shards, into the rounds of the layout; the saved files are the same."""
+    layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    zoo.save(make(family, CASES[family] | {layers: 4}), tmp_path / "one")
+    mesh = zoo.make_mesh(data=1, pipe=2, fsdp=2, tensor=2, layout=Layout(rounds=2))
+    placed = zoo.place(zoo.load(tmp_path / "one"), mesh)
+    monkeypatch.setattr("zoo.parallel.rounds._reshape_sharded", None)  # nothing is moved between devices
+    loaded = zoo.load(tmp_path / "one", mesh=mesh)
+    assert jax.tree.structure(loaded) == jax.tree.structure(placed)
+    for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(placed), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, y.ndim) and np.array_equal(x, y)
+    zoo.save(loaded, tmp_path / "two")
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
 
 
 def test_load_refuses_heads_that_tensor_does_not_divide(make, tmp_path):

@@ -299,7 +299,7 @@ def join_end_shapes(model: _Model) -> _Model:
     def can_join(segment: Segment, end: Segment) -> bool:
         is_end = (segment.layers[-1].name, end.layers[-1].name) == ("layers", "ends")
         one_repeat = [jax.tree.map(lambda x: (x.shape[1:], x.dtype), s.blocks) for s in (segment, end)]
-        return is_end and eqx.tree_equal(*one_repeat) is True
+        return is_end and bool(eqx.tree_equal(*one_repeat))
 
     def join(segment: Segment, end: Segment) -> Segment:
         repeats = segment.num_repeats + end.num_repeats
