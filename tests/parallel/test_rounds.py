@@ -77,9 +77,12 @@ def test_reshape_layers_gathers_over_pipe_alone(model):
     assert not re.search(r" (all-reduce|all-to-all|collective-permute)\(", text)
 
 
-def test_reshape_layers_leaves_other_leaves():
-    assert reshape_layers(True, (2, 2)) is True
+def test_rounds_of_masks_and_host_arrays(model):
     assert reshape_layers(jnp.arange(4), (2, 2)).tolist() == [[0, 1], [2, 3]]
+    dealt = zoo.place(model, make_mesh(2))
+    assert eqx.tree_equal(merge_rounds(jax.device_get(dealt)), jax.device_get(model))
+    mask = jax.tree.map(lambda x: x.ndim > 2, model)
+    assert eqx.tree_equal(merge_rounds(split_rounds(mask, 2)), mask)
 
 
 def test_rounds_change_no_counts_and_no_gradients_structure(model):

@@ -10,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from zoo.parallel import Dim, current_mesh, shard_offset, stacked, vary
-from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.pipeline import is_pipelined
 from zoo.parallel.rounds import AbstractLayers, reshape_layers
 from zoo.parallel.tokens import find_token_axes
@@ -119,7 +118,7 @@ class Segment(AbstractLayers):
         def take(x):
             if isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct((end - begin, *x.shape[1:]), x.dtype)
-            return x[begin:end] if eqx.is_array(x) else x
+            return x[begin:end] if hasattr(x, "shape") else x
 
         return type(self)(jax.tree.map(take, self.blocks), end - begin, self.layers)
 
@@ -138,7 +137,7 @@ class Segment(AbstractLayers):
         return vary(eqx.filter(self.blocks, eqx.is_array), find_token_axes())
 
     def _reshape(self, new_shape: Callable[[tuple[int, ...]], tuple[int, ...]], layers: tuple[Dim, ...]) -> "Segment":
-        reshape = lambda x: reshape_layers(x, new_shape(x.shape)) if is_array_or_shape(x) else x
+        reshape = lambda x: reshape_layers(x, new_shape(x.shape)) if hasattr(x, "shape") else x
         return type(self)(jax.tree.map(reshape, self.blocks), self.num_repeats, layers)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -75,14 +76,12 @@ def count_rounds(tree: PyTree) -> int:
 
 
 def reshape_layers(x: Any, shape: tuple[int, ...]) -> Any:
-    """Reshape an array or `jax.ShapeDtypeStruct` from `layers ...` to `rounds layers ...`, or back, whichever `shape`
-    is. The dim `layers` stays sharded as it is: one array at a time is all-gathered over `pipe`, and over no other
-    axis."""
+    """Reshape an array, of JAX or NumPy, or a `jax.ShapeDtypeStruct`, from `layers ...` to `rounds layers ...` or back,
+    whichever `shape` is. The dim `layers` stays sharded as it is: one array at a time is all-gathered over `pipe`, and
+    over no other axis."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=_reshape_sharding(x.sharding, x.ndim, shape))
-    if not isinstance(x, jax.Array):
-        return x
-    if isinstance(x, Tracer) or not isinstance(x.sharding, NamedSharding):
+    if isinstance(x, Tracer | np.ndarray) or not isinstance(x.sharding, NamedSharding):
         return x.reshape(shape)
     result = _reshape_sharding(x.sharding, x.ndim, shape)
     assert isinstance(result, NamedSharding)
