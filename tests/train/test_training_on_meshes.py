@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import zoo
 from zoo.layers import Attention, GatedDeltaNet, GatedMLP, MixtureOfExperts, SoftmaxRouter
 from zoo.ops.rotary import Rotary
-from zoo.parallel import SEQUENCE, ZERO2, Layout
+from zoo.parallel import SEQUENCE, ZERO2, Layout, Schedule, merge_rounds
 from zoo.train import Run, RunOptions, decay_mask
 
 ROWS, SEQ, VOCAB, STEPS = 16, 16, 32, 10
@@ -32,9 +32,14 @@ MESHES = {
     "ZERO2": ({"data": 2, "fsdp": 4}, ZERO2, 2),
     "expert x context x tensor": ({"expert": 2, "context": 2, "tensor": 2}, Layout(expert="boxes"), 1),
     "fsdp x expert": ({"fsdp": 2, "expert": 4}, None, 2),
+    "pipe x expert": ({"pipe": 2, "expert": 2}, None, 4),
+    "pipe x fsdp x tensor in rounds": ({"pipe": 2, "fsdp": 2, "tensor": 2}, Layout(rounds=2), 4),
 }
-"""Sizes, layout and micro-batches."""
-SLOW = ("data x context", "fsdp x context x tensor", "SEQUENCE", "ZERO2", "fsdp x expert")
+"""Sizes, layout and micro-batches, which pipelines take by 1F1B."""
+SLOW = (
+    *("data x context", "fsdp x context x tensor", "SEQUENCE", "ZERO2", "fsdp x expert"),
+    *("pipe x expert", "pipe x fsdp x tensor in rounds"),
+)
 TOLERANCE = 5e-6
 """On one device, parameters that differ in their last place change these losses by 2e-6; the meshes by 2e-7."""
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(3e-3, weight_decay=0.1, mask=decay_mask))
@@ -50,6 +55,16 @@ def make(key):
     ]
     ffns = [None, make_mixture, None]
     return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=3, pattern=pattern, ffns=ffns, key=key)
+
+
+def make_repeated(key):
+    """Four equal layers, which the stages of a pipeline share."""
+    pattern = [partial(Attention, heads=4, rotary=Rotary(4), window=6)]
+    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=4, pattern=pattern, ffns=[make_mixture], key=key)
+
+
+def choose_model(*names):
+    return make_repeated if any("pipe" in name for name in names) else make
 
 
 def make_mixture(embed, *, out_scale, key):
@@ -98,7 +113,9 @@ class Batches:
 
 def compute_gradient(name, model, batch):
     mesh, microbatches = make_mesh(name)
-    return zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, zoo.place_batch(batch, mesh))
+    schedule = Schedule("1f1b" if mesh.shape["pipe"] > 1 else "gpipe")
+    run = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches, schedule=schedule)
+    return run(model, zoo.place_batch(batch, mesh))
 
 
 @eqx.filter_jit
@@ -108,21 +125,21 @@ def update(mesh, gradients, model, opt_state):
 
 
 @functools.cache
-def make_unsharded():
+def make_unsharded(make=make):
     return eqx.filter_jit(make)(jax.random.key(0))
 
 
-def init_state(name):
+def init_state(name, make):
     """Return a model and its optimizer state on a mesh."""
     mesh, _ = make_mesh(name)
-    model = zoo.place(make_unsharded(), mesh)
+    model = zoo.place(make_unsharded(make), mesh)
     return model, zoo.place(OPTIMIZER.init(zoo.trainable(model)), mesh.optimizer)
 
 
-def train(name, steps, out=None, *, resume=False):
+def train(name, steps, out=None, *, make=make, resume=False):
     """Train until this step; return the restored or initial state and the losses. With `out`, resume from its last
     checkpoint, and save the last state there."""
-    batches, losses, initial = Batches(), [], init_state(name)
+    batches, losses, initial = Batches(), [], init_state(name, make)
     state = initial
     with Run(RunOptions(out, resume=resume), config={}) if out else contextlib.nullcontext() as run:
         if run is not None:
@@ -137,8 +154,8 @@ def train(name, steps, out=None, *, resume=False):
 
 
 @functools.cache
-def expected_losses():
-    *_, losses = train("one device", STEPS)
+def expected_losses(make):
+    *_, losses = train("one device", STEPS, make=make)
     assert losses[0] - losses[-1] > 0.5
     return losses
 
@@ -151,14 +168,18 @@ def expected_losses():
     ],
 )
 def test_ten_steps_equal_one_device(name):
-    *_, losses = train(name, STEPS)
-    np.testing.assert_allclose(losses, expected_losses(), rtol=TOLERANCE)
+    make = choose_model(name)
+    *_, losses = train(name, STEPS, make=make)
+    np.testing.assert_allclose(losses, expected_losses(make), rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         ("fsdp x context x tensor", ("one device", "SEQUENCE")),
+        ("pipe x fsdp x tensor in rounds", ("one device",)),
+        pytest.param("one device", ("pipe x fsdp x tensor in rounds", "pipe x expert"), marks=pytest.mark.slow),
+        pytest.param("pipe x expert", ("fsdp x expert", "pipe x fsdp x tensor in rounds"), marks=pytest.mark.slow),
         pytest.param("SEQUENCE", ("ZERO2", "data x context"), marks=pytest.mark.slow),
         pytest.param("ZERO2", ("fsdp x expert", "expert x context x tensor"), marks=pytest.mark.slow),
     ],
@@ -166,14 +187,16 @@ def test_ten_steps_equal_one_device(name):
 def test_checkpoint_of_a_mesh_goes_on_on_others(first, then, tmp_path):
     """Each run goes on from the bits of the one before, over the axes of its own mesh. All losses are those of ten
     steps on one device."""
-    _, saved, losses = train(first, 4, tmp_path)
+    make = choose_model(first, *then)
+    _, saved, losses = train(first, 4, tmp_path, make=make)
     for name, steps in zip(then, (7, STEPS), strict=False):
-        restored, state, more = train(name, steps, tmp_path, resume=True)
-        for x, y, like in zip(*map(jax.tree.leaves, (restored, saved, init_state(name))), strict=True):
+        restored, state, more = train(name, steps, tmp_path, make=make, resume=True)
+        for x, like in zip(*map(jax.tree.leaves, (restored, init_state(name, make))), strict=True):
             assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
-            assert np.array_equal(jax.device_get(x), jax.device_get(y))
+        for x, y in zip(*(jax.tree.leaves(merge_rounds(jax.device_get(s))) for s in (restored, saved)), strict=True):
+            assert np.array_equal(x, y)
         saved, losses = state, losses + more
-    np.testing.assert_allclose(losses, expected_losses()[: len(losses)], rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, expected_losses(make)[: len(losses)], rtol=TOLERANCE)
 
 
 @settings(max_examples=6)
