@@ -14,7 +14,7 @@ from tests.jaxprs import arrays
 from zoo import adapters
 from zoo.layers import Int8Linear, Linear, MXFP4Linear, NF4Linear
 from zoo.models.parameter_paths import list_parameter_paths
-from zoo.parallel import SEQUENCE
+from zoo.parallel import SEQUENCE, Layout
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 16, "embed": 128, "layers": 2, "heads": 2, "mlp": 128, "key": KEY}
@@ -94,13 +94,15 @@ def test_quantize_excludes_layers_in_full_precision():
         assert len(classes) == 7 and all(found == {NF4Linear} for found in classes.values())
 
 
-def test_quantize_on_a_mesh_keeps_the_sharding():
-    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_quantize_on_a_mesh_keeps_the_sharding(rounds):
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2, layout=Layout(rounds=rounds))
     make, *_ = MODELS["transformer"]
     model = eqx.filter_jit(make)()
     for format in CLASSES:
         expected = zoo.place(adapters.quantize(model, format), mesh)
         quantized = adapters.quantize(zoo.place(model, mesh), format)
+        assert jax.tree.structure(quantized) == jax.tree.structure(expected)
         for x, y in zip(jax.tree.leaves(quantized), jax.tree.leaves(expected), strict=True):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
             np.testing.assert_array_equal(x, y)

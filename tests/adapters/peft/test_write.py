@@ -12,6 +12,8 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
+from zoo.parallel import merge_rounds
+from zoo.parallel.rounds import split_rounds
 
 METHODS = ("lora", "dora", "vera", "ia3", "loha", "lokr", "oft", "adalora")
 
@@ -117,3 +119,16 @@ def test_save_needs_the_name_of_one_adapter(adapted, tmp_path):
         adapters.save(both, tmp_path, adapter_name="dora")
     adapters.save(both, tmp_path, adapter_name="lora")
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+@pytest.mark.parametrize("modules_to_save", [(), ("mixer_norm",)])
+def test_save_and_load_in_rounds_equal_one_round(modules_to_save, tmp_path):
+    """The same files, and the same adapter from them."""
+    model, key = make_model(layers=4), jax.random.key(1)
+    adapted = perturb(adapters.lora(model, rank=2, modules_to_save=modules_to_save, key=key))
+    adapters.save(adapted, tmp_path / "one")
+    adapters.save(split_rounds(adapted, 2), tmp_path / "two")
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+    loaded = adapters.load(split_rounds(model, 2), tmp_path / "one")
+    assert eqx.tree_equal(merge_rounds(loaded), adapters.load(model, tmp_path / "one"))
