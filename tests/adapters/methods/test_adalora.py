@@ -9,6 +9,8 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
+from zoo.parallel import Layout, merge_rounds
+from zoo.parallel.rounds import select_round
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (8, 4), 0, 32)
@@ -41,6 +43,21 @@ def test_orthogonality_is_equation_4_of_the_paper(model):
     assert adapters.orthogonality(adapters.ia3(model, targets="query", inputs=None)) == adapters.orthogonality(model)
     with pytest.raises(ValueError, match="has no AdaLoRA"):
         adapters.orthogonality(adapters.remove(model))
+
+
+def test_orthogonality_and_ranks_of_layers_in_rounds():
+    """Equal to one round, in any order of the layers; not while a pipeline runs one round."""
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=4, heads=2, mlp=24, key=KEY)
+    model = perturb(adapters.adalora(model, targets="out", rank=3, key=KEY), scale=0.3)
+    mesh = zoo.make_mesh(data=1, pipe=2, tensor=2, devices=jax.devices()[:4], layout=Layout(rounds=2))
+    placed, run = zoo.place(model, mesh), zoo.spmd(adapters.orthogonality, mesh, out="")
+    np.testing.assert_allclose(run(placed), adapters.orthogonality(model), rtol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"all 2 rounds at once.* rounds=1, or Schedule\(\"gpipe\"\)"):
+        zoo.spmd(lambda model: adapters.orthogonality(select_round(model, 0)), mesh, out="")(placed)
+
+    scores = adapters.rank_importance(model, model)
+    kept = adapters.keep_top_ranks(placed, adapters.rank_importance(placed, placed), 5)
+    assert eqx.tree_equal(jax.device_get(merge_rounds(kept)), jax.device_get(adapters.keep_top_ranks(model, scores, 5)))
 
 
 def test_orthogonality_on_a_mesh_matches_one_device(model):

@@ -68,7 +68,8 @@ def _mask_ranks(module: Any, masks: Iterator[Bool[Array, "*layers rank"]]) -> An
     module = eqx.tree_at(lambda adapter: adapter.base, module, _mask_ranks(module.base, masks))
     if not isinstance(module, AdaLoRA):
         return module
-    return eqx.tree_at(lambda adapter: adapter.values, module, jnp.where(next(masks), module.values, 0))
+    mask = next(masks).reshape(module.values.shape)  # of layers in one round; the model's may be in several
+    return eqx.tree_at(lambda adapter: adapter.values, module, jnp.where(mask, module.values, 0))
 
 
 def _list_adalora(model: Any) -> list[AdaLoRA]:
