@@ -75,9 +75,12 @@ def test_split_ends_fits_the_stages_of_a_mesh(model):
         zoo.place(model, mesh)
     with pytest.raises(ValueError, match=r"7 layers .* pipe=2\. .*zoo\.models\.split_ends\(model, 2\)"):
         zoo.place(model, zoo.make_mesh(data=1, pipe=2, devices=jax.devices()[:2]))
-    placed = zoo.place(split_ends(model, stages=4), mesh)
+    six = split_ends(model, stages=6)
+    with pytest.raises(ValueError, match=r"3 layers .* pipe=2\. .*zoo\.models\.split_ends\(model, 4\)"):
+        zoo.place(six, mesh)
+    placed = zoo.place(split_ends(six, stages=4), mesh)
     dims = [leaves(segment)[0].dims[0].name for segment in placed.stack.segments]
-    assert dims == ["ends", "rounds", "ends"]
+    assert dims == ["ends", "rounds", "ends", "ends"]
 
 
 def test_split_ends_of_optimizer_state_shapes_and_rounds(model):

@@ -129,8 +129,9 @@ class Mesh:
         divisors = [str(n) for n in range(1, min(count, 4096) + 1) if count % n == 0]
         divisors += [f"a multiple of {count}"] if dim.name in _REPLICATED_IF_FEWER else []
         advice = ""
-        if dim.name == "layers" and "pipe" in needed and count > shards:
-            advice = f", or move {count % shards} of them out of the stages with zoo.models.split_ends(model, {shards})"
+        if dim.name == "layers" and count > shards:
+            stages = shards * self.layout.rounds
+            advice = f", or move layers out of the stages with zoo.models.split_ends(model, {stages})"
         noun = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
             f"{name}: {count} {noun} do not share out over {sizes}. Use a multiple of {shards} {noun}, or let "
