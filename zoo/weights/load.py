@@ -39,7 +39,8 @@ def load(
 ) -> Decoder:
     """Load the model in a Hugging Face directory: `config.json`, and safetensors in one file or in shards.
 
-    - `mesh`: shard the model over this mesh; each device reads its own shards only. Default: one device.
+    - `mesh`: shard the model over this mesh, its layers in the rounds of the layout; each device reads its own shards
+      only. Default: one device.
     - `dtype`: dtype of all parameters. Default: as stored. Buffers (a router's selection bias) are not rounded to it.
     - `family`: a family of your own. Default: the one that the config's `model_type` names.
     - `ignore`: config keys to disregard; `save` omits them too.
