@@ -15,11 +15,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo.parallel import (
-    IMPLEMENTATION_OPTION,
-    NAMED_BY_CLASS,
-    STACKED,
-    TRAINABLE,
-    WRAPPED,
     Dim,
     Leaf,
     Module,
@@ -27,6 +22,7 @@ from zoo.parallel import (
     array_fields,
     leaves,
 )
+from zoo.parallel.module import IMPLEMENTATION_OPTION, NAMED_BY_CLASS, STACKED, TRAINABLE, WRAPPED
 from zoo.parallel.rounds import has_rounds, merge_rounds
 
 from .decoder import UnrolledStack

@@ -95,7 +95,8 @@ class Segment(AbstractLayers):
         if mesh is not None and mesh.layout.rounds > self.rounds and not is_empty:
             raise NotImplementedError(
                 f"the layers of all {mesh.layout.rounds} rounds at once, for a penalty on parameters or a plain call, "
-                'are not there while a pipeline runs one round: take rounds=1, or Schedule("gpipe")'
+                "are not there while a pipeline runs one round: ask for them after the model has been called, or take "
+                'rounds=1, or Schedule("gpipe")'
             )
         return self._reshape(lambda shape: (shape[0] * shape[1], *shape[2:]), self.layers[1:])
 

@@ -19,12 +19,6 @@ from .imagined import imagined
 from .layout import AXES, SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
 from .mesh import Mesh, make_mesh
 from .module import (
-    ADAPTER_PARAMETER,
-    IMPLEMENTATION_OPTION,
-    NAMED_BY_CLASS,
-    STACKED,
-    TRAINABLE,
-    WRAPPED,
     Dim,
     Leaf,
     Module,
@@ -50,14 +44,8 @@ from .spmd import spmd
 from .trainable_copy import TrainableCopy, materialize
 
 __all__ = [
-    "ADAPTER_PARAMETER",
     "AXES",
-    "IMPLEMENTATION_OPTION",
-    "NAMED_BY_CLASS",
     "SEQUENCE",
-    "STACKED",
-    "TRAINABLE",
-    "WRAPPED",
     "ZERO1",
     "ZERO2",
     "ZERO3",

@@ -17,7 +17,6 @@ from zoo.models import Decoder, Hidden, list_parameter_paths
 from zoo.models.decoder import AbstractBlock
 from zoo.ops.platform import current_platform
 from zoo.parallel import (
-    IMPLEMENTATION_OPTION,
     Module,
     all_gather,
     find_operations,
@@ -26,6 +25,7 @@ from zoo.parallel import (
     replace_option,
     trainable,
 )
+from zoo.parallel.module import IMPLEMENTATION_OPTION
 from zoo.shapes import HiddenStates
 
 _IS_SLOW = "kernels run in Pallas' interpreter on a CPU, and take minutes: pass implementations= with"

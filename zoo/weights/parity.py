@@ -22,7 +22,8 @@ from zoo.models import Decoder, Hidden, cross_entropy
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
-from zoo.parallel import NAMED_BY_CLASS, array_fields, make_mesh, place, value_and_grad
+from zoo.parallel import array_fields, make_mesh, place, value_and_grad
+from zoo.parallel.module import NAMED_BY_CLASS
 
 from .load import load
 from .packed import BLOCKS_SUFFIX
