@@ -21,6 +21,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 CACHE = Path(os.environ.get("ZOO_TEST_CACHE") or Path(__file__).parents[1] / ".jax_cache")
 
@@ -31,6 +32,27 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Where in the source each operation was traced is asked by no test; and what tracing allocates is seldom garbage.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 gc.set_threshold(50_000, 10, 10)
+
+
+def share_contexts(make, uses=100):
+    """Return a `make_ir_context` whose contexts serve several programs, as each takes longer than a small program.
+
+    What a program was made of stays in its context, so that a new one follows before that is much.
+    """
+    made, count = None, 0
+
+    def share():
+        nonlocal made, count
+        if count % uses == 0:
+            made = make()
+        count += 1
+        return made
+
+    return share
+
+
+if hasattr(mlir, "make_ir_context"):
+    mlir.make_ir_context = share_contexts(mlir.make_ir_context)
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 20_000
