@@ -71,7 +71,7 @@ def main(
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics

@@ -106,7 +106,7 @@ def main(
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state, name):
-        gradient = zoo.value_and_grad(loss_fn, mesh, has_aux=True, microbatches=mesh_options.microbatches)
+        gradient = zoo.value_and_grad(loss_fn, mesh, has_aux=True, **mesh_options.accumulation)
         (loss, visits), grads = gradient(model, batch, balance_weight if name == "balance-loss" else 0.0)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = eqx.apply_updates(model, updates)

@@ -93,7 +93,7 @@ def main(
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, model, opt_state):
         batch, mesh = inputs
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=mesh_options.microbatches)(model, batch)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss, optax.tree.norm(grads)
 

@@ -45,8 +45,11 @@ def test_evaluate_one_window_matches_the_logits(run, request, file, kind):
     assert found["bits_per_byte"] == pytest.approx(expected.sum() / math.log(2) / len(TEXT.encode()), rel=1e-5)
 
 
-def test_evaluate_refuses_an_axis_that_shards_layers(refused, bytes_model, file):
-    assert "pipe=2: this version does not shard" in refused("evaluate", bytes_model, "--data", file, "--pipe", 2)
+def test_evaluate_passes_windows_through_a_pipeline(run, bytes_model, file):
+    words = [bytes_model, "--data", file, "--length", 16, "--batch", 4]
+    pipelined, serial = run_json(run, *words, "--pipe", 2), run_json(run, *words)
+    assert pipelined["nats_per_token"] == pytest.approx(serial["nats_per_token"], rel=1e-5)
+    assert pipelined["tokens"] == serial["tokens"]
 
 
 def test_evaluate_many_windows_and_a_mesh(run, bytes_model, file):

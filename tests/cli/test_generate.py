@@ -64,7 +64,7 @@ def test_generate_errors_name_the_problem(refused, text_model, gpt2, monkeypatch
     assert "at least one token" in refused("generate", text_model, "--tokens")
     assert "temperature" in refused("generate", text_model, "--tokens", 1, "--top-k", 3)
     assert "16 devices" in refused("generate", text_model, "--tokens", 1, "--data", 16)
-    assert "pipe=16: this version does not shard" in refused("generate", text_model, "a", "--pipe", 16)
+    assert "generate does not shard layers, and --pipe 16" in refused("generate", text_model, "a", "--pipe", 16)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install 'equizoo[text]'" in refused("generate", text_model, "--prompt", "a")
 

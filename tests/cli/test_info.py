@@ -65,7 +65,14 @@ def test_info_sharding_equals_a_real_mesh(run, bytes_model, data, fsdp, tensor):
 def test_info_refuses_a_mesh_that_does_not_divide(refused, bytes_model):
     assert "4 heads do not share out over tensor=3" in refused("info", bytes_model, "--tensor", 3)
     assert "at least 1, not fsdp=0" in refused("info", bytes_model, "--fsdp", 0)
-    assert "pipe=2: this version does not shard over 'pipe'" in refused("info", bytes_model, "--pipe", 2)
+    assert "2 layers do not share out over pipe=4" in refused("info", bytes_model, "--pipe", 4)
+
+
+def test_info_shards_layers_over_pipe(run, bytes_model):
+    found = read_info(run, bytes_model, "--pipe", 2, "--tensor", 2)
+    specs = {row["name"]: row["spec"] for row in found["rows"]}
+    assert specs["layers.*.attention.query.weight"] == ["pipe", "tensor"]
+    assert specs["embedding.weight"] == [["pipe", "tensor"]], "stages share the vocabulary out"
 
 
 def test_info_takes_context_and_zero_stage(run, bytes_model):

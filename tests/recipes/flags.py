@@ -7,7 +7,7 @@ from typing import Any
 
 MESH_FLAGS = [
     *("fsdp", "tensor", "zero_stage", "sequence_parallel", "context", "context_attention", "expert", "pipe"),
-    *("microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul"),
+    *("schedule", "rounds", "microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul"),
 ]
 RUN_FLAGS = ["out", "seed", "resume", "profile", "no_compile_cache"]
 

@@ -16,6 +16,7 @@ from zoo.ops.attention import ATTENTION
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
 from zoo.ops.recurrence.delta_rule import DELTA_RULE
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
+from zoo.parallel.gradient import GPIPE
 from zoo.parallel.layout import CONTEXT_FORMS
 from zoo.train.options import flatten_config
 
@@ -79,8 +80,17 @@ def test_mesh_options_shard_the_sequence():
     assert both == ZERO2.with_dims(tokens=("context", "tensor"))
     assert set(typing.get_args(typing.get_type_hints(train.MeshOptions)["context_attention"])) == set(CONTEXT_FORMS)
     assert train.MeshOptions(expert=2).make_mesh().axes("experts") == ("expert",)
-    with pytest.raises(NotImplementedError, match="pipe=2: .* leave it at 1"):
-        train.MeshOptions(pipe=2).make_mesh()
+
+
+def test_mesh_options_make_a_pipeline():
+    options = train.MeshOptions(pipe=2, schedule="1f1b", rounds=2, microbatches=4, fsdp=2, zero_stage=2)
+    mesh = options.make_mesh()
+    assert (mesh.shape["pipe"], mesh.layout) == (2, dataclasses.replace(ZERO2, rounds=2))
+    assert options.accumulation == {"microbatches": 4, "schedule": zoo.parallel.Schedule("1f1b")}
+    assert train.MeshOptions(microbatches=3).accumulation == {"microbatches": 3, "schedule": GPIPE}
+    for ignored in ({"schedule": "1f1b"}, {"rounds": 2}):
+        with pytest.raises(ValueError, match="schedule=.* and rounds=.* are of a pipeline: set pipe above 1"):
+            train.MeshOptions(**ignored).make_mesh()
 
 
 def test_config_is_flat_and_leaves_out_resume_and_profile():

@@ -22,15 +22,14 @@ def make_device_mesh(**sizes: int) -> Mesh | None:
     """Return a mesh of these sizes, by axis, over the first devices; None for one device. One size may be -1: all
     remaining devices.
 
-    **Raises** `ValueError` for more devices than available, and `NotImplementedError` as `zoo.make_mesh` does.
+    **Raises** `ValueError` for more devices than available.
     """
     if set(sizes.values()) == {1}:
         return None
     if -1 in sizes.values():
         return _make_mesh(sizes, jax.devices())
     devices, requested = jax.devices(), _count_devices(sizes)
-    is_refused = sizes.get("pipe", 1) > 1  # by zoo.make_mesh, whatever the devices
-    if requested > len(devices) and not is_refused:
+    if requested > len(devices):
         axes = " x ".join(f"{axis}={count}" for axis, count in sizes.items() if count > 1)
         hint = ""
         if devices[0].platform == "cpu":
@@ -40,10 +39,7 @@ def make_device_mesh(**sizes: int) -> Mesh | None:
 
 
 def make_abstract_mesh(layout: Layout | None = None, **sizes: int) -> Mesh | None:
-    """Return a mesh without real devices, enough to compute how a model would be sharded; None for one device.
-
-    **Raises** `NotImplementedError` as `zoo.make_mesh` does.
-    """
+    """Return a mesh without real devices, enough to compute how a model would be sharded; None for one device."""
     if (count := _count_devices(sizes)) == 1:
         return None
     return _make_mesh(sizes, jax.devices("cpu")[:1] * count, layout)

@@ -65,7 +65,7 @@ def evaluate(
         expert: Expert parallelism: devices that share the experts of mixtures out, and the rows.
         context: Context parallelism: number of devices that shard the tokens of a window.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
-        pipe: Pipeline parallelism: refused above 1 in this version.
+        pipe: Pipeline parallelism: number of devices that share the layers out, as stages.
         as_json: Print a JSON object.
         no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """

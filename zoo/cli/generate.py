@@ -14,7 +14,6 @@ import tyro
 import zoo
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
-from zoo.generate.request import check_mesh
 from zoo.models.hf.values import integer, list_of
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
 from zoo.weights.resolve import CONFIG_NAME, resolve_directory
@@ -74,7 +73,7 @@ def generate(
         expert: Expert parallelism: devices that share the experts of mixtures out, and the rows.
         context: Context parallelism: number of devices that share KV caches and read a prompt together.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
-        pipe: Pipeline parallelism: refused above 1 in this version.
+        pipe: Pipeline parallelism: refused above 1, since stages keep no caches. zoo evaluate takes it.
         no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """
     if not no_compile_cache:
@@ -84,11 +83,15 @@ def generate(
             'pass the prompt as words after the directory, "Once upon a time", as --prompt or as --tokens'
             + (", not both" if given else "")
         )
+    if pipe != 1:  # before minutes of loading
+        raise NotImplementedError(
+            f"zoo generate does not shard layers, and --pipe {pipe} asks for it: decode with --pipe 1, on data, fsdp, "
+            "expert, context and tensor"
+        )
     prompt = (" ".join(words),) if words else prompt
     path = resolve_directory(directory)
     stops = read_stop_tokens(path) if stop_token is None else stop_token
     mesh = make_device_mesh(data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
-    check_mesh(mesh)  # before minutes of loading
     model = zoo.load(path, mesh=mesh, dtype=dtype)
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)

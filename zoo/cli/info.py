@@ -47,7 +47,7 @@ def info(
         expert: Expert parallelism: devices that share the experts of mixtures out, and the rows.
         context: Context parallelism: number of devices that shard the tokens of a sequence, and no parameters.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
-        pipe: Pipeline parallelism: refused above 1 in this version.
+        pipe: Pipeline parallelism: number of devices that share the layers out, as stages.
         zero_stage: With fsdp, 1 shards the optimizer state, 2 gradients as well, 3 parameters too.
         platform: Also show which implementation of attention, of recurrences, of grouped matmuls and of the loss each
             layer gets on this platform, and why not another.

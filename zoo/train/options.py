@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zoo.models import Decoder, set_implementations
-from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Remat, make_mesh
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Remat, Schedule, make_mesh
 
 from .remat import rematerialize
 
@@ -31,9 +31,14 @@ class MeshOptions:
     expert: int = 1
     """Devices over which the experts of mixtures are sharded, and the batch with them."""
     pipe: int = 1
-    """Devices over which layers are sharded; only 1 works today."""
+    """Stages of a pipeline: devices over which layers are sharded, and through which micro-batches pass."""
+    schedule: Literal["gpipe", "1f1b"] = "gpipe"
+    """With pipe, gpipe runs all micro-batches forwards and then backwards, for any loss; 1f1b each backwards as soon as
+    it can, so that memory does not grow with their number."""
+    rounds: int = 1
+    """With pipe, parts of the layers on each device: more rounds, interleaved, leave them less idle and send more."""
     microbatches: int = 1
-    """Sequential micro-batches over which gradients are accumulated, to save memory."""
+    """Sequential micro-batches over which gradients are accumulated, to save memory; with pipe several per stage."""
     remat: Remat = "elementwise"
     """Activations that the backward pass recomputes, to save memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -52,12 +57,22 @@ class MeshOptions:
         named = {name: value for name, value in names.items() if value != "auto"}
         return set_implementations(rematerialize(model, self.remat), **named)
 
+    @property
+    def accumulation(self) -> dict[str, Any]:
+        """Keywords of `zoo.value_and_grad`: how micro-batches run."""
+        return {"microbatches": self.microbatches, "schedule": Schedule(self.schedule)}
+
     def make_mesh(self) -> Mesh:
-        """Return the mesh over all devices. **Raises** as `zoo.make_mesh` does."""
+        """Return the mesh over all devices.
+
+        **Raises** as `zoo.make_mesh` does, and `ValueError` for a `schedule` or `rounds` that the mesh would ignore.
+        """
+        if self.pipe == 1 and (self.rounds > 1 or self.schedule != "gpipe"):
+            raise ValueError(f"schedule={self.schedule} and rounds={self.rounds} are of a pipeline: set pipe above 1")
         layout = (ZERO1, ZERO2, ZERO3)[self.zero_stage - 1]
         if self.sequence_parallel:
             layout = layout.with_dims(tokens=SEQUENCE.axes("tokens"))
-        layout = dataclasses.replace(layout, context=self.context_attention)
+        layout = dataclasses.replace(layout, context=self.context_attention, rounds=self.rounds)
         sizes = {axis: getattr(self, axis) for axis in ("fsdp", "expert", "context", "tensor", "pipe")}
         return make_mesh(**sizes, layout=layout)
 
