@@ -29,18 +29,17 @@ RUNS = {
 DRAWN = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved": "1f1b", "Zero bubble": "zero-bubble", "DualPipe": "dualpipe"}
 
 
-def draw_schedules(stages, microbatches, rounds):
+def draw_schedules(rounds, **sizes):
     """Return pictures of all schedules in lockstep, and a table of what they cost, in forward passes of a stage."""
     plots, rows = {}, []
     for title, name in DRAWN.items():
         with contextlib.suppress(ValueError):  # sizes that a schedule does not have
-            count = rounds if title == "Interleaved" else 1
-            table = Schedule(name).table(stages=stages, microbatches=microbatches, rounds=count)
+            table = Schedule(name).table(**sizes, rounds=rounds if title == "Interleaved" else 1)
             own_pace = max(work.start + work.duration for work in table.list_work(lockstep=False))
             plots[title] = lambda width, height, table=table: table.svg(width=width)
             row = {"schedule": title, "in lockstep": f"{table.cost():g}", "each stage at its own pace": f"{own_pace:g}"}
             rows.append(row | {"copies of the parameters": "two" if name == "dualpipe" else "one"})
-    return plots, rows
+    return {"plots": plots, "tables": {"Cost of a step": rows}}
 
 
 def main(
@@ -84,13 +83,19 @@ def main(
     train.check_names("runs", runs, RUNS)
     if mesh_options.schedule != "1f1b" or mesh_options.pipe < 2 or min(steps, save_every) < 1:
         raise ValueError("pipe is at least 2, steps and save_every 1; schedules are chosen by runs")
-    meshes = {name: dataclasses.replace(mesh_options, rounds=1).make_mesh() for name in runs}
-    meshes |= {name: mesh_options.make_mesh() for name in runs if name == "interleaved"}
+    one_round = dataclasses.replace(mesh_options, rounds=1)
+    meshes = {name: (mesh_options if name == "interleaved" else one_round).make_mesh() for name in runs}
     meshes |= {name: zoo.make_mesh(devices=jax.devices()[:1]) for name in runs if name == "one-device"}
     corpus, key = train.load_text(data, vocab=vocab), jax.random.key(run_options.seed)
 
     def make(key):
-        sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "heads": heads, "mlp": mlp_dim}
+        sizes: dict[str, Any] = {
+            "vocab": corpus.vocab,
+            "embed": embed,
+            "layers": layers,
+            "heads": heads,
+            "mlp": mlp_dim,
+        }
         return mesh_options.apply(zoo.models.Transformer(**sizes, key=key))
 
     tables = {}
@@ -131,21 +136,18 @@ def main(
         if run.stopped:
             return
         losses = [line["loss"] for line in train.read_metrics(run.directory / "metrics.jsonl")]
-        first = first or losses
         row: dict[str, Any] = {"run": name, "idle": f"{table.bubble:.1%}", "ticks": len(table.forward)}
         row |= {"inputs kept": table.num_slots, "temporaries": program.memory and program.memory.temporaries}
         over_pipe = [each for each in program.collectives if "pipe" in (each.axes or ())]
         for kind in ("collective-permute", "all-reduce"):
             row[f"{kind}s"] = sum(each.count for each in over_pipe if each.kind == kind)
         row |= {"bytes over pipe": sum(each.bytes for each in over_pipe), "loss": losses[-1]}
-        rows.append(row | {"largest difference": f"{max(map(lambda a, b: abs(a - b), losses, first)):.1e}"})
-    plots, costs = draw_schedules(mesh_options.pipe, microbatches, mesh_options.rounds)
-    tables = {"Cost of a step": costs}
+        rows.append(row | {"largest difference": f"{max(map(lambda a, b: abs(a - b), losses, first or losses)):.1e}"})
+        first = first or losses
     about = f"{steps} steps, {microbatches} micro-batches; collectives over pipe and bytes are of one device and step"
-    options: dict[str, Any] = {"curves": {"loss": "loss"}, "unit": "nats per token", "tokens_per_step": tokens}
-    train.report_runs(
-        run_options.out, "Pipeline schedules", rows, description=about, plots=plots, tables=tables, **options
-    )
+    report = draw_schedules(mesh_options.rounds, stages=mesh_options.pipe, microbatches=microbatches)
+    report |= {"curves": {"loss": "loss"}, "unit": "nats per token", "tokens_per_step": tokens}
+    train.report_runs(run_options.out, "Pipeline schedules", rows, description=about, **report)
 
 
 if __name__ == "__main__":
