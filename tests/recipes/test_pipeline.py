@@ -1,0 +1,65 @@
+"""The recipe as its users run it: schedules with equal losses, their memory and collectives, drawn and resumed."""
+
+import inspect
+import re
+import shutil
+
+import pytest
+
+from recipes import pipeline
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, flag_names
+from tests.recipes.optimization import check_optimization
+from zoo import train
+
+TINY = {
+    "runs": ("gpipe", "interleaved"), "embed": 16, "layers": 4, "heads": 2, "mlp_dim": 32, "seq_len": 16,
+    "batch_size": 16, "steps": 3, "warmup_steps": 1, "save_every": 2, "remat": "none", "pipe": 2, "microbatches": 4,
+}  # fmt: skip
+
+
+def test_pipeline_compares_schedules_and_resumes(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    call(pipeline.main, data=(text,), out=out, **TINY)
+    metrics = {name: out / name / "metrics.jsonl" for name in TINY["runs"]}
+    losses = {name: [line["loss"] for line in train.read_metrics(path)] for name, path in metrics.items()}
+    assert losses["interleaved"] == pytest.approx(losses["gpipe"], abs=1e-5)
+    check_optimization(out, *TINY["runs"])
+    printed, report = capsys.readouterr().out, (out / "report.html").read_text()
+    gpipe, interleaved = (line.split() for line in printed.splitlines() if re.match(r" *(gpipe|interleaved) +\d", line))
+    # 1 of 5 ticks is idle each way, and 1 of 9. Each sends once.
+    assert gpipe[:4] == ["gpipe", "20.0%", "10", "4"] and interleaved[:4] == ["interleaved", "11.1%", "12", "5"]
+    assert int(gpipe[5]) == 10 and int(interleaved[5]) > 10
+    assert all(f"<h2>{title}</h2>" in report for title in (*pipeline.DRAWN, "Cost of a step"))
+    assert report.count('<svg class="pipeline') == 2 * len(pipeline.DRAWN), "each in two widths"
+    before = metrics["interleaved"].read_bytes()
+    shutil.rmtree(out / "interleaved" / "checkpoints" / "3")
+    call(pipeline.main, data=(text,), out=out, resume=True, **TINY)
+    assert metrics["interleaved"].read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runs": ("1f1b", "zero-bubble")}, "name one or more of the runs one-device, .*, not 1f1b, zero-bubble"),
+        ({"schedule": "gpipe"}, "schedules are chosen by runs"),
+        ({"pipe": 1}, "pipe is at least 2"),
+        ({"layers": 5}, "5 layers do not share out over pipe=2"),
+        ({"layers": 6}, "layers do not share out over pipe=2"),
+        ({"microbatches": 3}, "microbatches=3: with 2 rounds"),
+    ],
+)
+def test_pipeline_bad_flags_raise_early(text, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(pipeline.main, data=(text,), out=tmp_path / "run", **TINY | changes)
+    assert not (tmp_path / "run").exists()
+
+
+FLAGS = [
+    *("data", "runs", "vocab", "embed", "layers", "heads", "mlp_dim", "seq_len", "batch_size", "steps"),
+    *("learning_rate", "warmup_steps", "weight_decay", "save_every", *MESH_FLAGS, *RUN_FLAGS),
+]
+
+
+def test_pipeline_flags_are_explained():
+    assert flag_names(pipeline.main) == FLAGS
+    assert all(f"    {name}: " in (inspect.getdoc(pipeline.main) or "") for name in explained_flags(pipeline.main))
