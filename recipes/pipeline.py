@@ -89,14 +89,8 @@ def main(
     corpus, key = train.load_text(data, vocab=vocab), jax.random.key(run_options.seed)
 
     def make(key):
-        sizes: dict[str, Any] = {
-            "vocab": corpus.vocab,
-            "embed": embed,
-            "layers": layers,
-            "heads": heads,
-            "mlp": mlp_dim,
-        }
-        return mesh_options.apply(zoo.models.Transformer(**sizes, key=key))
+        sizes: dict[str, Any] = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "mlp": mlp_dim}
+        return mesh_options.apply(zoo.models.Transformer(**sizes, heads=heads, key=key))
 
     tables = {}
     for name, mesh in meshes.items():
