@@ -29,6 +29,7 @@ from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Config, Family
 from zoo.models.presets.published import PRESETS, Preset
+from zoo.parallel import Schedule
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python scripts/make_pages.py"
@@ -273,12 +274,22 @@ def list_pages() -> dict[str, Callable[[], str]]:
         assert mesh is not None
         return draw(mesh, embed=64, heads=8, kv_heads=4, mlp=128, device=5, narrow=narrow)
 
+    def draw_schedule(name: str, rounds: int, width: int) -> str:
+        return Schedule(name).table(stages=4, microbatches=8, rounds=rounds).svg(width=width)
+
+    schedules = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved": ("1f1b", 2)}
+    schedules |= {name: (name, 1) for name in ("zero-bubble", "dualpipe")}
     return {
         **{path: functools.partial(str, text) for path, text in build_api_pages(NOTE).items()},
         "docs/families.md": build_families_page,
         "docs/names.md": build_names_page,
         "docs/pictures/layer.svg": functools.partial(picture, False),
         "docs/pictures/layer-narrow.svg": functools.partial(picture, True),
+        **{
+            f"docs/pictures/pipeline-{title}{suffix}.svg": functools.partial(draw_schedule, name, rounds, width)
+            for title, (name, rounds) in schedules.items()
+            for suffix, width in {"": 860, "-narrow": 360}.items()
+        },
         "docs/tree.md": build_tree_page,
     }
 

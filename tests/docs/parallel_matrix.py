@@ -48,6 +48,8 @@ from zoo.layers import (
 from zoo.ops.rotary import Rotary
 
 VOCAB, EMBED, HEADS, ROWS, SEQ = 32, 16, 2, 8, 16
+MICROBATCHES = 4
+"""Of a pipeline."""
 KEY = jax.random.key(0)
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 2e-5
 SEEDS = range(3)
@@ -115,12 +117,12 @@ def name_mesh(axis, table):
     return " x ".join(sizes) + (", SEQUENCE" if axis == "`SEQUENCE`" else "")
 
 
-def make(name, key):
+def make(name, layers, key):
     if name == MIXTURE:
         return zoo.models.MixtureOfExperts(
-            vocab=VOCAB, embed=EMBED, layers=1, heads=HEADS, mlp=8, experts=4, top=2, shared=8, key=key
+            vocab=VOCAB, embed=EMBED, layers=layers, heads=HEADS, mlp=8, experts=4, top=2, shared=8, key=key
         )
-    return zoo.models.Hybrid(vocab=VOCAB, embed=EMBED, layers=1, pattern=[MIXERS[name]], key=key)
+    return zoo.models.Hybrid(vocab=VOCAB, embed=EMBED, layers=layers, pattern=[MIXERS[name]], key=key)
 
 
 @cache
@@ -151,7 +153,7 @@ def perturb_last_place(model, seed):
 
 
 @cache
-def compute_on_one_device(name):
+def compute_on_one_device(name, layers):
     """Return a model, its loss and gradients without a mesh, and the gradients of perturbed models."""
 
     batch = make_batch()
@@ -162,7 +164,7 @@ def compute_on_one_device(name):
         total, count = loss_fn(model, batch)
         return total / count
 
-    model = eqx.filter_jit(make)(name, KEY)
+    model = eqx.filter_jit(make)(name, layers, KEY)
     loss, gradients = jax.device_get(serial(model))
     perturbed = [jax.device_get(serial(perturb_last_place(model, seed))[1]) for seed in SEEDS]
     return model, loss, gradients, perturbed
@@ -178,9 +180,13 @@ def find_deviation(gradients, expected):
 
 
 def measure(name, mesh):
-    """Return deviations of loss and gradients from one device, and those by rounding, as perturbed models show it."""
-    model, expected_loss, expected, perturbed = compute_on_one_device(name)
-    loss, gradients = jax.device_get(zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), make_batch()))
+    """Return deviations of loss and gradients from one device, and those by rounding, as perturbed models show it.
+
+    The model has a layer for each stage of a pipeline."""
+    stages = mesh.shape["pipe"]
+    model, expected_loss, expected, perturbed = compute_on_one_device(name, stages)
+    run = zoo.value_and_grad(loss_fn, mesh, microbatches=MICROBATCHES if stages > 1 else 1)
+    loss, gradients = jax.device_get(run(zoo.place(model, mesh), make_batch()))
     return {
         "loss": float(abs(loss - expected_loss) / abs(expected_loss)),
         "gradients": find_deviation(gradients, expected),
