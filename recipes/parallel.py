@@ -27,6 +27,7 @@ REASONS = {
     "fsdp": "parameters gathered before use, gradients scattered to their owners",
     "context": "keys and values of attention, states of recurrences, sums of gradients over tokens",
     "tensor": "partial sums of matrix products, and softmax over the vocabulary",
+    "pipe": "hidden states and their gradients, between stages and at both ends",
 }
 
 

@@ -39,7 +39,8 @@ def balance_loss(
 
     On a mesh, means are over all devices that shard tokens, equal to those on one device. With micro-batches, "batch"
     and "layers" are means over each micro-batch, which is another loss than that of the full batch; "row" is the same
-    if each micro-batch has as many rows that are not all padding.
+    if each micro-batch has as many rows that are not all padding. GPipe on a mesh with `pipe` cuts the layers into
+    micro-batches, and not the loss: there they are means over the full batch.
 
     **Raises** `ValueError` for an empty `routing`, and for another `over` or `score`.
     """
