@@ -34,12 +34,16 @@ GPIPE = Schedule("gpipe")
 """The schedule unless another is given: right for any loss."""
 
 
-def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int = 1) -> Callable:
+def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int | None = None) -> Callable:
     """Return the loss of `value_and_grad` without the gradient, for validation: `value(loss_fn, mesh)(model, batch,
-    *rest, key=None)`."""
+    *rest, key=None)`.
+
+    `microbatches`: None for all rows of a device at once or, on a mesh with `pipe`, for as many as divide its rows, up
+    to four for each stage.
+    """
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=False)
+        program = _LossAndGrad(loss_fn, mesh, microbatches or 1, has_aux, False, Pipelining(microbatches))
         loss, aux, _ = run_sharded(program, (model, batch, *rest), key)
         return (loss, aux) if has_aux else loss
 
@@ -75,7 +79,8 @@ def value_and_grad(
     schedule.check_runs()
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
-        program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, with_grad=True, schedule=schedule)
+        pipelining = Pipelining(microbatches, schedule.keep)
+        program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, True, pipelining, schedule)
         loss, aux, gradients = run_sharded(program, (model, batch, *rest), key)
         return ((loss, aux) if has_aux else loss), gradients
 
@@ -88,6 +93,7 @@ class _LossAndGrad(ShardMapProgram):
 
     has_aux: bool
     with_grad: bool
+    pipelining: Pipelining
     schedule: Schedule = GPIPE
 
     @property
@@ -98,7 +104,7 @@ class _LossAndGrad(ShardMapProgram):
         model, *others = args
         if self._stages > 1:
             self._warn_slow_pipeline()
-        with active_pipelining(Pipelining(self.microbatches, self.schedule.keep)):
+        with active_pipelining(self.pipelining):
             return self._run(model, others, keys)
 
     @property
@@ -147,7 +153,7 @@ class _LossAndGrad(ShardMapProgram):
     def _warn_slow_pipeline(self) -> None:
         """Warn, once per compilation, of micro-batches too few to keep the stages busy, and of ZeRO-3."""
         stages, rounds, count = self._stages, self.mesh.layout.rounds, self.microbatches
-        if count < stages:
+        if count < stages and self.pipelining.microbatches is not None:
             idle = [(stages - 1) / (m * rounds + stages - 1) for m in (count, 4 * stages)]
             _logger.warning(
                 f"pipe={stages} with {count} micro-batch{'es' if count > 1 else ''} leaves the devices idle for "

@@ -162,17 +162,17 @@ class _Pipeline:
     def _run_tick(self, phase: Any, carry: _Carry, now: _Now) -> tuple[_Carry, None]:
         output = None
         if phase.has_forward:
-            carry, output = self._run_forward(phase, carry, now)
+            carry, output = self._run_forward(carry, now)
         if phase.has_backward:
-            carry = self._run_backward(phase, carry, now, output)
+            carry = self._run_backward(carry, now, output)
         return carry, None
 
-    def _run_forward(self, phase: Any, carry: _Carry, now: _Now) -> tuple[_Carry, PyTree]:
+    def _run_forward(self, carry: _Carry, now: _Now) -> tuple[_Carry, PyTree]:
         """Run one micro-batch through the stage, send the output on, and keep what the backward pass needs."""
         stage = lax.axis_index("pipe")
         microbatch, number, slot = now.forward[stage]
         enter = lambda: self.parts.run_front(self.parameters, now.enters)
-        entering = self._run_in(phase, self.table.enters, now.enters, enter)
+        entering = self._run_in(now.enters, enter)
         # An idle stage computes, too, on real rows where there are any: nothing of it is kept.
         x = select((stage == 0) & (number <= 0), entering, carry.arrived)
         number = jnp.maximum(number, 0)
@@ -181,14 +181,14 @@ class _Pipeline:
         slots = jax.tree.map(lambda slots, x: slots.at[slot].set(x, mode="drop"), carry.kept, kept)
         return carry._replace(arrived=send_to_next(output, self.table.stages, self.table.rounds), kept=slots), output
 
-    def _run_backward(self, phase: Any, carry: _Carry, now: _Now, output: PyTree | None) -> _Carry:
+    def _run_backward(self, carry: _Carry, now: _Now, output: PyTree | None) -> _Carry:
         """Run the backward pass of one micro-batch, after the loss of the one that has just left the last stage."""
         table, stage, result = self.table, lax.axis_index("pipe"), carry.result
         microbatch, number, slot = now.backward[stage]
         returned = carry.returned
         if output is not None:
             finish = partial(self._differentiate_tail, broadcast_from(output, table.stages - 1), now.ends)
-            sums, gradient = self._run_in(phase, table.ends, now.ends, finish)
+            sums, gradient = self._run_in(now.ends, finish)
             result = jax.tree.map(lambda x, y: x + y.astype(x.dtype), result, sums)
             returned = select((stage == table.stages - 1) & (number == table.rounds - 1), gradient, returned)
         returned = select(microbatch >= 0, returned, _make_zeros(returned))
@@ -199,9 +199,7 @@ class _Pipeline:
         gradients, gradient = self.keeper.run_backward(one_round, kept, returned, microbatch, round_number)
         sums = add_round(result.gradients, gradients, round_number)
         leaving = select((stage == 0) & (now.returns >= 0), gradient, _make_zeros(gradient))
-        gradients = self._run_in(
-            phase, table.returns, now.returns, partial(self._differentiate_front, leaving, now.returns)
-        )
+        gradients = self._run_in(now.returns, partial(self._differentiate_front, leaving, now.returns))
         result = result._replace(gradients=jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients))
         return carry._replace(returned=send_to_previous(gradient, table.stages, table.rounds), result=result)
 
@@ -224,10 +222,10 @@ class _Pipeline:
 
         return jax.vjp(run, self.parameters)[1](gradient)[0]
 
-    def _run_in(self, phase: Any, column: Any, now: Int[Array, ""], run: Any) -> Any:
-        """Return `run()`, or zeros in a tick whose entry of the column is -1. Where most ticks of a phase have one,
-        `run` is to give zeros itself, and no branch is compiled."""
-        if 2 * (column[phase.begin : phase.end] >= 0).sum() >= phase.end - phase.begin:
+    def _run_in(self, now: Int[Array, ""], run: Callable[[], PyTree]) -> PyTree:
+        """Return `run()`, or zeros in a tick whose entry of the timetable is -1, by a branch that all devices take.
+        With one round nearly every tick has an entry: then `run` gives zeros itself, and there is no branch."""
+        if self.table.rounds == 1:
             return run()
         zeros = _make_zeros_of(run)
         return lax.cond(now >= 0, run, lambda: zeros)
