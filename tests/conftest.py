@@ -23,6 +23,8 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 
+from tests import quick_checks  # noqa: E402
+
 CACHE = Path(os.environ.get("ZOO_TEST_CACHE") or Path(__file__).parents[1] / ".jax_cache")
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
@@ -53,6 +55,7 @@ def share_contexts(make, uses=100):
 
 if hasattr(mlir, "make_ir_context"):
     mlir.make_ir_context = share_contexts(mlir.make_ir_context)
+quick_checks.install()
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 20_000
