@@ -48,12 +48,20 @@ DECODED = (*(folder.name for folder in FIXTURES.iterdir()), "llama_dynamic", "mi
 """Cases that decode without `-m slow`: every family, and what differs in a cache."""
 
 
+REPEATED = {
+    *("falcon_mamba_base", "gemma_base", "gpt2_base", "gpt_oss_base", "llama3_rope", "llama_linear", "mamba_base"),
+    *("mistral_swa", "mixtral_base", "neox_parallel", "olmoe_clip", "qwen2_tied"),
+}
+"""Slow cases: each of their options that is no size or rate is in another case of the family."""
+
+
 def list_cases(quick: tuple[str, ...] | None = None) -> list:
-    """All cases as parameters; with `quick`, the others are marked slow."""
+    """All cases as parameters, those in REPEATED marked slow; with `quick`, all that it does not name."""
     roots = [FIXTURES, *([Path(PARITY) / "models"] if PARITY else [])]
     folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
     ours = [folder for folder in folders if read(folder / "config.json")["model_type"] in zoo.families()]
-    marks = lambda folder: () if quick is None or folder.name in quick else pytest.mark.slow
+    is_quick = lambda folder: folder.name not in REPEATED if quick is None else folder.name in quick
+    marks = lambda folder: () if is_quick(folder) else pytest.mark.slow
     return [pytest.param(folder, id=folder.name, marks=marks(folder)) for folder in ours]
 
 
