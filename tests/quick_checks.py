@@ -81,7 +81,9 @@ def keep(function: Callable) -> Callable:
 
 
 def install() -> None:
-    """Take effect for modules that are imported from now on."""
+    """Take effect for modules that are imported from now on; for none if jaxtyping has other internals."""
+    if not all(hasattr(_decorator, name) for name in ("_destring_annotation", "_make_fn_with_signature")):
+        return
     jaxtyping.jaxtyped = quicken(_decorator.jaxtyped)
     _decorator._make_fn_with_signature = keep(_decorator._make_fn_with_signature)
     _decorator._apply_typechecker = keep(_decorator._apply_typechecker)

@@ -143,10 +143,10 @@ LAYOUTS = {
 
 
 def list_meshes():
-    """Eight methods in one program of a mixture, or where tokens are sharded, are slow: two of them are quick."""
+    """Eight methods in one program are quick for two kinds of models. Where tokens or experts are sharded, two are."""
     for kind in MODELS:
         for layout in LAYOUTS if kind == "mixture" else ("tensor", "tokens"):
-            is_small = kind != "mixture" and layout == "tensor"
+            is_small = kind in ("transformer", "mamba2") and layout == "tensor"
             yield pytest.param(kind, ALL, layout, marks=() if is_small else (pytest.mark.slow,))
     yield from (("transformer", ("lora", "dora"), "tokens"), ("mixture", ("lora", "dora"), "experts"))
 

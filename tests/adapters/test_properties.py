@@ -36,7 +36,7 @@ TARGETS = st.lists(st.sampled_from(["up", "gate", "down"]), min_size=1, max_size
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(sizes=LAYERS, targets=TARGETS, rank=st.integers(1, 4), half=st.booleans(), seed=st.integers(0, 99))
 def test_adapter_preserves_base_and_merges(method, sizes, targets, rank, half, seed):
     """An adapter does not change the initial output; ten steps of AdamW leave frozen parameters bitwise equal; merging

@@ -57,8 +57,8 @@ def find_classes(model, classes=(Linear, NF4Linear, Int8Linear, MXFP4Linear)):
     ("format", "method", "model", "layouts"),
     [
         ("nf4", "lora", "transformer", (None, SEQUENCE)),
-        ("nf4", "dora", "mixture", ()),
-        ("int8", "dora", "transformer", ()),
+        pytest.param("nf4", "dora", "mixture", (), marks=pytest.mark.slow),
+        pytest.param("int8", "dora", "transformer", (), marks=pytest.mark.slow),
         ("int8", "lora", "mixture", (None,)),
     ],
 )

@@ -39,7 +39,13 @@ def generate_tokens(model, rows=ROWS, **options):
     return np.asarray(zoo.generate(model, tokens, max_new_tokens=12, mask=mask, **options))
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=[str(make_mesh(**sizes)) for sizes in MESHES])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(sizes, id=str(make_mesh(**sizes)), marks=pytest.mark.slow if "fsdp" in sizes else ())
+        for sizes in MESHES
+    ],
+)
 def test_mesh_samples_equal_those_of_one_device(sizes):
     """Three rows, which only one of these meshes divides; a callback receives the same tokens."""
     mesh = make_mesh(**sizes)

@@ -157,7 +157,12 @@ def test_score_gradient_equals_that_of_all_logits(model):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "tensor": 8}, {"data": 2, "context": 2, "tensor": 2}]
+    "sizes",
+    [
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 1, "tensor": 8}, marks=pytest.mark.slow),
+        {"data": 2, "context": 2, "tensor": 2},
+    ],
 )
 def test_score_and_hidden_states_are_the_same_on_a_mesh(sizes):
     model = zoo.models.Transformer(**SIZES | {"heads": 8}, tied=False, key=KEY)

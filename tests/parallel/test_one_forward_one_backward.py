@@ -49,9 +49,9 @@ def plain_loss(model, batch):
     return zoo.cross_entropy(model, batch)
 
 
-def make_step(mesh, microbatches, *, rows=4, seq=SEQ, embed=32, loss=plain_loss, keep="inputs"):
+def make_step(mesh, microbatches, *, rows=4, seq=SEQ, embed=32, loss=plain_loss, name="1f1b", keep="inputs"):
     """Return the gradient of a model of eight layers, two to a stage, and the shapes of its arguments."""
-    schedule = Schedule("1f1b", keep)
+    schedule = Schedule(name, keep)
     model = eqx.filter_eval_shape(partial(make_transformer, layers=8, embed=embed), jax.random.key(0))
     batch = {name: jax.ShapeDtypeStruct((rows * microbatches, seq), "int32") for name in ("tokens", "targets")}
     run = zoo.value_and_grad(loss, mesh, microbatches=microbatches, schedule=schedule)
@@ -134,7 +134,7 @@ def test_what_does_not_run_raises_by_name():
 
 
 def test_slow_pipelines_warn(caplog):
-    step, *args = make_step(make_any_mesh(pipe=4, fsdp=2), 2)
+    step, *args = make_step(make_any_mesh(pipe=4, fsdp=2), 2, name="gpipe")
     jax.eval_shape(step, *args)
     few, gathers = (record.message for record in caplog.records)
     assert (
@@ -142,7 +142,7 @@ def test_slow_pipelines_warn(caplog):
     )
     assert gathers.startswith("parameters are sharded over fsdp (ZeRO-3)") and "layout=zoo.parallel.ZERO2" in gathers
     caplog.clear()
-    step, *args = make_step(make_any_mesh(ZERO2, pipe=4, fsdp=2), 4)
+    step, *args = make_step(make_any_mesh(ZERO2, pipe=4, fsdp=2), 4, name="gpipe")
     jax.eval_shape(step, *args)
     assert not caplog.records
 

@@ -28,17 +28,18 @@ def contrastive_loss(model, batch, key=None):
 
 
 GPIPES = [
-    pytest.param(Schedule("gpipe"), 2, id="inputs in rounds"),
-    pytest.param(Schedule("gpipe", "residuals"), 1, id="residuals", marks=pytest.mark.slow),
+    pytest.param(make_transformer, Schedule("gpipe"), 2, id="in rounds"),
+    pytest.param(make_mixtures, Schedule("gpipe"), 2, id="experts", marks=pytest.mark.slow),
+    pytest.param(make_mixtures, Schedule("gpipe", "residuals"), 1, id="residuals", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("schedule, rounds", GPIPES)
-def test_gpipe_of_any_loss_equals_one_device(schedule, rounds):
-    """Mixtures of experts, with a layer before the stages that has a router, too."""
+@pytest.mark.parametrize("make, schedule, rounds", GPIPES)
+def test_gpipe_of_any_loss_equals_one_device(make, schedule, rounds):
+    """Of mixtures of experts also with a layer before the stages that has a router."""
     mesh = make_any_mesh(Layout(rounds=rounds), pipe=2, expert=2, tensor=2)
     options = {"microbatches": 4, "schedule": schedule}
-    assert_equal_to_one_device(make_mixtures, mesh, loss=contrastive_loss, **options)
+    assert_equal_to_one_device(make, mesh, loss=contrastive_loss, **options)
 
 
 def test_scores_and_validation_loss_equal_one_device():

@@ -45,6 +45,7 @@ def test_linear_attention_runs_and_report(unbroken):
     assert "bytes of state after 1,024 tokens" in report and "http" not in report
 
 
+@pytest.mark.slow
 def test_linear_attention_resumes_bitwise(text, unbroken, tmp_path, monkeypatch):
     out, log = tmp_path / "run", train.Run.log
 

@@ -74,6 +74,7 @@ def test_moe_variants_share_their_initialization(unbroken):
     assert len(set(last.values())) == 3
 
 
+@pytest.mark.slow
 def test_moe_stopped_in_the_second_run_resumes_bitwise(text, unbroken, tmp_path, monkeypatch):
     out, log = tmp_path / "run", train.Run.log
     shutil.copytree(unbroken / "unbalanced", out / "unbalanced")

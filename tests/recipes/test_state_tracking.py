@@ -48,6 +48,7 @@ def test_state_tracking_of_two_mixers(unbroken):
     assert flag_names(state_tracking.main)[-5:] == ["out", "seed", "resume", "profile", "no_compile_cache"]
 
 
+@pytest.mark.slow
 def test_state_tracking_stopped_and_resumed_is_bitwise_equal(unbroken, tmp_path, monkeypatch):
     out, log = tmp_path / "run", train.Run.log
     shutil.copytree(unbroken / NAMES[0], out / NAMES[0])

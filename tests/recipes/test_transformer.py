@@ -134,6 +134,7 @@ def test_transformer_killed_and_resumed_is_bitwise_equal(text, unbroken, killed,
     assert (out / "metrics.jsonl").read_bytes() == (unbroken[0] / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_transformer_resumes_on_another_mesh(text, unbroken, killed, tmp_path):
     out = shutil.copytree(killed, tmp_path / "run")
     call(transformer.main, data=(text,), out=out, resume=True, fsdp=2, tensor=2, **TINY)

@@ -84,6 +84,7 @@ def test_bench_runs_and_writes_its_page(tmp_path, monkeypatch, capsys):
     assert "| zoo, batch 8 |" in text and "GFLOP/s in float32" in capsys.readouterr().out + text
 
 
+@pytest.mark.slow
 def test_bench_adapters_hold_no_gradient_of_the_base(tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "Sizes", lambda: TINY)
     kinds = {kind: adapted.KINDS[kind] for kind in ("full", "LoRA", "QLoRA, int8")}  # NF4 takes blocks of 64
@@ -119,6 +120,7 @@ def test_write_keeps_the_tables_of_other_processors(tmp_path):
     assert f"| tokens/s | {table.RATIO} |" in text and text.count("| 7 | 0.25 |") == 2
 
 
+@pytest.mark.slow
 def test_bench_long_contexts(monkeypatch):
     """By hand: of 64 tokens a head's products of queries and keys, and of weights and values, the causal half."""
     monkeypatch.setattr(ours, "Sizes", lambda: TINY)
@@ -192,6 +194,7 @@ def test_bench_refuses_an_unknown_recurrence():
         recurrences.single_operations(("attention",), (8,))
 
 
+@pytest.mark.slow
 def test_bench_recurrent_models(monkeypatch):
     monkeypatch.setattr(recurrences, "KINDS", {"small": partial(LinearAttention, heads=2)})
     sizes = recurrences.Recurrent(vocab=32, embed=16, layers=1, batch=2, seq=8, kind="small")

@@ -176,7 +176,7 @@ def test_ten_steps_equal_one_device(name):
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("fsdp x context x tensor", ("one device", "SEQUENCE")),
+        pytest.param("fsdp x context x tensor", ("one device", "SEQUENCE"), marks=pytest.mark.slow),
         ("pipe x fsdp x tensor in rounds", ("one device",)),
         pytest.param("one device", ("pipe x fsdp x tensor in rounds", "pipe x expert"), marks=pytest.mark.slow),
         pytest.param("pipe x expert", ("fsdp x expert", "pipe x fsdp x tensor in rounds"), marks=pytest.mark.slow),

@@ -191,7 +191,7 @@ PEAK = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_load_and_save_peak_memory(make, tmp_path, devices):
     """Load and save a checkpoint of 176 MB in one process. Its largest stacked arrays have 48 MB each.
 

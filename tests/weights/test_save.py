@@ -130,7 +130,7 @@ def in_blocks(model, name, **statics):
 
 
 @EACH
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_save_and_load_every_config_of_every_family(make, family, data):
     config = data.draw(configs(family))

@@ -48,7 +48,7 @@ PATTERNS = {
     "elementwise, the others": (without_heads(Mamba, state_dim=4), without_heads(RWKV4)),
     "state space, the others": (partial(Mamba2, head_dim=8, state_dim=4), GatedLinearAttention),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) if name.endswith("others") else name for name in PATTERNS]
+SLOW = [pytest.param(name, marks=() if name == "delta rule" else pytest.mark.slow) for name in PATTERNS]
 """One or two mixers per kind, since a kind has its code in common; the others by `pytest -m slow tests/models`."""
 CONTEXT_MESHES = {
     "alone": {"data": 1, "context": 4},
