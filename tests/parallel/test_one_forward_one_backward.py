@@ -33,7 +33,9 @@ def penalized_loss(model, batch, key=None):
     return (total + 0.1 * penalty * count, count), aux
 
 
+@pytest.mark.slow
 def test_interleaved_with_dropout_equals_one_device():
+    """Gradients; losses of training steps in rounds are compared in tests/train/test_training_on_meshes.py."""
     mesh = make_any_mesh(Layout(rounds=2), pipe=2, fsdp=2, tensor=2)
     options = {"microbatches": 4, "schedule": ONE_FORWARD_ONE_BACKWARD, "loss": penalized_loss}
     assert_equal_to_one_device(make_transformer, mesh, dropout=True, **options)

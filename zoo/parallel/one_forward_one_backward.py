@@ -187,8 +187,7 @@ class _Pipeline:
         microbatch, number, slot = now.backward[stage]
         returned = carry.returned
         if output is not None:
-            finish = partial(self._differentiate_tail, broadcast_from(output, table.stages - 1), now.ends)
-            sums, gradient = self._run_in(now.ends, finish)
+            sums, gradient = self._run_in(now.ends, partial(self._differentiate_tail, output, now.ends))
             result = jax.tree.map(lambda x, y: x + y.astype(x.dtype), result, sums)
             returned = select((stage == table.stages - 1) & (number == table.rounds - 1), gradient, returned)
         returned = select(microbatch >= 0, returned, _make_zeros(returned))
@@ -203,9 +202,10 @@ class _Pipeline:
         result = result._replace(gradients=jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, gradients))
         return carry._replace(returned=send_to_previous(gradient, table.stages, table.rounds), result=result)
 
-    def _differentiate_tail(self, stream: PyTree, microbatch: Int[Array, ""]) -> tuple[_Result, PyTree]:
-        """Return the loss of a micro-batch, its gradients, and the gradient of what left the last stage; zeros for
-        none."""
+    def _differentiate_tail(self, output: PyTree, microbatch: Int[Array, ""]) -> tuple[_Result, PyTree]:
+        """Return the loss of a micro-batch, given what stages return, its gradients, and the gradient of what left the
+        last stage; zeros for none."""
+        stream = broadcast_from(output, self.table.stages - 1)
         run = lambda parameters, stream: self.parts.run_tail(parameters, stream, microbatch)
         result, gradients = jax.value_and_grad(run, (0, 1), has_aux=True)(self.parameters, stream)
         total, (count, aux) = result
