@@ -58,17 +58,18 @@ def make(key):
 
 
 def make_repeated(key):
-    """Four equal layers, which the stages of a pipeline share."""
-    pattern = [partial(Attention, heads=4, rotary=Rotary(4), window=6)]
-    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=4, pattern=pattern, ffns=[make_mixture], key=key)
+    """Four equal layers, which the stages of a pipeline share. Every token has all experts: with four routers, rounding
+    would change a choice within ten steps."""
+    pattern, ffn = [partial(Attention, heads=4, rotary=Rotary(4), window=6)], partial(make_mixture, top=4)
+    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=4, pattern=pattern, ffns=[ffn], key=key)
 
 
 def choose_model(*names):
     return make_repeated if any("pipe" in name for name in names) else make
 
 
-def make_mixture(embed, *, out_scale, key):
-    router, expert = partial(SoftmaxRouter, embed, 4, 2), partial(GatedMLP, embed, 16, out_scale=out_scale)
+def make_mixture(embed, *, out_scale, key, top=2):
+    router, expert = partial(SoftmaxRouter, embed, 4, top), partial(GatedMLP, embed, 16, out_scale=out_scale)
     return MixtureOfExperts(router, expert, 4, key=key)
 
 

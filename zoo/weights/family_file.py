@@ -1,6 +1,7 @@
 """Load a user-defined `Family` from a Python file."""
 
-import importlib.util
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 from zoo.models.hf.spec import Family
@@ -14,11 +15,13 @@ def load_family(path: str | Path) -> Family:
     **Raises** `CheckpointError` if there is no such file, or it does not define exactly one family.
     """
     path = Path(path)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    loader = SourceFileLoader(path.stem, str(path))
+    spec = spec_from_loader(path.stem, loader)
+    if not path.is_file() or spec is None:
         raise CheckpointError(f"there is no Python file {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_from_spec(spec)
+    # Compiled anew: Python takes an old .pyc if a file of the same size was written within the same second.
+    exec(loader.source_to_code(loader.get_data(str(path)), str(path)), vars(module))
     defined = {name: x for name, x in vars(module).items() if isinstance(x, Family)}
     if len(defined) != 1:
         listed = f"{len(defined)}: {', '.join(sorted(defined))}" if defined else "none"
