@@ -165,6 +165,15 @@ def test_layers_run_in_order_under_pipe(loop, rounds):
     assert [f"{int(row):o}" for row in y[:, 0, 0]] == ["123456", *(f"{row}0123456" for row in range(1, 6))]
 
 
+def test_auto_loop_counts_the_layers_of_all_segments():
+    """More layers than a plain loop compiles, in two segments that have fewer."""
+    factories = {name: lambda key: NumberedBlock(jnp.ones(3)) for name in "ab"}
+    hidden, info = Hidden(jnp.zeros((2, 2**14, 3))), NumberedInfo(jnp.zeros((2, 2**14), int))
+    for layers, has_scan in ((12, False), (13, True)):
+        stack = Stack([factories[name] for name in "a" * layers + "b" * layers], key=KEY)
+        assert (" scan[" in str(eqx.filter_make_jaxpr(stack)(hidden, info)[0])) == has_scan
+
+
 def test_loop_outside_a_scan_keeps_recomputation_apart():
     model = zoo.models.Transformer(**SIZES, remat="full", key=KEY)
 

@@ -74,5 +74,8 @@ def test_what_a_pipeline_cannot_do_raises_by_name():
         run(lambda model, tokens: zoo.models.hidden_states(model, tokens)[0])
     with pytest.raises(NotImplementedError, match="routing='tokens' .* do not travel through a pipeline"):
         run(lambda model, tokens: zoo.models.set_routing(model, "tokens")(tokens))
-    with pytest.raises(ValueError, match=r"rounds=2, and the layers of this model .* zoo.place\(model, mesh\)"):
+    with pytest.raises(ValueError, match=r"rounds=2, and the layers .* dealt out in 1: .* zoo.place\(model, mesh\)"):
         run(lambda model, tokens: model(tokens), Layout(rounds=2))
+    model = zoo.parallel.rounds.split_rounds(model, 2)
+    with pytest.raises(ValueError, match="rounds=4, and the layers of this model are dealt out in 2"):
+        run(lambda model, tokens: model(tokens), Layout(rounds=4))

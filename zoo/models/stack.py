@@ -86,8 +86,7 @@ class Stack(AbstractStack):
 
     def count_layers(self) -> int:
         """Return the number of layers on this device."""
-        sizes = [(segment.rounds * segment.local_repeats, len(segment.blocks)) for segment in self.segments]
-        return sum(map(math.prod, sizes))
+        return sum(segment.rounds * segment.local_repeats * len(segment.blocks) for segment in self.segments)
 
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
@@ -118,11 +117,11 @@ class Stack(AbstractStack):
                 f"routing={self.routing!r} has the decisions for every token, which do not travel through a pipeline: "
                 'use zoo.models.set_routing(model, "rows"), or a mesh with pipe=1'
             )
-        mesh = current_mesh()
-        if mesh is not None and (mesh.layout.rounds > 1) != (len(segment.layers) > 1):
+        mesh, is_cut = current_mesh(), len(segment.layers) > 1 and segment.rounds == 1  # to the round that 1F1B runs
+        if mesh is not None and not is_cut and mesh.layout.rounds != segment.rounds:
             raise ValueError(
-                f"the layout has rounds={mesh.layout.rounds}, and the layers of this model are not dealt out in them: "
-                "place it by zoo.place(model, mesh), and make the optimizer's state from the result"
+                f"the layout has rounds={mesh.layout.rounds}, and the layers of this model are dealt out in "
+                f"{segment.rounds}: place it by zoo.place(model, mesh), and make the optimizer's state from the result"
             )
 
     def _run_stages(self, segment: Segment, first: int, hidden: Hidden, info: TokenInfo) -> Hidden:
@@ -161,8 +160,7 @@ class Stack(AbstractStack):
     ) -> tuple[Hidden, LayerStates | None]:
         """Run the repeats of a pattern on this device, of which the first has the number `first_repeat`. Repeat 0
         begins with layer `first`."""
-        layers = segment.local_repeats * len(segment.blocks)
-        loop = select_loop(self.loop, layers=layers, remat=self.remat, size=hidden.x.size)
+        loop = select_loop(self.loop, layers=self.count_layers(), remat=self.remat, size=hidden.x.size)
         first += len(segment.blocks) * first_repeat
         if loop == "plain":
             return self._run_plain(segment, first, hidden, info, states)
