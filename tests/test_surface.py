@@ -21,7 +21,7 @@ SIGNATURES = {
     zoo.cast: "model dtype",
     zoo.count: "model",
     zoo.value: "loss_fn mesh has_aux microbatches",
-    zoo.value_and_grad: "loss_fn mesh has_aux microbatches schedule",
+    zoo.value_and_grad: "loss_fn mesh has_aux observe microbatches schedule",
     zoo.spmd: "fn mesh out",
     zoo.cross_entropy: "model batch key z_loss balance router_z over chunk implementation",
     zoo.generate: (

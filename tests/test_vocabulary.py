@@ -25,6 +25,7 @@ SPANNING_TESTS = {
     *("layers/recurrent/test_mixers.py", "models/test_parallel_equals_serial.py", "ops/recurrence/test_parity.py"),
     *(
         "parallel/test_all_axes.py",
+        "parallel/test_observations.py",
         "parallel/test_processes.py",
         "train/test_training_on_meshes.py",
         "weights/test_deepseek.py",

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .batch import find_batch_axis
 from .collectives import vary, varying
 from .gather import attach_gradient_shards, make_gradient_shards
 from .mesh import Mesh
-from .module import Leaf, is_trainable, map_leaves, trainable
+from .module import Leaf, is_differentiated, leaves, map_leaves
 from .one_forward_one_backward import run_timetable
 from .pipeline import Pipelining, active_pipelining
 from .rounds import select_round
@@ -44,14 +44,20 @@ def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches:
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
         program = _LossAndGrad(loss_fn, mesh, microbatches or 1, has_aux, False, Pipelining(microbatches))
-        loss, aux, _ = run_sharded(program, (model, batch, *rest), key)
+        loss, aux, _ = run_sharded(program, (model, None, batch, *rest), key)
         return (loss, aux) if has_aux else loss
 
     return run
 
 
 def value_and_grad(
-    loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches: int = 1, schedule: Schedule = GPIPE
+    loss_fn: Callable,
+    mesh: Mesh,
+    *,
+    has_aux: bool = False,
+    observe: bool = False,
+    microbatches: int = 1,
+    schedule: Schedule = GPIPE,
 ) -> Callable:
     """Compute a loss over all devices of the mesh, and its gradient with respect to the trainable parameters.
 
@@ -61,28 +67,49 @@ def value_and_grad(
 
     - `has_aux`: `loss_fn` returns `(total, count), aux`; every array of `aux` is summed likewise but not divided, and
       the result is `(loss, aux), gradients`.
+    - `observe`: the result is `loss, gradients, observations`, for a model with `zoo.parallel.observed()` fields. The
+      observations are what the backward pass returned for these fields, maxima over devices and micro-batches, in a
+      model with None in place of every other array.
     - `microbatches`: gradient accumulation: each device's rows are processed in this many micro-batches, sequentially.
       On a mesh with `pipe` they follow one another through the stages.
     - `schedule`: order of forward and backward passes in the stages of a pipeline, for meshes with `pipe`: GPipe, which
       holds for any loss, or 1F1B, for a loss that calls the model once.
     - `key`: if given, `loss_fn` receives one PRNG key per row as `key=`, so that randomness does not depend on the
       assignment of rows to devices and micro-batches.
+    - `loss_scale`: if given, the total is multiplied by it before the backward pass, and the summed gradient divided by
+      it, in float32: loss scaling, without which small gradients underflow in float16 (Micikevicius et al.,
+      arXiv:1710.03740, section 3.2).
 
     Layers gather their parameters. A loss that computes with parameters itself, such as a penalty, takes them from
     `zoo.parallel.gather(model)`: in `model` they may be shards, and with `ZERO2` are NaN.
 
     **Raises** `ValueError` if devices and micro-batches do not divide the rows, if `loss_fn` closes over an array (pass
-    it in `rest`), and if the loss still varies along an axis that does not shard tokens; `NotImplementedError` for a
-    schedule that is only drawn, and for a loss that 1F1B cannot cut.
+    it in `rest`), if the loss still varies along an axis that does not shard tokens, and if the model has observed
+    fields without `observe`, as what they have seen would be lost; `NotImplementedError` for a
+    schedule that is only drawn, for a loss that 1F1B cannot cut, and for observed fields in a pipeline.
     """
 
     schedule.check_runs()
 
-    def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
+    def run(
+        model: PyTree,
+        batch: PyTree,
+        *rest: Any,
+        key: PRNGKeyArray | None = None,
+        loss_scale: Float[Array, ""] | float | None = None,
+    ) -> Any:
         pipelining = Pipelining(microbatches, schedule.keep)
+        scale = None if loss_scale is None else jnp.asarray(loss_scale, jnp.float32)
         program = _LossAndGrad(loss_fn, mesh, microbatches, has_aux, True, pipelining, schedule)
-        loss, aux, gradients = run_sharded(program, (model, batch, *rest), key)
-        return ((loss, aux) if has_aux else loss), gradients
+        if not observe and (names := _name_observed_fields(model)):
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            raise ValueError(
+                f"the model observes {names[0]}{more}: take what it has seen from value_and_grad(..., observe=True), "
+                "which returns `loss, gradients, observations`"
+            )
+        loss, aux, gradients = run_sharded(program, (model, scale, batch, *rest), key)
+        loss = (loss, aux) if has_aux else loss
+        return (loss, *_split_observations(gradients)) if observe else (loss, gradients)
 
     return run
 
@@ -101,18 +128,23 @@ class _LossAndGrad(ShardMapProgram):
         return self.mesh.axes("batch") + self.mesh.axes("seq")
 
     def __call__(self, args, keys):
-        model, *others = args
+        model, loss_scale, *others = args
         if self._stages > 1:
             self._warn_slow_pipeline()
+            if self.with_grad and (names := _name_observed_fields(model)):
+                raise NotImplementedError(
+                    f"{names[0]} is a maximum over calls, and the stages of a pipeline add up what they return: use a "
+                    "mesh with pipe=1, or a model without statistics, such as FP8 without delayed scaling"
+                )
         with active_pipelining(self.pipelining):
-            return self._run(model, others, keys)
+            return self._run(model, loss_scale, others, keys)
 
     @property
     def _stages(self) -> int:
         return self.mesh.shape["pipe"]
 
-    def _run(self, model: PyTree, others: list, keys: Any) -> tuple:
-        params, frozen = eqx.partition(model, map_leaves(is_trainable, model))
+    def _run(self, model: PyTree, loss_scale: Array | None, others: list, keys: Any) -> tuple:
+        params, frozen = eqx.partition(model, map_leaves(is_differentiated, model))
         rows, rest = eqx.partition((others, keys), map_leaves(_has_rows, (others, keys)))
         shard_axes = jax.tree.map(varying, params)
         # Cast once, here: if parameters became varying at each use, each use would all-reduce its gradient.
@@ -127,7 +159,7 @@ class _LossAndGrad(ShardMapProgram):
             attached = attach_gradient_shards(layers, differentiated, self.mesh)
             result = self.fn(attached, *others, **({} if keys is None else {"key": keys}))
             total, count, aux = self._check_result(result)
-            return total, (count, aux)
+            return total if loss_scale is None else total * loss_scale, (count, aux)
 
         def run_microbatch(rows):
             if not self.with_grad:
@@ -146,9 +178,10 @@ class _LossAndGrad(ShardMapProgram):
         if self._token_axes:
             total, count, aux = lax.psum((total, count, aux), self._token_axes)
         count = jnp.where(count == 0, 1, count)
+        divisor = count if loss_scale is None else count * loss_scale
         if self.with_grad:
-            gradients = map_leaves(partial(self._reduce_gradient, count), params, gradients, shard_axes)
-        return total / count, aux, gradients
+            gradients = map_leaves(partial(self._reduce_gradient, divisor), params, gradients, shard_axes)
+        return total / divisor, aux, gradients
 
     def _warn_slow_pipeline(self) -> None:
         """Warn, once per compilation, of micro-batches too few to keep the stages busy, and of ZeRO-3."""
@@ -205,7 +238,15 @@ class _LossAndGrad(ShardMapProgram):
             aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
         zeros = vary((jnp.zeros(()), jnp.zeros(()), aux), self._token_axes)
         initial = (*zeros, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params) if self.with_grad else None)
-        return lax.scan(lambda sums, rows: (jax.tree.map(jnp.add, sums, run_microbatch(rows)), None), initial, rows)[0]
+
+        def add(sums, rows):
+            combine = lambda leaf, total, x: jnp.maximum(total, x) if leaf.observed else total + x
+            *totals, gradients = sums
+            *results, new = run_microbatch(rows)
+            totals = jax.tree.map(jnp.add, totals, results)
+            return (*totals, map_leaves(combine, gradients, new) if self.with_grad else None), None
+
+        return lax.scan(add, initial, rows)[0]
 
     def _split_rows(self, leaf: Leaf, x: Array) -> Array:
         """Return the rows of `x` in micro-batches, along a new first dim."""
@@ -213,7 +254,7 @@ class _LossAndGrad(ShardMapProgram):
         return jnp.moveaxis(x.reshape(*x.shape[:axis], self.microbatches, -1, *x.shape[axis + 1 :]), axis, 0)
 
     def _reduce_gradient(
-        self, count: Array, leaf: Leaf, parameter: Array, gradient: Array, shard_axes: frozenset[str]
+        self, divisor: Array, leaf: Leaf, parameter: Array, gradient: Array, shard_axes: frozenset[str]
     ) -> Array:
         """Reduce the gradient of one parameter over the axes that shard tokens, where it is a partial sum.
 
@@ -222,7 +263,12 @@ class _LossAndGrad(ShardMapProgram):
 
         The backward pass of `gather` has reduce-scattered over the axes that shard gradients in it (ZeRO-2, ZeRO-3).
         Axes that shard only optimizer state (ZeRO-1) are reduce-scattered here, all others all-reduced.
+
+        Of an observed field, the gradient is a maximum.
         """
+        if leaf.observed:
+            axes = tuple(axis for axis in self._token_axes if axis not in shard_axes)
+            return (lax.pmax(gradient, axes) if axes else gradient).astype(parameter.dtype)
         dims = leaf.dims or ()
         scattered = self.mesh.gradients.find_gather_dims(dims)
         remaining = set(self._token_axes) - shard_axes - {axis for _, axes in scattered for axis in axes}
@@ -232,11 +278,12 @@ class _LossAndGrad(ShardMapProgram):
                 remaining -= set(axes)
         if remaining:
             gradient = lax.psum(gradient, tuple(axis for axis in self._token_axes if axis in remaining))
-        return (gradient / count).astype(parameter.dtype)
+        return (gradient / divisor).astype(parameter.dtype)
 
     def out_specs(self, shard_map, run_on_shards, arrays):
         (model, *_), _ = arrays
-        return PartitionSpec(), PartitionSpec(), self.mesh.optimizer.specs(trainable(model)) if self.with_grad else None
+        differentiated = eqx.filter(model, map_leaves(is_differentiated, model))
+        return PartitionSpec(), PartitionSpec(), self.mesh.optimizer.specs(differentiated) if self.with_grad else None
 
 
 def _check_varying(x: Array | float | int, allowed: tuple[str, ...], name: str) -> None:
@@ -246,6 +293,17 @@ def _check_varying(x: Array | float | int, allowed: tuple[str, ...], name: str) 
             "Over a sharded vocabulary use zoo.cross_entropy; all-reduce other partial results with "
             "zoo.parallel.reduce(x, over=dim)."
         )
+
+
+def _name_observed_fields(model: PyTree) -> list[str]:
+    return [leaf.name for leaf in leaves(model) if leaf.observed]
+
+
+def _split_observations(gradients: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the gradients of trainable parameters, and the statistics of observed fields; each has None in place of
+    the other."""
+    observations, gradients = eqx.partition(gradients, map_leaves(lambda leaf, _: leaf.observed, gradients))
+    return gradients, observations
 
 
 def _has_rows(leaf: Leaf, x: Any) -> bool:

@@ -22,7 +22,7 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
     **dict.fromkeys(("in", "out", "features", "prompt", "new", "choices", "top", "key_dim", "value_dim"), ()),
-    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends", "rounds"), ()),
+    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends", "rounds", "history"), ()),
 }
 _PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 

@@ -27,6 +27,7 @@ NAMED_BY_CLASS = "zoo.named_by_class"
 IMPLEMENTATION_OPTION = "zoo.implementation_option"
 WRAPPED = "zoo.wrapped"
 ADAPTER_PARAMETER = "zoo.adapter_parameter"
+_OBSERVED = "zoo.observed"
 _FULL_PRECISION = "zoo.full_precision"
 
 _Module = TypeVar("_Module")
@@ -53,6 +54,16 @@ def buffer(**options: Any) -> Any:
     """Declare a field of arrays that are not trained by gradient, as PyTorch's buffers: `trainable` omits them. On a
     field that holds a module it applies to all arrays of that module."""
     return eqx.field(metadata={TRAINABLE: False}, **options)
+
+
+def observed(**options: Any) -> Any:
+    """Declare a field of statistics of a step: maxima, 0 or more, which `value_and_grad(..., observe=True)` returns.
+
+    An op with a custom VJP returns them as the cotangent of this array, such as the largest gradient that it has seen,
+    which exists in the backward pass alone. A module with such a field calls the op once. `trainable` omits the field,
+    and `cast` leaves it as it is.
+    """
+    return eqx.field(metadata={TRAINABLE: False, _OBSERVED: True}, **options)
 
 
 def full_precision(**options: Any) -> Any:
@@ -103,8 +114,8 @@ def adapter_parameter(*, full_precision: bool = False) -> Any:
 
 @dataclass_transform(
     field_specifiers=(
-        *(dataclasses.field, eqx.field, stacked, buffer, full_precision, named_by_class, implementation_option),
-        *(wrapped, adapter_parameter),
+        *(dataclasses.field, eqx.field, stacked, buffer, observed, full_precision, named_by_class),
+        *(implementation_option, wrapped, adapter_parameter),
     )
 )
 class Module(eqx.Module):
@@ -227,6 +238,8 @@ class Leaf:
     adapter_parameter: bool = False
     frozen: bool = False
     """True if the tree has adapter parameters and this array is not one of them."""
+    observed: bool = False
+    """True for a statistic, whose gradient is the maximum of what was seen."""
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
@@ -247,7 +260,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     """Walk from the root of `tree` to `array` and collect the metadata of the fields on the path."""
     node, keys, stacked_dims = tree, [], []
     owner, field, is_copy_scalar = None, None, False
-    is_trained, keeps_dtype, is_adapter = True, False, False
+    is_trained, keeps_dtype, is_adapter, is_observed = True, False, False, False
     for step in path:
         key = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
         keys.append(key)
@@ -257,6 +270,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
             is_trained &= field.metadata.get(TRAINABLE, True)
             keeps_dtype |= field.metadata.get(_FULL_PRECISION, False)
             is_adapter |= field.metadata.get(ADAPTER_PARAMETER, False)
+            is_observed |= field.metadata.get(_OBSERVED, False)
         elif isinstance(node, TrainableCopy):
             is_adapter |= key == "array"
             is_copy_scalar = key in ("applies", "strength")
@@ -270,7 +284,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         dims = (*stacked_dims, *_resolve_dims(owner, field, array.ndim - len(stacked_dims)))
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
-    return Leaf(name, dims, is_trained, keeps_dtype, is_adapter)
+    return Leaf(name, dims, is_trained, keeps_dtype, is_adapter, observed=is_observed)
 
 
 def _get_child(node: Any, step: Any, key: str) -> Any:
@@ -309,6 +323,11 @@ def is_parameter(leaf: Leaf, x: Any) -> bool:
     if isinstance(x, jax.ShapeDtypeStruct):
         inexact = jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
     return leaf.trainable and inexact
+
+
+def is_differentiated(leaf: Leaf, x: Any) -> bool:
+    """Return True for an array with respect to which `value_and_grad` differentiates: trainable, or observed."""
+    return leaf.observed or is_trainable(leaf, x)
 
 
 def count(model: PyTree) -> int:

@@ -1,0 +1,61 @@
+"""Stochastic rounding: neighbors with the right probabilities, exact values kept, in every format."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zoo.ops.stochastic_rounding import stochastic_round
+
+FORMATS = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_of_the_format_stay_as_they_are(name):
+    width = 4 if name.startswith("float4") else jnp.dtype(name).itemsize * 8
+    codes = np.arange(2**width).astype(f"uint{max(width, 8)}")
+    values = codes.view(jnp.dtype(name)).astype(np.float32)
+    finite = values[np.isfinite(values)]
+    for bits in (0, 2**32 - 1):
+        rounded = stochastic_round(jnp.asarray(finite), jnp.full(finite.shape, bits, jnp.uint32), name)
+        # XLA's CPU flushes float32 subnormals, which bfloat16 shares, to zero.
+        expected = np.where(np.abs(finite) < np.finfo(np.float32).tiny, 0, finite)
+        assert (np.asarray(rounded).astype(np.float32) == expected).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_is_unbiased_by_chi_square(name):
+    """The counts of both neighbors agree with the distances to them: chi-square with one degree of freedom per value,
+    40 values of all magnitudes, below its 99.99% quantile of 85.6."""
+    count = 4096
+    limit = min(float(jnp.finfo(name).max), 1e4) / 2
+    magnitudes = np.exp(np.linspace(np.log(limit / 2**9), np.log(limit), 40))
+    values = (magnitudes * (-1.0) ** np.arange(40)).astype(np.float32)
+    bits = jax.random.bits(jax.random.key(1), (count, 40), jnp.uint32)
+    rounded = np.asarray(stochastic_round(jnp.broadcast_to(values, (count, 40)), bits, name)).astype(np.float64)
+    low, high = rounded.min(0), rounded.max(0)
+    assert ((low <= values) & (values <= high)).all()
+    statistic = 0.0
+    for column, (down, up, value) in enumerate(zip(low, high, values.astype(np.float64), strict=True)):
+        assert set(np.unique(rounded[:, column])) <= {down, up}  # no more than two neighbors
+        if up == down:
+            continue
+        expected = count * (value - down) / (up - down)
+        observed = (rounded[:, column] == up).sum()
+        statistic += (observed - expected) ** 2 * (1 / expected + 1 / (count - expected))
+    assert 0 < statistic < 85.6
+
+
+def test_overflow_saturates_or_is_infinite_as_the_format_says():
+    x = jnp.array([500, -500, np.inf, np.nan, 3.4e38], jnp.float32)
+    down, up = jnp.zeros(5, jnp.uint32), jnp.full(5, 2**32 - 1, jnp.uint32)
+    assert stochastic_round(x, up, "float8_e4m3fn").astype(jnp.float32).tolist()[:2] == [448, -448]
+    assert np.isnan(np.asarray(stochastic_round(x, up, "float8_e4m3fn")[3]).astype(np.float32))
+    to_bfloat16 = lambda bits: np.asarray(stochastic_round(x, bits, "bfloat16").astype(jnp.float32))
+    np.testing.assert_array_equal(to_bfloat16(up)[2:], [np.inf, np.nan, np.inf])
+    assert np.isfinite(to_bfloat16(down)[4])
+
+
+def test_more_significant_bits_raise():
+    with pytest.raises(ValueError, match="float16 has 11 significant bits"):
+        stochastic_round(jnp.ones(1), jnp.zeros(1, jnp.uint32), "float16")
