@@ -102,7 +102,8 @@ def main(
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state, optimizer):
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch)
+        scale = train.loss_scale(opt_state)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch, loss_scale=scale)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
@@ -125,7 +126,7 @@ def main(
         peak = METHODS[method][1] if learning_rate is None else learning_rate
         schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, steps, peak / 10))
         adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+        optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
         model = apply(method, rank, load())
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
         batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
@@ -138,7 +139,7 @@ def main(
                 if run.step == 1 and (memory := zoo.inspect.compiled(step, batch, model, opt_state, optimizer).memory):
                     run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
                 model, opt_state, metrics = step(batch, model, opt_state, optimizer)
-                run.log(**metrics, learning_rate=schedule(run.step - 1))
+                run.log(**metrics, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1))
                 if run.every(eval_every):  # merged, all methods are one program
                     run.log(**evaluate(model if method == "full" else adapters.merge(model)))
                 if run.due(eval_every):

@@ -63,7 +63,7 @@ def main(
     model = mesh_options.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch):
@@ -71,7 +71,8 @@ def main(
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch)
+        scale = train.loss_scale(opt_state)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch, loss_scale=scale)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
@@ -85,7 +86,7 @@ def main(
         model, opt_state = run.restore((model, opt_state), batches)
         for batch in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * zoo.count(model)):
             model, opt_state, metrics = step(zoo.place_batch(batch, mesh, vocab=corpus.vocab), model, opt_state)
-            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            run.log(**metrics, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1))
             if run.every(eval_every):
                 run.log(**evaluate(model))
             if run.due(eval_every):

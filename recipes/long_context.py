@@ -97,7 +97,7 @@ def main(
     model, warmup_steps = zoo.init(make, jax.random.key(seed), mesh), min(warmup_steps, steps // 2)
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
     predict = zoo.spmd(lambda model, tokens: zoo.cast(model, mesh_options.dtype)(tokens), mesh, out="batch seq vocab")
 
@@ -106,10 +106,10 @@ def main(
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch)
+        scale = train.loss_scale(opt_state)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch, loss_scale=scale)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
+        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss, optax.tree.norm(grads)
 
     def recall(model, test):
         """Accuracy of all queries, and by the depth of their needles."""
@@ -123,8 +123,8 @@ def main(
         run.print_line(f"{zoo.count(model):,} parameters on {mesh}")
         model, opt_state = run.restore((model, opt_state), batches)
         for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
-            model, opt_state, metrics = step(zoo.place_batch(batch, mesh, vocab=vocab), model, opt_state)
-            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            model, opt_state, loss, norm = step(zoo.place_batch(batch, mesh, vocab=vocab), model, opt_state)
+            run.log(loss=loss, gradient_norm=norm, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1))
             if run.every(eval_every):
                 run.log(accuracy=np.array([recall(model, test)["accuracy"] for test in tests.values()]))
             if run.due(eval_every):

@@ -98,7 +98,7 @@ def main(
         train.tabulate_parameters(eqx.filter_eval_shape(make, name, key), mesh)
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
 
     def loss_fn(model, batch, weight=0.0):
         loss, routing = zoo.models.cross_entropy_and_routing(zoo.cast(model, mesh_options.dtype), batch, balance=weight)
@@ -107,11 +107,11 @@ def main(
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state, name):
         gradient = zoo.value_and_grad(loss_fn, mesh, has_aux=True, **mesh_options.accumulation)
-        (loss, visits), grads = gradient(model, batch, balance_weight if name == "balance-loss" else 0.0)
+        weight, scale = balance_weight if name == "balance-loss" else 0.0, train.loss_scale(opt_state)
+        (loss, visits), grads = gradient(model, batch, weight, loss_scale=scale)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        model = eqx.apply_updates(model, updates)
-        if name == "loss-free":
-            model = zoo.models.update_expert_bias(model, visits, rate=bias_rate)
+        rate, model = bias_rate if name == "loss-free" else 0.0, eqx.apply_updates(model, updates)
+        model = zoo.models.update_expert_bias(model, visits, rate=rate) if rate else model
         return zoo.place(model, mesh), opt_state, loss, optax.tree.norm(grads), visits
 
     held_out, tokens, rows = corpus.validation.ordered(seq_len, batch_size, limit=8), batch_size * seq_len, []
@@ -127,7 +127,9 @@ def main(
             for batch in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * active):
                 batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
                 model, opt_state, loss, norm, visits = step(batch, model, opt_state, name)
-                run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
+                run.log(
+                    loss=loss, gradient_norm=norm, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1)
+                )
                 if visits and run.every(max(steps // 100, 1)):
                     run.log(visits=jax.numpy.stack(visits))
                 if run.every(eval_every):

@@ -86,15 +86,15 @@ def main(
     train.tabulate_parameters(eqx.filter_eval_shape(make, key), mesh)  # sizes that do not fit raise now
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
 
     def loss_fn(model, batch):
         return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, model, opt_state):
-        batch, mesh = inputs
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch)
+        (batch, mesh), scale = inputs, train.loss_scale(opt_state)
+        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch, loss_scale=scale)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss, optax.tree.norm(grads)
 
@@ -118,7 +118,9 @@ def main(
             for batch in run.steps(batches, steps, tokens=tokens, flops=6 * tokens * zoo.count(model)):
                 inputs = zoo.place_batch(batch, mesh, vocab=corpus.vocab), mesh
                 model, opt_state, loss, norm = step(inputs, model, opt_state)
-                run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
+                run.log(
+                    loss=loss, gradient_norm=norm, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1)
+                )
                 if run.due(save_every):
                     run.save((model, opt_state), batches)
         if run.stopped:

@@ -76,7 +76,7 @@ def main(
 
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch, key=None):
@@ -85,7 +85,8 @@ def main(
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, model, opt_state):
         batch, key = inputs
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch, key=key)
+        gradient, scale = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation), train.loss_scale(opt_state)
+        loss, grads = gradient(model, batch, key=key, loss_scale=scale)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
@@ -99,7 +100,7 @@ def main(
         for batch in run.steps(batches, steps, tokens=tokens, flops=flops):
             inputs = zoo.place_batch(batch, mesh, vocab=corpus.vocab), jax.random.fold_in(dropout_key, run.step)
             model, opt_state, metrics = step(inputs, model, opt_state)
-            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            run.log(**metrics, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1))
             if run.every(eval_every):
                 run.log(**evaluate(model))
             if run.due(eval_every):

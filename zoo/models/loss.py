@@ -44,7 +44,7 @@ def cross_entropy(
     - `balance`, `router_z`: weights of `balance_loss` (with its `over`) and of `router_z_loss`, added to the mean over
       tokens. Both leave out tokens of segment 0, which is padding.
     - `chunk`: tokens whose logits are in memory at a time. The gradient of a chunk is computed together with its loss,
-      from the same logits: three matrix products per chunk, none of them repeated.
+      from the same logits: three matrix products per chunk, none of them repeated; in float16 four.
     - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", or "reference" with all logits in memory.
 
     The loss is computed in float32. A sharded vocabulary is not all-gathered: see `token_losses`.
@@ -137,7 +137,26 @@ def chunked_cross_entropy(
     # here, the gradient of that cast all-reduces the head's gradient.
     axes = frozenset().union(*map(varying, padded))
     chunks = [y.reshape(-1, size, *y.shape[1:]) for y in vary(padded, axes)]
-    return _sum_chunk_losses(chunk_loss, vary(parameters, axes), vary(integer_arrays, axes), *chunks)
+    sum_chunks = _sum_rematerialized_losses if x.dtype == jnp.float16 else _sum_chunk_losses
+    return sum_chunks(chunk_loss, vary(parameters, axes), vary(integer_arrays, axes), *chunks)
+
+
+def _sum_rematerialized_losses(
+    chunk_loss: Callable, parameters: Any, integer_arrays: Any, x: Array, targets: Array, weights: Array
+) -> Float[Array, ""]:
+    """Compute `_sum_chunk_losses` with a backward pass that computes the logits again, one matrix product more.
+
+    In float16 gradients underflow without a loss scale, which is a factor of the cotangent: they cannot be computed
+    ahead of it. Those of the head are summed over chunks in float32.
+    """
+    dtypes = jax.tree.map(lambda p: p.dtype, parameters)
+    parameters = jax.tree.map(lambda p: p.astype(jnp.float32), parameters)
+
+    @jax.checkpoint
+    def loss_of(parameters, rows):
+        return chunk_loss(jax.tree.map(lambda p, dtype: p.astype(dtype), parameters, dtypes), integer_arrays, *rows)
+
+    return scan(lambda total, rows: (total + loss_of(parameters, rows), None), jnp.zeros(()), (x, targets, weights))[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -26,6 +26,7 @@ from .evaluation import Evaluation
 from .export import export
 from .fingerprint import fingerprint
 from .interrupt import Interrupt
+from .loss_scale import dynamic_loss_scale, loss_scale
 from .masks import decay_mask, matrix_mask
 from .metrics import Metrics, read_metrics
 from .options import MeshOptions, RunOptions
@@ -37,6 +38,7 @@ from .report.parameters import tabulate_parameters
 from .report.scatter import ScatterSeries, draw_scatter, group_series
 from .run import Run
 from .samples import continue_prompts
+from .skip import count_skips, skip_nonfinite, skip_spikes
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
@@ -71,19 +73,24 @@ __all__ = [
     "bits_per_byte",
     "check_names",
     "continue_prompts",
+    "count_skips",
     "decay_mask",
     "draw_line_chart",
     "draw_scatter",
+    "dynamic_loss_scale",
     "export",
     "fingerprint",
     "group_series",
     "load_text",
+    "loss_scale",
     "matrix_mask",
     "read_metrics",
     "read_tokenizer",
     "rematerialize",
     "report_runs",
     "run_cli",
+    "skip_nonfinite",
+    "skip_spikes",
     "stack_rows",
     "summary",
     "sweep_grid",

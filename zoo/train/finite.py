@@ -12,12 +12,17 @@ from jaxtyping import Array, Bool, Inexact, PyTree
 from .array_names import flatten_with_names
 
 
-def find_nonfinite_metrics(records: Iterable[Mapping[str, Any]]) -> str | None:
+def find_nonfinite_metrics(records: Iterable[Mapping[str, Any]], *, max_skipped: int = 0) -> str | None:
     """Name the step and the metrics of the first record with one that is NaN or infinite; None without one.
 
-    An array counts if no entry is finite: in a sweep, other runs go on when one diverges.
+    An array counts if no entry is finite: in a sweep, other runs go on when one diverges. A record of a skipped step
+    (`zoo.train.count_skips`) may hold any, until more than `max_skipped` in a row were skipped.
     """
     for record in records:
+        if skipped := record.get("skipped_in_a_row", 0):
+            if skipped > max_skipped:
+                return f"{skipped} steps in a row were skipped, up to step {record['step']}"
+            continue
         found = [f"{name} is {_flatten(value)[0]}" for name, value in record.items() if not _has_finite(value)]
         if found:
             return f"{', '.join(found)} in step {record['step']}"

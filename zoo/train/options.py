@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import optax
+
 from zoo.models import Decoder, set_implementations
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Remat, Schedule, make_mesh
 
+from .loss_scale import dynamic_loss_scale
 from .remat import rematerialize
 
 
@@ -41,8 +44,9 @@ class MeshOptions:
     """Sequential micro-batches over which gradients are accumulated, to save memory; with pipe several per stage."""
     remat: Remat = "elementwise"
     """Activations that the backward pass recomputes, to save memory."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. Parameters, optimizer state, routers and recurrent states are float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Compute dtype; float16 with a dynamic loss scale. Parameters, optimizer state, routers and recurrent states are
+    float32."""
     attention: Literal["auto", "cudnn", "splash", "grouped", "blockwise", "reference"] = "auto"
     """Implementation of attention; auto chooses by platform, shapes and options."""
     recurrence: Literal["auto", "pallas", "chunked", "recurrent"] = "auto"
@@ -56,6 +60,11 @@ class MeshOptions:
         names = {name: getattr(self, name) for name in ("attention", "recurrence", "grouped_matmul")}
         named = {name: value for name, value in names.items() if value != "auto"}
         return set_implementations(rematerialize(model, self.remat), **named)
+
+    def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return `optimizer`, for float16 with a dynamic loss scale, which `train.loss_scale(opt_state)` reads for the
+        gradient and `train.count_skips(opt_state)` for the log."""
+        return dynamic_loss_scale(optimizer) if self.dtype == "float16" else optimizer
 
     @property
     def accumulation(self) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class Run:
     - `config`: what `config.json` holds. Option groups are flattened; `main`'s `locals()` will do.
 
     A run stops with `FloatingPointError` at the first metrics that are not finite, and saves no state that holds NaN.
+    Metrics of a step that the optimizer skipped may hold any (`zoo.train.count_skips`): it stops once more than
+    `max_skipped` steps in a row were skipped.
     If the disk has no room for a checkpoint, it warns and goes on, until the last one.
 
     **Raises** `OSError`, before anything is written, if the directory cannot hold a run (`FileExistsError` if it holds
@@ -77,6 +79,7 @@ class Run:
         fetch_every: int = 10,
         keep_last: int = 2,
         keep_best: int = 1,
+        max_skipped: int = 20,
         trackers: Sequence[Tracker] = (),
         frozen: PyTree = None,
     ):
@@ -91,6 +94,7 @@ class Run:
         self._best_metric = best_metric
         self._best_value: tuple[int, Any] | None = None
         self._every = fetch_every
+        self._max_skipped = max_skipped
         self._profile = Profile(self.directory / "profile", self.print_line) if options.profile else None
         self._interrupt = Interrupt()
         self._pace = Throughput(0)
@@ -284,7 +288,7 @@ class Run:
 
     def _show_finite_metrics(self, lines: Sequence[Record]) -> None:
         self._show_metrics(lines)
-        self._require_finite(find_nonfinite_metrics(lines))
+        self._require_finite(find_nonfinite_metrics(lines, max_skipped=self._max_skipped))
 
     def _require_finite(self, found: str | None) -> None:
         if found is not None:
@@ -299,7 +303,7 @@ class Run:
         self._show_metrics(lines)
         self.metrics.close()
         if kind is None:
-            self._require_finite(find_nonfinite_metrics(lines))
+            self._require_finite(find_nonfinite_metrics(lines, max_skipped=self._max_skipped))
 
     def _truncate_metrics(self, step: int) -> None:
         for name in ("metrics.jsonl", "timing.jsonl"):

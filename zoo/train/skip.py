@@ -1,0 +1,155 @@
+"""Optimizers that skip steps: of gradients that are not finite, and of spikes of the loss."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+
+class SkipState(NamedTuple):
+    """State of an optimizer that skips steps: that of the optimizer inside, and counters."""
+
+    inner: Any
+    skipped: Int[Array, ""]
+    """Steps skipped so far."""
+    in_a_row: Int[Array, ""]
+    """Steps skipped since the last one that was not."""
+
+
+class SpikeState(NamedTuple):
+    """Running mean and variance of the loss, of which each step counts 1 / `window`."""
+
+    mean: Float[Array, ""]
+    variance: Float[Array, ""]
+    steps: Int[Array, ""]
+    """Steps so far."""
+
+
+class SpikeSkipState(NamedTuple):
+    """State of `skip_spikes`."""
+
+    skips: SkipState
+    statistics: SpikeState
+
+
+def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Skip each step whose gradient holds NaN or infinity: parameters and the state of `optimizer` stay bit for bit as
+    they were, weight decay and schedules included, and the step is counted.
+
+        optimizer = train.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))
+
+    It is the outermost transformation. One decision holds for all devices, as the gradient is that of all. A `Run` goes
+    on after a skipped step whose metrics have `count_skips`, and stops after several in a row.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def init(params: PyTree) -> SkipState:
+        return SkipState(optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        run = lambda: optimizer.update(updates, state.inner, params, **extra)
+        return update_unless(~all_finite(updates), run, state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def skip_spikes(
+    optimizer: optax.GradientTransformation, *, sigmas: float | int = 6.0, window: int = 100
+) -> optax.GradientTransformationExtraArgs:
+    """Skip the rows of a loss spike: a step whose loss is more than `sigmas` standard deviations above its running
+    mean. `optimizer.update(grads, opt_state, params, value=loss)` passes the loss, or another measure of the step.
+
+    Mean and variance are exponential averages over about `window` steps; none is skipped in the first `window`. A spike
+    enters them cut to the threshold, so that a loss that stays at a higher level is accepted after some steps.
+    Chowdhery et al. (arXiv:2204.02311, section 5.1) skip the rows around a spike, and go back to an earlier checkpoint,
+    as `Run.rewind` does.
+
+    **Raises** `ValueError` for a window below 2 or sigmas that are not above 0; `TypeError`, in the update, without a
+    `value`.
+    """
+    if window < 2 or not sigmas > 0:
+        raise ValueError(f"a spike is some sigmas above 0 above the mean of 2 steps or more, not {sigmas=}, {window=}")
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def init(params: PyTree) -> SpikeSkipState:
+        zero = jnp.zeros((), jnp.int32)
+        statistics = SpikeState(jnp.zeros(()), jnp.zeros(()), zero)
+        return SpikeSkipState(SkipState(optimizer.init(params), zero, zero), statistics)
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree = None,
+        *,
+        value: Float[Array, ""] | float | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, Any]:
+        if value is None:
+            raise TypeError("skip_spikes reads the loss: optimizer.update(grads, opt_state, params, value=loss)")
+        value = jnp.asarray(value, jnp.float32)
+        mean, variance, steps = state.statistics
+        threshold = mean + sigmas * jnp.sqrt(variance)
+        is_spike = (steps >= window) & ~(value <= threshold)
+        run = lambda: optimizer.update(updates, state.skips.inner, params, value=value, **extra)
+        new_updates, skips = update_unless(is_spike, run, state.skips)
+        cut = jnp.where(is_spike, threshold, value)
+        rate = 1 / jnp.minimum(steps + 1, window)  # the plain average, until there are `window` steps
+        difference = cut - mean
+        variance = (1 - rate) * (variance + rate * difference**2)
+        return new_updates, SpikeSkipState(skips, SpikeState(mean + rate * difference, variance, steps + 1))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def update_unless(
+    is_skipped: Bool[Array, ""], run: Callable[[], tuple[PyTree, Any]], state: SkipState
+) -> tuple[PyTree, SkipState]:
+    """Return the updates and the state of `run()`, or updates that change nothing and `state`; count which."""
+    shapes, _ = jax.eval_shape(run)
+    # x + -0.0 is x for every x, bit for bit; -0.0 + 0.0 is 0.0.
+    skip = lambda: (jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), shapes), state.inner)
+    updates, inner = jax.lax.cond(is_skipped, skip, run)
+    in_a_row = jnp.where(is_skipped, state.in_a_row + 1, 0)
+    return updates, SkipState(inner, state.skipped + is_skipped, in_a_row)
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Return True if no array of `tree` holds NaN or infinity."""
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack(finite).all() if finite else jnp.array(True)
+
+
+def count_skips(opt_state: PyTree) -> dict[str, Array]:
+    """Return `skipped_steps` and `skipped_in_a_row` of an optimizer that skips steps, and its `loss_scale` if it has
+    one, as metrics to log; {} for any other optimizer. Nothing waits for the device."""
+    found = {}
+    for state in find_states(opt_state, SkipState):
+        # Copies: the state itself is donated to the next step, before the metrics are fetched.
+        counts = {"skipped_steps": jnp.copy(state.skipped), "skipped_in_a_row": jnp.copy(state.in_a_row)}
+        found = {name: found[name] + x if name in found else x for name, x in counts.items()}
+    for state in find_states(opt_state, LossScaleState):
+        found["loss_scale"] = jnp.copy(state.scale)
+    return found
+
+
+class LossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`."""
+
+    skips: Any
+    """A `SkipState`."""
+    scale: Float[Array, ""]
+    """Factor of the loss in the next step."""
+    good_steps: Int[Array, ""]
+    """Steps since the scale was changed."""
+
+
+def find_states(opt_state: PyTree, kind: type) -> Iterator[Any]:
+    """Yield the states of one kind in the state of an optimizer, those inside others too."""
+    is_kind = lambda x: isinstance(x, kind)
+    for state in jax.tree.leaves(opt_state, is_leaf=is_kind):
+        if is_kind(state):
+            yield state
+            yield from find_states(tuple(state), kind)
