@@ -18,6 +18,8 @@ from zoo.text.corpus import Corpus, load_text
 from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
 from zoo.text.tokenizers import Tokenizer, read_tokenizer
 
+from .adam import adamw, scale_by_adam
+from .apply_updates import apply_updates
 from .checkpoint import Checkpoints, RestoredCheckpoint
 from .command import check_names, run_cli
 from .comparison import report_runs
@@ -29,6 +31,7 @@ from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .masks import decay_mask, matrix_mask
 from .metrics import Metrics, read_metrics
+from .moments import AbstractMoment, BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .remat import rematerialize
@@ -44,14 +47,19 @@ from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
 
 __all__ = [
+    "AbstractMoment",
     "AssociativeRecall",
+    "BFloat16Moment",
     "BatchIterator",
+    "BlockwiseMoment",
     "Checkpoints",
     "Corpus",
     "CorpusSplit",
     "Curve",
     "Dataset",
     "Evaluation",
+    "FactoredMoment",
+    "Float32Moment",
     "GroupWords",
     "Interrupt",
     "MeshOptions",
@@ -70,6 +78,8 @@ __all__ = [
     "Tokenizer",
     "Tracker",
     "WeightsAndBiases",
+    "adamw",
+    "apply_updates",
     "bits_per_byte",
     "check_names",
     "continue_prompts",
@@ -89,6 +99,7 @@ __all__ = [
     "rematerialize",
     "report_runs",
     "run_cli",
+    "scale_by_adam",
     "skip_nonfinite",
     "skip_spikes",
     "stack_rows",

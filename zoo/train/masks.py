@@ -5,7 +5,8 @@ from jaxtyping import PyTree
 
 from zoo.parallel import Leaf, map_leaves
 
-_STACKED_DIMS = ("layers", "rounds", "ends", "experts")
+STACKED_DIMS = ("layers", "rounds", "ends", "experts")
+"""Dims along which arrays of layers and of experts are stacked."""
 
 
 def matrix_mask(params: PyTree) -> PyTree:
@@ -22,4 +23,4 @@ def decay_mask(params: PyTree) -> PyTree:
 
 
 def _count_unstacked_dims(leaf: Leaf, ndim: int) -> int:
-    return ndim if leaf.dims is None else sum(dim.name not in _STACKED_DIMS for dim in leaf.dims)
+    return ndim if leaf.dims is None else sum(dim.name not in STACKED_DIMS for dim in leaf.dims)

@@ -1,0 +1,203 @@
+"""Storage formats for the moments of Adam: float32, bfloat16, 8 bits in blocks, factored.
+
+A format encodes a float32 array and decodes it again. Bytes per parameter:
+
+    Float32Moment      4
+    BFloat16Moment     2                            rounded stochastically: an average does not stall
+    BlockwiseMoment    1 + 4 / block                8-bit codes with one scale per block (arXiv:2110.02861)
+    FactoredMoment     4 / rows + 4 / columns       row and column means of a second moment (arXiv:1804.04235)
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt8
+
+from zoo.ops.stochastic_rounding import stochastic_round
+from zoo.parallel import Dim, Leaf, Module
+
+from .masks import STACKED_DIMS
+
+
+class AbstractMoment(abc.ABC):
+    """A storage format of a moment."""
+
+    @abc.abstractmethod
+    def encode(self, leaf: Leaf, x: Float[Array, "..."], key: Key[Array, ""]) -> Any:
+        """Return the stored form of the moment of a parameter with the metadata `leaf`."""
+
+    @abc.abstractmethod
+    def decode(self, leaf: Leaf, stored: Any) -> Float[Array, "..."]:
+        """Return the moment in float32."""
+
+    def read(self, leaf: Leaf, fresh: Float[Array, "..."], stored: Any) -> Float[Array, "..."]:
+        """Return what the update of this step is computed from: the moment before it is stored, or what was stored."""
+        return fresh
+
+
+@dataclasses.dataclass(frozen=True)
+class Float32Moment(AbstractMoment):
+    """Four bytes per parameter: exact."""
+
+    def encode(self, leaf: Leaf, x: Float[Array, "..."], key: Key[Array, ""]) -> Any:
+        return x
+
+    def decode(self, leaf: Leaf, stored: Any) -> Float[Array, "..."]:
+        return stored
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16Moment(AbstractMoment):
+    """Two bytes per parameter, rounded stochastically.
+
+    A second moment with b2 = 0.999 changes by a thousandth per step, less than half the spacing of bfloat16: rounded to
+    nearest it would stay where it is.
+    """
+
+    def encode(self, leaf: Leaf, x: Float[Array, "..."], key: Key[Array, ""]) -> Any:
+        return stochastic_round(x, jax.random.bits(key, x.shape, jnp.uint32), jnp.bfloat16)
+
+    def decode(self, leaf: Leaf, stored: Any) -> Float[Array, "..."]:
+        return stored.astype(jnp.float32)
+
+
+class _Packed(Module):
+    """8-bit codes of a parameter's moment, and the scales of their blocks along one of its dims."""
+
+    codes: UInt8[Array, "d0"] | UInt8[Array, "d0 d1"] | UInt8[Array, "d0 d1 d2"]
+    scales: Float[Array, "s0"] | Float[Array, "s0 s1"] | Float[Array, "s0 s1 s2"]
+
+    d0: Dim = eqx.field(static=True)
+    d1: Dim = eqx.field(static=True)
+    d2: Dim = eqx.field(static=True)
+    s0: Dim = eqx.field(static=True)
+    s1: Dim = eqx.field(static=True)
+    s2: Dim = eqx.field(static=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockwiseMoment(AbstractMoment):
+    """About one byte per parameter: each block of values is divided by its largest magnitude and rounded to the nearest
+    of 256 values, which lie ever closer towards zero (Dettmers et al., arXiv:2110.02861, sections 2 and 3).
+
+    Blocks are of the global array, so that they do not depend on the mesh, and run along the last dim that is not
+    `embed`: so the scales are sharded with `embed` (ZeRO). A dim that is no whole number of blocks ends with a shorter
+    one. As in the paper, the update is computed before the moment is rounded.
+    Parameters with fewer than `min_size` values per layer stay in float32.
+    """
+
+    block: int = 256
+    min_size: int = 4096
+    signed: bool = True
+    """False for second moments, which are not negative."""
+
+    def encode(self, leaf: Leaf, x: Float[Array, "..."], key: Key[Array, ""]) -> Any:
+        dims = _unstacked_dims(leaf, x.ndim)
+        stacked = x.ndim - len(dims)
+        if not 1 <= len(dims) <= 3 or math.prod(x.shape[stacked:]) < self.min_size:
+            return x
+        return _vmap(partial(self._pack, dims), stacked)(x)
+
+    def decode(self, leaf: Leaf, stored: Any) -> Float[Array, "..."]:
+        if not isinstance(stored, _Packed):
+            return stored
+        dims = _unstacked_dims(leaf, stored.codes.ndim)
+        return _vmap(partial(self._unpack, dims), stored.codes.ndim - len(dims))(stored)
+
+    def _pack(self, dims: tuple[Dim, ...], x: Float[Array, "..."]) -> _Packed:
+        axis = _find_block_axis(dims)
+        x = jnp.moveaxis(x, axis, -1)
+        count = -(-x.shape[-1] // self.block)
+        padding = count * self.block - x.shape[-1]
+        blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]).reshape(*x.shape[:-1], count, self.block)
+        scales = jnp.abs(blocks).max(-1)
+        values = make_dynamic_map(signed=self.signed)
+        boundaries = jnp.asarray((values[:-1] + values[1:]) / 2)
+        codes = jnp.searchsorted(boundaries, blocks / jnp.where(scales == 0, 1, scales)[..., None])
+        codes = codes.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]].astype(jnp.uint8)
+        padded = (*dims, *(Dim("chunk"),) * (3 - len(dims)))
+        scale_dims = [Dim("chunk") if number == axis else dim for number, dim in enumerate(padded)]
+        return _Packed(jnp.moveaxis(codes, -1, axis), jnp.moveaxis(scales, -1, axis), *padded, *scale_dims)
+
+    def _unpack(self, dims: tuple[Dim, ...], packed: _Packed) -> Float[Array, "..."]:
+        axis = _find_block_axis(dims)
+        scales = jnp.repeat(packed.scales, self.block, axis=axis)
+        scales = jax.lax.slice_in_dim(scales, 0, packed.codes.shape[axis], axis=axis)
+        return jnp.asarray(make_dynamic_map(signed=self.signed))[packed.codes] * scales
+
+
+def _find_block_axis(dims: tuple[Dim, ...]) -> int:
+    """Return the last axis that is not `embed`, or the last one."""
+    return max((axis for axis, dim in enumerate(dims) if dim.name != "embed"), default=len(dims) - 1)
+
+
+class _Factored(Module):
+    """Row and column means of a matrix."""
+
+    rows: Float[Array, "first"]
+    columns: Float[Array, "last"]
+
+    first: Dim = eqx.field(static=True)
+    last: Dim = eqx.field(static=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class FactoredMoment(AbstractMoment):
+    """The second moment of a matrix as rows x columns / mean, of its row and column means: Adafactor's approximation
+    (Shazeer & Stern, arXiv:1804.04235, section 3), exact for a matrix of rank one.
+
+    Each layer and each expert is a matrix of its own; what is no matrix stays in float32. It is for second moments:
+    `optax.scale_by_factored_rms` computes the same for a tree of plain matrices, and takes a stacked dim for one of the
+    matrix where it is the larger.
+    """
+
+    def encode(self, leaf: Leaf, x: Float[Array, "..."], key: Key[Array, ""]) -> Any:
+        dims = _unstacked_dims(leaf, x.ndim)
+        if len(dims) != 2:
+            return x
+        return _vmap(lambda x: _Factored(x.mean(1), x.mean(0), *dims), x.ndim - 2)(x)
+
+    def decode(self, leaf: Leaf, stored: Any) -> Float[Array, "..."]:
+        if not isinstance(stored, _Factored):
+            return stored
+        mean = stored.rows.mean(-1)[..., None, None]
+        return stored.rows[..., :, None] * stored.columns[..., None, :] / jnp.where(mean == 0, 1, mean)
+
+    def read(self, leaf: Leaf, fresh: Float[Array, "..."], stored: Any) -> Float[Array, "..."]:
+        return self.decode(leaf, stored)
+
+
+def make_dynamic_map(*, signed: bool) -> Float[np.ndarray, "256"]:
+    """Return the 256 values of the dynamic 8-bit data type, sorted.
+
+    They are 0, 1 and, in the decade that ends at 10^-(6 - i), i = 0 ... 6, the centers of 2^i equal intervals, with
+    both signs; without a sign of 2^(i + 1) intervals: relative precision is highest near the largest magnitude. Source:
+    Dettmers, arXiv:1511.04561, section 2.1; Dettmers et al., arXiv:2110.02861, section 1.3.
+    """
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = np.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)
+        centers = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)
+        values += [*centers, *(-centers if signed else ())]
+    return np.sort(np.array(values, np.float32))
+
+
+def _unstacked_dims(leaf: Leaf, ndim: int) -> tuple[Dim, ...]:
+    """Return the dims of a parameter of one layer; those of an array outside of modules are replicated."""
+    dims = (Dim("chunk"),) * ndim if leaf.dims is None else leaf.dims
+    return tuple(dim for dim in dims if dim.name not in STACKED_DIMS)
+
+
+def _vmap(function: Callable, times: int) -> Callable:
+    """Map a function over the stacked dims, so that it makes the module of one layer."""
+    for _ in range(times):
+        function = eqx.filter_vmap(function)
+    return function
