@@ -10,6 +10,7 @@ from .implementations import set_implementations
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loop import Loop
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
+from .observe import find_first_nonfinite, observe, tabulate_observations, unobserve
 from .parameter_paths import ParameterPath, list_parameter_paths
 from .presets.hybrid import Hybrid
 from .presets.mamba import Mamba, Mamba2
@@ -75,11 +76,13 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_and_routing",
     "describe_loop",
+    "find_first_nonfinite",
     "find_patterns",
     "fused",
     "hidden_states",
     "list_parameter_paths",
     "list_presets",
+    "observe",
     "pack_positions",
     "prefixed",
     "preset",
@@ -90,8 +93,10 @@ __all__ = [
     "set_routing",
     "split_ends",
     "swap_stack",
+    "tabulate_observations",
     "token_info",
     "token_losses",
     "tokens_per_expert",
+    "unobserve",
     "update_expert_bias",
 ]

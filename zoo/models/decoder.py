@@ -32,7 +32,16 @@ from zoo.layers import (
 from zoo.layers.abstract import check_sequence_sharding, run_mixer
 from zoo.layers.moe.routing import sum_routing
 from zoo.layers.token_info import token_info
-from zoo.parallel import Module, current_mesh, gather, implementation_option, materialize, named_by_class, num_shards
+from zoo.parallel import (
+    Module,
+    current_mesh,
+    gather,
+    implementation_option,
+    materialize,
+    named_by_class,
+    num_shards,
+    observed,
+)
 from zoo.parallel.tokens import merge_copies, replicate_tokens, run_on_all_tokens, shard_tokens
 from zoo.shapes import PaddingMask, Positions, ResidualStream, SegmentIds, Tokens
 
@@ -183,6 +192,8 @@ class Decoder(Module):
     dropout: Dropout
     position_embedding: PositionEmbedding | None = None
     embedding_norm: AbstractNorm | None = None
+    logit_maximum: Float[Array, "1"] | None = observed(default=None)
+    """The largest logit, in a model that is observed (`zoo.models.observe`)."""
 
     logits_multiplier: float = eqx.field(static=True, default=1.0)
     soft_cap: float | None = eqx.field(static=True, default=None)

@@ -21,6 +21,7 @@ from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
 
 from .decoder import Decoder, find_checkable_vocab
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
+from .observe import observe_logits
 
 
 def cross_entropy(
@@ -80,6 +81,7 @@ def cross_entropy_and_routing(
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
     sum_losses = LOSS.select(implementation, LossRequest(len(x), chunk)).function
     total = sum_losses(model.gather_unembedding(), x, targets.reshape(-1), weights.reshape(-1), z_loss, chunk)
+    total = observe_logits(total, model, x, chunk)
     count = weights.sum()
     # The library divides the total by the count, so an auxiliary loss, which is a mean, is multiplied by it here.
     if balance:

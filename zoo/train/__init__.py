@@ -27,6 +27,7 @@ from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
 from .fingerprint import fingerprint
+from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .masks import decay_mask, matrix_mask
@@ -42,6 +43,7 @@ from .report.scatter import ScatterSeries, draw_scatter, group_series
 from .run import Run
 from .samples import continue_prompts
 from .skip import count_skips, skip_nonfinite, skip_spikes
+from .spikes import SpikeDetector
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
@@ -73,6 +75,7 @@ __all__ = [
     "RunOptions",
     "ScatterSeries",
     "ShuffledBatches",
+    "SpikeDetector",
     "TensorBoard",
     "TokenWindows",
     "Tokenizer",
@@ -94,6 +97,7 @@ __all__ = [
     "load_text",
     "loss_scale",
     "matrix_mask",
+    "measure_updates",
     "read_metrics",
     "read_tokenizer",
     "rematerialize",

@@ -43,6 +43,7 @@ from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
 from .report.result import report_result
 from .samples import continue_prompts
+from .spikes import SpikeDetector
 from .trackers import Tracker
 
 _log = logging.getLogger("zoo")
@@ -62,7 +63,7 @@ class Run:
 
     A run stops with `FloatingPointError` at the first metrics that are not finite, and saves no state that holds NaN.
     Metrics of a step that the optimizer skipped may hold any (`zoo.train.count_skips`): it stops once more than
-    `max_skipped` steps in a row were skipped.
+    `max_skipped` steps in a row were skipped. `spikes` looks for loss spikes, which `spike` tells and `rewind` leaves.
     If the disk has no room for a checkpoint, it warns and goes on, until the last one.
 
     **Raises** `OSError`, before anything is written, if the directory cannot hold a run (`FileExistsError` if it holds
@@ -80,6 +81,7 @@ class Run:
         keep_last: int = 2,
         keep_best: int = 1,
         max_skipped: int = 20,
+        spikes: SpikeDetector | None = None,
         trackers: Sequence[Tracker] = (),
         frozen: PyTree = None,
     ):
@@ -89,6 +91,8 @@ class Run:
         self.step = 0
         self.total = 0
         self.stopped = False
+        self.spike: int | None = None
+        self._spikes = spikes
         self.metrics = Metrics(self.directory / "metrics.jsonl", fetch_every=fetch_every, trackers=trackers)
         self._timing = RecordFile(self.directory / "timing.jsonl")
         self._best_metric = best_metric
@@ -163,6 +167,29 @@ class Run:
         if jax.process_index() == 0:
             self._truncate_metrics(self.step)
             write_json(self.directory / "config.json", self.config)
+        return state
+
+    def rewind(self, like: PyTree) -> PyTree:
+        """Return the state of the newest whole checkpoint before the step `spike`, and go on after that step, with rows
+        that the run has not read yet: those since are skipped (Chowdhery et al., arXiv:2204.02311, section 5.1).
+
+        `like` is the present state, which is returned if there is no such checkpoint. Metrics of the steps since are
+        truncated, and the next checkpoint deletes later ones. **Raises** `RuntimeError` without a spike.
+        """
+        if self.spike is None:
+            raise RuntimeError("nothing to go back from: run.spike is the step of a loss spike, and None without one")
+        spike, self.spike = self.spike, None
+        self._show_metrics(self.metrics.flush())
+        before = [step for step in self.checkpoints.restorable_steps() if step < spike]
+        if not before:
+            _log.warning(
+                "%s: a loss spike in step %d, and no checkpoint before it: the run goes on", self.directory, spike
+            )
+            return like
+        self.print_line(f"a loss spike in step {spike}: back to step {before[-1]}, without the rows since")
+        self.step, state, _, _ = self.checkpoints.restore(like, before[-1])
+        if jax.process_index() == 0:
+            self._truncate_metrics(self.step)
         return state
 
     def steps(self, batches: BatchIterator, total: int, *, tokens: int = 0, flops: float | int = 0) -> Iterator[Any]:
@@ -281,6 +308,8 @@ class Run:
         if lines:
             newest = lines[-1]
             pace = self._pace.tick(newest["step"])
+            if self._spikes is not None and self.spike is None:
+                self.spike = self._spikes.find(lines)
             values = {name: value for line in lines for name, value in line.items() if name != "step"}
             self._progress.update(newest["step"], values, pace)
             if jax.process_index() == 0:
