@@ -4,6 +4,8 @@ Functions of a step and its arguments; models do not depend on them.
 """
 
 from .collectives import Collective
+from .drift import Drift, LayerDrift, drift
+from .dtypes import DtypeAudit, DtypeGroup, audit_dtypes
 from .implementations import LayerImplementation, ModelImplementations, implementations
 from .operations import Flops, count_flops
 from .program import CompiledProgram, CompileTimes, Donation, DonationError, MemoryStats, compiled
@@ -16,13 +18,19 @@ __all__ = [
     "CompiledProgram",
     "Donation",
     "DonationError",
+    "Drift",
+    "DtypeAudit",
+    "DtypeGroup",
     "Flops",
+    "LayerDrift",
     "LayerImplementation",
     "MemoryStats",
     "ModelImplementations",
     "ModelSize",
+    "audit_dtypes",
     "compiled",
     "count_flops",
+    "drift",
     "implementations",
     "measure_size",
     "state_bytes",

@@ -50,31 +50,58 @@ def count_flops(jaxpr: Any) -> Flops:
 
 def _count_equation_flops(equation: Any) -> Flops:
     name, options = equation.primitive.name, equation.params
+    if (flops := count_product_flops(equation)) is not None:
+        return Flops(flops)
     match name:
-        case "dot_general":
-            return Flops(_count_dot_flops(equation))
-        case "ragged_dot_general" | "ragged_dot":
-            return Flops(_count_ragged_dot_flops(equation))
-        case "conv_general_dilated":
-            return Flops(_count_convolution_flops(equation))
         case "scan":
             return count_flops(options["jaxpr"]) * options["length"]
         case "cond":
             return max(map(count_flops, options["branches"]), key=lambda branch: branch.total)
         case "while":
             body = count_flops(options["body_jaxpr"]) + count_flops(options["cond_jaxpr"])
-            return body + Flops(0, (f"while loop {_format_scope(equation)}",)) if body.total else body
+            return body + Flops(0, (f"while loop {format_scope(equation)}",)) if body.total else body
         case "shard_map":
-            sizes = options["mesh"].shape
-            axes = options.get("newly_manual_axes", options.get("manual_axes", sizes))  # the name has moved
-            return count_flops(options["jaxpr"]) * math.prod(sizes[axis] for axis in axes)
+            return count_flops(options["jaxpr"]) * _count_devices(options)
         case _ if name in _OPAQUE_PRIMITIVES or name.startswith("dot_product_attention"):
             estimate = getattr(options.get("cost_estimate"), "flops", None)
-            return Flops(0, (f"{name} {_format_scope(equation)}",)) if estimate is None else Flops(int(estimate))
+            return Flops(0, (f"{name} {format_scope(equation)}",)) if estimate is None else Flops(int(estimate))
     total = Flops(0)
     for inner in _find_subjaxprs(options):
         total += count_flops(inner)
     return total
+
+
+def iterate_equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yield the equations of a jaxpr and its inner jaxprs that have none of their own, with how often each runs over
+    all devices: those of a scan as often as its length, of a `while` loop once, of a conditional all branches."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        inner = list(_find_subjaxprs(equation.params))
+        repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
+        if equation.primitive.name == "shard_map":
+            repeats = _count_devices(equation.params)
+        for subjaxpr in inner:
+            yield from iterate_equations(subjaxpr, times * repeats)
+        if not inner:
+            yield equation, times
+
+
+def count_product_flops(equation: Any) -> int | None:
+    """Return the FLOPs of a matrix product or a convolution; None for any other equation."""
+    match equation.primitive.name:
+        case "dot_general":
+            return _count_dot_flops(equation)
+        case "ragged_dot_general" | "ragged_dot":
+            return _count_ragged_dot_flops(equation)
+        case "conv_general_dilated":
+            return _count_convolution_flops(equation)
+    return None
+
+
+def _count_devices(options: Any) -> int:
+    """Return the number of devices on which the body of a `shard_map` runs."""
+    sizes = options["mesh"].shape
+    axes = options.get("newly_manual_axes", options.get("manual_axes", sizes))  # the name has moved
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def _find_subjaxprs(options: Any) -> Iterator[Any]:
@@ -121,7 +148,7 @@ def _get_complex_factor(equation: Any) -> int:
     return 4 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1
 
 
-def _format_scope(equation: Any) -> str:
+def format_scope(equation: Any) -> str:
     """Format the name scopes that an equation was traced in."""
     stack = str(equation.source_info.name_stack)
     return f"in {stack}" if stack else "outside any module"
