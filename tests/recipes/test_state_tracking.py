@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from recipes import state_tracking
-from tests.recipes.flags import call, explained_flags, flag_names
+from tests.recipes.flags import RUN_FLAGS, call, explained_flags, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.layers import TokenInfo
@@ -45,7 +45,7 @@ def test_state_tracking_of_two_mixers(unbroken):
     for part in ("Accuracy by place: s3", "chance 0.167", "up to 4 tokens", "4 to 40", "median run"):
         assert part in report
     assert "http" not in report
-    assert flag_names(state_tracking.main)[-5:] == ["out", "seed", "resume", "profile", "no_compile_cache"]
+    assert flag_names(state_tracking.main)[-6:] == RUN_FLAGS
 
 
 @pytest.mark.slow

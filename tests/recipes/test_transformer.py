@@ -82,7 +82,7 @@ def test_transformer_learns_exports_and_reports(unbroken):
     )
     config = json.loads((out / "config.json").read_text())
     flags = set(flag_names(transformer.main))
-    assert config["embed"] == 16 and set(config) >= flags - {"resume", "profile", "no_compile_cache"}
+    assert config["embed"] == 16 and set(config) >= flags - {"resume", "profile", "no_compile_cache", "deterministic"}
     check_optimization(out)
     report = (out / "report.html").read_text()
     for part in ("layers.*.attention.query.weight", "gradient norm", "learning rate", "def main(", "xz -9e", "<svg"):

@@ -97,7 +97,7 @@ def test_config_is_flat_and_leaves_out_resume_and_profile():
     config = {"steps": 3, "mesh_options": train.MeshOptions(fsdp=2), "run_options": train.RunOptions(Path("a"))}
     flat = flatten_config(config)
     assert flat["steps"] == 3 and flat["fsdp"] == 2 and flat["out"] == Path("a") and flat["seed"] == 0
-    assert not flat.keys() & {"mesh_options", "run_options", "resume", "profile", "no_compile_cache"}
+    assert not flat.keys() & {"mesh_options", "run_options", "resume", "profile", "no_compile_cache", "deterministic"}
     assert flatten_config({"profile": True, "a": 1}) == {"a": 1}
 
 

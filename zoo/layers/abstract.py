@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.parallel import Module, all_gather, num_shards, shard, sharded_axes
@@ -143,7 +144,8 @@ def run_mixer(mixer: AbstractMixer, x: HiddenStates, info: TokenInfo, state: Any
     token. Training shares the work: it has no states.
     """
     if state is None or mixer.shards_state or not sharded_axes(x, "seq"):
-        return mixer(x, info, state)
+        y, state = mixer(x, info, state)
+        return checkpoint_name(y, "mixer_output"), state
     gather_tokens = lambda array: None if array is None else all_gather(array, "seq", axis=1)
     positions, segment_ids = gather_tokens(info.positions), gather_tokens(info.segment_ids)
     info = dataclasses.replace(info, positions=positions, segment_ids=segment_ids)

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.attention import ATTENTION, AttentionMask
@@ -150,6 +151,7 @@ class Attention(AbstractMixer):
             cos, sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
+        query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
         options = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
         options |= {"implementation": self.implementation}
         if state is None:
@@ -161,7 +163,7 @@ class Attention(AbstractMixer):
             positions = {"query_positions": info.positions, "key_positions": key_positions}
             mask = AttentionMask(causal=True, window=self.window, **positions)
             mixed = cached_attention(query, key, value, mask, **options)
-        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+        return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), state
 
     def _split_heads(
         self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None

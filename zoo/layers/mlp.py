@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.activations import clamped_swiglu
@@ -41,7 +42,7 @@ class MLP(AbstractFeedForward):
         self.activation = activation
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
-        return self.down(self.activation(self.up(x))), ()
+        return self.down(checkpoint_name(self.activation(self.up(x)), "mlp_hidden")), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         return self.down.grouped(self.activation(self.up.grouped(x, sizes)), sizes)
@@ -70,7 +71,7 @@ class GatedMLP(AbstractFeedForward):
         self.activation = activation
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
-        return self.down(self.activation(self.gate(x)) * self.up(x)), ()
+        return self.down(checkpoint_name(self.activation(self.gate(x)) * self.up(x), "mlp_hidden")), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         return self.down.grouped(self.activation(self.gate.grouped(x, sizes)) * self.up.grouped(x, sizes), sizes)
@@ -109,7 +110,8 @@ class ClampedGatedMLP(AbstractFeedForward):
         self.alpha, self.limit = float(alpha), float(limit)
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
-        return self.down(clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit)), ()
+        hidden = clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit)
+        return self.down(checkpoint_name(hidden, "mlp_hidden")), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         gate, up = self.gate.grouped(x, sizes), self.up.grouped(x, sizes)

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, TokenInfo
 from zoo.layers.abstract import run_mixer
@@ -74,5 +75,5 @@ class ParallelBlock(AbstractBlock):
         normed = gather_tokens(self.mixer_norm(hidden.x))
         mixed, state = run_mixer(self.mixer, normed, info, state)
         fed, routing = self.ffn(normed if self.ffn_norm is None else gather_tokens(self.ffn_norm(hidden.x)))
-        mixed, fed = match_tokens(mixed, hidden.x), match_tokens(fed, hidden.x)
+        mixed, fed = match_tokens(mixed, hidden.x), checkpoint_name(match_tokens(fed, hidden.x), "ffn_output")
         return hidden.add_residual(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state

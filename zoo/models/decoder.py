@@ -13,6 +13,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
 from zoo._checks import check_tokens
@@ -115,6 +116,7 @@ class Block(AbstractBlock):
         mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
         hidden = hidden.add_residual(self._scale_residual(self.dropout(mixed, info, site=0)))
         fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed = checkpoint_name(fed, "ffn_output")
         return hidden.add_residual(self._scale_residual(self.dropout(fed, info, site=1)), routing), state
 
     def _scale_residual(self, x: ResidualStream) -> ResidualStream:

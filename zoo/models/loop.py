@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from zoo.ops.platform import current_platform
 from zoo.parallel import Remat
-from zoo.parallel.gather import rematerializes
+from zoo.parallel.remat import rematerializes
 
 Loop = Literal["auto", "scan", "plain"] | int
 """Loop over layers: "scan" over the repeats of a pattern, with a number for that many repeats per iteration

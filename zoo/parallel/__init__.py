@@ -13,7 +13,7 @@ from .collectives import (
     vary,
     varying,
 )
-from .gather import Remat, cast, gather, rematerialize
+from .gather import cast, gather
 from .gradient import value, value_and_grad
 from .imagined import imagined
 from .layout import AXES, SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
@@ -39,6 +39,7 @@ from .module import (
     wrapped,
 )
 from .place import init, place
+from .remat import Remat, RematPolicy, SaveNames, rematerialize
 from .rounds import merge_rounds
 from .schedule import Schedule
 from .spmd import spmd
@@ -56,6 +57,8 @@ __all__ = [
     "Mesh",
     "Module",
     "Remat",
+    "RematPolicy",
+    "SaveNames",
     "Schedule",
     "TrainableCopy",
     "adapter_parameter",

@@ -10,7 +10,7 @@ ZeRO-2 (section 5.2) has the same backward pass for parameters that are replicat
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,7 +23,6 @@ from .mesh import Mesh
 from .module import Leaf, is_parameter, leaves, map_leaves
 from .trainable_copy import materialize
 
-Remat = Literal["none", "elementwise", "dots", "full"]
 _GatherDims = tuple[tuple[int, tuple[str, ...]], ...]
 """Array axes to gather, each with the mesh axes that shard it at rest."""
 
@@ -165,53 +164,3 @@ def _use_parameter_bwd(
 
 
 _use_parameter.defvjp(_use_parameter_fwd, _use_parameter_bwd)
-
-
-_REMAT_POLICIES = {
-    "none": jax.checkpoint_policies.everything_saveable,
-    "elementwise": jax.checkpoint_policies.dots_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-_ALWAYS_RECOMPUTED = ("all_gather", "all_gather_invariant", "pvary", "pcast")
-
-
-def rematerialize(function: Callable, remat: Remat, *, prevent_cse: bool = False) -> Callable:
-    """Rematerialize `function` (activation checkpointing): recompute residuals in the backward pass, by `remat`.
-
-    - `"none"`: save every residual.
-    - `"elementwise"`: save the results of matrix products, recompute everything else.
-    - `"dots"`: save the results of matrix products without batch dims, so that attention scores are recomputed too.
-    - `"full"`: save only the inputs.
-
-    Gathered parameters are never saved, whatever `remat` is: the backward pass all-gathers them again. Otherwise a loop
-    over layers would hold the full parameters of every layer.
-
-    Outside the body of a scan, `prevent_cse` keeps XLA from merging the recomputation with the forward pass.
-    """
-    if not rematerializes(remat):
-        return function
-
-    def policy(primitive, *avals, **params):
-        equations = [(primitive, avals, params)]  # a custom VJP is one equation: look at those inside it too
-        inside = getattr(params.get("call_jaxpr"), "eqns", ())
-        equations += [(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in inside]
-        names = {primitive.name for primitive, _, _ in equations}
-        if names.intersection(_ALWAYS_RECOMPUTED):
-            return False
-        if "reduce_scatter" in names and remat in ("elementwise", "dots"):
-            return True  # in place of the matrix product that it sums, which has the tokens of all devices
-        return any(_REMAT_POLICIES[remat](primitive, *avals, **params) for primitive, avals, params in equations)
-
-    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
-
-
-def rematerializes(remat: Remat) -> bool:
-    """Return True if `rematerialize` recomputes anything: by `remat`, or because parameters are sharded at rest.
-
-    **Raises** `ValueError` for another policy.
-    """
-    if remat not in _REMAT_POLICIES:
-        raise ValueError(f"remat is one of {', '.join(_REMAT_POLICIES)}, not {remat!r}")
-    mesh = current_mesh()
-    return remat != "none" or (mesh is not None and bool(mesh.axes_at_rest))

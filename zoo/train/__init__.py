@@ -35,7 +35,7 @@ from .metrics import Metrics, read_metrics
 from .moments import AbstractMoment, BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
 from .options import MeshOptions, RunOptions
 from .profile import Profile
-from .remat import rematerialize
+from .remat import count_residual_bytes, fit_remat, rematerialize
 from .report.chart import Curve, draw_line_chart
 from .report.page import ParameterRow, write_report
 from .report.parameters import tabulate_parameters
@@ -86,6 +86,7 @@ __all__ = [
     "bits_per_byte",
     "check_names",
     "continue_prompts",
+    "count_residual_bytes",
     "count_skips",
     "decay_mask",
     "draw_line_chart",
@@ -93,6 +94,7 @@ __all__ = [
     "dynamic_loss_scale",
     "export",
     "fingerprint",
+    "fit_remat",
     "group_series",
     "load_text",
     "loss_scale",

@@ -16,6 +16,7 @@ from zoo._terminal import show, show_error
 from zoo._workarounds import schedule_cpu_permutes
 
 from .directory import check_directory
+from .environment import require_deterministic_kernels
 from .options import MeshOptions, RunOptions, flatten_config
 from .resume import parse_resumed
 
@@ -53,6 +54,8 @@ def run_cli(
             flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
         if any(isinstance(value, MeshOptions) and value.context > 1 for value in flags.values()):
             schedule_cpu_permutes()  # before the first computation, which reads XLA's flags
+        if options is not None and options.deterministic:
+            require_deterministic_kernels()
         if options is None or not options.no_compile_cache:
             enable_compile_cache(exact_names=options is not None and options.profile)
         if options is not None and is_first:

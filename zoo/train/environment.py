@@ -36,6 +36,7 @@ def collect_environment() -> dict[str, Any]:
             kind: sum(d.device_kind == kind for d in devices) for kind in sorted({d.device_kind for d in devices})
         },
         processes=jax.process_count(),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
     )
 
 
@@ -96,3 +97,25 @@ def _run_git(*arguments: str, **variables: str) -> str:
         stdin=subprocess.DEVNULL,
     )
     return done.stdout.strip()
+
+
+DETERMINISTIC_FLAG = "xla_gpu_deterministic_ops"
+
+
+def require_deterministic_kernels() -> None:
+    """Let XLA take deterministic kernels alone on GPUs, without autotuning, which measures: equal programs then give
+    the same bits in every run. Adds a flag to `XLA_FLAGS`; call it before the first computation.
+
+    **Raises** `RuntimeError` if JAX has run a computation already, since it reads the flags once, and `ValueError` if
+    `XLA_FLAGS` say the opposite.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if f"--{DETERMINISTIC_FLAG}=false" in flags:
+        raise ValueError(f"--deterministic, and XLA_FLAGS has --{DETERMINISTIC_FLAG}=false: remove one of the two")
+    if DETERMINISTIC_FLAG in flags:
+        return
+    from jax._src import xla_bridge  # no public function tells without starting a backend
+
+    if xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu":
+        raise RuntimeError(f"JAX has started already: set XLA_FLAGS=--{DETERMINISTIC_FLAG}=true before Python starts")
+    os.environ["XLA_FLAGS"] = f"{flags} --{DETERMINISTIC_FLAG}=true".strip()

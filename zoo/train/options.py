@@ -9,7 +9,7 @@ from typing import Any, Literal
 import optax
 
 from zoo.models import Decoder, set_implementations
-from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Remat, Schedule, make_mesh
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, RematPolicy, Schedule, make_mesh
 
 from .loss_scale import dynamic_loss_scale
 from .remat import rematerialize
@@ -42,7 +42,7 @@ class MeshOptions:
     """With pipe, parts of the layers on each device: more rounds, interleaved, leave them less idle and send more."""
     microbatches: int = 1
     """Sequential micro-batches over which gradients are accumulated, to save memory; with pipe several per stage."""
-    remat: Remat = "elementwise"
+    remat: RematPolicy = "elementwise"
     """Activations that the backward pass recomputes, to save memory."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute dtype; float16 with a dynamic loss scale. Parameters, optimizer state, routers and recurrent states are
@@ -100,17 +100,22 @@ class RunOptions:
     """Trace a few steps into `out`/profile, for Perfetto, XProf and TensorBoard."""
     no_compile_cache: bool = False
     """Compile anew: neither read compiled programs from the user's cache folder nor keep them there."""
+    deterministic: bool = False
+    """On GPUs, take only kernels that give the same bits in every run; slower. CPUs and TPUs always do."""
 
     def subrun(self, name: str) -> "RunOptions":
         """Return the options of one of several runs, in the subdirectory `name` of `out`."""
         return dataclasses.replace(self, out=self.out / name)
 
 
+_LEFT_OUT = ("resume", "profile", "no_compile_cache", "deterministic")
+
+
 def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with the fields of option groups in place of the groups, by the names of their flags.
 
-    `resume`, `profile` and `no_compile_cache` are left out: they are no properties of a run, and both halves of a
-    resumed one agree.
+    `resume`, `profile`, `no_compile_cache` and `deterministic` are left out: they are no properties of a run, and both
+    halves of a resumed one agree.
     """
     flat: dict[str, Any] = {}
     for name, value in config.items():
@@ -118,4 +123,4 @@ def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         else:
             flat[name] = value
-    return {name: value for name, value in flat.items() if name not in ("resume", "profile", "no_compile_cache")}
+    return {name: value for name, value in flat.items() if name not in _LEFT_OUT}
