@@ -43,7 +43,7 @@ FOLDER_CAPTIONS = {
 IMPORT_ORDER = " < ".join(
     (
         *("ops", "parallel", "layers", "models", "(weights, text, generate)"),
-        *("(adapters, train, inspect, testing)", "(cli, recipes)"),
+        *("(adapters, precision, train, inspect, testing)", "(cli, recipes)"),
     )
 )
 HEAD = "---\nsearch:\n  exclude: true\n---\n\n"

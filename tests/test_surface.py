@@ -11,7 +11,7 @@ NAMES = {
     *("trainable", "cast", "count"),
     *("load", "save", "from_torch", "families", "hidden_states", "score", "CheckpointError", "weights"),
     "set_implementations",
-    *("adapters", "inspect", "layers", "models", "ops", "parallel", "testing", "__version__"),
+    *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "__version__"),
 }
 SIGNATURES = {
     zoo.make_mesh: "data fsdp expert context tensor pipe devices layout",

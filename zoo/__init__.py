@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import adapters, inspect, layers, models, ops, parallel, testing, weights
+from . import adapters, inspect, layers, models, ops, parallel, precision, testing, weights
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
 from .models import cross_entropy, hidden_states, score, set_implementations
@@ -38,6 +38,7 @@ __all__ = [
     "parallel",
     "place",
     "place_batch",
+    "precision",
     "save",
     "score",
     "set_implementations",

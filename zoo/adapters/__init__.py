@@ -1,5 +1,7 @@
 """Parameter-efficient fine-tuning: adapters such as LoRA wrap the frozen linear layers of a model."""
 
+from zoo.models.targets import find_linears, match_targets
+
 from .base import AbstractAdapter, AbstractLinearAdapter
 from .compose import adapter_names, remove, select_per_row, set_strength
 from .lora_plus import lora_plus
@@ -18,7 +20,6 @@ from .peft.read import load
 from .peft.write import save
 from .quantize import dequantize, quantize
 from .rank_search import find_rank
-from .targets import find_linears, match_targets
 
 __all__ = [
     "IA3",

@@ -10,11 +10,11 @@ from jaxtyping import Array, Key
 
 from zoo.layers import AbstractEmbedding
 from zoo.models.parameter_paths import IndexRanges, map_modules
+from zoo.models.targets import LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
 from zoo.parallel import TrainableCopy
 
 from .base import AbstractAdapter, get_base_layer
 from .checkpoint_names import translate_targets
-from .targets import LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
 
 _Model = TypeVar("Model")
 _AdapterPlan = Callable[[LinearSite], tuple[Callable[..., AbstractAdapter], Mapping[str, np.ndarray]] | None]

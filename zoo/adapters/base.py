@@ -7,8 +7,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from zoo.layers import AbstractEmbedding, AbstractLinear, TokenInfo
-from zoo.parallel import Dim, Module, materialize
+from zoo.layers import AbstractLinear, TokenInfo
+from zoo.parallel import Dim, Module
 
 Matrix = Float[Array, "out in"]
 BiasVector = Float[Array, "out"]
@@ -124,11 +124,6 @@ def get_dims(base: AbstractLinear) -> tuple[Dim, Dim]:
     if not isinstance(in_, Dim) or not isinstance(out, Dim):
         raise TypeError(f"{type(base).__name__} does not say what it multiplies (`in_`, `out`): no adapter fits it")
     return in_, out
-
-
-def get_linear_shape(base: AbstractLinear | AbstractEmbedding) -> tuple[int, int]:
-    """Return the shape (out, in) of a weight, or (vocab, embed) of an embedding table, without computing it."""
-    return eqx.filter_eval_shape(lambda base: materialize(base).dense_weight, base).shape
 
 
 def full_strength() -> Float[Array, ""]:

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zoo.models.parameter_paths import format_path
+from zoo.models.targets import ALL_LINEAR, LinearSite, Targets, matches, suggest_words
 from zoo.weights import CheckpointError
-
-from .targets import ALL_LINEAR, LinearSite, Targets, matches, suggest_words
 
 
 def translate_targets(model: Any, targets: Targets, sites: Sequence[LinearSite]) -> Targets:

@@ -10,12 +10,12 @@ from jaxtyping import Array, Int
 
 from zoo.layers import AbstractEmbedding, AbstractLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
+from zoo.models.targets import vmap_stacked
 from zoo.parallel.rounds import in_one_round
 from zoo.parallel.trainable_copy import is_trainable_copy
 
 from .base import AbstractAdapter, is_adapter
 from .methods.lora import LoRA
-from .targets import vmap_stacked
 
 _Model = TypeVar("Model")
 

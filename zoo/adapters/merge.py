@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
+from zoo.models.targets import find_linears, vmap_stacked
 from zoo.parallel import Dim, buffer, materialize, wrapped
 from zoo.parallel.rounds import in_one_round
 from zoo.shapes import ResidualStream, Tokens
@@ -15,7 +16,6 @@ from zoo.shapes import ResidualStream, Tokens
 from .base import AbstractAdapter, AbstractLinearAdapter, BiasVector, Matrix, get_base_layer, get_dims, is_adapter
 from .compose import cast_like, check_adapter_name
 from .methods.embedding import EmbeddingLoRA
-from .targets import find_linears, vmap_stacked
 
 _Model = TypeVar("Model")
 _QuantizedMerge = Literal["refuse", "decode", "round"]

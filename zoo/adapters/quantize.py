@@ -8,12 +8,20 @@ import jax.numpy as jnp
 
 from zoo.layers import AbstractLinear, AbstractPackedLinear, Int8Linear, Linear, NF4Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
+from zoo.models.targets import (
+    ALL_LINEAR,
+    LinearSite,
+    Targets,
+    find_linears,
+    is_linear_site,
+    match_targets,
+    vmap_stacked,
+)
 from zoo.parallel.rounds import in_one_round
 
 from .base import AbstractLinearAdapter, get_base_layer
 from .checkpoint_names import translate_targets
 from .methods.dora import DoRA
-from .targets import ALL_LINEAR, LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
 
 _Model = TypeVar("Model")
 _PackedFormat = Literal["nf4", "int8"]

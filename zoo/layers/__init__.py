@@ -13,6 +13,7 @@ from .moe.mixture import MixtureOfExperts
 from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
 from .moe.routing import Routing, RoutingSums
 from .norm import LayerNorm, RMSNorm
+from .quantized.fp8 import AmaxHistory, FP8Linear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .quantized.packed import AbstractPackedLinear
 from .recurrent.common import HeadNorm, LowRank, RecurrentState
@@ -46,6 +47,7 @@ __all__ = [
     "AbstractNorm",
     "AbstractPackedLinear",
     "AbstractRouter",
+    "AmaxHistory",
     "Attention",
     "BiasedRouter",
     "ClampedGatedMLP",
@@ -53,6 +55,7 @@ __all__ = [
     "DeltaNet",
     "Dropout",
     "Embedding",
+    "FP8Linear",
     "GatedConvolution",
     "GatedDeltaNet",
     "GatedDeltaProduct",

@@ -62,6 +62,7 @@ class LatentAttention(AbstractMixer):
 
     shards_sequence = True
     shards_state = True
+    per_head_linears = ("key_up", "value_up")
 
     query: AbstractLinear | None
     query_down: AbstractLinear | None

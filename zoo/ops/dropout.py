@@ -4,14 +4,12 @@
 one device. Here the counter is made of global indices: a sharded activation passes the offsets of its shard.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jax.extend.random import threefry_2x32
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int, Key, Shaped, UInt32
 
 
 def dropout(
@@ -42,21 +40,18 @@ def dropout(
         )
     if rate == 0:
         return x
-    keep = partial(
-        _make_dropout_mask, (x.shape[1], x.shape[2]), rate=rate, seq_offset=seq_offset, feature_offset=feature_offset
-    )
-    return jnp.where(jax.vmap(keep)(jax.random.key_data(keys)), x / (1 - rate), 0)
+    bits = random_bits(jax.random.key_data(keys), (x.shape[1], x.shape[2]), seq_offset, feature_offset)
+    threshold = min(round(rate * 2**32), 2**32 - 1)
+    return jnp.where(bits >= jnp.uint32(threshold), x / (1 - rate), 0)
 
 
-def _make_dropout_mask(
+def random_bits(
+    keys: UInt32[Array, "batch 2"],
     shape: tuple[int, int],
-    key: UInt32[Array, "2"],
-    *,
-    rate: float,
-    seq_offset: int | Int[Array, ""] = 0,
-    feature_offset: int | Int[Array, ""] = 0,
-) -> Bool[Array, "seq features"]:
-    """Return one row's dropout mask of `shape` (seq, features), True for kept values, starting at the offsets.
+    seq_offset: int | Shaped[Array, ""] = 0,
+    feature_offset: int | Shaped[Array, ""] = 0,
+) -> UInt32[Array, "batch seq features"]:
+    """Return random bits of `shape` (seq, features) for each row, which depend on the row's key and global indices.
 
     The counter is (seq index, feature index // 2); the two words of the hash are the bits of two adjacent features.
     """
@@ -65,7 +60,10 @@ def _make_dropout_mask(
     feature_offset = jnp.asarray(feature_offset)
     rows = jnp.arange(seq, dtype=jnp.uint32) + jnp.asarray(seq_offset).astype(jnp.uint32)
     columns = jnp.arange(pairs, dtype=jnp.uint32) + (feature_offset // 2).astype(jnp.uint32)
-    words = threefry_2x32((key[0], key[1]), jnp.stack(jnp.meshgrid(rows, columns, indexing="ij")))
-    words = rearrange(words, "two seq pairs -> seq (pairs two)")
-    threshold = min(round(rate * 2**32), 2**32 - 1)
-    return lax.dynamic_slice_in_dim(words >= jnp.uint32(threshold), feature_offset % 2, features, axis=1)
+    counter = jnp.stack(jnp.meshgrid(rows, columns, indexing="ij"))
+
+    def hash_row(key: UInt32[Array, "2"]) -> UInt32[Array, "seq features"]:
+        words = rearrange(threefry_2x32((key[0], key[1]), counter), "two seq pairs -> seq (pairs two)")
+        return lax.dynamic_slice_in_dim(words, feature_offset % 2, features, axis=1)
+
+    return jax.vmap(hash_row)(keys)

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo._files import create_files
+from zoo.layers import FP8Linear
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family, NameMap, Origin
@@ -61,8 +62,15 @@ def save(
     if the parts of a fused tensor have several dtypes.
     """
     _refuse_adapters(model)
+    model = _take_master_weights(model)
     origin, name_map = resolve_origin(model, family, dict(config or {}))
     _write_checkpoint(model, Path(directory), origin, name_map, shard_bytes)
+
+
+def _take_master_weights(model: PyTree) -> PyTree:
+    """Return a model that is trained in FP8 with plain linear layers of the same parameters."""
+    is_fp8 = lambda node: isinstance(node, FP8Linear)
+    return jax.tree.map(lambda node: node.to_linear() if is_fp8(node) else node, model, is_leaf=is_fp8)
 
 
 def _refuse_adapters(model: PyTree) -> None:

@@ -9,14 +9,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.parameter_paths import IndexRanges
+from zoo.models.targets import Targets, find_linears, get_linear_shape, vmap_stacked
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, gather, reduce, wrapped
 from zoo.parallel.rounds import in_one_round, merge_rounds
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, compute_scale
-from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape, is_adapter
-from ..targets import Targets, find_linears, vmap_stacked
+from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, is_adapter
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")

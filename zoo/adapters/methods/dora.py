@@ -11,13 +11,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
+from zoo.models.targets import Targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, reduce, wrapped
 from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..base import Matrix, Strength
-from ..targets import Targets
 from .lora import LoRA, LoRAInit, apply_low_rank
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
 from .modules_to_save import BiasOption, train_biases_and_modules

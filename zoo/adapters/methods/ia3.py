@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear
+from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_shape, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_adapters, refuse_embedding
-from ..base import AbstractLinearAdapter, BiasVector, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..base import AbstractLinearAdapter, BiasVector, Matrix, Strength, full_strength, get_dims
 from ..checkpoint_names import translate_targets
-from ..targets import LinearSite, Targets, find_linears, match_targets
 
 _Model = TypeVar("Model")
 

@@ -11,15 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractEmbedding, AbstractLinear, Linear
+from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_shape, lookup_by_pattern, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, wrapped
 from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_adapters, check_rank, refuse_embedding
-from ..base import Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..base import Matrix, Strength, full_strength, get_dims
 from ..checkpoint_names import translate_patterns, translate_targets
-from ..targets import LinearSite, Targets, find_linears, lookup_by_pattern, match_targets
 from .embedding import EmbeddingLoRA
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
 from .modules_to_save import BiasOption, train_biases_and_modules

@@ -11,13 +11,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
+from zoo.models.targets import Targets, get_linear_shape
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, shard_offset, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform, compute_scale
-from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
-from ..targets import Targets
+from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, list_parameter_paths
+from zoo.models.targets import Targets, find_linears, match_targets, matches, suggest_words
 from zoo.parallel import TrainableCopy
 from zoo.parallel.module import is_parameter
 from zoo.parallel.rounds import in_one_round
 
 from ..checkpoint_names import translate_targets
-from ..targets import Targets, find_linears, match_targets, matches, suggest_words
 
 _Model = TypeVar("Model")
 BiasOption = Literal["none", "lora_only", "all"]

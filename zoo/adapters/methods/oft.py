@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear
+from zoo.models.targets import Targets, get_linear_shape
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.moe.grouped_matmul import grouped_matmul
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform
-from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
-from ..targets import Targets
+from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
 
 _Model = TypeVar("Model")
 _Blocks = Float[Array, "blocks size size"]

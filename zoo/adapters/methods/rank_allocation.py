@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.models.parameter_paths import map_modules
+from zoo.models.targets import is_linear_site
 
 from ..base import is_adapter
-from ..targets import is_linear_site
 from .adalora import AdaLoRA, find_adalora
 
 _Model = TypeVar("Model")

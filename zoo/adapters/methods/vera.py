@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
+from zoo.models.targets import Targets, find_linears, get_linear_shape, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
 from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, check_rank
-from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, get_linear_shape
+from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
 from ..checkpoint_names import translate_targets
-from ..targets import Targets, find_linears, match_targets
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")

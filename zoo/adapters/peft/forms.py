@@ -8,12 +8,12 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
+from zoo.models.targets import LinearSite
 from zoo.weights import CheckpointError
 from zoo.weights.safetensors import LazyTensor
 
 from ..methods.adalora import RANK_EPSILON, AdaLoRA
 from ..methods.oft import OFT
-from ..targets import LinearSite
 from .names import PeftModule
 
 _LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]

@@ -17,6 +17,7 @@ import numpy as np
 
 from zoo.models.hf.spec import NameMap, Origin, TensorMapping, prefixed
 from zoo.models.parameter_paths import format_path, iterate_indices
+from zoo.models.targets import LinearSite, find_linears
 from zoo.weights import CheckpointError
 from zoo.weights.plan import invert_name_map
 from zoo.weights.safetensors import DTYPES, LazyTensor
@@ -33,7 +34,6 @@ from ..methods.lycoris import LoHa, LoKr
 from ..methods.oft import OFT
 from ..methods.vera import VeRA
 from ..quantize import dequantize
-from ..targets import LinearSite, find_linears
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."

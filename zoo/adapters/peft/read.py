@@ -12,6 +12,7 @@ import numpy as np
 from zoo.layers import AbstractEmbedding
 from zoo.models.hf.spec import NameMap, TensorMapping
 from zoo.models.parameter_paths import IndexRanges
+from zoo.models.targets import LinearSite
 from zoo.parallel.rounds import in_one_round
 from zoo.weights import CheckpointError
 from zoo.weights.resolve import resolve_directory
@@ -24,7 +25,6 @@ from ..methods.ia3 import IA3
 from ..methods.lora import LoRA
 from ..methods.low_rank import check_dropout_rate
 from ..methods.modules_to_save import make_trainable
-from ..targets import LinearSite
 from . import base_tensors
 from .config import CONFIG_FILE, rank_from_config, read_config, scale_from_config
 from .forms import format_shapes, plan_adalora, plan_oft, promote_dtypes, read_adalora, read_oft

@@ -8,12 +8,12 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
+from zoo.models.targets import LinearSite
 from zoo.weights import CheckpointError
 
 from ..base import AbstractAdapter
 from ..methods.lycoris import LoHa, LoKr, factorize
 from ..methods.vera import VeRA
-from ..targets import LinearSite
 from .config import scale_from_config
 from .forms import AdapterSource, format_shapes
 from .names import LYCORIS_FIELDS, VERA_SHARED, PeftModule, read_floats

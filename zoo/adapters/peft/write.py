@@ -11,6 +11,7 @@ import numpy as np
 
 from zoo._files import create_files
 from zoo.models.hf.spec import NameMap
+from zoo.models.targets import find_linears
 from zoo.parallel import merge_rounds
 from zoo.weights import CheckpointError
 from zoo.weights.safetensors import write_tensors
@@ -24,7 +25,6 @@ from ..methods.lora import LoRA
 from ..methods.lycoris import LoHa, LoKr
 from ..methods.oft import OFT
 from ..methods.vera import VeRA
-from ..targets import find_linears
 from . import base_tensors
 from .config import CONFIG_FILE
 from .forms import build_adalora_config, build_oft_config

@@ -39,6 +39,7 @@ class RGLRU(AbstractMixer):
     are sharded over `tensor`."""
 
     shards_sequence = True
+    per_head_linears = ("recurrence_gate", "input_gate")
 
     input: AbstractLinear
     gate: AbstractLinear

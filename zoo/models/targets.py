@@ -1,4 +1,5 @@
-"""Target modules: select the linear layers and embeddings that adapters wrap, by name, pattern or predicate."""
+"""Target modules: select the linear layers and embeddings that surgery replaces or wraps, by name, pattern or
+predicate."""
 
 import difflib
 import re
@@ -10,10 +11,9 @@ import jax
 import numpy as np
 
 from zoo.layers import AbstractEmbedding, AbstractLinear
-from zoo.models.parameter_paths import IndexRanges, format_path, iterate_indices, walk_parameters
-from zoo.parallel import merge_rounds
+from zoo.parallel import materialize, merge_rounds
 
-from .base import get_linear_shape
+from .parameter_paths import IndexRanges, format_path, iterate_indices, walk_parameters
 
 Targets = str | Sequence[str] | Callable[[str], bool]
 ALL_LINEAR = "all-linear"
@@ -55,6 +55,11 @@ class LinearSite(NamedTuple):
         for index, name in self.list_names().items():
             table[index] = value(name)
         return table
+
+
+def get_linear_shape(base: AbstractLinear | AbstractEmbedding) -> tuple[int, int]:
+    """Return the shape (out, in) of a weight, or (vocab, embed) of an embedding table, without computing it."""
+    return eqx.filter_eval_shape(lambda base: materialize(base).dense_weight, base).shape
 
 
 def vmap_stacked(function: Callable, ranges: IndexRanges) -> Callable:

@@ -1,0 +1,27 @@
+"""Low-precision recipes as plain numpy in float64: the operands of a linear layer's three products, dequantized.
+
+Each function takes one matrix whose contracted dim is the last, and returns it as the recipe rounds it.
+"""
+
+import ml_dtypes
+import numpy as np
+
+E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
+
+
+def round_to(x, dtype):
+    largest = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(np.float32(x), -largest, largest).astype(dtype).astype(np.float64)
+
+
+def per_tensor(x, dtype, amax=None):
+    amax = np.abs(x).max() if amax is None else amax
+    multiplier = np.float32(float(ml_dtypes.finfo(dtype).max)) / np.float32(amax) if amax > 0 else np.float32(1)
+    return round_to(np.float32(x) * multiplier, dtype) / np.float64(multiplier)
+
+
+def products(x, weight, gradient, quantize_input, quantize_weight, quantize_gradient):
+    """Return y, dx and dW of y = x Wᵀ; x is [rows, in], W [out, in], the gradient [rows, out]."""
+    y = quantize_input(x) @ quantize_weight(weight).T
+    x_gradient = quantize_gradient(gradient) @ quantize_weight(weight.T).T
+    return y, x_gradient, quantize_gradient(gradient.T) @ quantize_input(x.T).T

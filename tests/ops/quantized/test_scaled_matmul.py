@@ -1,0 +1,49 @@
+"""Products of linear layers in low precision against a float64 model of each recipe."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.ops.quantized import float64_recipes as reference
+from zoo.ops.quantized.fp8 import E4M3
+from zoo.ops.quantized.per_tensor import CurrentScaling
+from zoo.ops.quantized.scaled_matmul import scaled_matmul
+
+RANDOM = np.random.default_rng(0)
+X = np.float32(RANDOM.normal(size=(2, 24, 40)) * np.exp2(RANDOM.uniform(-6, 3, (2, 24, 40))))
+WEIGHT = np.float32(RANDOM.normal(size=(56, 40)) * 0.1)
+GRADIENT = np.float32(RANDOM.normal(size=(2, 24, 56)) * np.exp2(RANDOM.uniform(-20, 0, (2, 24, 56))))
+
+E4M3_TENSOR, E5M2_TENSOR = (partial(reference.per_tensor, dtype=d) for d in (reference.E4M3, reference.E5M2))
+RECIPES = {
+    "current": (CurrentScaling(), E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR),
+    "current, e4m3 gradients": (CurrentScaling(gradient_dtype=E4M3), E4M3_TENSOR, E4M3_TENSOR, E4M3_TENSOR),
+}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def run(recipe, dim, x, weight, gradient):
+    y, pull_back = jax.vjp(lambda x, weight: scaled_matmul(x, weight, dim, recipe), x, weight)
+    return y, *pull_back(gradient)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_match_the_float64_model(name):
+    """Up to float32 sums: 2^-22 of the sum of magnitudes, over at most 56 terms."""
+    recipe, *quantizers = RECIPES[name]
+    rows = lambda z: z.reshape(-1, z.shape[-1])
+    expected = reference.products(rows(X), WEIGHT, rows(GRADIENT), *quantizers)
+    for dim, weight in ((1, WEIGHT), (0, WEIGHT.T)):
+        actual = run(recipe, dim, X, weight, GRADIENT)
+        for y, z in zip(actual, (*expected[:2], expected[2] if dim == 1 else expected[2].T), strict=True):
+            y = np.asarray(y).reshape(z.shape)
+            assert np.abs(y - z).max() <= 2e-6 * np.abs(z).max()
+
+
+def test_results_have_the_dtypes_of_the_operands():
+    x, weight = jnp.asarray(X, jnp.bfloat16), jnp.asarray(WEIGHT)
+    y, x_gradient, weight_gradient = jax.eval_shape(partial(run, CurrentScaling(), 1), x, weight, GRADIENT)
+    assert (y.dtype, x_gradient.dtype, weight_gradient.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)

@@ -1,0 +1,94 @@
+"""FP8 models: which layers are replaced, and that losses and gradients on meshes are those of one device."""
+
+from functools import partial
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.precision.fp8_problem import KEY, MESH, largest_difference, make_model, run, run_float32
+from zoo import adapters, precision
+from zoo.layers import FP8Linear, Linear
+from zoo.models.parameter_paths import list_parameter_paths
+
+RECIPES = {"current": precision.CurrentScaling()}
+
+
+def find_classes(model):
+    return {site.name: type(site.module) for site in adapters.find_linears(model)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradient_on_a_mesh_equals_one_device(name):
+    """The scales are those of global tensors, so that only float32 sums are in another order: 1e-5 of each array's
+    largest gradient. A value that such a difference takes across a rounding boundary of FP8 would show as more."""
+    model = precision.fp8(make_model(), RECIPES[name])
+    assert FP8Linear in find_classes(model).values()
+    loss, gradients = run(model)
+    mesh_loss, mesh_gradients = run(model, **MESH)
+    np.testing.assert_allclose(mesh_loss, loss, rtol=1e-6)
+    assert largest_difference(mesh_gradients, gradients) < 1e-5
+    expected_loss, expected = run_float32()
+    assert 1e-3 < largest_difference(gradients, expected) < 0.5  # it is another precision, and the same model
+    assert abs(loss - expected_loss) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes"),
+    [(4, MESH), pytest.param(2, {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow)],
+)
+def test_experts_on_a_mesh_equal_one_device(experts, sizes):
+    """Each expert's rows have one scale, over all devices that hold some; along `expert` in each round of an exchange,
+    here one."""
+    model = precision.fp8(make_model("MixtureOfExperts", experts=experts, top=2))
+    loss, gradients = run(model)
+    mesh_loss, mesh_gradients = run(model, **sizes)
+    np.testing.assert_allclose(mesh_loss, loss, rtol=1e-6)
+    assert largest_difference(mesh_gradients, gradients) < 1e-5
+
+
+def test_all_linear_leaves_routers_and_per_head_layers():
+    model = eqx.filter_eval_shape(partial(make_model, "MixtureOfExperts", experts=4, top=2, tied=False))
+    classes = find_classes(eqx.filter_eval_shape(precision.fp8, model))
+    plain = {name for name, found in classes.items() if found is Linear}
+    assert plain == {"head", "layers.*.mixture_of_experts.router.scores"}
+    paths = [path[:2] for path in list_parameter_paths(model)]
+    assert [path[:2] for path in list_parameter_paths(eqx.filter_eval_shape(precision.fp8, model))] == paths
+
+
+def test_fp8_refuses_what_it_cannot_replace():
+    model = make_model()
+    shapes = eqx.filter_eval_shape(lambda: model)
+    packed = eqx.filter_eval_shape(partial(adapters.quantize, format="int8"), shapes)
+    adapted = adapters.lora(model, key=KEY)
+    for other, message in ((packed, "it is Int8Linear, and no Linear"), (adapted, "query: it is LoRA, and no Linear")):
+        with pytest.raises(ValueError, match=message):
+            precision.fp8(other)
+    with pytest.raises(ValueError, match="targets mean 1 of the 2 that are one array"):
+        precision.fp8(shapes, targets="layers.0.attention.query")
+    with pytest.raises(ValueError, match="is FP8Linear, and no Linear"):
+        adapters.quantize(precision.fp8(model), "int8")
+
+
+def test_fp8_is_undone_and_saved_as_master_weights(tmp_path):
+    model = make_model()
+    trained = precision.fp8(model)
+    assert eqx.tree_equal(precision.remove_fp8(trained), model)
+    zoo.save(trained, tmp_path)
+    assert eqx.tree_equal(zoo.load(tmp_path).stack, model.stack)
+    assert zoo.count(trained) == zoo.count(model)
+    cast = zoo.cast(trained, jnp.bfloat16)
+    assert cast(jnp.zeros((1, 4), int)).dtype == jnp.bfloat16
+    assert zoo.inspect.implementations(trained, seq_len=8).rows
+
+
+def test_lora_around_a_frozen_fp8_base():
+    """The base multiplies in FP8, adapters in high precision, and merging gives an FP8 layer of the merged weight."""
+    adapted = adapters.lora(precision.fp8(make_model()), rank=2, key=KEY)
+    loss, gradients = run(adapted)
+    assert loss == run(precision.fp8(make_model()))[0]
+    assert all(".lora." in path.name for path in list_parameter_paths(gradients))
+    assert FP8Linear in find_classes(adapters.merge(adapted)).values()
+    assert Linear not in find_classes(adapters.merge(adapted)).values()
