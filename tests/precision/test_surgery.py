@@ -3,36 +3,44 @@
 from functools import partial
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zoo
-from tests.precision.fp8_problem import KEY, MESH, largest_difference, make_model, run, run_float32
+from tests.precision.fp8_problem import BATCH, KEY, MESH, largest_difference, loss_fn, make_model, run, run_float32
 from zoo import adapters, precision
 from zoo.layers import FP8Linear, Linear
 from zoo.models.parameter_paths import list_parameter_paths
 
-RECIPES = {"current": precision.CurrentScaling()}
+RECIPES = {
+    "current": (precision.CurrentScaling(), MESH),
+    "blocks": (precision.BlockScaling(size=8), MESH),
+    "mxfp8": (precision.MXFP8(), {"data": 2, "fsdp": 4}),
+}
 
 
 def find_classes(model):
     return {site.name: type(site.module) for site in adapters.find_linears(model)}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "current" else pytest.mark.slow) for name in RECIPES]
+)
 def test_gradient_on_a_mesh_equals_one_device(name):
     """The scales are those of global tensors, so that only float32 sums are in another order: 1e-5 of each array's
     largest gradient. A value that such a difference takes across a rounding boundary of FP8 would show as more."""
-    model = precision.fp8(make_model(), RECIPES[name])
+    recipe, sizes = RECIPES[name]
+    model = precision.fp8(make_model(), recipe)
     assert FP8Linear in find_classes(model).values()
     loss, gradients = run(model)
-    mesh_loss, mesh_gradients = run(model, **MESH)
+    mesh_loss, mesh_gradients = run(model, **sizes)
     np.testing.assert_allclose(mesh_loss, loss, rtol=1e-6)
     assert largest_difference(mesh_gradients, gradients) < 1e-5
     expected_loss, expected = run_float32()
     assert 1e-3 < largest_difference(gradients, expected) < 0.5  # it is another precision, and the same model
-    assert abs(loss - expected_loss) < 0.02
+    assert abs(loss - expected_loss) < 0.05  # of 3.79; measured: 0.009 with current scaling, 0.023 with MXFP8
 
 
 @pytest.mark.parametrize(
@@ -47,6 +55,13 @@ def test_experts_on_a_mesh_equal_one_device(experts, sizes):
     mesh_loss, mesh_gradients = run(model, **sizes)
     np.testing.assert_allclose(mesh_loss, loss, rtol=1e-6)
     assert largest_difference(mesh_gradients, gradients) < 1e-5
+
+
+def test_shards_that_are_no_whole_blocks_raise():
+    mesh = zoo.make_mesh(tensor=2, devices=jax.devices()[:2])
+    model = zoo.place(precision.fp8(make_model(), precision.MXFP8()), mesh)
+    with pytest.raises(ValueError, match="MXFP8 has blocks of 32 along heads, and a device has 16 of 32: use 64 heads"):
+        zoo.value_and_grad(loss_fn, mesh)(model, zoo.place_batch(BATCH, mesh))
 
 
 def test_all_linear_leaves_routers_and_per_head_layers():

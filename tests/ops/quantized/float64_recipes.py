@@ -20,6 +20,26 @@ def per_tensor(x, dtype, amax=None):
     return round_to(np.float32(x) * multiplier, dtype) / np.float64(multiplier)
 
 
+def tiles(x, rows, columns, quantize):
+    """Apply `quantize` to each tile of a matrix."""
+    y = np.zeros(x.shape)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            y[i : i + rows, j : j + columns] = quantize(x[i : i + rows, j : j + columns])
+    return y
+
+
+def power_of_two_tile(x):
+    """Round to E4M3 with the multiplier of `per_tensor` rounded down to a power of two."""
+    multiplier = 2.0 ** np.floor(np.log2(448 / np.abs(x).max().astype(np.float64)))
+    return round_to(x * multiplier, E4M3) / multiplier
+
+
+def mx_tile(x):
+    scale = 2.0 ** (np.floor(np.log2(np.abs(x).max().astype(np.float64))) - 8)
+    return round_to(x / scale, E4M3) * scale
+
+
 def products(x, weight, gradient, quantize_input, quantize_weight, quantize_gradient):
     """Return y, dx and dW of y = x Wᵀ; x is [rows, in], W [out, in], the gradient [rows, out]."""
     y = quantize_input(x) @ quantize_weight(weight).T

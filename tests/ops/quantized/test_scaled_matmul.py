@@ -8,18 +8,28 @@ import numpy as np
 import pytest
 
 from tests.ops.quantized import float64_recipes as reference
+from zoo.ops.quantized.blocks import BlockScaling
 from zoo.ops.quantized.fp8 import E4M3
+from zoo.ops.quantized.mxfp8 import MXFP8
 from zoo.ops.quantized.per_tensor import CurrentScaling
 from zoo.ops.quantized.scaled_matmul import scaled_matmul
 
 RANDOM = np.random.default_rng(0)
-X = np.float32(RANDOM.normal(size=(2, 24, 40)) * np.exp2(RANDOM.uniform(-6, 3, (2, 24, 40))))
+X = np.float32(RANDOM.normal(size=(2, 32, 40)) * np.exp2(RANDOM.uniform(-6, 3, (2, 32, 40))))
 WEIGHT = np.float32(RANDOM.normal(size=(56, 40)) * 0.1)
-GRADIENT = np.float32(RANDOM.normal(size=(2, 24, 56)) * np.exp2(RANDOM.uniform(-20, 0, (2, 24, 56))))
+GRADIENT = np.float32(RANDOM.normal(size=(2, 32, 56)) * np.exp2(RANDOM.uniform(-20, 0, (2, 32, 56))))
 
 E4M3_TENSOR, E5M2_TENSOR = (partial(reference.per_tensor, dtype=d) for d in (reference.E4M3, reference.E5M2))
+TILE = partial(reference.tiles, rows=1, columns=8, quantize=E4M3_TENSOR)
+BLOCK = partial(reference.tiles, rows=8, columns=8, quantize=E4M3_TENSOR)
+POWER_TILE = partial(reference.tiles, rows=1, columns=8, quantize=reference.power_of_two_tile)
+POWER_BLOCK = partial(reference.tiles, rows=8, columns=8, quantize=reference.power_of_two_tile)
+MX_TILE = partial(reference.tiles, rows=1, columns=32, quantize=reference.mx_tile)
 RECIPES = {
     "current": (CurrentScaling(), E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR),
+    "blocks": (BlockScaling(size=8), TILE, BLOCK, TILE),
+    "blocks, power of two": (BlockScaling(size=8, power_of_two=True), POWER_TILE, POWER_BLOCK, POWER_TILE),
+    "mxfp8": (MXFP8(), MX_TILE, MX_TILE, MX_TILE),
     "current, e4m3 gradients": (CurrentScaling(gradient_dtype=E4M3), E4M3_TENSOR, E4M3_TENSOR, E4M3_TENSOR),
 }
 

@@ -11,7 +11,7 @@ from zoo.ops.quantized.recipe import AbstractRecipe
 from zoo.ops.quantized.scaled_grouped_matmul import scaled_grouped_matmul
 from zoo.ops.quantized.scaled_matmul import AmaxArrays, MeasuredAxes, NoiseKeys, scaled_matmul
 from zoo.ops.varying import varying
-from zoo.parallel import Dim, Module, current_mesh, observed, reduce, shard_offset
+from zoo.parallel import Dim, Module, current_mesh, num_shards, observed, reduce, shard_offset, sharded_axes
 
 from ..abstract import AbstractLinear
 from ..linear import Linear, add_expert_biases, reduce_output
@@ -98,11 +98,26 @@ class FP8Linear(AbstractLinear):
     def _contract(self, x: Float[Array, "*rows k"], dim: int) -> Float[Array, "*rows n"]:
         """Contract the last dim of `x` with dim 0 or 1 of the weight."""
         tokens = x.shape[-2] if x.ndim > 2 else 1
+        self._check_blocks(x, tokens)
         rows = x.reshape(-1, tokens, x.shape[-1])
         history = None if self.amax is None else AmaxArrays(self.amax.input, self.amax.weight, self.amax.gradient)
         options = {"axes": self._find_axes(x), "history": history, "noise": self._find_noise(x, dim)}
         y = scaled_matmul(rows, self.weight, dim, self.recipe, **options)
         return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def _check_blocks(self, x: Float[Array, "..."], tokens: int) -> None:
+        """**Raises** `ValueError` if a shard of a dim is no whole number of blocks. A dim that is not sharded may end
+        with a smaller block."""
+        size, (out, in_) = self.recipe.block_size, self.weight.shape
+        dims = ((self.in_.name, self.weight, in_), (self.out.name, self.weight, out), ("seq", x, tokens))
+        for name, array, length in dims:
+            if length % size and (count := num_shards(array, name)) > 1:
+                below, above = length // size * size * count, -(-length // size) * size * count
+                raise ValueError(
+                    f"{type(self.recipe).__name__} has blocks of {size} along {name}, and a device has {length} of "
+                    f"{length * count}: use {f'{below} or ' if below else ''}{above} {name}, fewer devices along "
+                    f"{' x '.join(sharded_axes(array, name))}, or CurrentScaling"
+                )
 
     def _find_axes(self, x: Float[Array, "..."]) -> MeasuredAxes:
         """Return the mesh axes that shard the input, the weight and the gradient of the output."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from ..matmul import einsum_dot_general
 from ..platform import current_platform
@@ -36,7 +36,7 @@ class ScaledTensor(eqx.Module):
     """Codes of a float8 or float4 dtype, in the layout of the tensor."""
     scale: Float[Array, "..."]
     """Float32 scale of the whole tensor, or scales of an expert's rows."""
-    block_scales: Float[Array, "*blocks"] | None = None
+    block_scales: Shaped[Array, "*blocks"] | None = None
     """One scale per block of `values`, in as many dims."""
     block: tuple[int, ...] = eqx.field(static=True, default=())
     """Size of a block in each dim. The last block of a dim may be smaller."""
@@ -115,10 +115,16 @@ def decode_blocks(x: ScaledTensor, dtype: Any = jnp.float32) -> Float[Array, "..
     values = x.values.astype(dtype)
     if x.block_scales is None:
         return values
-    scales = x.block_scales.astype(dtype)
-    for dim, size in enumerate(x.block):
-        scales = lax.slice_in_dim(jnp.repeat(scales, size, axis=dim), 0, values.shape[dim], axis=dim)
-    return values * scales
+    return values * expand_blocks(x.block_scales.astype(dtype), x.block, values.shape)
+
+
+def expand_blocks(
+    values: Float[Array, "*blocks"], block: tuple[int, ...], shape: tuple[int, ...]
+) -> Float[Array, "..."]:
+    """Repeat the value of each block over an array of this shape. The last block of a dim may be smaller."""
+    for dim, size in enumerate(block):
+        values = jnp.repeat(values, size, axis=dim) if size > 1 else values
+    return values[tuple(slice(0, length) for length in shape)]
 
 
 def dequantize(x: ScaledTensor) -> Float[Array, "..."]:

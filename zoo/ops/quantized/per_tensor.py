@@ -10,31 +10,22 @@ from .recipe import AbstractRecipe
 
 
 @dataclasses.dataclass(frozen=True)
-class CurrentScaling(AbstractRecipe):
-    """FP8 with one scale per tensor, from its own maximum: Transformer Engine's `Float8CurrentScaling`.
+class AbstractPerTensorScaling(AbstractRecipe):
+    """FP8 with one scale per tensor: q = cast(x * fp8_max / amax).
 
-        q = cast(x * fp8_max / max |x|)
-
-    Weights and inputs in E4M3, gradients in E5M2 (Micikevicius et al., arXiv:2209.05433, section 3). The maximum is
-    that of the global tensor: an all-reduce of one number per operand, where a mesh shards it.
-
-    This is the default recipe. It has no state, so the step and its checkpoints are those of a model in higher
-    precision; no value saturates, whatever came before; experts and pipelines have it; and all three products run as
-    FP8 on Hopper. The price is a pass over each tensor before it is cast.
+    Weights and inputs are in E4M3, gradients in E5M2 (Micikevicius et al., arXiv:2209.05433, section 3).
     """
 
     gradient_dtype: Any = E5M2
     """Format of gradients: E5M2, or E4M3 for one more significant bit in a smaller range."""
 
-    supports_experts: ClassVar[bool] = True
-
     def quantize_input(self, x: Float[Array, "*rows in"], amax: Float[Array, "..."] | None, axis: int) -> ScaledTensor:
-        return quantize_per_tensor(x, _given(amax), E4M3)
+        return _quantize(x, amax, E4M3)
 
     def quantize_weight(
         self, weight: Float[Array, "*experts rows columns"], amax: Float[Array, "..."] | None, axis: int
     ) -> ScaledTensor:
-        return quantize_per_tensor(weight, _given(amax), E4M3)
+        return _quantize(weight, amax, E4M3)
 
     def quantize_gradient(
         self,
@@ -43,9 +34,55 @@ class CurrentScaling(AbstractRecipe):
         axis: int,
         bits: UInt32[Array, "*padded out"] | None,
     ) -> ScaledTensor:
-        return quantize_per_tensor(gradient, _given(amax), self.gradient_dtype)
+        return _quantize(gradient, amax, self.gradient_dtype)
 
 
-def _given(amax: Float[Array, "..."] | None) -> Float[Array, "..."]:
+@dataclasses.dataclass(frozen=True)
+class CurrentScaling(AbstractPerTensorScaling):
+    """FP8 with one scale per tensor, from its own maximum: Transformer Engine's `Float8CurrentScaling`.
+
+    The maximum is that of the global tensor: an all-reduce of one number per operand, where a mesh shards it.
+
+    This is the default recipe. It has no state, so the step and its checkpoints are those of a model in higher
+    precision; no value saturates, whatever came before; experts and pipelines have it; and all three products run as
+    FP8 on Hopper. The price is a pass over each tensor before it is cast.
+    """
+
+    supports_experts: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(AbstractPerTensorScaling):
+    """FP8 with one scale per tensor, from the largest maximum of the steps before: Transformer Engine's
+    `DelayedScaling` (arXiv:2209.05433, section 4).
+
+    Nothing is measured before a tensor is cast. What a step measures, `zoo.value_and_grad(..., observe=True)` returns,
+    and `zoo.precision.update_amax` adds to the histories of the model:
+
+        loss, gradients, seen = zoo.value_and_grad(loss_fn, mesh, observe=True)(model, batch)
+        model = zoo.precision.update_amax(model, seen)
+
+    Histories begin with zeros, which scale by 1. Values above the maxima of the history saturate.
+    """
+
+    history: int = 1024
+    """Steps whose largest maximum counts. Of 1, the scale follows from the most recent step alone, Transformer
+    Engine's `amax_compute_algo="most_recent"`."""
+    margin: int = 0
+    """Powers of two to leave above the maximum."""
+
+    def __post_init__(self):
+        if self.history < 1:
+            raise ValueError(f"a history has 1 step or more, not {self.history}")
+
+    @property
+    def history_length(self) -> int:
+        return self.history
+
+    def read_history(self, history: Float[Array, "history"]) -> Float[Array, ""]:
+        return history.max() * 2.0**self.margin
+
+
+def _quantize(x: Float[Array, "*dims"], amax: Float[Array, "..."] | None, dtype: Any) -> ScaledTensor:
     assert amax is not None  # scales of whole tensors follow from it
-    return amax
+    return quantize_per_tensor(x, amax, dtype)

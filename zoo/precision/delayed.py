@@ -1,0 +1,40 @@
+"""Histories of delayed scaling: add the maxima that a step has seen."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from zoo.layers import AmaxHistory
+
+_Model = TypeVar("Model")
+
+
+def update_amax(model: _Model, seen: PyTree) -> _Model:
+    """Add the maxima that a step has seen to the histories of a model with `DelayedScaling`; the oldest go.
+
+    - `seen`: the observations of `zoo.value_and_grad(..., observe=True)`.
+
+    A maximum of 0, or one that is not finite, repeats the one before, so that the scale stays as Transformer Engine's
+    does.
+
+    **Raises** `ValueError` for a model without histories.
+    """
+    is_history = lambda node: isinstance(node, AmaxHistory)
+    nodes = jax.tree.leaves(model, is_leaf=is_history)
+    if not any(map(is_history, nodes)):
+        raise ValueError("the model has no histories of maxima: make it by zoo.precision.fp8(model, DelayedScaling())")
+
+    def update(node, new):
+        return jax.tree.map(_prepend_amax, node, new) if is_history(node) else node
+
+    return jax.tree.map(update, model, seen, is_leaf=is_history)
+
+
+def _prepend_amax(
+    history: Float[Array, "*stacked history"], seen: Float[Array, "*stacked history"]
+) -> Float[Array, "*stacked history"]:
+    latest, before = seen[..., :1], history[..., :1]
+    latest = jnp.where(jnp.isfinite(latest) & (latest > 0), latest, before)
+    return jnp.concatenate([latest, history[..., :-1]], axis=-1)
