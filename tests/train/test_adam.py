@@ -31,11 +31,11 @@ def run(name, mesh, *, steps=6):
     """Return the model and the optimizer's state after some steps of a regression on a fixed target."""
     model, target = zoo.init(make, jax.random.key(0), mesh), zoo.init(make, jax.random.key(1), mesh)
     optimizer = train.adamw(3e-3, b2=0.95, mask=train.decay_mask, **FORMATS[name])
-    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
+    opt_state, targets = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer), zoo.trainable(target)
 
-    @eqx.filter_jit
+    @eqx.filter_jit(donate="all")
     def step(model, opt_state):
-        gradients = jax.tree.map(lambda x, y: 0.5 * (x - y), zoo.trainable(model), zoo.trainable(target))
+        gradients = jax.tree.map(lambda x, y: 0.5 * (x - y), zoo.trainable(model), targets)
         updates, opt_state = optimizer.update(gradients, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), zoo.place(opt_state, mesh.optimizer)
 

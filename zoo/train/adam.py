@@ -79,8 +79,8 @@ def scale_by_adam(
 
     def init(params: PyTree) -> AdamState:
         key = jax.random.key(seed)
-        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
-        encode = lambda moment: map_leaves(lambda leaf, x: moment.encode(leaf, x, key), zeros)
+        make_zeros = lambda x: jnp.zeros_like(x, jnp.float32)  # for each moment its own, so that both can be donated
+        encode = lambda moment: map_leaves(lambda leaf, x: moment.encode(leaf, make_zeros(x), key), params)
         return AdamState(jnp.zeros((), jnp.int32), key, encode(first), encode(second))
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, AdamState]:

@@ -1,5 +1,6 @@
 """Dynamic loss scaling, for float16."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ def dynamic_loss_scale(
     **Raises** `ValueError` for bounds that are no powers of two or do not hold `initial`, and an interval below 1.
     """
     bounds = {"minimum": minimum, "initial": initial, "maximum": maximum}
-    if any(not x > 0 or jnp.frexp(jnp.float32(x))[0] != 0.5 for x in bounds.values()):
+    if any(not x > 0 or math.frexp(x)[0] != 0.5 for x in bounds.values()):
         raise ValueError(f"loss scales are powers of two, so that they round nothing, not {bounds}")
     if not minimum <= initial <= maximum or growth_interval < 1:
         raise ValueError(
