@@ -30,7 +30,7 @@ class Method(NamedTuple):
     """Products of linear layers."""
     weights: str = "float32"
     rounding: str = "nearest"
-    """Of weights and moments that are not float32."""
+    """Rounding of weights and moments that are not float32."""
 
 
 METHODS = {

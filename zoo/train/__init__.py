@@ -32,7 +32,7 @@ from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .masks import decay_mask, matrix_mask
 from .metrics import Metrics, read_metrics
-from .moments import AbstractMoment, BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
+from .moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .remat import count_residual_bytes, fit_remat, rematerialize
@@ -49,7 +49,6 @@ from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import TensorBoard, Tracker, WeightsAndBiases
 
 __all__ = [
-    "AbstractMoment",
     "AssociativeRecall",
     "BFloat16Moment",
     "BatchIterator",
