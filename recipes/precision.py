@@ -24,18 +24,17 @@ import optax
 class Method(NamedTuple):
     """A precision of training."""
 
-    dtype: str
-    """Compute dtype."""
-    recipe: precision.AbstractRecipe | None = None
-    """Products of linear layers."""
+    dtype: str  # of compute
+    recipe: precision.AbstractRecipe | None = None  # of the products of linear layers
     weights: str = "float32"
-    rounding: str = "nearest"
-    """Rounding of weights and moments that are not float32."""
+    rounding: str = "nearest"  # of weights and moments that are not float32
 
 
+FP8 = partial(Method, "bfloat16")
 METHODS = {
     "float32": Method("float32"), "bfloat16": Method("bfloat16"), "float16": Method("float16"),
-    "fp8": Method("bfloat16", precision.CurrentScaling()),
+    "fp8": FP8(precision.CurrentScaling()), "fp8-delayed": FP8(precision.DelayedScaling(history=16)),
+    "fp8-blocks": FP8(precision.BlockScaling()), "mxfp8": FP8(precision.MXFP8()),
     "stochastic": Method("bfloat16", weights="bfloat16", rounding="stochastic"),
     "nearest": Method("bfloat16", weights="bfloat16"),
 }  # fmt: skip
@@ -43,7 +42,7 @@ METHODS = {
 
 def main(
     *,
-    methods: tuple[str, ...] = ("float32", "bfloat16", "float16", "fp8", "stochastic", "nearest"),
+    methods: tuple[str, ...] = ("float32", "bfloat16", "float16", "fp8", "fp8-delayed", "mxfp8", "stochastic"),
     data: tuple[Path, ...] = (),
     vocab: int = 256,
     embed: int = 64,
@@ -52,10 +51,9 @@ def main(
     mlp_dim: int = 192,
     seq_len: int = 64,
     batch_size: int = 16,
-    steps: int = 150,
+    steps: int = 100,
     learning_rate: float = 3e-3,
     warmup_steps: int = 20,
-    weight_decay: float = 0.1,
     eval_every: int = 50,
     mesh_options: train.MeshOptions = train.MeshOptions(remat="none"),
     run_options: train.RunOptions = train.RunOptions(Path("runs/precision")),
@@ -63,7 +61,7 @@ def main(
     """Train in each precision, compare.
 
     Args:
-        methods: Names of precisions; the first is what rounding errors are drawn against.
+        methods: Names of precisions.
         data: Files and directories of text; by default this Python's standard library.
         vocab: 256 for bytes; more trains a byte-pair encoding on the text.
         embed: Width of the residual stream.
@@ -75,7 +73,6 @@ def main(
         steps: Optimizer steps of each run.
         learning_rate: Peak learning rate, after linear warmup; cosine decay to a tenth.
         warmup_steps: Steps of linear warmup, at most half of all.
-        weight_decay: AdamW's, of matrices and embeddings.
         eval_every: Steps between evaluations, each with a checkpoint.
     """
     config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
@@ -95,27 +92,23 @@ def main(
 
     def make_optimizer(method):
         moment = train.BFloat16Moment() if method.rounding == "stochastic" else train.Float32Moment()
-        options = {
-            "b2": 0.95,
-            "weight_decay": weight_decay,
-            "mask": train.decay_mask,
-            "first": moment,
-            "second": moment,
-        }
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), train.adamw(schedule, **options))
+        adamw = train.adamw(schedule, b2=0.95, mask=train.decay_mask, weight_decay=0.1, first=moment, second=moment)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
         return train.dynamic_loss_scale(optimizer, initial=256.0) if method.dtype == "float16" else optimizer
 
-    def loss_fn(dtype, model, batch):
-        return zoo.cross_entropy(zoo.cast(model, dtype), batch)
+    def loss_fn(dtype, model, batch, key=None):
+        return zoo.cross_entropy(zoo.cast(model, dtype), batch, key=key)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, model, opt_state, method):
         batch, key = inputs
-        gradient = zoo.value_and_grad(partial(loss_fn, method.dtype), mesh, **mesh_options.accumulation)
-        loss, grads = gradient(model, batch, loss_scale=train.loss_scale(opt_state))
+        gradient = zoo.value_and_grad(partial(loss_fn, method.dtype), mesh, observe=True, **mesh_options.accumulation)
+        loss, grads, seen = gradient(model, batch, key=key, loss_scale=train.loss_scale(opt_state))
         updates, opt_state = make_optimizer(method).update(grads, opt_state, zoo.trainable(model))
         apply = partial(train.apply_updates, key=key) if method.rounding == "stochastic" else eqx.apply_updates
         model, opt_state = zoo.place(apply(model, updates), mesh), zoo.place(opt_state, mesh.optimizer)
+        if isinstance(method.recipe, precision.DelayedScaling):
+            model = precision.update_amax(model, seen)
         return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
 
     text, drifts, rows = corpus.validation.ordered(seq_len, batch_size, limit=8), [], []
@@ -127,8 +120,8 @@ def main(
         batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
         if method.dtype != "float32":
             batch = zoo.place_batch(next(iter(text.with_process(zoo.parallel.reader(mesh)))), mesh)
-            drift = zoo.inspect.drift(make(key), batch, zoo.cast(lower(method, make(key)), method.dtype), mesh=mesh)
-            errors = drift.curves()["local_output"]
+            low = zoo.cast(lower(method, make(key)), method.dtype)
+            errors = zoo.inspect.drift(make(key), batch, low, mesh=mesh, key=key).curves()["local_output"]
             drifts.append(train.Curve(name, range(len(errors)), errors))
         with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
             run.print_line(f"{name}: {zoo.count(model):,} parameters on {mesh}; {corpus}")
@@ -143,11 +136,9 @@ def main(
                     run.save((model, opt_state), batches)
         if run.stopped:
             return
-        last, sizes = (
-            train.summary(run.directory),
-            [x.nbytes for x in jax.tree.leaves((model, opt_state)) if eqx.is_array(x)],
-        )
-        row = {"run": name, "bits per byte": last["validation"], "bytes per parameter": sum(sizes) / zoo.count(model)}
+        last, arrays = train.summary(run.directory), jax.tree.leaves(eqx.filter((model, opt_state), eqx.is_array))
+        row = {"run": name, "bits per byte": last["validation"]}
+        row |= {"bytes per parameter": sum(x.nbytes for x in arrays) / zoo.count(model)}
         rows.append(row | {"tokens/s": round(last["tokens_per_second"])})
     draw = partial(train.draw_line_chart, drifts, {}, unit="units of the last place", x_label="layers")
     report = {"description": f"{steps} steps on {mesh}", "plots": {"Rounding errors of each layer alone": draw}}

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
+from zoo.layers import TokenInfo
 from zoo.layers.token_info import batch_token_info
 from zoo.models import Decoder, Hidden
+from zoo.models.decoder import set_dropout_keys
 from zoo.models.loss import chunked_cross_entropy
 from zoo.models.scoring import unstack_blocks
 from zoo.parallel import Mesh, cast, gather, make_mesh, place, place_batch, spmd, varying
@@ -81,7 +83,12 @@ class Drift:
 
 
 def drift(
-    model: Decoder, batch: Mapping[str, Array], low: str | Any = "bfloat16", *, mesh: Mesh | None = None
+    model: Decoder,
+    batch: Mapping[str, Array],
+    low: str | Any = "bfloat16",
+    *,
+    mesh: Mesh | None = None,
+    key: Key[Array, ""] | None = None,
 ) -> Drift:
     """Compare a model in low precision with itself in float32, on one batch, layer by layer.
 
@@ -89,6 +96,7 @@ def drift(
     - `low`: the low precision, or another model with the same layers, such as `model` with FP8 or quantized matrices,
       cast to its compute dtype; the dtype of its hidden states then is the unit.
     - `mesh`: one device by default.
+    - `key`: PRNG key of stochastic rounding, and of dropout, the same in both.
 
     It compiles all layers three times, and keeps all hidden states in memory: a diagnosis for few rows, not a metric. A
     router that chooses another expert for a rounded input makes a large error in its layer; it is none of rounding.
@@ -101,7 +109,7 @@ def drift(
     placed = place((cast(model, jnp.float32), low_model), mesh)
     with jax.default_matmul_precision("highest"):
         run = spmd(_measure, mesh, out=("", "", ""))
-        errors, losses, probe = run(*placed, place_batch(dict(batch), mesh))
+        errors, losses, probe = run(*placed, place_batch(dict(batch), mesh), key=key)
     unit = float(jnp.finfo(probe.dtype).eps) / 2
     names = ["embedding", *(f"layers.{number}" for number in range(len(errors) - 2)), "norm"]
     table = np.asarray(errors, np.float64) / unit
@@ -119,13 +127,13 @@ def _check_dtype(dtype: Any) -> Any:
 
 
 def _measure(
-    exact: Decoder, low: Decoder, batch: Mapping[str, Array]
+    exact: Decoder, low: Decoder, batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None
 ) -> tuple[Float[Array, "layers 4"], Float[Array, "2"], Array]:
     """Return the relative errors of each layer, both mean losses, and a value in the low precision."""
-    forward, loss, exact_passes = _run(exact, batch)
-    low_forward, low_loss, low_passes = _run(low, batch)
+    forward, loss, exact_passes = _run(exact, batch, key)
+    low_forward, low_loss, low_passes = _run(low, batch, key)
     backward, low_backward = _backpropagate(exact_passes), _backpropagate(low_passes)
-    steps = _list_steps(low, batch)
+    steps = _list_steps(low, batch_token_info(batch, key))
     rows = [[_compare(low_forward[0], forward[0])] * 2 + [_compare(low_backward[0], backward[0]), jnp.zeros(())]]
     for number, step in enumerate(steps):
         output, pull_back = jax.vjp(step, forward[number].astype(low_forward[number].dtype))
@@ -138,23 +146,26 @@ def _measure(
     return table, jnp.stack([_sum(loss), _sum(low_loss)]) / count, jnp.zeros((), low_forward[1].dtype)
 
 
-def _list_steps(model: Decoder, batch: Mapping[str, Array]) -> list[Callable[[Array], Array]]:
+def _list_steps(model: Decoder, info: TokenInfo) -> list[Callable[[Array], Array]]:
     """Return the layers and the final norm as functions of the hidden states."""
-    info = batch_token_info(batch)
 
     def run_block(block: Any, number: int, x: Array) -> Array:
-        hidden, _ = gather(block)(Hidden(x), info.fold_keys(number))
+        layer_info = info.fold_keys(number)
+        hidden, _ = set_dropout_keys(gather(block), layer_info)(Hidden(x), layer_info)
         return hidden.x
 
     blocks = [partial(run_block, block, number) for number, block in enumerate(unstack_blocks(model))]
     return [*blocks, lambda x: gather(model.norm)(x)]
 
 
-def _run(model: Decoder, batch: Mapping[str, Array]) -> tuple[list[Array], Array, list[Callable]]:
+def _run(
+    model: Decoder, batch: Mapping[str, Array], key: Key[Array, "batch"] | None
+) -> tuple[list[Array], Array, list[Callable]]:
     """Return the hidden states, the loss summed over the tokens of this device, and the backward passes in order."""
-    x = model.embed(batch["tokens"], batch_token_info(batch)).x
+    info = batch_token_info(batch, key)
+    x = model.embed(batch["tokens"], info).x
     states, passes = [x], []
-    for step in _list_steps(model, batch):
+    for step in _list_steps(model, info):
         x, pull_back = jax.vjp(step, x)
         states.append(x)
         passes.append(pull_back)

@@ -1,0 +1,72 @@
+"""The recipe as its users run it: every precision learns, the report has the curves and the rounding errors."""
+
+import inspect
+import re
+import shutil
+
+import pytest
+
+from recipes import precision
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, flag_names
+from tests.recipes.optimization import check_optimization
+from zoo import train
+
+TINY = {
+    "embed": 16, "layers": 1, "heads": 2, "mlp_dim": 32, "seq_len": 16, "batch_size": 8, "steps": 4, "warmup_steps": 1,
+    "eval_every": 2,
+}  # fmt: skip
+
+
+def run_methods(text, out, **options):
+    call(precision.main, data=(text,), out=out, **TINY | options)
+    return {name: train.read_metrics(out / name / "metrics.jsonl") for name in options["methods"]}
+
+
+def test_precision_compares_and_resumes(text, tmp_path, capsys):
+    methods, out = ("fp8-delayed", "stochastic"), tmp_path / "run"
+    records = run_methods(text, out, methods=methods)
+    for lines in records.values():
+        assert [line["step"] for line in lines if "validation" in line] == [2, 4]
+        assert lines[-1]["loss"] < lines[0]["loss"]
+        assert lines[0]["loss"] == pytest.approx(records["stochastic"][0]["loss"], rel=0.02)
+    check_optimization(out, *methods)
+    printed, report = capsys.readouterr().out, (out / "report.html").read_text()
+    sizes = {name: float(re.search(rf"{name} +[\d.]+ +([\d.]+)", printed)[1]) for name in methods}
+    assert sizes == pytest.approx({"stochastic": 6, "fp8-delayed": 12}, abs=0.3)
+    assert "Rounding errors of each layer alone" in report and "units of the last place" in report
+    before = (out / "fp8-delayed" / "metrics.jsonl").read_bytes()
+    shutil.rmtree(out / "fp8-delayed" / "checkpoints" / "4")
+    run_methods(text, out, methods=("fp8-delayed",), resume=True)
+    assert (out / "fp8-delayed" / "metrics.jsonl").read_bytes() == before  # histories and keys are in the checkpoint
+
+
+@pytest.mark.slow
+def test_all_precisions_come_near_float32(text, tmp_path):
+    records = run_methods(text, tmp_path / "run", methods=tuple(precision.METHODS), steps=40, eval_every=40)
+    exact = records["float32"][-1]["validation"]
+    for name, lines in records.items():
+        assert lines[-1]["validation"] == pytest.approx(exact, rel=0.05), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ("float8",)}, "name one or more of the methods float32, .*, not float8"),
+        ({"dtype": "bfloat16"}, "--methods names the precisions, and --dtype bfloat16 would be ignored"),
+    ],
+)
+def test_precision_bad_flags_raise_early(text, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(precision.main, data=(text,), out=tmp_path / "run", **TINY | changes)
+    assert not (tmp_path / "run").exists()
+
+
+FLAGS = [
+    *("methods", "data", "vocab", "embed", "layers", "heads", "mlp_dim", "seq_len", "batch_size", "steps"),
+    *("learning_rate", "warmup_steps", "eval_every", *MESH_FLAGS, *RUN_FLAGS),
+]
+
+
+def test_precision_flags_are_explained():
+    assert flag_names(precision.main) == FLAGS
+    assert all(f"    {name}: " in (inspect.getdoc(precision.main) or "") for name in explained_flags(precision.main))
