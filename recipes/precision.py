@@ -54,7 +54,7 @@ def main(
     steps: int = 100,
     learning_rate: float = 3e-3,
     warmup_steps: int = 20,
-    eval_every: int = 50,
+    eval_every: int = 25,
     mesh_options: train.MeshOptions = train.MeshOptions(remat="none"),
     run_options: train.RunOptions = train.RunOptions(Path("runs/precision")),
 ) -> None:

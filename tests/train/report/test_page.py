@@ -164,6 +164,13 @@ def test_line_chart_of_any_values_is_well_formed(values, smooth, floors):
     assert drawn.tag in ("svg", "p")
 
 
+def test_axis_of_few_steps_has_whole_numbers():
+    svg = draw_line_chart([Curve("error", range(4), [1.0, 3.0, 2.0, 1.0])], {}, unit="units", x_label="layers")
+    axis = re.findall(r">(\d[\d.]*)</text>", svg)
+    assert [label for label in axis if label in ("0", "0.5", "1.5", "2", "3")].count("2") <= 2 and "0.5" not in axis
+    assert {"0", "1", "2", "3"} <= set(axis)
+
+
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 12))
 @settings(deadline=None)
 def test_ticks_are_round_and_inside(low, size, count):

@@ -112,7 +112,8 @@ def estimate_text_width(words: str) -> float:
 def draw_x_axis(frame: Frame, x_label: str) -> list[str]:
     """Draw the x axis below the frame, with ticks and label."""
     parts = []
-    for x in choose_ticks(*frame.x, count=round((frame.right - frame.left) / 90)):
+    count = min(round((frame.right - frame.left) / 90), max(int(frame.x[1] - frame.x[0]), 1))  # steps are whole numbers
+    for x in choose_ticks(*frame.x, count=count):
         label = format_si(x) if frame.x[1] >= 1e6 else f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:g}"
         parts.append(f'<path class="axis" d="M{frame.x_pixel(x):.1f},{frame.bottom:g}v5"/>')
         parts.append(svg_text(frame.x_pixel(x), frame.bottom + 20, label, "middle"))
