@@ -30,12 +30,13 @@ def fingerprint(tree: PyTree) -> str:
 def fingerprint_arrays(tree: PyTree) -> dict[str, str]:
     """Map the path of every array to its dtype, shape and a 64-bit hash: `float32 [4, 128, 128] 5be0cd19 1f83d9ab`.
 
-    - Excludes parameters declared `adapter_parameter()`, which are trained on top of the rest, and everything that is
-      not an array: static fields follow from the configuration.
+    - Excludes parameters declared `adapter_parameter()`, which are trained on top of the rest, statistics declared
+      `observed()`, and everything that is not an array: static fields follow from the configuration.
     - Each device hashes its shards, so only eight bytes per array are communicated. One program per array, because XLA
       materializes the summands on CPUs.
     """
-    frozen = map_leaves(lambda leaf, x: None if leaf.adapter_parameter else x, eqx.filter(tree, eqx.is_array))
+    is_run = lambda leaf: leaf.adapter_parameter or leaf.observed
+    frozen = map_leaves(lambda leaf, x: None if is_run(leaf) else x, eqx.filter(tree, eqx.is_array))
     arrays = {leaf.name: x for leaf, x in zip(leaves(frozen), jax.tree.leaves(frozen), strict=True)}
     in_rounds = [has_rounds(leaf) for leaf in leaves(frozen)]
     sums = jax.device_get([hash_array(x, has) for x, has in zip(arrays.values(), in_rounds, strict=True)])

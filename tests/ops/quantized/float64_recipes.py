@@ -45,3 +45,24 @@ def products(x, weight, gradient, quantize_input, quantize_weight, quantize_grad
     y = quantize_input(x) @ quantize_weight(weight).T
     x_gradient = quantize_gradient(gradient) @ quantize_weight(weight.T).T
     return y, x_gradient, quantize_gradient(gradient.T) @ quantize_input(x.T).T
+
+
+def nvfp4(x, rows, columns, amax=None):
+    """Round to E2M1 with an E4M3 scale per tile and a float32 scale for `amax`."""
+    amax = np.float32(np.abs(x).max() if amax is None else amax)
+    tensor = np.float32(1) / (np.float32(6 * 448) / amax)
+
+    def quantize(tile):
+        scale = round_to(np.float32(np.abs(tile).max()) / np.float32(6) / tensor, E4M3)
+        if scale == 0:
+            return np.zeros(tile.shape)
+        inverse = np.float32(1) / (np.float32(scale) * tensor)
+        return round_to(np.float32(tile) * inverse, E2M1) * scale * np.float64(tensor)
+
+    return tiles(x, rows, columns, quantize)
+
+
+def hadamard(x, signs):
+    """Transform each 16 consecutive values of the last dim by the signs and an orthogonal Hadamard matrix."""
+    matrix = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(16)] for i in range(16)]) / 4
+    return np.float32((x.reshape(x.shape[0], -1, 16) * signs) @ matrix.T).reshape(x.shape)
