@@ -2,7 +2,7 @@
 
     python scripts/bench.py                              # training step, first step, decoding: about ten minutes
     python scripts/bench.py --vs torch                   # everything that has a rival in torch and transformers
-    python scripts/bench.py --parts step --rounds 30 --remat full elementwise
+    python scripts/bench.py --parts step --rounds 30 --remat full elementwise attention+mlp_hidden
     python scripts/bench.py --parts large                # on an accelerator: a model of a billion parameters
     python scripts/bench.py --vs torch --page docs/performance.md    # write the tables of this kind of processor
     python scripts/bench.py --vs torch --parts mixture grouped --page docs/moe.md    # mixtures of experts
@@ -29,8 +29,7 @@ from typing import Any, Literal
 import jax
 import tyro
 
-import zoo
-from scripts.benchmarks import adapted, entrants, large, long_context, measure, recurrences, starts, table
+from scripts.benchmarks import adapted, entrants, large, long_context, measure, ours, recurrences, starts, table
 from scripts.benchmarks.entrants import Row
 from scripts.benchmarks.measure import Timing
 
@@ -64,7 +63,7 @@ def main(
     parts: tuple[Part, ...] = (),
     vs: Literal["none", "torch"] = "none",
     rounds: int = 15,
-    remat: tuple[zoo.parallel.Remat, ...] = ("none", "elementwise"),
+    remat: tuple[str, ...] = ("none", "elementwise"),
     loops: tuple[Literal["auto", "scan", "plain"], ...] = ("auto",),
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16"),
     depths: tuple[int, ...] = (12, 48),
@@ -88,7 +87,8 @@ def main(
             `step`, `first` and `decode`, against a rival all up to `long`, and on an accelerator `large` too.
         vs: The rival: torch with transformers, eager and compiled.
         rounds: Runs per entrant; a tenth of it, at least two, for new processes.
-        remat: Rematerialization policies of our step; one entrant each.
+        remat: Rematerialization policies of our step, one entrant each: none, elementwise, dots, full, or names of
+            activations to save, joined by a plus.
         loops: Loops over the layers of our step; one entrant each.
         dtypes: Compute dtypes.
         depths: Numbers of layers for the time to the first step.
@@ -101,6 +101,8 @@ def main(
         place: Name of the table, if the page has several: the word after the colon in its first marker.
     """
     require(rivals(vs, parts))
+    for word in remat:
+        ours.parse_policy(word)
     if page is not None:
         table.check(page, place)
     here = parts or (*DEFAULT[vs], *(("large",) if jax.default_backend() != "cpu" else ()))

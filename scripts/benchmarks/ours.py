@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ import optax
 
 import zoo
 from zoo.ops.matmul import einsum_fp32_accum
+from zoo.parallel import Remat, RematPolicy, SaveNames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,19 @@ MIXTURE = Sizes(mlp=384, experts=8)
 ONE_BILLION = Sizes(vocab=32768, embed=2048, layers=20, heads=16, mlp=5632, batch=1, seq=4096)
 
 
+def parse_policy(word: str) -> Remat:
+    """Return the rematerialization policy of a word: its name, or activations to save, joined by a plus.
+
+    **Raises** `ValueError` for another word.
+    """
+    if word in get_args(RematPolicy):
+        return word
+    try:
+        return SaveNames(tuple(word.split("+")))
+    except ValueError as error:
+        raise ValueError(f"--remat {word}: {error}, joined by a plus; or {', '.join(get_args(RematPolicy))}") from None
+
+
 class Training:
     """AdamW training on one device; a call runs one step and blocks until it is done."""
 
@@ -60,14 +74,15 @@ class Training:
         self,
         sizes: Sizes,
         dtype: str,
-        remat: zoo.parallel.Remat,
+        remat: str,
         *,
         adapt: Callable = lambda model: model,
         **options: Any,
     ):
-        """`options` go to the model; `adapt` wraps it, e.g. in adapters."""
+        """`remat` is a word for `parse_policy`; `options` go to the model; `adapt` wraps it, e.g. in adapters."""
         mesh = zoo.make_mesh(devices=jax.devices()[:1])
-        model = zoo.init(lambda key: sizes.make(key, remat=remat, **options), jax.random.key(0), mesh)
+        options["remat"] = parse_policy(remat)
+        model = zoo.init(lambda key: sizes.make(key, **options), jax.random.key(0), mesh)
         self.model = zoo.place(adapt(model), mesh)
         optimizer = optax.adamw(1e-3, weight_decay=0.1)
         self.state = zoo.place(optimizer.init(zoo.trainable(self.model)), mesh)
@@ -100,7 +115,7 @@ class Training:
         return {"executed_flops": program.flops.total, "bytes_moved": program.bytes_moved, "temporaries": memory}
 
 
-def first_step(layers: int, remat: zoo.parallel.Remat = "elementwise") -> dict[str, float]:
+def first_step(layers: int, remat: str = "elementwise") -> dict[str, float]:
     """Measure the seconds to initialize model and optimizer, of the first step, and of a later one."""
     start = time.perf_counter()
     run = Training(Sizes(layers=layers), "float32", remat)

@@ -71,17 +71,23 @@ def test_bench_runs_and_writes_its_page(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.START}\nold\n{table.END}\nafter\n")
     monkeypatch.setattr(ours, "MIXTURE", dataclasses.replace(TINY, experts=4))
-    options = {"dtypes": ("float32",), "remat": ("elementwise",), "rounds": 2}
+    options = {"dtypes": ("float32",), "remat": ("attention+mlp_hidden",), "rounds": 2}
     bench.main(parts=("step", "decode", "mixture"), **options, out=tmp_path / "b.json", page=page)
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    both = ["zoo mixture, float32, remat=elementwise", "zoo dense, float32, remat=elementwise"]
-    assert [row["name"] for row in rows] == ["zoo, float32, remat=elementwise", "zoo, batch 1", "zoo, batch 8", *both]
+    policy = "float32, remat=attention+mlp_hidden"
+    both = [f"zoo mixture, {policy}", f"zoo dense, {policy}"]
+    assert [row["name"] for row in rows] == [f"zoo, {policy}", "zoo, batch 1", "zoo, batch 8", *both]
     step, decode, *_ = rows
     assert step["flops"] == TINY.model_flops and step["executed_flops"] > 0 and step["tokens"] == 16
     assert 0 < step["share"] < 1 and decode["tokens_per_second"] == pytest.approx(4 / decode["median"])
     text = page.read_text()
     assert text.startswith(f"before\n{table.START}") and text.endswith(f"{table.END}\nafter\n") and "old" not in text
     assert "| zoo, batch 8 |" in text and "GFLOP/s in float32" in capsys.readouterr().out + text
+
+
+def test_bench_policies_are_read_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match="--remat attenton: .*attention.* joined by a plus; or none, elementwise"):
+        bench.main(parts=("step",), remat=("none", "attenton"), out=tmp_path / "b.json")
 
 
 @pytest.mark.slow
