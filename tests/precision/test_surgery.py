@@ -28,7 +28,7 @@ def find_classes(model):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("current", "nvfp4") else pytest.mark.slow) for name in RECIPES]
+    "name", [pytest.param(name, marks=() if name == "current" else pytest.mark.slow) for name in RECIPES]
 )
 def test_gradient_on_a_mesh_equals_one_device(name):
     """The scales are those of global tensors, so that only float32 sums are in another order: 1e-5 of each array's
