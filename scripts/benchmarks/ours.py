@@ -59,12 +59,13 @@ def parse_policy(word: str) -> Remat:
 
     **Raises** `ValueError` for another word.
     """
-    if word in get_args(RematPolicy):
-        return word
+    policies: dict[str, RematPolicy] = {policy: policy for policy in get_args(RematPolicy)}
+    if word in policies:
+        return policies[word]
     try:
         return SaveNames(tuple(word.split("+")))
     except ValueError as error:
-        raise ValueError(f"--remat {word}: {error}, joined by a plus; or {', '.join(get_args(RematPolicy))}") from None
+        raise ValueError(f"--remat {word}: {error}, joined by a plus; or {', '.join(policies)}") from None
 
 
 class Training:
