@@ -43,22 +43,36 @@ class RMSNorm(AbstractNorm):
 
 
 class LayerNorm(AbstractNorm):
-    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias (Ba et al., arXiv:1607.06450, equation 4)."""
+    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * (offset + weight) + bias (Ba et al., arXiv:1607.06450, equation 4).
 
-    weight: Float[Array, "features"] = full_precision()
+    `offset` is 1 for Nemotron, whose weights are stored around zero.
+    """
+
+    weight: Float[Array, "features"] | None = full_precision()
     bias: Float[Array, "features"] | None = full_precision()
 
     features: Dim = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
 
-    def __init__(self, size: int, *, features: Dim = Dim("embed"), epsilon: float = 1e-5, bias: bool = True):
-        self.weight = jnp.ones(size)
+    def __init__(
+        self,
+        size: int,
+        *,
+        features: Dim = Dim("embed"),
+        epsilon: float = 1e-5,
+        offset: float = 0.0,
+        scaled: bool = True,
+        bias: bool = True,
+    ):
+        """`scaled`: if False, the norm has no weight."""
+        self.weight = jnp.full(size, 1.0 - offset, jnp.float32) if scaled else None
         self.bias = jnp.zeros(size) if bias else None
-        self.features, self.epsilon = features, epsilon
+        self.features, self.epsilon, self.offset = features, epsilon, offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
         mean = partial(_sharded_mean, self.features.name)
-        return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, mean=mean)
+        return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, offset=self.offset, mean=mean)
 
 
 def _sharded_mean(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:

@@ -58,6 +58,48 @@ class TwoMixerBlock(AbstractBlock):
         return hidden, None if state is None else (mixer_state, ffn_state)
 
 
+class PostNormBlock(AbstractBlock):
+    """x + norm(mixer(x)), then x + norm(ffn(x)): the norms follow the sublayers, within the residual branch (OLMo 2,
+    arXiv:2501.00656, section 3.1; Swin V2, arXiv:2111.09883, section 3.2)."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = named_by_class()
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), hidden.x, info, state)
+        hidden = hidden.add_residual(self.dropout(self.mixer_norm(mixed), info, site=0))
+        fed, routing = run_on_all_tokens(self.ffn, hidden.x)
+        return hidden.add_residual(self.dropout(self.ffn_norm(fed), info, site=1), routing), state
+
+
+class SandwichBlock(AbstractBlock):
+    """x + post_norm(mixer(norm(x))), then x + post_norm(ffn(norm(x))): norms before and after each sublayer (Gemma 2,
+    arXiv:2408.00118, section 2; Ding et al., arXiv:2105.13290, section 2.4)."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = named_by_class()
+    mixer_post_norm: AbstractNorm
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    ffn_post_norm: AbstractNorm
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
+        hidden = hidden.add_residual(self.dropout(self.mixer_post_norm(mixed), info, site=0))
+        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        return hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing), state
+
+
 class ParallelBlock(AbstractBlock):
     """x + mixer(norm(x)) + ffn(norm'(x)): parallel attention and feed-forward (GPT-J; GPT-NeoX, arXiv:2204.06745,
     section 2.1). Without an `ffn_norm` both sublayers read the same norm (PaLM, arXiv:2204.02311, section 2)."""

@@ -33,6 +33,8 @@ def build_decoder(
     positions: int | None = None,
     multiplier: float | int = 1.0,
     logits_multiplier: float | int = 1.0,
+    soft_cap: float | int | None = None,
+    head_bias: bool = False,
     dropout: float = 0.0,
     remat: Remat = "none",
     loop: Loop = "auto",
@@ -50,6 +52,7 @@ def build_decoder(
     - `block`: residual wiring of a mixer and a feed-forward layer.
     - `positions`: number of learned position embeddings, None without.
     - `multiplier`: of embeddings; `logits_multiplier`: of logits.
+    - `soft_cap`: of logits, see `Decoder`. `head_bias`: add a bias to an untied head.
     - `remat`, `loop`: see `zoo.models.Transformer`.
     - `embedding_norm`: factory of a norm after the embedding.
     - `hidden_states_skip_embedding`: see `Decoder`.
@@ -72,8 +75,9 @@ def build_decoder(
         stack=Stack([factories[pair] for pair in layers], remat=remat, loop=loop, key=stack_key),
         embedding_norm=None if embedding_norm is None else embedding_norm(),
         norm=norm() if final_norm is None else final_norm(),
-        head=None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), key=head_key),
+        head=None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), bias=head_bias, key=head_key),
         dropout=Dropout(dropout),
         logits_multiplier=float(logits_multiplier),
+        soft_cap=None if soft_cap is None else float(soft_cap),
         hidden_states_skip_embedding=hidden_states_skip_embedding,
     )

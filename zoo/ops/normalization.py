@@ -43,19 +43,20 @@ def layer_norm(
     bias: Float[Array, "... features"] | None = None,
     *,
     epsilon: float,
+    offset: float = 0.0,
     mean: Callable = mean_last_dim,
 ) -> Float[Array, "*dims features"]:
-    """Apply LayerNorm: y = (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias.
+    """Apply LayerNorm: y = (x - mean(x)) / sqrt(var(x) + epsilon) * (offset + weight) + bias.
 
     The variance is the biased one, divided by the number of features. `weight` and `bias` have one value per feature,
-    or broadcast against `x`; both are optional. `mean` is as for `rms_norm`. The result has the dtype of `x`. Source:
-    Ba, Kiros and Hinton, arXiv 1607.06450, section 3.
+    or broadcast against `x`; both are optional. `offset=1.0` is Nemotron's, whose weights are stored minus one. `mean`
+    is as for `rms_norm`. The result has the dtype of `x`. Source: Ba, Kiros and Hinton, arXiv 1607.06450, section 3.
     """
     x_fp32 = x.astype(jnp.float32)
     centered = x_fp32 - mean(x_fp32)
     y = centered * lax.rsqrt(mean(centered * centered) + epsilon)
     if weight is not None:
-        y = y * weight.astype(jnp.float32)
+        y = y * (offset + weight.astype(jnp.float32))
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Key
 from zoo.layers import (
     MLP,
     AbstractFeedForward,
+    AbstractNorm,
     AbstractRouter,
     Attention,
     BiasedRouter,
@@ -33,6 +34,7 @@ from zoo.ops.rotary import (
 )
 from zoo.parallel import Dim
 
+from ..blocks import ParallelBlock, SandwichBlock
 from ..build import LayerFactories, build_decoder
 from ..decoder import Decoder
 from .config import ConfigError, suggest_nearest
@@ -73,9 +75,13 @@ def read_head_sizes(config: Config) -> tuple[int, int, int]:
     return heads, config.get("num_key_value_heads") or heads, head_dim or config["hidden_size"] // heads
 
 
-def build_rotary(config: Config, *, interleaved: bool = False) -> Rotary:
-    """Build RoPE from `rope_parameters`. **Raises** `ConfigError` for an odd number of rotated channels."""
+def build_rotary(config: Config, *, interleaved: bool = False, layer_type: str | None = None) -> Rotary:
+    """Build RoPE from `rope_parameters`, or from those of a `layer_type` where types have their own.
+
+    **Raises** `ConfigError` for an odd number of rotated channels.
+    """
     rope_parameters, head_dim = config["rope_parameters"], read_head_sizes(config)[2]
+    rope_parameters = rope_parameters if layer_type is None else rope_parameters[layer_type]
     dim = int(head_dim * (rope_parameters.get("partial_rotary_factor") or 1))
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError(
@@ -116,6 +122,12 @@ def _build_rope_scaling(config: Config, rope_parameters: dict[str, Any], num_pai
     return None
 
 
+def build_layer_rotaries(config: Config, types: Sequence[str]) -> list[Rotary]:
+    """Return the RoPE of each layer, from the `rope_parameters` of its type."""
+    rotaries = {layer_type: build_rotary(config, layer_type=layer_type) for layer_type in dict.fromkeys(types)}
+    return [rotaries[layer_type] for layer_type in types]
+
+
 def compute_out_scale(config: Config) -> float:
     """Return 1 / sqrt(2 layers), the initialization scale of matrices that write to the residual stream."""
     return (2 * config["num_hidden_layers"]) ** -0.5
@@ -138,6 +150,18 @@ def make_windowed_attention_factories(
     they are compiled once."""
     factories = {window: make_attention_factory(config, window=window, **options) for window in dict.fromkeys(windows)}
     return [factories[window] for window in windows]
+
+
+def make_layerwise_attention_factories(
+    config: Config, windows: Sequence[int | None], rotaries: Sequence[Rotary | None], **options: Any
+) -> list[Callable[..., Attention]]:
+    """Return a factory of `Attention` per layer, with its window and its RoPE. Layers with equal ones have one factory
+    object, so that they are compiled once."""
+    kinds = list(zip(windows, rotaries, strict=True))
+    factories = {
+        kind: make_attention_factory(config, window=kind[0], rotary=kind[1], **options) for kind in dict.fromkeys(kinds)
+    }
+    return [factories[kind] for kind in kinds]
 
 
 def make_latent_attention_factory(config: Config, *, interleaved: bool) -> Callable[..., Latent]:
@@ -251,9 +275,10 @@ def make_rms_norm_factory(config: Config, **options: Any) -> Callable[[], RMSNor
     return partial(RMSNorm, config["hidden_size"], epsilon=config["rms_norm_eps"], **options)
 
 
-def make_head_norm_factory(config: Config) -> Callable[[], RMSNorm]:
+def make_head_norm_factory(config: Config, **options: Any) -> Callable[[], RMSNorm]:
     """Return a factory of RMSNorms over the head dim, for QK norm."""
-    return partial(RMSNorm, read_head_sizes(config)[2], features=Dim("head_dim"), epsilon=config["rms_norm_eps"])
+    size, options = read_head_sizes(config)[2], {"epsilon": config["rms_norm_eps"], **options}
+    return partial(RMSNorm, size, features=Dim("head_dim"), **options)
 
 
 def make_layer_norm_factory(config: Config, **options: Any) -> Callable[[], LayerNorm]:
@@ -270,6 +295,13 @@ def read_layer_types(config: Config, default: Sequence[str]) -> list[str]:
     return list(types)
 
 
+def list_patterned_types(config: Config) -> list[str]:
+    """Return the default `layer_types` of a config with a `sliding_window_pattern` n: every n-th layer attends to all
+    tokens, and the others to a sliding window."""
+    pattern, count = config["sliding_window_pattern"], config["num_hidden_layers"]
+    return ["sliding_attention" if number % pattern else "full_attention" for number in range(1, count + 1)]
+
+
 def list_layer_windows(types: Sequence[str], window: int | None) -> list[int | None]:
     """Return the sliding window of each layer, None for full attention. **Raises** `ConfigError` for an unknown
     type."""
@@ -280,6 +312,17 @@ def list_layer_windows(types: Sequence[str], window: int | None) -> list[int | N
         if layer_type == "sliding_attention" and window is None:
             raise ConfigError("layer_types has sliding_attention, and no sliding_window says how wide")
     return [windows[layer_type] for layer_type in types]
+
+
+def make_sandwich_block(norm: Callable[[], AbstractNorm]) -> Callable[..., SandwichBlock]:
+    """Return a factory of `SandwichBlock` whose norms after the sublayers are made by `norm`."""
+    return lambda **parts: SandwichBlock(mixer_post_norm=norm(), ffn_post_norm=norm(), **parts)
+
+
+def make_one_norm_block(ffn_norm: AbstractNorm, **parts: Any) -> ParallelBlock:
+    """Return a `ParallelBlock` whose sublayers read the same norm; the one made for the feed-forward layer is left
+    out."""
+    return ParallelBlock(ffn_norm=None, **parts)
 
 
 def build_config_decoder(

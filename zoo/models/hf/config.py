@@ -137,6 +137,13 @@ _ZERO_ALLOWED_KEYS = ("sliding_window", "first_k_dense_replace", "moe_num_shared
 
 _KINDS: Mapping[str, ValueKind] = {
     "clip_qkv": optional(POSITIVE_NUMBER),
+    "no_rope_layers": optional(list_of(integer(minimum=0))),
+    "query_pre_attn_scalar": POSITIVE_NUMBER,
+    "sliding_window_pattern": ValueKind(
+        "a whole number above 0, or a word", lambda value: integer(minimum=1).fits(value) or WORD.fits(value)
+    ),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), optional(POSITIVE_NUMBER)),
+    "sliding_rope_theta": optional(POSITIVE_NUMBER),
     "layer_types": optional(list_of(WORD)),
     "mlp_only_layers": optional(list_of(integer(minimum=0))),
     "time_step_limit": ValueKind("two numbers not below 0, the second the larger", lambda value: _is_interval(value)),
@@ -224,14 +231,46 @@ _ROPE_BASE_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys of every `rope_type`."""
 
 
-def _read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read canonical `rope_parameters` from either spelling. Without any, the default of the family applies, which may
-    scale RoPE.
+LAYER_TYPES = ("sliding_attention", "full_attention")
+"""Types of layers that may have a RoPE of their own."""
 
-    **Raises** `ConfigError` for an unknown `rope_type`, and for missing, unknown or invalid keys.
+
+def _read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read canonical `rope_parameters` from either spelling, by layer type if the family's default is by layer type.
+
+    The older spelling has one `rope_theta`, and for sliding layers another in `sliding_rope_theta`, or the family's own
+    where that differs from the one of full layers. Its `rope_scaling` is that of full layers.
     """
     canonical = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
     default = family.defaults["rope_parameters"]
+    if not default.keys() >= set(LAYER_TYPES):
+        return _read_rope(family, canonical, default)
+    nested, sliding = canonical.get("rope_parameters", {}), default["sliding_attention"]
+    if not isinstance(nested, Mapping) or any(not isinstance(nested.get(kind, {}), Mapping) for kind in LAYER_TYPES):
+        raise ConfigError(
+            f"rope_parameters = {_shorten_repr(nested)} should have a table each for {' and '.join(LAYER_TYPES)}"
+        )
+    base = {key: value for key, value in canonical.items() if key in ROPE_CONFIG_KEYS and key != "rope_parameters"}
+    if nested:
+        if unknown := sorted(nested.keys() - set(LAYER_TYPES)):
+            raise ConfigError(f"rope_parameters has {unknown[0]!r}, and tables here are {' and '.join(LAYER_TYPES)}")
+        return {
+            kind: _read_rope(family, {**base, "rope_parameters": nested.get(kind)}, default[kind]) for kind in nested
+        }
+    local = canonical.get("sliding_rope_theta")
+    if local is None:
+        is_same = sliding["rope_theta"] == default["full_attention"]["rope_theta"]
+        local = canonical.get("rope_theta", sliding["rope_theta"]) if is_same else sliding["rope_theta"]
+    full = _read_rope(family, base, default["full_attention"])
+    return {"sliding_attention": _read_rope(family, {"rope_theta": local}, sliding), "full_attention": full}
+
+
+def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Read one RoPE from either spelling. Without any, the default applies, which may scale RoPE.
+
+    **Raises** `ConfigError` for an unknown `rope_type`, and for missing, unknown or invalid keys.
+    """
+    canonical = {key: value for key, value in canonical.items() if value is not None}
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(canonical.get(key, {}), Mapping):
             raise ConfigError(f"{key} = {_shorten_repr(canonical[key])} should be a table of names and numbers")
@@ -250,7 +289,7 @@ def _read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str,
         raise ConfigError(f"rope_type = {rope_type!r} is no kind that we know{suggestion}")
     required, optional = ROPE_TYPE_KEYS[rope_type]
     known = {*required, *optional, "rope_theta", "rope_type", "partial_rotary_factor"}
-    partial = family.defaults["rope_parameters"].get("partial_rotary_factor")
+    partial = default.get("partial_rotary_factor")
     if partial is None and rope.get("partial_rotary_factor") not in (None, 1):
         raise ConfigError(
             f"partial_rotary_factor = {rope['partial_rotary_factor']}, and {family.name} turns all of each head"

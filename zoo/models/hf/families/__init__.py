@@ -2,52 +2,94 @@
 
 from zoo.models.hf.spec import Family
 
+from .arcee import ARCEE
+from .cohere import COHERE
+from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
 from .dots1 import DOTS1
+from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
+from .exaone4 import EXAONE4
 from .falcon_mamba import FALCON_MAMBA
 from .gemma import GEMMA
+from .gemma2 import GEMMA2
+from .gemma3_text import GEMMA3_TEXT
+from .glm import GLM
+from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
+from .gptj import GPTJ
+from .granite import GRANITE
 from .granitemoe import GRANITEMOE
 from .llama import LLAMA
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
+from .ministral import MINISTRAL
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .nemotron import NEMOTRON
+from .olmo import OLMO
+from .olmo2 import OLMO2
+from .olmo3 import OLMO3
 from .olmoe import OLMOE
+from .phi import PHI
+from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .rwkv import RWKV
+from .seed_oss import SEED_OSS
+from .smollm3 import SMOLLM3
+from .starcoder2 import STARCODER2
 
 ALL_FAMILIES = (
+    ARCEE,
+    COHERE,
+    COHERE2,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DOTS1,
+    ERNIE4_5,
     ERNIE4_5_MOE,
+    EXAONE4,
     FALCON_MAMBA,
     GEMMA,
+    GEMMA2,
+    GEMMA3_TEXT,
+    GLM,
+    GLM4,
     GLM4_MOE,
     GPT2,
     GPT_NEOX,
     GPT_OSS,
+    GPTJ,
+    GRANITE,
     GRANITEMOE,
     LLAMA,
     MAMBA,
     MAMBA2,
+    MINISTRAL,
     MISTRAL,
     MIXTRAL,
+    NEMOTRON,
+    OLMO,
+    OLMO2,
+    OLMO3,
     OLMOE,
+    PHI,
+    PHI3,
     QWEN2,
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
     RWKV,
+    SEED_OSS,
+    SMOLLM3,
+    STARCODER2,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 

@@ -24,7 +24,7 @@ def _build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, layers, norm, multiplier=config["hidden_size"] ** 0.5, key=key)
 
 
-_DEFAULTS = {
+DEFAULTS = {
     **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
     "vocab_size": 256000,
     "hidden_size": 3072,
@@ -43,7 +43,7 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     build=_build_gemma,
     names=llama.map_llama_names,
-    defaults=_DEFAULTS,
+    defaults=DEFAULTS,
     required_values={"hidden_activation": (None, "gelu_pytorch_tanh")},
     ignored_tensors=llama.LLAMA.ignored_tensors,
     describe=llama.describe_dense,

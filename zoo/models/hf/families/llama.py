@@ -23,6 +23,7 @@ ATTENTION_NAMES: NameMap = {
     "q_norm": "query_norm",
     "k_norm": "key_norm",
 }
+PRE_NORM_NAMES: NameMap = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "ffn_norm"}
 GATED_MLP_NAMES: NameMap = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 FUSED_EXPERT_NAMES: NameMap = {"gate_up_proj": fused("gate.weight", "up.weight"), "down_proj": "down.weight"}
 """All experts of a layer in one tensor, as transformers has them in memory."""
@@ -40,11 +41,11 @@ def map_llama_names(config: Config) -> NameMap:
     return map_llama_layers(prefixed("mlp", "gated_mlp", GATED_MLP_NAMES))
 
 
-def map_llama_layers(feed_forward: NameMap, mixer: NameMap | None = None) -> NameMap:
-    """Return a LLaMA-like name map, given the names of the feed-forward layers and, if not attention, of the mixer."""
+def map_llama_layers(feed_forward: NameMap, mixer: NameMap | None = None, norms: NameMap = PRE_NORM_NAMES) -> NameMap:
+    """Return a LLaMA-like name map, given the names of the feed-forward layers and, if they are others, of the mixer
+    and of the norms."""
     block = {
-        "input_layernorm": "mixer_norm",
-        "post_attention_layernorm": "ffn_norm",
+        **norms,
         **(prefixed("self_attn", "attention", ATTENTION_NAMES) if mixer is None else mixer),
         **feed_forward,
     }

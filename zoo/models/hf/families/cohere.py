@@ -1,0 +1,67 @@
+"""Command R (Cohere, "Command R", 2024): attention and feed-forward in parallel on one norm, LayerNorm without a bias,
+interleaved RoPE, and scaled logits of a tied head."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import LayerNorm
+from zoo.models.build import MixerFactory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_layer_norm_factory,
+    make_one_norm_block,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import llama
+
+
+def _build_cohere(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    bias, rotary = config["attention_bias"], build_rotary(config, interleaved=True)
+    mixer = make_attention_factory(config, rotary=rotary, bias=bias, out_bias=bias)
+    return build_cohere_layers(config, [mixer] * config["num_hidden_layers"], key=key)
+
+
+def build_cohere_layers(config: Config, mixers: Sequence[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
+    """Build Cohere's layers with these mixers."""
+    norm: partial[LayerNorm] = make_layer_norm_factory(config, bias=False)
+    ffn, options = make_gated_mlp_factory(config), {"logits_multiplier": config["logit_scale"]}
+    layers = [(mixer, ffn) for mixer in mixers]
+    return build_config_decoder(config, layers, norm, block=make_one_norm_block, key=key, **options)
+
+
+def map_cohere_names(config: Config) -> NameMap:
+    """Return the name map of Cohere's models."""
+    norms = {"input_layernorm": "mixer_norm"}
+    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
+
+
+DEFAULTS = {
+    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "rms_norm_eps", "head_dim")},
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_theta": 500000.0},
+    "logit_scale": 0.0625,
+}
+
+COHERE = Family(
+    name="cohere",
+    architecture="CohereForCausalLM",
+    build=_build_cohere,
+    names=map_cohere_names,
+    defaults=DEFAULTS,
+    required_values={"use_qk_norm": (False,)},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

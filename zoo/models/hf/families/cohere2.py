@@ -1,0 +1,56 @@
+"""Command R7B and Command A (Cohere team, arXiv:2504.00698): Command R's layer; of four layers, three have a sliding
+window and RoPE, and the fourth has neither."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_rotary,
+    list_layer_windows,
+    list_patterned_types,
+    make_layerwise_attention_factories,
+    read_layer_types,
+)
+from zoo.models.hf.spec import Config, Family
+
+from . import cohere, llama
+
+
+def _build_cohere2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    bias, rotary = config["attention_bias"], build_rotary(config, interleaved=True)
+    types = read_layer_types(config, list_patterned_types(config))
+    windows = list_layer_windows(types, config["sliding_window"])
+    rotaries = [None if window is None else rotary for window in windows]
+    mixers = make_layerwise_attention_factories(config, windows, rotaries, bias=bias, out_bias=bias)
+    return cohere.build_cohere_layers(config, mixers, key=key)
+
+
+COHERE2 = Family(
+    name="cohere2",
+    architecture="Cohere2ForCausalLM",
+    build=_build_cohere2,
+    names=cohere.map_cohere_names,
+    defaults={
+        **cohere.DEFAULTS,
+        "rope_parameters": {"rope_theta": 10000.0},
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
+    aliases={"_sliding_window_pattern": "sliding_window_pattern"},
+    required_values={
+        "use_qk_norm": (False,),
+        "use_gated_activation": (True,),
+        "use_parallel_block": (True,),
+        "position_embedding_type": ("rope_gptj",),
+        "rotary_pct": (1.0,),
+    },
+    # transformers computes the head dim, whatever the file says
+    ignored_keys=frozenset(
+        {
+            *("head_dim", "layer_switch", "order_of_interleaved_layers", "use_embedding_sharing"),
+            "use_parallel_embedding",
+        }
+    ),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,63 @@
+"""EXAONE 4.0 (LG AI Research, arXiv:2507.11407): norms after attention and MLP, QK norm per head; of four layers, three
+have a sliding window and RoPE, and the fourth has neither."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.blocks import PostNormBlock
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    list_layer_windows,
+    list_patterned_types,
+    make_gated_mlp_factory,
+    make_head_norm_factory,
+    make_layerwise_attention_factories,
+    make_rms_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family
+
+from . import llama, olmo2
+
+
+def _build_exaone4(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    rotary, window = build_rotary(config), config["sliding_window"]
+    windows = list_layer_windows(read_layer_types(config, _list_default_types(config)), window)
+    rotaries = [rotary if window is None or own is not None else None for own in windows]
+    qk_norm, ffn = make_head_norm_factory(config), make_gated_mlp_factory(config)
+    mixers = make_layerwise_attention_factories(config, windows, rotaries, qk_norm=qk_norm)
+    layers, norm = [(mixer, ffn) for mixer in mixers], make_rms_norm_factory(config)
+    return build_config_decoder(config, layers, norm, block=PostNormBlock, key=key)
+
+
+def _list_default_types(config: Config) -> list[str]:
+    """Return the default `layer_types`. The pattern may be a word, "LLLG", in files that have the types, too."""
+    if config["sliding_window"] is None:
+        return ["full_attention"] * config["num_hidden_layers"]
+    if isinstance(config["sliding_window_pattern"], str) and config["layer_types"] is None:
+        raise ConfigError(
+            f"sliding_window_pattern = {config['sliding_window_pattern']!r} is no number, and no layer_types say which "
+            "layers have a window"
+        )
+    return [] if config["layer_types"] is not None else list_patterned_types(config)
+
+
+EXAONE4 = Family(
+    name="exaone4",
+    architecture="Exaone4ForCausalLM",
+    build=_build_exaone4,
+    names=olmo2.map_olmo2_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+        "vocab_size": 102400,
+        "intermediate_size": 16384,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,80 @@
+"""Gemma 2 (Gemma team, arXiv:2408.00118): Gemma's layer with norms before and after each sublayer, soft caps of
+attention scores and logits, and a sliding window in every other layer."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.build import MixerFactory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    list_layer_windows,
+    list_patterned_types,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+    make_sandwich_block,
+    make_windowed_attention_factories,
+    read_layer_types,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import gemma, llama
+
+
+def _build_gemma2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    types = read_layer_types(config, list_patterned_types(Config(config, sliding_window_pattern=2)))
+    options = read_score_options(config)
+    mixers = make_windowed_attention_factories(config, list_layer_windows(types, config["sliding_window"]), **options)
+    return build_sandwich_decoder(config, mixers, key=key)
+
+
+def read_score_options(config: Config) -> dict:
+    """Return the options of attention that a Gemma config has: biases, the scale of scores, and their soft cap."""
+    options = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
+    scale, soft_cap = config["query_pre_attn_scalar"] ** -0.5, config["attn_logit_softcapping"]
+    return {**options, "scale": scale, "soft_cap": soft_cap}
+
+
+def build_sandwich_decoder(config: Config, mixers: list[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
+    """Build Gemma's layers with these mixers and norms before and after each sublayer."""
+    norm, ffn = make_rms_norm_factory(config, offset=1.0), make_gated_mlp_factory(config)
+    layers, block = [(mixer, ffn) for mixer in mixers], make_sandwich_block(norm)
+    options = {"multiplier": config["hidden_size"] ** 0.5, "soft_cap": config["final_logit_softcapping"]}
+    return build_config_decoder(config, layers, norm, block=block, key=key, **options)
+
+
+def map_gemma2_names(config: Config) -> NameMap:
+    """Return the name map of LLaMA-like models with norms before and after each sublayer."""
+    norms = {
+        "input_layernorm": "mixer_norm",
+        "post_attention_layernorm": "mixer_post_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "ffn_post_norm",
+    }
+    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
+
+
+DEFAULTS = {
+    **gemma.DEFAULTS,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
+
+GEMMA2 = Family(
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    build=_build_gemma2,
+    names=map_gemma2_names,
+    defaults=DEFAULTS,
+    aliases={"hidden_activation": "hidden_act"},
+    required_values={"hidden_act": (None, "gelu_pytorch_tanh")},
+    ignored_keys=frozenset({"sliding_window_size", "cache_implementation"}),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

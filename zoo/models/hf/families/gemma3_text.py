@@ -1,0 +1,54 @@
+"""Gemma 3, text (Gemma team, arXiv:2503.19786): Gemma 2's layer with QK norm instead of soft caps; of six layers, five
+have a sliding window and a RoPE of smaller base."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_layer_rotaries,
+    list_layer_windows,
+    list_patterned_types,
+    make_head_norm_factory,
+    make_layerwise_attention_factories,
+    read_layer_types,
+)
+from zoo.models.hf.spec import Config, Family
+
+from . import gemma2, llama
+
+
+def _build_gemma3_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    types = read_layer_types(config, list_patterned_types(config))
+    windows, rotaries = list_layer_windows(types, config["sliding_window"]), build_layer_rotaries(config, types)
+    options = {**gemma2.read_score_options(config), "qk_norm": make_head_norm_factory(config, offset=1.0)}
+    mixers = make_layerwise_attention_factories(config, windows, rotaries, **options)
+    return gemma2.build_sandwich_decoder(config, mixers, key=key)
+
+
+GEMMA3_TEXT = Family(
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    build=_build_gemma3_text,
+    names=gemma2.map_gemma2_names,
+    defaults={
+        **gemma2.DEFAULTS,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 10000.0},
+            "full_attention": {"rope_theta": 1000000.0},
+        },
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "sliding_window_pattern": 6,
+        "sliding_rope_theta": None,
+    },
+    aliases={
+        "hidden_activation": "hidden_act",
+        "_sliding_window_pattern": "sliding_window_pattern",
+        "rope_local_base_freq": "sliding_rope_theta",
+    },
+    required_values=gemma2.GEMMA2.required_values,
+    ignored_keys=gemma2.GEMMA2.ignored_keys,
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,59 @@
+"""GLM-4 (GLM team, arXiv:2406.12793): LLaMA's layer with interleaved RoPE on half of each head, QKV biases, and one
+matrix for gate and up."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Block, Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap
+
+from . import llama, phi3
+
+
+def _build_glm(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    return build_glm_layers(config, Block, key=key)
+
+
+def build_glm_layers(config: Config, block: Callable[..., Any], *, key: Key[Array, ""]) -> Decoder:
+    """Build GLM's layers with this residual wiring."""
+    mixer = make_attention_factory(
+        config, rotary=build_rotary(config, interleaved=True), bias=config["attention_bias"], out_bias=False
+    )
+    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, make_rms_norm_factory(config), block=block, key=key)
+
+
+def _map_glm_names(config: Config) -> NameMap:
+    return llama.map_llama_layers(phi3.map_fused_gated_mlp())
+
+
+DEFAULTS = {
+    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "attention_bias": True,
+}
+
+GLM = Family(
+    name="glm",
+    architecture="GlmForCausalLM",
+    build=_build_glm,
+    names=_map_glm_names,
+    defaults=DEFAULTS,
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

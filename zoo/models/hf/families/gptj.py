@@ -1,0 +1,69 @@
+"""GPT-J (Wang & Komatsuzaki, "GPT-J-6B", 2021): attention and feed-forward in parallel on one norm, and interleaved
+RoPE on part of each head."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+    make_one_norm_block,
+    read_head_sizes,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.ops.rotary import Rotary
+
+from . import gpt2
+
+
+def _build_gptj(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    dim, head_dim = config["rotary_dim"], read_head_sizes(config)[2]
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ConfigError(f"rotary_dim = {dim}: rotary embeddings turn pairs of the {head_dim} values of each head")
+    mixer = make_attention_factory(config, rotary=Rotary(dim, interleaved=True))
+    layers, norm = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"], make_layer_norm_factory(config)
+    return build_config_decoder(config, layers, norm, block=make_one_norm_block, head_bias=True, key=key)
+
+
+def _map_gptj_names(config: Config) -> NameMap:
+    attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+    block = {
+        "ln_1": "mixer_norm",
+        **prefixed("attn", "attention", attention),
+        **prefixed("mlp", "mlp", {"fc_in": "up", "fc_out": "down"}),
+    }
+    shell = {"wte": "embedding", "ln_f": "norm", **prefixed("h.*", "layers.*", block)}
+    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+
+
+GPTJ = Family(
+    name="gptj",
+    architecture="GPTJForCausalLM",
+    build=_build_gptj,
+    names=_map_gptj_names,
+    defaults={
+        "vocab_size": 50400,
+        "hidden_size": 4096,
+        "intermediate_size": None,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rotary_dim": 64,
+    },
+    aliases=gpt2.GPT2.aliases,
+    required_values={
+        "tie_word_embeddings": (False,),
+        "rotary": (True,),
+        "scale_attn_weights": (True,),
+        **dict.fromkeys(("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)),  # transformers reads none
+    },
+    ignored_keys=gpt2.GPT2.ignored_keys,
+    ignored_tensors=gpt2.GPT2.ignored_tensors,
+    embedding="transformer.wte",
+)

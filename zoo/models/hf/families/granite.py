@@ -1,0 +1,56 @@
+"""Granite, dense (Granite team, "Granite 3.0 Language Models", 2024): LLaMA's layer, and four multipliers: of
+embeddings, residuals, attention scores and 1 / logits."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.models.build import FeedForwardFactory
+from zoo.models.decoder import Block, Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+    read_head_sizes,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family
+
+from . import llama
+
+
+def _build_granite(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    return build_granite_layers(config, make_gated_mlp_factory(config, bias=config["mlp_bias"]), key=key)
+
+
+def build_granite_layers(config: Config, ffn: FeedForwardFactory, *, key: Key[Array, ""]) -> Decoder:
+    """Build Granite's layers with this feed-forward layer, and its multipliers."""
+    norm, bias, scale = make_rms_norm_factory(config), config["attention_bias"], config["attention_multiplier"]
+    if config["logits_scaling"] == 0:
+        raise ConfigError("logits_scaling = 0: logits are divided by it")
+    scale = None if scale == read_head_sizes(config)[2] ** -0.5 else scale
+    mixer = make_attention_factory(config, bias=bias, out_bias=bias, scale=scale)
+    block: Callable[..., Any] = partial(Block, residual_multiplier=config["residual_multiplier"])
+    multipliers = {"multiplier": config["embedding_multiplier"], "logits_multiplier": 1 / config["logits_scaling"]}
+    layers = [(mixer, ffn)] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, block=block, key=key, **multipliers)
+
+
+MULTIPLIERS = {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+
+GRANITE = Family(
+    name="granite",
+    architecture="GraniteForCausalLM",
+    build=_build_granite,
+    names=llama.map_llama_names,
+    defaults={**llama.DEFAULTS, **MULTIPLIERS},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

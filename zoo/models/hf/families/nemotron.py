@@ -1,0 +1,43 @@
+"""Nemotron-4 and Minitron (Parmar et al., arXiv:2402.16819; Muralidharan et al., arXiv:2407.14679): LayerNorm scales
+1 + w, RoPE on part of each head, and an MLP of squared ReLUs without a gate."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
+from zoo.models.hf.spec import Config, Family
+
+from . import arcee, llama
+
+
+def _build_nemotron(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm, bias = make_layer_norm_factory(config, offset=1.0), config["attention_bias"]
+    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
+    layers = [(mixer, make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, key=key)
+
+
+NEMOTRON = Family(
+    name="nemotron",
+    architecture="NemotronForCausalLM",
+    build=_build_nemotron,
+    names=arcee.map_arcee_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key != "rms_norm_eps"},
+        "vocab_size": 256000,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_attention_heads": 48,
+        "hidden_act": "relu2",
+        "max_position_embeddings": 4096,
+        "layer_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    aliases={"norm_eps": "layer_norm_eps"},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,34 @@
+"""OLMo (Groeneveld et al., arXiv:2402.00838): LLaMA's layer with LayerNorms that have no parameters, and clipping of
+queries, keys and values if `clip_qkv` is set."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import LayerNorm
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_gated_mlp_factory
+from zoo.models.hf.spec import Config, Family
+
+from . import llama
+
+
+def _build_olmo(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    bias, norm = config["attention_bias"], partial(LayerNorm, config["hidden_size"], scaled=False, bias=False)
+    mixer = make_attention_factory(config, bias=bias, out_bias=bias, clip=config["clip_qkv"])
+    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, key=key)
+
+
+OLMO = Family(
+    name="olmo",
+    architecture="OlmoForCausalLM",
+    build=_build_olmo,
+    names=llama.map_llama_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "rms_norm_eps")},
+        "vocab_size": 50304,
+        "clip_qkv": None,
+    },
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,47 @@
+"""OLMo 2 (OLMo team, arXiv:2501.00656): norms after attention and MLP, and QK norm over all heads."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import RMSNorm
+from zoo.models.blocks import PostNormBlock
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import llama
+
+
+def _build_olmo2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    bias, qk_norm = config["attention_bias"], partial(RMSNorm, epsilon=config["rms_norm_eps"])
+    mixer = make_attention_factory(config, bias=bias, out_bias=bias, norm_over_heads=qk_norm)
+    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, make_rms_norm_factory(config), block=PostNormBlock, key=key)
+
+
+def map_olmo2_names(config: Config) -> NameMap:
+    """Return the name map of LLaMA-like models with norms after each sublayer."""
+    norms = {"post_attention_layernorm": "mixer_norm", "post_feedforward_layernorm": "ffn_norm"}
+    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
+
+
+DEFAULTS = {
+    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    "vocab_size": 50304,
+    "rms_norm_eps": 1e-5,
+}
+
+OLMO2 = Family(
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    build=_build_olmo2,
+    names=map_olmo2_names,
+    defaults=DEFAULTS,
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

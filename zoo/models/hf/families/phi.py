@@ -1,0 +1,67 @@
+"""Phi-1, Phi-1.5 and Phi-2 (Gunasekar et al., arXiv:2306.11644; Li et al., arXiv:2309.05463): attention and
+feed-forward in parallel on one norm, RoPE on part of each head, biases everywhere, in the head too."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import LayerNorm
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+    make_one_norm_block,
+    read_head_sizes,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.parallel import Dim
+
+from . import llama
+
+
+def _build_phi(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    size, epsilon = read_head_sizes(config)[2], config["layer_norm_eps"]
+    qk_norm = partial(LayerNorm, size, features=Dim("head_dim"), epsilon=epsilon) if config["qk_layernorm"] else None
+    mixer = make_attention_factory(config, bias=True, out_bias=True, qk_norm=qk_norm)
+    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    norm, options = make_layer_norm_factory(config), {"block": make_one_norm_block, "head_bias": True}
+    return build_config_decoder(config, layers, norm, key=key, **options)
+
+
+def _map_phi_names(config: Config) -> NameMap:
+    attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "dense": "out"}
+    attention |= {"q_layernorm": "query_norm", "k_layernorm": "key_norm"}
+    block = {
+        "input_layernorm": "mixer_norm",
+        **prefixed("self_attn", "attention", attention),
+        **prefixed("mlp", "mlp", {"fc1": "up", "fc2": "down"}),
+    }
+    shell = {"embed_tokens": "embedding", "final_layernorm": "norm", **prefixed("layers.*", "layers.*", block)}
+    return {**prefixed("model", "", shell), "lm_head": "head"}
+
+
+PHI = Family(
+    name="phi",
+    architecture="PhiForCausalLM",
+    build=_build_phi,
+    names=_map_phi_names,
+    defaults={
+        "vocab_size": 51200,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "qk_layernorm": False,
+    },
+    required_values={"tie_word_embeddings": (False,)},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,51 @@
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al., arXiv:2404.14219; arXiv:2412.08905): LLaMA's layer with fused projections,
+and LongRoPE for long contexts."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from . import llama
+
+
+def _build_phi3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    mixer = make_attention_factory(config, window=config["sliding_window"])
+    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
+
+
+def _map_phi3_names(config: Config) -> NameMap:
+    attention = {"qkv_proj": fused("query", "key", "value"), "o_proj": "out"}
+    return llama.map_llama_layers(map_fused_gated_mlp(), prefixed("self_attn", "attention", attention))
+
+
+def map_fused_gated_mlp() -> NameMap:
+    """Return the name map of a gated MLP with one matrix for gate and up."""
+    return prefixed("mlp", "gated_mlp", {"gate_up_proj": fused("gate", "up"), "down_proj": "down"})
+
+
+PHI3 = Family(
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    build=_build_phi3,
+    names=_map_phi3_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        "sliding_window": None,
+    },
+    required_values={"attention_bias": (False,)},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,66 @@
+"""SmolLM3 (Bakouch et al., "SmolLM3: smol, multilingual, long-context reasoner", 2025): LLaMA's layer, without RoPE in
+every fourth layer (Yang et al., arXiv:2501.18795)."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    list_layer_windows,
+    make_gated_mlp_factory,
+    make_layerwise_attention_factories,
+    make_rms_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family
+
+from . import llama
+
+
+def _build_smollm3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm, bias, rotary = make_rms_norm_factory(config), config["attention_bias"], build_rotary(config)
+    count, window = config["num_hidden_layers"], config["sliding_window"] if config["use_sliding_window"] else None
+    windows = list_layer_windows(read_layer_types(config, ["full_attention"] * count), window)
+    rotaries = [rotary if turns else None for turns in _list_rotary_layers(config)]
+    mixers = make_layerwise_attention_factories(config, windows, rotaries, bias=bias, out_bias=bias)
+    ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])
+    return build_config_decoder(config, [(mixer, ffn) for mixer in mixers], norm, key=key)
+
+
+def _list_rotary_layers(config: Config) -> list[bool]:
+    """Return True for each layer with RoPE: by `no_rope_layers`, which is 0 for a layer without, or all but each
+    `no_rope_layer_interval`-th."""
+    count, given = config["num_hidden_layers"], config["no_rope_layers"]
+    if given is None:
+        return [(number + 1) % config["no_rope_layer_interval"] != 0 for number in range(count)]
+    if len(given) != count:
+        raise ConfigError(f"no_rope_layers should have a 1 or a 0 for each of the {count} layers")
+    return [flag != 0 for flag in given]
+
+
+SMOLLM3 = Family(
+    name="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    build=_build_smollm3,
+    names=llama.map_llama_names,
+    defaults={
+        **llama.DEFAULTS,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 2000000.0},
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+    },
+    ignored_keys=frozenset({"max_window_layers"}),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)
