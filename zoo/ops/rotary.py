@@ -184,6 +184,19 @@ class LongRopeScaling(RopeScaling):
 
 
 @dataclasses.dataclass(frozen=True)
+class ReversedRotation(RopeScaling):
+    """Rotation in the other direction, (a, b) -> (a cos + b sin, b cos - a sin), with the frequencies of `scaling`, or
+    those without any (Karpathy, "nanochat", 2025)."""
+
+    scaling: RopeScaling | None = None
+
+    def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
+        unscaled = _inverse_frequencies(dim, base), 1.0
+        frequencies, magnitude = unscaled if self.scaling is None else self.scaling(dim, base, length)
+        return -frequencies, magnitude
+
+
+@dataclasses.dataclass(frozen=True)
 class Rotary:
     """Rotary position embedding (RoPE) of the first `dim` features of each head.
 

@@ -143,8 +143,10 @@ _KINDS: Mapping[str, ValueKind] = {
         "a whole number above 0, or a word", lambda value: integer(minimum=1).fits(value) or WORD.fits(value)
     ),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), optional(POSITIVE_NUMBER)),
+    "rotary_dim": optional(integer(minimum=1)),
+    "shared_intermediate_size": integer(minimum=0),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
-    "layer_types": optional(list_of(WORD)),
+    **dict.fromkeys(("layer_types", "mlp_layer_types"), optional(list_of(WORD))),
     "mlp_only_layers": optional(list_of(integer(minimum=0))),
     "time_step_limit": ValueKind("two numbers not below 0, the second the larger", lambda value: _is_interval(value)),
 }

@@ -11,6 +11,7 @@ from .dots1 import DOTS1
 from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .exaone4 import EXAONE4
+from .exaone_moe import EXAONE_MOE
 from .falcon_mamba import FALCON_MAMBA
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -18,18 +19,23 @@ from .gemma3_text import GEMMA3_TEXT
 from .glm import GLM
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
+from .glm4_moe_lite import GLM4_MOE_LITE
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
 from .gptj import GPTJ
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
+from .granitemoeshared import GRANITEMOESHARED
+from .hy_v3 import HY_V3
 from .llama import LLAMA
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
+from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
 from .olmo import OLMO
 from .olmo2 import OLMO2
@@ -56,6 +62,7 @@ ALL_FAMILIES = (
     ERNIE4_5,
     ERNIE4_5_MOE,
     EXAONE4,
+    EXAONE_MOE,
     FALCON_MAMBA,
     GEMMA,
     GEMMA2,
@@ -63,18 +70,23 @@ ALL_FAMILIES = (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT2,
     GPT_NEOX,
     GPT_OSS,
     GPTJ,
     GRANITE,
     GRANITEMOE,
+    GRANITEMOESHARED,
+    HY_V3,
     LLAMA,
     MAMBA,
     MAMBA2,
+    MINIMAX_M2,
     MINISTRAL,
     MISTRAL,
     MIXTRAL,
+    NANOCHAT,
     NEMOTRON,
     OLMO,
     OLMO2,

@@ -14,7 +14,8 @@ from zoo.models.hf.spec import Config, Family
 from . import deepseek_v2, llama
 
 
-def _build_deepseek_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def build_deepseek_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    """Build the model of a DeepSeek-V3 config."""
     router, interleaved = make_biased_router_factory(config), config["rope_interleave"]
     return deepseek_v2.build_latent_decoder(config, router, interleaved=interleaved, key=key)
 
@@ -33,7 +34,7 @@ def find_mtp_tensors(config: Config, tensors: Collection[str]) -> set[str]:
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    build=_build_deepseek_v3,
+    build=build_deepseek_v3,
     names=deepseek_v2.map_deepseek_v2_names,
     defaults={
         **deepseek_v2.DEFAULTS,

@@ -39,7 +39,14 @@ def _build_dots1(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def mark_dots1_moe_layers(config: Config) -> list[bool]:
-    """Return True per layer that is a mixture of experts: those from `first_k_dense_replace` on."""
+    """Return True per layer that is a mixture of experts: as `mlp_layer_types` says, or those from
+    `first_k_dense_replace` on."""
+    if (types := config.get("mlp_layer_types")) is not None:
+        if len(types) != config["num_hidden_layers"] or not set(types) <= {"dense", "sparse"}:
+            raise ConfigError(
+                f"mlp_layer_types should say dense or sparse for all {config['num_hidden_layers']} layers"
+            )
+        return [kind == "sparse" for kind in types]
     return [number >= config["first_k_dense_replace"] for number in range(config["num_hidden_layers"])]
 
 

@@ -1,0 +1,55 @@
+"""K-EXAONE (LG AI Research, arXiv:2601.01739): EXAONE 4.0's attention in pre-norm layers, with DeepSeek-V3's mixture of
+experts after a dense layer. Multi-token prediction modules (MTP) are not read."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_biased_router_factory,
+    make_gated_mlp_factory,
+    make_mixture_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import dots1, exaone4, llama, qwen2_moe
+
+
+def _build_exaone_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    width, norm = config["moe_intermediate_size"], make_rms_norm_factory(config)
+    router, shared = make_biased_router_factory(config), config["num_shared_experts"] * width
+    sparse = make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
+    dense, mixers = make_gated_mlp_factory(config), exaone4.make_exaone4_mixers(config)
+    ffns = [sparse if is_sparse else dense for is_sparse in dots1.mark_dots1_moe_layers(config)]
+    return build_config_decoder(config, list(zip(mixers, ffns, strict=True)), norm, key=key)
+
+
+def _map_exaone_moe_names(config: Config) -> NameMap:
+    mixture = {key: value for key, value in dots1.MIXTURE_NAMES.items() if not key.startswith("gate.e_score")}
+    mixture |= {"e_score_correction_bias": "router.selection_bias"}
+    return qwen2_moe.map_qwen2_moe_layers({**mixture, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
+
+
+EXAONE_MOE = Family(
+    name="exaone_moe",
+    architecture="ExaoneMoeForCausalLM",
+    build=_build_exaone_moe,
+    names=_map_exaone_moe_names,
+    defaults={
+        **exaone4.DEFAULTS,
+        "mlp_layer_types": None,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    ignored_keys=frozenset({"num_nextn_predict_layers"}),
+    ignored_tensors=(*llama.LLAMA.ignored_tensors, r"^mtp\."),
+    memory_names=dots1.map_dots1_memory_names,
+)

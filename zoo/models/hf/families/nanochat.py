@@ -1,0 +1,54 @@
+"""nanochat (Karpathy, "nanochat", 2025): norms without parameters, one of them after the embedding; an MLP of squared
+ReLUs; RoPE in the other direction; soft-capped logits. Queries and keys are normalized after RoPE in transformers: as
+that norm has no parameters and a rotation keeps lengths, it is the same before."""
+
+import dataclasses
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    make_attention_factory,
+    make_head_norm_factory,
+    make_mlp_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.ops.rotary import ReversedRotation
+
+from . import llama
+
+
+def _build_nanochat(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    norm, bias, rotary = make_rms_norm_factory(config, scaled=False), config["attention_bias"], build_rotary(config)
+    rotary = dataclasses.replace(rotary, scaling=ReversedRotation(rotary.scaling))
+    qk_norm = make_head_norm_factory(config, scaled=False)
+    mixer = make_attention_factory(config, rotary=rotary, qk_norm=qk_norm, bias=bias, out_bias=bias)
+    layers = [(mixer, make_mlp_factory(config, bias=False))] * config["num_hidden_layers"]
+    options = {"embedding_norm": norm, "soft_cap": config["final_logit_softcapping"]}
+    return build_config_decoder(config, layers, norm, key=key, **options)
+
+
+def _map_nanochat_names(config: Config) -> NameMap:
+    return llama.map_llama_layers(prefixed("mlp", "mlp", {"fc1": "up", "fc2": "down"}), norms={})
+
+
+NANOCHAT = Family(
+    name="nanochat",
+    architecture="NanoChatForCausalLM",
+    build=_build_nanochat,
+    names=_map_nanochat_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "head_dim")},
+        "vocab_size": 50304,
+        "hidden_size": 768,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "hidden_act": "relu2",
+        "final_logit_softcapping": 15.0,
+    },
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)
