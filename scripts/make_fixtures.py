@@ -30,14 +30,13 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
 
+from scripts.fixture_cases import CASES, Case
 from scripts.fixtures import write_cases
 
 try:
@@ -59,26 +58,10 @@ FEW = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Case:
-    """A case: the model's family, a note, its config, how it is stored, and further keys of its config on a hub."""
-
-    family: str
-    note: str
-    config: dict[str, Any]
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    shards: str = "1GB"
-    hub: dict[str, Any] = field(default_factory=dict)
-    rename: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    packed: bool = False
-    """Store the experts as MXFP4: their weights are representable, and packed after everything is computed."""
-    amiss: tuple[str, ...] = ()
-    """Suffixes of the checks in which transformers is known to disagree with itself."""
-
-
 def as_published(tensors: dict[str, Any]) -> dict[str, Any]:
     """Rename GPT-2's weights as first published: without a prefix, and with the causal mask."""
-    mask = torch.ones(1, 1, GPT2["n_positions"], GPT2["n_positions"], dtype=torch.bfloat16).tril()
+    positions = len(tensors["transformer.wpe.weight"])
+    mask = torch.ones(1, 1, positions, positions, dtype=torch.bfloat16).tril()
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | {"h.0.attn.bias": mask}
 
 
@@ -119,139 +102,6 @@ LEFT_OUT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embe
 QUANTIZED = {"modules_to_not_convert": LEFT_OUT, "quant_method": "mxfp4"}
 
 
-def rope(kind: str = "default", theta: float = 1e4, **more: float) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
-
-
-GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 17}
-NEOX = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES = NEOX | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-TIED = {"tie_word_embeddings": True}
-MOE = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
-DEEPSEEK = MOE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "norm_topk_prob": True}
-LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 4}
-LATENT = MOE | LATENT | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
-PUBLISHED = {"moe_layer_freq": 1, "ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True}  # DeepSeek's files say so
-YARN = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 32}
-MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
-MULTIPLIERS |= {"residual_multiplier": 0.6, "logits_scaling": 1.7}
-GPT_OSS = SIZES | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
-IN_BLOCKS = {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["full_attention"] * 2}
-MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
-BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
-LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
-NO_MASK = (*BOUNDS, "padleft_vs_unpadded")  # RWKV heeds no mask, and a cache mixes its rows
-CASES = {
-    "llama": Case(
-        "llama", "grouped queries, the three bands of llama3 rope, tied",
-        SIZES | rope("llama3", 500.0, **LLAMA3) | {"head_dim": 6} | TIED, dtype="float32", hub={"pretraining_tp": 1},
-    ),
-    "llama_sharded": Case(
-        "llama", "shards, linear rope, biases everywhere but in the head, untied",
-        SIZES | rope("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True}, shards="5KB",
-    ),
-    "mistral": Case("mistral", "a window of 5 in every layer, untied", SIZES | {"sliding_window": 5}),
-    "qwen2": Case("qwen2", "a window of 5 in the second layer, tied", SIZES | rope(theta=1e6) | WINDOW | TIED),
-    "qwen3": Case("qwen3", "norms of q and k, heads wider than hidden_size says, untied", SIZES | {"head_dim": 6}),
-    "gemma": Case(
-        "gemma", "norms of 1 + w, scaled embeddings, one kv head, tied",
-        SIZES | {"head_dim": 6, "num_key_value_heads": 1}, hub={"hidden_act": "gelu", "hidden_activation": None},
-    ),
-    "gpt2": Case("gpt2", "learned positions, weights stored (in, out), tied", GPT2 | {"n_inner": 20}),
-    "gpt2_hub": Case(
-        "gpt2", "one layer; names without a prefix, a mask among the weights, tied", GPT2 | {"n_layer": 1},
-        hub={"n_ctx": 17, "task_specific_params": {"text-generation": {"max_length": 50}}}, rename=as_published,
-    ),
-    "gpt_neox": Case(
-        "gpt_neox", "q, k and v fused by head, half of each head rotated, attention and MLP in parallel, untied",
-        NEOX | rope(theta=100.0, partial_rotary_factor=0.5),
-    ),
-    "mixtral": Case(
-        "mixtral", "two of four experts, renormalized, a window of 5, untied",
-        SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 5},
-    ),
-    "qwen2_moe": Case(
-        "qwen2_moe", "a gated shared expert, not renormalized, a window of 5 in the first layer, untied",
-        MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}
-        | {"use_sliding_window": True, "sliding_window": 5},
-    ),
-    "qwen3_moe": Case(
-        "qwen3_moe", "a dense layer and a mixture, renormalized, heads wider than hidden_size says, tied",
-        MOE | {"num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 6} | TIED,
-        hub={"num_experts": 4},
-    ),
-    "olmoe": Case(
-        "olmoe", "norms over all heads together, values of q, k and v clipped, untied",
-        SIZES | {"num_experts_per_tok": 2, "num_experts": 4, "clip_qkv": 0.8},
-    ),
-    "granitemoe": Case(
-        "granitemoe", "experts of a layer in one tensor, gate and up fused, four multipliers, tied",
-        SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4} | MULTIPLIERS | TIED,
-    ),
-    "dots1": Case(
-        "dots1", "a bias that chooses, the better of two groups, shared experts, a dense layer, a window of 5, untied",
-        DEEPSEEK | {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.5}
-        | {"sliding_window": 5, "max_window_layers": 1},
-    ),
-    "glm4_moe": Case(
-        "glm4_moe",
-        "a bias that chooses, half of each head rotated, norms and biases of q and k, a dense layer, untied",
-        DEEPSEEK | {"use_qk_norm": True, "attention_bias": True, "head_dim": 8, "n_shared_experts": 1}
-        | rope(partial_rotary_factor=0.5),
-    ),
-    "ernie4_5_moe": Case(
-        "ernie4_5_moe", "softmax scores and a bias that chooses, interleaved rope, shared experts, a dense layer, tied",
-        SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12} | TIED,
-    ),
-    "deepseek_v2": Case(
-        "deepseek_v2", "latent attention, yarn with mscale_all_dim, the better of two groups, a dense layer, tied",
-        LATENT | rope("yarn", **YARN) | {"q_lora_rank": None, "topk_method": "group_limited_greedy"}
-        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7} | TIED,
-        hub={"scoring_func": "softmax", **PUBLISHED},
-    ),
-    "deepseek_v3": Case(
-        "deepseek_v3", "latent attention with latents of queries and biases, half-split rope, a dense layer, untied",
-        LATENT | {"q_lora_rank": 8, "attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
-        dtype="float32", hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
-    ),
-    "gpt_oss": Case(
-        "gpt_oss", "sinks, a window of 5 in the first layer, a clamp that is reached, gate and up interleaved, untied",
-        GPT_OSS | {"swiglu_limit": 0.6},
-        hub={"initial_context_length": 4096, "experts_per_token": 2},
-    ),
-    "gpt_oss_mxfp4": Case(
-        "gpt_oss", "experts stored as MXFP4, no window, yarn that is not rounded to whole pairs, tied",
-        GPT_OSS | IN_BLOCKS | {"swiglu_alpha": 1.4} | TIED
-        | rope("yarn", 5e4, factor=4.0, truncate=False, original_max_position_embeddings=32), packed=True,
-    ),
-    "mamba": Case(
-        "mamba", "a state of 3 a channel, steps of rank 2, biases everywhere, tied",
-        MAMBA | {"state_size": 3, "time_step_rank": 2, "use_bias": True},
-        hub={"d_model": 16, "d_inner": 32, "n_layer": 2, "ssm_cfg": {}, "rms_norm": True, "fused_add_norm": True}
-        | {"pad_vocab_size_multiple": 8}, amiss=LEAKS,
-    ),
-    "falcon_mamba": Case(
-        "falcon_mamba", "norms without weights on steps, B and C, untied",
-        MAMBA | {"state_size": 3, "mixer_rms_eps": 0.01, "tie_word_embeddings": False},
-    ),
-    "mamba2": Case(
-        "mamba2", "two groups of two heads, chunks of 4, bounds of steps that are reached, untied",
-        MAMBA | {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
-        | {"time_step_limit": [0.01, 0.05]}, amiss=BOUNDS,
-    ),
-    "mamba2_tied": Case(
-        "mamba2", "one group, no bounds of steps, a convolution of 3 without a bias, tied",
-        MAMBA | {"state_size": 4, "num_heads": 2, "head_dim": 16, "n_groups": 1, "conv_kernel": 3}
-        | {"use_conv_bias": False} | TIED, dtype="float32", hub={"norm_before_gate": True, "rms_norm": True},
-    ),
-    "rwkv": Case(
-        "rwkv", "RWKV-4, a feed-forward part not much wider than the stream, untied",
-        MAMBA | {"intermediate_size": 20}, hub={"context_length": 64}, amiss=NO_MASK,
-    ),
-    "phi3": Case("phi3", "q, k and v fused, gate and up fused, no window, untied", SIZES),
-}  # fmt: skip
 PAGES = ("phi3",)  # of the documentation, made only when named
 
 
@@ -329,9 +179,9 @@ def save(case: Case, seed: int, folder: Path) -> int:
                 buffer.add_(0.2 * torch.from_numpy(draw))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shards)
     (folder / "generation_config.json").unlink()
-    if case.rename:
+    if case.as_published:
         path = folder / "model.safetensors"
-        safetensors.save_file(case.rename(safetensors.load_file(path)), path, metadata={"format": "pt"})
+        safetensors.save_file(as_published(safetensors.load_file(path)), path, metadata={"format": "pt"})
     return model.num_parameters()
 
 

@@ -57,7 +57,7 @@ REPEATED = {
 
 def list_cases(quick: tuple[str, ...] | None = None) -> list:
     """All cases as parameters, those in REPEATED marked slow; with `quick`, all that it does not name."""
-    roots = [FIXTURES, *([Path(PARITY) / "models"] if PARITY else [])]
+    roots = [FIXTURES, *([Path(PARITY) / folder for folder in ("models", "models_more")] if PARITY else [])]
     folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
     ours = [folder for folder in folders if read(folder / "config.json")["model_type"] in zoo.families()]
     is_quick = lambda folder: folder.name not in REPEATED if quick is None else folder.name in quick

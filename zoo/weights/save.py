@@ -99,9 +99,10 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
             )
         family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
+    read_alone = []
     for candidate in FAMILIES.values() if family is None else [family]:
         if candidate.describe is None:
-            reasons.append(f"{candidate.name}: only models that were read from such a checkpoint can be written as one")
+            read_alone.append(candidate.name)
             continue
         try:
             config = {**_describe_config(model, candidate), **overrides}
@@ -111,6 +112,9 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         if reason is None:
             return Origin(candidate, _format_config(config, model)), read_name_map(candidate, config, False)
         reasons.append(f"{candidate.name}: {reason}")
+    if read_alone:
+        names = ", ".join(read_alone)
+        reasons.append(f"{names}: only models that were read from such a checkpoint can be written as one")
     raise NoFamilyError(_name_foreign_part(model, reasons), reasons)
 
 

@@ -11,6 +11,7 @@ import pytest
 from zoo.models.hf.config import IGNORED_KEYS, REQUIRED_VALUES, ROPE_TYPE_KEYS, ConfigError, read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.parameter_paths import find_differences
+from zoo.ops.rotary import ReversedRotation, YarnScaling
 
 SMALL = {
     "vocab_size": 11,
@@ -36,6 +37,7 @@ SMALL = {
     "num_heads": 4,
     "n_groups": 2,
     "state_size": 3,
+    "rotary_dim": 16,
 }
 ANOTHER = {
     "vocab_size": 13,
@@ -67,12 +69,21 @@ ANOTHER = {
     "time_step_limit": [0.0, 0.05],
     "time_step_rank": 5,
     "attention_hidden_size": 24,
+    "sliding_window_pattern": 2,
+    "sliding_rope_theta": 3.0,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+    "rotary_dim": 8,
+    "no_rope_layers": [1, 0, 1],
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 5.0,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 CONTEXTS = [
     {},
     {"sliding_window": 4, "max_window_layers": 1},
     {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    {"sliding_window": 4, "no_rope_layers": [0, 1, 1]},
+    {"use_sliding_window": True, "sliding_window": 4, "no_rope_layers": [0, 1, 1]},
     {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
     {"topk_method": "group_limited_greedy", "mlp_only_layers": [0]},
 ]
@@ -80,8 +91,20 @@ CONTEXTS = [
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
 ROTARY = pytest.mark.parametrize(
-    "family", [family for family in FAMILIES.values() if "rope_parameters" in family.defaults], ids=str
+    "family",
+    [
+        family
+        for family in FAMILIES.values()
+        if "rope_parameters" in family.defaults and "full_attention" not in family.defaults["rope_parameters"]
+    ],
+    ids=str,
 )
+
+
+HAS_ROPE_BY_TYPE = {
+    family for family in FAMILIES.values() if "full_attention" in family.defaults.get("rope_parameters", {})
+}
+"""Families whose `rope_parameters` have a table for each type of layers, with tests of their own."""
 
 
 def alias_of(family, key):
@@ -92,6 +115,9 @@ def alias_of(family, key):
 def small(family, **more):
     omitted = {"intermediate_size"} if "expand" in family.defaults else set()  # the two determine each other
     known = family.defaults.keys() - omitted
+    if family in HAS_ROPE_BY_TYPE and "rope_parameters" in more:
+        tables = {"full_attention": more["rope_parameters"], "sliding_attention": {}}
+        more = more | {"rope_parameters": tables, "layer_types": ["full_attention"] * 3}
     return {alias_of(family, key): value for key, value in (SMALL | more).items() if key in known}
 
 
@@ -151,7 +177,10 @@ def test_config_defaults_are_those_of_an_empty_file(family):
         key: value for key, value in family.defaults.items() if key != "rope_parameters"
     }
     assert read_config(family, {"model_type": family.name, "architectures": [family.architecture]}) == config
-    if "rope_parameters" in family.defaults:
+    if family in HAS_ROPE_BY_TYPE:
+        for kind, default in family.defaults["rope_parameters"].items():
+            assert config["rope_parameters"][kind] == {"rope_type": "default"} | default
+    elif "rope_parameters" in family.defaults:
         assert config["rope_parameters"] == {"rope_type": "default"} | family.defaults["rope_parameters"]
     assert family.defaults.keys().isdisjoint(
         (IGNORED_KEYS | REQUIRED_VALUES.keys() | family.ignored_keys) - {"quantization_config"}
@@ -224,7 +253,28 @@ def test_config_spellings_of_rope_are_equal(family, scaling):
     model = build(family, small(family) | {"rope_parameters": parameters | {"rope_type": kind}})
     rotary = next(model.stack.iter_blocks()).mixer.rotary
     assert rotary.base == 500.0
-    assert type(rotary.scaling).__name__.removesuffix("Scaling").lower() == ("nonetype" if kind == "default" else kind)
+    scaling = rotary.scaling.scaling if isinstance(rotary.scaling, ReversedRotation) else rotary.scaling
+    assert type(scaling).__name__.removesuffix("Scaling").lower() == ("nonetype" if kind == "default" else kind)
+
+
+@pytest.mark.parametrize("family", HAS_ROPE_BY_TYPE, ids=str)
+def test_config_rope_of_each_layer_type_is_read_and_honored(family):
+    """Older files have one `rope_theta` and the scaling of full layers."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    sliding = family.defaults["rope_parameters"]["sliding_attention"]["rope_theta"]
+    same = sliding == family.defaults["rope_parameters"]["full_attention"]["rope_theta"]
+    sliding = {"rope_theta": 500.0 if same else sliding}
+    tables = {"full_attention": yarn | {"rope_theta": 500.0}, "sliding_attention": sliding}
+    new = read_config(family, {"rope_parameters": tables})
+    assert new == read_config(family, {"rope_theta": 500.0, "rope_scaling": yarn})
+    assert new["rope_parameters"]["full_attention"]["rope_type"] == "yarn"
+    given = small(family, layer_types=ANOTHER["layer_types"], sliding_window=4)
+    first, *_, last = build(family, given | {"rope_parameters": tables}).stack.iter_blocks()
+    assert first.mixer.rotary.scaling is None and isinstance(last.mixer.rotary.scaling, YarnScaling)
+    assert (first.mixer.rotary.base, last.mixer.rotary.base) == (sliding["rope_theta"], 500.0)
+    for wrong in ({"full": yarn}, {"full_attention": 3}, yarn):
+        with pytest.raises(ConfigError, match="rope_parameters"):
+            read_config(family, {"rope_parameters": wrong})
 
 
 @ROTARY
@@ -278,6 +328,7 @@ def test_config_ignored_keys_keep_their_defaults():
 @EACH
 def test_config_null_equals_absent(family):
     absent = {"num_key_value_heads", "head_dim", "sliding_window", "rope_parameters", "layer_types", "q_lora_rank"}
+    absent |= {"attn_logit_softcapping", "final_logit_softcapping"}
     for key, default in family.defaults.items():
         found = build_or_error(family, small(family) | {alias_of(family, key): None})
         if default is None and isinstance(found, str):
@@ -290,6 +341,8 @@ def test_config_null_equals_absent(family):
             assert isinstance(found, str) and alias_of(family, key) in found
 
 
+BEYOND_THE_LAST = ("max_position_embeddings", "sliding_window_pattern", "no_rope_layer_interval")
+"""Keys of which a value larger than the number of tokens or layers is the same as another."""
 BAD = (
     "1",
     "",
@@ -332,7 +385,7 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
         if not isinstance(found, str):
             right = given.get(alias_of(family, key), family.defaults[key])
             absent = not value and key in ("rope_parameters", "mlp_only_layers")
-            same = value == right or absent or key == "max_position_embeddings"
+            same = value == right or absent or key in BEYOND_THE_LAST
             assert same or any(find_differences(found, build(family, given))), value
 
 

@@ -297,9 +297,11 @@ def read_layer_types(config: Config, default: Sequence[str]) -> list[str]:
 
 def list_patterned_types(config: Config) -> list[str]:
     """Return the default `layer_types` of a config with a `sliding_window_pattern` n: every n-th layer attends to all
-    tokens, and the others to a sliding window."""
+    tokens, and the others to a sliding window. "LLLG" spells the pattern 4 out, in local and global layers."""
     pattern, count = config["sliding_window_pattern"], config["num_hidden_layers"]
-    return ["sliding_attention" if number % pattern else "full_attention" for number in range(1, count + 1)]
+    word = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
+    kinds = {"L": "sliding_attention", "G": "full_attention"}
+    return [kinds[word[number % len(word)]] for number in range(count)]
 
 
 def list_layer_windows(types: Sequence[str], window: int | None) -> list[int | None]:

@@ -104,7 +104,8 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
             elif canonical in read_from and given[read_from[canonical]] != value:
                 errors.append(f"{key} and {read_from[canonical]} are two words for one thing and say different things")
             else:
-                config[canonical] = float(value) if isinstance(family.defaults[canonical], float) else value
+                is_float = isinstance(family.defaults[canonical], float) and value is not None
+                config[canonical] = float(value) if is_float else value
                 read_from[canonical] = key
         elif key not in known and value is not None:
             suggestion = suggest_nearest(key, known)
@@ -138,12 +139,14 @@ _ZERO_ALLOWED_KEYS = ("sliding_window", "first_k_dense_replace", "moe_num_shared
 _KINDS: Mapping[str, ValueKind] = {
     "clip_qkv": optional(POSITIVE_NUMBER),
     "no_rope_layers": optional(list_of(integer(minimum=0))),
-    "query_pre_attn_scalar": POSITIVE_NUMBER,
+    "no_rope_layer_interval": integer(minimum=1),
+    "query_pre_attn_scalar": integer(minimum=1),
     "sliding_window_pattern": ValueKind(
-        "a whole number above 0, or a word", lambda value: integer(minimum=1).fits(value) or WORD.fits(value)
+        "a whole number above 0, or a word of the letters L and G",
+        lambda value: integer(minimum=1).fits(value) or (WORD.fits(value) and value != "" and set(value) <= set("LG")),
     ),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), optional(POSITIVE_NUMBER)),
-    "rotary_dim": optional(integer(minimum=1)),
+    "rotary_dim": integer(minimum=1),
     "shared_intermediate_size": integer(minimum=0),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
     **dict.fromkeys(("layer_types", "mlp_layer_types"), optional(list_of(WORD))),

@@ -43,7 +43,7 @@ def map_cohere_names(config: Config) -> NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "rms_norm_eps", "head_dim")},
+    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "rms_norm_eps")},
     "vocab_size": 256000,
     "hidden_size": 8192,
     "intermediate_size": 22528,

@@ -45,12 +45,8 @@ COHERE2 = Family(
         "position_embedding_type": ("rope_gptj",),
         "rotary_pct": (1.0,),
     },
-    # transformers computes the head dim, whatever the file says
     ignored_keys=frozenset(
-        {
-            *("head_dim", "layer_switch", "order_of_interleaved_layers", "use_embedding_sharing"),
-            "use_parallel_embedding",
-        }
+        {"layer_switch", "order_of_interleaved_layers", "use_embedding_sharing", "use_parallel_embedding"}
     ),
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -19,7 +19,6 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
     read_layer_types,
 )
-from zoo.models.hf.config import ConfigError
 from zoo.models.hf.spec import Config, Family
 
 from . import llama, olmo2
@@ -40,15 +39,10 @@ def make_exaone4_mixers(config: Config) -> list[Callable[..., Attention]]:
 
 
 def _list_default_types(config: Config) -> list[str]:
-    """Return the default `layer_types`. The pattern may be a word, "LLLG", in files that have the types, too."""
+    """Return the default `layer_types`."""
     if config["sliding_window"] is None:
         return ["full_attention"] * config["num_hidden_layers"]
-    if isinstance(config["sliding_window_pattern"], str) and config["layer_types"] is None:
-        raise ConfigError(
-            f"sliding_window_pattern = {config['sliding_window_pattern']!r} is no number, and no layer_types say which "
-            "layers have a window"
-        )
-    return [] if config["layer_types"] is not None else list_patterned_types(config)
+    return list_patterned_types(config)
 
 
 DEFAULTS = {

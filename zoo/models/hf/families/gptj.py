@@ -51,19 +51,18 @@ GPTJ = Family(
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "hidden_act": "gelu_new",
-        "max_position_embeddings": 2048,
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "rotary_dim": 64,
     },
-    aliases=gpt2.GPT2.aliases,
+    aliases={key: value for key, value in gpt2.GPT2.aliases.items() if key != "n_positions"},
     required_values={
         "tie_word_embeddings": (False,),
         "rotary": (True,),
         "scale_attn_weights": (True,),
         **dict.fromkeys(("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)),  # transformers reads none
     },
-    ignored_keys=gpt2.GPT2.ignored_keys,
+    ignored_keys=gpt2.GPT2.ignored_keys | {"n_positions", "max_position_embeddings"},
     ignored_tensors=gpt2.GPT2.ignored_tensors,
     embedding="transformer.wte",
 )

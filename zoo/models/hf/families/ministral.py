@@ -31,5 +31,4 @@ MINISTRAL = Family(
     names=llama.map_llama_names,
     defaults={**mistral.DEFAULTS, "layer_types": None},
     ignored_tensors=llama.LLAMA.ignored_tensors,
-    describe=llama.describe_dense,
 )

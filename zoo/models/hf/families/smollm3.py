@@ -21,9 +21,10 @@ from . import llama
 
 def _build_smollm3(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, bias, rotary = make_rms_norm_factory(config), config["attention_bias"], build_rotary(config)
-    count, window = config["num_hidden_layers"], config["sliding_window"] if config["use_sliding_window"] else None
-    windows = list_layer_windows(read_layer_types(config, ["full_attention"] * count), window)
+    window = config["sliding_window"] if config["use_sliding_window"] else None
     rotaries = [rotary if turns else None for turns in _list_rotary_layers(config)]
+    default = ["full_attention" if window is None or own else "sliding_attention" for own in rotaries]
+    windows = list_layer_windows(read_layer_types(config, default), window)
     mixers = make_layerwise_attention_factories(config, windows, rotaries, bias=bias, out_bias=bias)
     ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])
     return build_config_decoder(config, [(mixer, ffn) for mixer in mixers], norm, key=key)

@@ -1,0 +1,269 @@
+"""Reference cases of the tests: for each family a tiny config with the options that its files use."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case: the model's family, a note, its config, how it is stored, and further keys of its config on a hub."""
+
+    family: str
+    note: str
+    config: dict[str, Any]
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    shards: str = "1GB"
+    hub: dict[str, Any] = field(default_factory=dict)
+    as_published: bool = False
+    """Store GPT-2's weights as first published: without a prefix, and with the causal mask."""
+    packed: bool = False
+    """Store the experts as MXFP4: their weights are representable, and packed after everything is computed."""
+    amiss: tuple[str, ...] = ()
+    """Suffixes of the checks in which transformers is known to disagree with itself."""
+
+
+def rope(kind: str = "default", theta: float = 1e4, **more: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+def layer_ropes(sliding: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    default = {"rope_type": "default"}
+    return {"rope_parameters": {"sliding_attention": default | sliding, "full_attention": default | full}}
+
+
+GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 17}
+NEOX = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = NEOX | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+MOE = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+DEEPSEEK = MOE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "norm_topk_prob": True}
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 4}
+LATENT = MOE | LATENT | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+PUBLISHED = {"moe_layer_freq": 1, "ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True}  # DeepSeek's files say so
+YARN_4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 32}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
+MULTIPLIERS |= {"residual_multiplier": 0.6, "logits_scaling": 1.7}
+GPT_OSS = SIZES | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
+IN_BLOCKS = {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["full_attention"] * 2}
+MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
+BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
+LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
+NO_MASK = (*BOUNDS, "padleft_vs_unpadded")  # RWKV heeds no mask, and a cache mixes its rows
+CASES = {
+    "llama": Case(
+        "llama", "grouped queries, the three bands of llama3 rope, tied",
+        SIZES | rope("llama3", 500.0, **LLAMA3) | {"head_dim": 6} | TIED, dtype="float32", hub={"pretraining_tp": 1},
+    ),
+    "llama_sharded": Case(
+        "llama", "shards, linear rope, biases everywhere but in the head, untied",
+        SIZES | rope("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True}, shards="5KB",
+    ),
+    "mistral": Case("mistral", "a window of 5 in every layer, untied", SIZES | {"sliding_window": 5}),
+    "qwen2": Case("qwen2", "a window of 5 in the second layer, tied", SIZES | rope(theta=1e6) | WINDOW | TIED),
+    "qwen3": Case("qwen3", "norms of q and k, heads wider than hidden_size says, untied", SIZES | {"head_dim": 6}),
+    "gemma": Case(
+        "gemma", "norms of 1 + w, scaled embeddings, one kv head, tied",
+        SIZES | {"head_dim": 6, "num_key_value_heads": 1}, hub={"hidden_act": "gelu", "hidden_activation": None},
+    ),
+    "gpt2": Case("gpt2", "learned positions, weights stored (in, out), tied", GPT2 | {"n_inner": 20}),
+    "gpt2_hub": Case(
+        "gpt2", "one layer; names without a prefix, a mask among the weights, tied", GPT2 | {"n_layer": 1},
+        hub={"n_ctx": 17, "task_specific_params": {"text-generation": {"max_length": 50}}}, as_published=True,
+    ),
+    "gpt_neox": Case(
+        "gpt_neox", "q, k and v fused by head, half of each head rotated, attention and MLP in parallel, untied",
+        NEOX | rope(theta=100.0, partial_rotary_factor=0.5),
+    ),
+    "mixtral": Case(
+        "mixtral", "two of four experts, renormalized, a window of 5, untied",
+        SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 5},
+    ),
+    "qwen2_moe": Case(
+        "qwen2_moe", "a gated shared expert, not renormalized, a window of 5 in the first layer, untied",
+        MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}
+        | {"use_sliding_window": True, "sliding_window": 5},
+    ),
+    "qwen3_moe": Case(
+        "qwen3_moe", "a dense layer and a mixture, renormalized, heads wider than hidden_size says, tied",
+        MOE | {"num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 6} | TIED,
+        hub={"num_experts": 4},
+    ),
+    "olmoe": Case(
+        "olmoe", "norms over all heads together, values of q, k and v clipped, untied",
+        SIZES | {"num_experts_per_tok": 2, "num_experts": 4, "clip_qkv": 0.8},
+    ),
+    "granitemoe": Case(
+        "granitemoe", "experts of a layer in one tensor, gate and up fused, four multipliers, tied",
+        SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4} | MULTIPLIERS | TIED,
+    ),
+    "dots1": Case(
+        "dots1", "a bias that chooses, the better of two groups, shared experts, a dense layer, a window of 5, untied",
+        DEEPSEEK | {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.5}
+        | {"sliding_window": 5, "max_window_layers": 1},
+    ),
+    "glm4_moe": Case(
+        "glm4_moe",
+        "a bias that chooses, half of each head rotated, norms and biases of q and k, a dense layer, untied",
+        DEEPSEEK | {"use_qk_norm": True, "attention_bias": True, "head_dim": 8, "n_shared_experts": 1}
+        | rope(partial_rotary_factor=0.5),
+    ),
+    "ernie4_5_moe": Case(
+        "ernie4_5_moe", "softmax scores and a bias that chooses, interleaved rope, shared experts, a dense layer, tied",
+        SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12} | TIED,
+    ),
+    "deepseek_v2": Case(
+        "deepseek_v2", "latent attention, yarn with mscale_all_dim, the better of two groups, a dense layer, tied",
+        LATENT | rope("yarn", **YARN) | {"q_lora_rank": None, "topk_method": "group_limited_greedy"}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7} | TIED,
+        hub={"scoring_func": "softmax", **PUBLISHED},
+    ),
+    "deepseek_v3": Case(
+        "deepseek_v3", "latent attention with latents of queries and biases, half-split rope, a dense layer, untied",
+        LATENT | {"q_lora_rank": 8, "attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
+        dtype="float32", hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
+    ),
+    "gpt_oss": Case(
+        "gpt_oss", "sinks, a window of 5 in the first layer, a clamp that is reached, gate and up interleaved, untied",
+        GPT_OSS | {"swiglu_limit": 0.6},
+        hub={"initial_context_length": 4096, "experts_per_token": 2},
+    ),
+    "gpt_oss_mxfp4": Case(
+        "gpt_oss", "experts stored as MXFP4, no window, yarn that is not rounded to whole pairs, tied",
+        GPT_OSS | IN_BLOCKS | {"swiglu_alpha": 1.4} | TIED
+        | rope("yarn", 5e4, factor=4.0, truncate=False, original_max_position_embeddings=32), packed=True,
+    ),
+    "mamba": Case(
+        "mamba", "a state of 3 a channel, steps of rank 2, biases everywhere, tied",
+        MAMBA | {"state_size": 3, "time_step_rank": 2, "use_bias": True},
+        hub={"d_model": 16, "d_inner": 32, "n_layer": 2, "ssm_cfg": {}, "rms_norm": True, "fused_add_norm": True}
+        | {"pad_vocab_size_multiple": 8}, amiss=LEAKS,
+    ),
+    "falcon_mamba": Case(
+        "falcon_mamba", "norms without weights on steps, B and C, untied",
+        MAMBA | {"state_size": 3, "mixer_rms_eps": 0.01, "tie_word_embeddings": False},
+    ),
+    "mamba2": Case(
+        "mamba2", "two groups of two heads, chunks of 4, bounds of steps that are reached, untied",
+        MAMBA | {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
+        | {"time_step_limit": [0.01, 0.05]}, amiss=BOUNDS,
+    ),
+    "mamba2_tied": Case(
+        "mamba2", "one group, no bounds of steps, a convolution of 3 without a bias, tied",
+        MAMBA | {"state_size": 4, "num_heads": 2, "head_dim": 16, "n_groups": 1, "conv_kernel": 3}
+        | {"use_conv_bias": False} | TIED, dtype="float32", hub={"norm_before_gate": True, "rms_norm": True},
+    ),
+    "rwkv": Case(
+        "rwkv", "RWKV-4, a feed-forward part not much wider than the stream, untied",
+        MAMBA | {"intermediate_size": 20}, hub={"context_length": 64}, amiss=NO_MASK,
+    ),
+    "arcee": Case(
+        "arcee", "an MLP without a gate, ReLU squared, biases, linear rope, tied",
+        SIZES | rope("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True} | TIED,
+    ),
+    "cohere": Case(
+        "cohere", "attention and MLP in parallel, norms without bias, interleaved rope, scaled logits, biases, tied",
+        SIZES | {"logit_scale": 0.4, "attention_bias": True} | TIED,
+    ),
+    "cohere2": Case(
+        "cohere2", "a window of 5 with rope in the first layer, none in the second, heads of 6, tied",
+        SIZES | MIXED | {"logit_scale": 0.4, "head_dim": 6} | TIED,
+    ),
+    "ernie4_5": Case("ernie4_5", "interleaved rope, biases, untied", SIZES | {"use_bias": True, **UNTIED}),
+    "exaone4": Case(
+        "exaone4", "norms after the sublayers, norms of q and k, a window of 5 with rope, full attention without, tied",
+        SIZES | MIXED | TIED,
+    ),
+    "exaone_moe": Case(
+        "exaone_moe", "a dense layer with a window of 5, a mixture without, the better of two groups, untied",
+        MOE | MIXED | {"num_experts": 4, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]}
+        | {"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+    ),
+    "gemma2": Case(
+        "gemma2", "norms before and after, soft caps that are reached, a window of 5 in the first layer, tied",
+        SIZES | MIXED | {"head_dim": 6, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 1.5}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "gemma3_text": Case(
+        "gemma3_text", "a window of 5 in the first layer, with a rope base of its own, norms of q and k, tied",
+        SIZES | MIXED | {"head_dim": 6, "query_pre_attn_scalar": 9, "final_logit_softcapping": 3.0}
+        | layer_ropes({"rope_theta": 100.0}, {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}),
+        hub={"rope_theta": 1e4, "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "glm": Case(
+        "glm", "half of each head rotated, interleaved, gate and up fused, no biases, tied",
+        SIZES | rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": False} | TIED,
+    ),
+    "glm4": Case(
+        "glm4", "norms before and after, half of each head rotated, interleaved, biases of q, k and v, untied",
+        SIZES | rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": True},
+    ),
+    "glm4_moe_lite": Case(
+        "glm4_moe_lite", "latent attention without latents of queries, half-split rope, two groups, biases, untied",
+        LATENT | {"q_lora_rank": None, "rope_interleave": False, "mlp_layer_types": ["dense", "sparse"]}
+        | {"n_shared_experts": 1, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "gptj": Case(
+        "gptj", "attention and MLP in parallel after one norm, 4 of 8 channels rotated, interleaved, a head with bias",
+        GPT2 | {"n_inner": 20, "rotary_dim": 4, "activation_function": "relu"},
+    ),
+    "granite": Case(
+        "granite", "four multipliers, biases, tied",
+        SIZES | MULTIPLIERS | {"attention_bias": True, "mlp_bias": True} | TIED,
+    ),
+    "granitemoeshared": Case(
+        "granitemoeshared", "a shared MLP beside the experts, four multipliers, tied",
+        SIZES | MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 12} | TIED,
+    ),
+    "hy_v3": Case(
+        "hy_v3", "norms of q and k, a dense layer, a bias that chooses, a shared expert, scaled experts, tied",
+        MOE | {"num_experts": 4, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"], "head_dim": 6}
+        | {"router_scaling_factor": 1.5} | TIED,
+    ),
+    "minimax_m2": Case(
+        "minimax_m2", "a norm over all heads of q and of k, half of each head rotated, a bias that chooses, tied",
+        SIZES | rope(partial_rotary_factor=0.5) | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        | TIED,
+    ),
+    "ministral": Case(
+        "ministral", "a window of 5 in the first layer, heads of 6, tied", SIZES | MIXED | {"head_dim": 6} | TIED,
+    ),
+    "nanochat": Case(
+        "nanochat", "norms without weights, on q and k after the rotation too, ReLU squared, capped logits, untied",
+        SIZES | {"final_logit_softcapping": 3.0, "attention_bias": True},
+    ),
+    "nemotron": Case(
+        "nemotron", "LayerNorms of 1 + w, an MLP without a gate, half of each head rotated, biases, untied",
+        SIZES | rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    ),
+    "olmo": Case("olmo", "norms without weights, nothing clipped, tied", SIZES | {"clip_qkv": None} | TIED),
+    "olmo2": Case("olmo2", "norms after the sublayers, norms over all heads, tied", SIZES | TIED),
+    "olmo3": Case(
+        "olmo3", "a window of 5 in the first layer, yarn in the second, norms after the sublayers, untied",
+        SIZES | MIXED | layer_ropes({"rope_theta": 5e5}, YARN_4 | {"rope_theta": 5e5}), hub={"rope_scaling": YARN_4},
+    ),
+    "phi": Case(
+        "phi", "attention and MLP in parallel after one norm, half of each head rotated, biases, untied",
+        SIZES | rope(partial_rotary_factor=0.5),
+    ),
+    "phi3": Case("phi3", "q, k and v fused, gate and up fused, no window, untied", SIZES),
+    "phi3_window": Case(
+        "phi3", "half of each head rotated, a window of 5, tied",
+        SIZES | rope(partial_rotary_factor=0.5) | {"sliding_window": 5} | TIED,
+    ),
+    "seed_oss": Case(
+        "seed_oss", "biases of the output and the MLP too, heads of 6, tied",
+        SIZES | {"head_dim": 6, "attention_out_bias": True, "mlp_bias": True} | TIED,
+    ),
+    "smollm3": Case(
+        "smollm3", "rope in the first layer alone, a window of 5 there, biases, tied",
+        SIZES | MIXED | {"no_rope_layers": [1, 0], "use_sliding_window": True, "attention_bias": True} | TIED,
+    ),
+    "starcoder2": Case(
+        "starcoder2", "LayerNorms, an MLP without a gate, no biases, no window, untied",
+        SIZES | {"use_bias": False, "sliding_window": None} | UNTIED,
+    ),
+}  # fmt: skip
