@@ -48,19 +48,34 @@ DECODED = (*(folder.name for folder in FIXTURES.iterdir()), "llama_dynamic", "mi
 """Cases that decode without `-m slow`: every family, and what differs in a cache."""
 
 
-REPEATED = {
-    *("falcon_mamba_base", "gemma_base", "gpt2_base", "gpt_oss_base", "llama3_rope", "llama_linear", "mamba_base"),
-    *("mistral_swa", "mixtral_base", "neox_parallel", "olmoe_clip", "qwen2_tied"),
+QUICK = {
+    *(
+        "llama_dynamic",
+        "llama_yarn",
+        "llama_fp16_sharded",
+        "qwen2_untied_gqa8",
+        "mixtral_top1_tied",
+        "qwen3_moe_sparse",
+    ),
+    *("deepseek_v2_yarn", "phi3_longrope", "gemma3_5to1", "gemma2_usual_caps"),
 }
-"""Slow cases: each of their options that is no size or rate is in another case of the family."""
+"""Reference cases that compute otherwise than the fixtures of their family, or are stored otherwise. The others are run
+by `pytest -m slow tests/weights/test_parity.py`."""
+
+
+SWITCHES = {"phi3_longrope": 24}
+"""Length from which a case rotates by other factors. PyTorch's tokens are those of a forward pass each, which switches
+between two tokens; a cache keeps the factors of its whole length."""
 
 
 def list_cases(quick: tuple[str, ...] | None = None) -> list:
-    """All cases as parameters, those in REPEATED marked slow; with `quick`, all that it does not name."""
+    """All cases as parameters. Quick are fixtures and the references in QUICK; with `quick`, those that it names."""
     roots = [FIXTURES, *([Path(PARITY) / folder for folder in ("models", "models_more")] if PARITY else [])]
     folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
     ours = [folder for folder in folders if read(folder / "config.json")["model_type"] in zoo.families()]
-    is_quick = lambda folder: folder.name not in REPEATED if quick is None else folder.name in quick
+    is_quick = lambda folder: (
+        folder.parent == FIXTURES or folder.name in QUICK if quick is None else folder.name in quick
+    )
     marks = lambda folder: () if is_quick(folder) else pytest.mark.slow
     return [pytest.param(folder, id=folder.name, marks=marks(folder)) for folder in ours]
 
@@ -88,7 +103,8 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     assert routed == {line.name for line in report.comparisons if line.name.startswith("router_logits.")}
 
     loaded = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
-    check_padding_changes_no_logits(model, expected, read(folder / "config.json").get("router_aux_loss_coef", 0.0))
+    balance = read(folder / "config.json").get("router_aux_loss_coef", 0.0)
+    check_padding_changes_no_logits(model, expected, balance, switches=folder.name in SWITCHES)
     check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
     if folder.parent == FIXTURES:  # once per family, since `compare` checks the gradients of every case
         check_saved_gradients(model, expected, tmp_path / "gradients")
@@ -99,6 +115,7 @@ def test_greedy_decoding_matches_pytorch(folder: Path):
     """With caches and states; that of the slow cases is compared as one forward pass in `test_parity_with_pytorch`."""
     expected = read_expectations(folder / "expected.safetensors")
     prompts, mask, wanted = read_generations(expected)
+    wanted = wanted[:, : SWITCHES.get(folder.name, 10**6) - prompts.shape[1]]
     new = zoo.generate(
         zoo.load(folder, dtype=jnp.float32),
         jnp.asarray(prompts),
@@ -140,7 +157,9 @@ def check_hub_config_loads_the_same_model(folder: Path, copy: Path) -> zoo.model
     return new
 
 
-def check_padding_changes_no_logits(model: zoo.models.Decoder, expected: dict, balance: float) -> None:
+def check_padding_changes_no_logits(
+    model: zoo.models.Decoder, expected: dict, balance: float, *, switches: bool = False
+) -> None:
     """Rows without padding, padded left and padded right, in one batch, so that the longest row is as long as before.
 
     The routing of the rows without padding also gives PyTorch's auxiliary loss of a mixture of experts. Where PyTorch's
@@ -150,7 +169,7 @@ def check_padding_changes_no_logits(model: zoo.models.Decoder, expected: dict, b
     rows = [expected["input_ids"], expected["padleft.input_ids"], expected["padright.input_ids"]]
     masks = [np.ones_like(rows[0]), expected["padleft.attention_mask"], expected["padright.attention_mask"]]
     num_rows, (prompts, prompt_mask, generated) = len(rows[0]), read_generations(expected)
-    if prompts.shape[1] + generated.shape[1] == rows[0].shape[1]:
+    if prompts.shape[1] + generated.shape[1] == rows[0].shape[1] and not switches:
         rows.append(np.concatenate([prompts, generated], 1))
         masks.append(np.concatenate([prompt_mask, np.ones_like(generated)], 1))
     tokens, mask = np.concatenate(rows), np.concatenate(masks) > 0

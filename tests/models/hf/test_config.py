@@ -74,6 +74,7 @@ ANOTHER = {
     "mlp_layer_types": ["sparse", "dense", "sparse"],
     "rotary_dim": 8,
     "no_rope_layers": [1, 0, 1],
+    "no_rope_layer_interval": 2,
     "attn_logit_softcapping": 3.0,
     "final_logit_softcapping": 5.0,
 }

@@ -104,8 +104,8 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
             elif canonical in read_from and given[read_from[canonical]] != value:
                 errors.append(f"{key} and {read_from[canonical]} are two words for one thing and say different things")
             else:
-                is_float = isinstance(family.defaults[canonical], float) and value is not None
-                config[canonical] = float(value) if is_float else value
+                is_float = isinstance(family.defaults[canonical], float)
+                config[canonical] = float(value) if is_float and value is not None else value
                 read_from[canonical] = key
         elif key not in known and value is not None:
             suggestion = suggest_nearest(key, known)

@@ -2,11 +2,9 @@
 interleaved RoPE, and scaled logits of a tied head."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import LayerNorm
 from zoo.models.build import MixerFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
@@ -30,7 +28,7 @@ def _build_cohere(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 def build_cohere_layers(config: Config, mixers: Sequence[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
     """Build Cohere's layers with these mixers."""
-    norm: partial[LayerNorm] = make_layer_norm_factory(config, bias=False)
+    norm = make_layer_norm_factory(config, bias=False)
     ffn, options = make_gated_mlp_factory(config), {"logits_multiplier": config["logit_scale"]}
     layers = [(mixer, ffn) for mixer in mixers]
     return build_config_decoder(config, layers, norm, block=make_one_norm_block, key=key, **options)

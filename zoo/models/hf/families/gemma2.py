@@ -1,6 +1,8 @@
 """Gemma 2 (Gemma team, arXiv:2408.00118): Gemma's layer with norms before and after each sublayer, soft caps of
 attention scores and logits, and a sliding window in every other layer."""
 
+from collections.abc import Sequence
+
 from jaxtyping import Array, Key
 
 from zoo.models.build import MixerFactory
@@ -34,7 +36,7 @@ def read_score_options(config: Config) -> dict:
     return {**options, "scale": scale, "soft_cap": soft_cap}
 
 
-def build_sandwich_decoder(config: Config, mixers: list[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
+def build_sandwich_decoder(config: Config, mixers: Sequence[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
     """Build Gemma's layers with these mixers and norms before and after each sublayer."""
     norm, ffn = make_rms_norm_factory(config, offset=1.0), make_gated_mlp_factory(config)
     layers, block = [(mixer, ffn) for mixer in mixers], make_sandwich_block(norm)
