@@ -31,6 +31,22 @@ def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens")
         check_ids(tokens, vocab, name=name)
 
 
+def check_images(images: Any) -> None:
+    """Check that `images` are floating point, of dims "batch channels height width".
+
+    **Raises** `TypeError` for another type or dtype, and `ValueError` for other dims.
+    """
+    if not hasattr(images, "shape") or not hasattr(images, "dtype"):
+        raise TypeError(f'images: an array "batch channels height width" was expected, not {type(images).__name__}')
+    if not jax.numpy.issubdtype(images.dtype, np.floating):
+        raise TypeError(f"images: normalized pixels in floating point were expected, not {images.dtype}")
+    if len(images.shape) != 4:
+        hint = ": images[None] is a batch of one" if len(images.shape) == 3 else ""
+        raise ValueError(
+            f'images: an array of dims "batch channels height width" was expected, not of shape {images.shape}{hint}'
+        )
+
+
 def check_ids(ids: Any, vocab: int, *, name: str, negative: bool = False) -> None:
     """Check that ids are in the vocabulary, if their values can be read; `negative` ones may be allowed.
 

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -68,11 +69,17 @@ SWITCHES = {"phi3_longrope": 24}
 between two tokens; a cache keeps the factors of its whole length."""
 
 
-def list_cases(quick: tuple[str, ...] | None = None) -> list:
-    """All cases as parameters. Quick are fixtures and the references in QUICK; with `quick`, those that it names."""
+def list_case_folders(*, images: bool = False) -> list[Path]:
+    """All cases of tokens, or those of images."""
     roots = [FIXTURES, *([Path(PARITY) / folder for folder in ("models", "models_more")] if PARITY else [])]
     folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
     ours = [folder for folder in folders if read(folder / "config.json")["model_type"] in zoo.families()]
+    return [folder for folder in ours if (read(folder / "meta.json").get("kind") in ("image", "features")) == images]
+
+
+def list_cases(quick: tuple[str, ...] | None = None) -> list:
+    """All cases as parameters. Quick are fixtures and the references in QUICK; with `quick`, those that it names."""
+    ours = list_case_folders()
     is_quick = lambda folder: (
         folder.parent == FIXTURES or folder.name in QUICK if quick is None else folder.name in quick
     )
@@ -148,7 +155,7 @@ def test_hidden_states_match_pytorch(folder: Path):
         assert relative_error(state, expected[f"hidden_states.{number}"]) <= TOLERANCE, number
 
 
-def check_hub_config_loads_the_same_model(folder: Path, copy: Path) -> zoo.models.Decoder:
+def check_hub_config_loads_the_same_model(folder: Path, copy: Path) -> Any:
     shutil.copytree(folder, copy)
     shutil.copyfile(folder / "config_hub.json", copy / "config.json")
     new, old = zoo.load(folder), zoo.load(copy)
@@ -208,7 +215,7 @@ def read_generations(expected: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return prompts, mask, np.concatenate([expected["generate.tokens"], expected["generate_padleft.tokens"]])
 
 
-def check_saved_files_equal_loaded_files(model: zoo.models.Decoder, folder: Path, copy: Path) -> None:
+def check_saved_files_equal_loaded_files(model: Any, folder: Path, copy: Path) -> None:
     if "quantization_config" in read(folder / "config.json"):
         model = zoo.load(folder, packed=True)
     zoo.save(jax.tree.map(np.asarray, model), copy)  # slices of numpy arrays are not compiled for each shape

@@ -5,6 +5,7 @@ from .attention import Attention
 from .convolution import ConvState, ShortConvolution
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding
+from .image_pooling import AbstractImagePooler, AttentionPooler, ClassTokenPooler, DensePooler
 from .kv_cache import KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
 from .linear import Linear
@@ -13,6 +14,7 @@ from .moe.mixture import MixtureOfExperts
 from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
 from .moe.routing import Routing, RoutingSums
 from .norm import LayerNorm, RMSNorm
+from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
 from .quantized.fp8 import AmaxHistory, FP8Linear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .quantized.packed import AbstractPackedLinear
@@ -42,6 +44,7 @@ __all__ = [
     "RWKV7",
     "AbstractEmbedding",
     "AbstractFeedForward",
+    "AbstractImagePooler",
     "AbstractLinear",
     "AbstractMixer",
     "AbstractNorm",
@@ -49,10 +52,13 @@ __all__ = [
     "AbstractRouter",
     "AmaxHistory",
     "Attention",
+    "AttentionPooler",
     "BiasedRouter",
     "ClampedGatedMLP",
+    "ClassTokenPooler",
     "ConvState",
     "DeltaNet",
+    "DensePooler",
     "Dropout",
     "Embedding",
     "FP8Linear",
@@ -63,6 +69,7 @@ __all__ = [
     "GatedLinearAttention",
     "GatedMLP",
     "HeadNorm",
+    "ImageEmbedding",
     "Int8Linear",
     "KeyValueCache",
     "KimiDeltaAttention",
@@ -79,6 +86,8 @@ __all__ = [
     "MambaState",
     "MixtureOfExperts",
     "NF4Linear",
+    "PatchEmbedding",
+    "PatchPositions",
     "PositionEmbedding",
     "RMSNorm",
     "RWKV4ChannelMixing",

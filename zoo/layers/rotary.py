@@ -1,8 +1,10 @@
-"""RoPE in mixers: cos and sin at the positions of the tokens, for scalings that may depend on the sequence length."""
+"""RoPE in mixers: cos and sin at the positions of tokens, for scalings that may depend on the sequence length, and at
+the coordinates of patches."""
 
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from zoo.ops.axial_rotary import AxialRotary
 from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary
 from zoo.parallel import num_shards, reduce
 from zoo.shapes import HiddenStates
@@ -16,20 +18,26 @@ _Angles = Float[Array, "*batch seq pairs"]
 
 
 def compute_cos_sin(
-    rotary: Rotary, x: HiddenStates, info: TokenInfo, length: int | None = None
+    rotary: Rotary | AxialRotary, x: HiddenStates, info: TokenInfo, length: int | None = None
 ) -> tuple[_Angles, _Angles]:
     """Return cos and sin of the RoPE angles of each token.
 
     A length-dependent scaling uses `length`, that of the KV cache, or else the length of the longest row.
+
+    **Raises** `ValueError` for an `AxialRotary` and tokens without coordinates.
     """
+    if isinstance(rotary, AxialRotary):
+        if info.coordinates is None:
+            raise ValueError("two-dimensional RoPE needs the coordinates of patches, which zoo.models.ImageEncoder has")
+        return rotary(info.coordinates)
     if length is None and isinstance(rotary.scaling, _LENGTH_DEPENDENT):
         return rotary(token_positions(x, info), length=_max_row_length(x, info))
     return rotary(token_positions(x, info), length=length)
 
 
-def rope_stable_length(rotary: Rotary | None) -> int | None:
+def rope_stable_length(rotary: Rotary | AxialRotary | None) -> int | None:
     """The longest sequence for which RoPE does not depend on the total length. None if it never does."""
-    scaling = None if rotary is None else rotary.scaling
+    scaling = rotary.scaling if isinstance(rotary, Rotary) else None
     return scaling.original_length if isinstance(scaling, _LENGTH_DEPENDENT) else None
 
 

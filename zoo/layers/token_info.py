@@ -1,10 +1,11 @@
 """Positions, segment ids and PRNG keys of a batch, as passed to every mixer."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from zoo._checks import check_batch_keys
 from zoo.parallel import Module, current_mesh, shard_offset
@@ -25,13 +26,15 @@ class TokenInfo(Module):
     document."""
     keys: Key[Array, "batch"] | None = None
     """One PRNG key per row; None at inference."""
+    coordinates: Float[Array, "batch seq 2"] | None = None
+    """Row and column of each patch of an image, for `zoo.ops.axial_rotary`; (0, 0) for other tokens."""
 
     def fold_keys(self, number: int | Int[Array, ""]) -> "TokenInfo":
         """Fold a number, such as that of a layer, into the PRNG keys."""
         if self.keys is None:
             return self
         keys = jax.vmap(jax.random.fold_in, (0, None))(self.keys, number)
-        return type(self)(self.positions, self.segment_ids, keys)
+        return dataclasses.replace(self, keys=keys)
 
 
 def token_positions(x: HiddenStates | Tokens, info: TokenInfo) -> Int[Array, "*batch seq"]:
@@ -67,11 +70,17 @@ def token_info(
         positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
     elif segment_ids is not None and positions is None:
         positions = pack_positions(segment_ids)
-    if key is not None and key.ndim == 0:
-        if current_mesh() is not None:
-            raise ValueError("inside zoo.spmd keys are one per row: pass on the `key` that the loss was given")
-        key = jax.random.split(key, tokens.shape[0])
-    return TokenInfo(positions, segment_ids, key)
+    return TokenInfo(positions, segment_ids, split_row_keys(key, tokens.shape[0]))
+
+
+def split_row_keys(key: Key[Array, "..."] | None, rows: int) -> Key[Array, "batch"] | None:
+    """Split a single PRNG key into one per row; keys that are one per row pass through. **Raises** `ValueError` for a
+    single key inside `zoo.spmd`, where a device has some of the rows."""
+    if key is None or key.ndim:
+        return key
+    if current_mesh() is not None:
+        raise ValueError("inside zoo.spmd keys are one per row: pass on the `key` that the loss was given")
+    return jax.random.split(key, rows)
 
 
 def batch_token_info(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> TokenInfo:

@@ -2,10 +2,12 @@
 
 from zoo.layers.token_info import batch_token_info, pack_positions, token_info
 
-from .blocks import MixerBlock, ParallelBlock, TwoMixerBlock
+from .blocks import LayerScaleBlock, MixerBlock, ParallelBlock, TwoMixerBlock
 from .build import build_decoder
 from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
 from .hf.spec import Family, TensorMapping, fused, prefixed
+from .image import ImageEncoder, build_image_encoder, classification_loss
+from .image_heads import ClassificationHead, FeatureHead, ImageFeatures
 from .implementations import set_implementations
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loop import Loop
@@ -44,15 +46,20 @@ __all__ = [
     "XLSTM",
     "AbstractStack",
     "Block",
+    "ClassificationHead",
     "Decoder",
     "DeltaNet",
     "Family",
+    "FeatureHead",
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "Griffin",
     "Hidden",
     "Hybrid",
+    "ImageEncoder",
+    "ImageFeatures",
     "KimiLinear",
+    "LayerScaleBlock",
     "LightningTransformer",
     "LinearTransformer",
     "Loop",
@@ -72,6 +79,8 @@ __all__ = [
     "balance_loss",
     "batch_token_info",
     "build_decoder",
+    "build_image_encoder",
+    "classification_loss",
     "count_active_parameters",
     "cross_entropy",
     "cross_entropy_and_routing",

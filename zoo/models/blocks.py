@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, TokenInfo
 from zoo.layers.abstract import run_mixer
@@ -98,6 +99,29 @@ class SandwichBlock(AbstractBlock):
         hidden = hidden.add_residual(self.dropout(self.mixer_post_norm(mixed), info, site=0))
         fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
         return hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing), state
+
+
+class LayerScaleBlock(AbstractBlock):
+    """x + mixer_scale * mixer(norm(x)), then x + ffn_scale * ffn(norm(x)): a pre-norm layer with one learned scale per
+    feature of each residual branch (LayerScale, Touvron et al., arXiv:2103.17239, section 2)."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = named_by_class()
+    mixer_scale: Float[Array, "embed"]
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    ffn_scale: Float[Array, "embed"]
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
+        hidden = hidden.add_residual(self.mixer_scale * self.dropout(mixed, info, site=0))
+        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed = checkpoint_name(fed, "ffn_output")
+        return hidden.add_residual(self.ffn_scale * self.dropout(fed, info, site=1), routing), state
 
 
 class ParallelBlock(AbstractBlock):

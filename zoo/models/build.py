@@ -58,12 +58,6 @@ def build_decoder(
     - `hidden_states_skip_embedding`: see `Decoder`.
     """
 
-    def make_block(mixer: MixerFactory, ffn: FeedForwardFactory | None, key: Key[Array, ""]) -> AbstractBlock:
-        mixer_key, ffn_key = jax.random.split(key)
-        parts = {"mixer": mixer(key=mixer_key), "mixer_norm": norm(), "dropout": Dropout(dropout)}
-        return MixerBlock(**parts) if ffn is None else block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **parts)
-
-    factories = {pair: partial(make_block, *pair) for pair in dict.fromkeys(layers)}  # equal layers share one object
     embedding_key, stack_key, head_key = jax.random.split(key, 3)
     position_key = jax.random.fold_in(embedding_key, 1)
     deviation = embed**-0.5
@@ -72,7 +66,7 @@ def build_decoder(
         position_embedding=PositionEmbedding(positions, embed, scale=deviation, key=position_key)
         if positions
         else None,
-        stack=Stack([factories[pair] for pair in layers], remat=remat, loop=loop, key=stack_key),
+        stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
         embedding_norm=None if embedding_norm is None else embedding_norm(),
         norm=norm() if final_norm is None else final_norm(),
         head=None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), bias=head_bias, key=head_key),
@@ -81,3 +75,24 @@ def build_decoder(
         soft_cap=None if soft_cap is None else float(soft_cap),
         hidden_states_skip_embedding=hidden_states_skip_embedding,
     )
+
+
+def build_stack(
+    layers: Sequence[LayerFactories],
+    norm: Callable[[], AbstractNorm],
+    *,
+    block: Callable[..., AbstractBlock],
+    dropout: float,
+    remat: Remat,
+    loop: Loop,
+    key: Key[Array, ""],
+) -> Stack:
+    """Build the layers of a model. Arguments are those of `build_decoder`."""
+
+    def make_block(mixer: MixerFactory, ffn: FeedForwardFactory | None, key: Key[Array, ""]) -> AbstractBlock:
+        mixer_key, ffn_key = jax.random.split(key)
+        parts = {"mixer": mixer(key=mixer_key), "mixer_norm": norm(), "dropout": Dropout(dropout)}
+        return MixerBlock(**parts) if ffn is None else block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **parts)
+
+    factories = {pair: partial(make_block, *pair) for pair in dict.fromkeys(layers)}  # equal layers share one object
+    return Stack([factories[pair] for pair in layers], remat=remat, loop=loop, key=key)

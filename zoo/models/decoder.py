@@ -53,7 +53,7 @@ LayerStates = tuple[Any, ...]
 RoutingDetail = Literal["rows", "tokens"]
 """Routing decisions that a stack hands out: their sums over each row, or also those of every token."""
 
-_EMBEDDING_DROPOUT_SITE = 2**32 - 1
+EMBEDDING_DROPOUT_SITE = 2**32 - 1
 """Dropout site of the embedding. Layers fold their number into the keys, and no layer's number is as large."""
 _FIRST_LINEAR_SITE = 2**16
 """First dropout site of a block's linear layers. The sites below it are the block's own dropout."""
@@ -256,7 +256,7 @@ class Decoder(Module):
             x = x + gather(self.position_embedding)(positions)
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
-        return Hidden(self.dropout(x, info, site=_EMBEDDING_DROPOUT_SITE))
+        return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         """Return the logits of normalized hidden states. If the vocabulary is sharded, those of this device's shard."""

@@ -15,6 +15,7 @@ from zoo.parallel.tokens import replicate_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 from .decoder import AbstractBlock, Decoder, UnrolledStack, find_checkable_vocab
+from .image import ImageEncoder
 from .loss import token_losses
 from .stack import Stack
 
@@ -49,7 +50,7 @@ def _compute_hidden_states(model: Decoder, tokens: Tokens, info: TokenInfo) -> t
     return tuple(map(replicate_tokens, states))
 
 
-def unstack_blocks(model: Decoder) -> tuple[AbstractBlock, ...]:
+def unstack_blocks(model: Decoder | ImageEncoder) -> tuple[AbstractBlock, ...]:
     """Return the block of each layer. **Raises** `TypeError` for a stack that is no `Stack` or `UnrolledStack`."""
     layers = model.stack.unstack() if isinstance(model.stack, Stack) else model.stack
     if not isinstance(layers, UnrolledStack):

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from zoo.models import Decoder
 from zoo.models.hf.config import is_mxfp4
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family
 from zoo.parallel import Mesh
 
 from .load import read_parameters
-from .resolve import CONFIG_NAME, find_family, resolve_checkpoint
+from .resolve import CONFIG_NAME, LoadedModel, find_family, resolve_checkpoint
 from .safetensors import DTYPES, CheckpointError, LazyTensor, read_json
 
 
@@ -28,7 +27,7 @@ def from_torch(
     dtype: Any = None,
     family: Family | None = None,
     ignore: Collection[str] = (),
-) -> Decoder:
+) -> LoadedModel:
     """Convert a PyTorch module or state dict into a model.
 
     - `weights`: a `torch.nn.Module` of transformers, or its state dict.

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from zoo.models import Decoder
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import iterate_indices
 from zoo.ops.quantized.mxfp4 import NAN_SCALE
@@ -20,7 +19,7 @@ from zoo.parallel.rounds import split_rounds
 
 from .packed import SCALES_SUFFIX
 from .plan import plan
-from .resolve import Checkpoint, open_checkpoint
+from .resolve import Checkpoint, LoadedModel, open_checkpoint
 from .safetensors import CheckpointError, LazyTensor
 
 _ALIGNMENT = 64  # bytes; JAX takes a CPU buffer without a copy if its address is a multiple of this
@@ -36,7 +35,7 @@ def load(
     family: Family | None = None,
     ignore: Collection[str] = (),
     packed: bool = False,
-) -> Decoder:
+) -> LoadedModel:
     """Load the model in a Hugging Face directory: `config.json`, and safetensors in one file or in shards.
 
     - `mesh`: shard the model over this mesh, its layers in the rounds of the layout; each device reads its own shards
@@ -60,7 +59,7 @@ def load(
     return read_parameters(open_checkpoint(directory, family, ignore, packed), mesh, dtype)
 
 
-def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Decoder:
+def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> LoadedModel:
     """Read a resolved checkpoint's parameters into its model, on one device or sharded over `mesh`."""
     tensor_plans, tensors, location = checkpoint.tensor_plans, checkpoint.tensors, checkpoint.location
     if checkpoint.tied is not None:

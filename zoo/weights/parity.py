@@ -15,19 +15,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from zoo.layers import Routing, TokenInfo
-from zoo.models import Decoder, Hidden, cross_entropy
+from zoo.models import Decoder, ImageEncoder, ImageFeatures, classification_loss, cross_entropy
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
 from zoo.parallel import array_fields, make_mesh, place, value_and_grad
 from zoo.parallel.module import NAMED_BY_CLASS
 
+from .activations import Activations, run_decoder, run_image_encoder
 from .load import load
 from .packed import BLOCKS_SUFFIX
 from .plan import plan
+from .resolve import LoadedModel
 from .safetensors import CheckpointError, open_safetensors
 from .save import export_tensors, read_name_map
 
@@ -85,98 +86,60 @@ def compare(
 ) -> ParityReport:
     """Compare the model in a directory with results of PyTorch.
 
-    - `expected`: `input_ids`, and any of `logits`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that
-      has a router, "tokens experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and
-      `bfloat16.hidden_states.N`.
+    - `expected`: `input_ids` or, for images, `pixel_values` and `labels`; and any of `logits`, `last_hidden_state`,
+      `pooler_output`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that has a router, "tokens
+      experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`.
     - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
       and its gradient is that of the dequantized matrix.
     - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
 
-    **Raises** `CheckpointError` as `load` does, and for expectations without `input_ids`.
+    The loss is the mean next-token cross-entropy; of images, that over `labels`, or `feature_loss` without labels.
+
+    **Raises** `CheckpointError` as `load` does, and for expectations without the inputs of the model.
     """
-    if "input_ids" not in expected:
-        raise CheckpointError("expectations need input_ids: the tokens that the other results were computed from")
-    tokens = jnp.asarray(expected["input_ids"])
     load_as = partial(load, directory, family=family, packed=packed)
     model = load_as(dtype=jnp.float32)
+    kind = _IMAGES if isinstance(model, ImageEncoder) else _TOKENS
+    if kind.inputs not in expected:
+        raise CheckpointError(f"expectations need {kind.inputs}, which the other results were computed from")
     bfloat16_model = load_as(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
     with jax.default_matmul_precision("highest"):
-        comparisons = [*_compare_activations(model, bfloat16_model, tokens, expected, tolerance)]
-        comparisons += _compare_gradients(model, tokens, expected, gradient_norms or {}, 2 * tolerance)
+        comparisons = [*_compare_activations(kind, model, bfloat16_model, expected, tolerance)]
+        comparisons += _compare_gradients(kind, model, expected, gradient_norms or {}, 2 * tolerance)
     return ParityReport(tuple(comparisons))
 
 
-class _Activations(NamedTuple):
-    """Activations of a forward pass, layer by layer."""
+class _ModelKind(NamedTuple):
+    """The functions that compare one kind of model."""
 
-    hidden_states: list[Array]
-    """As `zoo.hidden_states` counts them."""
-    layers_alone: dict[int, Array]
-    """Output of each layer whose input was given, by the number of its hidden state."""
-    logits: Array
-    router_logits: list[np.ndarray]
-    """One per layer that has a router, "tokens experts"."""
-
-
-def _run_model(model: Decoder, blocks: Sequence[Any], tokens: Any, inputs: Mapping[int, np.ndarray]) -> _Activations:
-    """Run the model layer by layer, and each layer alone on its input of `inputs`, by the number of the hidden state.
-
-    One program is compiled per kind of layer, instead of one for all layers.
-    """
-    skip_embedding = model.hidden_states_skip_embedding
-    outputs, alone, routings = [_embed(model, tokens)], {}, []
-    for layer, block in enumerate(blocks):
-        x, routing = _run_block(block, outputs[-1])
-        outputs.append(x)
-        routings += routing
-        number = layer if skip_embedding else layer + 1
-        if number - 1 in inputs:
-            alone[number] = _run_block(block, jnp.asarray(inputs[number - 1]))[0]
-    last = len(blocks)
-    if skip_embedding:
-        alone |= {last: _run_head(model, jnp.asarray(inputs[last - 1]))[0]} if last - 1 in inputs else {}
-    elif last in alone:
-        alone[last], _ = _run_head(model, alone[last])
-    final, logits = _run_head(model, outputs[-1])
-    states = [*(outputs[1:] if skip_embedding else outputs[:-1]), final]
-    router_logits = [np.asarray(routing.logits).reshape(-1, routing.logits.shape[-1]) for routing in routings]
-    return _Activations(states, alone, logits, router_logits)
-
-
-@eqx.filter_jit
-def _embed(model: Decoder, tokens: Any) -> Array:
-    return model.embed(tokens, TokenInfo()).x
-
-
-@eqx.filter_jit
-def _run_block(block: Any, x: Array) -> tuple[Array, tuple[Routing, ...]]:
-    hidden, _ = block(Hidden(x), TokenInfo())
-    return hidden.x, hidden.decisions
-
-
-@eqx.filter_jit
-def _run_head(model: Decoder, x: Array) -> tuple[Array, Array]:
-    x = model.norm(x)
-    return x, model.logits(x)
+    inputs: str
+    """Name of the inputs in the expectations."""
+    run: Callable[..., Activations]
+    make_loss: Callable[[Mapping[str, np.ndarray]], tuple[Callable, dict[str, np.ndarray]]]
+    """Returns a loss function and its batch."""
 
 
 _unstack_blocks = eqx.filter_jit(unstack_blocks)
 
 
 def _compare_activations(
-    model: Decoder, bfloat16_model: Decoder | None, tokens: Any, expected: Mapping[str, np.ndarray], tolerance: float
+    kind: _ModelKind,
+    model: LoadedModel,
+    bfloat16_model: LoadedModel | None,
+    expected: Mapping[str, np.ndarray],
+    tolerance: float,
 ) -> Iterator[Comparison]:
-    """Compare hidden states, logits and router logits, and each layer alone on PyTorch's input to it."""
-    blocks = _unstack_blocks(model)
+    """Compare hidden states, outputs and router logits, and each layer alone on PyTorch's input to it."""
+    blocks, model_inputs = _unstack_blocks(model), jnp.asarray(expected[kind.inputs])
     inputs = {
         number: expected[f"hidden_states.{number}"]
         for number in range(len(blocks))
         if f"hidden_states.{number}" in expected
     }
-    ours = _run_model(model, blocks, tokens, inputs)
+    ours = kind.run(model, blocks, model_inputs, inputs)
     in_bfloat16 = None
     if bfloat16_model is not None:
-        in_bfloat16 = _run_model(bfloat16_model, _unstack_blocks(bfloat16_model), tokens, {})
+        in_bfloat16 = kind.run(bfloat16_model, _unstack_blocks(bfloat16_model), model_inputs, {})
     for number, state in enumerate(ours.hidden_states):
         name = f"hidden_states.{number}"
         if name in expected:
@@ -189,9 +152,11 @@ def _compare_activations(
                 None if alone is None else relative_error(alone, expected[name]),
                 *_compute_bfloat16_errors(name, state_in_bfloat16, expected),
             )
-    if "logits" in expected:
-        errors = _compute_bfloat16_errors("logits", None if in_bfloat16 is None else in_bfloat16.logits, expected)
-        yield Comparison("logits", relative_error(ours.logits, expected["logits"]), tolerance, None, *errors)
+    for name in ("logits", "last_hidden_state", "pooler_output"):
+        if name in expected:
+            in_half = None if in_bfloat16 is None else in_bfloat16.outputs.get(name)
+            error = relative_error(ours.outputs[name], expected[name]) if name in ours.outputs else float("inf")
+            yield Comparison(name, error, tolerance, None, *_compute_bfloat16_errors(name, in_half, expected))
     numbers = [int(name.partition(".")[2]) for name in expected if name.startswith("router_logits.")]
     for number in sorted(numbers):
         name, router_logits = f"router_logits.{number}", ours.router_logits
@@ -199,9 +164,10 @@ def _compare_activations(
         yield Comparison(name, error, tolerance)
 
 
-def _name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> str:
+def _name_hidden_state(model: LoadedModel, blocks: Sequence[Any], number: int) -> str:
     """Name the layer that computes a hidden state: `layer 1 (attention, gated_mlp)`."""
-    layer = number if model.hidden_states_skip_embedding else number - 1
+    skips_embedding = isinstance(model, Decoder) and model.hidden_states_skip_embedding
+    layer = number if skips_embedding else number - 1
     if layer == len(blocks):
         return "the final norm"
     if layer < 0:
@@ -209,7 +175,8 @@ def _name_hidden_state(model: Decoder, blocks: Sequence[Any], number: int) -> st
     block = blocks[layer]
     parts = [getattr(block, field.name) for field in array_fields(block) if NAMED_BY_CLASS in field.metadata]
     words = ", ".join(to_snake_case(type(part).__name__) for part in parts)
-    return f"layer {layer} ({words})" + (" and the final norm" if number == len(blocks) else "")
+    is_normed = number == len(blocks) and isinstance(model, Decoder)
+    return f"layer {layer} ({words})" + (" and the final norm" if is_normed else "")
 
 
 def _compute_bfloat16_errors(
@@ -231,17 +198,17 @@ def relative_error(ours: Any, expected: np.ndarray) -> float:
 
 
 def _compare_gradients(
-    model: Decoder,
-    tokens: Any,
+    kind: _ModelKind,
+    model: LoadedModel,
     expected: Mapping[str, np.ndarray],
     gradient_norms: Mapping[str, float],
     tolerance: float,
 ) -> Iterator[Comparison]:
-    """Compare the loss, the mean next-token cross-entropy, and its gradients or their norms."""
+    """Compare the loss, and its gradients or their norms."""
     stored = {name.removeprefix("grad."): x for name, x in expected.items() if name.startswith("grad.")}
     if not stored and not gradient_norms and "loss" not in expected:
         return
-    loss, find_gradient, frozen = _compute_loss_and_gradients(model, tokens)
+    loss, find_gradient, frozen = _compute_loss_and_gradients(model, *kind.make_loss(expected))
     gradient_norms = {name: norm for name, norm in gradient_norms.items() if name not in frozen}
     stored_norms = {name: float(np.linalg.norm(x)) for name, x in stored.items()}
     smallest = max({**gradient_norms, **stored_norms}.values(), default=0.0) * GRADIENT_FLOOR / tolerance
@@ -262,20 +229,21 @@ def _compare_gradients(
 
 
 def _compute_loss_and_gradients(
-    model: Decoder, tokens: Any
+    model: LoadedModel, loss_fn: Callable, batch: dict[str, np.ndarray]
 ) -> tuple[Any, Callable[[str], np.ndarray | None], Collection[str]]:
     """Return the loss; a function from a parameter's checkpoint name to its gradient; and the names of the tensors that
     have none because they are not trainable."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    loss, grads = value_and_grad(cross_entropy, mesh)(place(model, mesh), make_next_token_batch(tokens))
+    loss, grads = value_and_grad(loss_fn, mesh)(place(model, mesh), batch)
     origin = model.origin
     assert origin is not None  # it was loaded
     name_map = read_name_map(origin.family, json.loads(origin.config), False)
     specs, assemble_tensor = export_tensors(jax.tree.map(np.asarray, grads), name_map)
 
     def find_gradient(name: str) -> np.ndarray | None:
-        name = name if name in specs else name.removesuffix(BLOCKS_SUFFIX)
-        return assemble_tensor(name) if name in specs else None
+        base = next(iter(name_map)).partition(".")[0]  # absent from names of a model without its head
+        names = (name, name.removesuffix(BLOCKS_SUFFIX), f"{base}.{name}")
+        return next((assemble_tensor(name) for name in names if name in specs), None)
 
     return loss, find_gradient, plan(model, name_map).keys() - specs.keys()
 
@@ -286,6 +254,30 @@ def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:
     weights = np.ones(tokens.shape, np.float32)
     weights[:, -1] = 0
     return {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": weights}
+
+
+def feature_loss(
+    model: ImageEncoder, batch: Mapping[str, Array], *, key: Any = None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return mean(last_hidden_state²) / 2 + mean(pooler_output²) / 2 of each image, summed, and the number of images: a
+    loss for comparing gradients of features."""
+    features = model(batch["images"], key=key)
+    assert isinstance(features, ImageFeatures)  # the expectations have no labels
+    total = jnp.square(features.last_hidden_state).mean((1, 2)).sum() / 2
+    if features.pooler_output is not None:
+        total = total + jnp.square(features.pooler_output).mean(1).sum() / 2
+    return total, jnp.float32(len(batch["images"]))
+
+
+def _make_image_loss(expected: Mapping[str, np.ndarray]) -> tuple[Callable, dict[str, np.ndarray]]:
+    batch = {"images": expected["pixel_values"]}
+    if "labels" not in expected:
+        return feature_loss, batch
+    return classification_loss, {**batch, "labels": expected["labels"].astype(np.int32)}
+
+
+_TOKENS = _ModelKind("input_ids", run_decoder, lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])))
+_IMAGES = _ModelKind("pixel_values", run_image_encoder, _make_image_loss)
 
 
 def read_expectations(file: str | Path) -> dict[str, np.ndarray]:

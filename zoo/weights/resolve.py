@@ -12,7 +12,6 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from zoo.models import Decoder
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES, families
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
@@ -29,6 +28,10 @@ _MAX_LISTED = 20
 _MAX_MISSING = 10_000
 
 
+LoadedModel = Any
+"""A `zoo.models.Decoder`, or of images a `zoo.models.ImageEncoder`: the config says which."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose tensor names and shapes agree with its config. No tensor has been read yet."""
@@ -37,7 +40,7 @@ class Checkpoint:
     """Its name in error messages."""
     family: Family
     config: Config
-    model: Decoder
+    model: LoadedModel
     """The model in shapes only."""
     name_map: NameMap
     tensor_plans: Mapping[str, TensorPlan]
@@ -139,7 +142,7 @@ def resolve_checkpoint(
     return Checkpoint(location, family, config, model, name_map, tensor_plans, tensors, tied)
 
 
-def _check_tensor_count(model: Decoder, name_map: NameMap, available: int, location: str) -> None:
+def _check_tensor_count(model: LoadedModel, name_map: NameMap, available: int, location: str) -> None:
     """**Raises** `CheckpointError` for a config of far more tensors than there are, say 10^9 experts: a list of those
     that are missing would never end."""
     mappings = invert_name_map(name_map)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from zoo.layers import (
@@ -46,13 +47,14 @@ _ACTIVATIONS: dict[str, Callable] = {
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), activations.gelu_tanh),
     "relu": jax.nn.relu,
     "relu2": activations.relu_squared,
+    "tanh": jnp.tanh,
 }
 """Activations by their names in configs. The names of the tanh approximation of GELU differ in rounding only."""
 
 
-def _find_activation(config: Config) -> Callable:
-    """Look up `hidden_act`. **Raises** `ConfigError` for an unknown activation."""
-    name = config["hidden_act"]
+def find_activation(config: Config, key: str = "hidden_act") -> Callable:
+    """Look up an activation by its name in the config. **Raises** `ConfigError` for an unknown one."""
+    name = config[key]
     if name not in _ACTIVATIONS:
         raise ConfigError(f"activation {name!r} is none that we know{suggest_nearest(name, _ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -195,16 +197,14 @@ def make_latent_attention_factory(config: Config, *, interleaved: bool) -> Calla
 def make_gated_mlp_factory(config: Config, *, width: int | None = None, bias: bool = False) -> Callable[..., GatedMLP]:
     """Return a factory of gated MLPs, of `intermediate_size` unless `width` is given, as for an expert."""
     sizes = config["hidden_size"], config["intermediate_size"] if width is None else width
-    return partial(
-        GatedMLP, *sizes, activation=_find_activation(config), bias=bias, out_scale=compute_out_scale(config)
-    )
+    return partial(GatedMLP, *sizes, activation=find_activation(config), bias=bias, out_scale=compute_out_scale(config))
 
 
 def make_mlp_factory(config: Config, *, bias: bool = True) -> Callable[..., MLP]:
     """Return a factory of MLPs. `intermediate_size` defaults to four times `hidden_size`."""
     embed = config["hidden_size"]
     sizes = embed, config["intermediate_size"] or 4 * embed
-    return partial(MLP, *sizes, activation=_find_activation(config), bias=bias, out_scale=compute_out_scale(config))
+    return partial(MLP, *sizes, activation=find_activation(config), bias=bias, out_scale=compute_out_scale(config))
 
 
 def make_mixture_factory(

@@ -24,6 +24,7 @@ from .values import (
     is_number,
     list_of,
     optional,
+    table_of,
 )
 
 IGNORED_KEYS = frozenset(
@@ -96,7 +97,7 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
                 errors.append(
                     f"{key} = {_shorten_repr(value)} would change the result, and only {allowed} is computed here"
                 )
-        elif canonical in ROPE_CONFIG_KEYS and canonical in known:
+        elif canonical in ROPE_CONFIG_KEYS and "rope_parameters" in family.defaults:
             continue
         elif canonical in family.defaults:
             if error := _validate_value(value, family.defaults[canonical], canonical):
@@ -128,15 +129,30 @@ COUNT_KEYS = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_layer_interval"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("num_channels", "mlp_ratio", "pooler_output_size"),
     *("state_size", "conv_kernel", "n_groups", "expand", "time_step_rank", "attention_hidden_size"),
 )
 _NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
 """Counts that may be null although the family has a default."""
-_ZERO_ALLOWED_KEYS = ("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index")
+_ZERO_ALLOWED_KEYS = (
+    *("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index"),
+    "num_register_tokens",
+)
 """Counts that may be 0: the class of Qwen2-MoE writes a window of 0 for full attention."""
 
 
+_COUNT = integer(minimum=1)
+
 _KINDS: Mapping[str, ValueKind] = {
+    "architectures": optional(list_of(WORD)),
+    "id2label": optional(table_of(WORD)),
+    **dict.fromkeys(
+        ("image_size", "patch_size"),
+        ValueKind(
+            "a whole number above 0, or two: height and width",
+            lambda value: _COUNT.fits(value) or (list_of(_COUNT).fits(value) and len(value) == 2),
+        ),
+    ),
     "clip_qkv": optional(POSITIVE_NUMBER),
     "no_rope_layers": optional(list_of(integer(minimum=0))),
     "no_rope_layer_interval": integer(minimum=1),

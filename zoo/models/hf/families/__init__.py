@@ -7,6 +7,8 @@ from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
+from .dinov2 import DINOV2
+from .dinov3_vit import DINOV3_VIT
 from .dots1 import DOTS1
 from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
@@ -49,8 +51,10 @@ from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .rwkv import RWKV
 from .seed_oss import SEED_OSS
+from .siglip_vision_model import SIGLIP_VISION_MODEL
 from .smollm3 import SMOLLM3
 from .starcoder2 import STARCODER2
+from .vit import VIT
 
 ALL_FAMILIES = (
     ARCEE,
@@ -58,6 +62,8 @@ ALL_FAMILIES = (
     COHERE2,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DINOV2,
+    DINOV3_VIT,
     DOTS1,
     ERNIE4_5,
     ERNIE4_5_MOE,
@@ -100,8 +106,10 @@ ALL_FAMILIES = (
     QWEN3_MOE,
     RWKV,
     SEED_OSS,
+    SIGLIP_VISION_MODEL,
     SMOLLM3,
     STARCODER2,
+    VIT,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 

@@ -1,0 +1,106 @@
+"""Pooling of an image's tokens to one vector per image."""
+
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.attention import ATTENTION, AttentionMask, attention
+from zoo.parallel import Dim, Module, implementation_option
+from zoo.shapes import HiddenStates
+
+from .abstract import AbstractLinear, AbstractNorm
+from .linear import Linear, resolve_head_dim, truncated_normal
+
+PooledImages = Float[Array, "batch embed"]
+
+
+class AbstractImagePooler(Module):
+    """Pooling of the tokens of each image, after the final norm: `x -> pooled`."""
+
+    @abc.abstractmethod
+    def __call__(self, x: HiddenStates) -> Float[Array, "batch _"]:
+        """Return one vector per image."""
+
+
+class ClassTokenPooler(AbstractImagePooler):
+    """The class token, which is the first."""
+
+    def __call__(self, x: HiddenStates) -> PooledImages:
+        return x[:, 0]
+
+
+class DensePooler(AbstractImagePooler):
+    """activation(W x + b) of the class token, as in BERT and ViT."""
+
+    linear: AbstractLinear
+
+    activation: Callable = eqx.field(static=True)
+
+    def __init__(self, embed: int, size: int, *, activation: Callable = jnp.tanh, key: Key[Array, ""]):
+        """`size`: of the result."""
+        self.linear = Linear(embed, size, in_=Dim("embed"), bias=True, key=key)
+        self.activation = activation
+
+    def __call__(self, x: HiddenStates) -> Float[Array, "batch _"]:
+        return self.activation(self.linear(x[:, 0]))
+
+
+class AttentionPooler(AbstractImagePooler):
+    """Multihead attention pooling (Zhai et al., arXiv:2106.04560; Lee et al., arXiv:1810.00825): a learned `probe`
+    attends to all tokens.
+
+        y = W_out softmax(W_query probe (W_key x)ᵀ / sqrt(head_dim)) W_value x
+        pooled = y + W_down activation(W_up norm(y))
+
+    Heads are sharded over `tensor`.
+    """
+
+    probe: Float[Array, "embed"]
+    query: AbstractLinear
+    key: AbstractLinear
+    value: AbstractLinear
+    out: AbstractLinear
+    norm: AbstractNorm
+    up: AbstractLinear
+    down: AbstractLinear
+
+    head_dim: int = eqx.field(static=True)
+    activation: Callable = eqx.field(static=True)
+    implementation: str | Callable = implementation_option(ATTENTION)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        mlp: int,
+        *,
+        norm: Callable[[], AbstractNorm],
+        activation: Callable = jax.nn.gelu,
+        implementation: str | Callable = "auto",
+        key: Key[Array, ""],
+    ):
+        """**Raises** `ValueError` if heads does not divide embed."""
+        probe_key, query_key, key_key, value_key, out_key, up_key, down_key = jax.random.split(key, 7)
+        self.head_dim, self.implementation = resolve_head_dim(embed, heads, None), implementation
+        self.norm, self.activation = norm(), activation
+        inner = {"in_": Dim("embed"), "out": Dim("heads", self.head_dim), "bias": True}
+        self.probe = truncated_normal(probe_key, (embed,), embed**-0.5)
+        self.query = Linear(embed, embed, **inner, key=query_key)
+        self.key = Linear(embed, embed, **inner, key=key_key)
+        self.value = Linear(embed, embed, **inner, key=value_key)
+        self.out = Linear(embed, embed, in_=inner["out"], out=inner["in_"], bias=True, key=out_key)
+        self.up = Linear(embed, mlp, in_=Dim("embed"), out=Dim("mlp"), bias=True, key=up_key)
+        self.down = Linear(mlp, embed, in_=Dim("mlp"), out=Dim("embed"), bias=True, key=down_key)
+
+    def __call__(self, x: HiddenStates) -> PooledImages:
+        probe = jnp.broadcast_to(self.probe, (len(x), 1, self.probe.shape[0]))
+        split_heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        query, key, value = map(split_heads, (self.query(probe), self.key(x), self.value(x)))
+        mask = AttentionMask(causal=False)
+        pooled = attention(query, key, value, mask, implementation=self.implementation)
+        pooled = self.out(pooled.reshape(len(x), -1))
+        return pooled + self.down(self.activation(self.up(self.norm(pooled))))

@@ -1,0 +1,86 @@
+"""DINOv3 (Siméoni et al., arXiv:2508.10104): a vision Transformer with two-dimensional RoPE, register tokens, layer
+scale, and no bias of keys."""
+
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Key
+
+from zoo.layers import ClassTokenPooler
+from zoo.layers.bidirectional_attention import BidirectionalAttention
+from zoo.models.hf.builders import (
+    make_gated_mlp_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+    read_head_sizes,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
+from zoo.models.image import ImageEncoder
+from zoo.ops.axial_rotary import AxialRotary
+
+from .. import vision
+from . import dinov2, llama
+
+
+def _build_dinov3(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
+    head_dim = read_head_sizes(config)[2]
+    if head_dim % 4:
+        raise ConfigError(f"heads of {head_dim} features: pairs of them turn by row and by column, so 4 divides them")
+    without = [name for name in ("query", "key", "value") if not config[f"{name}_bias"]]
+    options: dict[str, Any] = {"rotary": AxialRotary(head_dim, config["rope_theta"]), "bias": True}
+    make_attention = vision.make_bidirectional_attention_factory(config, out_bias=config["proj_bias"], **options)
+
+    def make_mixer(key: Key[Array, ""]) -> BidirectionalAttention:
+        biases = lambda attention: [getattr(attention, name).bias for name in without]
+        return eqx.tree_at(biases, make_attention(key=key), [None] * len(without))
+
+    bias, registers = config["mlp_bias"], config["num_register_tokens"]
+    make_ffn = make_gated_mlp_factory if config["use_gated_mlp"] else make_mlp_factory
+    embedding = vision.make_image_embedding_factory(config, positions=False, registers=registers, mask_token=True)
+    features = vision.make_feature_head_factory(lambda key: ClassTokenPooler())
+    head = vision.select_head(config, {"DINOv3ViTModel": features})
+    layer, norm = (make_mixer, make_ffn(config, bias=bias)), make_layer_norm_factory(config)
+    block = vision.make_layer_scale_block(config)
+    return vision.build_config_image_encoder(config, layer, norm, head, embedding, block=block, key=key)
+
+
+def _map_dinov3_names(config: Config) -> NameMap:
+    mlp = "gated_mlp" if config["use_gated_mlp"] else "mlp"
+    block = {
+        "norm1": "mixer_norm",
+        "norm2": "ffn_norm",
+        **dinov2.LAYER_SCALE_NAMES,
+        **prefixed("attention", "bidirectional_attention", llama.ATTENTION_NAMES),
+        **prefixed("mlp", mlp, llama.GATED_MLP_NAMES),
+    }
+    embedding = {
+        "cls_token": TensorMapping(("embedding.class_token",), leading_ones=2),
+        "mask_token": TensorMapping(("embedding.mask_token",), leading_ones=2),
+        "register_tokens": TensorMapping(("embedding.register_tokens",), leading_ones=1),
+        "patch_embeddings": "embedding.patches",
+    }
+    return {**prefixed("embeddings", "", embedding), **prefixed("layer.*", "layers.*", block), "norm": "norm"}
+
+
+DINOV3_VIT = Family(
+    name="dinov3_vit",
+    architecture="DINOv3ViTModel",
+    build=_build_dinov3,
+    names=_map_dinov3_names,
+    defaults={
+        **vision.VISION_DEFAULTS,
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_attention_heads": 6,
+        "layer_norm_eps": 1e-5,
+        "rope_theta": 100.0,
+        **dict.fromkeys(("query_bias", "value_bias", "proj_bias", "mlp_bias"), True),
+        "key_bias": False,
+        "use_gated_mlp": False,
+        "num_register_tokens": 0,
+    },
+    required_values=vision.ONLY_BIDIRECTIONAL,
+    ignored_keys=vision.BACKBONE_KEYS
+    | {"layerscale_value", "drop_path_rate", "pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift"},
+)

@@ -1,0 +1,69 @@
+"""SigLIP's vision tower (Zhai et al., arXiv:2303.15343): a vision Transformer without a class token, whose tokens an
+attention pooling head reads."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import AttentionPooler
+from zoo.models.hf.builders import find_activation, make_layer_norm_factory, make_mlp_factory
+from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
+from zoo.models.image import ImageEncoder
+
+from .. import vision
+
+
+def _build_siglip(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
+    norm, embed, heads = make_layer_norm_factory(config), config["hidden_size"], config["num_attention_heads"]
+    options = {"norm": norm, "activation": find_activation(config)}
+    pooler = partial(AttentionPooler, embed, heads, config["intermediate_size"], **options)
+    features = vision.make_feature_head_factory(pooler if config["vision_use_head"] else None)
+    layer = vision.make_bidirectional_attention_factory(config, bias=True, out_bias=True), make_mlp_factory(config)
+    embedding = vision.make_image_embedding_factory(config, class_token=False)
+    head = vision.select_head(config, {"SiglipVisionModel": features})
+    return vision.build_config_image_encoder(config, layer, norm, head, embedding, key=key)
+
+
+def _map_siglip_names(config: Config) -> NameMap:
+    attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+    mlp = {"fc1": "up", "fc2": "down"}
+    block = {
+        "layer_norm1": "mixer_norm",
+        "layer_norm2": "ffn_norm",
+        **prefixed("self_attn", "bidirectional_attention", attention),
+        **prefixed("mlp", "mlp", mlp),
+    }
+    parts = ("query", "key", "value")
+    pooler = {
+        "probe": TensorMapping(("probe",), leading_ones=2),
+        "attention.in_proj_weight": fused(*(f"{part}.weight" for part in parts)),
+        "attention.in_proj_bias": fused(*(f"{part}.bias" for part in parts)),
+        "attention.out_proj": "out",
+        "layernorm": "norm",
+        **prefixed("mlp", "", mlp),
+    }
+    shell = {
+        "embeddings.patch_embedding": "embedding.patches",
+        "embeddings.position_embedding": "embedding.positions",
+        **prefixed("encoder.layers.*", "layers.*", block),
+        "post_layernorm": "norm",
+        **prefixed("head", "head.pooler", pooler),
+    }
+    return prefixed("vision_model", "", shell)
+
+
+SIGLIP_VISION_MODEL = Family(
+    name="siglip_vision_model",
+    architecture="SiglipVisionModel",
+    build=_build_siglip,
+    names=_map_siglip_names,
+    defaults={
+        **vision.VISION_DEFAULTS,
+        "intermediate_size": 3072,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+        "vision_use_head": True,
+    },
+    required_values=vision.ONLY_BIDIRECTIONAL,
+    ignored_tensors=(r"embeddings\.position_ids$",),
+)

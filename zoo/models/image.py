@@ -1,0 +1,123 @@
+"""From images to logits or features: vision Transformers, on the blocks and the stack of decoders."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from zoo._checks import check_images
+from zoo.layers import AbstractNorm, Dropout, ImageEmbedding, TokenInfo
+from zoo.layers.abstract import check_sequence_sharding
+from zoo.layers.token_info import split_row_keys
+from zoo.parallel import Module, Remat, gather, implementation_option
+from zoo.parallel.tokens import replicate_tokens, shard_tokens
+
+from .build import LayerFactories, build_stack
+from .decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Block, Hidden
+from .hf.spec import Origin
+from .image_heads import AbstractImageHead, ImageFeatures
+from .loop import Loop
+from .loss import token_losses
+
+Images = Float[Array, "batch channels height width"]
+
+
+class ImageEncoder(Module):
+    """A vision Transformer: head(norm(stack(embedding(images)))) (ViT, Dosovitskiy et al., arXiv:2010.11929).
+
+    The head is a `zoo.models.ClassificationHead`, whose result is logits, or a `zoo.models.FeatureHead`, whose result
+    is `zoo.models.ImageFeatures`. Tokens of an image attend to each other in both directions.
+
+    Images may have another size than the model was trained for: learned positions are then interpolated.
+    """
+
+    embedding: ImageEmbedding
+    stack: AbstractStack
+    norm: AbstractNorm
+    head: AbstractImageHead
+    dropout: Dropout
+
+    origin: Origin | None = implementation_option(default=None)
+    """The checkpoint that the model was loaded from, which `zoo.save` needs."""
+
+    def __call__(
+        self,
+        images: Images,
+        *,
+        masked: Bool[Array, "batch patches"] | None = None,
+        key: Key[Array, ""] | Key[Array, "batch"] | None = None,
+    ) -> Float[Array, "batch classes"] | ImageFeatures:
+        """Return what the head makes of each image.
+
+        - `images`: normalized pixels, as the checkpoint's image processor makes them.
+        - `masked`: patches, row by row, to replace by the mask token of a model that has one.
+        - `key`: PRNG key for dropout, one or one per row. No dropout without it.
+
+        **Raises** `TypeError` for pixels that are not floating point; `ValueError` for other dims, another number of
+        channels, an image smaller than a patch, and `masked` without a mask token.
+        """
+        check_images(images)
+        hidden = self.hidden(images, self.token_info(images, key=key), masked)
+        return gather(self.head)(hidden.x)
+
+    def token_info(self, images: Images, *, key: Key[Array, "..."] | None = None) -> TokenInfo:
+        """Return the coordinates of the tokens of images, and one PRNG key per row."""
+        coordinates = self.embedding.compute_coordinates(images)
+        return TokenInfo(keys=split_row_keys(key, images.shape[0]), coordinates=coordinates)
+
+    def hidden(self, images: Images, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None) -> Hidden:
+        """Return the hidden states after the final norm."""
+        hidden = self.embed(images, info, masked)
+        check_sequence_sharding(self.stack, hidden.x)
+        hidden, _ = self.stack(hidden, info)
+        return Hidden(replicate_tokens(gather(self.norm)(hidden.x)))
+
+    def embed(self, images: Images, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None) -> Hidden:
+        """Return the input of the first layer."""
+        x = shard_tokens(gather(self.embedding)(images, masked))
+        return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
+
+
+def build_image_encoder(
+    *,
+    embedding: Callable[..., ImageEmbedding],
+    layers: Sequence[LayerFactories],
+    norm: Callable[[], AbstractNorm],
+    head: Callable[..., AbstractImageHead],
+    block: Callable[..., AbstractBlock] = Block,
+    dropout: float = 0.0,
+    remat: Remat = "none",
+    loop: Loop = "auto",
+    key: Key[Array, ""],
+) -> ImageEncoder:
+    """Build a vision Transformer from factories of its parts, as `zoo.models.build_decoder` builds a decoder.
+
+    `embedding` and `head` are called with `key=`; `norm` makes the norms before each sublayer, and the final one.
+    """
+    embedding_key, stack_key, head_key = jax.random.split(key, 3)
+    return ImageEncoder(
+        embedding=embedding(key=embedding_key),
+        stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
+        norm=norm(),
+        head=head(key=head_key),
+        dropout=Dropout(dropout),
+    )
+
+
+def classification_loss(
+    model: ImageEncoder, batch: Mapping[str, Array], *, key: Key[Array, "batch"] | None = None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the sum over images of log Z - logit[label], in float32, and the number of images.
+
+    - `batch`: `images`, "batch channels height width", and `labels`, "batch". A negative label is ignored.
+
+    **Raises** `TypeError` for a model that has no logits, and `ValueError` for a batch without images or labels.
+    """
+    if missing := [name for name in ("images", "labels") if name not in batch]:
+        raise ValueError(f"the batch has no {' and no '.join(missing)}, only {', '.join(batch) or 'nothing'}")
+    logits = model(batch["images"], key=key)
+    if isinstance(logits, ImageFeatures):
+        raise TypeError("the model has a FeatureHead, and a loss over classes needs a ClassificationHead")
+    losses = token_losses(logits, batch["labels"])
+    return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)

@@ -1,0 +1,50 @@
+"""Axial rotary embedding: RoPE in two dimensions, for the patches of an image.
+
+One half of the pairs of each head turns by the row of its patch, the other by the column (Heo et al.,
+arXiv:2403.13298; DINOv3, arXiv:2508.10104):
+
+    frequency_i = base ** (-4 i / dim)             i = 0 .. dim / 4 - 1
+    angles      = 2 pi [row * frequency, column * frequency]
+
+Rows and columns are those of the patches' centers, from -1 at the top left of the image to 1 at the bottom right,
+whatever its size. A token at (0, 0), such as a class token, is not turned.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class AxialRotary:
+    """Two-dimensional RoPE of heads with `dim` features; feature i is paired with i + dim / 2.
+
+    **Raises** `ValueError` for a `dim` that is not a multiple of 4.
+    """
+
+    dim: int
+    base: int | float = 100.0
+    interleaved = False
+
+    def __post_init__(self):
+        if self.dim < 4 or self.dim % 4:
+            raise ValueError(f"AxialRotary: pairs of features turn by row and by column, so 4 divides dim={self.dim}")
+
+    def __call__(
+        self, coordinates: Float[Array, "*batch seq 2"]
+    ) -> tuple[Float[Array, "*batch seq pairs"], Float[Array, "*batch seq pairs"]]:
+        """Compute cos and sin of the angles of each token at (row, column), in float32."""
+        frequencies = 2 * math.pi * self.base ** -(np.arange(0, self.dim, 4) / self.dim)
+        angles = coordinates[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+        angles = angles.reshape(*coordinates.shape[:-1], self.dim // 2)
+        return lax.rem(jnp.cos(angles), 2.0), lax.rem(jnp.sin(angles), 2.0)  # a remainder is not fused: see `Rotary`
+
+
+def patch_coordinates(height: int, width: int) -> Float[np.ndarray, "patches 2"]:
+    """Return (row, column) of the center of each patch in a grid, row by row, between -1 and 1."""
+    rows, columns = ((2 * np.arange(size, dtype=np.float32) + 1) / size - 1 for size in (height, width))
+    return np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1).reshape(-1, 2)

@@ -1,0 +1,97 @@
+"""Activations of a model, layer by layer, and of each layer alone: what `zoo.weights.parity` compares with PyTorch.
+
+One program is compiled per kind of layer, instead of one for all layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from zoo.layers import Routing, TokenInfo
+from zoo.models import Decoder, Hidden, ImageEncoder, ImageFeatures
+
+
+class Activations(NamedTuple):
+    """Activations of a forward pass, layer by layer."""
+
+    hidden_states: list[Array]
+    """As transformers counts them: the last is after the final norm, except that of an image encoder."""
+    layers_alone: dict[int, Array]
+    """Output of each layer whose input was given, by the number of its hidden state."""
+    outputs: dict[str, Array]
+    """Results of the model, by their names in transformers: `logits`, or `last_hidden_state` and `pooler_output`."""
+    router_logits: list[np.ndarray]
+    """One per layer that has a router, "tokens experts"."""
+
+
+def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
+    """Run a decoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
+    skip_embedding = model.hidden_states_skip_embedding
+    outputs, alone, routings = [_embed(model, tokens)], {}, []
+    for layer, block in enumerate(blocks):
+        x, routing = _run_block(block, outputs[-1], TokenInfo())
+        outputs.append(x)
+        routings += routing
+        number = layer if skip_embedding else layer + 1
+        if number - 1 in inputs:
+            alone[number] = _run_block(block, jnp.asarray(inputs[number - 1]), TokenInfo())[0]
+    last = len(blocks)
+    if skip_embedding:
+        alone |= {last: _run_head(model, jnp.asarray(inputs[last - 1]))[0]} if last - 1 in inputs else {}
+    elif last in alone:
+        alone[last], _ = _run_head(model, alone[last])
+    final, logits = _run_head(model, outputs[-1])
+    states = [*(outputs[1:] if skip_embedding else outputs[:-1]), final]
+    router_logits = [np.asarray(routing.logits).reshape(-1, routing.logits.shape[-1]) for routing in routings]
+    return Activations(states, alone, {"logits": logits}, router_logits)
+
+
+def run_image_encoder(
+    model: ImageEncoder, blocks: Sequence[Any], images: Array, inputs: Mapping[int, np.ndarray]
+) -> Activations:
+    """Run a vision Transformer on images, and each layer alone on its input of `inputs`, by the number of the hidden
+    state."""
+    x, info = _embed_images(model, images)
+    states, alone = [x], {}
+    for layer, block in enumerate(blocks):
+        states.append(_run_block(block, states[-1], info)[0])
+        if layer in inputs:
+            alone[layer + 1] = _run_block(block, jnp.asarray(inputs[layer]), info)[0]
+    result = _run_image_head(model, states[-1])
+    if isinstance(result, ImageFeatures):
+        outputs = {"last_hidden_state": result.last_hidden_state, "pooler_output": result.pooler_output}
+    else:
+        outputs = {"logits": result}
+    return Activations(states, alone, {name: x for name, x in outputs.items() if x is not None}, [])
+
+
+@eqx.filter_jit
+def _embed(model: Decoder, tokens: Array) -> Array:
+    return model.embed(tokens, TokenInfo()).x
+
+
+@eqx.filter_jit
+def _embed_images(model: ImageEncoder, images: Array) -> tuple[Array, TokenInfo]:
+    info = model.token_info(images)
+    return model.embed(images, info).x, info
+
+
+@eqx.filter_jit
+def _run_block(block: Any, x: Array, info: TokenInfo) -> tuple[Array, tuple[Routing, ...]]:
+    hidden, _ = block(Hidden(x), info)
+    return hidden.x, hidden.decisions
+
+
+@eqx.filter_jit
+def _run_head(model: Decoder, x: Array) -> tuple[Array, Array]:
+    x = model.norm(x)
+    return x, model.logits(x)
+
+
+@eqx.filter_jit
+def _run_image_head(model: ImageEncoder, x: Array) -> Array | ImageFeatures:
+    return model.head(model.norm(x))
