@@ -34,6 +34,7 @@ from .presets.recurrent import (
     RetNet,
 )
 from .presets.transformer import Transformer
+from .presets.vision_transformer import VisionTransformer
 from .scoring import hidden_states, score
 from .segment import Segment, find_patterns
 from .stack import Stack, describe_loop, set_loop, set_routing, split_ends, swap_stack
@@ -76,6 +77,7 @@ __all__ = [
     "Transformer",
     "TwoMixerBlock",
     "UnrolledStack",
+    "VisionTransformer",
     "balance_loss",
     "batch_token_info",
     "build_decoder",

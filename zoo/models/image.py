@@ -8,9 +8,8 @@ from jaxtyping import Array, Bool, Float, Key
 
 from zoo._checks import check_images
 from zoo.layers import AbstractNorm, Dropout, ImageEmbedding, TokenInfo
-from zoo.layers.abstract import check_sequence_sharding
 from zoo.layers.token_info import split_row_keys
-from zoo.parallel import Module, Remat, gather, implementation_option
+from zoo.parallel import Module, Remat, gather, implementation_option, sharded_axes
 from zoo.parallel.tokens import replicate_tokens, shard_tokens
 
 from .build import LayerFactories, build_stack
@@ -63,13 +62,20 @@ class ImageEncoder(Module):
 
     def token_info(self, images: Images, *, key: Key[Array, "..."] | None = None) -> TokenInfo:
         """Return the coordinates of the tokens of images, and one PRNG key per row."""
-        coordinates = self.embedding.compute_coordinates(images)
+        coordinates = gather(self.embedding).compute_coordinates(images)
         return TokenInfo(keys=split_row_keys(key, images.shape[0]), coordinates=coordinates)
 
     def hidden(self, images: Images, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None) -> Hidden:
-        """Return the hidden states after the final norm."""
+        """Return the hidden states after the final norm.
+
+        **Raises** `NotImplementedError` on a mesh with `context`, which shards the tokens of texts alone.
+        """
         hidden = self.embed(images, info, masked)
-        check_sequence_sharding(self.stack, hidden.x)
+        if axes := sharded_axes(hidden.x, "seq"):
+            raise NotImplementedError(
+                f"the tokens of an image are not sharded over {' x '.join(axes)}, as those of a text are: leave "
+                f"{' and '.join(axes)} at 1, and give the devices to data, fsdp or tensor"
+            )
         hidden, _ = self.stack(hidden, info)
         return Hidden(replicate_tokens(gather(self.norm)(hidden.x)))
 

@@ -23,6 +23,7 @@ from .apply_updates import apply_updates
 from .checkpoint import Checkpoints, RestoredCheckpoint
 from .command import check_names, run_cli
 from .comparison import report_runs
+from .digits import LabeledImages, load_digits
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
@@ -37,6 +38,7 @@ from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .remat import count_residual_bytes, fit_remat, rematerialize
 from .report.chart import Curve, draw_line_chart
+from .report.image_grid import draw_image_grid
 from .report.page import ParameterRow, write_report
 from .report.parameters import tabulate_parameters
 from .report.scatter import ScatterSeries, draw_scatter, group_series
@@ -63,6 +65,7 @@ __all__ = [
     "Float32Moment",
     "GroupWords",
     "Interrupt",
+    "LabeledImages",
     "MeshOptions",
     "Metrics",
     "NeedleRetrieval",
@@ -88,6 +91,7 @@ __all__ = [
     "count_residual_bytes",
     "count_skips",
     "decay_mask",
+    "draw_image_grid",
     "draw_line_chart",
     "draw_scatter",
     "dynamic_loss_scale",
@@ -95,6 +99,7 @@ __all__ = [
     "fingerprint",
     "fit_remat",
     "group_series",
+    "load_digits",
     "load_text",
     "loss_scale",
     "matrix_mask",

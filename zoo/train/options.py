@@ -4,15 +4,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import optax
 
-from zoo.models import Decoder, set_implementations
+from zoo.models import set_implementations
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, RematPolicy, Schedule, make_mesh
 
 from .loss_scale import dynamic_loss_scale
 from .remat import rematerialize
+
+_Model = TypeVar("_Model")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class MeshOptions:
     grouped_matmul: Literal["auto", "padded", "ragged", "reference"] = "auto"
     """Implementation of the matrix products of mixtures of experts."""
 
-    def apply(self, model: Decoder) -> Decoder:
+    def apply(self, model: _Model) -> _Model:
         """Return `model` with `remat` and these implementations. **Raises** `ValueError` for an implementation of what
         no layer of the model computes."""
         names = {name: getattr(self, name) for name in ("attention", "recurrence", "grouped_matmul")}

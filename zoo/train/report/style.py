@@ -38,6 +38,8 @@ CHART = """
 .chart .line.curve7 { stroke-dasharray: 9 3 2 3; }
 .chart .dot { fill: currentColor; stroke: var(--paper); stroke-width: 1.2; }
 .chart .floor { color: var(--soft); stroke-dasharray: 5 4; }
+.chart .pixels { fill: var(--ink); stroke: none; }
+.chart .missed { color: var(--held-out); stroke-width: 2; }
 .chart .even, .chart [class^="less"], .chart [class^="more"] { stroke: none; }
 .chart .even { fill: var(--rule); fill-opacity: 0.6; }
 .chart [class^="less"] { fill: var(--train); }

@@ -2,15 +2,20 @@
 a classifier or a dense pooler reads."""
 
 from functools import partial
+from typing import Any
 
+import equinox as eqx
 from jaxtyping import Array, Key
 
-from zoo.layers import DensePooler
-from zoo.models.hf.builders import find_activation, make_layer_norm_factory, make_mlp_factory
+from zoo.layers import MLP, DensePooler, LayerNorm, PatchPositions
+from zoo.layers.bidirectional_attention import BidirectionalAttention
+from zoo.models.hf.builders import find_activation, find_activation_name, make_layer_norm_factory, make_mlp_factory
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 from zoo.models.image import ImageEncoder
+from zoo.models.image_heads import ClassificationHead
 
 from .. import vision
+from ..describe import check_type, has_bias
 
 
 def _build_vit(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
@@ -24,6 +29,36 @@ def _build_vit(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
     layer = vision.make_bidirectional_attention_factory(config, bias=bias, out_bias=True), make_mlp_factory(config)
     embedding, head = vision.make_image_embedding_factory(config), vision.select_head(config, heads)
     return vision.build_config_image_encoder(config, layer, make_layer_norm_factory(config), head, embedding, key=key)
+
+
+def _describe_vit(model: Any) -> dict[str, Any]:
+    """Return every config key of an image classifier, read off its first layer. The caller verifies the rest.
+
+    **Raises** `ConfigError` for other classes of layers.
+    """
+    check_type("model", model, ImageEncoder)
+    model, block = eqx.filter_eval_shape(lambda model: (model, next(model.stack.iter_blocks())), model)
+    check_type("head", model.head, ClassificationHead)
+    check_type("positions", model.embedding.positions, PatchPositions)
+    for name, kind in {"mixer": BidirectionalAttention, "ffn": MLP, "mixer_norm": LayerNorm}.items():
+        check_type(name, getattr(block, name), kind)
+    embed, channels, *patch = model.embedding.patches.weight.shape
+    image = [count * size for count, size in zip(model.embedding.positions.grid, patch, strict=True)]
+    one_if_square = lambda size: size[0] if size[0] == size[1] else size
+    return {
+        "architectures": ["ViTForImageClassification"],
+        "id2label": {str(number): str(number) for number in range(model.head.linear.out_size)},
+        "hidden_size": embed,
+        "num_hidden_layers": model.stack.count_layers(),
+        "num_attention_heads": block.mixer.query.out_size // block.mixer.head_dim,
+        "intermediate_size": block.ffn.up.out_size,
+        "hidden_act": find_activation_name(block.ffn.activation),
+        "layer_norm_eps": block.mixer_norm.epsilon,
+        "image_size": one_if_square(image),
+        "patch_size": one_if_square(patch),
+        "num_channels": channels,
+        "qkv_bias": has_bias(block.mixer.query),
+    }
 
 
 CLASS_AND_POSITIONS: NameMap = {
@@ -66,4 +101,5 @@ VIT = Family(
     },
     required_values=vision.ONLY_BIDIRECTIONAL,
     ignored_keys=frozenset({"encoder_stride"}),
+    describe=_describe_vit,
 )

@@ -1,0 +1,52 @@
+"""The recipe end to end, on a mesh: digits, report and export; stopped and resumed."""
+
+import inspect
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from recipes import vit
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, flag_names
+from tests.recipes.optimization import check_optimization
+from zoo import train
+
+TINY = {
+    "patch_size": 4, "embed": 16, "layers": 1, "mlp_dim": 16, "held_out": 16, "batch_size": 8, "steps": 2,
+    "eval_every": 1, "warmup_steps": 1, "fsdp": 2, "tensor": 2,
+}  # fmt: skip
+
+
+def test_vit_learns_exports_and_reports(tmp_path, capsys):
+    call(vit.main, out=tmp_path, **TINY)
+    lines = train.read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    accuracy = lines[-1]["accuracy"]
+    assert accuracy * 16 == round(accuracy * 16) and lines[-1]["validation"] > 0
+    assert f"{accuracy:.1%} of 16 held-out digits right after 2 steps" in capsys.readouterr().out
+    report = (tmp_path / "report.html").read_text()
+    assert 'aria-label="Digits with predictions"' in report and ", not " in report and "http" not in report
+    check_optimization(tmp_path)
+
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (config["model_type"], config["image_size"], len(config["id2label"])) == ("vit", 8, 10)
+    _, test = train.load_digits(held_out=16)
+    logits = zoo.load(tmp_path / "export")(jnp.asarray(test.images))
+    assert np.mean(logits.argmax(-1) == test.labels) == pytest.approx(accuracy)
+
+
+@pytest.mark.slow
+def test_vit_resumed_is_equal(tmp_path):
+    call(vit.main, out=tmp_path, **TINY)
+    lines, report = train.read_metrics(tmp_path / "metrics.jsonl"), (tmp_path / "report.html").stat().st_mtime
+    call(vit.main, out=tmp_path, resume=1, **TINY)
+    assert train.read_metrics(tmp_path / "metrics.jsonl") == lines
+    assert (tmp_path / "report.html").stat().st_mtime > report
+
+
+def test_vit_flags_are_explained():
+    documentation = inspect.getdoc(vit.main) or ""
+    assert all(f"    {name}: " in documentation for name in explained_flags(vit.main))
+    assert flag_names(vit.main)[-len(MESH_FLAGS + RUN_FLAGS) :] == MESH_FLAGS + RUN_FLAGS
