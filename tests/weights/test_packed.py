@@ -233,7 +233,6 @@ def test_packed_needs_a_quantized_checkpoint():
 @pytest.mark.parametrize(
     "given",
     [
-        {"quant_method": "fp8"},
         {"quant_method": "mxfp4", "bits": 4},
         {"modules_to_not_convert": []},
         {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"},

@@ -46,7 +46,8 @@ def load(
     - `packed`: keep the matrices of an MXFP4 checkpoint quantized (`zoo.layers.MXFP4Linear`): a quarter of the memory
       of bfloat16 and no gradient into them; `save` writes them back byte for byte. Default: dequantize them exactly.
       The model is then like any other: `save` writes plain tensors and a config without quantization, and `load`
-      reads the same numbers from these.
+      reads the same numbers from these. FP8, GPTQ, AWQ, compressed-tensors and bitsandbytes (`zoo.weights.formats`)
+      are dequantized in float32 and rounded to `dtype`, by default that of the other tensors.
 
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
@@ -116,7 +117,7 @@ def _resolve_dtype(
         if np.dtype(stored_dtype).itemsize == 1 or not _is_floating(stored_dtype):
             raise CheckpointError(
                 f"{location}: {name} is stored as {stored_dtype}, where float64, float32, bfloat16 or float16 was "
-                "expected; quantized checkpoints are not read"
+                "expected; matrices are dequantized only as a quantization_config in config.json says"
             )
     if dtype is None and len(stored) > 1:
         (first_dtype, first), (second_dtype, second) = list(stored.items())[:2]

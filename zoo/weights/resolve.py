@@ -17,13 +17,12 @@ from zoo.models.hf.families import FAMILIES, families
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
 from zoo.models.parameter_paths import list_parameter_paths
 
+from .formats import QUANTIZATION_KEY, dequantize_lazily, split_quantization
 from .packed import unpack_mxfp4
 from .plan import TensorPlan, find_mapping, invert_name_map, plan, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
 
 CONFIG_NAME = "config.json"
-_QUANTIZATION_KEY = "quantization_config"
-"""The config key that says that weight matrices are packed."""
 _MAX_LISTED = 20
 _MAX_MISSING = 10_000
 
@@ -112,13 +111,17 @@ def resolve_checkpoint(
     """
     config_json, decode = {key: value for key, value in config_json.items() if key not in ignore}, False
     try:
+        plain_json, quantized = split_quantization(config_json)
+        if quantized is not None and packed:
+            raise ConfigError(f"packed=True, and {quantized.name} is decoded only: leave it out")
+        config_json = plain_json
         config = read_config(family, config_json)
-        if config.get(_QUANTIZATION_KEY) is None and packed:
+        if config.get(QUANTIZATION_KEY) is None and packed:
             raise ConfigError(
-                f"packed=True, and without a {_QUANTIZATION_KEY} nothing in the checkpoint is packed: leave it out"
+                f"packed=True, and without a {QUANTIZATION_KEY} nothing in the checkpoint is packed: leave it out"
             )
-        if config.get(_QUANTIZATION_KEY) is not None and not packed:
-            config_json = {key: value for key, value in config_json.items() if key != _QUANTIZATION_KEY}
+        if config.get(QUANTIZATION_KEY) is not None and not packed:
+            config_json = {key: value for key, value in config_json.items() if key != QUANTIZATION_KEY}
             config, decode = read_config(family, config_json), True
         layers = config["num_hidden_layers"]
         if layers > len(tensors):  # refused here: building 10^9 layers, if only in shapes, would never end
@@ -128,6 +131,7 @@ def resolve_checkpoint(
     except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
     tensors = unpack_mxfp4(tensors, location) if decode else tensors
+    tensors = tensors if quantized is None else dequantize_lazily(tensors, quantized, location)
     stripped = strip_base_prefix_if_absent(name_map, set(tensors))
     name_map = name_map if stripped is None else stripped
     model = dataclasses.replace(model, origin=Origin(family, json.dumps(config_json), stripped is not None))

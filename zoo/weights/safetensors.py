@@ -68,6 +68,8 @@ class LazyTensor:
     """True if a model may keep this very buffer instead of a copy."""
     views: Callable[[TensorMapping, Sequence[Shape], int], Sequence[Any]] | None = None
     """A replacement of `TensorMapping.views` for data that is decoded only when a view is indexed."""
+    keeps_dtype: bool = False
+    """True if a model holds the data in this dtype, whatever dtype its parameters have."""
 
     def read_part(self, mapping: TensorMapping, shapes: Sequence[Shape], num_stacked_dims: int, number: int) -> Any:
         """Return part `number` of the tensor's `mapping`, in the parameter's shape, to be indexed with slices."""

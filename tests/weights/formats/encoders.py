@@ -1,0 +1,176 @@
+"""Encoders of quantized files in plain numpy: random codes and scales, and the float32 matrices that they stand for."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+
+import zoo
+from zoo.weights.safetensors import open_tensors, write_safetensors
+
+CONFIG = {"model_type": "llama", "vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+AWQ_PLACES = {0: 0, 1: 4, 2: 1, 3: 5, 4: 2, 5: 6, 6: 3, 7: 7}
+"""Number of an output in its word -> its place of four bits."""
+
+
+def product(scale, integer):
+    """Round the exact product to float32 once."""
+    return np.float32(np.float64(scale) * np.float64(integer))
+
+
+def pack(numbers, bits, place=lambda i: i):
+    """Pack rows of numbers into int32 words, filling the last one up with zeros."""
+    per_word = 32 // bits
+    words = np.zeros((len(numbers), -(-numbers.shape[1] // per_word)), np.uint64)
+    for column, values in enumerate(numbers.T):
+        words[:, column // per_word] |= values.astype(np.uint64) << np.uint64(bits * place(column % per_word))
+    return words.astype(np.uint32).view(np.int32)
+
+
+def fp8(draw, out, in_, rows, columns, suffix, scale_dtype):
+    codes = draw.normal(size=(out, in_)).astype(jnp.float8_e4m3fn)
+    shape = (-(-out // rows), -(-in_ // columns))
+    scales = np.abs(draw.normal(size=shape) / 8).astype(scale_dtype)
+    dense = np.array([[product(scales[o // rows, i // columns], codes[o, i]) for i in range(in_)] for o in range(out)])
+    scales = scales.reshape(1) if shape == (1, 1) and suffix == "weight_scale" else scales
+    return {"weight": codes, suffix: scales}, dense
+
+
+def grouped(draw, out, in_, size, bits, scale_dtype, zeros, groups=None):
+    """Return codes, scales "out groups", and the dense matrix."""
+    groups = np.arange(in_) // size if groups is None else groups
+    codes = draw.integers(0, 2**bits, (out, in_))
+    scales = np.abs(draw.normal(size=(out, -(-in_ // size))) / 2**bits).astype(scale_dtype)
+    zeros = np.broadcast_to(zeros, scales.shape)
+    dense = [[product(scales[o, groups[i]], codes[o, i] - zeros[o, groups[i]]) for i in range(in_)] for o in range(out)]
+    return codes, scales, np.array(dense)
+
+
+def gptq(draw, out, in_, bits, reordered, offset, symmetric):
+    groups = draw.permutation(np.arange(in_) // 16) if reordered else np.arange(in_) // 16
+    shape = (out, -(-in_ // 16))
+    zeros = np.full(shape, 2 ** (bits - 1)) if symmetric else draw.integers(1, 2**bits - 1, shape)
+    codes, scales, dense = grouped(draw, out, in_, 16, bits, np.float16, zeros, groups)
+    parts = {"qweight": pack(codes, bits).T, "qzeros": pack(zeros.T - offset, bits)}
+    return parts | {"scales": scales.T, "g_idx": groups.astype(np.int32)}, dense
+
+
+def awq(draw, out, in_):
+    zeros = draw.integers(0, 16, (out, -(-in_ // 16)))
+    codes, scales, dense = grouped(draw, out, in_, 16, 4, np.float16, zeros)
+    words = [pack(numbers.T, 4, AWQ_PLACES.get) for numbers in (codes, zeros)]
+    return {"qweight": words[0], "qzeros": words[1], "scales": scales.T}, dense
+
+
+def packed_integers(draw, out, in_, bits, size, symmetric, reordered):
+    size = in_ if size is None else size
+    groups = draw.permutation(np.arange(in_) // size) if reordered else None
+    shape = (out, -(-in_ // size))
+    zeros = 2 ** (bits - 1) if symmetric else draw.integers(0, 2**bits, shape)
+    codes, scales, dense = grouped(draw, out, in_, size, bits, jnp.bfloat16, zeros, groups)
+    parts = {"weight_packed": pack(codes, bits), "weight_scale": scales, "weight_shape": np.array([out, in_])}
+    parts |= {} if symmetric else {"weight_zero_point": pack(zeros.T, bits).T}
+    return parts | ({"weight_g_idx": groups.astype(np.int32)} if reordered else {}), dense
+
+
+def nf4(draw, out, in_, nested):
+    codes, block = draw.integers(0, 16, out * in_), 64
+    levels, count = np.sort(draw.normal(size=16)).astype(np.float32), -(-out * in_ // block)
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [out, in_]}
+    parts = {"weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None], "weight.quant_map": levels}
+    constants = np.abs(draw.normal(size=count) / 8).astype(np.float32)
+    if nested:
+        constant_codes = draw.integers(0, 256, count).astype(np.uint8)
+        steps = np.abs(draw.normal(size=-(-count // 256)) / 8).astype(np.float32)
+        table = np.sort(draw.normal(size=256)).astype(np.float32)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
+        product_ = [product(table[code], steps[number // 256]) for number, code in enumerate(constant_codes)]
+        constants = np.array([np.float32(np.float64(x) + 0.25) for x in product_])
+        parts |= {"weight.nested_absmax": steps, "weight.nested_quant_map": table}
+    parts["weight.absmax"] = constant_codes if nested else constants
+    parts["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    dense = [product(levels[code], constants[number // block]) for number, code in enumerate(codes)]
+    return parts, np.array(dense).reshape(out, in_)
+
+
+def llm_int8(draw, out, in_):
+    codes = draw.integers(-127, 128, (out, in_)).astype(np.int8)
+    largest = np.abs(draw.normal(size=out)).astype(np.float32)
+    steps = [[product(product(largest[o], codes[o, i]), np.float32(1 / 127)) for i in range(in_)] for o in range(out)]
+    return {"weight": codes, "SCB": largest, "weight_format": np.zeros((), np.uint8)}, np.array(steps)
+
+
+def compressed(layout, **weights):
+    scheme = {"dynamic": False, "symmetric": True, "group_size": None, "actorder": None, "observer": "minmax"} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "ignore": ["lm_head"],
+        "config_groups": groups,
+        "quantization_status": "compressed",
+    }
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+GPTQ = {"quant_method": "gptq", "group_size": 16, "sym": False, "checkpoint_format": "gptq"}
+INTEGERS = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 16}
+FLOATS = {"type": "float", "num_bits": 8}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"], "bnb_4bit_quant_type": "nf4"}
+
+FORMATS = {
+    "fp8 blocks": (FP8 | {"weight_block_size": [20, 12]}, fp8, (20, 12, "weight_scale_inv", np.float32)),
+    "fp8 tensors": (
+        compressed("float-quantized", **FLOATS, strategy="tensor"),
+        fp8,
+        (99, 99, "weight_scale", np.float32),
+    ),
+    "fp8 rows": (
+        compressed("float-quantized", **FLOATS, strategy="channel"),
+        fp8,
+        (1, 99, "weight_scale", jnp.bfloat16),
+    ),
+    "gptq": (GPTQ | {"bits": 4, "desc_act": False}, gptq, (4, False, 1, False)),
+    "gptq reordered": (GPTQ | {"bits": 8, "desc_act": True, "checkpoint_format": "gptq_v2"}, gptq, (8, True, 0, False)),
+    "gptq symmetric": (GPTQ | {"bits": 4, "sym": True, "desc_act": True}, gptq, (4, True, 1, True)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}, awq, ()),
+    "int4": (compressed("pack-quantized", **INTEGERS), packed_integers, (4, 16, True, False)),
+    "int4 with zeros": (
+        compressed("pack-quantized", **INTEGERS | {"symmetric": False, "actorder": "group"}),
+        packed_integers,
+        (4, 16, False, True),
+    ),
+    "int8 rows": (
+        compressed("pack-quantized", **INTEGERS | {"num_bits": 8, "strategy": "channel", "group_size": None}),
+        packed_integers,
+        (8, None, True, False),
+    ),
+    "nf4": (BITSANDBYTES | {"load_in_4bit": True}, nf4, (True,)),
+    "nf4 of one level": (BITSANDBYTES | {"load_in_4bit": True}, nf4, (False,)),
+    "llm.int8": (BITSANDBYTES | {"load_in_8bit": True}, llm_int8, ()),
+}
+"""Name -> (quantization_config, encoder of a matrix, its arguments)."""
+
+
+def write_quantized(directory, make, name, *, dtype=jnp.bfloat16, change=None):
+    """Write a model whose linear layers are quantized, and return the float32 tensors that it stands for.
+
+    `change(tensors, config)` damages both in place.
+    """
+    given, encode, options = FORMATS[name]
+    zoo.save(make("llama", CONFIG, dtype=dtype), directory)
+    tensors = {key: np.array(x.read()) for key, x in open_tensors(directory).items()}
+    dense, draw = {key: x.astype(np.float32) for key, x in tensors.items()}, np.random.default_rng(0)
+    for key in [key for key in tensors if "_proj." in key]:
+        parts, dense[key] = encode(draw, *tensors.pop(key).shape, *options)
+        tensors |= {f"{key.removesuffix('weight')}{suffix}": x for suffix, x in parts.items()}
+    config = json.loads((directory / "config.json").read_text()) | {
+        "quantization_config": json.loads(json.dumps(given))
+    }
+    if change is not None:
+        change(tensors, config)
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    specs = {key: (x.shape, x.dtype) for key, x in tensors.items()}
+    write_safetensors(directory / "model.safetensors", specs, tensors.__getitem__)
+    return dense

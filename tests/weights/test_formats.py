@@ -1,0 +1,64 @@
+"""Every quantization_config is read by a format, or refused by name."""
+
+import pytest
+
+from zoo.models.hf.config import ConfigError
+from zoo.weights.formats import split_quantization
+
+from .formats.encoders import BITSANDBYTES, FLOATS, FORMATS, FP8, GPTQ, INTEGERS, compressed
+
+AWQ = FORMATS["awq"][0]
+
+
+def test_mxfp4_and_no_quantization_are_left_to_the_family():
+    for config in ({}, {"quantization_config": None}, {"quantization_config": {"quant_method": "mxfp4"}}):
+        assert split_quantization(config) == (config, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quant_method": "hqq"}, "'hqq' is not read. Formats that are: fp8, .*gptq, awq, bitsandbytes .*, mxfp4"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size = \[128\] should be two whole numbers above 0"),
+        (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2', and 'e4m3' or .* is read"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4', and 'fp8' is read"),
+        (FP8 | {"rotation": "hadamard"}, "rotation = 'hadamard' is not a key of 'fp8' that we know"),
+        (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert = 'lm_head' should be null or a list"),
+        (GPTQ | {"bits": 3}, "bits = 3, and 4 or 8 is read"),
+        (GPTQ, "bits is missing"),
+        (GPTQ | {"bits": 4, "group_size": 0}, "group_size = 0 should be a whole number above 0, or -1"),
+        (GPTQ | {"bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        (GPTQ | {"bits": 4, "dynamic": {"-:.*": {}}}, "dynamic = .*, and {} or None is read"),
+        (AWQ | {"version": "gemv"}, "version = 'gemv', and 'gemm' or 'GEMM' is read"),
+        (AWQ | {"zero_point": False}, "zero_point = False, and True is read"),
+        (BITSANDBYTES | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type = 'fp4'"),
+        (BITSANDBYTES, "one of load_in_4bit and load_in_8bit should be true"),
+        (compressed("nvfp4-pack-quantized", **FLOATS), "format = 'nvfp4-pack-quantized', and 'float-quantized' or"),
+        (compressed("float-quantized", **FLOATS, strategy="group"), "strategy = 'group', and 'tensor' or 'channel'"),
+        (compressed("pack-quantized", **INTEGERS | {"num_bits": 2}), "num_bits = 2, and 4 or 8 is read"),
+        (compressed("pack-quantized", **INTEGERS) | {"config_groups": {}}, "config_groups should have one scheme"),
+        (compressed("pack-quantized", **INTEGERS) | {"ignore": ["re:("]}, "'re:\\(' is no regular expression"),
+        (compressed("pack-quantized", **INTEGERS) | {"kv_cache_scheme": {}}, "kv_cache_scheme = {}, and None is read"),
+    ],
+)
+def test_uncovered_quantization_is_refused_by_name(given, message):
+    with pytest.raises(ConfigError, match=f"quantization_config: .*{message}"):
+        split_quantization({"quantization_config": given})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_covered_quantization_leaves_the_other_keys(name):
+    config, quantized = split_quantization({"model_type": "llama", "quantization_config": FORMATS[name][0]})
+    assert config == {"model_type": "llama"} and quantized is not None
+
+
+def test_modules_left_out_are_named_by_whole_words_or_patterns():
+    def is_left_out(entry, module):
+        given = compressed("pack-quantized", **INTEGERS) | {"ignore": [entry]}
+        return split_quantization({"quantization_config": given})[1].is_left_out(module)
+
+    assert is_left_out("model.layers.1", "model.layers.1.mlp.gate")
+    assert is_left_out("mlp.gate", "model.layers.1.mlp.gate")
+    assert is_left_out("re:.*mlp.gate$", "model.layers.1.mlp.gate")
+    assert not is_left_out("model.layers.1", "model.layers.11.mlp.gate")
+    assert not is_left_out("gate", "model.layers.1.mlp.gate_proj")

@@ -1,0 +1,186 @@
+"""Base class of quantized file formats: which tensors stand for a matrix, and the numbers that they stand for.
+
+Every format of scaled groups is the same formula over differently stored codes:
+
+    W[o, i] = scales[o, g(i)] (codes[o, i] - zeros[o, g(i)])        g(i) the group of input i
+
+in float32, with one rounding. A format reads codes, scales and zero points of any rows and columns.
+"""
+
+import abc
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.values import WORD, is_any_of, list_of, optional
+
+from ..safetensors import LazyTensor
+
+Parts = Mapping[str, LazyTensor]
+"""The tensors of one quantized matrix, by the end of their names: `{"qweight": ..., "scales": ...}`."""
+_CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractQuantizedFormat(abc.ABC):
+    """A quantized file format, with the options that a `quantization_config` gives."""
+
+    name: ClassVar[str]
+    """The format in words, for messages."""
+    left_out: tuple[str, ...] = dataclasses.field(kw_only=True, default=())
+    """Modules that the config declares not to be quantized."""
+
+    @property
+    @abc.abstractmethod
+    def suffixes(self) -> Mapping[str, Collection[Any]]:
+        """Tensors of a matrix NAME: the end of each name, `NAME.qweight`, and its dtypes."""
+
+    optional_suffixes: ClassVar[Mapping[str, Collection[Any]]] = {}
+    """Tensors that a matrix may have besides."""
+    ignored_suffixes: ClassVar[tuple[str, ...]] = ()
+    """Tensors beside a matrix that its numbers do not depend on: scales of activations, which stay as they are."""
+
+    def is_quantized_weight(self, tensor: LazyTensor) -> bool:
+        """Return True for the dtype of codes, where they are stored as `NAME.weight`."""
+        return "weight" in self.suffixes and tensor.dtype in map(np.dtype, self.suffixes["weight"])
+
+    @abc.abstractmethod
+    def find_shape(self, parts: Parts) -> tuple[int, int]:
+        """Return (out, in) of the matrix. Called before `find_errors`: parts may have any shape."""
+
+    @abc.abstractmethod
+    def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
+        """Return the shapes that each part of an (out, in) matrix may have."""
+
+    def find_errors(self, name: str, parts: Parts) -> Iterator[str]:
+        """Yield a message for each part of the matrix `name` that has a wrong shape."""
+        try:
+            out, in_ = self.find_shape(parts)
+        except (ValueError, IndexError):
+            listed = ", ".join(f"{suffix} {list(part.shape)}" for suffix, part in parts.items())
+            yield f"{name} has {listed}, which are no parts of a matrix"
+            return
+        for suffix, shapes in self.list_shapes(out, in_, parts).items():
+            if suffix in parts and parts[suffix].shape not in shapes:
+                expected = " or ".join(str(list(shape)) for shape in shapes)
+                yield (
+                    f"{name}.{suffix} is {list(parts[suffix].shape)}, and {expected} was expected for a matrix of "
+                    f"[{out}, {in_}]"
+                )
+
+    @abc.abstractmethod
+    def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        """Return `W[rows, columns]` in float32. `columns` has both ends, and no step."""
+
+    def decode_in_chunks(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        """Return what `decode` does, a few rows at a time, so that codes are never unpacked all at once."""
+        numbers = np.empty((len(rows), columns.stop - columns.start), np.float32)
+        size = max(1, _CHUNK_ELEMENTS // max(1, numbers.shape[1]))
+        for start in range(0, len(rows), size):
+            with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite are refused by the reader
+                numbers[start : start + size] = self.decode(name, parts, rows[start : start + size], columns)
+        return numbers
+
+    def is_left_out(self, module: str) -> bool:
+        """Return True for a module that the config declares not to be quantized, by its name, the first or the last
+        words of it, or a pattern `re:...`."""
+        return any(
+            re.match(entry[3:], module) is not None
+            if entry.startswith("re:")
+            else f".{module}.".startswith(f".{entry}.") or f".{module}.".endswith(f".{entry}.")
+            for entry in self.left_out
+        )
+
+
+class AbstractGroupFormat(AbstractQuantizedFormat):
+    """A format of scaled groups: see the module's formula."""
+
+    @abc.abstractmethod
+    def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        """Return the codes of some rows and columns: uint8, or float8 with its own meaning."""
+
+    @abc.abstractmethod
+    def read_scales(self, parts: Parts, rows: np.ndarray) -> np.ndarray:
+        """Return the scales "rows groups" as stored."""
+
+    def read_zeros(self, name: str, parts: Parts, rows: np.ndarray) -> np.ndarray | int:
+        """Return the zero points "rows groups", or the one of all."""
+        return 0
+
+    @abc.abstractmethod
+    def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
+        """Return the group of each column."""
+
+    def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        groups = self.read_groups(name, parts, columns)
+        codes = self.read_codes(parts, rows, columns).astype(np.float32)
+        zeros = self.read_zeros(name, parts, rows)
+        codes -= np.float32(zeros) if isinstance(zeros, int) else zeros.astype(np.float32)[:, groups]
+        codes *= self.read_scales(parts, rows).astype(np.float32)[:, groups]
+        return codes
+
+
+def unpack_words(words: np.ndarray, index: np.ndarray, bits: int, order: Iterable[int] = ()) -> np.ndarray:
+    """Return the numbers `index` of those that int32 words hold along the last dim, 32 / bits each. The number at bits
+    `bits p` of a word is number `order[p]` of it; by default p."""
+    per_word = 32 // bits
+    positions = np.argsort([*order] or range(per_word)).astype(np.uint32)
+    shifts = np.uint32(bits) * positions[index % per_word]
+    return ((words.view(np.uint32)[..., index // per_word] >> shifts) & np.uint32(2**bits - 1)).astype(np.uint8)
+
+
+def take_rows(array: np.ndarray, rows: np.ndarray, axis: int = 0) -> np.ndarray:
+    """Return some rows of a memory-mapped array: consecutive ones as a view."""
+    first = int(rows[0]) if len(rows) else 0
+    is_range = len(rows) > 0 and np.array_equal(rows, np.arange(first, first + len(rows)))
+    index = slice(first, first + len(rows)) if is_range else rows
+    return array[index] if axis == 0 else array[:, index]
+
+
+def count_groups(size: int, group_size: int) -> int:
+    """Return the number of groups of `size` elements; the last one may be smaller."""
+    return -(-size // group_size)
+
+
+def check_options(config: Mapping[str, Any], required: Mapping[str, Collection[Any]], ignored: Collection[str]) -> None:
+    """Check a `quantization_config`: values of the keys in `required`, and no key besides these and `ignored`.
+
+    **Raises** `ConfigError` that names all keys that are unknown or have another value.
+    """
+    method = config.get("quant_method")
+    errors = [
+        f"{key} = {value!r}, and {' or '.join(map(repr, required[key]))} is read"
+        for key, value in config.items()
+        if key in required and not is_any_of(value, required[key])
+    ]
+    errors += [
+        f"{key} = {value!r} is not a key of {method!r} that we know"
+        for key, value in config.items()
+        if key not in required and key not in ignored and key != "quant_method" and value is not None
+    ]
+    if errors:
+        raise ConfigError("quantization_config: " + "; ".join(errors))
+
+
+def read_names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """Return the module names under the first of `keys` that is given. **Raises** `ConfigError` for no list of names,
+    and for a pattern that is none."""
+    for key in keys:
+        if error := optional(list_of(WORD)).find_error(names := config.get(key)):
+            raise ConfigError(f"quantization_config: {key} = {names!r} {error}")
+        if names:
+            for name in names:
+                _check_pattern(name)
+            return tuple(names)
+    return ()
+
+
+def _check_pattern(name: str) -> None:
+    try:
+        re.compile(name[3:] if name.startswith("re:") else "")
+    except re.error as error:
+        raise ConfigError(f"quantization_config: {name!r} is no regular expression: {error}") from None

@@ -1,0 +1,152 @@
+"""bitsandbytes: NF4 with or without double quantization (arXiv:2305.14314), and LLM.int8 (arXiv:2208.07339).
+
+NF4 has blocks of `blocksize` numbers in memory order, across rows:
+
+    W[n] = quant_map[code[n]] absmax[n // blocksize]
+
+`weight` (numbers / 2, 1), uint8, holds two codes in a byte, the earlier one in the high nibble. With double
+quantization the block constants are codes too:
+
+    absmax[b] = nested_quant_map[code[b]] nested_absmax[b // nested_blocksize] + nested_offset
+
+`quant_state.bitsandbytes__nf4` is JSON with the sizes and the offset. LLM.int8 has a scale per output row:
+
+    W[o, i] = weight[o, i] SCB[o] / 127
+"""
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from zoo.models.hf.config import ConfigError
+
+from .base import AbstractQuantizedFormat, Parts, check_options, count_groups, read_names, take_rows
+
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+_INT8_STEP = np.float32(1 / 127)
+
+
+@dataclasses.dataclass(frozen=True)
+class NF4Format(AbstractQuantizedFormat):
+    """NF4 of bitsandbytes."""
+
+    name: ClassVar[str] = "bitsandbytes NF4"
+    optional_suffixes: ClassVar[Mapping[str, Collection[Any]]] = {
+        "weight.nested_absmax": (np.float32,),
+        "weight.nested_quant_map": (np.float32,),
+    }
+
+    @property
+    def suffixes(self) -> Mapping[str, Collection[Any]]:
+        absmax = (np.float32, np.uint8)
+        return {"weight": (np.uint8,), "weight.absmax": absmax, "weight.quant_map": (np.float32,), _STATE: (np.uint8,)}
+
+    def find_shape(self, parts: Parts) -> tuple[int, int]:
+        out, in_ = _read_state(parts)["shape"]
+        return out, in_
+
+    def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
+        state = _read_state(parts)
+        packed, blocks = count_groups(out * in_, 2), count_groups(out * in_, state["blocksize"])
+        shapes = {"weight": [(packed, 1), (1, packed)], "weight.absmax": [(blocks,)], "weight.quant_map": [(16,)]}
+        if "nested_blocksize" in state:
+            shapes["weight.nested_absmax"] = [(count_groups(blocks, state["nested_blocksize"]),)]
+            shapes["weight.nested_quant_map"] = [(256,)]
+        return shapes
+
+    def find_errors(self, name: str, parts: Parts) -> Iterator[str]:
+        try:
+            state = _read_state(parts)
+        except ValueError as error:
+            yield f"{name}.{_STATE} is damaged: {error}"
+            return
+        if state["quant_type"] != "nf4":
+            yield f"{name} is of the quant_type {state['quant_type']!r}, and nf4 is read"
+        nested = {"weight.nested_absmax", "weight.nested_quant_map"}
+        if found := nested & parts.keys() if "nested_blocksize" not in state else nested - parts.keys():
+            word = "has" if "nested_blocksize" not in state else "lacks its"
+            yield f"{name} {word} {', '.join(sorted(found))}, and its quant_state says otherwise"
+        elif ("nested_blocksize" in state) != (parts["weight.absmax"].dtype == np.uint8):
+            yield f"{name}.weight.absmax is {parts['weight.absmax'].dtype}, and its quant_state says otherwise"
+        else:
+            yield from super().find_errors(name, parts)
+
+    def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        state, in_ = _read_state(parts), self.find_shape(parts)[1]
+        numbers = rows[:, None] * in_ + np.arange(columns.start, columns.stop)
+        packed = parts["weight"].read().reshape(-1)[numbers // 2]
+        codes = np.where(numbers % 2 == 0, packed >> 4, packed & 15)
+        blocks = numbers // state["blocksize"]
+        constants = parts["weight.absmax"].read()[blocks]
+        if "nested_blocksize" in state:
+            nested = parts["weight.nested_absmax"].read()[blocks // state["nested_blocksize"]]
+            constants = parts["weight.nested_quant_map"].read()[constants] * nested
+            constants += np.float32(state["nested_offset"])
+        return parts["weight.quant_map"].read()[codes] * constants
+
+
+def _read_state(parts: Parts) -> dict[str, Any]:
+    """Return the quant_state. **Raises** `ValueError` for text that is no JSON, or lacks keys."""
+    state = json.loads(bytes(parts[_STATE].read()))
+    sizes = ["blocksize", *(["nested_blocksize"] if isinstance(state, dict) and "nested_blocksize" in state else [])]
+    is_count = lambda value: type(value) is int and 0 < value < 2**48
+    if not isinstance(state, dict) or not all(is_count(state.get(key)) for key in sizes) or "quant_type" not in state:
+        raise ValueError(f"quant_type and {' and '.join(sizes)} above 0 were expected")
+    shape = state.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(map(is_count, shape)):
+        raise ValueError(f"the shape of a matrix was expected, not {shape!r}")
+    if "nested_blocksize" in state and not isinstance(state.get("nested_offset"), float | int):
+        raise ValueError("nested_offset is missing")
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Format(AbstractQuantizedFormat):
+    """LLM.int8 of bitsandbytes."""
+
+    name: ClassVar[str] = "bitsandbytes int8"
+    optional_suffixes: ClassVar[Mapping[str, Collection[Any]]] = {"weight_format": (np.uint8,)}
+
+    @property
+    def suffixes(self) -> Mapping[str, Collection[Any]]:
+        return {"weight": (np.int8,), "SCB": (np.float32,)}
+
+    def find_shape(self, parts: Parts) -> tuple[int, int]:
+        out, in_ = parts["weight"].shape
+        return out, in_
+
+    def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
+        return {"SCB": [(out,)], "weight_format": [()]}
+
+    def find_errors(self, name: str, parts: Parts) -> Iterator[str]:
+        """Yield also an error for codes in another order than rows."""
+        yield from super().find_errors(name, parts)
+        if "weight_format" in parts and parts["weight_format"].shape == () and parts["weight_format"].read() != 0:
+            yield f"{name}.weight_format is {parts['weight_format'].read()}, and rows in order (0) are read"
+
+    def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        codes = take_rows(parts["weight"].read()[:, columns], rows).astype(np.float32)
+        codes *= parts["SCB"].read()[rows][:, None]
+        codes *= _INT8_STEP
+        return codes
+
+
+def read_bitsandbytes(config: Mapping[str, Any]) -> NF4Format | Int8Format:
+    """Read the config of `quant_method` "bitsandbytes". **Raises** `ConfigError` for options that are not covered."""
+    required = {"bnb_4bit_quant_type": ("nf4",), "bnb_4bit_quant_storage": ("uint8",)}
+    bits = ("load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit")
+    ignored = ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "llm_int8_skip_modules", "llm_int8_threshold")
+    ignored += ("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "bnb_4bit_target_parameters")
+    is_4bit = any(config.get(key) is True for key in bits[:2])
+    is_8bit = any(config.get(key) is True for key in bits[2:])
+    if is_8bit:  # files of int8 hold defaults of the other kind
+        required = {}
+        ignored += ("bnb_4bit_quant_type", "bnb_4bit_quant_storage")
+    check_options(config, required, (*bits, *ignored))
+    if is_4bit == is_8bit:
+        raise ConfigError("quantization_config: one of load_in_4bit and load_in_8bit should be true")
+    left_out = read_names(config, "llm_int8_skip_modules")
+    return NF4Format(left_out=left_out) if is_4bit else Int8Format(left_out=left_out)

@@ -1,0 +1,142 @@
+"""compressed-tensors, the format of llm-compressor: float-quantized (FP8) and pack-quantized (4 or 8 bits).
+
+Float-quantized matrices are `weight` in float8_e4m3fn and `weight_scale`, per block, output row or matrix:
+`zoo.weights.formats.fp8`. Pack-quantized ones are
+
+    W[o, i] = weight_scale[o, g] (q[o, i] - z[o, g])        g = i // group_size, or weight_g_idx[i]
+
+- `weight_packed` (out, in bits / 32), int32: q[o, i] at bits `bits (i mod 32 / bits)`; the last word may be filled up.
+- `weight_zero_point` (out bits / 32, groups), int32, packed along the outputs; symmetric matrices have none, and
+  z = 2^(bits - 1), since signed numbers are stored with that added.
+- `weight_shape`: (out, in).
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from zoo.models.hf.config import ConfigError
+
+from ..safetensors import CheckpointError
+from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows, unpack_words
+from .fp8 import SCALE_DTYPES, FP8Format, read_block
+from .gptq import read_group_size
+
+
+@dataclasses.dataclass(frozen=True)
+class PackQuantizedFormat(AbstractGroupFormat):
+    """compressed-tensors of the format pack-quantized. `group_size` is None for one group of all inputs."""
+
+    name: ClassVar[str] = "compressed-tensors pack-quantized"
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    reordered: bool = False
+
+    @property
+    def suffixes(self) -> Mapping[str, Collection[Any]]:
+        found: dict[str, Collection[Any]] = {"weight_packed": (np.int32,), "weight_scale": SCALE_DTYPES}
+        found |= {"weight_shape": (np.int64, np.int32)}
+        found |= {} if self.symmetric else {"weight_zero_point": (np.int32,)}
+        return found | ({"weight_g_idx": (np.int32,)} if self.reordered else {})
+
+    def find_shape(self, parts: Parts) -> tuple[int, int]:
+        shape = parts["weight_shape"].read()
+        if shape.shape != (2,):
+            raise ValueError("weight_shape is no pair")
+        return int(shape[0]), int(shape[1])
+
+    def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
+        groups, per_word = count_groups(in_, self.group_size or max(in_, 1)), 32 // self.bits
+        return {
+            "weight_packed": [(out, count_groups(in_, per_word))],
+            "weight_scale": [(out, groups)],
+            "weight_zero_point": [(count_groups(out, per_word), groups)],
+            "weight_g_idx": [(in_,)],
+        }
+
+    def find_errors(self, name: str, parts: Parts) -> Iterator[str]:
+        shape = parts["weight_shape"].read() if parts["weight_shape"].shape == (2,) else np.ones(2)
+        if (shape <= 0).any():
+            yield f"{name}.weight_shape is {shape.tolist()}"
+            return
+        yield from super().find_errors(name, parts)
+
+    def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        words = take_rows(parts["weight_packed"].read(), rows)
+        return unpack_words(words, np.arange(columns.start, columns.stop), self.bits)
+
+    def read_scales(self, parts: Parts, rows: np.ndarray) -> np.ndarray:
+        return take_rows(parts["weight_scale"].read(), rows)
+
+    def read_zeros(self, name: str, parts: Parts, rows: np.ndarray) -> np.ndarray | int:
+        if self.symmetric:
+            return 2 ** (self.bits - 1)
+        return unpack_words(parts["weight_zero_point"].read().T, rows, self.bits).T
+
+    def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
+        """**Raises** `CheckpointError` for a group that there is not."""
+        if not self.reordered:
+            return np.arange(columns.start, columns.stop) // (self.group_size or self.find_shape(parts)[1])
+        groups, count = parts["weight_g_idx"].read()[columns], parts["weight_scale"].shape[1]
+        if len(groups) and not 0 <= groups.min() <= groups.max() < count:
+            raise CheckpointError(f"{name}.weight_g_idx has groups that are not among the {count}")
+        return groups
+
+
+def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuantizedFormat:
+    """Read the config of `quant_method` "compressed-tensors". Activations are not quantized here.
+
+    **Raises** `ConfigError` for options that are not covered.
+    """
+    required = {"format": ("float-quantized", "pack-quantized"), "quantization_status": ("compressed", "frozen", None)}
+    required |= {"kv_cache_scheme": (None,), "sparsity_config": ({}, None), "transform_config": ({}, None)}
+    ignored = ("ignore", "config_groups", "global_compression_ratio", "version", "run_compressed")
+    check_options(config, required, ignored)
+    left_out, scheme = read_names(config, "ignore"), _find_scheme(config)
+    if config.get("format") == "float-quantized":
+        return FP8Format(_read_fp8_block(scheme), "weight_scale", left_out=left_out)
+    if config.get("format") != "pack-quantized":
+        raise ConfigError("quantization_config: format is missing, and 'float-quantized' or 'pack-quantized' is read")
+    _check_scheme(scheme, {"num_bits": (4, 8), "type": ("int",), "strategy": ("group", "channel")})
+    grouped = scheme.get("strategy") == "group"
+    return PackQuantizedFormat(
+        scheme["num_bits"],
+        read_group_size({"group_size": scheme.get("group_size")}) if grouped else None,
+        scheme.get("symmetric", True),
+        scheme.get("actorder") == "group",
+        left_out=left_out,
+    )
+
+
+def _find_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the scheme of all weights. **Raises** `ConfigError` if there are several, or none."""
+    groups = config.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    schemes = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    first = schemes[0] if schemes else None
+    if not isinstance(first, Mapping) or any(scheme != first for scheme in schemes):
+        raise ConfigError("quantization_config: config_groups should have one scheme for the weights of all groups")
+    return first
+
+
+def _read_fp8_block(scheme: Mapping[str, Any]) -> tuple[int, int] | str:
+    """Return the block of FP8 scales, or "channel" or "tensor"."""
+    _check_scheme(scheme, {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", "channel", "block")})
+    if scheme["strategy"] != "block":
+        return scheme["strategy"]
+    return read_block(scheme.get("block_structure"), "block_structure")
+
+
+def _check_scheme(scheme: Mapping[str, Any], needed: Mapping[str, Collection[Any]]) -> None:
+    """**Raises** `ConfigError` for a scheme of weights that is not covered."""
+    if missing := needed.keys() - scheme.keys():
+        raise ConfigError(f"quantization_config: weights lack {', '.join(sorted(missing))}")
+    required = {**needed, "symmetric": (True, False), "dynamic": (False, None), "actorder": (None, "weight", "static")}
+    if "group" in needed["strategy"]:
+        required["actorder"] = (*required["actorder"], "group")
+    ignored = ("group_size", "block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    check_options({"quant_method": "compressed-tensors", **scheme}, required, ignored)

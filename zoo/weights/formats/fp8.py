@@ -1,0 +1,81 @@
+"""FP8 weights: codes in float8_e4m3fn, with a scale per block, per output row or per matrix.
+
+    W[o, i] = scale[o // block_rows, i // block_columns] weight[o, i]
+
+Blocks of 128 x 128 are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); the last ones may be smaller.
+`weight_scale_inv` is the factor itself, in spite of its name.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.values import integer
+
+from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows
+
+SCALE_DTYPES = (np.float32, jnp.bfloat16, np.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Format(AbstractGroupFormat):
+    """FP8 weights with a scale per block (`block`), or per output row (`"channel"`), or per matrix (`"tensor"`)."""
+
+    name: ClassVar[str] = "FP8"
+    ignored_suffixes: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
+
+    block: tuple[int, int] | str
+    scale: str = "weight_scale_inv"
+    """End of the name of the scales."""
+
+    @property
+    def suffixes(self) -> Mapping[str, Collection[Any]]:
+        return {"weight": (jnp.float8_e4m3fn,), self.scale: SCALE_DTYPES}
+
+    def find_shape(self, parts: Parts) -> tuple[int, int]:
+        out, in_ = parts["weight"].shape
+        return out, in_
+
+    def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
+        if isinstance(self.block, str):
+            return {self.scale: [(out, 1)] if self.block == "channel" else [(), (1,)]}
+        rows, columns = self.block
+        return {self.scale: [(count_groups(out, rows), count_groups(in_, columns))]}
+
+    def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        return take_rows(parts["weight"].read()[:, columns], rows)
+
+    def read_scales(self, parts: Parts, rows: np.ndarray) -> np.ndarray:
+        scales = parts[self.scale].read()
+        if self.block == "tensor":
+            return np.broadcast_to(scales.reshape(1, 1), (len(rows), 1))
+        return scales[rows] if self.block == "channel" else scales[rows // self.block[0]]
+
+    def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
+        size = parts["weight"].shape[1] if isinstance(self.block, str) else self.block[1]
+        return np.arange(columns.start, columns.stop) // size
+
+
+def read_fp8(config: Mapping[str, Any]) -> FP8Format:
+    """Read the config of `quant_method` "fp8". Activations, which its kernels quantize, are not quantized here.
+
+    **Raises** `ConfigError` for options that are not covered.
+    """
+    required = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic", "static")}
+    required |= {"scale_fmt": ("float", "ue8m0", None), "expert_dtype": ("fp8",), "modules_to_convert": (None, [])}
+    lists = ("modules_to_not_convert", "ignored_layers")
+    check_options(config, required, (*lists, "weight_block_size", "dequantize", "scale_fmt"))
+    block = config.get("weight_block_size")
+    left_out = read_names(config, *lists)
+    return FP8Format("tensor" if block is None else read_block(block, "weight_block_size"), left_out=left_out)
+
+
+def read_block(value: Any, key: str) -> tuple[int, int]:
+    """Return (rows, columns) of a block. **Raises** `ConfigError` for anything but two counts."""
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(integer(minimum=1).fits, value)):
+        raise ConfigError(f"quantization_config: {key} = {value!r} should be two whole numbers above 0")
+    return value[0], value[1]

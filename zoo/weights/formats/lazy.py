@@ -1,0 +1,127 @@
+"""Tensors of quantized files that are decoded when they are read: each slice alone, from its own bytes."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from zoo.models.hf.spec import Shape, TensorMapping
+
+from ..safetensors import CheckpointError, LazyTensor
+from .base import AbstractQuantizedFormat, Parts
+
+_ReadPart = Callable[[np.ndarray, slice], np.ndarray]
+"""Return some rows, by their numbers, and a range of columns of a matrix."""
+
+
+def find_quantized(
+    tensors: Mapping[str, LazyTensor], quantized: AbstractQuantizedFormat, location: str
+) -> dict[str, dict[str, LazyTensor]]:
+    """Return the parts of each quantized matrix, by the name of its module.
+
+    **Raises** `CheckpointError` for parts that are missing, or of a wrong dtype or shape, and for modules that the
+    config declares not to be quantized.
+    """
+    kinds = {**quantized.suffixes, **quantized.optional_suffixes}
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for suffix in kinds:
+        for name, tensor in tensors.items():
+            if name.endswith(f".{suffix}") and (suffix != "weight" or quantized.is_quantized_weight(tensor)):
+                found.setdefault(name.removesuffix(f".{suffix}"), {})[suffix] = tensor
+    errors = []
+    for name, parts in sorted(found.items()):
+        if missing := [suffix for suffix in quantized.suffixes if suffix not in parts]:
+            errors += _describe_missing(name, parts, missing, tensors)
+        elif wrong := [suffix for suffix, x in parts.items() if x.dtype not in map(np.dtype, kinds[suffix])]:
+            expected = [" or ".join(np.dtype(kind).name for kind in kinds[suffix]) for suffix in wrong]
+            listed = zip(wrong, expected, strict=True)
+            errors += [f"{name}.{end} is {parts[end].dtype}, and {kind} was expected" for end, kind in listed]
+        elif quantized.is_left_out(name):
+            errors.append(f"{name} is quantized, and the config declares that it is not")
+        else:
+            errors += quantized.find_errors(name, parts)
+    if errors:
+        raise CheckpointError(f"{location} has tensors that are not {quantized.name}: " + "; ".join(errors[:8]))
+    return found
+
+
+def _describe_missing(name: str, parts: Parts, missing: Sequence[str], tensors: Mapping[str, LazyTensor]) -> list[str]:
+    """Return messages for a matrix that has some of its parts."""
+    present = next(iter(parts))
+    described = (
+        f"{name}.{suffix} is {tensors[f'{name}.{suffix}'].dtype}, beside its {name}.{present}"
+        if f"{name}.{suffix}" in tensors
+        else f"{name}.{present} lacks its {name}.{suffix}"
+        for suffix in missing
+    )
+    return [*described]
+
+
+def dequantize_lazily(
+    tensors: Mapping[str, LazyTensor], quantized: AbstractQuantizedFormat, location: str
+) -> dict[str, LazyTensor]:
+    """Replace the parts of each quantized matrix by a tensor `NAME.weight` (out, in) that is decoded when it is read,
+    with the dtype of the largest tensor that is not quantized.
+
+    **Raises** `CheckpointError` as `find_quantized` does.
+    """
+    found = find_quantized(tensors, quantized, location)
+    plain = drop_parts(tensors, found, quantized)
+    floating = [x for x in plain.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    dtype = max(floating, key=lambda x: math.prod(x.shape)).dtype if floating else np.dtype(jnp.bfloat16)
+
+    def make(name: str, parts: Parts) -> LazyTensor:
+        read_part = lambda rows, columns: quantized.decode_in_chunks(name, parts, rows, columns)
+        return make_lazy_matrix(f"{name}.weight", dtype, quantized.find_shape(parts), read_part, parts)
+
+    return plain | {f"{name}.weight": make(name, parts) for name, parts in found.items()}
+
+
+def drop_parts(
+    tensors: Mapping[str, LazyTensor], found: Mapping[str, Parts], quantized: AbstractQuantizedFormat
+) -> dict[str, LazyTensor]:
+    """Return the tensors that are no part of a quantized matrix."""
+    ends = (*quantized.ignored_suffixes, *quantized.optional_suffixes)
+    dropped = {f"{name}.{suffix}" for name, parts in found.items() for suffix in (*parts, *ends)}
+    return {name: x for name, x in tensors.items() if name not in dropped}
+
+
+def make_lazy_matrix(
+    name: str, dtype: np.dtype, shape: tuple[int, int], read_part: _ReadPart, parts: Parts, *, keeps_dtype: bool = False
+) -> LazyTensor:
+    """Return a tensor of `shape` whose slices `read_part` reads. `parts` are released with it."""
+    out, columns = shape
+
+    def read() -> np.ndarray:
+        return read_part(np.arange(out), slice(0, columns)).astype(dtype)
+
+    def views(mapping: TensorMapping, shapes: Sequence[Shape], num_stacked_dims: int) -> list[_MatrixView]:
+        if mapping.transposed or mapping.leading_ones or mapping.conv1d_filters or num_stacked_dims:
+            raise CheckpointError(f"{name} is quantized, and only matrices stored as (out, in) are read so")
+        row_numbers = mapping.views(np.arange(out)[:, None], [(shape[0], 1) for shape in shapes], 0)
+        return [_MatrixView(rows.reshape(-1), read_part) for rows in row_numbers]
+
+    def release() -> None:
+        for part in parts.values():
+            part.release()
+
+    return LazyTensor(dtype, shape, read, release, views=views, keeps_dtype=keeps_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MatrixView:
+    """A part of a matrix that is read when it is indexed."""
+
+    rows: np.ndarray
+    """The matrix's rows that are those of the part, in order."""
+    read_part: _ReadPart
+
+    def reshape(self, shape: Shape) -> "_MatrixView":
+        return self
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        """Read a slice. `index` has two slices of step 1 with both ends."""
+        rows, columns = index
+        return self.read_part(self.rows[rows], columns)
