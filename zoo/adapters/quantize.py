@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from zoo.layers import AbstractLinear, AbstractPackedLinear, Int8Linear, Linear, NF4Linear
+from zoo.layers import AbstractLinear, AbstractPackedLinear, GroupQuantizedLinear, Int8Linear, Linear, NF4Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
 from zoo.models.targets import (
     ALL_LINEAR,
@@ -27,6 +27,9 @@ _Model = TypeVar("Model")
 _PackedFormat = Literal["nf4", "int8"]
 
 _PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": NF4Linear, "int8": Int8Linear}
+
+
+_DEQUANTIZED = Int8Linear | NF4Linear | GroupQuantizedLinear
 
 
 @in_one_round
@@ -88,11 +91,11 @@ def _find_quantization_errors(
 
 @in_one_round
 def dequantize(model: _Model) -> _Model:
-    """Replace every layer that `quantize` made with a float32 `Linear` of the same values, in 4 to 8 times the
-    memory."""
+    """Replace every layer that `quantize` made, or that `zoo.load(packed=True)` read from a quantized file, with a
+    float32 `Linear` of the same values, in 4 to 8 times the memory."""
 
     def dequantize_layer(base: AbstractLinear) -> AbstractLinear:
-        return base.to_linear(base.dense_weight, base.dense_bias) if isinstance(base, Int8Linear | NF4Linear) else base
+        return base.to_linear(base.dense_weight, base.dense_bias) if isinstance(base, _DEQUANTIZED) else base
 
     def dequantize_stacked(name: str, ranges: IndexRanges, module: Any) -> Any:
         is_packed = isinstance(get_base_layer(module), AbstractPackedLinear)

@@ -16,6 +16,7 @@ from .moe.routing import Routing, RoutingSums
 from .norm import LayerNorm, RMSNorm
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
 from .quantized.fp8 import AmaxHistory, FP8Linear
+from .quantized.groups import GroupQuantizedLinear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .quantized.packed import AbstractPackedLinear
 from .recurrent.common import HeadNorm, LowRank, RecurrentState
@@ -68,6 +69,7 @@ __all__ = [
     "GatedGroupNorm",
     "GatedLinearAttention",
     "GatedMLP",
+    "GroupQuantizedLinear",
     "HeadNorm",
     "ImageEmbedding",
     "Int8Linear",

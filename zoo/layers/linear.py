@@ -74,11 +74,11 @@ class Linear(AbstractLinear):
         return add_expert_biases(grouped_matmul(x, self.weight, sizes), self.bias, sizes, self.in_)
 
     def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
-        y = reduce(_contract_per_head("rui,uoi->ruo", x, self._split_heads(self.weight)), over=self.in_.name)
+        y = reduce(contract_per_head("rui,uoi->ruo", x, self._split_heads(self.weight)), over=self.in_.name)
         return y if self.bias is None else y + self._split_heads(self.bias)
 
     def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
-        return _contract_per_head("ruo,uoi->rui", x, self._split_heads(self.weight))
+        return contract_per_head("ruo,uoi->rui", x, self._split_heads(self.weight))
 
     def _split_heads(self, parameter: Float[Array, "out *rest"]) -> Float[Array, "units unit *rest"]:
         """Reshape the rows of a weight or bias to the heads of `out`."""
@@ -117,7 +117,7 @@ def add_expert_biases(
     return y + jnp.where(is_first_shard, expand_group_values(biases, sizes, len(y)), 0)
 
 
-def _contract_per_head(
+def contract_per_head(
     spec: str, x: Float[Array, "*rows u k"], weight: Float[Array, "u _ _"]
 ) -> Float[Array, "*rows u n"]:
     """Block-diagonal matmul over heads u, with all rows flattened to one dim."""

@@ -43,19 +43,19 @@ def load(
     - `dtype`: dtype of all parameters. Default: as stored. Buffers (a router's selection bias) are not rounded to it.
     - `family`: a family of your own. Default: the one that the config's `model_type` names.
     - `ignore`: config keys to disregard; `save` omits them too.
-    - `packed`: keep the matrices of an MXFP4 checkpoint quantized (`zoo.layers.MXFP4Linear`): a quarter of the memory
-      of bfloat16 and no gradient into them; `save` writes them back byte for byte. Default: dequantize them exactly.
-      The model is then like any other: `save` writes plain tensors and a config without quantization, and `load`
-      reads the same numbers from these. FP8, GPTQ, AWQ, compressed-tensors and bitsandbytes (`zoo.weights.formats`)
-      are dequantized in float32 and rounded to `dtype`, by default that of the other tensors.
+    - `packed`: keep the matrices of a quantized checkpoint as they are stored, frozen, and dequantize them tile by tile
+      inside the matmul (`zoo.layers.GroupQuantizedLinear`, `MXFP4Linear`); `save` writes them back byte for byte. FP8,
+      GPTQ, AWQ, compressed-tensors and MXFP4. Default: dequantize them, in float32 and then rounded to `dtype`, by
+      default that of the other tensors; also bitsandbytes. The model is then like any other: `save` writes plain
+      tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
 
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
 
     **Raises** `CheckpointError`, before anything is allocated, for a missing directory; weights that are pickled,
-    damaged, or not packed despite `packed`; an unknown family; a config key that would change the result and is not
-    supported; missing or unexpected tensors, or a wrong shape or dtype; and, while reading, for numbers that are not
-    finite.
+    damaged, or not packed despite `packed`; an unknown family or quantization; a config key that would change the
+    result and is not supported; missing or unexpected tensors, or a wrong shape or dtype; and, while reading, for
+    numbers that are not finite.
     """
     return read_parameters(open_checkpoint(directory, family, ignore, packed), mesh, dtype)
 
@@ -113,6 +113,7 @@ def _resolve_dtype(
     are stored in several dtypes and none was asked for.
     """
     stored = {tensors[name].dtype: name for name, _ in sources.values()}
+    dtype = None if any(tensors[name].keeps_dtype for name, _ in sources.values()) else dtype
     for stored_dtype, name in stored.items():
         if np.dtype(stored_dtype).itemsize == 1 or not _is_floating(stored_dtype):
             raise CheckpointError(

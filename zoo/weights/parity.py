@@ -90,7 +90,7 @@ def compare(
       `pooler_output`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that has a router, "tokens
       experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`.
     - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
-      and its gradient is that of the dequantized matrix.
+      and the gradient of any quantized matrix is that of the dequantized one.
     - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
 
     The loss is the mean next-token cross-entropy; of images, that over `labels`, or `feature_loss` without labels.
@@ -209,6 +209,7 @@ def _compare_gradients(
     if not stored and not gradient_norms and "loss" not in expected:
         return
     loss, find_gradient, frozen = _compute_loss_and_gradients(model, *kind.make_loss(expected))
+    stored = {name: x for name, x in stored.items() if name not in frozen}
     gradient_norms = {name: norm for name, norm in gradient_norms.items() if name not in frozen}
     stored_norms = {name: float(np.linalg.norm(x)) for name, x in stored.items()}
     smallest = max({**gradient_norms, **stored_norms}.values(), default=0.0) * GRADIENT_FLOOR / tolerance
@@ -245,7 +246,8 @@ def _compute_loss_and_gradients(
         names = (name, name.removesuffix(BLOCKS_SUFFIX), f"{base}.{name}")
         return next((assemble_tensor(name) for name in names if name in specs), None)
 
-    return loss, find_gradient, plan(model, name_map).keys() - specs.keys()
+    frozen = plan(model, name_map).keys() - specs.keys()
+    return loss, find_gradient, frozen | {f"{name.removesuffix('.codes')}.weight" for name in frozen}
 
 
 def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:

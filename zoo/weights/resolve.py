@@ -17,7 +17,7 @@ from zoo.models.hf.families import FAMILIES, families
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
 from zoo.models.parameter_paths import list_parameter_paths
 
-from .formats import QUANTIZATION_KEY, dequantize_lazily, split_quantization
+from .formats import QUANTIZATION_KEY, dequantize_lazily, list_packed, pack_model, split_quantization
 from .packed import unpack_mxfp4
 from .plan import TensorPlan, find_mapping, invert_name_map, plan, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
@@ -112,11 +112,9 @@ def resolve_checkpoint(
     config_json, decode = {key: value for key, value in config_json.items() if key not in ignore}, False
     try:
         plain_json, quantized = split_quantization(config_json)
-        if quantized is not None and packed:
-            raise ConfigError(f"packed=True, and {quantized.name} is decoded only: leave it out")
-        config_json = plain_json
-        config = read_config(family, config_json)
-        if config.get(QUANTIZATION_KEY) is None and packed:
+        config_json = config_json if packed else plain_json
+        config = read_config(family, plain_json)
+        if config.get(QUANTIZATION_KEY) is None and packed and quantized is None:
             raise ConfigError(
                 f"packed=True, and without a {QUANTIZATION_KEY} nothing in the checkpoint is packed: leave it out"
             )
@@ -131,10 +129,13 @@ def resolve_checkpoint(
     except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
     tensors = unpack_mxfp4(tensors, location) if decode else tensors
-    tensors = tensors if quantized is None else dequantize_lazily(tensors, quantized, location)
+    tensors = tensors if quantized is None or packed else dequantize_lazily(tensors, quantized, location)
     stripped = strip_base_prefix_if_absent(name_map, set(tensors))
     name_map = name_map if stripped is None else stripped
-    model = dataclasses.replace(model, origin=Origin(family, json.dumps(config_json), stripped is not None))
+    if quantized is not None and packed:
+        model, tensors = pack_model(model, name_map, tensors, quantized, location)
+    origin = Origin(family, json.dumps(config_json), stripped is not None, list_packed(model))
+    model = dataclasses.replace(model, origin=origin)
     _check_tensor_count(model, name_map, len(tensors), location)
     tensor_plans = plan(model, name_map)
     head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"

@@ -20,6 +20,7 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family, NameMap, Origin
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 
+from .formats import drop_quantization_if_plain, pack_like, split_quantization, unpack_exported
 from .plan import plan, strip_base_prefix
 from .resolve import CONFIG_NAME
 from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
@@ -53,7 +54,7 @@ def save(
     - `shard_bytes`: a larger checkpoint is saved in shards with an index.
 
     Before anything is written, the config's model is built in shapes and compared with `model`, so that `load` returns
-    the same model. An MXFP4 checkpoint that was dequantized on load is saved as plain tensors; one loaded with
+    the same model. A quantized checkpoint that was dequantized on load is saved as plain tensors; one loaded with
     `packed=True`, byte for byte. Tensors are written one at a time, and the old files of the directory are replaced
     only once all new ones are complete. With several processes, all of them call this and the first writes. Numbers
     that are not finite are written unchanged, and refused by `load`.
@@ -91,12 +92,11 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
     family = _get_family(requested) if isinstance(requested, str) else requested
     origin, reasons = getattr(model, "origin", None), []
     if origin is not None and family in (None, origin.family):
-        config = {**json.loads(origin.config), **overrides}
+        config = drop_quantization_if_plain(model, {**json.loads(origin.config), **overrides}, origin.packed)
         reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
-            return Origin(origin.family, _format_config(config, model), origin.lacks_base_prefix), read_name_map(
-                origin.family, config, origin.lacks_base_prefix
-            )
+            written = Origin(origin.family, _format_config(config, model), origin.lacks_base_prefix, origin.packed)
+            return written, read_name_map(origin.family, config, origin.lacks_base_prefix)
         family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
     read_alone = []
@@ -144,8 +144,10 @@ def _describe_config(model: Any, family: Family) -> dict[str, Any]:
 def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
     """Return the first difference between a model and the one that a config describes; None if there is none."""
     try:
+        config, quantized = split_quantization(config)
         read = read_config(family, config)
         built = eqx.filter_eval_shape(lambda: family.build(read, key=jax.random.key(0)))
+        built = built if quantized is None else pack_like(built, model, quantized)
     except ValueError as error:
         return str(error)
     return next(find_differences(model, built), None)
@@ -153,7 +155,7 @@ def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any])
 
 def read_name_map(family: Family, config: Mapping[str, Any], lacks_base_prefix: bool) -> NameMap:
     """Return a config's name map, without the base model's prefix if the files lack it."""
-    name_map = family.names(read_config(family, config))
+    name_map = family.names(read_config(family, split_quantization(config)[0]))
     return strip_base_prefix(name_map) if lacks_base_prefix else name_map
 
 
@@ -170,7 +172,8 @@ def _format_config(config: Mapping[str, Any], model: Any) -> str:
 
 def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: NameMap, shard_bytes: int) -> None:
     """Write config, shards and index under temporary names, then rename them all."""
-    specs, tensor = export_tensors(model, name_map)
+    _, quantized = split_quantization(json.loads(origin.config))
+    specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized)
     shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered

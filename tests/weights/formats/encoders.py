@@ -15,8 +15,8 @@ AWQ_PLACES = {0: 0, 1: 4, 2: 1, 3: 5, 4: 2, 5: 6, 6: 3, 7: 7}
 
 
 def product(scale, integer):
-    """Round the exact product to float32 once."""
-    return np.float32(np.float64(scale) * np.float64(integer))
+    """Round the exact product of two arrays to float32 once."""
+    return np.float32(np.asarray(scale, np.float64) * np.asarray(integer, np.float64))
 
 
 def pack(numbers, bits, place=lambda i: i):
@@ -32,7 +32,7 @@ def fp8(draw, out, in_, rows, columns, suffix, scale_dtype):
     codes = draw.normal(size=(out, in_)).astype(jnp.float8_e4m3fn)
     shape = (-(-out // rows), -(-in_ // columns))
     scales = np.abs(draw.normal(size=shape) / 8).astype(scale_dtype)
-    dense = np.array([[product(scales[o // rows, i // columns], codes[o, i]) for i in range(in_)] for o in range(out)])
+    dense = product(scales[np.arange(out)[:, None] // rows, np.arange(in_) // columns], codes)
     scales = scales.reshape(1) if shape == (1, 1) and suffix == "weight_scale" else scales
     return {"weight": codes, suffix: scales}, dense
 
@@ -43,8 +43,7 @@ def grouped(draw, out, in_, size, bits, scale_dtype, zeros, groups=None):
     codes = draw.integers(0, 2**bits, (out, in_))
     scales = np.abs(draw.normal(size=(out, -(-in_ // size))) / 2**bits).astype(scale_dtype)
     zeros = np.broadcast_to(zeros, scales.shape)
-    dense = [[product(scales[o, groups[i]], codes[o, i] - zeros[o, groups[i]]) for i in range(in_)] for o in range(out)]
-    return codes, scales, np.array(dense)
+    return codes, scales, product(scales[:, groups], codes - zeros[:, groups])
 
 
 def gptq(draw, out, in_, bits, reordered, offset, symmetric):
@@ -85,20 +84,19 @@ def nf4(draw, out, in_, nested):
         steps = np.abs(draw.normal(size=-(-count // 256)) / 8).astype(np.float32)
         table = np.sort(draw.normal(size=256)).astype(np.float32)
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
-        product_ = [product(table[code], steps[number // 256]) for number, code in enumerate(constant_codes)]
-        constants = np.array([np.float32(np.float64(x) + 0.25) for x in product_])
+        constants = product(table[constant_codes], steps[np.arange(count) // 256])
+        constants = np.float32(constants.astype(np.float64) + 0.25)
         parts |= {"weight.nested_absmax": steps, "weight.nested_quant_map": table}
     parts["weight.absmax"] = constant_codes if nested else constants
     parts["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    dense = [product(levels[code], constants[number // block]) for number, code in enumerate(codes)]
-    return parts, np.array(dense).reshape(out, in_)
+    return parts, product(levels[codes], constants[np.arange(len(codes)) // block]).reshape(out, in_)
 
 
 def llm_int8(draw, out, in_):
     codes = draw.integers(-127, 128, (out, in_)).astype(np.int8)
     largest = np.abs(draw.normal(size=out)).astype(np.float32)
-    steps = [[product(product(largest[o], codes[o, i]), np.float32(1 / 127)) for i in range(in_)] for o in range(out)]
-    return {"weight": codes, "SCB": largest, "weight_format": np.zeros((), np.uint8)}, np.array(steps)
+    dense = product(product(largest[:, None], codes), np.float32(1 / 127))
+    return {"weight": codes, "SCB": largest, "weight_format": np.zeros((), np.uint8)}, dense
 
 
 def compressed(layout, **weights):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.weights.formats.base import AbstractQuantizedFormat
+from zoo.weights.formats.base import read_in_chunks
 from zoo.weights.safetensors import open_tensors, write_safetensors
 
 from .encoders import FORMATS, write_quantized
@@ -32,9 +32,9 @@ def test_decoded_numbers_equal_the_formula_bit_for_bit(name, make, tmp_path):
 def test_each_device_decodes_its_shards_once(name, make, tmp_path, monkeypatch):
     dense = write_quantized(tmp_path, make, name)
     whole = jax.tree.leaves(zoo.load(tmp_path))
-    sizes, decode = [], AbstractQuantizedFormat.decode_in_chunks
-    count = lambda *arguments: sizes.append((x := decode(*arguments)).size) or x
-    monkeypatch.setattr(AbstractQuantizedFormat, "decode_in_chunks", count)
+    sizes = []
+    count = lambda *arguments: sizes.append((x := read_in_chunks(*arguments)).size) or x
+    monkeypatch.setattr("zoo.weights.formats.lazy.read_in_chunks", count)
     model = zoo.load(tmp_path, mesh=zoo.make_mesh(data=2, fsdp=2, tensor=2))
     for ours, expected in zip(jax.tree.leaves(model), whole, strict=True):
         assert ours.dtype == expected.dtype == jnp.bfloat16, "as the tensors that are not quantized"

@@ -58,8 +58,14 @@ class AbstractPackedLinear(AbstractLinear):
         return tuple(getattr(self, name) for name in self.packed_fields)
 
     @property
+    def shared_arrays(self) -> tuple[Array, ...]:
+        """Further arrays that every slice of rows of W is dequantized with, passed after the packed ones."""
+        return ()
+
+    @property
     def dense_weight(self) -> Float[Array, "out in"]:
-        return jax.jit(self.decode)(*self.packed_arrays)  # jitted, so that no intermediate array is materialized
+        arrays = (*self.packed_arrays, *self.shared_arrays)
+        return jax.jit(self.decode)(*arrays)  # jitted, so that no intermediate array is materialized
 
     @property
     def dense_bias(self) -> Float[Array, "out"] | None:
@@ -93,9 +99,10 @@ class AbstractPackedLinear(AbstractLinear):
         return reduce(self._contract(x, "io"), over=self.out.name)
 
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        y = grouped_packed_matmul(x, self.packed_arrays, self.decode, sizes)
+        y = grouped_packed_matmul(x, self.packed_arrays, self.decode, sizes, shared=self.shared_arrays)
         return add_expert_biases(y, self.bias, sizes, self.in_)
 
     def _contract(self, x: Float[Array, "*rows _"], weight_order: str) -> Float[Array, "*rows _"]:
-        y = packed_matmul(x.reshape(-1, x.shape[-1]), self.packed_arrays, self.decode, weight_order)
+        rows, shared = x.reshape(-1, x.shape[-1]), self.shared_arrays
+        y = packed_matmul(rows, self.packed_arrays, self.decode, weight_order, shared=shared)
         return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -145,3 +145,5 @@ class Origin:
     """Text of its config.json."""
     lacks_base_prefix: bool = False
     """True if tensor names lack `base_model_prefix`, as in files of a model without its head."""
+    packed: tuple[str, ...] = ()
+    """Paths of the layers that were loaded packed, from a quantized file."""

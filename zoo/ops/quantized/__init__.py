@@ -2,6 +2,7 @@
 
 from . import blocks as blocks
 from . import fp8 as fp8
+from . import groups as groups
 from . import int8 as int8
 from . import mxfp4 as mxfp4
 from . import mxfp8 as mxfp8

@@ -29,6 +29,7 @@ _TILE_ELEMENTS = 1 << 22
 
 _Dequantize = Callable[..., Float[Array, "out in"]]
 """A module-level function: jit caches programs by its identity."""
+_Arrays = tuple[Array, ...]
 
 
 def packed_matmul(
@@ -37,18 +38,20 @@ def packed_matmul(
     dequantize: _Dequantize,
     weight_subscripts: str,
     *,
+    shared: tuple[Shaped[Array, "..."], ...] = (),
     tile_elements: int = _TILE_ELEMENTS,
 ) -> Float[Array, "rows _"]:
     """Compute W x for each row (`weight_subscripts="oi"`) or Wᵀ x (`"io"`) with a packed matrix W.
 
     A matrix of more than `tile_elements` is dequantized and multiplied in tiles of at least one output. The results of
-    tiles are concatenated, or for "io" accumulated in float32 and rounded once.
+    tiles are concatenated, or for "io" accumulated in float32 and rounded once. Every tile is dequantized with all of
+    the `shared` arrays, which follow the packed ones.
 
     FLOPs: 2 rows in out, and as many again for a gradient. Bytes: the packed arrays once, and W, tile by tile, written
     and read once in the dtype of x; for "io" also float32 sums per tile.
     """
-    x, packed = align_varying(x, packed)
-    return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed)
+    x, packed, shared = align_varying(x, packed, shared)
+    return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed, shared)
 
 
 def grouped_packed_matmul(
@@ -56,6 +59,8 @@ def grouped_packed_matmul(
     packed: tuple[Shaped[Array, "experts out ..."], ...],
     dequantize: _Dequantize,
     group_sizes: Int[Array, "experts"],
+    *,
+    shared: tuple[Shaped[Array, "experts ..."], ...] = (),
 ) -> Float[Array, "rows out"]:
     """Compute `grouped_matmul` with packed matrices: W[e] x for rows sorted by expert.
 
@@ -63,7 +68,9 @@ def grouped_packed_matmul(
     rows in out, and as many again for a gradient. Bytes: for each expert that has rows, its packed arrays, and its W
     written and read once in the dtype of x.
 
-    Rows beyond sum(group_sizes) give zeros. **Raises** `ValueError` inside `grouped_matmul_implementation(name)`: there
+    An expert's `shared` arrays follow its packed ones, as in `packed_matmul`. Rows beyond sum(group_sizes) give zeros.
+
+    **Raises** `ValueError` inside `grouped_matmul_implementation(name)`: there
     is one implementation.
     """
     if (name := grouped_matmul_implementation.value) != AUTO:
@@ -71,8 +78,8 @@ def grouped_packed_matmul(
             f"grouped matmul: {name!r} cannot compute this, because the matrices are packed, and dequantized expert by "
             f"expert. Choose {AUTO!r}"
         )
-    x, packed, group_sizes = align_varying(x, packed, group_sizes)
-    return _expertwise_matmul(dequantize, x, packed, group_sizes)
+    x, packed, shared, group_sizes = align_varying(x, packed, shared, group_sizes)
+    return _expertwise_matmul(dequantize, x, (*packed, *shared), group_sizes)
 
 
 def _get_matrix_shape(dequantize: _Dequantize, packed: tuple[Array, ...]) -> tuple[int, int]:
@@ -82,17 +89,18 @@ def _get_matrix_shape(dequantize: _Dequantize, packed: tuple[Array, ...]) -> tup
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _tiled_matmul(
-    dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: tuple[Array, ...]
+    dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: _Arrays, shared: _Arrays
 ) -> Float[Array, "rows _"]:
     """Compute `packed_matmul` of operands that vary over the same mesh axes."""
-    out, in_size = _get_matrix_shape(dequantize, packed)
+    out, in_size = _get_matrix_shape(dequantize, (*packed, *shared))
     size = max(1, min(out, tile_elements // in_size))
     if size == out:
-        return einsum_in_dtype("ri", weight_subscripts, "ro", x, dequantize(*packed, x.dtype))
+        return einsum_in_dtype("ri", weight_subscripts, "ro", x, dequantize(*packed, *shared, x.dtype))
 
     def dequantize_tile(i: Array) -> tuple[Array, Array]:
         first = jnp.minimum(i * size, out - size)  # the last tile overlaps the one before instead of exceeding W
-        return first, dequantize(*(lax.dynamic_slice_in_dim(array, first, size) for array in packed), x.dtype)
+        tile = (lax.dynamic_slice_in_dim(array, first, size) for array in packed)
+        return first, dequantize(*tile, *shared, x.dtype)
 
     def write_outputs(i: Array, y: Array) -> Array:
         first, weight = dequantize_tile(i)
@@ -111,21 +119,25 @@ def _tiled_matmul(
 
 
 def _tiled_matmul_fwd(
-    dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: tuple[Array, ...]
+    dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: _Arrays, shared: _Arrays
 ) -> tuple[Array, Any]:
     """Return the product, and the packed weights as residuals."""
-    return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed), packed
+    return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed, shared), (packed, shared)
 
 
 def _tiled_matmul_bwd(
-    dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, packed: tuple[Array, ...], gradient: Array
-) -> tuple[Array, None]:
+    dequantize: _Dequantize,
+    weight_subscripts: str,
+    tile_elements: int,
+    residuals: tuple[_Arrays, _Arrays],
+    gradient: Array,
+) -> tuple[Array, None, None]:
     """Return the cotangent of x, a product with the transposed matrix.
 
     The barrier prevents XLA from reusing, and so keeping, the matrix that the forward pass dequantized.
     """
-    gradient, packed = lax.optimization_barrier((gradient, packed))
-    return _tiled_matmul(dequantize, weight_subscripts[::-1], tile_elements, gradient, packed), None
+    gradient, (packed, shared) = lax.optimization_barrier((gradient, residuals))
+    return _tiled_matmul(dequantize, weight_subscripts[::-1], tile_elements, gradient, packed, shared), None, None
 
 
 _tiled_matmul.defvjp(_tiled_matmul_fwd, _tiled_matmul_bwd)

@@ -1,7 +1,8 @@
 """Quantized checkpoint files: a `quantization_config`, and the tensors that stand for each matrix.
 
 A format is a small class with its tensors' names, dtypes and shapes, and the formula of the numbers.
-`dequantize_lazily` decodes matrices slice by slice. MXFP4, whose tensors hold all experts, is `zoo.weights.packed`.
+`dequantize_lazily` decodes matrices slice by slice; `pack_model` keeps them packed, and `unpack_exported` writes them.
+MXFP4, whose tensors hold all experts, is `zoo.weights.packed`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
 from .gptq import read_gptq
 from .lazy import dequantize_lazily
+from .pack import drop_quantization_if_plain, list_packed, pack_like, pack_model, unpack_exported
 
 QUANTIZATION_KEY = "quantization_config"
 """The config key that says that weight matrices are quantized."""
@@ -48,4 +50,14 @@ def split_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], Abstr
     return plain, _READERS[method](value)
 
 
-__all__ = ["QUANTIZATION_KEY", "AbstractQuantizedFormat", "dequantize_lazily", "split_quantization"]
+__all__ = [
+    "QUANTIZATION_KEY",
+    "AbstractQuantizedFormat",
+    "dequantize_lazily",
+    "drop_quantization_if_plain",
+    "list_packed",
+    "pack_like",
+    "pack_model",
+    "split_quantization",
+    "unpack_exported",
+]

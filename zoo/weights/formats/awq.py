@@ -7,13 +7,24 @@ Output o is in word o // 8 of `qweight` (in, out / 8) and `qzeros` (groups, out 
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows, unpack_words
+from zoo.ops.quantized.groups import CodeKind
+
+from .base import (
+    AbstractGroupFormat,
+    Parts,
+    check_options,
+    count_groups,
+    pack_words,
+    read_names,
+    take_rows,
+    unpack_words,
+)
 from .gptq import read_group_size
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -45,6 +56,18 @@ class AWQFormat(AbstractGroupFormat):
         groups = count_groups(in_, self.group_size or in_)
         return {"qzeros": [(groups, out // len(ORDER))], "scales": [(groups, out)]}
 
+    @property
+    def kind(self) -> CodeKind:
+        return "uint4"
+
+    @property
+    def has_zeros(self) -> bool:
+        return True
+
+    @property
+    def input_group(self) -> int | None:
+        return self.group_size
+
     def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
         return unpack_words(parts["qweight"].read()[columns], rows, BITS, ORDER).T
 
@@ -56,6 +79,16 @@ class AWQFormat(AbstractGroupFormat):
 
     def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
         return np.arange(columns.start, columns.stop) // (self.group_size or parts["qweight"].shape[0])
+
+    def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        groups, words = count_groups(in_, self.group_size or in_), out // len(ORDER)
+        words_of = {"qweight": ((in_, words), np.int32), "qzeros": ((groups, words), np.int32)}
+        return words_of | {"scales": ((groups, out), scales)}
+
+    def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        if suffix == "scales":
+            return read("scales").T
+        return pack_words(read("codes" if suffix == "qweight" else "zeros").T, BITS, ORDER)
 
 
 def read_awq(config: Mapping[str, Any]) -> AWQFormat:

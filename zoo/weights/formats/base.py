@@ -10,13 +10,14 @@ in float32, with one rounding. A format reads codes, scales and zero points of a
 import abc
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.values import WORD, is_any_of, list_of, optional
+from zoo.ops.quantized.groups import CodeKind
 
 from ..safetensors import LazyTensor
 
@@ -76,15 +77,6 @@ class AbstractQuantizedFormat(abc.ABC):
     def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
         """Return `W[rows, columns]` in float32. `columns` has both ends, and no step."""
 
-    def decode_in_chunks(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
-        """Return what `decode` does, a few rows at a time, so that codes are never unpacked all at once."""
-        numbers = np.empty((len(rows), columns.stop - columns.start), np.float32)
-        size = max(1, _CHUNK_ELEMENTS // max(1, numbers.shape[1]))
-        for start in range(0, len(rows), size):
-            with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite are refused by the reader
-                numbers[start : start + size] = self.decode(name, parts, rows[start : start + size], columns)
-        return numbers
-
     def is_left_out(self, module: str) -> bool:
         """Return True for a module that the config declares not to be quantized, by its name, the first or the last
         words of it, or a pattern `re:...`."""
@@ -98,6 +90,26 @@ class AbstractQuantizedFormat(abc.ABC):
 
 class AbstractGroupFormat(AbstractQuantizedFormat):
     """A format of scaled groups: see the module's formula."""
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> CodeKind:
+        """Return the number format of the codes."""
+
+    @property
+    @abc.abstractmethod
+    def input_group(self) -> int | None:
+        """Return the number of consecutive inputs in a group; None for one group of all."""
+
+    @property
+    def has_zeros(self) -> bool:
+        """True if zero points are stored, and not the same for all."""
+        return False
+
+    @property
+    def is_reordered(self) -> bool:
+        """True if the group of each input is stored, and may be any."""
+        return False
 
     @abc.abstractmethod
     def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
@@ -115,6 +127,19 @@ class AbstractGroupFormat(AbstractQuantizedFormat):
     def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
         """Return the group of each column."""
 
+    def find_packing_errors(self, name: str, parts: Parts) -> Iterator[str]:
+        """Yield the reasons why the matrix could not be written as it is stored, if it was held packed."""
+        yield from ()
+
+    @abc.abstractmethod
+    def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        """Return shape and dtype of each tensor of a matrix, whose scales are stored in the dtype `scales`."""
+
+    @abc.abstractmethod
+    def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Return one tensor of a matrix. `read` returns its codes "out in", scales and zeros "out groups", and
+        group_index."""
+
     def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
         groups = self.read_groups(name, parts, columns)
         codes = self.read_codes(parts, rows, columns).astype(np.float32)
@@ -124,6 +149,18 @@ class AbstractGroupFormat(AbstractQuantizedFormat):
         return codes
 
 
+def read_in_chunks(
+    read: Callable[[np.ndarray, slice], np.ndarray], rows: np.ndarray, columns: slice, dtype: Any
+) -> np.ndarray:
+    """Return `read(rows, columns)`, read a few rows at a time, so that codes are never unpacked all at once."""
+    numbers = np.empty((len(rows), columns.stop - columns.start), dtype)
+    size = max(1, _CHUNK_ELEMENTS // max(1, numbers.shape[1]))
+    for start in range(0, len(rows), size):
+        with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite are refused when written
+            numbers[start : start + size] = read(rows[start : start + size], columns)
+    return numbers
+
+
 def unpack_words(words: np.ndarray, index: np.ndarray, bits: int, order: Iterable[int] = ()) -> np.ndarray:
     """Return the numbers `index` of those that int32 words hold along the last dim, 32 / bits each. The number at bits
     `bits p` of a word is number `order[p]` of it; by default p."""
@@ -131,6 +168,15 @@ def unpack_words(words: np.ndarray, index: np.ndarray, bits: int, order: Iterabl
     positions = np.argsort([*order] or range(per_word)).astype(np.uint32)
     shifts = np.uint32(bits) * positions[index % per_word]
     return ((words.view(np.uint32)[..., index // per_word] >> shifts) & np.uint32(2**bits - 1)).astype(np.uint8)
+
+
+def pack_words(numbers: np.ndarray, bits: int, order: Iterable[int] = ()) -> np.ndarray:
+    """Return int32 words that hold the numbers of the last dim: the inverse of `unpack_words`."""
+    per_word = 32 // bits
+    words = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // per_word), np.uint32)
+    for place, number in enumerate([*order] or range(per_word)):
+        words |= numbers[..., number::per_word].astype(np.uint32) << np.uint32(bits * place)
+    return words.view(np.int32)
 
 
 def take_rows(array: np.ndarray, rows: np.ndarray, axis: int = 0) -> np.ndarray:

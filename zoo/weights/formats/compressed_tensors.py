@@ -12,15 +12,25 @@ Float-quantized matrices are `weight` in float8_e4m3fn and `weight_scale`, per b
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from zoo.models.hf.config import ConfigError
+from zoo.ops.quantized.groups import CodeKind
 
 from ..safetensors import CheckpointError
-from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows, unpack_words
+from .base import (
+    AbstractGroupFormat,
+    Parts,
+    check_options,
+    count_groups,
+    pack_words,
+    read_names,
+    take_rows,
+    unpack_words,
+)
 from .fp8 import SCALE_DTYPES, FP8Format, read_block
 from .gptq import read_group_size
 
@@ -65,6 +75,22 @@ class PackQuantizedFormat(AbstractGroupFormat):
             return
         yield from super().find_errors(name, parts)
 
+    @property
+    def kind(self) -> CodeKind:
+        return "uint4" if self.bits == 4 else "uint8"
+
+    @property
+    def input_group(self) -> int | None:
+        return self.group_size
+
+    @property
+    def is_reordered(self) -> bool:
+        return self.reordered
+
+    @property
+    def has_zeros(self) -> bool:
+        return not self.symmetric
+
     def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
         words = take_rows(parts["weight_packed"].read(), rows)
         return unpack_words(words, np.arange(columns.start, columns.stop), self.bits)
@@ -85,6 +111,28 @@ class PackQuantizedFormat(AbstractGroupFormat):
         if len(groups) and not 0 <= groups.min() <= groups.max() < count:
             raise CheckpointError(f"{name}.weight_g_idx has groups that are not among the {count}")
         return groups
+
+    def find_packing_errors(self, name: str, parts: Parts) -> Iterator[str]:
+        out, in_ = self.find_shape(parts)
+        per_word = 32 // self.bits
+        if in_ % per_word or (not self.symmetric and out % per_word):
+            yield f"{name} is a matrix of [{out}, {in_}], and words of {per_word} numbers are not filled up"
+        if parts["weight_shape"].dtype != np.int64:
+            yield f"{name}.weight_shape is {parts['weight_shape'].dtype}, and is written as int64"
+
+    def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        dtypes = dict.fromkeys(self.suffixes, np.dtype(np.int32)) | {"weight_scale": scales, "weight_shape": np.int64}
+        shapes = {**self.list_shapes(out, in_, {}), "weight_shape": [(2,)]}
+        return {suffix: (next(iter(shapes[suffix])), dtype) for suffix, dtype in dtypes.items()}
+
+    def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        if suffix == "weight_packed":
+            return pack_words(read("codes"), self.bits)
+        if suffix == "weight_zero_point":
+            return pack_words(read("zeros").T, self.bits).T
+        if suffix == "weight_shape":
+            return np.array(read("codes").shape, np.int64)
+        return read("scales" if suffix == "weight_scale" else "group_index")
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuantizedFormat:

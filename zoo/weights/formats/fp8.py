@@ -7,7 +7,7 @@ Blocks of 128 x 128 are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); 
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.values import integer
+from zoo.ops.quantized.groups import CodeKind
 
 from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows
 
@@ -46,6 +47,14 @@ class FP8Format(AbstractGroupFormat):
         rows, columns = self.block
         return {self.scale: [(count_groups(out, rows), count_groups(in_, columns))]}
 
+    @property
+    def kind(self) -> CodeKind:
+        return "float8_e4m3fn"
+
+    @property
+    def input_group(self) -> int | None:
+        return None if isinstance(self.block, str) else self.block[1]
+
     def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
         return take_rows(parts["weight"].read()[:, columns], rows)
 
@@ -58,6 +67,30 @@ class FP8Format(AbstractGroupFormat):
     def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
         size = parts["weight"].shape[1] if isinstance(self.block, str) else self.block[1]
         return np.arange(columns.start, columns.stop) // size
+
+    def find_packing_errors(self, name: str, parts: Parts) -> Iterator[str]:
+        if self.block == "tensor" and parts[self.scale].shape != self._scalar_shape:
+            found, written = list(parts[self.scale].shape), list(self._scalar_shape)
+            yield f"{name}.{self.scale} is {found}, and would be written as {written}"
+
+    @property
+    def _scalar_shape(self) -> tuple[int, ...]:
+        return (1,) if self.scale == "weight_scale" else ()
+
+    def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        if isinstance(self.block, str):
+            shape = (out, 1) if self.block == "channel" else self._scalar_shape
+        else:
+            shape = (count_groups(out, self.block[0]), count_groups(in_, self.block[1]))
+        return {"weight": ((out, in_), jnp.float8_e4m3fn), self.scale: (shape, scales)}
+
+    def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        if suffix == "weight":
+            return read("codes").view(jnp.float8_e4m3fn)
+        scales = read("scales")
+        if self.block == "tensor":
+            return scales[:1, 0].reshape(self._scalar_shape)
+        return scales if self.block == "channel" else scales[:: self.block[0]]
 
 
 def read_fp8(config: Mapping[str, Any]) -> FP8Format:

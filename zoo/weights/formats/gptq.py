@@ -8,7 +8,7 @@
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -16,9 +16,19 @@ import numpy as np
 
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.values import integer
+from zoo.ops.quantized.groups import CodeKind
 
 from ..safetensors import CheckpointError
-from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows, unpack_words
+from .base import (
+    AbstractGroupFormat,
+    Parts,
+    check_options,
+    count_groups,
+    pack_words,
+    read_names,
+    take_rows,
+    unpack_words,
+)
 
 _IGNORED = (
     *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "sym", "lm_head", "group_size"),
@@ -56,10 +66,26 @@ class GPTQFormat(AbstractGroupFormat):
         groups = count_groups(in_, self.group_size or in_)
         return {"qzeros": [(groups, out * self.bits // 32)], "scales": [(groups, out)], "g_idx": [(in_,)]}
 
-    def find_errors(self, name: str, parts: Parts):
+    def find_errors(self, name: str, parts: Parts) -> Iterator[str]:
         yield from super().find_errors(name, parts)
         if parts["qweight"].shape[-1:] and parts["qweight"].shape[-1] % (32 // self.bits):
             yield f"{name} has {parts['qweight'].shape[-1]} outputs, no multiple of the {32 // self.bits} in an int32"
+
+    @property
+    def kind(self) -> CodeKind:
+        return "uint4" if self.bits == 4 else "uint8"
+
+    @property
+    def has_zeros(self) -> bool:
+        return True
+
+    @property
+    def input_group(self) -> int | None:
+        return self.group_size
+
+    @property
+    def is_reordered(self) -> bool:
+        return self.reordered
 
     def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
         per_word = 32 // self.bits
@@ -90,6 +116,20 @@ class GPTQFormat(AbstractGroupFormat):
         if not self.reordered and not np.array_equal(groups, expected):
             raise CheckpointError(f"{name}.g_idx reorders the inputs, and the config says desc_act = false")
         return groups
+
+    def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        shapes, per_word = self.list_shapes(out, in_, {}), 32 // self.bits
+        parts = {suffix: (next(iter(shape)), np.int32) for suffix, shape in shapes.items()}
+        return parts | {"qweight": ((in_ // per_word, out), np.int32), "scales": (parts["scales"][0], scales)}
+
+    def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        if suffix == "qweight":
+            return pack_words(read("codes"), self.bits).T
+        if suffix == "qzeros":
+            return pack_words(read("zeros").T - np.uint8(self.zero_offset), self.bits)
+        if suffix == "scales":
+            return read("scales").T
+        return read("group_index")
 
 
 def read_gptq(config: Mapping[str, Any]) -> GPTQFormat:

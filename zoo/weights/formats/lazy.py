@@ -10,7 +10,7 @@ import numpy as np
 from zoo.models.hf.spec import Shape, TensorMapping
 
 from ..safetensors import CheckpointError, LazyTensor
-from .base import AbstractQuantizedFormat, Parts
+from .base import AbstractQuantizedFormat, Parts, read_in_chunks
 
 _ReadPart = Callable[[np.ndarray, slice], np.ndarray]
 """Return some rows, by their numbers, and a range of columns of a matrix."""
@@ -73,7 +73,8 @@ def dequantize_lazily(
     dtype = max(floating, key=lambda x: math.prod(x.shape)).dtype if floating else np.dtype(jnp.bfloat16)
 
     def make(name: str, parts: Parts) -> LazyTensor:
-        read_part = lambda rows, columns: quantized.decode_in_chunks(name, parts, rows, columns)
+        decode = lambda rows, columns: quantized.decode(name, parts, rows, columns)
+        read_part = lambda rows, columns: read_in_chunks(decode, rows, columns, np.float32)
         return make_lazy_matrix(f"{name}.weight", dtype, quantized.find_shape(parts), read_part, parts)
 
     return plain | {f"{name}.weight": make(name, parts) for name, parts in found.items()}

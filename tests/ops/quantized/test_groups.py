@@ -1,0 +1,67 @@
+"""Scaled groups against their formula in float64, number by number, with consecutive groups and any."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zoo.ops.quantized.groups import get_group_dequantizer
+from zoo.ops.quantized.packed_matmul import packed_matmul
+
+ALL_BYTES = np.arange(256, dtype=np.uint8)
+
+
+def expected(numbers, scales, zeros, groups):
+    numbers, scales, zeros = (np.asarray(x, np.float64) for x in (numbers, scales, zeros))
+    return np.float32((numbers - zeros[:, groups]) * scales[:, groups])
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "middle"),
+    [
+        ("uint8", ALL_BYTES, 128),
+        ("uint4", np.stack([ALL_BYTES & 15, ALL_BYTES >> 4], -1).reshape(-1), 8),
+        ("float8_e4m3fn", np.where(ALL_BYTES & 127 == 127, 0, ALL_BYTES).astype(np.uint8).view(jnp.float8_e4m3fn), 0),
+    ],
+)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_every_code_is_dequantized_by_the_formula(kind, numbers, middle, indexed):
+    codes = np.where(ALL_BYTES & 127 == 127, 0, ALL_BYTES).astype(np.uint8) if kind == "float8_e4m3fn" else ALL_BYTES
+    draw, size, count = np.random.default_rng(0), 48, len(numbers)
+    groups = np.arange(count) // size
+    groups = draw.permutation(groups) if indexed else groups
+    scales = np.abs(draw.normal(size=(3, groups.max() + 1))).astype(np.float16)
+    zeros = draw.integers(0, 256, scales.shape, np.uint8)
+    index = (jnp.asarray(groups),) if indexed else ()
+    rows = jnp.asarray(np.tile(codes, (3, 1)))
+    for stored in (zeros, None):
+        given = (rows, jnp.asarray(scales), *(() if stored is None else (jnp.asarray(stored),)), *index)
+        decode = get_group_dequantizer(kind, size, has_zeros=stored is not None, indexed=indexed)
+        zero = np.full(scales.shape, middle) if stored is None else stored
+        wanted = expected(np.tile(numbers, (3, 1)), scales, zero, groups)
+        np.testing.assert_array_equal(jax.jit(decode)(*given), wanted)
+        half = jax.jit(decode, static_argnums=len(given))(*given, jnp.bfloat16)
+        np.testing.assert_array_equal(half, wanted.astype(jnp.bfloat16))
+
+
+def test_equal_options_give_the_same_function():
+    make = lambda size: get_group_dequantizer("uint4", size, has_zeros=True, indexed=False)
+    assert make(16) is make(16) and make(16) is not make(32)
+
+
+def test_tiles_are_dequantized_with_the_shared_index():
+    draw = np.random.default_rng(0)
+    codes, index = jnp.asarray(draw.integers(0, 256, (7, 24), np.uint8)), jnp.asarray(draw.permutation(24) // 8)
+    packed = codes, jnp.asarray(draw.normal(size=(7, 3)), jnp.float32)
+    decode = get_group_dequantizer("uint8", 8, has_zeros=False, indexed=True)
+    weight, x = decode(*packed, index), jnp.asarray(draw.normal(size=(5, 24)), jnp.float32)
+
+    @jax.jit
+    def multiply(x):
+        return jax.value_and_grad(
+            lambda x: (packed_matmul(x, packed, decode, "oi", shared=(index,), tile_elements=48) ** 2).sum()
+        )(x)
+
+    value, gradient = multiply(x)
+    np.testing.assert_allclose(value, ((x @ weight.T) ** 2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, 2 * x @ weight.T @ weight, rtol=1e-4, atol=1e-2)

@@ -1,0 +1,148 @@
+"""Quantized files held packed: exact numbers, bytes written back, meshes, adapters, what is refused."""
+
+import json
+import os
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo.layers import GroupQuantizedLinear, Linear
+from zoo.weights.parity import compare, read_expectations
+from zoo.weights.safetensors import open_tensors
+
+from .encoders import FORMATS, write_quantized
+
+PARITY = os.environ.get("ZOO_PARITY")
+CASES = ("fp8_block_llama", "fp8_block_deepseek_v3", "fp8_block_qwen3_moe", "fp8_channel_llama", "gptq_llama")
+CASES += ("awq_qwen2", "packed_int4_llama")
+PACKED = [name for name in FORMATS if name not in ("nf4", "nf4 of one level", "llm.int8")]
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.skipif(not PARITY, reason="the cases are in ZOO_PARITY")
+@pytest.mark.parametrize("case", CASES)
+def test_packed_model_matches_pytorch(case):
+    folder = Path(PARITY or "") / "models_more" / case
+    expected, meta = read_expectations(folder / "expected.safetensors"), json.loads((folder / "meta.json").read_text())
+    expected = {name: x for name, x in expected.items() if not name.startswith("bfloat16.")}
+    report = compare(folder, expected, gradient_norms=meta["grad_norm"], packed=True)
+    assert report.passed, report.first_failure
+    compared = {line.name.rpartition(" ")[2] for line in report.comparisons}
+    assert {f"{name}.weight" for name in ("model.embed_tokens", "lm_head", "model.norm")} <= compared
+    assert not any("_proj" in name for name in compared if name.endswith("weight"))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_numbers_and_bytes_are_those_of_the_file(name, make, tmp_path):
+    dense = write_quantized(tmp_path / "in", make, name)
+    model = zoo.load(tmp_path / "in", packed=True, dtype=jnp.bfloat16)
+    block = model.stack.segments[0].blocks[0]
+    assert isinstance(block.ffn.down, GroupQuantizedLinear) and isinstance(model.head, Linear)
+    wanted = [dense[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(2)]
+    np.testing.assert_array_equal(eqx.filter_vmap(lambda layer: layer.dense_weight)(block.ffn.down), np.stack(wanted))
+    zoo.save(jax.tree.map(np.asarray, model), tmp_path / "out", shard_bytes=4000)
+    ours, theirs = open_tensors(tmp_path / "out"), open_tensors(tmp_path / "in")
+    assert {name: (x.dtype, x.shape) for name, x in ours.items()} == {
+        name: (x.dtype, x.shape) for name, x in theirs.items()
+    }
+    for key, x in theirs.items():
+        assert ours[key].read().tobytes() == x.read().tobytes(), key
+    assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "in" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 blocks", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gptq reordered", "int4 with zeros"))]
+)
+def test_adapted_packed_model_on_mesh_equals_one_device(name, make, tmp_path):
+    """Blocks of 12 inputs are cut by shards of 24 of the 48 that `down` has. The file is written from the mesh."""
+    write_quantized(tmp_path / "in", make, name)
+    tokens = np.random.default_rng(1).integers(0, 24, (8, 6))
+    batch, results = {"tokens": tokens, "targets": tokens}, []
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    for on in (zoo.make_mesh(devices=jax.devices()[:1]), mesh):
+        model = zoo.load(tmp_path / "in", packed=True, dtype=jnp.float32, mesh=on)
+        adapted = zoo.adapters.lora(model, rank=2, targets=("query", "down"), init="gaussian", key=jax.random.key(0))
+        adapted = jax.tree.map(lambda x: x + 0.1 if eqx.is_inexact_array(x) and x.shape[-1] == 2 else x, adapted)
+        results.append(jax.device_get(zoo.value_and_grad(zoo.cross_entropy, on)(zoo.place(adapted, on), batch)))
+    codes = model.stack.segments[0].blocks[0].ffn.down.codes
+    assert codes.addressable_shards[0].data.size == codes.size // 4
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.abs(a - b).max() <= 2e-5 * np.abs(a).max() > 0
+    zoo.save(zoo.load(tmp_path / "in", packed=True, mesh=mesh), tmp_path / "out")
+    written, given = (tmp_path / folder / "model.safetensors" for folder in ("out", "in"))
+    assert written.read_bytes() == given.read_bytes()
+
+
+def test_dequantized_after_loading_is_saved_plain(make, tmp_path):
+    dense = write_quantized(tmp_path / "in", make, "fp8 rows")
+    model = zoo.load(tmp_path / "in", packed=True, dtype=jnp.float32)
+    plain = zoo.adapters.dequantize(model)
+    zoo.save(jax.tree.map(np.asarray, plain), tmp_path / "out")
+    saved = open_tensors(tmp_path / "out")
+    assert saved.keys() == dense.keys() and all(np.array_equal(saved[key].read(), x) for key, x in dense.items())
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    where = lambda model: model.stack.segments[0].blocks[0].ffn.down
+    mixed = eqx.tree_at(where, model, where(plain))
+    with pytest.raises(zoo.CheckpointError, match="gated_mlp.down were packed in the file and are plain now"):
+        zoo.save(mixed, tmp_path / "mixed")
+
+
+def test_gradients_of_a_packed_model_are_saved_by_name(make, tmp_path):
+    write_quantized(tmp_path / "in", make, "awq")
+    zoo.save(jax.tree.map(np.asarray, zoo.trainable(zoo.load(tmp_path / "in", packed=True))), tmp_path / "out")
+    assert open_tensors(tmp_path / "out").keys() == {
+        name for name in open_tensors(tmp_path / "in") if "_proj" not in name
+    }
+
+
+def pop(*names):
+    return lambda tensors, config: [tensors.pop(name) for name in names]
+
+
+def make_plain(tensors, config):
+    for suffix in ("qweight", "qzeros", "scales"):
+        del tensors[f"{QUERY}.{suffix}"]
+    tensors[f"{QUERY}.weight"] = np.zeros((32, 32), jnp.bfloat16)
+
+
+def fill(name, value):
+    return lambda tensors, config: tensors[name].fill(value)
+
+
+def add_input_scales(tensors, config):
+    tensors[f"{QUERY}.input_scale"] = np.ones(1, np.float32)
+
+
+REFUSED = {
+    "nf4": ("nf4", None, "bitsandbytes NF4 is decoded on load only"),
+    "int8": ("llm.int8", None, "bitsandbytes int8 is decoded on load only"),
+    "no scales": ("fp8 blocks", pop(f"{QUERY}.weight_scale_inv"), "lacks its .*weight_scale_inv"),
+    "one plain layer": ("awq", make_plain, f"{QUERY} is plain, and stacked in one array with others"),
+    "static activations": ("fp8 tensors", add_input_scales, f"{QUERY}.input_scale would not be written back"),
+    "not a number": ("fp8 rows", fill(f"{QUERY}.weight", np.nan), f"{QUERY}.weight has a number that is not finite"),
+    "infinite scales": ("awq", fill(f"{QUERY}.scales", np.inf), f"{QUERY}.scales has a number that is not finite"),
+    "no such group": ("gptq reordered", fill(f"{QUERY}.g_idx", 2), "groups that are not among the 2"),
+    "undeclared order": (
+        "gptq",
+        fill(f"{QUERY}.g_idx", 1),
+        "reorders the inputs, and the config says desc_act = false",
+    ),
+    "ambiguous zero points": ("gptq", fill(f"{QUERY}.qzeros", -1), "readers take for 16 and others for 0"),
+}
+ALSO_DECODED = ("no scales", "no such group", "undeclared order", "ambiguous zero points")
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_files_that_cannot_be_packed_are_refused(label, make, tmp_path):
+    name, change, message = REFUSED[label]
+    write_quantized(tmp_path, make, name, change=change)
+    with pytest.raises(zoo.CheckpointError, match=message):
+        zoo.load(tmp_path, packed=True)
+    if label in ALSO_DECODED:
+        with pytest.raises(zoo.CheckpointError, match=message):
+            zoo.load(tmp_path)

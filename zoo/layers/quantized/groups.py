@@ -1,0 +1,125 @@
+"""Linear layers as quantized checkpoint files hold them: codes, and scales and zero points of groups of inputs."""
+
+from collections.abc import Callable
+from typing import ClassVar, NoReturn
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32, UInt8
+
+from zoo.ops.quantized.groups import CodeKind, get_group_dequantizer
+from zoo.parallel import Dim, buffer, reduce, shard_offset
+
+from ..linear import contract_per_head
+from .packed import AbstractPackedLinear
+
+
+def _refuse_to_encode(weight: Array) -> NoReturn:
+    raise NotImplementedError(
+        "a matrix of a quantized file is not quantized again: its scales came from a calibration. Merge adapters with "
+        "quantized='decode'"
+    )
+
+
+class GroupQuantizedLinear(AbstractPackedLinear):
+    """y = W x + b, with W in groups (`zoo.ops.quantized.groups`): FP8, GPTQ, AWQ or INT4 as `zoo.load(packed=True)`
+    reads it.
+
+    Codes are sharded like W. Scales and zero points of a row are replicated over shards of `in`: a shard may begin
+    inside a group. An FP8 block of rows has its scale once in each row.
+    """
+
+    codes: UInt8[Array, "out in_codes"] = buffer()
+    scales: Float[Array, "out in_groups"] = buffer()
+    zeros: UInt8[Array, "out in_groups"] | None = buffer()
+    group_index: Int32[Array, "in"] | None = buffer()
+    """Group of each input, if groups are not consecutive."""
+    bias: Float[Array, "out"] | None
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    in_codes: Dim = eqx.field(static=True)
+    kind: CodeKind = eqx.field(static=True)
+    group_size: int | None = eqx.field(static=True)
+    """Consecutive inputs in a group; None for one group."""
+
+    format: ClassVar[str] = "groups of a quantized file"
+    packed_fields: ClassVar[tuple[str, ...]] = ("codes", "scales", "zeros")
+    block_size: ClassVar[int] = 1
+    encode = staticmethod(_refuse_to_encode)
+    in_groups: ClassVar[Dim] = Dim("features")
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        kind: CodeKind,
+        group_size: int | None,
+        has_zeros: bool = False,
+        reordered: bool = False,
+        in_: Dim = Dim("in"),
+        out: Dim = Dim("out"),
+    ):
+        """Begin with codes and scales of zero, and without a bias: files hold the numbers.
+
+        - `has_zeros`: store zero points; else the middle of the codes is zero.
+        - `reordered`: store the group of each input.
+
+        **Raises** `ValueError` for codes of four bits and an odd number of inputs, or of those in each unit of `in_`.
+        """
+        per_byte = 2 if kind == "uint4" else 1
+        if in_size % per_byte or (in_.unit > 1 and in_.unit % per_byte):
+            units = "" if in_.unit == 1 else f", {in_.unit} to each of {in_.name}"
+            raise ValueError(f"two codes share a byte, and the inputs are odd: {in_size}{units}")
+        groups = 1 if group_size is None else -(-in_size // group_size)
+        self.codes = jnp.zeros((out_size, in_size // per_byte), jnp.uint8)
+        self.scales = jnp.zeros((out_size, groups))
+        self.zeros = jnp.zeros((out_size, groups), jnp.uint8) if has_zeros else None
+        self.group_index = jnp.zeros(in_size, jnp.int32) if reordered else None
+        self.bias, self.in_, self.out, self.kind, self.group_size = None, in_, out, kind, group_size
+        self.in_codes = Dim(in_.name, max(in_.unit // per_byte, 1))
+
+    @property
+    def decode(self) -> Callable[..., Float[Array, "*rows in"]]:
+        has_zeros, indexed = self.zeros is not None, bool(self.shared_arrays)
+        return get_group_dequantizer(self.kind, self.group_size, has_zeros=has_zeros, indexed=indexed)
+
+    @property
+    def packed_arrays(self) -> tuple[Array, ...]:
+        return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+
+    @property
+    def shared_arrays(self) -> tuple[Int[Array, "*layers in"], ...]:
+        """The group of each input, on this device; () where groups are consecutive from the first input on."""
+        if self.group_index is not None:
+            return (self.group_index,)
+        in_size = self.codes.shape[-1] * (2 if self.kind == "uint4" else 1)
+        if self.group_size is None or -(-in_size // self.group_size) == self.scales.shape[-1]:
+            return ()
+        first = shard_offset(self.codes, self.in_.name, in_size)
+        index = (first + jnp.arange(in_size, dtype=jnp.int32)) // self.group_size
+        return (jnp.broadcast_to(index, (*self.codes.shape[:-2], in_size)),)
+
+    @property
+    def out_size(self) -> int:
+        return self.codes.shape[-2]
+
+    def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
+        y = reduce(self._contract_per_head("rui,uoi->ruo", x), over=self.in_.name)
+        return y if self.bias is None else y + self.bias.reshape(-1, self.out.unit)
+
+    def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
+        return self._contract_per_head("ruo,uoi->rui", x)
+
+    def _contract_per_head(self, spec: str, x: Float[Array, "*rows u k"]) -> Float[Array, "*rows u n"]:
+        """Dequantize the whole matrix, and again in the backward pass."""
+        decode, unit = self.decode, self.out.unit
+
+        @jax.checkpoint
+        def contract(x: Array, *arrays: Array) -> Array:
+            weight = decode(*arrays, x.dtype)
+            return contract_per_head(spec, x, weight.reshape(-1, unit, weight.shape[-1]))
+
+        return contract(x, *self.packed_arrays, *self.shared_arrays)

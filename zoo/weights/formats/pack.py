@@ -1,0 +1,210 @@
+"""Models that hold the matrices of a quantized file packed: `GroupQuantizedLinear` in place of `Linear`.
+
+The arrays of such a layer are tensors `NAME.codes`, `NAME.scales`, `NAME.zeros` and `NAME.group_index` with the outputs
+in front, so that the rows of fused matrices are split, and sharded, like those of any matrix. They are read lazily from
+the tensors of the file, and written back to them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zoo.layers import GroupQuantizedLinear, Linear
+from zoo.models.hf.spec import NameMap
+from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, map_modules
+from zoo.models.targets import find_linears, is_linear_site
+from zoo.parallel import Leaf
+
+from ..plan import find_mapping, invert_name_map
+from ..safetensors import CheckpointError, LazyTensor
+from .base import AbstractGroupFormat, AbstractQuantizedFormat, Parts, count_groups, read_in_chunks
+from .lazy import drop_parts, find_quantized, make_lazy_matrix
+
+_Model = TypeVar("_Model")
+_TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
+
+
+def pack_model(
+    model: _Model,
+    name_map: NameMap,
+    tensors: Mapping[str, LazyTensor],
+    quantized: AbstractQuantizedFormat,
+    location: str,
+) -> tuple[_Model, dict[str, LazyTensor]]:
+    """Return a model in shapes whose layers are packed where the file's are, and the tensors that its arrays are read
+    from.
+
+    **Raises** `CheckpointError` as `find_quantized` does; for a format that is decoded only; and for matrices that are
+    stacked with plain ones, or could not be written back as they are stored.
+    """
+    if not isinstance(quantized, AbstractGroupFormat):
+        raise CheckpointError(f"{location}: packed=True, and {quantized.name} is decoded on load only: leave it out")
+    found = find_quantized(tensors, quantized, location)
+    errors = [error for name, parts in sorted(found.items()) for error in quantized.find_packing_errors(name, parts)]
+    extra = [f"{name}.{suffix}" for name in found for suffix in quantized.ignored_suffixes]
+    errors += [f"{name} would not be written back" for name in extra if name in tensors]
+    mappings, used = invert_name_map(name_map), set()
+
+    def pack(name: str, ranges: IndexRanges, module: Any) -> Any:
+        if type(module) is not Linear:
+            return module
+        try:
+            pattern, mapping, _ = find_mapping(ParameterPath(f"{name}.codes", ranges, Leaf(name, None)), mappings)
+        except KeyError:
+            return module
+        stars = pattern.count("*")
+        numbers = [theirs for _, theirs in iterate_indices(ranges[:stars])]
+        names = [format_path(pattern, indices).removesuffix(".codes") for indices in numbers]
+        missing = [stem for stem in names if stem not in found]
+        if len(missing) == len(names):
+            return module
+        if missing:
+            errors.append(f"{missing[0]} is plain, and stacked in one array with others that are quantized")
+        if quantized.is_reordered and len(mapping.parts) > 1:
+            errors.append(f"{names[0]} is made of {', '.join(mapping.parts)}, and its inputs are reordered")
+        used.update(names)
+        try:
+            return _pack_linear(module, quantized)
+        except ValueError as error:
+            errors.append(f"{names[0]}: {error}")
+            return module
+
+    packed = map_modules(pack, model, is_linear_site)
+    errors += [f"{name} is no linear layer that could be packed" for name in sorted(found.keys() - used) if not errors]
+    if errors:
+        listed = "; ".join(errors[:8])
+        raise CheckpointError(f"{location} cannot be held packed: {listed}. Without packed=True it is decoded")
+    virtual = {key: x for name, parts in found.items() for key, x in _view_packed(name, parts, quantized).items()}
+    return packed, drop_parts(tensors, found, quantized) | virtual
+
+
+def _pack_linear(linear: Linear, quantized: AbstractGroupFormat) -> GroupQuantizedLinear:
+    """Return the packed layer of a linear layer, in shapes. **Raises** `ValueError` for codes that fill no bytes."""
+    *stacked, out, in_ = linear.weight.shape
+    options = {"kind": quantized.kind, "group_size": quantized.input_group, "in_": linear.in_, "out": linear.out}
+    options |= {"has_zeros": quantized.has_zeros, "reordered": quantized.is_reordered}
+    packed = eqx.filter_eval_shape(lambda: GroupQuantizedLinear(in_, out, **options))
+    packed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*stacked, *x.shape), x.dtype), packed)
+    return eqx.tree_at(lambda x: x.bias, packed, linear.bias, is_leaf=lambda x: x is None)
+
+
+def _view_packed(name: str, parts: Parts, quantized: AbstractGroupFormat) -> dict[str, LazyTensor]:
+    """Return the tensors of a packed layer, which are read from the parts of a matrix."""
+    (out, in_), halves = quantized.find_shape(parts), 2 if quantized.kind == "uint4" else 1
+    groups, scales = (
+        count_groups(in_, quantized.input_group or in_),
+        next(
+            part.dtype
+            for part in parts.values()
+            if jnp.issubdtype(part.dtype, jnp.floating) and part.dtype.itemsize > 1
+        ),
+    )
+
+    def read_some_codes(rows: np.ndarray, columns: slice) -> np.ndarray:
+        codes = quantized.read_codes(parts, rows, slice(columns.start * halves, columns.stop * halves)).view(np.uint8)
+        if quantized.kind == "float8_e4m3fn" and ((codes & 127) == 127).any():
+            raise CheckpointError(f"{name}.weight has a number that is not finite")
+        return codes[:, 0::2] | codes[:, 1::2] << 4 if halves == 2 else codes
+
+    def read_codes(rows: np.ndarray, columns: slice) -> np.ndarray:
+        return read_in_chunks(read_some_codes, rows, columns, np.uint8)
+
+    def read_scales(rows: np.ndarray, columns: slice) -> np.ndarray:
+        if not quantized.is_reordered:
+            quantized.read_groups(name, parts, slice(0, in_))  # raises for groups that are not consecutive
+        return quantized.read_scales(parts, rows)[:, columns]
+
+    def read_zeros(rows: np.ndarray, columns: slice) -> np.ndarray:
+        zeros = quantized.read_zeros(name, parts, rows)
+        assert not isinstance(zeros, int)
+        return zeros[:, columns]
+
+    make = lambda field, dtype, columns, read: make_lazy_matrix(
+        f"{name}.{field}", np.dtype(dtype), (out, columns), read, parts, keeps_dtype=True
+    )
+    views = {
+        f"{name}.codes": make("codes", np.uint8, in_ // halves, read_codes),
+        f"{name}.scales": make("scales", scales, groups, read_scales),
+    }
+    if quantized.has_zeros:
+        views[f"{name}.zeros"] = make("zeros", np.uint8, groups, read_zeros)
+    if quantized.is_reordered:
+        read_groups = lambda: quantized.read_groups(name, parts, slice(0, in_))
+        views[f"{name}.group_index"] = LazyTensor(np.dtype(np.int32), (in_,), read_groups, keeps_dtype=True)
+    return views
+
+
+def list_packed(model: Any) -> tuple[str, ...]:
+    """Return the paths of the layers that hold the matrices of a quantized file."""
+    return tuple(sorted({site.name for site in find_linears(model) if isinstance(site.module, GroupQuantizedLinear)}))
+
+
+def pack_like(built: _Model, model: Any, quantized: AbstractQuantizedFormat) -> _Model:
+    """Return a model in shapes with the layers packed that are packed in `model`."""
+    if not isinstance(quantized, AbstractGroupFormat):
+        return built
+    packed = {site.identity for site in find_linears(model) if isinstance(site.module, GroupQuantizedLinear)}
+    pack = lambda name, ranges, module: (
+        _pack_linear(module, quantized) if (name, ranges) in packed and type(module) is Linear else module
+    )
+    return map_modules(pack, built, is_linear_site)
+
+
+def unpack_exported(
+    specs: _TensorSpecs, tensor: Callable[[str], np.ndarray], quantized: AbstractQuantizedFormat | None
+) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
+    """Return the tensors of the file in place of those of packed layers: their shapes and dtypes, and a function that
+    assembles one."""
+    if not isinstance(quantized, AbstractGroupFormat):
+        return specs, tensor
+    written, sources = {name: spec for name, spec in specs.items() if not _is_packed(name, specs)}, {}
+    for stem in (name.removesuffix(".codes") for name in specs if name.endswith(".codes")):
+        (out, columns), _ = specs[f"{stem}.codes"]
+        in_ = columns * (2 if quantized.kind == "uint4" else 1)
+        for suffix, (shape, dtype) in quantized.list_file_parts(out, in_, specs[f"{stem}.scales"][1]).items():
+            written[f"{stem}.{suffix}"] = shape, np.dtype(dtype)
+            sources[f"{stem}.{suffix}"] = stem, suffix
+
+    def assemble(name: str) -> np.ndarray:
+        if name not in sources:
+            return tensor(name)
+        stem, suffix = sources[name]
+        return quantized.encode_part(suffix, lambda field: _read_field(stem, field))
+
+    def _read_field(stem: str, field: str) -> np.ndarray:
+        if field == "codes" and quantized.kind == "uint4":
+            packed = tensor(f"{stem}.codes")
+            return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+        if field == "group_index" and not quantized.is_reordered:
+            size = 2 * specs[f"{stem}.codes"][0][1] if quantized.kind == "uint4" else specs[f"{stem}.codes"][0][1]
+            return (np.arange(size) // (quantized.input_group or size)).astype(np.int32)
+        return tensor(f"{stem}.{field}")
+
+    return dict(sorted(written.items())), assemble
+
+
+def _is_packed(name: str, specs: Mapping[str, Any]) -> bool:
+    stem, _, field = name.rpartition(".")
+    return field in ("codes", "scales", "zeros", "group_index") and f"{stem}.codes" in specs
+
+
+def drop_quantization_if_plain(model: Any, config: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
+    """Return the config to save a model with that was loaded with the layers `packed` packed: without its
+    `quantization_config` if none of them is any more.
+
+    **Raises** `CheckpointError` if some are.
+    """
+    now = list_packed(model)
+    if not packed or set(now) >= set(packed):
+        return dict(config)
+    if now:
+        changed = sorted(set(packed) - set(now))
+        raise CheckpointError(
+            f"{', '.join(changed[:4])} were packed in the file and are plain now, and {now[0]} is still packed: "
+            "zoo.adapters.dequantize(model) makes all of them plain"
+        )
+    return {key: value for key, value in config.items() if key != "quantization_config"}
