@@ -5,6 +5,7 @@ from .attention import Attention
 from .convolution import ConvState, ShortConvolution
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding
+from .gated_attention import GatedAttention
 from .image_pooling import AbstractImagePooler, AttentionPooler, ClassTokenPooler, DensePooler
 from .kv_cache import KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
@@ -63,6 +64,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "FP8Linear",
+    "GatedAttention",
     "GatedConvolution",
     "GatedDeltaNet",
     "GatedDeltaProduct",

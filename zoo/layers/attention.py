@@ -1,6 +1,7 @@
 """Softmax attention with grouped-query heads, RoPE and a KV cache."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -21,7 +22,7 @@ from zoo.parallel import (
     shard_offset,
     sharded_axes,
 )
-from zoo.shapes import HiddenStates, KVHeads, Positions, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .cached_attention import cached_attention
@@ -31,7 +32,9 @@ from .linear import Linear, resolve_head_dim
 from .rotary import compute_cos_sin, rope_stable_length
 from .token_info import TokenInfo
 
+_ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
 _CachedKVHeads = Float[Array, "batch key_seq kv_heads head_dim"]
+_CachedValueHeads = Float[Array, "batch key_seq kv_heads value_dim"]
 
 
 class Attention(AbstractMixer):
@@ -108,23 +111,15 @@ class Attention(AbstractMixer):
         **Raises** `ValueError` if kv_heads does not divide heads or heads does not divide embed, for an empty window, a
         clip that is not above 0, or both norms.
         """
-        kv_heads = heads if kv_heads is None else kv_heads
-        if heads % kv_heads:
-            raise ValueError(f"{heads} heads do not share out over {kv_heads} kv_heads")
-        if window is not None and window < 1:
-            raise ValueError(f"a window holds at least 1 token, its own, not {window}")
+        kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
         if clip is not None and clip <= 0:
             raise ValueError(f"a clip bounds values to more than 0, not to {clip}")
         if qk_norm is not None and norm_over_heads is not None:
             raise ValueError("queries and keys have one norm: qk_norm, over head_dim, or norm_over_heads")
-        head_dim = resolve_head_dim(embed, heads, head_dim)
-        query_key, key_key, value_key, out_key = jax.random.split(key, 4)
-        embed_dim, query_dim, kv_dim = Dim("embed"), Dim("heads", head_dim), Dim("kv_heads", head_dim)
-        self.query = Linear(embed, heads * head_dim, in_=embed_dim, out=query_dim, bias=bias, key=query_key)
-        self.key = Linear(embed, kv_heads * head_dim, in_=embed_dim, out=kv_dim, bias=bias, key=key_key)
-        self.value = Linear(embed, kv_heads * head_dim, in_=embed_dim, out=kv_dim, bias=bias, key=value_key)
-        self.out = Linear(
-            heads * head_dim, embed, in_=query_dim, out=embed_dim, bias=out_bias, scale=out_scale, key=out_key
+        query_dim, kv_dim = Dim("heads", head_dim), Dim("kv_heads", head_dim)
+        options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
+        self.query, self.key, self.value, self.out = make_projections(
+            embed, heads, kv_heads, head_dim, key=key, **options
         )
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()
@@ -143,57 +138,22 @@ class Attention(AbstractMixer):
 
         **Raises** `ValueError` for a cache without positions.
         """
-        require_positions(info, state)
         query = self._split_heads(self.query(x), self.query_norm)
         key = self._split_heads(self.key(x), self.key_norm)
         value = self._split_heads(self.value(x), None)
-        if self.rotary is not None:
-            cos, sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
-            query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
-            key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
-        query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
+        query, key = rotate(query, key, self.rotary, x, info, state)
         options = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
-        options |= {"implementation": self.implementation}
-        if state is None:
-            key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
-            mixed = causal_attention(query, (key, value), info.segment_ids, window=self.window, **options)
-        else:
-            key, value, key_positions, state = self._update_cache(state, key, value, info.positions)
-            key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
-            positions = {"query_positions": info.positions, "key_positions": key_positions}
-            mask = AttentionMask(causal=True, window=self.window, **positions)
-            mixed = cached_attention(query, key, value, mask, **options)
-        return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), state
+        options |= {"implementation": self.implementation, "window": self.window, "group": self.group}
+        mixed, state = attend(query, key, value, info, state, **options)
+        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
     def _split_heads(
         self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None
     ) -> Float[Array, "batch seq _ head_dim"]:
         """Reshape features to heads, with QK norm and clip."""
         x = norm(x) if norm is not None and self.norm_over_heads else x
-        x = x.reshape(*x.shape[:2], -1, self.head_dim)
-        x = norm(x) if norm is not None and not self.norm_over_heads else x
+        x = split_heads(x, self.head_dim, None if self.norm_over_heads else norm)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
-
-    def _update_cache(
-        self,
-        cache: KeyValueCache,
-        key: KVHeads,
-        value: KVHeads,
-        positions: Positions | None,
-    ) -> tuple[_CachedKVHeads, _CachedKVHeads, Int[Array, "batch key_seq"], KeyValueCache]:
-        """Write new keys and values; return all keys, values and positions to attend to, and the updated cache."""
-        assert positions is not None  # see require_positions
-        updated = cache.write(key, value, positions)
-        if self.window is None or key.shape[1] * num_shards(key, "seq") == 1:
-            return *updated.read(), updated
-        # The ring buffer may already have dropped keys that the first new queries attend to.
-        if not (axes := sharded_axes(cache.positions, "slots")):
-            key, value, positions = (all_gather(x, "seq", axis=1) for x in (key, value, positions))
-        elif not sharded_axes(positions, "seq"):  # all devices have the new tokens, and one of them attends to them
-            positions = jnp.where(lax.axis_index(axes) == 0, positions, -1)
-        append = lambda old, new: jnp.concatenate([old.astype(new.dtype), new], axis=1)
-        old_key, old_value, old_positions = cache.read()
-        return append(old_key, key), append(old_value, value), append(old_positions, positions), updated
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
         """Return an empty KV cache for `length` tokens, of at most `window` slots.
@@ -201,13 +161,151 @@ class Attention(AbstractMixer):
         Length-dependent RoPE scalings rotate all keys as in a sequence of `length` tokens, so that cached keys stay
         valid while the sequence grows.
         """
-        slots = min(length, self.window or length)
         kv_heads = self.key.out_size // self.head_dim
-        return KeyValueCache.empty(batch, slots, kv_heads, self.head_dim, dtype, length)
+        return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
 
     @property
     def rope_stable_length(self) -> int | None:
         return rope_stable_length(self.rotary)
+
+
+def check_attention_sizes(
+    embed: int, heads: int, kv_heads: int | None, head_dim: int | None, window: int | None = None
+) -> tuple[int, int]:
+    """Return the number of KV heads, `heads` by default, and the head dim, `embed / heads` by default.
+
+    **Raises** `ValueError` if kv_heads does not divide heads or heads does not divide embed, and for an empty window.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads do not share out over {kv_heads} kv_heads")
+    if window is not None and window < 1:
+        raise ValueError(f"a window holds at least 1 token, its own, not {window}")
+    return kv_heads, resolve_head_dim(embed, heads, head_dim)
+
+
+def make_projections(
+    embed: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    bias: bool = False,
+    out_bias: bool = False,
+    out_scale: float = 1.0,
+    key: Key[Array, ""],
+) -> tuple[Linear, Linear, Linear, Linear]:
+    """Initialize the projections of attention: query, key, value and out. `value_dim` is `head_dim` by default."""
+    query_key, key_key, value_key, out_key = jax.random.split(key, 4)
+    value_dim, embed_dim = head_dim if value_dim is None else value_dim, Dim("embed")
+    project = partial(Linear, embed, in_=embed_dim, bias=bias)
+    return (
+        project(heads * head_dim, out=Dim("heads", head_dim), key=query_key),
+        project(kv_heads * head_dim, out=Dim("kv_heads", head_dim), key=key_key),
+        project(kv_heads * value_dim, out=Dim("kv_heads", value_dim), key=value_key),
+        Linear(
+            heads * value_dim,
+            embed,
+            in_=Dim("heads", value_dim),
+            out=embed_dim,
+            bias=out_bias,
+            scale=out_scale,
+            key=out_key,
+        ),
+    )
+
+
+def split_heads(
+    x: Float[Array, "batch seq _"], head_dim: int, norm: AbstractNorm | None = None
+) -> Float[Array, "batch seq _ head_dim"]:
+    """Reshape features to heads, and normalize each head if there is a norm."""
+    x = x.reshape(*x.shape[:2], -1, head_dim)
+    return x if norm is None else norm(x)
+
+
+def rotate(
+    query: HeadVectors,
+    key: KVHeads,
+    rotary: Rotary | None,
+    x: HiddenStates,
+    info: TokenInfo,
+    state: KeyValueCache | None,
+) -> tuple[HeadVectors, KVHeads]:
+    """Apply RoPE, if there is any, to queries and keys at the positions of the tokens `x`."""
+    if rotary is None:
+        return query, key
+    cos, sin = compute_cos_sin(rotary, x, info, None if state is None else state.length)
+    query = apply_rotary(query, cos, sin, interleaved=rotary.interleaved)
+    return query, apply_rotary(key, cos, sin, interleaved=rotary.interleaved)
+
+
+def attend(
+    query: HeadVectors,
+    key: KVHeads,
+    value: _ValueHeads,
+    info: TokenInfo,
+    state: KeyValueCache | None,
+    *,
+    group: int,
+    window: int | None = None,
+    **options: Any,
+) -> tuple[HeadVectors, KeyValueCache | None]:
+    """Attend causally within a sequence, or to the tokens of a KV cache, too; return the updated cache as well.
+
+    - `group`: query heads per KV head.
+    - `options`: of `zoo.layers.context_attention.causal_attention`.
+
+    **Raises** `ValueError` for a cache without positions.
+    """
+    require_positions(info, state)
+    query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
+    if state is None:
+        key, value = (select_kv_heads(x, query, group) for x in (key, value))
+        mixed = causal_attention(query, (key, value), info.segment_ids, window=window, **options)
+    else:
+        key, value, key_positions, state = update_cache(state, key, value, info.positions, window)
+        key, value = (select_kv_heads(x, query, group) for x in (key, value))
+        positions = {"query_positions": info.positions, "key_positions": key_positions}
+        mask = AttentionMask(causal=True, window=window, **positions)
+        mixed = cached_attention(query, key, value, mask, **options)
+    return checkpoint_name(mixed, "attention"), state
+
+
+def make_cache(
+    batch: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    *,
+    window: int | None = None,
+    value_dim: int | None = None,
+) -> KeyValueCache:
+    """Return an empty KV cache for `length` tokens, of at most `window` slots."""
+    return KeyValueCache.empty(batch, min(length, window or length), kv_heads, head_dim, dtype, length, value_dim)
+
+
+def update_cache(
+    cache: KeyValueCache,
+    key: KVHeads,
+    value: _ValueHeads,
+    positions: Positions | None,
+    window: int | None,
+) -> tuple[_CachedKVHeads, _CachedValueHeads, Int[Array, "batch key_seq"], KeyValueCache]:
+    """Write new keys and values; return all keys, values and positions to attend to, and the updated cache."""
+    assert positions is not None  # see require_positions
+    updated = cache.write(key, value, positions)
+    if window is None or key.shape[1] * num_shards(key, "seq") == 1:
+        return *updated.read(), updated
+    # The ring buffer may already have dropped keys that the first new queries attend to.
+    if not (axes := sharded_axes(cache.positions, "slots")):
+        key, value, positions = (all_gather(x, "seq", axis=1) for x in (key, value, positions))
+    elif not sharded_axes(positions, "seq"):  # all devices have the new tokens, and one of them attends to them
+        positions = jnp.where(lax.axis_index(axes) == 0, positions, -1)
+    append = lambda old, new: jnp.concatenate([old.astype(new.dtype), new], axis=1)
+    old_key, old_value, old_positions = cache.read()
+    return append(old_key, key), append(old_value, value), append(old_positions, positions), updated
 
 
 def select_kv_heads(

@@ -22,6 +22,8 @@ from zoo.shapes import KVHeads, Positions
 
 from .token_info import TokenInfo
 
+_ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
+
 
 class KeyValueCache(Module):
     """KV cache of attention: keys and values of every KV head.
@@ -31,7 +33,7 @@ class KeyValueCache(Module):
     """
 
     key: Float[Array, "batch kv_heads slots head_dim"]
-    value: Float[Array, "batch kv_heads slots head_dim"]
+    value: Float[Array, "batch kv_heads slots value_dim"]
     positions: Int[Array, "batch slots"]
     written: Int[Array, ""]
 
@@ -39,14 +41,25 @@ class KeyValueCache(Module):
     """Maximum sequence length; with a sliding window the cache has fewer slots."""
 
     @classmethod
-    def empty(cls, batch: int, slots: int, kv_heads: int, head_dim: int, dtype: Any, length: int) -> "KeyValueCache":
-        """Return a cache of `slots` slots, rounded up to a multiple of the devices that share them."""
+    def empty(
+        cls,
+        batch: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: Any,
+        length: int,
+        value_dim: int | None = None,
+    ) -> "KeyValueCache":
+        """Return a cache of `slots` slots, rounded up to a multiple of the devices that share them. `value_dim` is
+        `head_dim` by default."""
         slots, axes = _local_slots(slots)
-        key, value = (jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(2))  # donated separately
+        sizes = head_dim, head_dim if value_dim is None else value_dim
+        key, value = (jnp.zeros((batch, kv_heads, slots, size), dtype) for size in sizes)
         key, value, positions = vary((key, value, jnp.full((batch, slots), -1)), axes)
         return cls(key, value, positions, jnp.int32(0), length)
 
-    def write(self, key: KVHeads, value: KVHeads, positions: Positions) -> "KeyValueCache":
+    def write(self, key: KVHeads, value: _ValueHeads, positions: Positions) -> "KeyValueCache":
         """Append new tokens; if there are more than slots, keep the last ones. Shards of tokens are all-gathered."""
         key, value, positions = (all_gather(x, "seq", axis=1) for x in (key, value, positions))
         return type(self)(
@@ -57,7 +70,7 @@ class KeyValueCache(Module):
             self.length,
         )
 
-    def read(self) -> tuple[KVHeads, KVHeads, Positions]:
+    def read(self) -> tuple[KVHeads, _ValueHeads, Positions]:
         """Return keys, values and positions of the slots of this device, slots along seq."""
         return self.key.swapaxes(1, 2), self.value.swapaxes(1, 2), self.positions
 

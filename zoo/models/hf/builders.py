@@ -135,14 +135,17 @@ def compute_out_scale(config: Config) -> float:
     return (2 * config["num_hidden_layers"]) ** -0.5
 
 
-def make_attention_factory(config: Config, **options: Any) -> Callable[..., Attention]:
-    """Return a factory of `Attention` with these options. Sizes come from the config, and RoPE unless given."""
+def make_attention_factory(
+    config: Config, *, attention: Callable[..., Any] = Attention, **options: Any
+) -> Callable[..., Any]:
+    """Return a factory of `Attention`, or of another class of `attention`, with these options. Sizes come from the
+    config, and RoPE unless given."""
     heads, kv_heads, head_dim = read_head_sizes(config)
     options = {"rotary": build_rotary(config), **options} if "rotary" not in options else options
     if options.get("window") == 0:
         raise ConfigError("sliding_window = 0: a window holds at least 1 token, its own")
     sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "out_scale": compute_out_scale(config)}
-    return partial(Attention, config["hidden_size"], heads, **{**sizes, **options})
+    return partial(attention, config["hidden_size"], heads, **{**sizes, **options})
 
 
 def make_windowed_attention_factories(

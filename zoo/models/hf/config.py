@@ -137,6 +137,7 @@ _NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_
 _ZERO_ALLOWED_KEYS = (
     *("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index"),
     "num_register_tokens",
+    "num_dense_layers",
 )
 """Counts that may be 0: the class of Qwen2-MoE writes a window of 0 for full attention."""
 

@@ -2,6 +2,7 @@
 
 from zoo.models.hf.spec import Family
 
+from .afmoe import AFMOE
 from .arcee import ARCEE
 from .cohere import COHERE
 from .cohere2 import COHERE2
@@ -57,6 +58,7 @@ from .starcoder2 import STARCODER2
 from .vit import VIT
 
 ALL_FAMILIES = (
+    AFMOE,
     ARCEE,
     COHERE,
     COHERE2,

@@ -1,0 +1,104 @@
+"""Softmax attention whose heads are gated, channel by channel, before the output projection."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from zoo.ops.attention import ATTENTION
+from zoo.ops.rotary import Rotary
+from zoo.parallel import Dim, implementation_option
+from zoo.shapes import HiddenStates, ResidualStream
+
+from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
+from .kv_cache import KeyValueCache
+from .linear import Linear
+from .rotary import rope_stable_length
+from .token_info import TokenInfo
+
+
+class GatedAttention(AbstractMixer):
+    """Causal grouped-query attention with an output gate (Qiu et al., arXiv:2505.06708, section 2.2, position G1;
+    Trinity, Arcee AI, 2025):
+
+        y = W_out (sigmoid(W_gate x) * softmax(q kᵀ scale + mask) v)
+
+    Queries, keys, values and meshes are those of `zoo.layers.Attention`; the gate has the size of the queries and is
+    sharded as they are.
+    """
+
+    shards_sequence = True
+    shards_state = True
+
+    query: AbstractLinear
+    key: AbstractLinear
+    value: AbstractLinear
+    gate: AbstractLinear
+    out: AbstractLinear
+    query_norm: AbstractNorm | None
+    key_norm: AbstractNorm | None
+
+    head_dim: int = eqx.field(static=True)
+    group: int = eqx.field(static=True)
+    """Query heads per KV head."""
+    rotary: Rotary | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    implementation: str | Callable = implementation_option(ATTENTION)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary: Rotary | None = None,
+        qk_norm: Callable[[], AbstractNorm] | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        window: int | None = None,
+        implementation: str | Callable = "auto",
+        out_scale: float = 1.0,
+        key: Key[Array, ""],
+    ):
+        """Options are those of `zoo.layers.Attention`, which **raises** the same errors; the gate has no bias."""
+        kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
+        key, gate_key = jax.random.split(key)
+        options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
+        projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
+        self.query, self.key, self.value, self.out = projections
+        query_dim = Dim("heads", head_dim)
+        self.gate = Linear(embed, heads * head_dim, in_=Dim("embed"), out=query_dim, key=gate_key)
+        self.query_norm = None if qk_norm is None else qk_norm()
+        self.key_norm = None if qk_norm is None else qk_norm()
+        self.head_dim, self.group, self.rotary, self.window = head_dim, heads // kv_heads, rotary, window
+        self.implementation = implementation
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
+    ) -> tuple[ResidualStream, KeyValueCache | None]:
+        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
+
+        **Raises** `ValueError` for a cache without positions.
+        """
+        query = split_heads(self.query(x), self.head_dim, self.query_norm)
+        key = split_heads(self.key(x), self.head_dim, self.key_norm)
+        value = split_heads(self.value(x), self.head_dim)
+        query, key = rotate(query, key, self.rotary, x, info, state)
+        options = {"group": self.group, "window": self.window, "implementation": self.implementation}
+        mixed, state = attend(query, key, value, info, state, **options)
+        gate = jax.nn.sigmoid(self.gate(x))
+        return self.out(gate * mixed.reshape(*mixed.shape[:2], -1)), state
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
+        """Return an empty KV cache for `length` tokens, of at most `window` slots."""
+        kv_heads = self.key.out_size // self.head_dim
+        return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
+
+    @property
+    def rope_stable_length(self) -> int | None:
+        return rope_stable_length(self.rotary)

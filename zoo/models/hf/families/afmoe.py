@@ -1,0 +1,101 @@
+"""AFMoE (Arcee AI, "Trinity", 2025): gated attention with QK norm, of four layers three with a sliding window and RoPE
+and the fourth with neither; norms before and after each sublayer; a mixture of experts routed by sigmoid scores and a
+selection bias, after dense layers."""
+
+from jaxtyping import Array, Key
+
+from zoo.layers import GatedAttention
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    list_layer_windows,
+    list_patterned_types,
+    make_biased_router_factory,
+    make_gated_mlp_factory,
+    make_head_norm_factory,
+    make_layerwise_attention_factories,
+    make_mixture_factory,
+    make_rms_norm_factory,
+    make_sandwich_block,
+    read_layer_types,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import llama
+
+
+def _build_afmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    width, norm, bias = config["moe_intermediate_size"], make_rms_norm_factory(config), config["attention_bias"]
+    types, rotary = read_layer_types(config, list_patterned_types(config)), build_rotary(config)
+    windows = list_layer_windows(types, config["sliding_window"])
+    rotaries = [rotary if kind == "sliding_attention" else None for kind in types]
+    options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
+    mixers = make_layerwise_attention_factories(config, windows, rotaries, attention=GatedAttention, **options)
+    router = make_biased_router_factory(Config(config, n_group=1, topk_group=1, norm_topk_prob=True))
+    shared = config["num_shared_experts"] * width
+    sparse = make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
+    dense = make_gated_mlp_factory(config)
+    layers = [(mixer, dense if n < config["num_dense_layers"] else sparse) for n, mixer in enumerate(mixers)]
+    multiplier, block = config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0, make_sandwich_block(norm)
+    return build_config_decoder(config, layers, norm, block=block, multiplier=multiplier, key=key)
+
+
+def _map_afmoe_layers(experts: NameMap) -> NameMap:
+    norms = {
+        "input_layernorm": "mixer_norm",
+        "post_attention_layernorm": "mixer_post_norm",
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "ffn_post_norm",
+    }
+    attention = prefixed("self_attn", "gated_attention", {**llama.ATTENTION_NAMES, "gate_proj": "gate"})
+    mixture = {
+        "router.gate": "router.scores",
+        "expert_bias": "router.selection_bias",
+        **prefixed("shared_experts", "shared", llama.GATED_MLP_NAMES),
+        **experts,
+    }
+    feed_forward = {
+        **prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES),
+        **prefixed("mlp", "mixture_of_experts", mixture),
+    }
+    return llama.map_llama_layers(feed_forward, attention, norms)
+
+
+def _map_afmoe_names(config: Config) -> NameMap:
+    return _map_afmoe_layers(prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES))
+
+
+def _map_afmoe_memory_names(config: Config) -> NameMap:
+    return _map_afmoe_layers(prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES))
+
+
+AFMOE = Family(
+    name="afmoe",
+    architecture="AfmoeForCausalLM",
+    build=_build_afmoe,
+    names=_map_afmoe_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+        "vocab_size": 200192,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 1408,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "num_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "mup_enabled": False,
+    },
+    aliases={"route_scale": "routed_scaling_factor", "global_attn_every_n_layers": "sliding_window_pattern"},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    memory_names=_map_afmoe_memory_names,
+)
