@@ -2,6 +2,7 @@
 
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
 from .attention import Attention
+from .chunked_attention import ChunkedAttention
 from .convolution import ConvState, ShortConvolution
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding
@@ -11,8 +12,9 @@ from .kv_cache import KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
 from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
+from .moe.input_weighted import InputWeightedMixture
 from .moe.mixture import MixtureOfExperts
-from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
+from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSigmoidRouter, TopSoftmaxRouter
 from .moe.routing import Routing, RoutingSums
 from .norm import LayerNorm, RMSNorm
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
@@ -20,6 +22,7 @@ from .quantized.fp8 import AmaxHistory, FP8Linear
 from .quantized.groups import GroupQuantizedLinear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .quantized.packed import AbstractPackedLinear
+from .query_scale import QueryScale
 from .recurrent.common import HeadNorm, LowRank, RecurrentState
 from .recurrent.context import RecurrenceContext
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
@@ -56,6 +59,7 @@ __all__ = [
     "Attention",
     "AttentionPooler",
     "BiasedRouter",
+    "ChunkedAttention",
     "ClampedGatedMLP",
     "ClassTokenPooler",
     "ConvState",
@@ -74,6 +78,7 @@ __all__ = [
     "GroupQuantizedLinear",
     "HeadNorm",
     "ImageEmbedding",
+    "InputWeightedMixture",
     "Int8Linear",
     "KeyValueCache",
     "KimiDeltaAttention",
@@ -93,6 +98,7 @@ __all__ = [
     "PatchEmbedding",
     "PatchPositions",
     "PositionEmbedding",
+    "QueryScale",
     "RMSNorm",
     "RWKV4ChannelMixing",
     "RWKV4State",
@@ -104,6 +110,7 @@ __all__ = [
     "ShortConvolution",
     "SoftmaxRouter",
     "TokenInfo",
+    "TopSigmoidRouter",
     "TopSoftmaxRouter",
     "token_positions",
 ]

@@ -47,10 +47,11 @@ def cached_attention(
     options = {"scale": scale, "soft_cap": soft_cap, "implementation": implementation}
     if mask.key_positions is None or not (axes := sharded_axes(mask.key_positions, "slots")):
         return attention(query, key, value, mask, sinks=sinks, **options)
-    assert mask.query_positions is not None and mask.query_segments is None  # a cache has positions alone
+    assert mask.query_positions is not None  # there are key positions
     into = "seq" if sharded_axes(query, "seq") else None
-    query, positions = (all_gather(x, "seq", axis=1) for x in (query, mask.query_positions))
-    mask = dataclasses.replace(mask, query_positions=positions)
+    places = {"query_positions": mask.query_positions, "query_segments": mask.query_segments}
+    places = {name: x if x is None else all_gather(x, "seq", axis=1) for name, x in places.items()}
+    query, mask = all_gather(query, "seq", axis=1), dataclasses.replace(mask, **places)
     output, lse = attention_with_lse(query, key, value, mask, **options)
     highest = lax.pmax(lse, axes)
     sinks = None if sinks is None else sinks.astype(jnp.float32)

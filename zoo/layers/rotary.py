@@ -31,7 +31,7 @@ def compute_cos_sin(
             raise ValueError("two-dimensional RoPE needs the coordinates of patches, which zoo.models.ImageEncoder has")
         return rotary(info.coordinates)
     if length is None and isinstance(rotary.scaling, _LENGTH_DEPENDENT):
-        return rotary(token_positions(x, info), length=_max_row_length(x, info))
+        return rotary(token_positions(x, info), length=find_max_row_length(x, info))
     return rotary(token_positions(x, info), length=length)
 
 
@@ -41,7 +41,7 @@ def rope_stable_length(rotary: Rotary | AxialRotary | None) -> int | None:
     return scaling.original_length if isinstance(scaling, _LENGTH_DEPENDENT) else None
 
 
-def _max_row_length(x: HiddenStates, info: TokenInfo) -> int | Int[Array, ""]:
+def find_max_row_length(x: HiddenStates, info: TokenInfo) -> int | Int[Array, ""]:
     """Length of the longest row over all devices."""
     if info.positions is None:
         return x.shape[1] * num_shards(x, "seq")

@@ -86,6 +86,23 @@ class TopSoftmaxRouter(AbstractRouter):
         return top_k_softmax(logits, self.top)
 
 
+class TopSigmoidRouter(AbstractRouter):
+    """Top-k of W x, weighted by the sigmoid of each, not divided by their sum (Meta, "Llama 4", 2025)."""
+
+    scores: AbstractLinear = full_precision()
+
+    top: int = eqx.field(static=True)
+
+    def __init__(self, embed: int, experts: int, top: int, *, key: Key[Array, ""]):
+        """**Raises** `ValueError` if `top` exceeds the number of experts."""
+        check_routing_sizes(experts, top, 1, 1)
+        self.scores, self.top = _make_score_projection(embed, experts, False, key), top
+
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
+        values, chosen = jax.lax.top_k(logits, self.top)
+        return jax.nn.sigmoid(values), chosen
+
+
 class BiasedRouter(AbstractRouter):
     """Top-k of score + bias, weighted by the score alone: see `zoo.ops.moe.routing`.
 

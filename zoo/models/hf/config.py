@@ -125,7 +125,7 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
 
 
 COUNT_KEYS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "intermediate_size_mlp"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_layer_interval"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -167,7 +167,14 @@ _KINDS: Mapping[str, ValueKind] = {
     "shared_intermediate_size": integer(minimum=0),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
     **dict.fromkeys(("layer_types", "mlp_layer_types"), optional(list_of(WORD))),
-    "mlp_only_layers": optional(list_of(integer(minimum=0))),
+    **dict.fromkeys(("mlp_only_layers", "moe_layers"), optional(list_of(integer(minimum=0)))),
+    **dict.fromkeys(
+        (
+            *("attention_chunk_size", "floor_scale", "interleave_moe_layer_step", "no_rope_layer_interval"),
+            "global_attn_every_n_layers",
+        ),
+        integer(minimum=1),
+    ),
     "time_step_limit": ValueKind("two numbers not below 0, the second the larger", lambda value: _is_interval(value)),
 }
 """Kinds of values that the default does not tell."""

@@ -32,6 +32,7 @@ from .granitemoe import GRANITEMOE
 from .granitemoeshared import GRANITEMOESHARED
 from .hy_v3 import HY_V3
 from .llama import LLAMA
+from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
 from .minimax_m2 import MINIMAX_M2
@@ -88,6 +89,7 @@ ALL_FAMILIES = (
     GRANITEMOESHARED,
     HY_V3,
     LLAMA,
+    LLAMA4_TEXT,
     MAMBA,
     MAMBA2,
     MINIMAX_M2,

@@ -27,7 +27,8 @@ from . import llama
 
 def _build_afmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     width, norm, bias = config["moe_intermediate_size"], make_rms_norm_factory(config), config["attention_bias"]
-    types, rotary = read_layer_types(config, list_patterned_types(config)), build_rotary(config)
+    default = list_patterned_types(Config(config, sliding_window_pattern=config["global_attn_every_n_layers"]))
+    types, rotary = read_layer_types(config, default), build_rotary(config)
     windows = list_layer_windows(types, config["sliding_window"])
     rotaries = [rotary if kind == "sliding_attention" else None for kind in types]
     options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
@@ -85,7 +86,7 @@ AFMOE = Family(
         "max_position_embeddings": 16384,
         "rms_norm_eps": 1e-5,
         "sliding_window": 1024,
-        "sliding_window_pattern": 4,
+        "global_attn_every_n_layers": 4,
         "layer_types": None,
         "num_dense_layers": 1,
         "moe_intermediate_size": 1408,
@@ -95,7 +96,7 @@ AFMOE = Family(
         "routed_scaling_factor": 1.0,
         "mup_enabled": False,
     },
-    aliases={"route_scale": "routed_scaling_factor", "global_attn_every_n_layers": "sliding_window_pattern"},
+    aliases={"route_scale": "routed_scaling_factor"},
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=_map_afmoe_memory_names,
 )
