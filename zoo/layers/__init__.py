@@ -38,6 +38,7 @@ from .recurrent.rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
 from .recurrent.rwkv6 import RWKV6
 from .recurrent.rwkv7 import RWKV7
 from .token_info import TokenInfo, token_positions
+from .value_scaled_attention import ValueScaledAttention
 
 __all__ = [
     "HGRN2",
@@ -112,5 +113,6 @@ __all__ = [
     "TokenInfo",
     "TopSigmoidRouter",
     "TopSoftmaxRouter",
+    "ValueScaledAttention",
     "token_positions",
 ]

@@ -163,11 +163,20 @@ _KINDS: Mapping[str, ValueKind] = {
         lambda value: integer(minimum=1).fits(value) or (WORD.fits(value) and value != "" and set(value) <= set("LG")),
     ),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), optional(POSITIVE_NUMBER)),
-    "rotary_dim": integer(minimum=1),
+    **dict.fromkeys(("rotary_dim", "sliding_window_size"), optional(integer(minimum=1))),
+    "attention_value_scale": optional(NUMBER),
+    "routed_scaling_factor": NUMBER,
     "shared_intermediate_size": integer(minimum=0),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
     **dict.fromkeys(("layer_types", "mlp_layer_types"), optional(list_of(WORD))),
-    **dict.fromkeys(("mlp_only_layers", "moe_layers"), optional(list_of(integer(minimum=0)))),
+    **dict.fromkeys(
+        ("mlp_only_layers", "moe_layers", "hybrid_layer_pattern", "moe_layer_pattern"),
+        optional(list_of(integer(minimum=0))),
+    ),
+    **dict.fromkeys(
+        ("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
+        optional(integer(minimum=1)),
+    ),
     **dict.fromkeys(
         (
             *("attention_chunk_size", "floor_scale", "interleave_moe_layer_step", "no_rope_layer_interval"),

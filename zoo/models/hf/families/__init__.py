@@ -35,6 +35,7 @@ from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
+from .mimo_v2_flash import MIMO_V2_FLASH
 from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
 from .mistral import MISTRAL
@@ -92,6 +93,7 @@ ALL_FAMILIES = (
     LLAMA4_TEXT,
     MAMBA,
     MAMBA2,
+    MIMO_V2_FLASH,
     MINIMAX_M2,
     MINISTRAL,
     MISTRAL,

@@ -1,0 +1,107 @@
+"""Softmax attention whose values have a size of their own, and a scale."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.attention import ATTENTION
+from zoo.ops.rotary import Rotary
+from zoo.parallel import full_precision, implementation_option
+from zoo.shapes import HiddenStates, ResidualStream
+
+from .abstract import AbstractLinear, AbstractMixer
+from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
+from .kv_cache import KeyValueCache
+from .rotary import rope_stable_length
+from .token_info import TokenInfo
+
+
+class ValueScaledAttention(AbstractMixer):
+    """Causal grouped-query attention with values of `value_dim` features, times a constant (Xiaomi, "MiMo-V2-Flash",
+    arXiv:2601.02780):
+
+        q, k = rotate(W x),    v = value_scale W_v x
+        y = W_out softmax(q kᵀ head_dim ** -0.5 + mask) v
+
+    RoPE, window, sinks and meshes are those of `zoo.layers.Attention`.
+    """
+
+    shards_sequence = True
+    shards_state = True
+
+    query: AbstractLinear
+    key: AbstractLinear
+    value: AbstractLinear
+    out: AbstractLinear
+    sinks: Float[Array, "heads"] | None = full_precision()
+
+    head_dim: int = eqx.field(static=True)
+    value_dim: int = eqx.field(static=True)
+    group: int = eqx.field(static=True)
+    """Query heads per KV head."""
+    value_scale: float = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    implementation: str | Callable = implementation_option(ATTENTION)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        value_scale: float | int = 1.0,
+        rotary: Rotary | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        window: int | None = None,
+        sinks: bool = False,
+        implementation: str | Callable = "auto",
+        out_scale: float = 1.0,
+        key: Key[Array, ""],
+    ):
+        """- `value_dim`: features of a value head, `head_dim` by default. `value_scale`: of the values.
+        - `implementation`: one that supports values of another size than keys.
+
+        Other options are those of `zoo.layers.Attention`. **Raises** `ValueError` as it does, and for a `value_dim`
+        below 1.
+        """
+        kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
+        value_dim = head_dim if value_dim is None else value_dim
+        if value_dim < 1:
+            raise ValueError(f"value_dim is {value_dim}, and a size is at least 1")
+        options = {"value_dim": value_dim, "bias": bias, "out_bias": out_bias, "out_scale": out_scale}
+        projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
+        self.query, self.key, self.value, self.out = projections
+        self.sinks = jnp.zeros(heads) if sinks else None
+        self.head_dim, self.value_dim, self.group = head_dim, value_dim, heads // kv_heads
+        self.value_scale, self.rotary, self.window = float(value_scale), rotary, window
+        self.implementation = implementation
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
+    ) -> tuple[ResidualStream, KeyValueCache | None]:
+        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
+
+        **Raises** `ValueError` for a cache without positions.
+        """
+        query, key = (split_heads(linear(x), self.head_dim) for linear in (self.query, self.key))
+        value = self.value_scale * split_heads(self.value(x), self.value_dim)
+        query, key = rotate(query, key, self.rotary, x, info, state)
+        options = {"group": self.group, "window": self.window, "sinks": self.sinks}
+        mixed, state = attend(query, key, value, info, state, implementation=self.implementation, **options)
+        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
+        """Return an empty KV cache for `length` tokens, of at most `window` slots."""
+        kv_heads, options = self.key.out_size // self.head_dim, {"window": self.window, "value_dim": self.value_dim}
+        return make_cache(batch, length, kv_heads, self.head_dim, dtype, **options)
+
+    @property
+    def rope_stable_length(self) -> int | None:
+        return rope_stable_length(self.rotary)

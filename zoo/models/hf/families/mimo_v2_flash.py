@@ -1,0 +1,137 @@
+"""MiMo-V2-Flash (Xiaomi, arXiv:2601.02780): full attention in every sixth layer, and else a sliding window with sinks,
+twice the KV heads and a RoPE of smaller base; RoPE on a third of each head, and scaled values of another size; a
+mixture of experts routed by sigmoid scores and a selection bias. Multi-token prediction modules (MTP) are not read."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Array, Key
+
+from zoo.layers import ValueScaledAttention
+from zoo.models.build import MixerFactory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    list_layer_windows,
+    make_attention_factory,
+    make_biased_router_factory,
+    make_gated_mlp_factory,
+    make_mixture_factory,
+    make_rms_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import dots1, llama
+
+
+def _build_mimo_v2_flash(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    router = make_biased_router_factory(Config(config, routed_scaling_factor=config["routed_scaling_factor"] or 1.0))
+    experts, width = config["n_routed_experts"], config["moe_intermediate_size"]
+    sparse, dense = make_mixture_factory(config, router, experts, width=width), make_gated_mlp_factory(config)
+    pattern, frequency = config["hybrid_layer_pattern"], config["moe_layer_pattern"]
+    if frequency is not None and config["mlp_layer_types"] is None:
+        config = Config(config, mlp_layer_types=["sparse" if is_moe else "dense" for is_moe in frequency])
+    is_sparse = dots1.mark_dots1_moe_layers(Config(config, first_k_dense_replace=1))
+    is_local = [n > 1 and n % 6 for n in range(1, config["num_hidden_layers"] + 1)] if pattern is None else pattern
+    types = read_layer_types(config, ["sliding_attention" if local else "full_attention" for local in is_local])
+    mixers = _make_mixers(config, types)
+    layers = [(mixer, sparse if is_moe else dense) for mixer, is_moe in zip(mixers, is_sparse, strict=True)]
+    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
+
+
+def _make_mixers(config: Config, types: Sequence[str]) -> list[MixerFactory]:
+    """Return a factory of attention per layer. A `sliding_window_size` does not count the token itself.
+
+    **Raises** `ConfigError` for sliding layers of other sizes than full ones, but twice the KV heads.
+    """
+    sizes = {key: config[key] for key in ("num_attention_heads", "head_dim", "v_head_dim")}
+    for key, value in {**sizes, "num_key_value_heads": 2 * config["num_key_value_heads"]}.items():
+        if config[f"swa_{key}"] not in (None, value):
+            raise ConfigError(f"swa_{key} = {config[f'swa_{key}']}, and here sliding layers have {value}")
+    size, scale = config["sliding_window_size"], config["attention_value_scale"]
+    window = config["sliding_window"] if size is None else size + 1
+    options = {"value_dim": config["v_head_dim"], "value_scale": 1.0 if scale is None else scale}
+    options |= {"attention": ValueScaledAttention, "bias": config["attention_bias"]}
+    factories = {}
+    for kind, own in dict(zip(types, list_layer_windows(types, window), strict=True)).items():
+        local = {"sinks": True, "kv_heads": 2 * config["num_key_value_heads"]} if own is not None else {}
+        rotary = build_rotary(config, layer_type=kind)
+        factories[kind] = make_attention_factory(config, window=own, rotary=rotary, **options, **local)
+    return [factories[kind] for kind in types]
+
+
+def _map_mimo_v2_flash_names(
+    config: Config, experts: NameMap | None = None, sinks: str = "attention_sink_bias"
+) -> NameMap:
+    experts = prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES) if experts is None else experts
+    mixture = {"gate": "router.scores", "gate.e_score_correction_bias": "router.selection_bias", **experts}
+    feed_forward = {
+        **prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES),
+        **prefixed("mlp", "mixture_of_experts", mixture),
+    }
+    attention = prefixed("self_attn", "value_scaled_attention", {**llama.ATTENTION_NAMES, sinks: "sinks"})
+    return llama.map_llama_layers(feed_forward, attention)
+
+
+def _map_mimo_v2_flash_memory_names(config: Config) -> NameMap:
+    return _map_mimo_v2_flash_names(config, prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES), "sinks")
+
+
+_ROPE = {"rope_type": "default", "partial_rotary_factor": 0.334}
+
+MIMO_V2_FLASH = Family(
+    name="mimo_v2_flash",
+    architecture="MiMoV2FlashForCausalLM",
+    build=_build_mimo_v2_flash,
+    names=_map_mimo_v2_flash_names,
+    defaults={
+        **{key: value for key, value in dots1.DEFAULTS.items() if key != "first_k_dense_replace"},
+        "vocab_size": 152576,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 5000000.0, **_ROPE},
+            "sliding_attention": {"rope_theta": 10000.0, **_ROPE},
+        },
+        "sliding_rope_theta": None,
+        "sliding_window": 129,
+        "sliding_window_size": None,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "hybrid_layer_pattern": None,
+        "moe_layer_pattern": None,
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim")),
+        "attention_value_scale": 0.707,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": None,
+    },
+    aliases={
+        "num_local_experts": "n_routed_experts",
+        "swa_rope_theta": "sliding_rope_theta",
+        "layernorm_epsilon": "rms_norm_eps",
+        "moe_layer_freq": "moe_layer_pattern",
+    },
+    required_values={
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "n_shared_experts": (None,),
+        "add_swa_attention_sink_bias": (True,),
+        "add_full_attention_sink_bias": (False,),
+    },
+    ignored_keys=frozenset(
+        {"attention_chunk_size", "hybrid_block_size"}
+    ),  # of kernels, or null where there is a pattern
+    ignored_tensors=(*llama.LLAMA.ignored_tensors, r"^model\.mtp\."),
+    memory_names=_map_mimo_v2_flash_memory_names,
+)
