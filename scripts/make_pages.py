@@ -15,20 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import jax
 import tyro
 
 from scripts.api_pages import build_api_pages, list_packages, list_public_names, locate, resolve_name
 from scripts.draw_layer import draw
+from scripts.families_page import build_families_page
 from zoo.cli.devices import make_abstract_mesh, use_cpu
-from zoo.cli.families import summarize_family
-from zoo.layers import RWKV4, Attention, ClampedGatedMLP, LatentAttention, Mamba, Mamba2, MixtureOfExperts
-from zoo.models import ParallelBlock
-from zoo.models.hf.config import read_config
-from zoo.models.hf.families import FAMILIES
-from zoo.models.hf.spec import Config, Family
-from zoo.models.presets.published import PRESETS, Preset
 from zoo.parallel import Schedule
 
 ROOT = Path(__file__).parents[1]
@@ -92,114 +84,6 @@ def read_caption(path: Path) -> str:
 
 def first_paragraph(docstring: str | None) -> str:
     return " ".join((docstring or "").partition("\n\n")[0].split())
-
-
-def build_families_page() -> str:
-    """List the families of checkpoints, the parts of their layers, and the published sizes."""
-    rows = [
-        f"| `{name}` | `{f.architecture}` | {' | '.join(describe_parts(f))} |" for name, f in sorted(FAMILIES.items())
-    ]
-    by_size = sorted(PRESETS.items(), key=lambda item: (item[1].family, item[1].parameters, item[0]))
-    summaries = [f"- `{name}`: {summarize_family(family)}" for name, family in sorted(FAMILIES.items())]
-    return "\n".join(
-        [
-            f"# Families\n\n{NOTE}The model types that `zoo.load` reads and `zoo.save` writes, by the "
-            "`model_type` of a `config.json`. [Port a model](port.md) adds one.\n",
-            *summaries,
-            "\n## Layers\n",
-            "With the default config of each family; a checkpoint's config may change the details. Grouped-query "
-            "attention (GQA) shares each key and value head among several query heads; multi-head latent attention "
-            "(MLA) caches one latent vector per token instead.\n",
-            "| family | class in transformers | mixer | norm | feed-forward | head |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "\n## Published sizes\n",
-            '`zoo.models.preset("llama3-8b", key=key)` initializes a model of a published size.\n',
-            "| preset | family | parameters | active per token | config from |",
-            "|---|---|--:|--:|---|",
-            *(
-                f"| `{name}` | `{p.family}` | {p.parameters:,} | {format_active(p)} | {p.source} |"
-                for name, p in by_size
-            ),
-            "",
-        ]
-    )
-
-
-def describe_parts(family: Family) -> tuple[str, str, str, str]:
-    """Describe the mixer, norm, feed-forward and head of a family.
-
-    They are read off the model of its default config; keys without a default are those of its first published size.
-    """
-    published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
-    absent = [key for key, value in read_config(family, {}).items() if value is None]
-    config = read_config(family, {key: published[key] for key in absent if key in published})
-    small = Config({**config, "num_hidden_layers": 4})  # enough for a mixture of experts after the dense layers
-
-    def build(key):
-        model = family.build(small, key=key)
-        return model, tuple(model.stack.iter_blocks())
-
-    model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
-    mixer = block.mixer
-    if isinstance(mixer, LatentAttention):
-        words = describe_latents(mixer)
-    elif isinstance(mixer, Attention):
-        words = describe_attention(mixer, config)
-    elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
-        words = describe_recurrence(mixer)
-    else:
-        raise NotImplementedError(f"{family.name}: describe {type(mixer).__name__} in {Path(__file__).name}")
-    norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
-    wiring = ", parallel to the mixer" if isinstance(block, ParallelBlock) else ""
-    activation = f", {config['hidden_act']}" if "hidden_act" in config else ""
-    feed_forward = "none" if ffn is None else f"`{type(ffn).__name__}`{activation}{wiring}"
-    if isinstance(ffn, MixtureOfExperts):
-        feed_forward = ", ".join(
-            [feed_forward, *describe_mixture(ffn), *["dense layers first"] * (type(block.ffn) is not type(ffn))]
-        )
-    return ", ".join(words), f"`{norm}`", feed_forward, "tied" if model.head is None else "untied"
-
-
-def format_active(preset: Preset) -> str:
-    return "" if preset.active_parameters is None else f"{preset.active_parameters / 1e9:g} billion"
-
-
-def describe_mixture(ffn: MixtureOfExperts) -> list[str]:
-    router = ffn.router
-    words = [f"top-{router.top} of {router.scores.out_size} experts, `{type(router).__name__}`"]
-    words += ["clamped SwiGLU"] * isinstance(ffn.experts, ClampedGatedMLP)
-    return words + [f"{'gated ' if ffn.shared_gate else ''}shared expert"] * (ffn.shared is not None)
-
-
-def describe_attention(mixer: Attention, config: Config) -> list[str]:
-    words = ["grouped-query attention" if "num_key_value_heads" in config else "multi-head attention"]
-    if mixer.rotary is None:
-        words.append("learned positional embeddings")
-    else:
-        fraction = mixer.rotary.dim / mixer.head_dim
-        words.append("RoPE" if fraction == 1 else f"RoPE on {fraction:.0%} of each head")
-    over = " over all heads" if mixer.norm_over_heads else ""
-    words += [f"QK norm{over}"] * (mixer.query_norm is not None)
-    words += ["biases"] * (getattr(mixer.query, "bias", None) is not None)
-    words += ["attention sinks"] * (mixer.sinks is not None)
-    return words + ["sliding window"] * ("sliding_window" in config)
-
-
-def describe_recurrence(mixer: Mamba | Mamba2 | RWKV4) -> list[str]:
-    if isinstance(mixer, RWKV4):
-        return [f"`{type(mixer).__name__}`", "decaying average"]
-    if isinstance(mixer, Mamba2):
-        words = [f"state of {mixer.state_dim} per channel", f"{mixer.B.out_size // mixer.state_dim} groups"]
-        return [f"`{type(mixer).__name__}`", *words, f"convolution width {mixer.x_convolution.width}"]
-    words = [f"state of {mixer.A_log.shape[1]} per channel", f"convolution width {mixer.convolution.width}"]
-    return [f"`{type(mixer).__name__}`", *words, *["norms of dt, B and C"] * (mixer.dt_norm is not None)]
-
-
-def describe_latents(mixer: LatentAttention) -> list[str]:
-    fraction = mixer.rotary.dim / (mixer.head_dim + mixer.rotary.dim)
-    words = ["multi-head latent attention", f"RoPE on {fraction:.0%} of each head"]
-    return words + ["latent queries"] * (mixer.query is None)
 
 
 def build_names_page() -> str:
@@ -281,7 +165,7 @@ def list_pages() -> dict[str, Callable[[], str]]:
     schedules |= {name: (name, 1) for name in ("zero-bubble", "dualpipe")}
     return {
         **{path: functools.partial(str, text) for path, text in build_api_pages(NOTE).items()},
-        "docs/families.md": build_families_page,
+        "docs/families.md": functools.partial(build_families_page, NOTE),
         "docs/names.md": build_names_page,
         "docs/pictures/layer.svg": functools.partial(picture, False),
         "docs/pictures/layer-narrow.svg": functools.partial(picture, True),

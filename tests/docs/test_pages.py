@@ -5,6 +5,8 @@ import re
 import pytest
 
 from scripts import check_site, make_pages
+from zoo.models.hf.families import FAMILIES
+from zoo.models.presets.published import PRESETS
 
 
 def test_generated_pages_are_current():
@@ -24,7 +26,7 @@ def test_figures_of_the_front_are_those_of_their_sources(name):
         return (make_pages.ROOT / path).read_text(encoding="utf-8")
 
     front = " ".join(read(name).split())
-    assert f"**{len(make_pages.FAMILIES)} families in and out" in front
+    assert f"**{len(FAMILIES)} families in and out" in front
     assert f"**Programs of {len(read('recipes/transformer.py').splitlines())} lines.**" in front
     assert "within 1e-4 of the largest logit and usually within 1e-6" in front
     assert "within 1e-4 of the largest logit, and usually within 1e-6" in " ".join(read("docs/checkpoints.md").split())
@@ -39,8 +41,8 @@ def test_figures_of_the_front_are_those_of_their_sources(name):
 def test_home_page_groups_every_family():
     home = (make_pages.ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     table = home.partition("| kind |")[2].partition("\n\n")[0]
-    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(make_pages.FAMILIES)
-    assert f"and {len(make_pages.PRESETS)} published sizes" in home
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(FAMILIES)
+    assert f"and {len(PRESETS)} published sizes" in home
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import zoo
 from zoo.ops.rotary import DynamicScaling, Rotary
 from zoo.parallel import ZERO1
-from zoo.train.masks import decay_mask
+from zoo.train.optimizer.masks import decay_mask
 
 ROWS, SEQ, VOCAB = 16, 12, 96
 MODEL_KEY, DATA_KEY, DROP_KEY = jax.random.split(jax.random.key(0), 3)

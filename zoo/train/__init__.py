@@ -18,8 +18,6 @@ from zoo.text.corpus import Corpus, load_text
 from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
 from zoo.text.tokenizers import Tokenizer, read_tokenizer
 
-from .adam import adamw, scale_by_adam
-from .apply_updates import apply_updates
 from .checkpoint import Checkpoints, RestoredCheckpoint
 from .command import check_names, run_cli
 from .comparison import report_runs
@@ -31,9 +29,18 @@ from .fingerprint import fingerprint
 from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
-from .masks import decay_mask, matrix_mask
 from .metrics import Metrics, read_metrics
-from .moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
+from .optimizer import (
+    BFloat16Moment,
+    BlockwiseMoment,
+    FactoredMoment,
+    Float32Moment,
+    adamw,
+    apply_updates,
+    decay_mask,
+    matrix_mask,
+    scale_by_adam,
+)
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .remat import count_residual_bytes, fit_remat, rematerialize

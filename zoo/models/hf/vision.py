@@ -18,6 +18,9 @@ from .builders import compute_out_scale, read_head_sizes
 from .config import ConfigError
 from .spec import Config
 
+LABEL_KEYS = ("id2label", "num_labels")
+"""Keys of classifiers, which families of features alone do not have."""
+
 VISION_DEFAULTS: dict[str, Any] = {
     "architectures": None,
     "id2label": None,
@@ -51,12 +54,19 @@ def make_image_embedding_factory(
     config: Config, *, positions: bool = True, **options: Any
 ) -> Callable[..., ImageEmbedding]:
     """Return a factory of `ImageEmbedding`. **Raises** `ConfigError` for images smaller than a patch."""
+    patch, grid = read_size(config, "patch_size"), read_grid(config) if positions else None
+    return partial(
+        ImageEmbedding, config["num_channels"], config["hidden_size"], patch_size=patch, grid=grid, **options
+    )
+
+
+def read_grid(config: Config) -> tuple[int, int]:
+    """Return rows and columns of patches. **Raises** `ConfigError` for images smaller than a patch."""
     image, patch = read_size(config, "image_size"), read_size(config, "patch_size")
     grid = image[0] // patch[0], image[1] // patch[1]
     if not all(grid):
         raise ConfigError(f"image_size = {config['image_size']} is smaller than patch_size = {config['patch_size']}")
-    sizes = {"patch_size": patch, "grid": grid if positions else None}
-    return partial(ImageEmbedding, config["num_channels"], config["hidden_size"], **sizes, **options)
+    return grid
 
 
 def make_bidirectional_attention_factory(config: Config, **options: Any) -> Callable[..., BidirectionalAttention]:

@@ -69,7 +69,9 @@ DINOV3_VIT = Family(
     build=_build_dinov3,
     names=_map_dinov3_names,
     defaults={
-        **vision.VISION_DEFAULTS,
+        **{
+            key: value for key, value in vision.VISION_DEFAULTS.items() if key not in (*vision.LABEL_KEYS, "image_size")
+        },
         "hidden_size": 384,
         "intermediate_size": 1536,
         "num_attention_heads": 6,
@@ -82,5 +84,5 @@ DINOV3_VIT = Family(
     },
     required_values=vision.ONLY_BIDIRECTIONAL,
     ignored_keys=vision.BACKBONE_KEYS
-    | {"layerscale_value", "drop_path_rate", "pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift"},
+    | {"image_size", "layerscale_value", "drop_path_rate", "pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift"},
 )

@@ -44,10 +44,14 @@ def _build_mimo_v2_flash(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def _make_mixers(config: Config, types: Sequence[str]) -> list[MixerFactory]:
     """Return a factory of attention per layer. A `sliding_window_size` does not count the token itself.
 
-    **Raises** `ConfigError` for sliding layers of other sizes than full ones, but twice the KV heads.
+    **Raises** `ConfigError` without a number of KV heads, and for sliding layers of other sizes than full ones, but
+    twice the KV heads.
     """
     sizes = {key: config[key] for key in ("num_attention_heads", "head_dim", "v_head_dim")}
-    for key, value in {**sizes, "num_key_value_heads": 2 * config["num_key_value_heads"]}.items():
+    if config["num_key_value_heads"] is None:
+        raise ConfigError("num_key_value_heads = null: give the number of KV heads of full layers")
+    sizes["num_key_value_heads"] = kv_heads = 2 * config["num_key_value_heads"]
+    for key, value in sizes.items():
         if config[f"swa_{key}"] not in (None, value):
             raise ConfigError(f"swa_{key} = {config[f'swa_{key}']}, and here sliding layers have {value}")
     size, scale = config["sliding_window_size"], config["attention_value_scale"]
@@ -56,7 +60,7 @@ def _make_mixers(config: Config, types: Sequence[str]) -> list[MixerFactory]:
     options |= {"attention": ValueScaledAttention, "bias": config["attention_bias"]}
     factories = {}
     for kind, own in dict(zip(types, list_layer_windows(types, window), strict=True)).items():
-        local = {"sinks": True, "kv_heads": 2 * config["num_key_value_heads"]} if own is not None else {}
+        local = {"sinks": True, "kv_heads": kv_heads} if own is not None else {}
         rotary = build_rotary(config, layer_type=kind)
         factories[kind] = make_attention_factory(config, window=own, rotary=rotary, **options, **local)
     return [factories[kind] for kind in types]

@@ -58,7 +58,7 @@ SIGLIP_VISION_MODEL = Family(
     build=_build_siglip,
     names=_map_siglip_names,
     defaults={
-        **vision.VISION_DEFAULTS,
+        **{key: value for key, value in vision.VISION_DEFAULTS.items() if key not in vision.LABEL_KEYS},
         "intermediate_size": 3072,
         "hidden_act": "gelu_pytorch_tanh",
         "layer_norm_eps": 1e-6,

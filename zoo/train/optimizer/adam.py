@@ -42,8 +42,8 @@ def adamw(
     second: AbstractMoment = FLOAT32,
     seed: int = 0,
 ) -> optax.GradientTransformation:
-    """Return AdamW (Loshchilov & Hutter, arXiv:1711.05101) with its moments in two formats of `zoo.train.moments`, and
-    updates in float32 whatever the dtype of the parameters.
+    """Return AdamW (Loshchilov & Hutter, arXiv:1711.05101) with its moments in two formats of
+    `zoo.train.optimizer.moments`, and updates in float32 whatever the dtype of the parameters.
 
         moments = {"first": train.BlockwiseMoment(), "second": train.BlockwiseMoment(signed=False)}
         optimizer = train.adamw(schedule, b2=0.95, mask=train.decay_mask, **moments)

@@ -7,7 +7,7 @@ import pytest
 
 from zoo import train
 from zoo.parallel import Dim, Leaf
-from zoo.train.moments import make_dynamic_map
+from zoo.train.optimizer.moments import make_dynamic_map
 
 KEY = jax.random.key(0)
 MATRIX = Leaf("weight", (Dim("layers"), Dim("mlp"), Dim("embed")))

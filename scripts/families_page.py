@@ -1,0 +1,132 @@
+"""Write the page of families: what they are, the parts of their layers, and the published sizes."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from zoo.cli.families import summarize_family
+from zoo.layers import RWKV4, ClampedGatedMLP, LatentAttention, Mamba, Mamba2, MixtureOfExperts, ValueScaledAttention
+from zoo.layers.bidirectional_attention import BidirectionalAttention
+from zoo.models import Decoder, ImageEncoder, ParallelBlock
+from zoo.models.hf.config import read_config
+from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.spec import Config, Family
+from zoo.models.presets.published import PRESETS, Preset
+
+
+def build_families_page(note: str) -> str:
+    """List the families of checkpoints, the parts of their layers, and the published sizes."""
+    rows = [
+        f"| `{name}` | `{f.architecture}` | {' | '.join(describe_parts(f))} |" for name, f in sorted(FAMILIES.items())
+    ]
+    by_size = sorted(PRESETS.items(), key=lambda item: (item[1].family, item[1].parameters, item[0]))
+    summaries = [f"- `{name}`: {summarize_family(family)}" for name, family in sorted(FAMILIES.items())]
+    return "\n".join(
+        [
+            f"# Families\n\n{note}The model types that `zoo.load` reads and `zoo.save` writes, by the "
+            "`model_type` of a `config.json`. [Port a model](port.md) adds one.\n",
+            *summaries,
+            "\n## Layers\n",
+            "With the default config of each family; a checkpoint's config may change the details. Grouped-query "
+            "attention (GQA) shares each key and value head among several query heads; multi-head latent attention "
+            "(MLA) caches one latent vector per token instead.\n",
+            "| family | class in transformers | mixer | norm | feed-forward | head |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "\n## Published sizes\n",
+            '`zoo.models.preset("llama3-8b", key=key)` initializes a model of a published size.\n',
+            "| preset | family | parameters | active per token | config from |",
+            "|---|---|--:|--:|---|",
+            *(
+                f"| `{name}` | `{p.family}` | {p.parameters:,} | {format_active(p)} | {p.source} |"
+                for name, p in by_size
+            ),
+            "",
+        ]
+    )
+
+
+def describe_parts(family: Family) -> tuple[str, str, str, str]:
+    """Describe the mixer, norm, feed-forward and head of a family.
+
+    They are read off the model of its default config; keys without a default are those of its first published size.
+    """
+    published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
+    absent = [key for key, value in read_config(family, {}).items() if value is None]
+    config = read_config(family, {key: published[key] for key in absent if key in published})
+    small = Config({**config, "num_hidden_layers": 4})  # enough for a mixture of experts after the dense layers
+
+    def build(key):
+        model = family.build(small, key=key)
+        return model, tuple(model.stack.iter_blocks())
+
+    model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
+    mixer = block.mixer
+    if isinstance(mixer, LatentAttention):
+        words = describe_latents(mixer)
+    elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
+        words = describe_recurrence(mixer)
+    else:
+        words = describe_attention(mixer, config)
+    norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
+    wiring = ", parallel to the mixer" if isinstance(block, ParallelBlock) else ""
+    activation = f", {config['hidden_act']}" if "hidden_act" in config else ""
+    feed_forward = "none" if ffn is None else f"`{type(ffn).__name__}`{activation}{wiring}"
+    if isinstance(ffn, MixtureOfExperts):
+        feed_forward = ", ".join(
+            [feed_forward, *describe_mixture(ffn), *["dense layers first"] * (type(block.ffn) is not type(ffn))]
+        )
+    return ", ".join(words), f"`{norm}`", feed_forward, describe_head(model)
+
+
+def describe_head(model: Decoder | ImageEncoder) -> str:
+    if isinstance(model, Decoder):
+        return "tied" if model.head is None else "untied"
+    return f"`{type(model.head).__name__}`"
+
+
+def format_active(preset: Preset) -> str:
+    return "" if preset.active_parameters is None else f"{preset.active_parameters / 1e9:g} billion"
+
+
+def describe_mixture(ffn: MixtureOfExperts) -> list[str]:
+    router = ffn.router
+    words = [f"top-{router.top} of {router.scores.out_size} experts, `{type(router).__name__}`"]
+    words += ["clamped SwiGLU"] * isinstance(ffn.experts, ClampedGatedMLP)
+    return words + [f"{'gated ' if ffn.shared_gate else ''}shared expert"] * (ffn.shared is not None)
+
+
+def describe_attention(mixer: Any, config: Config) -> list[str]:
+    """Describe softmax attention of any class, by the fields that it has."""
+    field = lambda name: getattr(mixer, name, None)
+    words = ["grouped-query attention" if "num_key_value_heads" in config else "multi-head attention"]
+    words += ["in both directions"] * isinstance(mixer, BidirectionalAttention)
+    if mixer.rotary is None:
+        words.append("learned positional embeddings")
+    else:
+        fraction = mixer.rotary.dim / mixer.head_dim
+        words.append("RoPE" if fraction == 1 else f"RoPE on {fraction:.0%} of each head")
+    words += [f"QK norm{' over all heads' * bool(field('norm_over_heads'))}"] * (field("query_norm") is not None)
+    words += ["biases"] * (getattr(mixer.query, "bias", None) is not None)
+    words += ["attention sinks"] * (field("sinks") is not None)
+    words += ["output gate"] * (field("gate") is not None)
+    words += ["scaled values of another size"] * isinstance(mixer, ValueScaledAttention)
+    words += ["within chunks"] * (field("chunk") is not None)
+    return words + ["sliding window"] * ("sliding_window" in config)
+
+
+def describe_recurrence(mixer: Mamba | Mamba2 | RWKV4) -> list[str]:
+    if isinstance(mixer, RWKV4):
+        return [f"`{type(mixer).__name__}`", "decaying average"]
+    if isinstance(mixer, Mamba2):
+        words = [f"state of {mixer.state_dim} per channel", f"{mixer.B.out_size // mixer.state_dim} groups"]
+        return [f"`{type(mixer).__name__}`", *words, f"convolution width {mixer.x_convolution.width}"]
+    words = [f"state of {mixer.A_log.shape[1]} per channel", f"convolution width {mixer.convolution.width}"]
+    return [f"`{type(mixer).__name__}`", *words, *["norms of dt, B and C"] * (mixer.dt_norm is not None)]
+
+
+def describe_latents(mixer: LatentAttention) -> list[str]:
+    fraction = mixer.rotary.dim / (mixer.head_dim + mixer.rotary.dim)
+    words = ["multi-head latent attention", f"RoPE on {fraction:.0%} of each head"]
+    return words + ["latent queries"] * (mixer.query is None)
