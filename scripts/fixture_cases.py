@@ -262,6 +262,23 @@ CASES = {
         "smollm3", "rope in the first layer alone, a window of 5 there, biases, tied",
         SIZES | MIXED | {"no_rope_layers": [1, 0], "use_sliding_window": True, "attention_bias": True} | TIED,
     ),
+    "afmoe": Case(
+        "afmoe", "an output gate, a window of 5 and rope in the first layer, norms around sublayers, experts, tied",
+        MOE | MIXED | {"num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 6, "route_scale": 1.5}
+        | {"mup_enabled": True} | TIED,
+    ),
+    "llama4_text": Case(
+        "llama4_text", "chunks of 5 and rope in the first layer, queries scaled by position and experts after it, tied",
+        SIZES | {"head_dim": 6, "intermediate_size_mlp": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0], "attention_chunk_size": 5, "attn_scale": 0.3}
+        | {"floor_scale": 4, "layer_types": ["chunked_attention", "full_attention"]} | TIED,
+        amiss=("padleft_vs_unpadded", "padleft_cache_vs_nocache"),  # padding counts in chunks
+    ),
+    "mimo_v2_flash": Case(
+        "mimo_v2_flash", "a dense layer, then a window of 5 with sinks and more KV heads, a third of each head rotated",
+        MOE | MIXED | {"n_routed_experts": 4, "head_dim": 12, "v_head_dim": 6, "mlp_layer_types": ["dense", "sparse"]}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "starcoder2": Case(
         "starcoder2", "LayerNorms, an MLP without a gate, no biases, no window, untied",
         SIZES | {"use_bias": False, "sliding_window": None} | UNTIED,
