@@ -264,8 +264,8 @@ CASES = {
     ),
     "afmoe": Case(
         "afmoe", "an output gate, a window of 5 and rope in the first layer, norms around sublayers, experts, tied",
-        MOE | MIXED | {"num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 6, "route_scale": 1.5}
-        | {"mup_enabled": True} | TIED,
+        MOE | MIXED | {"num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 6}
+        | {"route_scale": 1.5, "mup_enabled": True} | TIED,
     ),
     "llama4_text": Case(
         "llama4_text", "chunks of 5 and rope in the first layer, queries scaled by position and experts after it, tied",
