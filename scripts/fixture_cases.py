@@ -245,6 +245,11 @@ CASES = {
         "olmo3", "a window of 5 in the first layer, yarn in the second, norms after the sublayers, untied",
         SIZES | MIXED | layer_ropes({"rope_theta": 5e5}, YARN_4 | {"rope_theta": 5e5}), hub={"rope_scaling": YARN_4},
     ),
+    "opt": Case(
+        "opt", "learned positions after two rows that nothing reads, ReLU, no biases of matrices, tied",
+        MAMBA | {"ffn_dim": 20, "num_attention_heads": 2, "max_position_embeddings": 17, "enable_bias": False}
+        | {"pad_token_id": 0},
+    ),
     "phi": Case(
         "phi", "attention and MLP in parallel after one norm, half of each head rotated, biases, untied",
         SIZES | rope(partial_rotary_factor=0.5),
@@ -278,6 +283,15 @@ CASES = {
         "mimo_v2_flash", "a dense layer, then a window of 5 with sinks and more KV heads, a third of each head rotated",
         MOE | MIXED | {"n_routed_experts": 4, "head_dim": 12, "v_head_dim": 6, "mlp_layer_types": ["dense", "sparse"]}
         | {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "stablelm": Case(
+        "stablelm", "a QK norm for each head, a quarter of each head rotated, biases, tied",
+        SIZES | rope(partial_rotary_factor=0.25) | {"hidden_size": 32, "qk_layernorm": True, "use_qkv_bias": True}
+        | TIED,
+    ),
+    "stablelm_parallel": Case(
+        "stablelm", "attention and MLP in parallel after one norm, half of each head rotated, untied",
+        SIZES | rope(partial_rotary_factor=0.5) | {"use_parallel_residual": True},
     ),
     "starcoder2": Case(
         "starcoder2", "LayerNorms, an MLP without a gate, no biases, no window, untied",

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
-from zoo.layers import LayerNorm, Linear, RMSNorm
+from zoo.layers import LayerNorm, Linear, PerHeadLayerNorm, RMSNorm
 from zoo.parallel import Dim, Layout
 
 KEY = jax.random.key(0)
@@ -30,3 +30,16 @@ def test_norm_over_a_sharded_dim_equals_one_device(norm_class):
     x = jax.random.normal(KEY, (4, 2, 3))
     sharded = zoo.spmd(lambda norm, linear, x: norm(linear(x)), mesh, out="batch seq embed")(norm, linear, x)
     assert jnp.allclose(sharded, norm(linear(x)), atol=1e-5)
+
+
+def test_per_head_norm_on_a_mesh_equals_its_formula():
+    mesh = zoo.make_mesh(data=4, tensor=2)
+    features = Dim("heads", 2)
+    linear, norm = Linear(3, 8, out=features, key=KEY), PerHeadLayerNorm(8, features=features, epsilon=1e-3)
+    scales = jnp.arange(1.0, 9.0).reshape(4, 2)
+    norm = eqx.tree_at(lambda norm: norm.norms.weight, norm, scales)
+    x = jax.random.normal(KEY, (4, 2, 3))
+    sharded = zoo.spmd(lambda norm, linear, x: norm(linear(x)), mesh, out="batch seq heads")(norm, linear, x)
+    heads = linear(x).reshape(4, 2, 4, 2)
+    expected = scales * (heads - heads.mean(-1, keepdims=True)) / jnp.sqrt(heads.var(-1, keepdims=True) + 1e-3)
+    assert jnp.allclose(sharded, expected.reshape(4, 2, 8), atol=1e-5)

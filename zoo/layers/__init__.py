@@ -16,7 +16,7 @@ from .moe.input_weighted import InputWeightedMixture
 from .moe.mixture import MixtureOfExperts
 from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSigmoidRouter, TopSoftmaxRouter
 from .moe.routing import Routing, RoutingSums
-from .norm import LayerNorm, RMSNorm
+from .norm import LayerNorm, PerHeadLayerNorm, RMSNorm
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
 from .quantized.fp8 import AmaxHistory, FP8Linear
 from .quantized.groups import GroupQuantizedLinear
@@ -98,6 +98,7 @@ __all__ = [
     "NF4Linear",
     "PatchEmbedding",
     "PatchPositions",
+    "PerHeadLayerNorm",
     "PositionEmbedding",
     "QueryScale",
     "RMSNorm",

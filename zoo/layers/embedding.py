@@ -100,20 +100,27 @@ def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Arra
 
 
 class PositionEmbedding(Module):
-    """Learned position embedding up to a maximum length (Vaswani et al., arXiv:1706.03762, table 3, row E)."""
+    """Learned position embedding up to a maximum length (Vaswani et al., arXiv:1706.03762, table 3, row E).
+
+    Position p has row p + `offset`; nothing reads the rows before `offset`, which OPT's table has (2 of them).
+    """
 
     weight: Float[Array, "positions embed"]
 
-    def __init__(self, positions: int, embed: int, *, scale: float = 1.0, key: Key[Array, ""]):
-        self.weight = truncated_normal(key, (positions, embed), scale)
+    offset: int = eqx.field(static=True)
+
+    def __init__(self, positions: int, embed: int, *, offset: int = 0, scale: float = 1.0, key: Key[Array, ""]):
+        self.weight = truncated_normal(key, (positions + offset, embed), scale)
+        self.offset = offset
 
     @property
     def length(self) -> int:
         """Maximum sequence length."""
-        return self.weight.shape[0]
+        return self.weight.shape[0] - self.offset
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Look up positions. Padding, at negative positions, gets the first vector; a position from `length` on,
-        NaN."""
+        """Look up positions. Padding, at negative positions, gets the vector of position 0; a position from `length`
+        on, NaN."""
         is_valid = positions < self.length
-        return jnp.where(is_valid[..., None], self.weight[jnp.where(is_valid, jnp.maximum(positions, 0), 0)], jnp.nan)
+        rows = jnp.where(is_valid, jnp.maximum(positions, 0), 0) + self.offset
+        return jnp.where(is_valid[..., None], self.weight[rows], jnp.nan)

@@ -3,11 +3,12 @@
 from functools import partial
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.ops.normalization import layer_norm, mean_last_dim, rms_norm
-from zoo.parallel import Dim, full_precision, num_shards, reduce
+from zoo.parallel import Dim, full_precision, num_shards, reduce, stacked
 
 from .abstract import AbstractNorm
 
@@ -73,6 +74,28 @@ class LayerNorm(AbstractNorm):
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
         mean = partial(_sharded_mean, self.features.name)
         return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, offset=self.offset, mean=mean)
+
+
+class PerHeadLayerNorm(AbstractNorm):
+    """A `LayerNorm` of its own for each head, without biases: QK norm of StableLM 2 12B (Bellagente et al.,
+    arXiv:2402.17834; per-head norms of Dehghani et al., arXiv:2302.05442, section 2).
+
+    Its input has all heads side by side, as a projection to heads gives them.
+    """
+
+    norms: LayerNorm = stacked("heads")
+
+    features: Dim = eqx.field(static=True)
+    """Heads, and the features of each."""
+    heads: Dim = eqx.field(static=True)
+
+    def __init__(self, size: int, *, features: Dim, epsilon: float = 1e-5):
+        make = lambda _: LayerNorm(features.unit, features=Dim("head_dim"), epsilon=epsilon, bias=False)
+        self.norms = jax.vmap(make)(jnp.arange(size // features.unit))
+        self.features, self.heads = features, Dim(features.name)
+
+    def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
+        return self.norms(x.reshape(*x.shape[:-1], -1, self.features.unit)).reshape(x.shape)
 
 
 def _sharded_mean(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:

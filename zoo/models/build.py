@@ -31,6 +31,7 @@ def build_decoder(
     tied: bool,
     block: Callable[..., AbstractBlock] = Block,
     positions: int | None = None,
+    position_offset: int = 0,
     multiplier: float | int = 1.0,
     logits_multiplier: float | int = 1.0,
     soft_cap: float | int | None = None,
@@ -50,7 +51,8 @@ def build_decoder(
     - `norm`: factory of the norms before each sublayer, and of the final norm unless `final_norm` is given.
     - `tied`: tie the head to the embedding.
     - `block`: residual wiring of a mixer and a feed-forward layer.
-    - `positions`: number of learned position embeddings, None without.
+    - `positions`: number of learned position embeddings, None without. Their table has `position_offset` unused rows
+      before them.
     - `multiplier`: of embeddings; `logits_multiplier`: of logits.
     - `soft_cap`: of logits, see `Decoder`. `head_bias`: add a bias to an untied head.
     - `remat`, `loop`: see `zoo.models.Transformer`.
@@ -61,11 +63,10 @@ def build_decoder(
     embedding_key, stack_key, head_key = jax.random.split(key, 3)
     position_key = jax.random.fold_in(embedding_key, 1)
     deviation = embed**-0.5
+    position_options = {"offset": position_offset, "scale": deviation, "key": position_key}
     return Decoder(
         embedding=Embedding(vocab, embed, scale=deviation, multiplier=multiplier, key=embedding_key),
-        position_embedding=PositionEmbedding(positions, embed, scale=deviation, key=position_key)
-        if positions
-        else None,
+        position_embedding=PositionEmbedding(positions, embed, **position_options) if positions else None,
         stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
         embedding_norm=None if embedding_norm is None else embedding_norm(),
         norm=norm() if final_norm is None else final_norm(),

@@ -50,7 +50,7 @@ ANOTHER = {
     "max_position_embeddings": 32,
     "sliding_window": 5,
     "max_window_layers": 3,
-    "hidden_act": "relu",
+    "hidden_act": "tanh",
     "rope_parameters": {"rope_theta": 5.0},
     "rope_theta": 7.0,
     "partial_rotary_factor": 0.5,
@@ -90,6 +90,7 @@ ANOTHER = {
     "routed_scaling_factor": 3.5,
     "id2label": {"0": "cat", "1": "dog", "2": "axolotl"},
     **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"), 3),
+    "word_embed_proj_dim": 8,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 CONTEXTS = [

@@ -163,7 +163,7 @@ _KINDS: Mapping[str, ValueKind] = {
         lambda value: integer(minimum=1).fits(value) or (WORD.fits(value) and value != "" and set(value) <= set("LG")),
     ),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), optional(POSITIVE_NUMBER)),
-    **dict.fromkeys(("rotary_dim", "sliding_window_size"), optional(integer(minimum=1))),
+    **dict.fromkeys(("rotary_dim", "sliding_window_size", "word_embed_proj_dim"), optional(integer(minimum=1))),
     "attention_value_scale": optional(POSITIVE_NUMBER),
     "routed_scaling_factor": POSITIVE_NUMBER,
     "shared_intermediate_size": integer(minimum=0),

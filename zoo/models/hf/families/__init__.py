@@ -46,6 +46,7 @@ from .olmo import OLMO
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
 from .olmoe import OLMOE
+from .opt import OPT
 from .phi import PHI
 from .phi3 import PHI3
 from .qwen2 import QWEN2
@@ -56,6 +57,7 @@ from .rwkv import RWKV
 from .seed_oss import SEED_OSS
 from .siglip_vision_model import SIGLIP_VISION_MODEL
 from .smollm3 import SMOLLM3
+from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 from .vit import VIT
 
@@ -104,6 +106,7 @@ ALL_FAMILIES = (
     OLMO2,
     OLMO3,
     OLMOE,
+    OPT,
     PHI,
     PHI3,
     QWEN2,
@@ -114,6 +117,7 @@ ALL_FAMILIES = (
     SEED_OSS,
     SIGLIP_VISION_MODEL,
     SMOLLM3,
+    STABLELM,
     STARCODER2,
     VIT,
 )

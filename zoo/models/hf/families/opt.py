@@ -1,0 +1,65 @@
+"""OPT (Zhang et al., arXiv:2205.01068): GPT-2's layers with ReLU, and learned positions after two unused rows."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import LayerNorm
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mlp_factory
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+
+def _build_opt(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    embed, projected = config["hidden_size"], config["word_embed_proj_dim"]
+    if projected not in (None, embed):
+        raise ConfigError(f"word_embed_proj_dim = {projected}: embeddings of another size than {embed} are not read")
+    bias, affine = config["enable_bias"], config["layer_norm_elementwise_affine"]
+    mixer = make_attention_factory(config, rotary=None, bias=bias, out_bias=bias)
+    layers = [(mixer, make_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
+    norm = partial(LayerNorm, embed, scaled=affine, bias=affine)
+    positions = {"positions": config["max_position_embeddings"], "position_offset": 2}
+    return build_config_decoder(config, layers, norm, key=key, **positions)
+
+
+def _map_opt_names(config: Config) -> NameMap:
+    attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+    block = {
+        "self_attn_layer_norm": "mixer_norm",
+        "final_layer_norm": "ffn_norm",
+        **prefixed("self_attn", "attention", attention),
+        "fc1": "mlp.up",
+        "fc2": "mlp.down",
+    }
+    shell = {"embed_tokens": "embedding", "embed_positions": "position_embedding", "final_layer_norm": "norm"}
+    return {**prefixed("model.decoder", "", {**shell, **prefixed("layers.*", "layers.*", block)}), "lm_head": "head"}
+
+
+OPT = Family(
+    name="opt",
+    architecture="OPTForCausalLM",
+    build=_build_opt,
+    names=_map_opt_names,
+    defaults={
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "hidden_act": "relu",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "word_embed_proj_dim": None,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+    },
+    aliases={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+    required_values={
+        "do_layer_norm_before": (True,),
+        "_remove_final_layer_norm": (False,),
+        **dict.fromkeys(("hidden_act", "intermediate_size"), (None,)),  # transformers reads neither
+    },
+    ignored_keys=frozenset({"dropout", "layerdrop", "init_std"}),
+    embedding="model.decoder.embed_tokens",
+)

@@ -1,0 +1,59 @@
+"""StableLM (Bellagente et al., arXiv:2402.17834): LLaMA's layer with LayerNorms and RoPE on part of each head. With
+StableLM 2 12B's options, attention and feed-forward are in parallel on one norm, and each head has a QK norm."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import PerHeadLayerNorm
+from zoo.models.decoder import Block, Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_layer_norm_factory,
+    make_one_norm_block,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import llama
+
+
+def _build_stablelm(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    qk_norm = partial(PerHeadLayerNorm, epsilon=config["layer_norm_eps"]) if config["qk_layernorm"] else None
+    mixer = make_attention_factory(config, bias=config["use_qkv_bias"], norm_over_heads=qk_norm)
+    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    block = make_one_norm_block if config["use_parallel_residual"] else Block
+    return build_config_decoder(config, layers, make_layer_norm_factory(config), block=block, key=key)
+
+
+def _map_stablelm_names(config: Config) -> NameMap:
+    attention = {key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")}
+    attention |= {"q_layernorm.norms.*": "query_norm.norms.*", "k_layernorm.norms.*": "key_norm.norms.*"}
+    mixer = prefixed("self_attn", "attention", attention)
+    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer)
+
+
+STABLELM = Family(
+    name="stablelm",
+    architecture="StableLmForCausalLM",
+    build=_build_stablelm,
+    names=_map_stablelm_names,
+    defaults={
+        "vocab_size": 50304,
+        "hidden_size": 2560,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "use_qkv_bias": False,
+        "qk_layernorm": False,
+        "use_parallel_residual": False,
+    },
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)
