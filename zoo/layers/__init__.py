@@ -5,9 +5,8 @@ from .attention import Attention
 from .chunked_attention import ChunkedAttention
 from .convolution import ConvState, ShortConvolution
 from .dropout import Dropout
-from .embedding import AbstractEmbedding, Embedding, PositionEmbedding
+from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
 from .gated_attention import GatedAttention
-from .image_pooling import AbstractImagePooler, AttentionPooler, ClassTokenPooler, DensePooler
 from .kv_cache import KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
 from .linear import Linear
@@ -16,8 +15,9 @@ from .moe.input_weighted import InputWeightedMixture
 from .moe.mixture import MixtureOfExperts
 from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSigmoidRouter, TopSoftmaxRouter
 from .moe.routing import Routing, RoutingSums
-from .norm import LayerNorm, PerHeadLayerNorm, RMSNorm
+from .norm import IdentityNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
+from .pooling import AbstractPooler, AttentionPooler, ClassTokenPooler, DensePooler
 from .quantized.fp8 import AmaxHistory, FP8Linear
 from .quantized.groups import GroupQuantizedLinear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
@@ -50,11 +50,11 @@ __all__ = [
     "RWKV7",
     "AbstractEmbedding",
     "AbstractFeedForward",
-    "AbstractImagePooler",
     "AbstractLinear",
     "AbstractMixer",
     "AbstractNorm",
     "AbstractPackedLinear",
+    "AbstractPooler",
     "AbstractRouter",
     "AmaxHistory",
     "Attention",
@@ -78,6 +78,7 @@ __all__ = [
     "GatedMLP",
     "GroupQuantizedLinear",
     "HeadNorm",
+    "IdentityNorm",
     "ImageEmbedding",
     "InputWeightedMixture",
     "Int8Linear",
@@ -112,6 +113,7 @@ __all__ = [
     "ShortConvolution",
     "SoftmaxRouter",
     "TokenInfo",
+    "TokenTypeEmbedding",
     "TopSigmoidRouter",
     "TopSoftmaxRouter",
     "ValueScaledAttention",

@@ -4,28 +4,26 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from zoo.ops.attention import ATTENTION, AttentionMask, attention
 from zoo.ops.axial_rotary import AxialRotary
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, implementation_option
+from zoo.parallel import implementation_option
 from zoo.shapes import HiddenStates, ResidualStream
 
 from .abstract import AbstractLinear, AbstractMixer
-from .attention import select_kv_heads
-from .linear import Linear, resolve_head_dim
+from .attention import check_attention_sizes, make_projections, select_kv_heads, split_heads
 from .rotary import compute_cos_sin
 from .token_info import TokenInfo
 
 
 class BidirectionalAttention(AbstractMixer):
     """Grouped-query attention without a causal mask: y = W_out softmax(q kᵀ scale) v, with q and k turned by RoPE if
-    there is one, over all tokens of a segment (Vaswani et al., arXiv:1706.03762, section 3.2; Devlin et al.,
-    arXiv:1810.04805).
+    there is one, over all tokens of a segment, or those within a window (Vaswani et al., arXiv:1706.03762,
+    section 3.2; Devlin et al., arXiv:1810.04805).
 
     Heads are sharded over `tensor`, as those of `Attention`. The sequence is not: `context` stays at 1.
     """
@@ -39,6 +37,7 @@ class BidirectionalAttention(AbstractMixer):
     group: int = eqx.field(static=True)
     """Query heads per KV head."""
     rotary: Rotary | AxialRotary | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
     implementation: str | Callable = implementation_option(ATTENTION)
 
     def __init__(
@@ -49,6 +48,7 @@ class BidirectionalAttention(AbstractMixer):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         rotary: Rotary | AxialRotary | None = None,
+        window: int | None = None,
         bias: bool = False,
         out_bias: bool = False,
         implementation: str | Callable = "auto",
@@ -56,40 +56,32 @@ class BidirectionalAttention(AbstractMixer):
         key: Key[Array, ""],
     ):
         """- `kv_heads`: `heads` by default. `head_dim`: `embed / heads` by default.
+        - `window`: a token attends to itself and to `window - 1` tokens on each side; None to all.
         - `implementation`: a name in `zoo.ops.attention.ATTENTION`, or a function with the arguments of
           `reference_attention`.
 
-        **Raises** `ValueError` if kv_heads does not divide heads, or heads does not divide embed.
+        **Raises** `ValueError` if kv_heads does not divide heads, or heads does not divide embed, and for an empty
+        window.
         """
-        kv_heads = heads if kv_heads is None else kv_heads
-        if heads % kv_heads:
-            raise ValueError(f"{heads} heads do not share out over {kv_heads} kv_heads")
-        head_dim = resolve_head_dim(embed, heads, head_dim)
-        query_key, key_key, value_key, out_key = jax.random.split(key, 4)
-        embed_dim, query_dim, kv_dim = Dim("embed"), Dim("heads", head_dim), Dim("kv_heads", head_dim)
-        self.query = Linear(embed, heads * head_dim, in_=embed_dim, out=query_dim, bias=bias, key=query_key)
-        self.key = Linear(embed, kv_heads * head_dim, in_=embed_dim, out=kv_dim, bias=bias, key=key_key)
-        self.value = Linear(embed, kv_heads * head_dim, in_=embed_dim, out=kv_dim, bias=bias, key=value_key)
-        self.out = Linear(
-            heads * head_dim, embed, in_=query_dim, out=embed_dim, bias=out_bias, scale=out_scale, key=out_key
-        )
-        self.head_dim, self.group = head_dim, heads // kv_heads
-        self.rotary, self.implementation = rotary, implementation
+        kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
+        options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
+        projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
+        self.query, self.key, self.value, self.out = projections
+        self.head_dim, self.group, self.rotary = head_dim, heads // kv_heads, rotary
+        self.window, self.implementation = window, implementation
 
     def __call__(self, x: HiddenStates, info: TokenInfo, state: None = None) -> tuple[ResidualStream, None]:
-        query, key, value = map(self._split_heads, (self.query(x), self.key(x), self.value(x)))
+        query, key, value = (split_heads(linear(x), self.head_dim) for linear in (self.query, self.key, self.value))
         if self.rotary is not None:
             cos, sin = compute_cos_sin(self.rotary, x, info)
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
         query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
         key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
-        mask = AttentionMask(causal=False, query_segments=info.segment_ids, key_segments=info.segment_ids)
+        segments = {"query_segments": info.segment_ids, "key_segments": info.segment_ids}
+        mask = AttentionMask(causal=False, window=self.window, **segments)
         mixed = attention(query, key, value, mask, implementation=self.implementation)
         return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), None
-
-    def _split_heads(self, x: Float[Array, "batch seq _"]) -> Float[Array, "batch seq _ head_dim"]:
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         """**Raises** `NotImplementedError`: a token attends to later ones, so none can be decoded before them."""

@@ -124,3 +124,18 @@ class PositionEmbedding(Module):
         is_valid = positions < self.length
         rows = jnp.where(is_valid, jnp.maximum(positions, 0), 0) + self.offset
         return jnp.where(is_valid[..., None], self.weight[rows], jnp.nan)
+
+
+class TokenTypeEmbedding(Module):
+    """Embedding of the type of a token, such as the number of its text in a pair (Devlin et al., arXiv:1810.04805,
+    section 3)."""
+
+    weight: Float[Array, "token_types embed"]
+
+    def __init__(self, types: int, embed: int, *, scale: float = 1.0, key: Key[Array, ""]):
+        self.weight = truncated_normal(key, (types, embed), scale)
+
+    def __call__(self, token_types: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        """Look up types. A type that the table does not have gives NaN."""
+        is_valid = (0 <= token_types) & (token_types < self.weight.shape[0])
+        return jnp.where(is_valid[..., None], self.weight[jnp.where(is_valid, token_types, 0)], jnp.nan)

@@ -13,6 +13,13 @@ from zoo.parallel import Dim, full_precision, num_shards, reduce, stacked
 from .abstract import AbstractNorm
 
 
+class IdentityNorm(AbstractNorm):
+    """No norm: y = x, where a layer or a model leaves one out."""
+
+    def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
+        return x
+
+
 class RMSNorm(AbstractNorm):
     """y = x / sqrt(mean(x²) + epsilon) * (offset + weight) (Zhang & Sennrich, arXiv:1910.07467, equation 4).
 

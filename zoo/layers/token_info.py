@@ -28,6 +28,8 @@ class TokenInfo(Module):
     """One PRNG key per row; None at inference."""
     coordinates: Float[Array, "batch seq 2"] | None = None
     """Row and column of each patch of an image, for `zoo.ops.axial_rotary`; (0, 0) for other tokens."""
+    token_types: Int[Array, "batch seq"] | None = None
+    """Type of each token, for encoders that embed it: 0 for the first text of a pair, 1 for the second."""
 
     def fold_keys(self, number: int | Int[Array, ""]) -> "TokenInfo":
         """Fold a number, such as that of a layer, into the PRNG keys."""

@@ -2,12 +2,19 @@
 
 from zoo.layers.token_info import batch_token_info, pack_positions, token_info
 
-from .blocks import LayerScaleBlock, MixerBlock, ParallelBlock, TwoMixerBlock
+from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock, TwoMixerBlock
 from .build import build_decoder
 from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
+from .encoder import Encoder, build_encoder
+from .encoder_heads import (
+    ClassificationHead,
+    EncoderFeatures,
+    FeatureHead,
+    MaskedLMHead,
+    TokenClassificationHead,
+)
 from .hf.spec import Family, TensorMapping, fused, prefixed
 from .image import ImageEncoder, build_image_encoder, classification_loss
-from .image_heads import ClassificationHead, FeatureHead, ImageFeatures
 from .implementations import set_implementations
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loop import Loop
@@ -46,10 +53,13 @@ __all__ = [
     "RWKV7",
     "XLSTM",
     "AbstractStack",
+    "AddNormBlock",
     "Block",
     "ClassificationHead",
     "Decoder",
     "DeltaNet",
+    "Encoder",
+    "EncoderFeatures",
     "Family",
     "FeatureHead",
     "GatedDeltaNet",
@@ -58,7 +68,6 @@ __all__ = [
     "Hidden",
     "Hybrid",
     "ImageEncoder",
-    "ImageFeatures",
     "KimiLinear",
     "LayerScaleBlock",
     "LightningTransformer",
@@ -66,6 +75,7 @@ __all__ = [
     "Loop",
     "Mamba",
     "Mamba2",
+    "MaskedLMHead",
     "MixerBlock",
     "MixtureOfExperts",
     "ParallelBlock",
@@ -74,6 +84,7 @@ __all__ = [
     "Segment",
     "Stack",
     "TensorMapping",
+    "TokenClassificationHead",
     "Transformer",
     "TwoMixerBlock",
     "UnrolledStack",
@@ -81,6 +92,7 @@ __all__ = [
     "balance_loss",
     "batch_token_info",
     "build_decoder",
+    "build_encoder",
     "build_image_encoder",
     "classification_loss",
     "count_active_parameters",

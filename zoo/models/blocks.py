@@ -79,6 +79,26 @@ class PostNormBlock(AbstractBlock):
         return hidden.add_residual(self.dropout(self.ffn_norm(fed), info, site=1), routing), state
 
 
+class AddNormBlock(AbstractBlock):
+    """norm(x + mixer(x)), then norm(x + ffn(x)): the norms follow the residual sums, as in the original Transformer
+    (Vaswani et al., arXiv:1706.03762, section 3.1) and BERT."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = named_by_class()
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), hidden.x, info, state)
+        hidden = hidden.add_residual(self.dropout(mixed, info, site=0)).normalize(self.mixer_norm)
+        fed, routing = run_on_all_tokens(self.ffn, hidden.x)
+        return hidden.add_residual(self.dropout(fed, info, site=1), routing).normalize(self.ffn_norm), state
+
+
 class SandwichBlock(AbstractBlock):
     """x + post_norm(mixer(norm(x))), then x + post_norm(ffn(norm(x))): norms before and after each sublayer (Gemma 2,
     arXiv:2408.00118, section 2; Ding et al., arXiv:2105.13290, section 2.4)."""

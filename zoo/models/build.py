@@ -82,18 +82,22 @@ def build_stack(
     layers: Sequence[LayerFactories],
     norm: Callable[[], AbstractNorm],
     *,
-    block: Callable[..., AbstractBlock],
+    block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]],
     dropout: float,
     remat: Remat,
     loop: Loop,
     key: Key[Array, ""],
 ) -> Stack:
-    """Build the layers of a model. Arguments are those of `build_decoder`."""
+    """Build the layers of a model. Arguments are those of `build_decoder`; layers may differ in their `block`, too."""
+    blocks = [block] * len(layers) if callable(block) else block
 
-    def make_block(mixer: MixerFactory, ffn: FeedForwardFactory | None, key: Key[Array, ""]) -> AbstractBlock:
+    def make_block(
+        mixer: MixerFactory, ffn: FeedForwardFactory | None, block: Callable[..., AbstractBlock], key: Key[Array, ""]
+    ) -> AbstractBlock:
         mixer_key, ffn_key = jax.random.split(key)
         parts = {"mixer": mixer(key=mixer_key), "mixer_norm": norm(), "dropout": Dropout(dropout)}
         return MixerBlock(**parts) if ffn is None else block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **parts)
 
-    factories = {pair: partial(make_block, *pair) for pair in dict.fromkeys(layers)}  # equal layers share one object
-    return Stack([factories[pair] for pair in layers], remat=remat, loop=loop, key=key)
+    parts = [(*pair, block) for pair, block in zip(layers, blocks, strict=True)]
+    factories = {layer: partial(make_block, *layer) for layer in dict.fromkeys(parts)}  # equal layers share one object
+    return Stack([factories[layer] for layer in parts], remat=remat, loop=loop, key=key)

@@ -73,6 +73,10 @@ class Hidden(Module):
         """Add the output of a sublayer to the residual stream, and append its routing decisions."""
         return type(self)(self.x + residual, self.routing, self.decisions + decisions)
 
+    def normalize(self, norm: AbstractNorm) -> "Hidden":
+        """Normalize the residual stream."""
+        return type(self)(norm(self.x), self.routing, self.decisions)
+
     def sum_decisions(self, info: TokenInfo, detail: RoutingDetail) -> "Hidden":
         """Sum this layer's decisions into `routing`. No decision per token remains unless `detail` is "tokens"."""
         sums = tuple(sum_routing(decision, info.segment_ids) for decision in self.decisions)
@@ -251,7 +255,7 @@ class Decoder(Module):
         x = gather(self.embedding)(tokens)
         if self.position_embedding is not None:
             if info.positions is None:
-                self._check_length(tokens.shape[1] * num_shards(x, "seq"))
+                check_length(self, tokens.shape[1] * num_shards(x, "seq"))
             positions = shard_tokens(token_positions(tokens, info), axis=-1)
             x = x + gather(self.position_embedding)(positions)
         if self.embedding_norm is not None:
@@ -272,18 +276,18 @@ class Decoder(Module):
 
         **Raises** `ValueError` for more tokens than there are learned positions.
         """
-        self._check_length(length)
+        check_length(self, length)
         dtype = jax.eval_shape(materialize(self.embedding), jnp.zeros((1, 1), int)).dtype
         return self.stack.init_state(batch, length, dtype)
 
-    def _check_length(self, length: int) -> None:
-        if self.position_embedding is not None and length > self.position_embedding.length:
-            raise ValueError(
-                f"{length} tokens are too many: the model learned {self.position_embedding.length} positions"
-            )
+
+def check_length(model: Any, length: int) -> None:
+    """**Raises** `ValueError` for more tokens than there are learned positions."""
+    if model.position_embedding is not None and length > model.position_embedding.length:
+        raise ValueError(f"{length} tokens are too many: the model learned {model.position_embedding.length} positions")
 
 
-def find_checkable_vocab(model: Decoder) -> int | None:
+def find_checkable_vocab(model: Any) -> int | None:
     """Return the size of the vocabulary, to check ids; None inside `zoo.spmd`, where a device may hold a shard."""
     return None if current_mesh() is not None else model.embedding.table_shape[0]
 

@@ -14,8 +14,8 @@ from zoo.parallel.tokens import replicate_tokens, shard_tokens
 
 from .build import LayerFactories, build_stack
 from .decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Block, Hidden
+from .encoder_heads import AbstractEncoderHead, EncoderFeatures
 from .hf.spec import Origin
-from .image_heads import AbstractImageHead, ImageFeatures
 from .loop import Loop
 from .loss import token_losses
 
@@ -26,7 +26,7 @@ class ImageEncoder(Module):
     """A vision Transformer: head(norm(stack(embedding(images)))) (ViT, Dosovitskiy et al., arXiv:2010.11929).
 
     The head is a `zoo.models.ClassificationHead`, whose result is logits, or a `zoo.models.FeatureHead`, whose result
-    is `zoo.models.ImageFeatures`. Tokens of an image attend to each other in both directions.
+    is `zoo.models.EncoderFeatures`. Tokens of an image attend to each other in both directions.
 
     Images may have another size than the model was trained for: learned positions are then interpolated.
     """
@@ -34,7 +34,7 @@ class ImageEncoder(Module):
     embedding: ImageEmbedding
     stack: AbstractStack
     norm: AbstractNorm
-    head: AbstractImageHead
+    head: AbstractEncoderHead
     dropout: Dropout
 
     origin: Origin | None = implementation_option(default=None)
@@ -46,7 +46,7 @@ class ImageEncoder(Module):
         *,
         masked: Bool[Array, "batch patches"] | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
-    ) -> Float[Array, "batch classes"] | ImageFeatures:
+    ) -> Float[Array, "batch classes"] | EncoderFeatures:
         """Return what the head makes of each image.
 
         - `images`: normalized pixels, as the checkpoint's image processor makes them.
@@ -90,7 +90,7 @@ def build_image_encoder(
     embedding: Callable[..., ImageEmbedding],
     layers: Sequence[LayerFactories],
     norm: Callable[[], AbstractNorm],
-    head: Callable[..., AbstractImageHead],
+    head: Callable[..., AbstractEncoderHead],
     block: Callable[..., AbstractBlock] = Block,
     dropout: float = 0.0,
     remat: Remat = "none",
@@ -123,7 +123,7 @@ def classification_loss(
     if missing := [name for name in ("images", "labels") if name not in batch]:
         raise ValueError(f"the batch has no {' and no '.join(missing)}, only {', '.join(batch) or 'nothing'}")
     logits = model(batch["images"], key=key)
-    if isinstance(logits, ImageFeatures):
+    if isinstance(logits, EncoderFeatures):
         raise TypeError("the model has a FeatureHead, and a loss over classes needs a ClassificationHead")
     losses = token_losses(logits, batch["labels"])
     return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)

@@ -20,12 +20,13 @@ from zoo.ops.reduction import max_last_dim
 from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
 
 from .decoder import Decoder, find_checkable_vocab
+from .encoder import Encoder
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
 from .observe import observe_logits
 
 
 def cross_entropy(
-    model: Decoder,
+    model: Decoder | Encoder,
     batch: Mapping[str, Array],
     *,
     key: Key[Array, "batch"] | None = None,
@@ -38,7 +39,8 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the sum over tokens of weight * (log Z - logit[target] + z_loss * (log Z)²), and the sum of the weights.
 
-    - `batch`: `tokens` and `targets`, "batch seq", already shifted; optionally `weights` (loss weight of each target, 1
+    - `batch`: `tokens` and `targets`, "batch seq", already shifted (for an `Encoder`, the tokens before masking, and
+      negative where none was masked); optionally `weights` (loss weight of each target, 1
       by default), `segment_ids` and `positions`. A negative target is ignored, like PyTorch's `ignore_index=-100`: its
       weight is 0.
     - `z_loss`: keeps log Z near zero (PaLM, arXiv:2204.02311, section 5).
@@ -60,7 +62,7 @@ def cross_entropy(
 
 
 def cross_entropy_and_routing(
-    model: Decoder,
+    model: Decoder | Encoder,
     batch: Mapping[str, Array],
     *,
     key: Key[Array, "batch"] | None = None,

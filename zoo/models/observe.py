@@ -24,6 +24,7 @@ from zoo.parallel import current_mesh, merge_rounds, observed, vary, varying, wr
 from zoo.parallel.module import replace_option
 
 from .decoder import AbstractBlock, Decoder, Hidden
+from .encoder import Encoder
 from .parameter_paths import format_path, iterate_indices, list_parameter_paths
 from .segment import Segment
 from .stack import Stack, swap_stack
@@ -110,7 +111,7 @@ def find_first_nonfinite(observations: PyTree) -> str | None:
 
 
 def observe_logits(
-    total: Float[Array, ""], model: Decoder, x: Float[Array, "tokens embed"], chunk: int
+    total: Float[Array, ""], model: Decoder | Encoder, x: Float[Array, "tokens embed"], chunk: int
 ) -> Float[Array, ""]:
     """Return the loss `total`, with the largest logit of normalized hidden states `x` recorded for a model that is
     observed; `chunk` tokens at a time."""

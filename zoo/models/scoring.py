@@ -15,13 +15,14 @@ from zoo.parallel.tokens import replicate_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 from .decoder import AbstractBlock, Decoder, UnrolledStack, find_checkable_vocab
+from .encoder import Encoder
 from .image import ImageEncoder
 from .loss import token_losses
 from .stack import Stack
 
 
 def hidden_states(
-    model: Decoder,
+    model: Decoder | Encoder,
     tokens: Tokens,
     *,
     mask: PaddingMask | None = None,
@@ -40,7 +41,7 @@ def hidden_states(
 
 
 @eqx.filter_jit
-def _compute_hidden_states(model: Decoder, tokens: Tokens, info: TokenInfo) -> tuple[HiddenStates, ...]:
+def _compute_hidden_states(model: Decoder | Encoder, tokens: Tokens, info: TokenInfo) -> tuple[HiddenStates, ...]:
     hidden = model.embed(tokens, info)
     states = [hidden.x]
     for number, block in enumerate(unstack_blocks(model)):
@@ -50,7 +51,7 @@ def _compute_hidden_states(model: Decoder, tokens: Tokens, info: TokenInfo) -> t
     return tuple(map(replicate_tokens, states))
 
 
-def unstack_blocks(model: Decoder | ImageEncoder) -> tuple[AbstractBlock, ...]:
+def unstack_blocks(model: Decoder | Encoder | ImageEncoder) -> tuple[AbstractBlock, ...]:
     """Return the block of each layer. **Raises** `TypeError` for a stack that is no `Stack` or `UnrolledStack`."""
     layers = model.stack.unstack() if isinstance(model.stack, Stack) else model.stack
     if not isinstance(layers, UnrolledStack):

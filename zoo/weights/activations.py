@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from zoo.layers import Routing, TokenInfo
-from zoo.models import Decoder, Hidden, ImageEncoder, ImageFeatures
+from zoo.models import Decoder, Encoder, EncoderFeatures, Hidden, ImageEncoder
 
 
 class Activations(NamedTuple):
@@ -28,8 +28,10 @@ class Activations(NamedTuple):
     """One per layer that has a router, "tokens experts"."""
 
 
-def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
-    """Run a decoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
+def run_decoder(
+    model: Decoder | Encoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]
+) -> Activations:
+    """Run a decoder or an encoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
     skip_embedding = model.hidden_states_skip_embedding
     outputs, alone, routings = [_embed(model, tokens)], {}, []
     for layer, block in enumerate(blocks):
@@ -62,7 +64,7 @@ def run_image_encoder(
         if layer in inputs:
             alone[layer + 1] = _run_block(block, jnp.asarray(inputs[layer]), info)[0]
     result = _run_image_head(model, states[-1])
-    if isinstance(result, ImageFeatures):
+    if isinstance(result, EncoderFeatures):
         outputs = {"last_hidden_state": result.last_hidden_state, "pooler_output": result.pooler_output}
     else:
         outputs = {"logits": result}
@@ -70,7 +72,7 @@ def run_image_encoder(
 
 
 @eqx.filter_jit
-def _embed(model: Decoder, tokens: Array) -> Array:
+def _embed(model: Decoder | Encoder, tokens: Array) -> Array:
     return model.embed(tokens, TokenInfo()).x
 
 
@@ -87,11 +89,11 @@ def _run_block(block: Any, x: Array, info: TokenInfo) -> tuple[Array, tuple[Rout
 
 
 @eqx.filter_jit
-def _run_head(model: Decoder, x: Array) -> tuple[Array, Array]:
+def _run_head(model: Decoder | Encoder, x: Array) -> tuple[Array, Array]:
     x = model.norm(x)
     return x, model.logits(x)
 
 
 @eqx.filter_jit
-def _run_image_head(model: ImageEncoder, x: Array) -> Array | ImageFeatures:
+def _run_image_head(model: ImageEncoder, x: Array) -> Array | EncoderFeatures:
     return model.head(model.norm(x))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from zoo.models import Decoder, ImageEncoder, ImageFeatures, classification_loss, cross_entropy
+from zoo.models import Decoder, Encoder, EncoderFeatures, ImageEncoder, classification_loss, cross_entropy
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
@@ -93,13 +93,14 @@ def compare(
       and the gradient of any quantized matrix is that of the dequantized one.
     - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
 
-    The loss is the mean next-token cross-entropy; of images, that over `labels`, or `feature_loss` without labels.
+    The loss is the mean next-token cross-entropy; of an encoder of texts, that of every token itself; of images, that
+    over `labels`, or `feature_loss` without labels.
 
     **Raises** `CheckpointError` as `load` does, and for expectations without the inputs of the model.
     """
     load_as = partial(load, directory, family=family, packed=packed)
     model = load_as(dtype=jnp.float32)
-    kind = _IMAGES if isinstance(model, ImageEncoder) else _TOKENS
+    kind = _IMAGES if isinstance(model, ImageEncoder) else _MASKED if isinstance(model, Encoder) else _TOKENS
     if kind.inputs not in expected:
         raise CheckpointError(f"expectations need {kind.inputs}, which the other results were computed from")
     bfloat16_model = load_as(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
@@ -258,13 +259,18 @@ def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": weights}
 
 
+def make_unmasked_batch(tokens: Any) -> dict[str, np.ndarray]:
+    """Return a batch of an encoder whose targets are the tokens themselves, none of them masked."""
+    return {"tokens": np.asarray(tokens), "targets": np.asarray(tokens)}
+
+
 def feature_loss(
     model: ImageEncoder, batch: Mapping[str, Array], *, key: Any = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return mean(last_hidden_state²) / 2 + mean(pooler_output²) / 2 of each image, summed, and the number of images: a
     loss for comparing gradients of features."""
     features = model(batch["images"], key=key)
-    assert isinstance(features, ImageFeatures)  # the expectations have no labels
+    assert isinstance(features, EncoderFeatures)  # the expectations have no labels
     total = jnp.square(features.last_hidden_state).mean((1, 2)).sum() / 2
     if features.pooler_output is not None:
         total = total + jnp.square(features.pooler_output).mean(1).sum() / 2
@@ -279,6 +285,7 @@ def _make_image_loss(expected: Mapping[str, np.ndarray]) -> tuple[Callable, dict
 
 
 _TOKENS = _ModelKind("input_ids", run_decoder, lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])))
+_MASKED = _ModelKind("input_ids", run_decoder, lambda x: (cross_entropy, make_unmasked_batch(x["input_ids"])))
 _IMAGES = _ModelKind("pixel_values", run_image_encoder, _make_image_loss)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractImagePooler, AbstractNorm, ImageEmbedding
+from zoo.layers import AbstractNorm, AbstractPooler, ImageEmbedding
 from zoo.layers.bidirectional_attention import BidirectionalAttention
 
 from ..blocks import LayerScaleBlock
 from ..build import LayerFactories
+from ..encoder_heads import AbstractEncoderHead, ClassificationHead, FeatureHead, take_first_token
 from ..image import ImageEncoder, build_image_encoder
-from ..image_heads import AbstractImageHead, ClassificationHead, FeatureHead, take_class_token
 from .builders import compute_out_scale, read_head_sizes
 from .config import ConfigError
 from .spec import Config
@@ -41,7 +41,7 @@ ONLY_BIDIRECTIONAL = {"is_causal": (None, False)}
 BACKBONE_KEYS = frozenset({"apply_layernorm", "reshape_hidden_states", "out_features", "out_indices", "stage_names"})
 """Keys of backbones, which return the feature maps of several layers."""
 
-HeadFactory = Callable[..., AbstractImageHead]
+HeadFactory = Callable[..., AbstractEncoderHead]
 
 
 def read_size(config: Config, name: str) -> tuple[int, int]:
@@ -89,21 +89,25 @@ def select_head(config: Config, heads: Mapping[str, HeadFactory]) -> HeadFactory
 
 
 def make_classification_head_factory(
-    config: Config, *, pool: Callable = take_class_token, parts: int = 1
+    config: Config, *, pool: Callable = take_first_token, parts: int = 1
 ) -> Callable[..., ClassificationHead]:
     """Return a factory of a `ClassificationHead` over the classes of `id2label`; `pool` joins `parts` vectors of
     `hidden_size`.
 
     **Raises** `ConfigError` if `num_labels` is another number.
     """
+    return partial(ClassificationHead, parts * config["hidden_size"], count_classes(config), pool=pool)
+
+
+def count_classes(config: Config) -> int:
+    """Return the number of classes that `id2label` names, or `num_labels`. **Raises** `ConfigError` if they differ."""
     labels, count = config["id2label"], config["num_labels"]
     if labels is not None and count not in (None, len(labels)):
         raise ConfigError(f"num_labels = {count}, and id2label has {len(labels)} labels")
-    classes = len(labels) if labels is not None else count or 2  # transformers' default
-    return partial(ClassificationHead, parts * config["hidden_size"], classes, pool=pool)
+    return len(labels) if labels is not None else count or 2  # transformers' default
 
 
-def make_feature_head_factory(pooler: Callable[..., AbstractImagePooler] | None) -> Callable[..., FeatureHead]:
+def make_feature_head_factory(pooler: Callable[..., AbstractPooler] | None) -> Callable[..., FeatureHead]:
     """Return a factory of a `FeatureHead`, given that of its pooler, called with `key=`, if it has one."""
     return lambda key: FeatureHead(None if pooler is None else pooler(key=key))
 

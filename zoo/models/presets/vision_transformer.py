@@ -10,8 +10,8 @@ from zoo.layers.bidirectional_attention import BidirectionalAttention
 from zoo.ops.activations import gelu
 from zoo.parallel import Remat
 
+from ..encoder_heads import ClassificationHead
 from ..image import ImageEncoder, build_image_encoder
-from ..image_heads import ClassificationHead
 from ..loop import Loop
 
 

@@ -4,6 +4,7 @@ from zoo.models.hf.spec import Family
 
 from .afmoe import AFMOE
 from .arcee import ARCEE
+from .bert import BERT
 from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
@@ -13,6 +14,7 @@ from .dinov3_vit import DINOV3_VIT
 from .dots1 import DOTS1
 from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
+from .eurobert import EUROBERT
 from .exaone4 import EXAONE4
 from .exaone_moe import EXAONE_MOE
 from .falcon_mamba import FALCON_MAMBA
@@ -40,6 +42,7 @@ from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .modernbert import MODERNBERT
 from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
 from .olmo import OLMO
@@ -53,6 +56,7 @@ from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
+from .roberta import ROBERTA, XLM_ROBERTA
 from .rwkv import RWKV
 from .seed_oss import SEED_OSS
 from .siglip_vision_model import SIGLIP_VISION_MODEL
@@ -64,6 +68,7 @@ from .vit import VIT
 ALL_FAMILIES = (
     AFMOE,
     ARCEE,
+    BERT,
     COHERE,
     COHERE2,
     DEEPSEEK_V2,
@@ -73,6 +78,7 @@ ALL_FAMILIES = (
     DOTS1,
     ERNIE4_5,
     ERNIE4_5_MOE,
+    EUROBERT,
     EXAONE4,
     EXAONE_MOE,
     FALCON_MAMBA,
@@ -100,6 +106,7 @@ ALL_FAMILIES = (
     MINISTRAL,
     MISTRAL,
     MIXTRAL,
+    MODERNBERT,
     NANOCHAT,
     NEMOTRON,
     OLMO,
@@ -113,6 +120,7 @@ ALL_FAMILIES = (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    ROBERTA,
     RWKV,
     SEED_OSS,
     SIGLIP_VISION_MODEL,
@@ -120,6 +128,7 @@ ALL_FAMILIES = (
     STABLELM,
     STARCODER2,
     VIT,
+    XLM_ROBERTA,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 

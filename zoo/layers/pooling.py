@@ -1,4 +1,4 @@
-"""Pooling of an image's tokens to one vector per image."""
+"""Pooling of tokens to one vector per row: of an image, or of a text."""
 
 import abc
 from collections.abc import Callable
@@ -10,30 +10,38 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.attention import ATTENTION, AttentionMask, attention
 from zoo.parallel import Dim, Module, implementation_option
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, PaddingMask
 
 from .abstract import AbstractLinear, AbstractNorm
 from .linear import Linear, resolve_head_dim, truncated_normal
 
-PooledImages = Float[Array, "batch embed"]
+PooledTokens = Float[Array, "batch embed"]
 
 
-class AbstractImagePooler(Module):
-    """Pooling of the tokens of each image, after the final norm: `x -> pooled`."""
+class AbstractPooler(Module):
+    """Pooling of the tokens of each row, after the final norm: `(x, mask) -> pooled`. Padding is left out where the
+    `mask` is False; without a mask there is none."""
 
     @abc.abstractmethod
-    def __call__(self, x: HiddenStates) -> Float[Array, "batch _"]:
-        """Return one vector per image."""
+    def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> Float[Array, "batch _"]:
+        """Return one vector per row."""
 
 
-class ClassTokenPooler(AbstractImagePooler):
+def take_first_token(x: HiddenStates, mask: PaddingMask | None = None) -> PooledTokens:
+    """Return the first token that is not padding: the class token."""
+    if mask is None:
+        return x[:, 0]
+    return jnp.take_along_axis(x, jnp.argmax(mask, axis=1)[:, None, None], axis=1)[:, 0]
+
+
+class ClassTokenPooler(AbstractPooler):
     """The class token, which is the first."""
 
-    def __call__(self, x: HiddenStates) -> PooledImages:
-        return x[:, 0]
+    def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> PooledTokens:
+        return take_first_token(x, mask)
 
 
-class DensePooler(AbstractImagePooler):
+class DensePooler(AbstractPooler):
     """activation(W x + b) of the class token, as in BERT and ViT."""
 
     linear: AbstractLinear
@@ -45,11 +53,11 @@ class DensePooler(AbstractImagePooler):
         self.linear = Linear(embed, size, in_=Dim("embed"), bias=True, key=key)
         self.activation = activation
 
-    def __call__(self, x: HiddenStates) -> Float[Array, "batch _"]:
-        return self.activation(self.linear(x[:, 0]))
+    def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> Float[Array, "batch _"]:
+        return self.activation(self.linear(take_first_token(x, mask)))
 
 
-class AttentionPooler(AbstractImagePooler):
+class AttentionPooler(AbstractPooler):
     """Multihead attention pooling (Zhai et al., arXiv:2106.04560; Lee et al., arXiv:1810.00825): a learned `probe`
     attends to all tokens.
 
@@ -96,11 +104,14 @@ class AttentionPooler(AbstractImagePooler):
         self.up = Linear(embed, mlp, in_=Dim("embed"), out=Dim("mlp"), bias=True, key=up_key)
         self.down = Linear(mlp, embed, in_=Dim("mlp"), out=Dim("embed"), bias=True, key=down_key)
 
-    def __call__(self, x: HiddenStates) -> PooledImages:
+    def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> PooledTokens:
         probe = jnp.broadcast_to(self.probe, (len(x), 1, self.probe.shape[0]))
         split_heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         query, key, value = map(split_heads, (self.query(probe), self.key(x), self.value(x)))
-        mask = AttentionMask(causal=False)
-        pooled = attention(query, key, value, mask, implementation=self.implementation)
+        segments = (
+            {} if mask is None else {"query_segments": jnp.ones((len(x), 1), int), "key_segments": mask.astype(int)}
+        )
+        attention_mask = AttentionMask(causal=False, **segments)
+        pooled = attention(query, key, value, attention_mask, implementation=self.implementation)
         pooled = self.out(pooled.reshape(len(x), -1))
         return pooled + self.down(self.activation(self.up(self.norm(pooled))))

@@ -1,0 +1,194 @@
+"""From tokens to logits or features in both directions: BERT and its kin, on the blocks and the stack of decoders."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from zoo._checks import check_tokens
+from zoo.layers import (
+    AbstractEmbedding,
+    AbstractNorm,
+    Dropout,
+    Embedding,
+    PositionEmbedding,
+    TokenInfo,
+    token_positions,
+)
+from zoo.layers.abstract import check_sequence_sharding
+from zoo.layers.embedding import TokenTypeEmbedding
+from zoo.layers.token_info import token_info
+from zoo.parallel import Module, Remat, gather, implementation_option
+from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
+from zoo.shapes import PaddingMask, Positions, SegmentIds, Tokens
+
+from .build import LayerFactories, build_stack
+from .decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
+from .encoder_heads import (
+    AbstractEncoderHead,
+    EncoderFeatures,
+    MaskedLMHead,
+    MaskedUnembedding,
+    TokenClassificationHead,
+)
+from .hf.spec import Origin
+from .loop import Loop
+
+
+class Encoder(Module):
+    """A bidirectional language model: head(norm(stack(embedding(tokens)))) (BERT, Devlin et al., arXiv:1810.04805).
+
+    The head is a `MaskedLMHead`, whose result is logits of the vocabulary, and which `cross_entropy` trains; a
+    `ClassificationHead` of texts; a `TokenClassificationHead`; or a `FeatureHead`, whose result is `EncoderFeatures`.
+    Learned positions and token types are added to the embedding, and `embedding_norm` normalizes the sum.
+
+    A token attends to those after it: there is no KV cache, and no generation.
+    """
+
+    embedding: AbstractEmbedding
+    stack: AbstractStack
+    norm: AbstractNorm
+    head: AbstractEncoderHead | MaskedLMHead
+    dropout: Dropout
+    position_embedding: PositionEmbedding | None = None
+    type_embedding: TokenTypeEmbedding | None = None
+    embedding_norm: AbstractNorm | None = None
+
+    origin: Origin | None = implementation_option(default=None)
+    """The checkpoint that the model was loaded from, which `zoo.save` needs."""
+
+    hidden_states_skip_embedding: ClassVar[bool] = False
+    logit_maximum: ClassVar[None] = None
+
+    def __call__(
+        self,
+        tokens: Tokens,
+        *,
+        mask: PaddingMask | None = None,
+        segment_ids: SegmentIds | None = None,
+        positions: Positions | None = None,
+        token_types: Int[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | Key[Array, "batch"] | None = None,
+    ) -> (
+        Float[Array, "batch seq vocab"] | Float[Array, "batch seq classes"] | Float[Array, "batch _"] | EncoderFeatures
+    ):
+        """Return what the head makes of each token or row.
+
+        - `mask`: padding mask, True for real tokens. Padding is left or right; its logits are meaningless.
+        - `segment_ids`: packed sequences. Tokens attend only within their segment.
+        - `positions`: position of each token in its document.
+        - `token_types`: type of each token, such as 1 for the second text of a pair; 0 by default.
+        - `key`: PRNG key for dropout, one or one per row. No dropout without it.
+
+        **Raises** `ValueError` as `zoo.models.Decoder`; for token types without an embedding of types; and for packed
+        sequences with a head that makes one vector of a row.
+        """
+        check_tokens(tokens, find_checkable_vocab(self))
+        if token_types is not None and self.type_embedding is None:
+            raise ValueError("token_types were given, and the model embeds no types: leave them out")
+        is_pooled = not isinstance(self.head, MaskedLMHead | TokenClassificationHead)
+        if segment_ids is not None and is_pooled:
+            raise ValueError(
+                f"{type(self.head).__name__} makes one vector of a row, and packed rows hold several texts: give each "
+                "text a row, with a padding mask"
+            )
+        info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
+        hidden, _ = self.hidden(tokens, dataclasses.replace(info, token_types=token_types))
+        if isinstance(self.head, MaskedLMHead):
+            return self.logits(hidden.x)
+        return gather(self.head)(hidden.x, mask)
+
+    def hidden(self, tokens: Tokens, info: TokenInfo, states: None = None) -> tuple[Hidden, None]:
+        """Return the hidden states after the final norm, and None: there are no states.
+
+        **Raises** `NotImplementedError` where the sequence is sharded.
+        """
+        hidden = self.embed(tokens, info)
+        check_sequence_sharding(self.stack, hidden.x)
+        hidden, _ = self.stack(hidden, info)
+        return Hidden(replicate_tokens(gather(self.norm)(hidden.x)), merge_copies(hidden.routing)), None
+
+    def embed(self, tokens: Tokens, info: TokenInfo) -> Hidden:
+        """Return the input of the first layer: embeddings of tokens, positions and types, normalized.
+
+        **Raises** `ValueError` for more tokens than there are learned positions.
+        """
+        x = gather(self.embedding)(tokens)
+        if self.position_embedding is not None:
+            if info.positions is None:
+                check_length(self, tokens.shape[1])
+            positions = shard_tokens(token_positions(tokens, info), axis=-1)
+            x = x + gather(self.position_embedding)(positions)
+        if self.type_embedding is not None:
+            types = jnp.zeros_like(tokens) if info.token_types is None else info.token_types
+            x = x + gather(self.type_embedding)(shard_tokens(types, axis=-1))
+        if self.embedding_norm is not None:
+            x = gather(self.embedding_norm)(x)
+        return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
+
+    def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
+        """Return the masked-LM logits of normalized hidden states. If the vocabulary is sharded, those of this device's
+        shard. **Raises** `TypeError` as `gather_unembedding`."""
+        return self.gather_unembedding()(x)
+
+    def gather_unembedding(self) -> MaskedUnembedding:
+        """All-gather the parameters of the masked-LM head. **Raises** `TypeError` for a model with another head."""
+        if not isinstance(self.head, MaskedLMHead):
+            raise TypeError(
+                f"the model has a {type(self.head).__name__}, and logits of the vocabulary are MaskedLMHead's"
+            )
+        table = self.embedding if self.head.decoder is None else self.head.decoder
+        return MaskedUnembedding(gather(self.head), gather(table))
+
+    def init_state(self, batch: int, length: int) -> Any:
+        """**Raises** `NotImplementedError`: a token attends to later ones, so none can be decoded before them."""
+        raise NotImplementedError("an Encoder attends in both directions: it has no KV cache, and generates no text")
+
+
+def build_encoder(
+    *,
+    vocab: int,
+    embed: int,
+    layers: Sequence[LayerFactories],
+    norm: Callable[[], AbstractNorm],
+    head: Callable[..., AbstractEncoderHead | MaskedLMHead],
+    block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]],
+    positions: int | None = None,
+    position_offset: int = 0,
+    token_types: int = 0,
+    embedding_norm: Callable[[], AbstractNorm] | None = None,
+    final_norm: Callable[[], AbstractNorm],
+    dropout: float = 0.0,
+    remat: Remat = "none",
+    loop: Loop = "auto",
+    key: Key[Array, ""],
+) -> Encoder:
+    """Build an encoder of texts from factories of its parts, as `zoo.models.build_decoder` builds a decoder.
+
+    - `head` is called with `key=`. `norm` makes the norms of the layers, `final_norm` that after the last:
+      `IdentityNorm` for none.
+    - `block`: residual wiring of all layers, or of each.
+    - `positions`: number of learned positions, None without; `position_offset`: unused rows before them.
+    - `token_types`: number of token types, 0 without an embedding of types.
+    """
+    embedding_key, stack_key, head_key = jax.random.split(key, 3)
+    position_key, type_key = jax.random.fold_in(embedding_key, 1), jax.random.fold_in(embedding_key, 2)
+    scale = embed**-0.5
+    position_embedding = type_embedding = None
+    if positions is not None:
+        position_embedding = PositionEmbedding(positions, embed, offset=position_offset, scale=scale, key=position_key)
+    if token_types:
+        type_embedding = TokenTypeEmbedding(token_types, embed, scale=scale, key=type_key)
+    return Encoder(
+        embedding=Embedding(vocab, embed, scale=scale, key=embedding_key),
+        position_embedding=position_embedding,
+        type_embedding=type_embedding,
+        embedding_norm=None if embedding_norm is None else embedding_norm(),
+        stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
+        norm=final_norm(),
+        head=head(key=head_key),
+        dropout=Dropout(dropout),
+    )

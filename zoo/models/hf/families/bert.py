@@ -1,0 +1,98 @@
+"""BERT (Devlin et al., arXiv:1810.04805): attention in both directions, learned positions and token types, LayerNorms
+after the residual sums, biases everywhere."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from zoo.layers import DensePooler, IdentityNorm
+from zoo.models.blocks import AddNormBlock
+from zoo.models.encoder import Encoder
+from zoo.models.encoder_heads import DenseTransform
+from zoo.models.hf.builders import find_activation, make_layer_norm_factory, make_mlp_factory
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from .. import text_encoders, vision
+
+
+def _build_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
+    size, norm = config["hidden_size"], make_layer_norm_factory(config)
+    transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
+    classify = partial(DenseTransform, size, activation=jnp.tanh)
+    heads = {
+        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
+        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
+        "TokenClassification": text_encoders.make_token_head_factory(config),
+        "Model": vision.make_feature_head_factory(partial(DensePooler, size, size)),
+    }
+    return build_bert_layers(config, "Bert", heads, positions=config["max_position_embeddings"], key=key)
+
+
+def build_bert_layers(config: Config, prefix: str, heads: dict[str, Any], **options: Any) -> Encoder:
+    """Build an encoder of BERT's layers with one of these heads, by what follows `prefix` in its architecture."""
+    norm = make_layer_norm_factory(config)
+    layer = vision.make_bidirectional_attention_factory(config, bias=True, out_bias=True), make_mlp_factory(config)
+    options |= {"norm": norm, "embedding_norm": norm, "final_norm": IdentityNorm, "block": AddNormBlock}
+    options |= {"token_types": config["type_vocab_size"]}
+    return text_encoders.build_config_encoder(config, [layer] * config["num_hidden_layers"], prefix, heads, **options)
+
+
+def map_bert_layers(prefix: str) -> NameMap:
+    """Map the tensors of BERT's layers, which are in the module `prefix` in transformers."""
+    attention = {**prefixed("self", "", {name: name for name in ("query", "key", "value")}), "output.dense": "out"}
+    block = {
+        **prefixed("attention", "bidirectional_attention", attention),
+        "attention.output.LayerNorm": "mixer_norm",
+        "intermediate.dense": "mlp.up",
+        "output.dense": "mlp.down",
+        "output.LayerNorm": "ffn_norm",
+    }
+    embeddings = {
+        "word_embeddings": "embedding",
+        "position_embeddings": "position_embedding",
+        "token_type_embeddings": "type_embedding",
+        "LayerNorm": "embedding_norm",
+    }
+    layers = {**prefixed("embeddings", "", embeddings), **prefixed("encoder.layer.*", "layers.*", block)}
+    return prefixed(prefix, "", layers)
+
+
+def _map_bert_names(config: Config) -> NameMap:
+    transform = text_encoders.map_dense_layer("cls.predictions.transform", "head.transform", "LayerNorm")
+    pooler = text_encoders.map_dense_layer("bert.pooler", "head.transform")
+    heads: dict[str, NameMap] = {
+        "MaskedLM": {"cls.predictions.bias": "head.bias", **transform},
+        "SequenceClassification": {**pooler, "classifier": "head.linear"},
+        "TokenClassification": {"classifier": "head.linear"},
+        "Model": {"bert.pooler.dense": "head.pooler.linear"},
+    }
+    return {**map_bert_layers("bert"), **text_encoders.select_names(config, "Bert", heads)}
+
+
+DEFAULTS: dict[str, Any] = {
+    **text_encoders.HEAD_DEFAULTS,
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+}
+
+BERT = Family(
+    name="bert",
+    architecture="BertForMaskedLM",
+    build=_build_bert,
+    names=_map_bert_names,
+    defaults=DEFAULTS,
+    required_values={**text_encoders.ONLY_ENCODERS, "tie_word_embeddings": (True,)},
+    ignored_keys=frozenset({"classifier_dropout"}),
+    ignored_tensors=(r"^(bert\.)?embeddings\.position_ids$", r"^(bert\.)?pooler\.", r"^cls\."),
+    head="cls.predictions.decoder",
+    embedding="bert.embeddings.word_embeddings",
+)

@@ -1,0 +1,121 @@
+"""ModernBERT (Warner et al., arXiv:2412.13663): pre-norm layers with RoPE, GeGLU and no biases; of three layers, two
+attend to a window on both sides, with a RoPE of smaller base."""
+
+from functools import partial
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.layers import IdentityNorm
+from zoo.models.decoder import Block
+from zoo.models.encoder import Encoder
+from zoo.models.encoder_heads import DenseTransform
+from zoo.models.hf.builders import (
+    build_rotary,
+    find_activation,
+    list_layer_windows,
+    make_gated_mlp_factory,
+    make_layer_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from .. import text_encoders, vision
+
+
+def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
+    norm, numbers = make_layer_norm_factory(config, bias=config["norm_bias"]), range(config["num_hidden_layers"])
+    is_local = [number % config["global_attn_every_n_layers"] != 0 for number in numbers]
+    types = read_layer_types(config, ["sliding_attention" if local else "full_attention" for local in is_local])
+    windows = list_layer_windows(types, config["local_attention"] // 2 + 1)  # to each side, with the token itself
+    bias = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
+    make = partial(vision.make_bidirectional_attention_factory, config, **bias)
+    kinds = dict(zip(types, windows, strict=True))
+    mixers = {kind: make(window=window, rotary=build_rotary(config, layer_type=kind)) for kind, window in kinds.items()}
+    ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])
+    options = {"activation": find_activation(config, "classifier_activation"), "bias": config["classifier_bias"]}
+    transform = partial(DenseTransform, config["hidden_size"], norm=norm, **options)
+    pooling = config["classifier_pooling"]
+    heads = {
+        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=config["decoder_bias"]),
+        "SequenceClassification": text_encoders.make_pooled_head_factory(config, transform, pooling=pooling),
+        "TokenClassification": text_encoders.make_token_head_factory(config, transform),
+        "Model": text_encoders.make_feature_head,
+    }
+    layers, blocks = [(mixers[kind], ffn) for kind in types], [_make_first_block, *[Block] * (len(numbers) - 1)]
+    norms = {"norm": norm, "embedding_norm": norm, "final_norm": norm}
+    return text_encoders.build_config_encoder(config, layers, "ModernBert", heads, block=blocks, key=key, **norms)
+
+
+def _make_first_block(mixer_norm: Any, **parts: Any) -> Block:
+    """Make the first layer, whose attention reads the normalized embedding as it is."""
+    return Block(mixer_norm=IdentityNorm(), **parts)
+
+
+def _map_modernbert_names(config: Config) -> NameMap:
+    block = {
+        "attn_norm": "mixer_norm",
+        "attn.Wqkv": fused(*(f"bidirectional_attention.{name}" for name in ("query", "key", "value"))),
+        "attn.Wo": "bidirectional_attention.out",
+        "mlp_norm": "ffn_norm",
+        "mlp.Wi": fused("gated_mlp.gate", "gated_mlp.up"),
+        "mlp.Wo": "gated_mlp.down",
+    }
+    shell = {"embeddings.tok_embeddings": "embedding", "embeddings.norm": "embedding_norm", "final_norm": "norm"}
+    transform = text_encoders.map_dense_layer("head", "head.transform", "norm")
+    classifier: NameMap = {**transform, "classifier": "head.linear"}
+    heads: dict[str, NameMap] = {
+        "MaskedLM": {**transform, "decoder.weight": "head.decoder.weight", "decoder.bias": "head.bias"},
+        "SequenceClassification": classifier,
+        "TokenClassification": classifier,
+        "Model": {},
+    }
+    layers = {**shell, **prefixed("layers.*", "layers.*", block)}
+    return {**prefixed("model", "", layers), **text_encoders.select_names(config, "ModernBert", heads)}
+
+
+MODERNBERT = Family(
+    name="modernbert",
+    architecture="ModernBertForMaskedLM",
+    build=_build_modernbert,
+    names=_map_modernbert_names,
+    defaults={
+        **text_encoders.HEAD_DEFAULTS,
+        "vocab_size": 50368,
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 8192,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),
+        "decoder_bias": True,
+        "layer_types": None,
+        "global_attn_every_n_layers": 3,
+        "local_attention": 128,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 160000.0},
+            "sliding_attention": {"rope_theta": 10000.0},
+        },
+        "sliding_rope_theta": None,
+        "classifier_pooling": "cls",
+        "classifier_activation": "gelu",
+        "tie_word_embeddings": True,
+    },
+    aliases={
+        "hidden_activation": "hidden_act",
+        "norm_eps": "layer_norm_eps",
+        "global_rope_theta": "rope_theta",
+        "local_rope_theta": "sliding_rope_theta",
+    },
+    required_values={"sparse_prediction": (False,), "position_embedding_type": ("absolute",)},
+    ignored_keys=frozenset(
+        {
+            *("embedding_dropout", "mlp_dropout", "classifier_dropout"),
+            *("deterministic_flash_attn", "initializer_cutoff_factor", "sparse_pred_ignore_index"),
+        }
+    ),
+    head="decoder",
+    embedding="model.embeddings.tok_embeddings",
+)

@@ -1,0 +1,71 @@
+"""RoBERTa (Liu et al., arXiv:1907.11692) and XLM-RoBERTa (Conneau et al., arXiv:1911.02116): BERT's layers, with
+learned positions that begin after the number of the padding token."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from zoo.layers import DensePooler
+from zoo.models.encoder import Encoder
+from zoo.models.encoder_heads import DenseTransform
+from zoo.models.hf.builders import make_layer_norm_factory
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, NameMap
+
+from .. import text_encoders, vision
+from .bert import BERT, DEFAULTS, build_bert_layers, map_bert_layers
+
+
+def _build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encoder:
+    size, offset = config["hidden_size"], config["pad_token_id"] + 1
+    positions = config["max_position_embeddings"] - offset
+    if positions < 1:
+        raise ConfigError(f"max_position_embeddings = {positions + offset}, and pad_token_id leaves {offset} unused")
+    gelu = partial(jax.nn.gelu, approximate=False)
+    transform = partial(DenseTransform, size, activation=gelu, norm=make_layer_norm_factory(config))
+    classify = partial(DenseTransform, size, activation=jnp.tanh)
+    heads = {
+        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
+        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
+        "TokenClassification": text_encoders.make_token_head_factory(config),
+        "Model": vision.make_feature_head_factory(partial(DensePooler, size, size)),
+    }
+    return build_bert_layers(config, prefix, heads, positions=positions, position_offset=offset, key=key)
+
+
+def _map_roberta_names(prefix: str, config: Config) -> NameMap:
+    transform = text_encoders.map_dense_layer("lm_head", "head.transform", "layer_norm")
+    classify = text_encoders.map_dense_layer("classifier", "head.transform")
+    heads: dict[str, NameMap] = {
+        "MaskedLM": {"lm_head.bias": "head.bias", **transform},
+        "SequenceClassification": {**classify, "classifier.out_proj": "head.linear"},
+        "TokenClassification": {"classifier": "head.linear"},
+        "Model": {"roberta.pooler.dense": "head.pooler.linear"},
+    }
+    return {**map_bert_layers("roberta"), **text_encoders.select_names(config, prefix, heads)}
+
+
+_IGNORED = (r"embeddings\.position_ids$", r"^(roberta\.)?pooler\.", r"^lm_head\.(?!decoder\.weight)")
+
+ROBERTA = dataclasses.replace(
+    BERT,
+    name="roberta",
+    architecture="RobertaForMaskedLM",
+    build=partial(_build_roberta, "Roberta"),
+    names=partial(_map_roberta_names, "Roberta"),
+    defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": 1},
+    ignored_tensors=_IGNORED,
+    head="lm_head.decoder",
+    embedding="roberta.embeddings.word_embeddings",
+)
+XLM_ROBERTA = dataclasses.replace(
+    ROBERTA,
+    name="xlm-roberta",
+    architecture="XLMRobertaForMaskedLM",
+    build=partial(_build_roberta, "XLMRoberta"),
+    names=partial(_map_roberta_names, "XLMRoberta"),
+    defaults={**DEFAULTS, "pad_token_id": 1},
+)

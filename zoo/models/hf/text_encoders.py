@@ -1,0 +1,102 @@
+"""Building blocks of the families that encode texts: heads by architecture, and attention in both directions."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.layers.pooling import take_first_token
+
+from ..build import LayerFactories
+from ..encoder import Encoder, build_encoder
+from ..encoder_heads import (
+    ClassificationHead,
+    DenseTransform,
+    FeatureHead,
+    LateClassificationHead,
+    MaskedLMHead,
+    TokenClassificationHead,
+    average_tokens,
+)
+from .config import ConfigError
+from .spec import Config, NameMap, prefixed
+from .vision import HeadFactory, count_classes, select_head
+
+HEAD_DEFAULTS: dict[str, Any] = {"architectures": None, "id2label": None, "num_labels": None}
+"""Defaults of the keys that choose and size a head."""
+
+ONLY_ENCODERS = {"is_decoder": (False,), "position_embedding_type": ("absolute",)}
+"""Required values of families whose class in transformers may also be a decoder."""
+
+_POOLINGS = {"cls": take_first_token, "bos": take_first_token, "mean": average_tokens}
+
+
+def find_head_kind(config: Config, prefix: str) -> str:
+    """Return the head of the config's architecture: `MaskedLM` for `BertForMaskedLM`, `Model` for `BertModel`, and
+    `MaskedLM` if it names none."""
+    names = [name for name in config["architectures"] or [] if name.startswith(prefix)]
+    return names[0].removeprefix(prefix).removeprefix("For") if names else "MaskedLM"
+
+
+def make_pooled_head_factory(
+    config: Config, transform: Callable[..., DenseTransform] | None, *, pooling: str = "cls"
+) -> HeadFactory:
+    """Return a factory of a head that classifies texts, by the name of its pooling: `cls`, `bos`, `mean` or `late`.
+
+    **Raises** `ConfigError` for another pooling.
+    """
+    size, classes = config["hidden_size"], count_classes(config)
+    if pooling == "late":
+        make = partial(TokenClassificationHead, size, classes, transform=transform)
+        return lambda key: LateClassificationHead(make(key=key))
+    if pooling not in _POOLINGS:
+        raise ConfigError(f"classifier_pooling = {pooling!r}, and known are late, {', '.join(_POOLINGS)}")
+    return partial(ClassificationHead, size, classes, pool=_POOLINGS[pooling], transform=transform)
+
+
+def make_token_head_factory(config: Config, transform: Callable[..., DenseTransform] | None = None) -> HeadFactory:
+    """Return a factory of a head that classifies tokens."""
+    return partial(TokenClassificationHead, config["hidden_size"], count_classes(config), transform=transform)
+
+
+def make_masked_lm_head_factory(
+    config: Config, transform: Callable[..., DenseTransform] | None, *, bias: bool
+) -> HeadFactory:
+    """Return a factory of a masked-LM head."""
+    sizes, tied = (config["hidden_size"], config["vocab_size"]), config.get("tie_word_embeddings", True)
+    return partial(MaskedLMHead, *sizes, transform=transform, tied=tied, bias=bias)
+
+
+def make_feature_head(key: Key[Array, ""]) -> FeatureHead:
+    """Make a `FeatureHead` without a pooler."""
+    return FeatureHead(None)
+
+
+def build_config_encoder(
+    config: Config,
+    layers: Sequence[LayerFactories],
+    prefix: str,
+    heads: dict[str, HeadFactory],
+    *,
+    key: Key[Array, ""],
+    **options: Any,
+) -> Encoder:
+    """Call `build_encoder` with the sizes of the config, and the head of `heads` that its architecture names: by what
+    follows `prefix` and `For`, say `MaskedLM`; `Model` is the encoder without a head.
+
+    **Raises** `ConfigError` for an architecture with another head.
+    """
+    named = {prefix + ("" if kind == "Model" else "For") + kind: head for kind, head in heads.items()}
+    sizes = {"vocab": config["vocab_size"], "embed": config["hidden_size"]}
+    return build_encoder(layers=layers, head=select_head(config, named), key=key, **sizes, **options)
+
+
+def map_dense_layer(theirs: str, ours: str, norm: str | None = None) -> dict[str, Any]:
+    """Map the dense layer and the norm of a `DenseTransform`."""
+    return prefixed(theirs, ours, {"dense": "linear", **({} if norm is None else {norm: "norm"})})
+
+
+def select_names(config: Config, prefix: str, heads: dict[str, NameMap]) -> NameMap:
+    """Return the names of the head of the config's architecture."""
+    return heads[find_head_kind(config, prefix)]
