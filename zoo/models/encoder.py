@@ -20,10 +20,10 @@ from zoo.layers import (
 )
 from zoo.layers.abstract import check_sequence_sharding
 from zoo.layers.embedding import TokenTypeEmbedding
-from zoo.layers.token_info import token_info
+from zoo.layers.token_info import split_row_keys, token_info
 from zoo.parallel import Module, Remat, gather, implementation_option
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
-from zoo.shapes import PaddingMask, Positions, SegmentIds, Tokens
+from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 from .build import LayerFactories, build_stack
 from .decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
@@ -95,11 +95,31 @@ class Encoder(Module):
                 f"{type(self.head).__name__} makes one vector of a row, and packed rows hold several texts: give each "
                 "text a row, with a padding mask"
             )
-        info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
-        hidden, _ = self.hidden(tokens, dataclasses.replace(info, token_types=token_types))
-        if isinstance(self.head, MaskedLMHead):
-            return self.logits(hidden.x)
-        return gather(self.head)(hidden.x, mask)
+        options = {"segment_ids": segment_ids, "positions": positions, "token_types": token_types, "key": key}
+        hidden, _ = self.hidden(tokens, self.token_info(tokens, mask=mask, **options))
+        return self.read_head(hidden.x, mask)
+
+    def token_info(
+        self,
+        tokens: Tokens,
+        *,
+        mask: PaddingMask | None = None,
+        token_types: Int[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | Key[Array, "batch"] | None = None,
+        **positions: Any,
+    ) -> TokenInfo:
+        """Build the `TokenInfo` of texts, as `zoo.models.token_info` does; inside `zoo.spmd` from a padding mask, too,
+        since the sequence is not sharded."""
+        if mask is None or any(x is not None for x in positions.values()):
+            info = token_info(tokens, mask=mask, key=key, **positions)
+        else:
+            counted = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+            info = TokenInfo(counted, mask.astype(jnp.int32), split_row_keys(key, tokens.shape[0]))
+        return dataclasses.replace(info, token_types=token_types)
+
+    def read_head(self, x: HiddenStates, mask: PaddingMask | None = None) -> Any:
+        """Return what the head makes of normalized hidden states."""
+        return self.logits(x) if isinstance(self.head, MaskedLMHead) else gather(self.head)(x, mask)
 
     def hidden(self, tokens: Tokens, info: TokenInfo, states: None = None) -> tuple[Hidden, None]:
         """Return the hidden states after the final norm, and None: there are no states.

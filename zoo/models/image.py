@@ -1,9 +1,8 @@
 """From images to logits or features: vision Transformers, on the blocks and the stack of decoders."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from zoo._checks import check_images
@@ -17,7 +16,6 @@ from .decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Block
 from .encoder_heads import AbstractEncoderHead, EncoderFeatures
 from .hf.spec import Origin
 from .loop import Loop
-from .loss import token_losses
 
 Images = Float[Array, "batch channels height width"]
 
@@ -109,21 +107,3 @@ def build_image_encoder(
         head=head(key=head_key),
         dropout=Dropout(dropout),
     )
-
-
-def classification_loss(
-    model: ImageEncoder, batch: Mapping[str, Array], *, key: Key[Array, "batch"] | None = None
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the sum over images of log Z - logit[label], in float32, and the number of images.
-
-    - `batch`: `images`, "batch channels height width", and `labels`, "batch". A negative label is ignored.
-
-    **Raises** `TypeError` for a model that has no logits, and `ValueError` for a batch without images or labels.
-    """
-    if missing := [name for name in ("images", "labels") if name not in batch]:
-        raise ValueError(f"the batch has no {' and no '.join(missing)}, only {', '.join(batch) or 'nothing'}")
-    logits = model(batch["images"], key=key)
-    if isinstance(logits, EncoderFeatures):
-        raise TypeError("the model has a FeatureHead, and a loss over classes needs a ClassificationHead")
-    losses = token_losses(logits, batch["labels"])
-    return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)

@@ -28,10 +28,8 @@ class Activations(NamedTuple):
     """One per layer that has a router, "tokens experts"."""
 
 
-def run_decoder(
-    model: Decoder | Encoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]
-) -> Activations:
-    """Run a decoder or an encoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
+def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
+    """Run a decoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
     skip_embedding = model.hidden_states_skip_embedding
     outputs, alone, routings = [_embed(model, tokens)], {}, []
     for layer, block in enumerate(blocks):
@@ -71,8 +69,40 @@ def run_image_encoder(
     return Activations(states, alone, {name: x for name, x in outputs.items() if x is not None}, [])
 
 
+class TextInputs(NamedTuple):
+    """Inputs of an encoder of texts."""
+
+    tokens: Array
+    mask: Array | None
+    token_types: Array | None
+
+    def zero_padding(self, x: Array) -> Array:
+        """Set the features of padding, "batch seq features", to 0: no model promises what they are."""
+        return x if self.mask is None or x.ndim < 3 else x * self.mask[..., None]
+
+
+def run_encoder(
+    model: Encoder, blocks: Sequence[Any], texts: TextInputs, inputs: Mapping[int, np.ndarray]
+) -> Activations:
+    """Run an encoder on texts, and each layer alone on its input of `inputs`, by the number of the hidden state.
+    Features of padding are 0."""
+    x, info = _embed_texts(model, texts)
+    outputs, alone = [x], {}
+    for layer, block in enumerate(blocks):
+        outputs.append(_run_block(block, outputs[-1], info)[0])
+        if layer in inputs:
+            alone[layer + 1] = _run_block(block, jnp.asarray(inputs[layer]), info)[0]
+    last = len(blocks)
+    final, results = _run_encoder_head(model, outputs[-1], texts.mask)
+    if last in alone:
+        alone[last] = _run_encoder_head(model, alone[last], texts.mask)[0]
+    states = [texts.zero_padding(x) for x in (*outputs[:-1], final)]
+    alone = {number: texts.zero_padding(x) for number, x in alone.items()}
+    return Activations(states, alone, {name: texts.zero_padding(x) for name, x in results.items()}, [])
+
+
 @eqx.filter_jit
-def _embed(model: Decoder | Encoder, tokens: Array) -> Array:
+def _embed(model: Decoder, tokens: Array) -> Array:
     return model.embed(tokens, TokenInfo()).x
 
 
@@ -83,13 +113,29 @@ def _embed_images(model: ImageEncoder, images: Array) -> tuple[Array, TokenInfo]
 
 
 @eqx.filter_jit
+def _embed_texts(model: Encoder, texts: TextInputs) -> tuple[Array, TokenInfo]:
+    info = model.token_info(texts.tokens, mask=texts.mask, token_types=texts.token_types)
+    return model.embed(texts.tokens, info).x, info
+
+
+@eqx.filter_jit
+def _run_encoder_head(model: Encoder, x: Array, mask: Array | None) -> tuple[Array, dict[str, Array]]:
+    x = model.norm(x)
+    result = model.read_head(x, mask)
+    if not isinstance(result, EncoderFeatures):
+        return x, {"logits": result}
+    found = {"last_hidden_state": result.last_hidden_state, "pooler_output": result.pooler_output}
+    return x, {name: value for name, value in found.items() if value is not None}
+
+
+@eqx.filter_jit
 def _run_block(block: Any, x: Array, info: TokenInfo) -> tuple[Array, tuple[Routing, ...]]:
     hidden, _ = block(Hidden(x), info)
     return hidden.x, hidden.decisions
 
 
 @eqx.filter_jit
-def _run_head(model: Decoder | Encoder, x: Array) -> tuple[Array, Array]:
+def _run_head(model: Decoder, x: Array) -> tuple[Array, Array]:
     x = model.norm(x)
     return x, model.logits(x)
 

@@ -17,14 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from zoo.models import Decoder, Encoder, EncoderFeatures, ImageEncoder, classification_loss, cross_entropy
+from zoo.models import (
+    Decoder,
+    Encoder,
+    EncoderFeatures,
+    ImageEncoder,
+    MaskedLMHead,
+    classification_loss,
+    cross_entropy,
+    token_losses,
+)
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
 from zoo.parallel import array_fields, make_mesh, place, value_and_grad
 from zoo.parallel.module import NAMED_BY_CLASS
 
-from .activations import Activations, run_decoder, run_image_encoder
+from .activations import Activations, TextInputs, run_decoder, run_encoder, run_image_encoder
 from .load import load
 from .packed import BLOCKS_SUFFIX
 from .plan import plan
@@ -86,9 +95,10 @@ def compare(
 ) -> ParityReport:
     """Compare the model in a directory with results of PyTorch.
 
-    - `expected`: `input_ids` or, for images, `pixel_values` and `labels`; and any of `logits`, `last_hidden_state`,
-      `pooler_output`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that has a router, "tokens
-      experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`.
+    - `expected`: `input_ids`, of an encoder also `attention_mask`, `token_type_ids` and `labels`; or, for images,
+      `pixel_values` and `labels`; and any of `logits`, `last_hidden_state`, `pooler_output`, `loss`, `hidden_states.N`,
+      `router_logits.N` (of the N-th layer that has a router, "tokens experts") and `grad.NAME`; of PyTorch in bfloat16,
+      `bfloat16.logits` and `bfloat16.hidden_states.N`.
     - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
       and the gradient of any quantized matrix is that of the dequantized one.
     - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
@@ -100,7 +110,7 @@ def compare(
     """
     load_as = partial(load, directory, family=family, packed=packed)
     model = load_as(dtype=jnp.float32)
-    kind = _IMAGES if isinstance(model, ImageEncoder) else _MASKED if isinstance(model, Encoder) else _TOKENS
+    kind = _IMAGES if isinstance(model, ImageEncoder) else _TEXTS if isinstance(model, Encoder) else _TOKENS
     if kind.inputs not in expected:
         raise CheckpointError(f"expectations need {kind.inputs}, which the other results were computed from")
     bfloat16_model = load_as(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
@@ -115,6 +125,7 @@ class _ModelKind(NamedTuple):
 
     inputs: str
     """Name of the inputs in the expectations."""
+    read: Callable[[Mapping[str, np.ndarray]], Any]
     run: Callable[..., Activations]
     make_loss: Callable[[Mapping[str, np.ndarray]], tuple[Callable, dict[str, np.ndarray]]]
     """Returns a loss function and its batch."""
@@ -131,7 +142,10 @@ def _compare_activations(
     tolerance: float,
 ) -> Iterator[Comparison]:
     """Compare hidden states, outputs and router logits, and each layer alone on PyTorch's input to it."""
-    blocks, model_inputs = _unstack_blocks(model), jnp.asarray(expected[kind.inputs])
+    blocks, model_inputs = _unstack_blocks(model), kind.read(expected)
+    if isinstance(model_inputs, TextInputs):  # what transformers computes at padding is no result
+        no_padding = lambda name, x: np.asarray(model_inputs.zero_padding(x)) if _has_tokens(name) else x
+        expected = {name: no_padding(name, x) for name, x in expected.items()}
     inputs = {
         number: expected[f"hidden_states.{number}"]
         for number in range(len(blocks))
@@ -163,6 +177,10 @@ def _compare_activations(
         name, router_logits = f"router_logits.{number}", ours.router_logits
         error = relative_error(router_logits[number], expected[name]) if number < len(router_logits) else float("inf")
         yield Comparison(name, error, tolerance)
+
+
+def _has_tokens(name: str) -> bool:
+    return name in ("logits", "last_hidden_state") or name.startswith("hidden_states.")
 
 
 def _name_hidden_state(model: LoadedModel, blocks: Sequence[Any], number: int) -> str:
@@ -259,22 +277,20 @@ def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": weights}
 
 
-def make_unmasked_batch(tokens: Any) -> dict[str, np.ndarray]:
-    """Return a batch of an encoder whose targets are the tokens themselves, none of them masked."""
-    return {"tokens": np.asarray(tokens), "targets": np.asarray(tokens)}
-
-
 def feature_loss(
     model: ImageEncoder, batch: Mapping[str, Array], *, key: Any = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return mean(last_hidden_state²) / 2 + mean(pooler_output²) / 2 of each image, summed, and the number of images: a
     loss for comparing gradients of features."""
-    features = model(batch["images"], key=key)
+    return _sum_feature_squares(model(batch["images"], key=key), len(batch["images"]))
+
+
+def _sum_feature_squares(features: Any, rows: int) -> tuple[Array, Array]:
     assert isinstance(features, EncoderFeatures)  # the expectations have no labels
     total = jnp.square(features.last_hidden_state).mean((1, 2)).sum() / 2
     if features.pooler_output is not None:
         total = total + jnp.square(features.pooler_output).mean(1).sum() / 2
-    return total, jnp.float32(len(batch["images"]))
+    return total, jnp.float32(rows)
 
 
 def _make_image_loss(expected: Mapping[str, np.ndarray]) -> tuple[Callable, dict[str, np.ndarray]]:
@@ -284,9 +300,48 @@ def _make_image_loss(expected: Mapping[str, np.ndarray]) -> tuple[Callable, dict
     return classification_loss, {**batch, "labels": expected["labels"].astype(np.int32)}
 
 
-_TOKENS = _ModelKind("input_ids", run_decoder, lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])))
-_MASKED = _ModelKind("input_ids", run_decoder, lambda x: (cross_entropy, make_unmasked_batch(x["input_ids"])))
-_IMAGES = _ModelKind("pixel_values", run_image_encoder, _make_image_loss)
+def _read_texts(expected: Mapping[str, np.ndarray]) -> TextInputs:
+    read = lambda name: jnp.asarray(expected[name]) if name in expected else None
+    mask = read("attention_mask")
+    return TextInputs(jnp.asarray(expected["input_ids"]), None if mask is None else mask > 0, read("token_type_ids"))
+
+
+def _make_text_loss(expected: Mapping[str, np.ndarray]) -> tuple[Callable, dict[str, Any]]:
+    texts = _read_texts(expected)
+    optional = {"mask": texts.mask, "token_types": texts.token_types}
+    batch = {"tokens": texts.tokens, **{name: x for name, x in optional.items() if x is not None}}
+    if "last_hidden_state" in expected:
+        return text_feature_loss, batch
+    labels = jnp.asarray(expected.get("labels", expected["input_ids"])).astype(jnp.int32)
+    return text_loss, {**batch, "labels": labels}
+
+
+def text_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) -> tuple[Array, Array]:
+    """Return `classification_loss`, of a masked LM the cross-entropy of `labels`: of texts with padding and types."""
+    if not isinstance(model.head, MaskedLMHead):
+        return classification_loss(model, batch, key=key)
+    inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
+    losses = token_losses(model(batch["tokens"], key=key, **inputs), batch["labels"])
+    return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)
+
+
+def text_feature_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) -> tuple[Array, Array]:
+    """Return the loss of `feature_loss`, of texts, with features of padding as 0."""
+    inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
+    features = model(batch["tokens"], key=key, **inputs)
+    mask = batch.get("mask", jnp.ones(batch["tokens"].shape, bool))
+    hidden = features.last_hidden_state * mask[..., None]
+    return _sum_feature_squares(EncoderFeatures(hidden, features.pooler_output), len(hidden))
+
+
+_TOKENS = _ModelKind(
+    "input_ids",
+    lambda x: jnp.asarray(x["input_ids"]),
+    run_decoder,
+    lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])),
+)
+_TEXTS = _ModelKind("input_ids", _read_texts, run_encoder, _make_text_loss)
+_IMAGES = _ModelKind("pixel_values", lambda x: jnp.asarray(x["pixel_values"]), run_image_encoder, _make_image_loss)
 
 
 def read_expectations(file: str | Path) -> dict[str, np.ndarray]:

@@ -1,0 +1,159 @@
+"""Write the reference cases of encoders: tiny random models of texts and images, with PyTorch's outputs and gradients.
+
+    python scripts/make_encoder_fixtures.py                             # all of tests/fixtures/encoders
+    python scripts/make_encoder_fixtures.py --only bert_classes --out /tmp/cases
+
+Needs what scripts/make_fixtures.py needs, and writes files of the same form. A case of a text has padded rows:
+
+    input_ids, attention_mask, token_type_ids    texts; and of images
+    pixel_values                                 images
+    labels                                       of classifiers
+    logits, loss                                 forward pass; the loss of a masked LM is that of the tokens themselves
+    last_hidden_state, pooler_output             of a model without a head; loss = mean squares of both, halved
+    hidden_states.N                              the input of layer N
+"""
+
+import importlib
+import json
+import shutil
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from scripts.fixtures import write_cases
+
+try:
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
+    safetensors: Any = importlib.import_module("safetensors.torch")
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+except ImportError:
+    torch = transformers = safetensors = loading = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case: its class in transformers, and its config."""
+
+    architecture: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+TEXT = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT |= {"max_position_embeddings": 24}
+LOCAL = TEXT | {"local_attention": 4, "layer_types": ["full_attention", "sliding_attention"]}
+IMAGE = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGE |= {"image_size": 8, "patch_size": 4}
+DINOV2 = {key: value for key, value in IMAGE.items() if key != "intermediate_size"} | {"mlp_ratio": 2}
+THREE = {"num_labels": 3}
+CASES = {
+    "bert_masked": Case("BertForMaskedLM", TEXT),
+    "bert_texts": Case("BertForSequenceClassification", TEXT | THREE),
+    "bert_tokens": Case("BertForTokenClassification", TEXT | THREE | {"hidden_act": "relu"}),
+    "bert_features": Case("BertModel", TEXT),
+    "roberta_masked": Case("RobertaForMaskedLM", TEXT),
+    "roberta_texts": Case("RobertaForSequenceClassification", TEXT | THREE | {"type_vocab_size": 1}),
+    "xlm_roberta_tokens": Case("XLMRobertaForTokenClassification", TEXT | THREE),
+    "modernbert_masked": Case("ModernBertForMaskedLM", LOCAL | {"attention_bias": True, "mlp_bias": True}),
+    "modernbert_texts": Case("ModernBertForSequenceClassification", LOCAL | THREE | {"classifier_pooling": "mean"}),
+    "modernbert_tokens": Case("ModernBertForTokenClassification", LOCAL | THREE | {"norm_bias": True}),
+    "eurobert_masked": Case("EuroBertForMaskedLM", TEXT | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "eurobert_texts": Case("EuroBertForSequenceClassification", TEXT | THREE),
+    "eurobert_means": Case("EuroBertForSequenceClassification", TEXT | THREE | {"classifier_pooling": "mean"}),
+    "eurobert_features": Case("EuroBertModel", TEXT),
+    "vit_classes": Case("ViTForImageClassification", IMAGE | THREE),
+    "vit_features": Case("ViTModel", IMAGE),
+    "dinov2_classes": Case("Dinov2ForImageClassification", DINOV2 | THREE),
+    "dinov3_features": Case("DINOv3ViTModel", IMAGE | {"num_register_tokens": 2}),
+    "siglip_features": Case("SiglipVisionModel", IMAGE),
+}
+
+
+def main(*, out: Path = Path(__file__).parents[1] / "tests/fixtures/encoders", only: tuple[str, ...] = ()) -> None:
+    """Write the cases; print the size of each.
+
+    Args:
+        out: Folder for the cases, one subfolder each.
+        only: Names of cases. By default all.
+    """
+    if transformers is None:
+        raise SystemExit("This needs PyTorch and transformers: pip install torch==2.13.0 transformers==5.23.0")
+    write_cases(make, only or CASES, out, torch, transformers)
+
+
+def make(name: str, folder: Path) -> str:
+    """Write one case; return its class in transformers."""
+    case, seed = CASES[name], zlib.crc32(name.encode()) % 100_000
+    random = np.random.default_rng(seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    model = build(case, random, seed)
+    model.save_pretrained(folder)
+    inputs = draw_images(random) if "pixel_values" in model.main_input_name else draw_texts(case, random)
+    result = model(**inputs, output_hidden_states=True)
+    logits, inputs = result.get("logits"), {name: value.contiguous() for name, value in inputs.items()}
+    if logits is None:
+        outputs = {key: result[key] for key in ("last_hidden_state", "pooler_output") if result.get(key) is not None}
+        real = inputs.get("attention_mask", torch.ones(outputs["last_hidden_state"].shape[:2]))
+        squares = {key: x.square() for key, x in outputs.items()}
+        squares["last_hidden_state"] = squares["last_hidden_state"] * real[..., None]
+        loss = sum(x.mean() for x in squares.values()) / 2
+    else:
+        is_masked, rows = case.architecture.endswith("MaskedLM"), tuple(logits.shape[:-1])
+        labels = inputs["input_ids"] if is_masked else torch.from_numpy(random.integers(0, 3, rows))
+        if labels.ndim == 2:
+            labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        outputs = {"logits": logits, "labels": labels}
+    loss.backward()
+    expected = inputs | outputs | {"loss": loss}
+    expected |= {f"hidden_states.{n}": x for n, x in enumerate(result.hidden_states)}
+    gradients = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    gradients = loading.revert_weight_conversion(model, gradients)  # as files name them
+    norms = {key: float(gradient.double().norm()) for key, gradient in gradients.items()}
+    tensors = {key: x.detach().clone().contiguous() for key, x in expected.items()}
+    safetensors.save_file(tensors, folder / "expected.safetensors")
+    meta = {"name": name, "architecture": case.architecture, "seed": seed, "grad_norm": dict(sorted(norms.items()))}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    return case.architecture
+
+
+def build(case: Case, random: np.random.Generator, seed: int) -> Any:
+    """Build a model with random weights, of norms and biases too."""
+    torch.manual_seed(seed)
+    kind = getattr(transformers, case.architecture)
+    marks = {} if "image_size" in case.config else {"pad_token_id": find_padding(case)}
+    model = kind(kind.config_class(**case.config, **marks)).eval()
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            draw = torch.from_numpy(random.standard_normal(tuple(weight.shape), dtype=np.float32))
+            weight.add_(0.2 * draw) if weight.ndim == 1 else weight.copy_(0.3 * draw)
+    return model
+
+
+def find_padding(case: Case) -> int:
+    """Return the padding token, after whose number RoBERTa's positions begin."""
+    return 1 if "Roberta" in case.architecture else 0
+
+
+def draw_texts(case: Case, random: np.random.Generator) -> dict[str, Any]:
+    """Return a row without padding and one with padding on the right; of BERT, the second half is of type 1."""
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    ids = torch.from_numpy(random.integers(3, case.config["vocab_size"], (2, 9)))
+    ids = ids.masked_fill(mask == 0, find_padding(case))
+    types = (
+        {"token_type_ids": (torch.arange(9) > 3).long().expand(2, 9)} if case.architecture.startswith("Bert") else {}
+    )
+    return {"input_ids": ids, "attention_mask": mask, **types}
+
+
+def draw_images(random: np.random.Generator) -> dict[str, Any]:
+    return {"pixel_values": torch.from_numpy(random.standard_normal((2, 3, 8, 8), dtype=np.float32))}
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,40 @@
+"""Cross-entropy over classes: of images, of texts, or of tokens."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from .encoder import Encoder
+from .encoder_heads import EncoderFeatures, MaskedLMHead
+from .image import ImageEncoder
+from .loss import token_losses
+
+_IMAGE_KEYS, _TEXT_KEYS = ("images",), ("tokens", "mask", "token_types")
+
+
+def classification_loss(
+    model: ImageEncoder | Encoder, batch: Mapping[str, Array], *, key: Key[Array, "batch"] | None = None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the sum of log Z - logit[label], in float32, and the number of labels.
+
+    - `batch`: `labels`, "batch" or, for classes of tokens, "batch seq"; a negative label is ignored. Images as
+      `images`, "batch channels height width"; texts as `tokens`, and optionally a padding `mask` and `token_types`.
+
+    **Raises** `TypeError` for a model that has no logits of classes, and `ValueError` for a batch without inputs or
+    labels, or with a key that nothing reads.
+    """
+    inputs, *optional = _TEXT_KEYS if isinstance(model, Encoder) else _IMAGE_KEYS
+    if missing := [name for name in (inputs, "labels") if name not in batch]:
+        raise ValueError(f"the batch has no {' and no '.join(missing)}, only {', '.join(batch) or 'nothing'}")
+    if unread := [name for name in batch if name not in (inputs, "labels", *optional)]:
+        raise ValueError(f"the batch has {unread[0]}, which nothing reads: take it out")
+    if isinstance(model.head, MaskedLMHead):
+        raise TypeError(
+            "the model has a MaskedLMHead, which cross_entropy trains; a loss over classes needs a classifier"
+        )
+    logits = model(batch[inputs], key=key, **{name: batch[name] for name in optional if name in batch})
+    if isinstance(logits, EncoderFeatures):
+        raise TypeError("the model has a FeatureHead, and a loss over classes needs a ClassificationHead")
+    losses = token_losses(logits, batch["labels"])
+    return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)
