@@ -28,13 +28,14 @@ def test_mxfp4_and_no_quantization_are_left_to_the_family():
         (GPTQ, "bits is missing"),
         (GPTQ | {"bits": 4, "group_size": 0}, "group_size = 0 should be a whole number above 0, or -1"),
         (GPTQ | {"bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
-        (GPTQ | {"bits": 4, "dynamic": {"-:.*": {}}}, "dynamic = .*, and {} or None is read"),
+        (GPTQ | {"bits": 4, "dynamic": {"-:.*": {}}}, "dynamic = .*, and {} is read"),
         (AWQ | {"version": "gemv"}, "version = 'gemv', and 'gemm' or 'GEMM' is read"),
         (AWQ | {"zero_point": False}, "zero_point = False, and True is read"),
         (BITSANDBYTES | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type = 'fp4'"),
         (BITSANDBYTES, "one of load_in_4bit and load_in_8bit should be true"),
         (compressed("nvfp4-pack-quantized", **FLOATS), "format = 'nvfp4-pack-quantized', and 'float-quantized' or"),
         (compressed("float-quantized", **FLOATS, strategy="group"), "strategy = 'group', and 'tensor' or 'channel'"),
+        (compressed("float-quantized", **FLOATS, strategy="channel", symmetric=False), "symmetric = False, and True"),
         (compressed("pack-quantized", **INTEGERS | {"num_bits": 2}), "num_bits = 2, and 4 or 8 is read"),
         (compressed("pack-quantized", **INTEGERS) | {"config_groups": {}}, "config_groups should have one scheme"),
         (compressed("pack-quantized", **INTEGERS) | {"ignore": ["re:("]}, "'re:\\(' is no regular expression"),
@@ -44,6 +45,20 @@ def test_mxfp4_and_no_quantization_are_left_to_the_family():
 def test_uncovered_quantization_is_refused_by_name(given, message):
     with pytest.raises(ConfigError, match=f"quantization_config: .*{message}"):
         split_quantization({"quantization_config": given})
+
+
+def test_groups_of_another_format_are_refused():
+    given = compressed("pack-quantized", **INTEGERS)
+    given["config_groups"]["group_0"]["format"] = "float-quantized"
+    with pytest.raises(ConfigError, match="a group has the format 'float-quantized', and the file 'pack-quantized'"):
+        split_quantization({"quantization_config": given})
+
+
+def test_defaults_are_those_of_transformers():
+    read = lambda **given: split_quantization({"quantization_config": given})[1]
+    assert read(quant_method="fp8").block == (128, 128)
+    assert read(quant_method="awq", bits=4, format="gemm", sym=True).group_size == 128
+    assert read(**compressed("pack-quantized", **INTEGERS | {"actorder": "dynamic"})).reordered
 
 
 @pytest.mark.parametrize("name", FORMATS)

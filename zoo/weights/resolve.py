@@ -132,9 +132,10 @@ def resolve_checkpoint(
     tensors = tensors if quantized is None or packed else dequantize_lazily(tensors, quantized, location)
     stripped = strip_base_prefix_if_absent(name_map, set(tensors))
     name_map = name_map if stripped is None else stripped
+    side_tensors = ""
     if quantized is not None and packed:
-        model, tensors = pack_model(model, name_map, tensors, quantized, location)
-    origin = Origin(family, json.dumps(config_json), stripped is not None, list_packed(model))
+        model, tensors, side_tensors = pack_model(model, name_map, tensors, quantized, location)
+    origin = Origin(family, json.dumps(config_json), stripped is not None, list_packed(model), side_tensors)
     model = dataclasses.replace(model, origin=origin)
     _check_tensor_count(model, name_map, len(tensors), location)
     tensor_plans = plan(model, name_map)

@@ -1,5 +1,6 @@
 """Save a model as a checkpoint directory that transformers and `load` read: the family's name map, inverted."""
 
+import dataclasses
 import json
 import math
 import re
@@ -95,7 +96,7 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         config = drop_quantization_if_plain(model, {**json.loads(origin.config), **overrides}, origin.packed)
         reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
-            written = Origin(origin.family, _format_config(config, model), origin.lacks_base_prefix, origin.packed)
+            written = dataclasses.replace(origin, config=_format_config(config, model))
             return written, read_name_map(origin.family, config, origin.lacks_base_prefix)
         family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
@@ -173,7 +174,7 @@ def _format_config(config: Mapping[str, Any], model: Any) -> str:
 def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: NameMap, shard_bytes: int) -> None:
     """Write config, shards and index under temporary names, then rename them all."""
     _, quantized = split_quantization(json.loads(origin.config))
-    specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized)
+    specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized, origin.side_tensors)
     shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered

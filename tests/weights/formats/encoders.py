@@ -16,7 +16,7 @@ AWQ_PLACES = {0: 0, 1: 4, 2: 1, 3: 5, 4: 2, 5: 6, 6: 3, 7: 7}
 
 def product(scale, integer):
     """Round the exact product of two arrays to float32 once."""
-    return np.float32(np.asarray(scale, np.float64) * np.asarray(integer, np.float64))
+    return (np.asarray(scale, np.float64) * np.asarray(integer, np.float64)).astype(np.float32)
 
 
 def pack(numbers, bits, place=lambda i: i):
@@ -28,13 +28,15 @@ def pack(numbers, bits, place=lambda i: i):
     return words.astype(np.uint32).view(np.int32)
 
 
-def fp8(draw, out, in_, rows, columns, suffix, scale_dtype):
+def fp8(draw, out, in_, rows, columns, suffix, scale_dtype, scalar=None, beside=()):
+    """Encode a matrix in blocks. `scalar`: the shape of a single scale. `beside`: scales of activations."""
     codes = draw.normal(size=(out, in_)).astype(jnp.float8_e4m3fn)
     shape = (-(-out // rows), -(-in_ // columns))
     scales = np.abs(draw.normal(size=shape) / 8).astype(scale_dtype)
     dense = product(scales[np.arange(out)[:, None] // rows, np.arange(in_) // columns], codes)
-    scales = scales.reshape(1) if shape == (1, 1) and suffix == "weight_scale" else scales
-    return {"weight": codes, suffix: scales}, dense
+    scales = scales if scalar is None else scales.reshape(scalar)
+    beside = {name: np.abs(draw.normal(size=scalar)).astype(np.float32) for name in beside}
+    return {"weight": codes, suffix: scales} | beside, dense
 
 
 def grouped(draw, out, in_, size, bits, scale_dtype, zeros, groups=None):
@@ -70,7 +72,7 @@ def packed_integers(draw, out, in_, bits, size, symmetric, reordered):
     codes, scales, dense = grouped(draw, out, in_, size, bits, jnp.bfloat16, zeros, groups)
     parts = {"weight_packed": pack(codes, bits), "weight_scale": scales, "weight_shape": np.array([out, in_])}
     parts |= {} if symmetric else {"weight_zero_point": pack(zeros.T, bits).T}
-    return parts | ({"weight_g_idx": groups.astype(np.int32)} if reordered else {}), dense
+    return parts | ({"weight_g_idx": groups.astype(np.int32)} if groups is not None else {}), dense
 
 
 def nf4(draw, out, in_, nested):
@@ -122,7 +124,22 @@ FORMATS = {
     "fp8 tensors": (
         compressed("float-quantized", **FLOATS, strategy="tensor"),
         fp8,
-        (99, 99, "weight_scale", np.float32),
+        (99, 99, "weight_scale", np.float32, (1,), ("input_scale",)),
+    ),
+    "fp8 static": (
+        FP8 | {"weight_block_size": None, "activation_scheme": "static"},
+        fp8,
+        (99, 99, "weight_scale_inv", jnp.bfloat16, (), ("activation_scale",)),
+    ),
+    "autofp8": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        fp8,
+        (99, 99, "weight_scale", np.float32, (), ("input_scale",)),
+    ),
+    "fp8 blocks of llm-compressor": (
+        compressed("float-quantized", **FLOATS, strategy="block", block_structure=[20, 12]),
+        fp8,
+        (20, 12, "weight_scale", jnp.bfloat16),
     ),
     "fp8 rows": (
         compressed("float-quantized", **FLOATS, strategy="channel"),

@@ -114,16 +114,11 @@ def fill(name, value):
     return lambda tensors, config: tensors[name].fill(value)
 
 
-def add_input_scales(tensors, config):
-    tensors[f"{QUERY}.input_scale"] = np.ones(1, np.float32)
-
-
 REFUSED = {
     "nf4": ("nf4", None, "bitsandbytes NF4 is decoded on load only"),
     "int8": ("llm.int8", None, "bitsandbytes int8 is decoded on load only"),
     "no scales": ("fp8 blocks", pop(f"{QUERY}.weight_scale_inv"), "lacks its .*weight_scale_inv"),
     "one plain layer": ("awq", make_plain, f"{QUERY} is plain, and stacked in one array with others"),
-    "static activations": ("fp8 tensors", add_input_scales, f"{QUERY}.input_scale would not be written back"),
     "not a number": ("fp8 rows", fill(f"{QUERY}.weight", np.nan), f"{QUERY}.weight has a number that is not finite"),
     "infinite scales": ("awq", fill(f"{QUERY}.scales", np.inf), f"{QUERY}.scales has a number that is not finite"),
     "no such group": ("gptq reordered", fill(f"{QUERY}.g_idx", 2), "groups that are not among the 2"),

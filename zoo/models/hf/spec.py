@@ -147,3 +147,5 @@ class Origin:
     """True if tensor names lack `base_model_prefix`, as in files of a model without its head."""
     packed: tuple[str, ...] = ()
     """Paths of the layers that were loaded packed, from a quantized file."""
+    side_tensors: str = ""
+    """Text of the file's small tensors that belong to packed layers and that these do not hold."""

@@ -25,7 +25,7 @@ from .base import (
     take_rows,
     unpack_words,
 )
-from .gptq import read_group_size
+from .gptq import IGNORED_KEYS, read_group_size
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The number of the output at each place of a word."""
@@ -93,7 +93,9 @@ class AWQFormat(AbstractGroupFormat):
 
 def read_awq(config: Mapping[str, Any]) -> AWQFormat:
     """Read the config of `quant_method` "awq". **Raises** `ConfigError` for options that are not covered."""
-    required = {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)}
+    versions = ("gemm", "GEMM", None)
+    required = dict.fromkeys(("version", "format", "checkpoint_format"), versions) | {"bits": (4,)}
+    required |= {"zero_point": (True,), "desc_act": (False, None)}
     ignored = ("group_size", "modules_to_not_convert", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse")
-    check_options(config, required, (*ignored, "exllama_config"))
+    check_options(config, required, (*ignored, *IGNORED_KEYS))
     return AWQFormat(read_group_size(config), left_out=read_names(config, "modules_to_not_convert"))

@@ -42,8 +42,12 @@ class AbstractQuantizedFormat(abc.ABC):
 
     optional_suffixes: ClassVar[Mapping[str, Collection[Any]]] = {}
     """Tensors that a matrix may have besides."""
-    ignored_suffixes: ClassVar[tuple[str, ...]] = ()
-    """Tensors beside a matrix that its numbers do not depend on: scales of activations, which stay as they are."""
+
+    @property
+    def side_suffixes(self) -> tuple[str, ...]:
+        """Small tensors of a matrix that are written back from `Origin.side_tensors`: those that its numbers do not
+        depend on, such as scales of activations, and those that a packed layer holds in another shape."""
+        return ()
 
     def is_quantized_weight(self, tensor: LazyTensor) -> bool:
         """Return True for the dtype of codes, where they are stored as `NAME.weight`."""
@@ -198,8 +202,9 @@ def check_options(config: Mapping[str, Any], required: Mapping[str, Collection[A
     **Raises** `ConfigError` that names all keys that are unknown or have another value.
     """
     method = config.get("quant_method")
+    list_values = lambda key: " or ".join(repr(x) for x in required[key] if x is not None or len(required[key]) == 1)
     errors = [
-        f"{key} = {value!r}, and {' or '.join(map(repr, required[key]))} is read"
+        f"{key} = {value!r}, and {list_values(key)} is read"
         for key, value in config.items()
         if key in required and not is_any_of(value, required[key])
     ]

@@ -34,6 +34,9 @@ from .base import (
 from .fp8 import SCALE_DTYPES, FP8Format, read_block
 from .gptq import read_group_size
 
+_REORDERED = ("group", "dynamic")
+"""Values of `actorder` with which the group of each input is stored; two words for one order."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PackQuantizedFormat(AbstractGroupFormat):
@@ -155,7 +158,7 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
         scheme["num_bits"],
         read_group_size({"group_size": scheme.get("group_size")}) if grouped else None,
         scheme.get("symmetric", True),
-        scheme.get("actorder") == "group",
+        scheme.get("actorder") in _REORDERED,
         left_out=left_out,
     )
 
@@ -163,8 +166,13 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
 def _find_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the scheme of all weights. **Raises** `ConfigError` if there are several, or none."""
     groups = config.get("config_groups")
-    groups = groups.values() if isinstance(groups, Mapping) else ()
-    schemes = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    groups = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    for group in groups:
+        if (own := group.get("format")) not in (None, config.get("format")):
+            raise ConfigError(
+                f"quantization_config: a group has the format {own!r}, and the file {config.get('format')!r}"
+            )
+    schemes = [group.get("weights") for group in groups]
     first = schemes[0] if schemes else None
     if not isinstance(first, Mapping) or any(scheme != first for scheme in schemes):
         raise ConfigError("quantization_config: config_groups should have one scheme for the weights of all groups")
@@ -173,7 +181,8 @@ def _find_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read_fp8_block(scheme: Mapping[str, Any]) -> tuple[int, int] | str:
     """Return the block of FP8 scales, or "channel" or "tensor"."""
-    _check_scheme(scheme, {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", "channel", "block")})
+    strategies = ("tensor", "channel", "block")
+    _check_scheme(scheme, {"num_bits": (8,), "type": ("float",), "strategy": strategies, "symmetric": (True,)})
     if scheme["strategy"] != "block":
         return scheme["strategy"]
     return read_block(scheme.get("block_structure"), "block_structure")
@@ -181,10 +190,10 @@ def _read_fp8_block(scheme: Mapping[str, Any]) -> tuple[int, int] | str:
 
 def _check_scheme(scheme: Mapping[str, Any], needed: Mapping[str, Collection[Any]]) -> None:
     """**Raises** `ConfigError` for a scheme of weights that is not covered."""
-    if missing := needed.keys() - scheme.keys():
+    if missing := needed.keys() - scheme.keys() - {"symmetric"}:
         raise ConfigError(f"quantization_config: weights lack {', '.join(sorted(missing))}")
-    required = {**needed, "symmetric": (True, False), "dynamic": (False, None), "actorder": (None, "weight", "static")}
+    required = {"symmetric": (True, False), **needed, "dynamic": (False, None), "actorder": (None, "weight", "static")}
     if "group" in needed["strategy"]:
-        required["actorder"] = (*required["actorder"], "group")
+        required["actorder"] = (*required["actorder"], *_REORDERED)
     ignored = ("group_size", "block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     check_options({"quant_method": "compressed-tensors", **scheme}, required, ignored)

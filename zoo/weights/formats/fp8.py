@@ -7,7 +7,7 @@ Blocks of 128 x 128 are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); 
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -27,8 +27,6 @@ class FP8Format(AbstractGroupFormat):
     """FP8 weights with a scale per block (`block`), or per output row (`"channel"`), or per matrix (`"tensor"`)."""
 
     name: ClassVar[str] = "FP8"
-    ignored_suffixes: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
-
     block: tuple[int, int] | str
     scale: str = "weight_scale_inv"
     """End of the name of the scales."""
@@ -46,6 +44,10 @@ class FP8Format(AbstractGroupFormat):
             return {self.scale: [(out, 1)] if self.block == "channel" else [(), (1,)]}
         rows, columns = self.block
         return {self.scale: [(count_groups(out, rows), count_groups(in_, columns))]}
+
+    @property
+    def side_suffixes(self) -> tuple[str, ...]:
+        return ("input_scale", "activation_scale", *((self.scale,) if self.block == "tensor" else ()))
 
     @property
     def kind(self) -> CodeKind:
@@ -68,33 +70,24 @@ class FP8Format(AbstractGroupFormat):
         size = parts["weight"].shape[1] if isinstance(self.block, str) else self.block[1]
         return np.arange(columns.start, columns.stop) // size
 
-    def find_packing_errors(self, name: str, parts: Parts) -> Iterator[str]:
-        if self.block == "tensor" and parts[self.scale].shape != self._scalar_shape:
-            found, written = list(parts[self.scale].shape), list(self._scalar_shape)
-            yield f"{name}.{self.scale} is {found}, and would be written as {written}"
-
-    @property
-    def _scalar_shape(self) -> tuple[int, ...]:
-        return (1,) if self.scale == "weight_scale" else ()
-
     def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        if isinstance(self.block, str):
-            shape = (out, 1) if self.block == "channel" else self._scalar_shape
-        else:
-            shape = (count_groups(out, self.block[0]), count_groups(in_, self.block[1]))
-        return {"weight": ((out, in_), jnp.float8_e4m3fn), self.scale: (shape, scales)}
+        weight = {"weight": ((out, in_), jnp.float8_e4m3fn)}
+        if self.block == "tensor":
+            return weight
+        (shape,) = self.list_shapes(out, in_, {})[self.scale]
+        return weight | {self.scale: (shape, scales)}
 
     def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
         if suffix == "weight":
             return read("codes").view(jnp.float8_e4m3fn)
-        scales = read("scales")
-        if self.block == "tensor":
-            return scales[:1, 0].reshape(self._scalar_shape)
-        return scales if self.block == "channel" else scales[:: self.block[0]]
+        return read("scales") if isinstance(self.block, str) else read("scales")[:: self.block[0]]
 
 
 def read_fp8(config: Mapping[str, Any]) -> FP8Format:
     """Read the config of `quant_method` "fp8". Activations, which its kernels quantize, are not quantized here.
+
+    Without `weight_block_size` a matrix has blocks of 128 x 128, the default of transformers, and with null one scale;
+    AutoFP8, which lists `ignored_layers` and no block size, names the scale of a matrix `weight_scale`.
 
     **Raises** `ConfigError` for options that are not covered.
     """
@@ -102,8 +95,10 @@ def read_fp8(config: Mapping[str, Any]) -> FP8Format:
     required |= {"scale_fmt": ("float", "ue8m0", None), "expert_dtype": ("fp8",), "modules_to_convert": (None, [])}
     lists = ("modules_to_not_convert", "ignored_layers")
     check_options(config, required, (*lists, "weight_block_size", "dequantize", "scale_fmt"))
-    block = config.get("weight_block_size")
     left_out = read_names(config, *lists)
+    if "ignored_layers" in config and config.get("weight_block_size") is None:
+        return FP8Format("tensor", "weight_scale", left_out=left_out)
+    block = config.get("weight_block_size", [128, 128])
     return FP8Format("tensor" if block is None else read_block(block, "weight_block_size"), left_out=left_out)
 
 

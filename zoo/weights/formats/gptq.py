@@ -30,7 +30,7 @@ from .base import (
     unpack_words,
 )
 
-_IGNORED = (
+IGNORED_KEYS = (
     *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "sym", "lm_head", "group_size"),
     *("desc_act", "act_group_aware", "model_name_or_path", "model_file_base_name", "meta", "tokenizer", "dataset"),
     *("backend", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size"),
@@ -38,6 +38,7 @@ _IGNORED = (
     *("use_exllama", "disable_exllama", "exllama_config", "quantizer", "mse", "version", "modules_to_not_convert"),
     *("checkpoint_format", "format", "parallel_packing", "offload_to_disk", "offload_to_disk_path", "hyb_act"),
 )
+"""Keys of the quantizers, AWQ's among them, that say how the numbers were found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ def read_gptq(config: Mapping[str, Any]) -> GPTQFormat:
     required = {"bits": (4, 8), "checkpoint_format": formats, "format": formats, "dynamic": ({}, None)}
     required |= {"is_marlin_format": (False, None), "pack_dtype": ("int32", None), "sym": (True, False)}
     required |= {"desc_act": (True, False)}
-    check_options(config, required, _IGNORED)
+    check_options(config, required, IGNORED_KEYS)
     if "bits" not in config:
         raise ConfigError("quantization_config: bits is missing, and 4 or 8 is read")
     is_v2 = "gptq_v2" in (config.get("checkpoint_format"), config.get("format"))

@@ -84,7 +84,7 @@ def drop_parts(
     tensors: Mapping[str, LazyTensor], found: Mapping[str, Parts], quantized: AbstractQuantizedFormat
 ) -> dict[str, LazyTensor]:
     """Return the tensors that are no part of a quantized matrix."""
-    ends = (*quantized.ignored_suffixes, *quantized.optional_suffixes)
+    ends = (*quantized.side_suffixes, *quantized.optional_suffixes)
     dropped = {f"{name}.{suffix}" for name, parts in found.items() for suffix in (*parts, *ends)}
     return {name: x for name, x in tensors.items() if name not in dropped}
 

@@ -23,6 +23,7 @@ from ..plan import find_mapping, invert_name_map
 from ..safetensors import CheckpointError, LazyTensor
 from .base import AbstractGroupFormat, AbstractQuantizedFormat, Parts, count_groups, read_in_chunks
 from .lazy import drop_parts, find_quantized, make_lazy_matrix
+from .side import decode_side_tensors, encode_side_tensors
 
 _Model = TypeVar("_Model")
 _TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -34,9 +35,9 @@ def pack_model(
     tensors: Mapping[str, LazyTensor],
     quantized: AbstractQuantizedFormat,
     location: str,
-) -> tuple[_Model, dict[str, LazyTensor]]:
-    """Return a model in shapes whose layers are packed where the file's are, and the tensors that its arrays are read
-    from.
+) -> tuple[_Model, dict[str, LazyTensor], str]:
+    """Return a model in shapes whose layers are packed where the file's are, the tensors that its arrays are read from,
+    and the text of its side tensors.
 
     **Raises** `CheckpointError` as `find_quantized` does; for a format that is decoded only; and for matrices that are
     stacked with plain ones, or could not be written back as they are stored.
@@ -45,8 +46,6 @@ def pack_model(
         raise CheckpointError(f"{location}: packed=True, and {quantized.name} is decoded on load only: leave it out")
     found = find_quantized(tensors, quantized, location)
     errors = [error for name, parts in sorted(found.items()) for error in quantized.find_packing_errors(name, parts)]
-    extra = [f"{name}.{suffix}" for name in found for suffix in quantized.ignored_suffixes]
-    errors += [f"{name} would not be written back" for name in extra if name in tensors]
     mappings, used = invert_name_map(name_map), set()
 
     def pack(name: str, ranges: IndexRanges, module: Any) -> Any:
@@ -79,7 +78,9 @@ def pack_model(
         listed = "; ".join(errors[:8])
         raise CheckpointError(f"{location} cannot be held packed: {listed}. Without packed=True it is decoded")
     virtual = {key: x for name, parts in found.items() for key, x in _view_packed(name, parts, quantized).items()}
-    return packed, drop_parts(tensors, found, quantized) | virtual
+    names = (f"{name}.{suffix}" for name in found for suffix in quantized.side_suffixes)
+    side_tensors = encode_side_tensors({name: tensors[name] for name in names if name in tensors})
+    return packed, drop_parts(tensors, found, quantized) | virtual, side_tensors
 
 
 def _pack_linear(linear: Linear, quantized: AbstractGroupFormat) -> GroupQuantizedLinear:
@@ -155,14 +156,22 @@ def pack_like(built: _Model, model: Any, quantized: AbstractQuantizedFormat) -> 
 
 
 def unpack_exported(
-    specs: _TensorSpecs, tensor: Callable[[str], np.ndarray], quantized: AbstractQuantizedFormat | None
+    specs: _TensorSpecs,
+    tensor: Callable[[str], np.ndarray],
+    quantized: AbstractQuantizedFormat | None,
+    side_tensors: str,
 ) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
     """Return the tensors of the file in place of those of packed layers: their shapes and dtypes, and a function that
-    assembles one."""
+    assembles one. `side_tensors` of layers that are packed are among them."""
     if not isinstance(quantized, AbstractGroupFormat):
         return specs, tensor
     written, sources = {name: spec for name, spec in specs.items() if not _is_packed(name, specs)}, {}
-    for stem in (name.removesuffix(".codes") for name in specs if name.endswith(".codes")):
+    stems = [name.removesuffix(".codes") for name in specs if name.endswith(".codes")]
+    held = decode_side_tensors(side_tensors)
+    names = (f"{stem}.{suffix}" for stem in stems for suffix in quantized.side_suffixes)
+    side = {name: held[name] for name in names if name in held}
+    written |= {name: (x.shape, x.dtype) for name, x in side.items()}
+    for stem in stems:
         (out, columns), _ = specs[f"{stem}.codes"]
         in_ = columns * (2 if quantized.kind == "uint4" else 1)
         for suffix, (shape, dtype) in quantized.list_file_parts(out, in_, specs[f"{stem}.scales"][1]).items():
@@ -170,6 +179,8 @@ def unpack_exported(
             sources[f"{stem}.{suffix}"] = stem, suffix
 
     def assemble(name: str) -> np.ndarray:
+        if name in side:
+            return side[name]
         if name not in sources:
             return tensor(name)
         stem, suffix = sources[name]
