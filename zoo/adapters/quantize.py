@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from zoo.layers import AbstractLinear, AbstractPackedLinear, GroupQuantizedLinear, Int8Linear, Linear, NF4Linear
+from zoo.layers import AbstractGroupLinear, AbstractLinear, AbstractPackedLinear, Int8Linear, Linear, NF4Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
 from zoo.models.targets import (
     ALL_LINEAR,
@@ -29,7 +29,7 @@ _PackedFormat = Literal["nf4", "int8"]
 _PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": NF4Linear, "int8": Int8Linear}
 
 
-_DEQUANTIZED = Int8Linear | NF4Linear | GroupQuantizedLinear
+_DEQUANTIZED = Int8Linear | NF4Linear | AbstractGroupLinear
 
 
 @in_one_round

@@ -19,7 +19,7 @@ from .norm import IdentityNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
 from .pooling import AbstractPooler, AttentionPooler, ClassTokenPooler, DensePooler
 from .quantized.fp8 import AmaxHistory, FP8Linear
-from .quantized.groups import GroupQuantizedLinear
+from .quantized.groups import AbstractGroupLinear, GroupQuantizedLinear, NestedNF4Linear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .quantized.packed import AbstractPackedLinear
 from .query_scale import QueryScale
@@ -50,6 +50,7 @@ __all__ = [
     "RWKV7",
     "AbstractEmbedding",
     "AbstractFeedForward",
+    "AbstractGroupLinear",
     "AbstractLinear",
     "AbstractMixer",
     "AbstractNorm",
@@ -97,6 +98,7 @@ __all__ = [
     "MambaState",
     "MixtureOfExperts",
     "NF4Linear",
+    "NestedNF4Linear",
     "PatchEmbedding",
     "PatchPositions",
     "PerHeadLayerNorm",

@@ -44,10 +44,10 @@ def load(
     - `family`: a family of your own. Default: the one that the config's `model_type` names.
     - `ignore`: config keys to disregard; `save` omits them too.
     - `packed`: keep the matrices of a quantized checkpoint as they are stored, frozen, and dequantize them tile by tile
-      inside the matmul (`zoo.layers.GroupQuantizedLinear`, `MXFP4Linear`); `save` writes them back byte for byte. FP8,
-      GPTQ, AWQ, compressed-tensors and MXFP4. Default: dequantize them, in float32 and then rounded to `dtype`, by
-      default that of the other tensors; also bitsandbytes. The model is then like any other: `save` writes plain
-      tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
+      inside the matmul (`zoo.layers.GroupQuantizedLinear`, `NestedNF4Linear`, `MXFP4Linear`); `save` writes them back
+      byte for byte. FP8, GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4. Default: dequantize them, in float32
+      and then rounded to `dtype`, by default that of the other tensors. The model is then like any other: `save` writes
+      plain tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
 
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.ops.quantized.groups import get_group_dequantizer
+from zoo.ops.quantized.groups import INT8_STEP, get_group_dequantizer, get_nested_dequantizer
+from zoo.ops.quantized.nf4 import CODEBOOK
 from zoo.ops.quantized.packed_matmul import packed_matmul
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)
@@ -42,6 +43,32 @@ def test_every_code_is_dequantized_by_the_formula(kind, numbers, middle, indexed
         np.testing.assert_array_equal(jax.jit(decode)(*given), wanted)
         half = jax.jit(decode, static_argnums=len(given))(*given, jnp.bfloat16)
         np.testing.assert_array_equal(half, wanted.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_nested_nf4_equals_the_formula(indexed):
+    """Rows of 3 blocks: step 0 ends, and step 1 begins, inside row 85."""
+    draw = np.random.default_rng(0)
+    codes, constants = draw.integers(0, 256, (4, 96), np.uint8), draw.integers(0, 256, (4, 3), np.uint8)
+    first = 3 * np.arange(84, 88, dtype=np.int32)
+    steps, table = (np.float32(draw.normal(size=size)) for size in (2, 256))
+    index = draw.permutation(np.arange(192) // 64) if indexed else np.arange(192) // 64
+    offset = np.float32([0.1])
+    scales = table[constants] * steps[(first[:, None] + np.arange(3)) // 256] + offset
+    levels = CODEBOOK[np.stack([codes & 15, codes >> 4], -1).reshape(4, -1)]
+    decode = jax.jit(get_nested_dequantizer(indexed=indexed))
+    given = (codes, constants, first, steps, table, offset, *((index,) if indexed else ()))
+    np.testing.assert_array_equal(decode(*given), levels * scales[:, index])
+    stacked = decode(*(np.stack([x, x[::-1]]) for x in given))
+    np.testing.assert_array_equal(stacked[1], decode(*(x[::-1] for x in given)))
+
+
+def test_signed_bytes_are_parts_of_the_largest():
+    decode = get_group_dequantizer("int8", None, has_zeros=False, indexed=False)
+    codes, scales = ALL_BYTES[None], np.float32([[0.3]])
+    np.testing.assert_array_equal(
+        jax.jit(decode)(codes, scales)[0], ALL_BYTES.view(np.int8) * np.float32(0.3) * INT8_STEP
+    )
 
 
 def test_equal_options_give_the_same_function():

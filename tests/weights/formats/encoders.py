@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zoo
+from zoo.ops.quantized.nf4 import CODEBOOK
 from zoo.weights.safetensors import open_tensors, write_safetensors
 
 CONFIG = {"model_type": "llama", "vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
@@ -75,19 +76,20 @@ def packed_integers(draw, out, in_, bits, size, symmetric, reordered):
     return parts | ({"weight_g_idx": groups.astype(np.int32)} if groups is not None else {}), dense
 
 
-def nf4(draw, out, in_, nested):
-    codes, block = draw.integers(0, 16, out * in_), 64
-    levels, count = np.sort(draw.normal(size=16)).astype(np.float32), -(-out * in_ // block)
+def nf4(draw, out, in_, nested, levels=None):
+    codes, block, offset = draw.integers(0, 16, out * in_), 64, np.float32(0.1)
+    levels = np.sort(draw.normal(size=16)).astype(np.float32) if levels is None else levels
+    count = -(-out * in_ // block)
     state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [out, in_]}
-    parts = {"weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None], "weight.quant_map": levels}
+    parts = {"weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None], "weight.quant_map": levels.copy()}
     constants = np.abs(draw.normal(size=count) / 8).astype(np.float32)
     if nested:
         constant_codes = draw.integers(0, 256, count).astype(np.uint8)
         steps = np.abs(draw.normal(size=-(-count // 256)) / 8).astype(np.float32)
         table = np.sort(draw.normal(size=256)).astype(np.float32)
-        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
         constants = product(table[constant_codes], steps[np.arange(count) // 256])
-        constants = np.float32(constants.astype(np.float64) + 0.25)
+        constants = np.float32(constants.astype(np.float64) + np.float64(offset))
         parts |= {"weight.nested_absmax": steps, "weight.nested_quant_map": table}
     parts["weight.absmax"] = constant_codes if nested else constants
     parts["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
@@ -117,6 +119,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 GPTQ = {"quant_method": "gptq", "group_size": 16, "sym": False, "checkpoint_format": "gptq"}
 INTEGERS = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 16}
 FLOATS = {"type": "float", "num_bits": 8}
+NF4 = {"load_in_4bit": True}
 BITSANDBYTES = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"], "bnb_4bit_quant_type": "nf4"}
 
 FORMATS = {
@@ -161,11 +164,15 @@ FORMATS = {
         packed_integers,
         (8, None, True, False),
     ),
-    "nf4": (BITSANDBYTES | {"load_in_4bit": True}, nf4, (True,)),
-    "nf4 of one level": (BITSANDBYTES | {"load_in_4bit": True}, nf4, (False,)),
+    "nf4": (BITSANDBYTES | NF4 | {"bnb_4bit_use_double_quant": True}, nf4, (True,)),
+    "nf4 of one level": (BITSANDBYTES | NF4, nf4, (False,)),
+    "nf4 in rows": (BITSANDBYTES | NF4 | {"bnb_4bit_use_double_quant": True}, nf4, (True, CODEBOOK)),
+    "nf4 in rows of one level": (BITSANDBYTES | NF4, nf4, (False, CODEBOOK)),
     "llm.int8": (BITSANDBYTES | {"load_in_8bit": True}, llm_int8, ()),
 }
 """Name -> (quantization_config, encoder of a matrix, its arguments)."""
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+"""Of NF4 in rows: matrices have 384 blocks, two or three in a row, so that 256 of them end inside a row."""
 
 
 def write_quantized(directory, make, name, *, dtype=jnp.bfloat16, change=None):
@@ -174,7 +181,8 @@ def write_quantized(directory, make, name, *, dtype=jnp.bfloat16, change=None):
     `change(tensors, config)` damages both in place.
     """
     given, encode, options = FORMATS[name]
-    zoo.save(make("llama", CONFIG, dtype=dtype), directory)
+    sizes = SIZES if name.startswith("nf4 in rows") else {}
+    zoo.save(make("llama", CONFIG | sizes, dtype=dtype), directory)
     tensors = {key: np.array(x.read()) for key, x in open_tensors(directory).items()}
     dense, draw = {key: x.astype(np.float32) for key, x in tensors.items()}, np.random.default_rng(0)
     for key in [key for key in tensors if "_proj." in key]:

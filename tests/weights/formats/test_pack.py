@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import GroupQuantizedLinear, Linear
+from zoo.layers import AbstractGroupLinear, Linear
 from zoo.weights.parity import compare, read_expectations
 from zoo.weights.safetensors import open_tensors
 
@@ -20,7 +20,7 @@ from .encoders import FORMATS, write_quantized
 PARITY = os.environ.get("ZOO_PARITY")
 CASES = ("fp8_block_llama", "fp8_block_deepseek_v3", "fp8_block_qwen3_moe", "fp8_channel_llama", "gptq_llama")
 CASES += ("awq_qwen2", "packed_int4_llama")
-PACKED = [name for name in FORMATS if name not in ("nf4", "nf4 of one level", "llm.int8")]
+PACKED = [name for name in FORMATS if name not in ("nf4", "nf4 of one level")]
 QUERY = "model.layers.0.self_attn.q_proj"
 
 
@@ -42,7 +42,7 @@ def test_packed_numbers_and_bytes_are_those_of_the_file(name, make, tmp_path):
     dense = write_quantized(tmp_path / "in", make, name)
     model = zoo.load(tmp_path / "in", packed=True, dtype=jnp.bfloat16)
     block = model.stack.segments[0].blocks[0]
-    assert isinstance(block.ffn.down, GroupQuantizedLinear) and isinstance(model.head, Linear)
+    assert isinstance(block.ffn.down, AbstractGroupLinear) and isinstance(model.head, Linear)
     wanted = [dense[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(2)]
     np.testing.assert_array_equal(eqx.filter_vmap(lambda layer: layer.dense_weight)(block.ffn.down), np.stack(wanted))
     zoo.save(jax.tree.map(np.asarray, model), tmp_path / "out", shard_bytes=4000)
@@ -55,24 +55,27 @@ def test_packed_numbers_and_bytes_are_those_of_the_file(name, make, tmp_path):
     assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "in" / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8 blocks", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gptq reordered", "int4 with zeros"))]
-)
-def test_adapted_packed_model_on_mesh_equals_one_device(name, make, tmp_path):
-    """Blocks of 12 inputs are cut by shards of 24 of the 48 that `down` has. The file is written from the mesh."""
+SLOW = ("fp8 blocks", "gptq reordered", "int4 with zeros", "awq", "llm.int8", "nf4 in rows of one level")
+
+
+@pytest.mark.parametrize("name", ["nf4 in rows", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
+def test_adapted_packed_model_equals_decoded_on_mesh(name, make, tmp_path):
+    """Packed on a mesh, packed on one device, and decoded. Blocks of 12 inputs are cut by shards of 24 of the 48 that
+    `down` has, and NF4's of 64 by shards of 96. The file is written from the mesh."""
     write_quantized(tmp_path / "in", make, name)
     tokens = np.random.default_rng(1).integers(0, 24, (8, 6))
     batch, results = {"tokens": tokens, "targets": tokens}, []
-    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
-    for on in (zoo.make_mesh(devices=jax.devices()[:1]), mesh):
-        model = zoo.load(tmp_path / "in", packed=True, dtype=jnp.float32, mesh=on)
-        adapted = zoo.adapters.lora(model, rank=2, targets=("query", "down"), init="gaussian", key=jax.random.key(0))
-        adapted = jax.tree.map(lambda x: x + 0.1 if eqx.is_inexact_array(x) and x.shape[-1] == 2 else x, adapted)
+    mesh, serial = zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(devices=jax.devices()[:1])
+    for packed, on in ((False, serial), (True, serial), (True, mesh)):
+        model = zoo.load(tmp_path / "in", packed=packed, dtype=jnp.float32, mesh=on)
+        adapted = zoo.adapters.lora(model, rank=5, targets=("query", "down"), init="gaussian", key=jax.random.key(0))
+        adapted = jax.tree.map(lambda x: x + 0.1 if eqx.is_inexact_array(x) and x.shape[-1] == 5 else x, adapted)
         results.append(jax.device_get(zoo.value_and_grad(zoo.cross_entropy, on)(zoo.place(adapted, on), batch)))
     codes = model.stack.segments[0].blocks[0].ffn.down.codes
     assert codes.addressable_shards[0].data.size == codes.size // 4
-    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        assert np.abs(a - b).max() <= 2e-5 * np.abs(a).max() > 0
+    for expected, *given in zip(*map(jax.tree.leaves, results), strict=True):
+        for x in given:
+            assert np.abs(x - expected).max() <= 2e-5 * np.abs(expected).max() > 0
     zoo.save(zoo.load(tmp_path / "in", packed=True, mesh=mesh), tmp_path / "out")
     written, given = (tmp_path / folder / "model.safetensors" for folder in ("out", "in"))
     assert written.read_bytes() == given.read_bytes()
@@ -115,8 +118,13 @@ def fill(name, value):
 
 
 REFUSED = {
-    "nf4": ("nf4", None, "bitsandbytes NF4 is decoded on load only"),
-    "int8": ("llm.int8", None, "bitsandbytes int8 is decoded on load only"),
+    "blocks across rows": ("nf4", None, r"is a matrix of \[32, 48\], and blocks of 64 numbers begin inside its rows"),
+    "undeclared constants": (
+        "nf4 in rows",
+        lambda tensors, config: config["quantization_config"].update(bnb_4bit_use_double_quant=False),
+        r"has blocksize and nested_blocksize \(64, 256\), and \(64, None\) were expected",
+    ),
+    "other levels": ("nf4 in rows", fill(f"{QUERY}.weight.quant_map", 1), "quant_map is not that of NF4"),
     "no scales": ("fp8 blocks", pop(f"{QUERY}.weight_scale_inv"), "lacks its .*weight_scale_inv"),
     "one plain layer": ("awq", make_plain, f"{QUERY} is plain, and stacked in one array with others"),
     "not a number": ("fp8 rows", fill(f"{QUERY}.weight", np.nan), f"{QUERY}.weight has a number that is not finite"),

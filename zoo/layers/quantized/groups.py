@@ -8,11 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, UInt8
 
-from zoo.ops.quantized.groups import CodeKind, get_group_dequantizer
+from zoo.ops.quantized.groups import (
+    CODES_PER_BYTE,
+    NESTED_GROUP_SIZE,
+    CodeKind,
+    get_group_dequantizer,
+    get_nested_dequantizer,
+)
+from zoo.ops.quantized.nf4 import BLOCK_SIZE
 from zoo.parallel import Dim, buffer, reduce, shard_offset
 
 from ..linear import contract_per_head
 from .packed import AbstractPackedLinear
+
+_REPLICATED = Dim("features")
 
 
 def _refuse_to_encode(weight: Array) -> NoReturn:
@@ -22,85 +31,20 @@ def _refuse_to_encode(weight: Array) -> NoReturn:
     )
 
 
-class GroupQuantizedLinear(AbstractPackedLinear):
-    """y = W x + b, with W in groups (`zoo.ops.quantized.groups`): FP8, GPTQ, AWQ or INT4 as `zoo.load(packed=True)`
-    reads it.
+class AbstractGroupLinear(AbstractPackedLinear):
+    """y = W x + b, with W of a quantized file.
 
-    Codes are sharded like W. Scales and zero points of a row are replicated over shards of `in`: a shard may begin
-    inside a group. An FP8 block of rows has its scale once in each row.
+    Codes are sharded like W. What groups have in a row is replicated over shards of `in`: a shard may begin inside a
+    group.
     """
 
-    codes: UInt8[Array, "out in_codes"] = buffer()
-    scales: Float[Array, "out in_groups"] = buffer()
-    zeros: UInt8[Array, "out in_groups"] | None = buffer()
-    group_index: Int32[Array, "in"] | None = buffer()
-    """Group of each input, if groups are not consecutive."""
-    bias: Float[Array, "out"] | None
+    codes: eqx.AbstractVar[UInt8[Array, "out in_codes"]]
+    kind: eqx.AbstractVar[CodeKind]
+    group_size: eqx.AbstractVar[int | None]
 
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    in_codes: Dim = eqx.field(static=True)
-    kind: CodeKind = eqx.field(static=True)
-    group_size: int | None = eqx.field(static=True)
-    """Consecutive inputs in a group; None for one group."""
-
-    format: ClassVar[str] = "groups of a quantized file"
-    packed_fields: ClassVar[tuple[str, ...]] = ("codes", "scales", "zeros")
     block_size: ClassVar[int] = 1
     encode = staticmethod(_refuse_to_encode)
-    in_groups: ClassVar[Dim] = Dim("features")
-
-    def __init__(
-        self,
-        in_size: int,
-        out_size: int,
-        *,
-        kind: CodeKind,
-        group_size: int | None,
-        has_zeros: bool = False,
-        reordered: bool = False,
-        in_: Dim = Dim("in"),
-        out: Dim = Dim("out"),
-    ):
-        """Begin with codes and scales of zero, and without a bias: files hold the numbers.
-
-        - `has_zeros`: store zero points; else the middle of the codes is zero.
-        - `reordered`: store the group of each input.
-
-        **Raises** `ValueError` for codes of four bits and an odd number of inputs, or of those in each unit of `in_`.
-        """
-        per_byte = 2 if kind == "uint4" else 1
-        if in_size % per_byte or (in_.unit > 1 and in_.unit % per_byte):
-            units = "" if in_.unit == 1 else f", {in_.unit} to each of {in_.name}"
-            raise ValueError(f"two codes share a byte, and the inputs are odd: {in_size}{units}")
-        groups = 1 if group_size is None else -(-in_size // group_size)
-        self.codes = jnp.zeros((out_size, in_size // per_byte), jnp.uint8)
-        self.scales = jnp.zeros((out_size, groups))
-        self.zeros = jnp.zeros((out_size, groups), jnp.uint8) if has_zeros else None
-        self.group_index = jnp.zeros(in_size, jnp.int32) if reordered else None
-        self.bias, self.in_, self.out, self.kind, self.group_size = None, in_, out, kind, group_size
-        self.in_codes = Dim(in_.name, max(in_.unit // per_byte, 1))
-
-    @property
-    def decode(self) -> Callable[..., Float[Array, "*rows in"]]:
-        has_zeros, indexed = self.zeros is not None, bool(self.shared_arrays)
-        return get_group_dequantizer(self.kind, self.group_size, has_zeros=has_zeros, indexed=indexed)
-
-    @property
-    def packed_arrays(self) -> tuple[Array, ...]:
-        return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
-
-    @property
-    def shared_arrays(self) -> tuple[Int[Array, "*layers in"], ...]:
-        """The group of each input, on this device; () where groups are consecutive from the first input on."""
-        if self.group_index is not None:
-            return (self.group_index,)
-        in_size = self.codes.shape[-1] * (2 if self.kind == "uint4" else 1)
-        if self.group_size is None or -(-in_size // self.group_size) == self.scales.shape[-1]:
-            return ()
-        first = shard_offset(self.codes, self.in_.name, in_size)
-        index = (first + jnp.arange(in_size, dtype=jnp.int32)) // self.group_size
-        return (jnp.broadcast_to(index, (*self.codes.shape[:-2], in_size)),)
+    in_groups: ClassVar[Dim] = _REPLICATED
 
     @property
     def out_size(self) -> int:
@@ -123,3 +67,133 @@ class GroupQuantizedLinear(AbstractPackedLinear):
             return contract_per_head(spec, x, weight.reshape(-1, unit, weight.shape[-1]))
 
         return contract(x, *self.packed_arrays, *self.shared_arrays)
+
+    def _index_groups(self, num_groups: int) -> tuple[Int[Array, "*layers in"], ...]:
+        """Return the group of each input on this device; () where groups are consecutive from the first input on."""
+        in_size = self.codes.shape[-1] * CODES_PER_BYTE[self.kind]
+        if self.group_size is None or -(-in_size // self.group_size) == num_groups:
+            return ()
+        first = shard_offset(self.codes, self.in_.name, in_size)
+        index = (first + jnp.arange(in_size, dtype=jnp.int32)) // self.group_size
+        return (jnp.broadcast_to(index, (*self.codes.shape[:-2], in_size)),)
+
+
+def _make_codes(in_size: int, out_size: int, in_: Dim, kind: CodeKind) -> tuple[UInt8[Array, "out in_codes"], Dim]:
+    """Return codes of zero and their input dim. **Raises** `ValueError` for an odd number of inputs of four bits, or of
+    those in each unit of `in_`."""
+    per_byte = CODES_PER_BYTE[kind]
+    if in_size % per_byte or (in_.unit > 1 and in_.unit % per_byte):
+        units = "" if in_.unit == 1 else f", {in_.unit} to each of {in_.name}"
+        raise ValueError(f"two codes share a byte, and the inputs are odd: {in_size}{units}")
+    return jnp.zeros((out_size, in_size // per_byte), jnp.uint8), Dim(in_.name, max(in_.unit // per_byte, 1))
+
+
+class GroupQuantizedLinear(AbstractGroupLinear):
+    """y = W x + b, with W in groups (`zoo.ops.quantized.groups`): FP8, GPTQ, AWQ, INT4, LLM.int8 or NF4 as
+    `zoo.load(packed=True)` reads it. An FP8 block of rows has its scale once in each row."""
+
+    codes: UInt8[Array, "out in_codes"] = buffer()
+    scales: Float[Array, "out in_groups"] = buffer()
+    zeros: UInt8[Array, "out in_groups"] | None = buffer()
+    group_index: Int32[Array, "in"] | None = buffer()
+    """Group of each input, if groups are not consecutive."""
+    bias: Float[Array, "out"] | None
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    in_codes: Dim = eqx.field(static=True)
+    kind: CodeKind = eqx.field(static=True)
+    group_size: int | None = eqx.field(static=True)
+    """Consecutive inputs in a group; None for one group."""
+
+    format: ClassVar[str] = "groups of a quantized file"
+    packed_fields: ClassVar[tuple[str, ...]] = ("codes", "scales", "zeros")
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        kind: CodeKind,
+        group_size: int | None,
+        has_zeros: bool = False,
+        reordered: bool = False,
+        in_: Dim = Dim("in"),
+        out: Dim = Dim("out"),
+    ):
+        """Begin with codes and scales of zero, and without a bias: files hold the numbers.
+
+        - `has_zeros`: store zero points; else the middle of the codes is zero.
+        - `reordered`: store the group of each input.
+
+        **Raises** `ValueError` for codes of four bits and an odd number of inputs, or of those in each unit of `in_`.
+        """
+        groups = 1 if group_size is None else -(-in_size // group_size)
+        self.codes, self.in_codes = _make_codes(in_size, out_size, in_, kind)
+        self.scales = jnp.zeros((out_size, groups))
+        self.zeros = jnp.zeros((out_size, groups), jnp.uint8) if has_zeros else None
+        self.group_index = jnp.zeros(in_size, jnp.int32) if reordered else None
+        self.bias, self.in_, self.out, self.kind, self.group_size = None, in_, out, kind, group_size
+
+    @property
+    def decode(self) -> Callable[..., Float[Array, "*rows in"]]:
+        has_zeros, indexed = self.zeros is not None, bool(self.shared_arrays)
+        return get_group_dequantizer(self.kind, self.group_size, has_zeros=has_zeros, indexed=indexed)
+
+    @property
+    def packed_arrays(self) -> tuple[Array, ...]:
+        return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+
+    @property
+    def shared_arrays(self) -> tuple[Int[Array, "*layers in"], ...]:
+        return self._index_groups(self.scales.shape[-1]) if self.group_index is None else (self.group_index,)
+
+
+class NestedNF4Linear(AbstractGroupLinear):
+    """y = W x + b, with W in NF4 with double quantization as bitsandbytes stores it: 4.13 bits per parameter.
+
+    Blocks of 64 inputs share a constant, an index into `table`; 256 constants in the file's order of memory, which runs
+    across rows, share a step. `NF4Linear` has steps of rows, which no file of bitsandbytes has.
+    """
+
+    codes: UInt8[Array, "out in_codes"] = buffer()
+    constants: UInt8[Array, "out in_groups"] = buffer()
+    first: Int32[Array, "out"] = buffer()
+    """Number of each row's first constant in memory: on a mesh a device has some of the rows."""
+    steps: Float[Array, "nested"] = buffer()
+    table: Float[Array, "256"] = buffer()
+    offset: Float[Array, "1"] = buffer()
+    bias: Float[Array, "out"] | None
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    in_codes: Dim = eqx.field(static=True)
+
+    format: ClassVar[str] = "NF4 of bitsandbytes"
+    packed_fields: ClassVar[tuple[str, ...]] = ("codes", "constants", "first")
+    kind: ClassVar[CodeKind] = "nf4"
+    group_size: ClassVar[int | None] = BLOCK_SIZE
+    nested: ClassVar[Dim] = _REPLICATED
+
+    def __init__(self, in_size: int, out_size: int, *, in_: Dim = Dim("in"), out: Dim = Dim("out")):
+        """Begin with codes and constants of zero, and without a bias: files hold the numbers.
+
+        **Raises** `ValueError` if the inputs are not a multiple of the block size 64.
+        """
+        if in_size % BLOCK_SIZE:
+            raise ValueError(f"NF4 has blocks of {BLOCK_SIZE}, and {in_size} inputs are no whole number of blocks")
+        groups = in_size // BLOCK_SIZE
+        self.codes, self.in_codes = _make_codes(in_size, out_size, in_, "nf4")
+        self.constants = jnp.zeros((out_size, groups), jnp.uint8)
+        self.first = groups * jnp.arange(out_size, dtype=jnp.int32)
+        self.steps = jnp.zeros(-(-groups * out_size // NESTED_GROUP_SIZE))
+        self.table, self.offset = jnp.zeros(256), jnp.zeros(1)
+        self.bias, self.in_, self.out = None, in_, out
+
+    @property
+    def decode(self) -> Callable[..., Float[Array, "*rows in"]]:
+        return get_nested_dequantizer(indexed=bool(self._index_groups(self.constants.shape[-1])))
+
+    @property
+    def shared_arrays(self) -> tuple[Array, ...]:
+        return (self.steps, self.table, self.offset, *self._index_groups(self.constants.shape[-1]))

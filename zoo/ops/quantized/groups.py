@@ -5,6 +5,11 @@
 in float32, with one rounding. Codes are float8_e4m3fn, bytes, or four bits: two in a byte, the earlier input in the low
 nibble. Groups are consecutive inputs, or any: GPTQ orders inputs by their activations (Frantar et al.,
 arXiv:2210.17323, section 3.3) and stores the group of each.
+
+bitsandbytes has signed bytes, W = scale code / 127 (LLM.int8, arXiv:2208.07339), and NF4, W = scale level(code), whose
+scales may be codes in turn (double quantization, arXiv:2305.14314, section 3):
+
+    scale[o, g] = offset + step[n // 256] table[constant[o, g]]        n the number of the group in memory order
 """
 
 import functools
@@ -12,12 +17,20 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-CodeKind = Literal["float8_e4m3fn", "uint4", "uint8"]
+from .nf4 import BLOCK_SIZE, lookup_codebook
+
+CodeKind = Literal["float8_e4m3fn", "uint4", "uint8", "int8", "nf4"]
 """Number format of codes."""
-_MIDDLE: dict[str, int] = {"float8_e4m3fn": 0, "uint4": 8, "uint8": 128}
+CODES_PER_BYTE: dict[CodeKind, int] = {"float8_e4m3fn": 1, "uint4": 2, "uint8": 1, "int8": 1, "nf4": 2}
+NESTED_GROUP_SIZE = 256
+"""Number of NF4 constants that share a step."""
+INT8_STEP = np.float32(1 / 127)
+"""Factor of signed bytes: the scale is the largest magnitude of a row, which has the code 127."""
+_MIDDLE: dict[CodeKind, int] = {"uint4": 8, "uint8": 128}
 """Zero point of codes without zero points: signed integers are stored with it added."""
 
 
@@ -38,16 +51,49 @@ def get_group_dequantizer(
         dtype = rest[-1] if len(rest) > has_zeros + indexed else jnp.float32
         values = _decode_codes(codes, kind)
         expand = lambda x: _expand_groups(x.astype(jnp.float32), index, group_size, values.shape[-1])
-        offset = jnp.float32(_MIDDLE[kind]) if zeros is None else expand(zeros)
-        return ((values - offset) * expand(scales)).astype(dtype)
+        if zeros is not None or kind in _MIDDLE:
+            values = values - (jnp.float32(_MIDDLE[kind]) if zeros is None else expand(zeros))
+        values = values * expand(scales)
+        return (values * INT8_STEP if kind == "int8" else values).astype(dtype)
+
+    return dequantize
+
+
+@functools.cache
+def get_nested_dequantizer(*, indexed: bool) -> Callable[..., Float[Array, "*rows in"]]:
+    """Return the function `(codes, constants, first, steps, table, offset[, index][, dtype]) -> W` of NF4 with double
+    quantization, as bitsandbytes has it.
+
+    - `first`: number of each row's first group, in the file's order of memory.
+    - `index`: as in `get_group_dequantizer`, for groups of 64.
+    """
+    dequantize_groups = get_group_dequantizer("nf4", BLOCK_SIZE, has_zeros=False, indexed=indexed)
+
+    def dequantize(
+        codes: UInt8[Array, "*rows codes"],
+        constants: UInt8[Array, "*rows groups"],
+        first: Int[Array, "*rows"],
+        steps: Float[Array, "*layers blocks"],
+        table: Float[Array, "*layers 256"],
+        offset: Float[Array, "*layers 1"],
+        *rest: Any,
+    ) -> Array:
+        numbers = (first[..., None] + jnp.arange(constants.shape[-1])) // NESTED_GROUP_SIZE
+        take = lambda x, index: jnp.take_along_axis(x[..., None, :], index, axis=-1)
+        scales = take(table, constants.astype(jnp.int32)) * take(steps, numbers)
+        # A select keeps product and sum apart. XLA's CPU code would fuse them, across a barrier too, and round once.
+        scales = jnp.where(scales == 0, 0, scales)
+        return dequantize_groups(codes, scales + offset[..., None, :], *rest)
 
     return dequantize
 
 
 def _decode_codes(codes: UInt8[Array, "*rows codes"], kind: CodeKind) -> Float[Array, "*rows in"]:
-    if kind == "uint4":
+    if CODES_PER_BYTE[kind] == 2:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
-    codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn) if kind == "float8_e4m3fn" else codes
+    if kind == "nf4":
+        return lookup_codebook(codes)
+    codes = lax.bitcast_convert_type(codes, kind) if kind in ("float8_e4m3fn", "int8") else codes
     return codes.astype(jnp.float32)
 
 

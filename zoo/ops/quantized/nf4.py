@@ -46,7 +46,7 @@ def dequantize_nf4(
 ) -> Float[Array, "*rows values"]:
     """Dequantize blocks of 64 values: multiply in float32, and round to `dtype`."""
     unpacked = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], BLOCK_SIZE)
-    values = _lookup_codebook(unpacked) * _dequantize_constants(constants, offset, step)[..., None]
+    values = lookup_codebook(unpacked) * _dequantize_constants(constants, offset, step)[..., None]
     return values.astype(dtype).reshape(*codes.shape[:-2], -1)
 
 
@@ -57,7 +57,7 @@ def _dequantize_constants(
     return offset[..., None] + step[..., None] * constants.astype(jnp.float32)
 
 
-def _lookup_codebook(codes: UInt8[Array, "*dims"]) -> Float[Array, "*dims"]:
+def lookup_codebook(codes: UInt8[Array, "*dims"]) -> Float[Array, "*dims"]:
     """Look up each code by a binary tree of selects over its bits.
 
     This takes a few elementwise operations per value on any backend, and fuses into its consumers; a gather would not.

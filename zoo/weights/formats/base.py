@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from zoo.layers import AbstractGroupLinear, GroupQuantizedLinear
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.values import WORD, is_any_of, list_of, optional
 from zoo.ops.quantized.groups import CodeKind
+from zoo.parallel import Dim
 
 from ..safetensors import LazyTensor
 
@@ -106,6 +108,11 @@ class AbstractGroupFormat(AbstractQuantizedFormat):
         """Return the number of consecutive inputs in a group; None for one group of all."""
 
     @property
+    def scale_field(self) -> str:
+        """Return the field of the packed layer that `read_scales` fills."""
+        return "scales"
+
+    @property
     def has_zeros(self) -> bool:
         """True if zero points are stored, and not the same for all."""
         return False
@@ -135,14 +142,28 @@ class AbstractGroupFormat(AbstractQuantizedFormat):
         """Yield the reasons why the matrix could not be written as it is stored, if it was held packed."""
         yield from ()
 
+    def make_layer(self, in_size: int, out_size: int, *, in_: Dim, out: Dim) -> AbstractGroupLinear:
+        """Return a layer that holds a matrix packed. **Raises** `ValueError` for sizes that it cannot have."""
+        options = {"has_zeros": self.has_zeros, "reordered": self.is_reordered, "in_": in_, "out": out}
+        return GroupQuantizedLinear(in_size, out_size, kind=self.kind, group_size=self.input_group, **options)
+
+    def view_vectors(self, name: str, parts: Parts) -> Mapping[str, LazyTensor]:
+        """Return the one-dimensional arrays of the packed layer, which belong to the whole matrix, by their fields."""
+        if not self.is_reordered:
+            return {}
+        in_ = self.find_shape(parts)[1]
+        read = lambda: self.read_groups(name, parts, slice(0, in_))
+        return {"group_index": LazyTensor(np.dtype(np.int32), (in_,), read, keeps_dtype=True)}
+
     @abc.abstractmethod
     def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        """Return shape and dtype of each tensor of a matrix, whose scales are stored in the dtype `scales`."""
+        """Return shape and dtype of each tensor of a matrix, whose scales are stored in the dtype `scales`, but for
+        side tensors."""
 
     @abc.abstractmethod
     def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Return one tensor of a matrix. `read` returns its codes "out in", scales and zeros "out groups", and
-        group_index."""
+        """Return one tensor of a matrix. `read` returns its codes "out in", scales and zeros "out groups", and vectors,
+        by their fields."""
 
     def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
         groups = self.read_groups(name, parts, columns)

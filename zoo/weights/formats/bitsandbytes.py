@@ -16,22 +16,27 @@ quantization the block constants are codes too:
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
+from zoo.layers import AbstractGroupLinear, NestedNF4Linear
 from zoo.models.hf.config import ConfigError
+from zoo.ops.quantized.groups import INT8_STEP, NESTED_GROUP_SIZE, CodeKind
+from zoo.ops.quantized.nf4 import BLOCK_SIZE, CODEBOOK
+from zoo.parallel import Dim
 
-from .base import AbstractQuantizedFormat, Parts, check_options, count_groups, read_names, take_rows
+from ..safetensors import LazyTensor
+from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
-_INT8_STEP = np.float32(1 / 127)
 
 
 @dataclasses.dataclass(frozen=True)
-class NF4Format(AbstractQuantizedFormat):
-    """NF4 of bitsandbytes."""
+class NF4Format(AbstractGroupFormat):
+    """NF4 of bitsandbytes. `nested`: double quantization, as the config says, which only packed layers ask; files are
+    decoded by what each matrix says."""
 
     name: ClassVar[str] = "bitsandbytes NF4"
     optional_suffixes: ClassVar[Mapping[str, Collection[Any]]] = {
@@ -39,10 +44,28 @@ class NF4Format(AbstractQuantizedFormat):
         "weight.nested_quant_map": (np.float32,),
     }
 
+    nested: bool
+
     @property
     def suffixes(self) -> Mapping[str, Collection[Any]]:
         absmax = (np.float32, np.uint8)
         return {"weight": (np.uint8,), "weight.absmax": absmax, "weight.quant_map": (np.float32,), _STATE: (np.uint8,)}
+
+    @property
+    def side_suffixes(self) -> tuple[str, ...]:
+        return _STATE, "weight.quant_map", "weight.nested_quant_map"
+
+    @property
+    def kind(self) -> CodeKind:
+        return "nf4"
+
+    @property
+    def input_group(self) -> int | None:
+        return BLOCK_SIZE
+
+    @property
+    def scale_field(self) -> str:
+        return "constants" if self.nested else "scales"
 
     def find_shape(self, parts: Parts) -> tuple[int, int]:
         out, in_ = _read_state(parts)["shape"]
@@ -74,18 +97,73 @@ class NF4Format(AbstractQuantizedFormat):
         else:
             yield from super().find_errors(name, parts)
 
-    def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
-        state, in_ = _read_state(parts), self.find_shape(parts)[1]
-        numbers = rows[:, None] * in_ + np.arange(columns.start, columns.stop)
+    def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        numbers = rows[:, None] * self.find_shape(parts)[1] + np.arange(columns.start, columns.stop)
         packed = parts["weight"].read().reshape(-1)[numbers // 2]
-        codes = np.where(numbers % 2 == 0, packed >> 4, packed & 15)
-        blocks = numbers // state["blocksize"]
+        return np.where(numbers % 2 == 0, packed >> 4, packed & 15)
+
+    def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        """Decode blocks of any size, which may begin inside a row."""
+        state, in_ = _read_state(parts), self.find_shape(parts)[1]
+        codes = self.read_codes(parts, rows, columns)
+        blocks = (rows[:, None] * in_ + np.arange(columns.start, columns.stop)) // state["blocksize"]
         constants = parts["weight.absmax"].read()[blocks]
         if "nested_blocksize" in state:
             nested = parts["weight.nested_absmax"].read()[blocks // state["nested_blocksize"]]
             constants = parts["weight.nested_quant_map"].read()[constants] * nested
             constants += np.float32(state["nested_offset"])
         return parts["weight.quant_map"].read()[codes] * constants
+
+    def find_packing_errors(self, name: str, parts: Parts) -> Iterator[str]:
+        state, (out, in_) = _read_state(parts), self.find_shape(parts)
+        if in_ % BLOCK_SIZE:
+            yield f"{name} is a matrix of [{out}, {in_}], and blocks of {BLOCK_SIZE} numbers begin inside its rows"
+            return
+        found = state["blocksize"], state.get("nested_blocksize")
+        if found != (wanted := (BLOCK_SIZE, NESTED_GROUP_SIZE if self.nested else None)):
+            yield f"{name} has blocksize and nested_blocksize {found}, and {wanted} were expected"
+        if parts["weight"].shape[1:] != (1,):
+            yield f"{name}.weight is {list(parts['weight'].shape)}, and one column was expected"
+        if not np.array_equal(parts["weight.quant_map"].read(), CODEBOOK):
+            yield f"{name}.weight.quant_map is not that of NF4"
+
+    def read_scales(self, parts: Parts, rows: np.ndarray) -> np.ndarray:
+        return parts["weight.absmax"].read().reshape(self.find_shape(parts)[0], -1)[rows]
+
+    def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
+        return np.arange(columns.start, columns.stop) // BLOCK_SIZE
+
+    def make_layer(self, in_size: int, out_size: int, *, in_: Dim, out: Dim) -> AbstractGroupLinear:
+        if self.nested:
+            return NestedNF4Linear(in_size, out_size, in_=in_, out=out)
+        return super().make_layer(in_size, out_size, in_=in_, out=out)
+
+    def view_vectors(self, name: str, parts: Parts) -> Mapping[str, LazyTensor]:
+        if not self.nested:
+            return {}
+        out, in_ = self.find_shape(parts)
+        number_rows = lambda: in_ // BLOCK_SIZE * np.arange(out, dtype=np.int32)
+        read_offset = lambda: np.array([_read_state(parts)["nested_offset"]], np.float32)
+        steps, table = (parts[f"weight.nested_{field}"] for field in ("absmax", "quant_map"))
+        return {
+            "first": LazyTensor(np.dtype(np.int32), (out,), number_rows, keeps_dtype=True),
+            "steps": dataclasses.replace(steps, keeps_dtype=True),
+            "table": dataclasses.replace(table, keeps_dtype=True),
+            "offset": LazyTensor(np.dtype(np.float32), (1,), read_offset, keeps_dtype=True),
+        }
+
+    def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        blocks = out * in_ // BLOCK_SIZE
+        parts = {"weight": ((out * in_ // 2, 1), np.uint8), "weight.absmax": ((blocks,), scales)}
+        if self.nested:
+            parts["weight.nested_absmax"] = ((count_groups(blocks, NESTED_GROUP_SIZE),), np.float32)
+        return parts
+
+    def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        if suffix == "weight":
+            codes = read("codes").reshape(-1, 2)
+            return (codes[:, :1] << 4) | codes[:, 1:]
+        return read(self.scale_field if suffix == "weight.absmax" else "steps").reshape(-1)
 
 
 def _read_state(parts: Parts) -> dict[str, Any]:
@@ -104,7 +182,7 @@ def _read_state(parts: Parts) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8Format(AbstractQuantizedFormat):
+class Int8Format(AbstractGroupFormat):
     """LLM.int8 of bitsandbytes."""
 
     name: ClassVar[str] = "bitsandbytes int8"
@@ -113,6 +191,18 @@ class Int8Format(AbstractQuantizedFormat):
     @property
     def suffixes(self) -> Mapping[str, Collection[Any]]:
         return {"weight": (np.int8,), "SCB": (np.float32,)}
+
+    @property
+    def side_suffixes(self) -> tuple[str, ...]:
+        return ("weight_format",)
+
+    @property
+    def kind(self) -> CodeKind:
+        return "int8"
+
+    @property
+    def input_group(self) -> int | None:
+        return None
 
     def find_shape(self, parts: Parts) -> tuple[int, int]:
         out, in_ = parts["weight"].shape
@@ -127,11 +217,23 @@ class Int8Format(AbstractQuantizedFormat):
         if "weight_format" in parts and parts["weight_format"].shape == () and parts["weight_format"].read() != 0:
             yield f"{name}.weight_format is {parts['weight_format'].read()}, and rows in order (0) are read"
 
+    def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        return take_rows(parts["weight"].read()[:, columns], rows)
+
+    def read_scales(self, parts: Parts, rows: np.ndarray) -> np.ndarray:
+        return parts["SCB"].read()[rows][:, None]
+
+    def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
+        return np.zeros(columns.stop - columns.start, np.int32)
+
     def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
-        codes = take_rows(parts["weight"].read()[:, columns], rows).astype(np.float32)
-        codes *= parts["SCB"].read()[rows][:, None]
-        codes *= _INT8_STEP
-        return codes
+        return super().decode(name, parts, rows, columns) * INT8_STEP
+
+    def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        return {"weight": ((out, in_), np.int8), "SCB": ((out,), scales)}
+
+    def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        return read("codes").view(np.int8) if suffix == "weight" else read("scales")[:, 0]
 
 
 def read_bitsandbytes(config: Mapping[str, Any]) -> NF4Format | Int8Format:
@@ -149,4 +251,5 @@ def read_bitsandbytes(config: Mapping[str, Any]) -> NF4Format | Int8Format:
     if is_4bit == is_8bit:
         raise ConfigError("quantization_config: one of load_in_4bit and load_in_8bit should be true")
     left_out = read_names(config, "llm_int8_skip_modules")
-    return NF4Format(left_out=left_out) if is_4bit else Int8Format(left_out=left_out)
+    nested = config.get("bnb_4bit_use_double_quant", False)
+    return NF4Format(nested is True, left_out=left_out) if is_4bit else Int8Format(left_out=left_out)

@@ -1,8 +1,8 @@
 """Models that hold the matrices of a quantized file packed: `GroupQuantizedLinear` in place of `Linear`.
 
-The arrays of such a layer are tensors `NAME.codes`, `NAME.scales`, `NAME.zeros` and `NAME.group_index` with the outputs
-in front, so that the rows of fused matrices are split, and sharded, like those of any matrix. They are read lazily from
-the tensors of the file, and written back to them.
+The arrays of such a layer are tensors `NAME.codes`, `NAME.scales` and `NAME.zeros` with the outputs in front, so that
+the rows of fused matrices are split, and sharded, like those of any matrix; and vectors that belong to the whole
+matrix, such as `NAME.group_index`. They are read lazily from the tensors of the file, and written back to them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from zoo.layers import GroupQuantizedLinear, Linear
+from zoo.layers import AbstractGroupLinear, Linear
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, map_modules
 from zoo.models.targets import find_linears, is_linear_site
+from zoo.ops.quantized.groups import CODES_PER_BYTE
 from zoo.parallel import Leaf
 
 from ..plan import find_mapping, invert_name_map
@@ -25,6 +25,8 @@ from .base import AbstractGroupFormat, AbstractQuantizedFormat, Parts, count_gro
 from .lazy import drop_parts, find_quantized, make_lazy_matrix
 from .side import decode_side_tensors, encode_side_tensors
 
+_FIELDS = ("codes", "scales", "constants", "zeros", "group_index", "first", "steps", "table", "offset")
+"""Fields of packed layers besides `bias`."""
 _Model = TypeVar("_Model")
 _TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -63,8 +65,9 @@ def pack_model(
             return module
         if missing:
             errors.append(f"{missing[0]} is plain, and stacked in one array with others that are quantized")
-        if quantized.is_reordered and len(mapping.parts) > 1:
-            errors.append(f"{names[0]} is made of {', '.join(mapping.parts)}, and its inputs are reordered")
+        if len(mapping.parts) > 1 and (vectors := quantized.view_vectors(names[0], found.get(names[0], {}))):
+            listed = ", ".join(mapping.parts)
+            errors.append(f"{names[0]} is made of {listed}, and its {', '.join(vectors)} belong to all of it")
         used.update(names)
         try:
             return _pack_linear(module, quantized)
@@ -83,27 +86,18 @@ def pack_model(
     return packed, drop_parts(tensors, found, quantized) | virtual, side_tensors
 
 
-def _pack_linear(linear: Linear, quantized: AbstractGroupFormat) -> GroupQuantizedLinear:
-    """Return the packed layer of a linear layer, in shapes. **Raises** `ValueError` for codes that fill no bytes."""
+def _pack_linear(linear: Linear, quantized: AbstractGroupFormat) -> AbstractGroupLinear:
+    """Return the packed layer of a linear layer, in shapes. **Raises** `ValueError` for sizes that it cannot have."""
     *stacked, out, in_ = linear.weight.shape
-    options = {"kind": quantized.kind, "group_size": quantized.input_group, "in_": linear.in_, "out": linear.out}
-    options |= {"has_zeros": quantized.has_zeros, "reordered": quantized.is_reordered}
-    packed = eqx.filter_eval_shape(lambda: GroupQuantizedLinear(in_, out, **options))
+    packed = eqx.filter_eval_shape(lambda: quantized.make_layer(in_, out, in_=linear.in_, out=linear.out))
     packed = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*stacked, *x.shape), x.dtype), packed)
     return eqx.tree_at(lambda x: x.bias, packed, linear.bias, is_leaf=lambda x: x is None)
 
 
 def _view_packed(name: str, parts: Parts, quantized: AbstractGroupFormat) -> dict[str, LazyTensor]:
     """Return the tensors of a packed layer, which are read from the parts of a matrix."""
-    (out, in_), halves = quantized.find_shape(parts), 2 if quantized.kind == "uint4" else 1
-    groups, scales = (
-        count_groups(in_, quantized.input_group or in_),
-        next(
-            part.dtype
-            for part in parts.values()
-            if jnp.issubdtype(part.dtype, jnp.floating) and part.dtype.itemsize > 1
-        ),
-    )
+    (out, in_), halves = quantized.find_shape(parts), CODES_PER_BYTE[quantized.kind]
+    groups = count_groups(in_, quantized.input_group or in_)
 
     def read_some_codes(rows: np.ndarray, columns: slice) -> np.ndarray:
         codes = quantized.read_codes(parts, rows, slice(columns.start * halves, columns.stop * halves)).view(np.uint8)
@@ -127,28 +121,26 @@ def _view_packed(name: str, parts: Parts, quantized: AbstractGroupFormat) -> dic
     make = lambda field, dtype, columns, read: make_lazy_matrix(
         f"{name}.{field}", np.dtype(dtype), (out, columns), read, parts, keeps_dtype=True
     )
+    field, dtype = quantized.scale_field, quantized.read_scales(parts, np.arange(0)).dtype
     views = {
         f"{name}.codes": make("codes", np.uint8, in_ // halves, read_codes),
-        f"{name}.scales": make("scales", scales, groups, read_scales),
+        f"{name}.{field}": make(field, dtype, groups, read_scales),
     }
     if quantized.has_zeros:
         views[f"{name}.zeros"] = make("zeros", np.uint8, groups, read_zeros)
-    if quantized.is_reordered:
-        read_groups = lambda: quantized.read_groups(name, parts, slice(0, in_))
-        views[f"{name}.group_index"] = LazyTensor(np.dtype(np.int32), (in_,), read_groups, keeps_dtype=True)
-    return views
+    return views | {f"{name}.{field}": x for field, x in quantized.view_vectors(name, parts).items()}
 
 
 def list_packed(model: Any) -> tuple[str, ...]:
     """Return the paths of the layers that hold the matrices of a quantized file."""
-    return tuple(sorted({site.name for site in find_linears(model) if isinstance(site.module, GroupQuantizedLinear)}))
+    return tuple(sorted({site.name for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)}))
 
 
 def pack_like(built: _Model, model: Any, quantized: AbstractQuantizedFormat) -> _Model:
     """Return a model in shapes with the layers packed that are packed in `model`."""
     if not isinstance(quantized, AbstractGroupFormat):
         return built
-    packed = {site.identity for site in find_linears(model) if isinstance(site.module, GroupQuantizedLinear)}
+    packed = {site.identity for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)}
     pack = lambda name, ranges, module: (
         _pack_linear(module, quantized) if (name, ranges) in packed and type(module) is Linear else module
     )
@@ -171,10 +163,11 @@ def unpack_exported(
     names = (f"{stem}.{suffix}" for stem in stems for suffix in quantized.side_suffixes)
     side = {name: held[name] for name in names if name in held}
     written |= {name: (x.shape, x.dtype) for name, x in side.items()}
+    halves = CODES_PER_BYTE[quantized.kind]
     for stem in stems:
         (out, columns), _ = specs[f"{stem}.codes"]
-        in_ = columns * (2 if quantized.kind == "uint4" else 1)
-        for suffix, (shape, dtype) in quantized.list_file_parts(out, in_, specs[f"{stem}.scales"][1]).items():
+        _, scales = specs[f"{stem}.{quantized.scale_field}"]
+        for suffix, (shape, dtype) in quantized.list_file_parts(out, columns * halves, scales).items():
             written[f"{stem}.{suffix}"] = shape, np.dtype(dtype)
             sources[f"{stem}.{suffix}"] = stem, suffix
 
@@ -187,11 +180,11 @@ def unpack_exported(
         return quantized.encode_part(suffix, lambda field: _read_field(stem, field))
 
     def _read_field(stem: str, field: str) -> np.ndarray:
-        if field == "codes" and quantized.kind == "uint4":
+        if field == "codes" and halves == 2:
             packed = tensor(f"{stem}.codes")
             return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
         if field == "group_index" and not quantized.is_reordered:
-            size = 2 * specs[f"{stem}.codes"][0][1] if quantized.kind == "uint4" else specs[f"{stem}.codes"][0][1]
+            size = specs[f"{stem}.codes"][0][1] * halves
             return (np.arange(size) // (quantized.input_group or size)).astype(np.int32)
         return tensor(f"{stem}.{field}")
 
@@ -200,7 +193,7 @@ def unpack_exported(
 
 def _is_packed(name: str, specs: Mapping[str, Any]) -> bool:
     stem, _, field = name.rpartition(".")
-    return field in ("codes", "scales", "zeros", "group_index") and f"{stem}.codes" in specs
+    return field in _FIELDS and f"{stem}.codes" in specs
 
 
 def drop_quantization_if_plain(model: Any, config: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
