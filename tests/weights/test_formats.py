@@ -54,6 +54,11 @@ def test_groups_of_another_format_are_refused():
         split_quantization({"quantization_config": given})
 
 
+def test_unnamed_method_of_2023_is_bitsandbytes():
+    _, quantized = split_quantization({"quantization_config": {"load_in_8bit": True, "llm_int8_threshold": 6.0}})
+    assert quantized is not None and quantized.kind == "int8"
+
+
 def test_defaults_are_those_of_transformers():
     read = lambda **given: split_quantization({"quantization_config": given})[1]
     assert read(quant_method="fp8").block == (128, 128)

@@ -1,7 +1,9 @@
 """Load a checkpoint directory: shapes from the config, then each array shard by shard, from only the bytes it needs."""
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -174,8 +176,8 @@ def _make_shard_reader(
             buffer = _empty_aligned(map(len, ranges), leaf.dtype) if uncopied is None else uncopied
             for buffer_index, source_index in iterate_indices(ranges[:num_stacked_dims]):
                 name, part = view_part(source_index)
-                numbers = part[slices[num_stacked_dims:]]
-                _write_checked(buffer, buffer_index, numbers, f"{location}: {name}", copy=uncopied is None)
+                read = functools.partial(operator.getitem, part, slices[num_stacked_dims:])
+                _write_checked(buffer, buffer_index, read, f"{location}: {name}", copy=uncopied is None)
             buffers[str(slices)] = buffer
         return buffers[str(slices)]
 
@@ -191,8 +193,15 @@ def _empty_aligned(shape: Iterable[int], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _write_checked(buffer: np.ndarray, index: tuple[int, ...], numbers: np.ndarray, name: str, *, copy: bool) -> None:
-    """Write `numbers` to `buffer[index]`. **Raises** `CheckpointError` if they are not finite or overflow."""
+def _write_checked(
+    buffer: np.ndarray, index: tuple[int, ...], read: Callable[[], np.ndarray], name: str, *, copy: bool
+) -> None:
+    """Write the numbers that `read` returns to `buffer[index]`. They are read in here, so that no caller holds those of
+    one matrix while the next is decoded.
+
+    **Raises** `CheckpointError` if they are not finite or overflow.
+    """
+    numbers = read()
     if copy:
         with np.errstate(over="ignore"):
             buffer[index] = numbers

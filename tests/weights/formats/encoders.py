@@ -175,14 +175,14 @@ SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 """Of NF4 in rows: matrices have 384 blocks, two or three in a row, so that 256 of them end inside a row."""
 
 
-def write_quantized(directory, make, name, *, dtype=jnp.bfloat16, change=None):
+def write_quantized(directory, make, name, *, family="llama", dtype=jnp.bfloat16, change=None, sizes=None):
     """Write a model whose linear layers are quantized, and return the float32 tensors that it stands for.
 
     `change(tensors, config)` damages both in place.
     """
     given, encode, options = FORMATS[name]
-    sizes = SIZES if name.startswith("nf4 in rows") else {}
-    zoo.save(make("llama", CONFIG | sizes, dtype=dtype), directory)
+    sizes = SIZES if sizes is None and name.startswith("nf4 in rows") else sizes
+    zoo.save(make(family, CONFIG | (sizes or {}) | {"model_type": family}, dtype=dtype), directory)
     tensors = {key: np.array(x.read()) for key, x in open_tensors(directory).items()}
     dense, draw = {key: x.astype(np.float32) for key, x in tensors.items()}, np.random.default_rng(0)
     for key in [key for key in tensors if "_proj." in key]:

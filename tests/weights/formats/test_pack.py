@@ -81,6 +81,33 @@ def test_adapted_packed_model_equals_decoded_on_mesh(name, make, tmp_path):
     assert written.read_bytes() == given.read_bytes()
 
 
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) for x in ("int4", "gptq reordered", "nf4 in rows")]
+)
+def test_packed_experts_equal_decoded_ones_on_mesh(name, make, tmp_path):
+    sizes = MIXTURE | {"hidden_size": 64, "head_dim": 16}
+    write_quantized(tmp_path / "in", make, name, family="qwen3_moe", dtype=jnp.float32, sizes=sizes)
+    tokens = np.random.default_rng(1).integers(0, 24, (8, 6))
+    batch, results = {"tokens": tokens, "targets": tokens}, []
+    serial, mesh = zoo.make_mesh(devices=jax.devices()[:1]), zoo.make_mesh(fsdp=2, tensor=2, expert=2)
+    for packed, on in ((False, serial), (True, serial), (True, mesh)):
+        model = zoo.load(tmp_path / "in", packed=packed, mesh=on)
+        loss, gradients = jax.device_get(zoo.value_and_grad(zoo.cross_entropy, on)(model, batch))
+        results.append((loss, gradients.embedding, gradients.norm))
+    up = model.stack.segments[0].blocks[0].ffn.experts.up
+    assert isinstance(up, AbstractGroupLinear) and up.codes.addressable_shards[0].data.size == up.codes.size // 8
+    for expected, *given in zip(*map(jax.tree.leaves, results), strict=True):
+        for x in given:
+            assert np.abs(x - expected).max() <= 2e-5 * np.abs(expected).max() > 0
+    zoo.save(model, tmp_path / "out")
+    ours, theirs = open_tensors(tmp_path / "out"), open_tensors(tmp_path / "in")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].read().tobytes() == x.read().tobytes() for key, x in theirs.items())
+
+
 def test_dequantized_after_loading_is_saved_plain(make, tmp_path):
     dense = write_quantized(tmp_path / "in", make, "fp8 rows")
     model = zoo.load(tmp_path / "in", packed=True, dtype=jnp.float32)

@@ -41,10 +41,11 @@ def split_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], Abstr
     **Raises** `ConfigError` for a format that is not covered, with those that are.
     """
     value = config.get(QUANTIZATION_KEY)
-    method = value.get("quant_method") if isinstance(value, Mapping) else None
-    if method == "mxfp4" or not isinstance(value, Mapping) or not isinstance(method, str):
+    if not isinstance(value, Mapping) or (method := value.get("quant_method")) == "mxfp4":
         return dict(config), None
-    if method not in _READERS:
+    if method is None and (value.get("load_in_4bit") is True or value.get("load_in_8bit") is True):
+        method = "bitsandbytes"  # files of 2023 do not name it
+    if not isinstance(method, str) or method not in _READERS:
         raise ConfigError(f"{QUANTIZATION_KEY}: quant_method {method!r} is not read. Formats that are: {_COVERED}")
     plain = {key: x for key, x in config.items() if key != QUANTIZATION_KEY}
     return plain, _READERS[method](value)

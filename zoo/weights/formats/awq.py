@@ -16,7 +16,7 @@ import numpy as np
 from zoo.ops.quantized.groups import CodeKind
 
 from .base import (
-    AbstractGroupFormat,
+    AbstractQuantizedFormat,
     Parts,
     check_options,
     count_groups,
@@ -33,7 +33,7 @@ BITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class AWQFormat(AbstractGroupFormat):
+class AWQFormat(AbstractQuantizedFormat):
     """AWQ with 4 bits. `group_size` is None for one group of all inputs."""
 
     name: ClassVar[str] = "AWQ"

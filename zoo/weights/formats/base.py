@@ -30,7 +30,8 @@ _CHUNK_ELEMENTS = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class AbstractQuantizedFormat(abc.ABC):
-    """A quantized file format, with the options that a `quantization_config` gives."""
+    """A quantized file format of scaled groups (see the module's formula), with the options that a
+    `quantization_config` gives."""
 
     name: ClassVar[str]
     """The format in words, for messages."""
@@ -79,10 +80,6 @@ class AbstractQuantizedFormat(abc.ABC):
                     f"[{out}, {in_}]"
                 )
 
-    @abc.abstractmethod
-    def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
-        """Return `W[rows, columns]` in float32. `columns` has both ends, and no step."""
-
     def is_left_out(self, module: str) -> bool:
         """Return True for a module that the config declares not to be quantized, by its name, the first or the last
         words of it, or a pattern `re:...`."""
@@ -92,10 +89,6 @@ class AbstractQuantizedFormat(abc.ABC):
             else f".{module}.".startswith(f".{entry}.") or f".{module}.".endswith(f".{entry}.")
             for entry in self.left_out
         )
-
-
-class AbstractGroupFormat(AbstractQuantizedFormat):
-    """A format of scaled groups: see the module's formula."""
 
     @property
     @abc.abstractmethod
@@ -124,7 +117,7 @@ class AbstractGroupFormat(AbstractQuantizedFormat):
 
     @abc.abstractmethod
     def read_codes(self, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
-        """Return the codes of some rows and columns: uint8, or float8 with its own meaning."""
+        """Return the codes of some rows and columns: uint8, or float8 or int8 with their own meaning."""
 
     @abc.abstractmethod
     def read_scales(self, parts: Parts, rows: np.ndarray) -> np.ndarray:
@@ -166,6 +159,7 @@ class AbstractGroupFormat(AbstractQuantizedFormat):
         by their fields."""
 
     def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
+        """Return `W[rows, columns]` in float32. `columns` has both ends, and no step."""
         groups = self.read_groups(name, parts, columns)
         codes = self.read_codes(parts, rows, columns).astype(np.float32)
         zeros = self.read_zeros(name, parts, rows)

@@ -28,13 +28,13 @@ from zoo.ops.quantized.nf4 import BLOCK_SIZE, CODEBOOK
 from zoo.parallel import Dim
 
 from ..safetensors import LazyTensor
-from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows
+from .base import AbstractQuantizedFormat, Parts, check_options, count_groups, read_names, take_rows
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 @dataclasses.dataclass(frozen=True)
-class NF4Format(AbstractGroupFormat):
+class NF4Format(AbstractQuantizedFormat):
     """NF4 of bitsandbytes. `nested`: double quantization, as the config says, which only packed layers ask; files are
     decoded by what each matrix says."""
 
@@ -182,7 +182,7 @@ def _read_state(parts: Parts) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8Format(AbstractGroupFormat):
+class Int8Format(AbstractQuantizedFormat):
     """LLM.int8 of bitsandbytes."""
 
     name: ClassVar[str] = "bitsandbytes int8"

@@ -22,7 +22,7 @@ from zoo.ops.quantized.groups import CodeKind
 
 from ..safetensors import CheckpointError
 from .base import (
-    AbstractGroupFormat,
+    AbstractQuantizedFormat,
     Parts,
     check_options,
     count_groups,
@@ -39,7 +39,7 @@ _REORDERED = ("group", "dynamic")
 
 
 @dataclasses.dataclass(frozen=True)
-class PackQuantizedFormat(AbstractGroupFormat):
+class PackQuantizedFormat(AbstractQuantizedFormat):
     """compressed-tensors of the format pack-quantized. `group_size` is None for one group of all inputs."""
 
     name: ClassVar[str] = "compressed-tensors pack-quantized"

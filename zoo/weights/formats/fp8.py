@@ -17,13 +17,13 @@ from zoo.models.hf.config import ConfigError
 from zoo.models.hf.values import integer
 from zoo.ops.quantized.groups import CodeKind
 
-from .base import AbstractGroupFormat, Parts, check_options, count_groups, read_names, take_rows
+from .base import AbstractQuantizedFormat, Parts, check_options, count_groups, read_names, take_rows
 
 SCALE_DTYPES = (np.float32, jnp.bfloat16, np.float16)
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8Format(AbstractGroupFormat):
+class FP8Format(AbstractQuantizedFormat):
     """FP8 weights with a scale per block (`block`), or per output row (`"channel"`), or per matrix (`"tensor"`)."""
 
     name: ClassVar[str] = "FP8"

@@ -20,7 +20,7 @@ from zoo.ops.quantized.groups import CodeKind
 
 from ..safetensors import CheckpointError
 from .base import (
-    AbstractGroupFormat,
+    AbstractQuantizedFormat,
     Parts,
     check_options,
     count_groups,
@@ -42,7 +42,7 @@ IGNORED_KEYS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTQFormat(AbstractGroupFormat):
+class GPTQFormat(AbstractQuantizedFormat):
     """GPTQ with `bits` 4 or 8. `group_size` is None for one group of all inputs; `zero_offset` is what zero points are
     stored less."""
 

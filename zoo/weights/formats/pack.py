@@ -21,7 +21,7 @@ from zoo.parallel import Leaf
 
 from ..plan import find_mapping, invert_name_map
 from ..safetensors import CheckpointError, LazyTensor
-from .base import AbstractGroupFormat, AbstractQuantizedFormat, Parts, count_groups, read_in_chunks
+from .base import AbstractQuantizedFormat, Parts, count_groups, read_in_chunks
 from .lazy import drop_parts, find_quantized, make_lazy_matrix
 from .side import decode_side_tensors, encode_side_tensors
 
@@ -41,11 +41,9 @@ def pack_model(
     """Return a model in shapes whose layers are packed where the file's are, the tensors that its arrays are read from,
     and the text of its side tensors.
 
-    **Raises** `CheckpointError` as `find_quantized` does; for a format that is decoded only; and for matrices that are
-    stacked with plain ones, or could not be written back as they are stored.
+    **Raises** `CheckpointError` as `find_quantized` does; and for matrices that are stacked with plain ones, or could
+    not be written back as they are stored.
     """
-    if not isinstance(quantized, AbstractGroupFormat):
-        raise CheckpointError(f"{location}: packed=True, and {quantized.name} is decoded on load only: leave it out")
     found = find_quantized(tensors, quantized, location)
     errors = [error for name, parts in sorted(found.items()) for error in quantized.find_packing_errors(name, parts)]
     mappings, used = invert_name_map(name_map), set()
@@ -86,7 +84,7 @@ def pack_model(
     return packed, drop_parts(tensors, found, quantized) | virtual, side_tensors
 
 
-def _pack_linear(linear: Linear, quantized: AbstractGroupFormat) -> AbstractGroupLinear:
+def _pack_linear(linear: Linear, quantized: AbstractQuantizedFormat) -> AbstractGroupLinear:
     """Return the packed layer of a linear layer, in shapes. **Raises** `ValueError` for sizes that it cannot have."""
     *stacked, out, in_ = linear.weight.shape
     packed = eqx.filter_eval_shape(lambda: quantized.make_layer(in_, out, in_=linear.in_, out=linear.out))
@@ -94,7 +92,7 @@ def _pack_linear(linear: Linear, quantized: AbstractGroupFormat) -> AbstractGrou
     return eqx.tree_at(lambda x: x.bias, packed, linear.bias, is_leaf=lambda x: x is None)
 
 
-def _view_packed(name: str, parts: Parts, quantized: AbstractGroupFormat) -> dict[str, LazyTensor]:
+def _view_packed(name: str, parts: Parts, quantized: AbstractQuantizedFormat) -> dict[str, LazyTensor]:
     """Return the tensors of a packed layer, which are read from the parts of a matrix."""
     (out, in_), halves = quantized.find_shape(parts), CODES_PER_BYTE[quantized.kind]
     groups = count_groups(in_, quantized.input_group or in_)
@@ -138,8 +136,6 @@ def list_packed(model: Any) -> tuple[str, ...]:
 
 def pack_like(built: _Model, model: Any, quantized: AbstractQuantizedFormat) -> _Model:
     """Return a model in shapes with the layers packed that are packed in `model`."""
-    if not isinstance(quantized, AbstractGroupFormat):
-        return built
     packed = {site.identity for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)}
     pack = lambda name, ranges, module: (
         _pack_linear(module, quantized) if (name, ranges) in packed and type(module) is Linear else module
@@ -155,7 +151,7 @@ def unpack_exported(
 ) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
     """Return the tensors of the file in place of those of packed layers: their shapes and dtypes, and a function that
     assembles one. `side_tensors` of layers that are packed are among them."""
-    if not isinstance(quantized, AbstractGroupFormat):
+    if quantized is None:
         return specs, tensor
     written, sources = {name: spec for name, spec in specs.items() if not _is_packed(name, specs)}, {}
     stems = [name.removesuffix(".codes") for name in specs if name.endswith(".codes")]
