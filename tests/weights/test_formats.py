@@ -39,6 +39,10 @@ def test_mxfp4_and_no_quantization_are_left_to_the_family():
         (compressed("pack-quantized", **INTEGERS | {"num_bits": 2}), "num_bits = 2, and 4 or 8 is read"),
         (compressed("pack-quantized", **INTEGERS) | {"config_groups": {}}, "config_groups should have one scheme"),
         (compressed("pack-quantized", **INTEGERS) | {"ignore": ["re:("]}, "'re:\\(' is no regular expression"),
+        (
+            compressed("pack-quantized", **INTEGERS) | {"sparsity_config": {"format": "sparse-bitmask"}},
+            "sparsity_config = .*, and the format 'dense' is read",
+        ),
         (compressed("pack-quantized", **INTEGERS) | {"kv_cache_scheme": {}}, "kv_cache_scheme = {}, and None is read"),
     ],
 )
@@ -52,6 +56,32 @@ def test_groups_of_another_format_are_refused():
     given["config_groups"]["group_0"]["format"] = "float-quantized"
     with pytest.raises(ConfigError, match="a group has the format 'float-quantized', and the file 'pack-quantized'"):
         split_quantization({"quantization_config": given})
+
+
+def test_keys_of_published_files_are_known():
+    """As quantizers write them, with keys that change no number."""
+    nulls = ("dataset", "tokenizer", "pad_token_id", "model_seqlen", "max_input_length", "block_name_to_quantize")
+    nulls += ("module_name_preceding_first_block", "modules_in_block_to_quantize")
+    optimum = dict.fromkeys(nulls) | {"damp_percent": 0.01, "true_sequential": True, "use_exllama": True}
+    optimum |= {"batch_size": 1, "cache_block_outputs": True, "exllama_config": {"version": 1}, "use_cuda_fp16": False}
+    gptqmodel = {"lm_head": False, "hyb_act": False, "pack_dtype": "int32", "dynamic": None, "meta": {"uri": "x"}}
+    bitsandbytes = {"_load_in_4bit": True, "_load_in_8bit": False, "load_in_8bit": False, "llm_int8_threshold": 6.0}
+    bitsandbytes |= {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8"}
+    bitsandbytes |= {"llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False}
+    scheme = {"scale_dtype": None, "zp_dtype": "torch.int8", "observer_kwargs": {}, "block_structure": None}
+    llm_compressor = {"global_compression_ratio": 1.9, "version": "0.12", "transform_config": {}}
+    llm_compressor |= {"sparsity_config": {"format": "dense", "global_sparsity": 0.1, "targets": []}}
+    for given in (
+        GPTQ | optimum | {"bits": 4},
+        GPTQ | gptqmodel | {"bits": 8},
+        AWQ | {"modules_to_not_convert": ["gate"], "backend": "autoawq", "do_fuse": False, "exllama_config": None},
+        AWQ | optimum | {"sym": True, "format": "gemm"},
+        FP8 | {"weight_block_size": [128, 128], "ignored_layers": ["gate"], "scale_fmt": "ue8m0"},
+        FP8 | {"activation_scheme": "static", "weight_block_size": None, "dequantize": False},
+        BITSANDBYTES | bitsandbytes | {"load_in_4bit": True},
+        compressed("pack-quantized", **INTEGERS | scheme) | llm_compressor,
+    ):
+        assert split_quantization({"quantization_config": given})[1] is not None, given
 
 
 def test_unnamed_method_of_2023_is_bitsandbytes():

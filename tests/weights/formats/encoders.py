@@ -11,6 +11,8 @@ from zoo.weights.safetensors import open_tensors, write_safetensors
 
 CONFIG = {"model_type": "llama", "vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LARGE = 1 << 20
+"""Rows or columns of a block that is the whole matrix."""
 AWQ_PLACES = {0: 0, 1: 4, 2: 1, 3: 5, 4: 2, 5: 6, 6: 3, 7: 7}
 """Number of an output in its word -> its place of four bits."""
 
@@ -127,17 +129,17 @@ FORMATS = {
     "fp8 tensors": (
         compressed("float-quantized", **FLOATS, strategy="tensor"),
         fp8,
-        (99, 99, "weight_scale", np.float32, (1,), ("input_scale",)),
+        (LARGE, LARGE, "weight_scale", np.float32, (1,), ("input_scale",)),
     ),
     "fp8 static": (
         FP8 | {"weight_block_size": None, "activation_scheme": "static"},
         fp8,
-        (99, 99, "weight_scale_inv", jnp.bfloat16, (), ("activation_scale",)),
+        (LARGE, LARGE, "weight_scale_inv", jnp.bfloat16, (), ("activation_scale",)),
     ),
     "autofp8": (
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
         fp8,
-        (99, 99, "weight_scale", np.float32, (), ("input_scale",)),
+        (LARGE, LARGE, "weight_scale", np.float32, (), ("input_scale",)),
     ),
     "fp8 blocks of llm-compressor": (
         compressed("float-quantized", **FLOATS, strategy="block", block_structure=[20, 12]),
@@ -147,7 +149,7 @@ FORMATS = {
     "fp8 rows": (
         compressed("float-quantized", **FLOATS, strategy="channel"),
         fp8,
-        (1, 99, "weight_scale", jnp.bfloat16),
+        (1, LARGE, "weight_scale", jnp.bfloat16),
     ),
     "gptq": (GPTQ | {"bits": 4, "desc_act": False}, gptq, (4, False, 1, False)),
     "gptq reordered": (GPTQ | {"bits": 8, "desc_act": True, "checkpoint_format": "gptq_v2"}, gptq, (8, True, 0, False)),
@@ -182,7 +184,8 @@ def write_quantized(directory, make, name, *, family="llama", dtype=jnp.bfloat16
     """
     given, encode, options = FORMATS[name]
     sizes = SIZES if sizes is None and name.startswith("nf4 in rows") else sizes
-    zoo.save(make(family, CONFIG | (sizes or {}) | {"model_type": family}, dtype=dtype), directory)
+    given_sizes = {key: x for key, x in (CONFIG | (sizes or {})).items() if x is not None}
+    zoo.save(make(family, given_sizes | {"model_type": family}, dtype=dtype), directory)
     tensors = {key: np.array(x.read()) for key, x in open_tensors(directory).items()}
     dense, draw = {key: x.astype(np.float32) for key, x in tensors.items()}, np.random.default_rng(0)
     for key in [key for key in tensors if "_proj." in key]:

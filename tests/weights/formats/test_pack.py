@@ -15,7 +15,7 @@ from zoo.layers import AbstractGroupLinear, Linear
 from zoo.weights.parity import compare, read_expectations
 from zoo.weights.safetensors import open_tensors
 
-from .encoders import FORMATS, write_quantized
+from .encoders import FORMATS, SIZES, write_quantized
 
 PARITY = os.environ.get("ZOO_PARITY")
 CASES = ("fp8_block_llama", "fp8_block_deepseek_v3", "fp8_block_qwen3_moe", "fp8_channel_llama", "gptq_llama")
@@ -79,6 +79,30 @@ def test_adapted_packed_model_equals_decoded_on_mesh(name, make, tmp_path):
     zoo.save(zoo.load(tmp_path / "in", packed=True, mesh=mesh), tmp_path / "out")
     written, given = (tmp_path / folder / "model.safetensors" for folder in ("out", "in"))
     assert written.read_bytes() == given.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
+def test_fused_matrices_are_split_and_joined(name, make, tmp_path):
+    """Phi-3 has query, key and value in one matrix: 32, 16 and 16 rows of blocks of 20."""
+    sizes = {"head_dim": None, "pad_token_id": 0}
+    dense = write_quantized(tmp_path / "in", make, name, family="phi3", sizes=sizes)
+    model = zoo.load(tmp_path / "in", packed=True)
+    attention = model.stack.segments[0].blocks[0].mixer
+    rows = [jax.tree.map(lambda x: x[1], layer).dense_weight for layer in (attention.query, attention.key)]
+    np.testing.assert_array_equal(np.concatenate(rows), dense["model.layers.1.self_attn.qkv_proj.weight"][:48])
+    zoo.save(jax.tree.map(np.asarray, model), tmp_path / "out")
+    written, given = (tmp_path / folder / "model.safetensors" for folder in ("out", "in"))
+    assert written.read_bytes() == given.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["gptq reordered", "nf4 in rows"])
+def test_fused_matrices_with_vectors_are_refused(name, make, tmp_path):
+    sizes = SIZES | {"head_dim": None, "pad_token_id": 0}
+    write_quantized(tmp_path, make, name, family="phi3", sizes=sizes)
+    with pytest.raises(
+        zoo.CheckpointError, match=r"gate_up_proj is made of .*gate, .*up, and its .* belong to all of it"
+    ):
+        zoo.load(tmp_path, packed=True)
 
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 1}

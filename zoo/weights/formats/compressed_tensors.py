@@ -144,9 +144,12 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
     **Raises** `ConfigError` for options that are not covered.
     """
     required = {"format": ("float-quantized", "pack-quantized"), "quantization_status": ("compressed", "frozen", None)}
-    required |= {"kv_cache_scheme": (None,), "sparsity_config": ({}, None), "transform_config": ({}, None)}
-    ignored = ("ignore", "config_groups", "global_compression_ratio", "version", "run_compressed")
+    required |= {"kv_cache_scheme": (None,), "transform_config": ({}, None)}
+    ignored = ("ignore", "config_groups", "global_compression_ratio", "version", "run_compressed", "sparsity_config")
     check_options(config, required, ignored)
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise ConfigError(f"quantization_config: sparsity_config = {sparsity!r}, and the format 'dense' is read")
     left_out, scheme = read_names(config, "ignore"), _find_scheme(config)
     if config.get("format") == "float-quantized":
         return FP8Format(_read_fp8_block(scheme), "weight_scale", left_out=left_out)

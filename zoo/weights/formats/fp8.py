@@ -94,7 +94,7 @@ def read_fp8(config: Mapping[str, Any]) -> FP8Format:
     required = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic", "static")}
     required |= {"scale_fmt": ("float", "ue8m0", None), "expert_dtype": ("fp8",), "modules_to_convert": (None, [])}
     lists = ("modules_to_not_convert", "ignored_layers")
-    check_options(config, required, (*lists, "weight_block_size", "dequantize", "scale_fmt"))
+    check_options(config, required, (*lists, "weight_block_size", "dequantize", "packed_modules_mapping"))
     left_out = read_names(config, *lists)
     if "ignored_layers" in config and config.get("weight_block_size") is None:
         return FP8Format("tensor", "weight_scale", left_out=left_out)

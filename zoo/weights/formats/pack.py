@@ -76,7 +76,7 @@ def pack_model(
     packed = map_modules(pack, model, is_linear_site)
     errors += [f"{name} is no linear layer that could be packed" for name in sorted(found.keys() - used) if not errors]
     if errors:
-        listed = "; ".join(errors[:8])
+        listed = "; ".join([*dict.fromkeys(errors)][:8])
         raise CheckpointError(f"{location} cannot be held packed: {listed}. Without packed=True it is decoded")
     virtual = {key: x for name, parts in found.items() for key, x in _view_packed(name, parts, quantized).items()}
     names = (f"{name}.{suffix}" for name in found for suffix in quantized.side_suffixes)
