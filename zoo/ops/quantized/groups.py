@@ -61,10 +61,11 @@ def get_group_dequantizer(
 
 @functools.cache
 def get_nested_dequantizer(*, indexed: bool) -> Callable[..., Float[Array, "*rows in"]]:
-    """Return the function `(codes, constants, first, steps, table, offset[, index][, dtype]) -> W` of NF4 with double
+    """Return the function `(codes, constants, steps, first, table, offset[, index][, dtype]) -> W` of NF4 with double
     quantization, as bitsandbytes has it.
 
-    - `first`: number of each row's first group, in the file's order of memory.
+    - `steps`: those of each row's groups, in order.
+    - `first`: place of each row's first group among the 256 that share its step.
     - `index`: as in `get_group_dequantizer`, for groups of 64.
     """
     dequantize_groups = get_group_dequantizer("nf4", BLOCK_SIZE, has_zeros=False, indexed=indexed)
@@ -72,15 +73,15 @@ def get_nested_dequantizer(*, indexed: bool) -> Callable[..., Float[Array, "*row
     def dequantize(
         codes: UInt8[Array, "*rows codes"],
         constants: UInt8[Array, "*rows groups"],
-        first: Int[Array, "*rows"],
-        steps: Float[Array, "*layers blocks"],
+        steps: Float[Array, "*rows steps"],
+        first: UInt8[Array, "*rows"],
         table: Float[Array, "*layers 256"],
         offset: Float[Array, "*layers 1"],
         *rest: Any,
     ) -> Array:
-        numbers = (first[..., None] + jnp.arange(constants.shape[-1])) // NESTED_GROUP_SIZE
-        take = lambda x, index: jnp.take_along_axis(x[..., None, :], index, axis=-1)
-        scales = take(table, constants.astype(jnp.int32)) * take(steps, numbers)
+        numbers = (first[..., None].astype(jnp.int32) + jnp.arange(constants.shape[-1])) // NESTED_GROUP_SIZE
+        factors = jnp.take_along_axis(table[..., None, :], constants.astype(jnp.int32), axis=-1)
+        scales = factors * jnp.take_along_axis(steps, numbers, axis=-1)
         # A select keeps product and sum apart. XLA's CPU code would fuse them, across a barrier too, and round once.
         scales = jnp.where(scales == 0, 0, scales)
         return dequantize_groups(codes, scales + offset[..., None, :], *rest)

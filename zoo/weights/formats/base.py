@@ -140,8 +140,12 @@ class AbstractQuantizedFormat(abc.ABC):
         options = {"has_zeros": self.has_zeros, "reordered": self.is_reordered, "in_": in_, "out": out}
         return GroupQuantizedLinear(in_size, out_size, kind=self.kind, group_size=self.input_group, **options)
 
+    def list_whole_vectors(self) -> tuple[str, ...]:
+        """Return the one-dimensional fields of the packed layer that belong to the whole matrix, and not to rows."""
+        return ("group_index",) if self.is_reordered else ()
+
     def view_vectors(self, name: str, parts: Parts) -> Mapping[str, LazyTensor]:
-        """Return the one-dimensional arrays of the packed layer, which belong to the whole matrix, by their fields."""
+        """Return the further arrays of the packed layer, by their fields."""
         if not self.is_reordered:
             return {}
         in_ = self.find_shape(parts)[1]

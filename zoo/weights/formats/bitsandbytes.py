@@ -29,6 +29,7 @@ from zoo.parallel import Dim
 
 from ..safetensors import LazyTensor
 from .base import AbstractQuantizedFormat, Parts, check_options, count_groups, read_names, take_rows
+from .lazy import make_lazy_matrix
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 
@@ -138,17 +139,26 @@ class NF4Format(AbstractQuantizedFormat):
             return NestedNF4Linear(in_size, out_size, in_=in_, out=out)
         return super().make_layer(in_size, out_size, in_=in_, out=out)
 
+    def list_whole_vectors(self) -> tuple[str, ...]:
+        return ("table", "offset") if self.nested else ()
+
     def view_vectors(self, name: str, parts: Parts) -> Mapping[str, LazyTensor]:
         if not self.nested:
             return {}
-        out, in_ = self.find_shape(parts)
-        number_rows = lambda: in_ // BLOCK_SIZE * np.arange(out, dtype=np.int32)
+        (out, in_), steps = self.find_shape(parts), parts["weight.nested_absmax"]
+        first = np.arange(out) * (groups := in_ // BLOCK_SIZE)
+
+        def read_steps(rows: np.ndarray, columns: slice) -> np.ndarray:
+            numbers = first[rows, None] // NESTED_GROUP_SIZE + np.arange(columns.start, columns.stop)
+            return steps.read()[np.minimum(numbers, steps.shape[0] - 1)]
+
+        read_first = lambda: (first % NESTED_GROUP_SIZE).astype(np.uint8)
         read_offset = lambda: np.array([_read_state(parts)["nested_offset"]], np.float32)
-        steps, table = (parts[f"weight.nested_{field}"] for field in ("absmax", "quant_map"))
+        shape = out, NestedNF4Linear.count_steps(groups)
         return {
-            "first": LazyTensor(np.dtype(np.int32), (out,), number_rows, keeps_dtype=True),
-            "steps": dataclasses.replace(steps, keeps_dtype=True),
-            "table": dataclasses.replace(table, keeps_dtype=True),
+            "steps": make_lazy_matrix(f"{name}.steps", steps.dtype, shape, read_steps, parts, keeps_dtype=True),
+            "first": LazyTensor(np.dtype(np.uint8), (out,), read_first, keeps_dtype=True),
+            "table": dataclasses.replace(parts["weight.nested_quant_map"], keeps_dtype=True),
             "offset": LazyTensor(np.dtype(np.float32), (1,), read_offset, keeps_dtype=True),
         }
 
@@ -163,7 +173,12 @@ class NF4Format(AbstractQuantizedFormat):
         if suffix == "weight":
             codes = read("codes").reshape(-1, 2)
             return (codes[:, :1] << 4) | codes[:, 1:]
-        return read(self.scale_field if suffix == "weight.absmax" else "steps").reshape(-1)
+        if suffix == "weight.absmax":
+            return read(self.scale_field).reshape(-1)
+        rows, groups = read(self.scale_field).shape
+        first = np.arange(0, rows * groups, NESTED_GROUP_SIZE)  # the first constant of each step
+        row = first // groups
+        return read("steps")[row, first // NESTED_GROUP_SIZE - row * groups // NESTED_GROUP_SIZE]
 
 
 def _read_state(parts: Parts) -> dict[str, Any]:

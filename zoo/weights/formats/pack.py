@@ -5,6 +5,7 @@ the rows of fused matrices are split, and sharded, like those of any matrix; and
 matrix, such as `NAME.group_index`. They are read lazily from the tensors of the file, and written back to them.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from .base import AbstractQuantizedFormat, Parts, count_groups, read_in_chunks
 from .lazy import drop_parts, find_quantized, make_lazy_matrix
 from .side import decode_side_tensors, encode_side_tensors
 
-_FIELDS = ("codes", "scales", "constants", "zeros", "group_index", "first", "steps", "table", "offset")
+_FIELDS = ("codes", "scales", "constants", "zeros", "group_index", "steps", "first", "table", "offset")
 """Fields of packed layers besides `bias`."""
 _Model = TypeVar("_Model")
 _TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -46,7 +47,7 @@ def pack_model(
     """
     found = find_quantized(tensors, quantized, location)
     errors = [error for name, parts in sorted(found.items()) for error in quantized.find_packing_errors(name, parts)]
-    mappings, used = invert_name_map(name_map), set()
+    mappings, num_parts = invert_name_map(name_map), {}
 
     def pack(name: str, ranges: IndexRanges, module: Any) -> Any:
         if type(module) is not Linear:
@@ -63,10 +64,10 @@ def pack_model(
             return module
         if missing:
             errors.append(f"{missing[0]} is plain, and stacked in one array with others that are quantized")
-        if len(mapping.parts) > 1 and (vectors := quantized.view_vectors(names[0], found.get(names[0], {}))):
-            listed = ", ".join(mapping.parts)
-            errors.append(f"{names[0]} is made of {listed}, and its {', '.join(vectors)} belong to all of it")
-        used.update(names)
+        num_parts.update(dict.fromkeys(names, len(mapping.parts)))
+        if mapping.groups > 1 and (vectors := quantized.list_whole_vectors()):
+            interleaved = f"{names[0]} interleaves {', '.join(mapping.parts)}"
+            errors.append(f"{interleaved}, and its {', '.join(vectors)} belong to all of it")
         try:
             return _pack_linear(module, quantized)
         except ValueError as error:
@@ -74,11 +75,16 @@ def pack_model(
             return module
 
     packed = map_modules(pack, model, is_linear_site)
-    errors += [f"{name} is no linear layer that could be packed" for name in sorted(found.keys() - used) if not errors]
+    unused = sorted(found.keys() - num_parts.keys())
+    errors += [f"{name} is no linear layer that could be packed" for name in unused if not errors]
     if errors:
         listed = "; ".join([*dict.fromkeys(errors)][:8])
         raise CheckpointError(f"{location} cannot be held packed: {listed}. Without packed=True it is decoded")
-    virtual = {key: x for name, parts in found.items() for key, x in _view_packed(name, parts, quantized).items()}
+    virtual = {
+        key: x
+        for name, parts in found.items()
+        for key, x in _view_packed(name, parts, quantized, num_parts[name]).items()
+    }
     names = (f"{name}.{suffix}" for name in found for suffix in quantized.side_suffixes)
     side_tensors = encode_side_tensors({name: tensors[name] for name in names if name in tensors})
     return packed, drop_parts(tensors, found, quantized) | virtual, side_tensors
@@ -92,8 +98,9 @@ def _pack_linear(linear: Linear, quantized: AbstractQuantizedFormat) -> Abstract
     return eqx.tree_at(lambda x: x.bias, packed, linear.bias, is_leaf=lambda x: x is None)
 
 
-def _view_packed(name: str, parts: Parts, quantized: AbstractQuantizedFormat) -> dict[str, LazyTensor]:
-    """Return the tensors of a packed layer, which are read from the parts of a matrix."""
+def _view_packed(name: str, parts: Parts, quantized: AbstractQuantizedFormat, num_layers: int) -> dict[str, LazyTensor]:
+    """Return the tensors of the packed layers, one or several, that the rows of a matrix are divided among. They are
+    read from its parts."""
     (out, in_), halves = quantized.find_shape(parts), CODES_PER_BYTE[quantized.kind]
     groups = count_groups(in_, quantized.input_group or in_)
 
@@ -126,7 +133,18 @@ def _view_packed(name: str, parts: Parts, quantized: AbstractQuantizedFormat) ->
     }
     if quantized.has_zeros:
         views[f"{name}.zeros"] = make("zeros", np.uint8, groups, read_zeros)
-    return views | {f"{name}.{field}": x for field, x in quantized.view_vectors(name, parts).items()}
+    for field, vector in quantized.view_vectors(name, parts).items():
+        is_whole = field in quantized.list_whole_vectors()
+        views[f"{name}.{field}"] = _repeat_vector(vector, num_layers if is_whole else 1)
+    return views
+
+
+def _repeat_vector(vector: LazyTensor, num_layers: int) -> LazyTensor:
+    """Return a tensor of which each of several layers reads all of a vector."""
+    if num_layers == 1:
+        return vector
+    views = lambda mapping, shapes, num_stacked_dims: [vector.read()] * num_layers
+    return dataclasses.replace(vector, shape=(vector.shape[0] * num_layers,), views=views)
 
 
 def list_packed(model: Any) -> tuple[str, ...]:
@@ -173,7 +191,8 @@ def unpack_exported(
         if name not in sources:
             return tensor(name)
         stem, suffix = sources[name]
-        return quantized.encode_part(suffix, lambda field: _read_field(stem, field))
+        part, (shape, _) = quantized.encode_part(suffix, lambda field: _read_field(stem, field)), written[name]
+        return part[: shape[0]] if part.ndim == 1 else part  # of a vector, each layer has a copy
 
     def _read_field(stem: str, field: str) -> np.ndarray:
         if field == "codes" and halves == 2:
