@@ -160,6 +160,10 @@ CASES = {
         "rwkv", "RWKV-4, a feed-forward part not much wider than the stream, untied",
         MAMBA | {"intermediate_size": 20}, hub={"context_length": 64}, amiss=NO_MASK,
     ),
+    "apertus": Case(
+        "apertus", "an MLP with xIELU, norms of q and k, plain rope, biases of attention, tied",
+        SIZES | rope() | {"attention_bias": True} | TIED,
+    ),
     "arcee": Case(
         "arcee", "an MLP without a gate, ReLU squared, biases, linear rope, tied",
         SIZES | rope("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True} | TIED,
@@ -218,10 +222,23 @@ CASES = {
         "granitemoeshared", "a shared MLP beside the experts, four multipliers, tied",
         SIZES | MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 12} | TIED,
     ),
+    "hunyuan_v1_dense": Case(
+        "hunyuan_v1_dense", "norms of q and k after the rotation, a base stretched by alpha, biases, untied",
+        SIZES | rope("dynamic", alpha=50.0, factor=1.0) | {"head_dim": 6, "attention_bias": True},
+    ),
+    "hunyuan_v1_moe": Case(
+        "hunyuan_v1_moe", "norms of q and k after the rotation, a shared expert, two of four experts, tied",
+        SIZES | {"num_experts": 4, "moe_topk": 2, "head_dim": 6} | TIED,
+    ),
     "hy_v3": Case(
         "hy_v3", "norms of q and k, a dense layer, a bias that chooses, a shared expert, scaled experts, tied",
         MOE | {"num_experts": 4, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"], "head_dim": 6}
         | {"router_scaling_factor": 1.5} | TIED,
+    ),
+    "ministral3": Case(
+        "ministral3", "queries scaled by position in steps of 4, yarn, a window of 5, heads of 6, tied",
+        SIZES | rope("yarn", factor=4.0, llama_4_scaling_beta=0.5, original_max_position_embeddings=4)
+        | {"head_dim": 6, "sliding_window": 5} | TIED,
     ),
     "minimax_m2": Case(
         "minimax_m2", "a norm over all heads of q and of k, half of each head rotated, a bias that chooses, tied",

@@ -18,6 +18,7 @@ from .moe.routing import Routing, RoutingSums
 from .norm import IdentityNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
 from .pooling import AbstractPooler, AttentionPooler, ClassTokenPooler, DensePooler
+from .post_rotary_attention import PostRotaryAttention
 from .quantized.fp8 import AmaxHistory, FP8Linear
 from .quantized.groups import AbstractGroupLinear, GroupQuantizedLinear, NestedNF4Linear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
@@ -39,6 +40,7 @@ from .recurrent.rwkv6 import RWKV6
 from .recurrent.rwkv7 import RWKV7
 from .token_info import TokenInfo, token_positions
 from .value_scaled_attention import ValueScaledAttention
+from .xielu import Xielu, XieluMLP
 
 __all__ = [
     "HGRN2",
@@ -103,6 +105,7 @@ __all__ = [
     "PatchPositions",
     "PerHeadLayerNorm",
     "PositionEmbedding",
+    "PostRotaryAttention",
     "QueryScale",
     "RMSNorm",
     "RWKV4ChannelMixing",
@@ -119,5 +122,7 @@ __all__ = [
     "TopSigmoidRouter",
     "TopSoftmaxRouter",
     "ValueScaledAttention",
+    "Xielu",
+    "XieluMLP",
     "token_positions",
 ]

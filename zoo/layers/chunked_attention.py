@@ -25,7 +25,7 @@ from .attention import (
 )
 from .cached_attention import cached_attention
 from .kv_cache import KeyValueCache, require_positions
-from .query_scale import QueryScale
+from .query_scale import QueryScale, scale_queries
 from .rotary import find_max_row_length, rope_stable_length
 from .token_info import TokenInfo, token_positions
 
@@ -108,8 +108,7 @@ class ChunkedAttention(AbstractMixer):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.query_scale is not None:
-            scale = self.query_scale(token_positions(x, info))[..., None, None]
-            query = (query * scale).astype(query.dtype)
+            query = scale_queries(query, self.query_scale, x, info)
         if state is not None and self.chunk is not None:
             mixed, state = self._attend_to_cached_chunk(query, key, value, info, state)
         else:

@@ -5,6 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zoo.shapes import HeadVectors, HiddenStates
+
+from .token_info import TokenInfo, token_positions
+
 
 @dataclasses.dataclass(frozen=True)
 class QueryScale:
@@ -27,3 +31,8 @@ class QueryScale:
         position 0."""
         steps = jnp.maximum(positions + self.offset, 0) // self.length
         return 1 + self.strength * jnp.log1p(steps.astype(jnp.float32))
+
+
+def scale_queries(query: HeadVectors, scale: QueryScale, x: HiddenStates, info: TokenInfo) -> HeadVectors:
+    """Scale the queries of the tokens `x` by their positions."""
+    return (query * scale(token_positions(x, info))[..., None, None]).astype(query.dtype)

@@ -437,6 +437,8 @@ def test_config_values_are_read_by_type(family):
     for key, default in family.defaults.items():
         alias = alias_of(family, key)
         for value in WRONG_VALUES[type(default)]:
+            if key == "moe_topk" and isinstance(value, list):
+                continue  # one number for each layer
             with pytest.raises(ConfigError, match=alias):
                 read_config(family, {alias: value})
     for key, values in {**REQUIRED_VALUES, **family.required_values}.items():

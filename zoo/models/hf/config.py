@@ -155,6 +155,10 @@ _KINDS: Mapping[str, ValueKind] = {
         ),
     ),
     "clip_qkv": optional(POSITIVE_NUMBER),
+    "moe_topk": ValueKind(
+        "a whole number above 0, or a list of one per layer",
+        lambda value: _COUNT.fits(value) or list_of(_COUNT).fits(value),
+    ),
     "no_rope_layers": optional(list_of(integer(minimum=0))),
     "no_rope_layer_interval": integer(minimum=1),
     "query_pre_attn_scalar": integer(minimum=1),
@@ -260,6 +264,7 @@ _ROPE_FACTORS = ValueKind(
 _ROPE_KINDS: Mapping[str, ValueKind] = {
     "rope_type": WORD,
     "truncate": BOOL,
+    "llama_4_scaling_beta": NON_NEGATIVE_NUMBER,
     "short_factor": _ROPE_FACTORS,
     "long_factor": _ROPE_FACTORS,
 }
@@ -326,7 +331,7 @@ def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[st
         suggestion = suggest_nearest(str(rope_type), ROPE_TYPE_KEYS)
         raise ConfigError(f"rope_type = {rope_type!r} is no kind that we know{suggestion}")
     required, optional = ROPE_TYPE_KEYS[rope_type]
-    known = {*required, *optional, "rope_theta", "rope_type", "partial_rotary_factor"}
+    known = {*required, *optional, *family.rope_keys, "rope_theta", "rope_type", "partial_rotary_factor"}
     partial = default.get("partial_rotary_factor")
     if partial is None and rope.get("partial_rotary_factor") not in (None, 1):
         raise ConfigError(

@@ -47,7 +47,8 @@ class TensorMapping:
     def views(self, tensor: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
         """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
         With several parts, views have the shape [..., groups, rows of a group, ...]."""
-        tensor = tensor[(slice(None),) * num_stacked_dims + (0,) * self.leading_ones]
+        # the ellipsis: a scalar is a view, too
+        tensor = tensor[(slice(None),) * num_stacked_dims + (0,) * self.leading_ones + (...,)]
         if self.conv1d_filters and tensor.ndim == num_stacked_dims + 3:
             tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
         if self.transposed and tensor.ndim == num_stacked_dims + 2:
@@ -104,6 +105,7 @@ class Family:
       omit keys equal to it.
     - `aliases`: config keys of this family -> canonical keys. `build` and `names` see canonical keys only.
     - `required_values`: keys that would change the result, with the values that are implemented; others raise.
+    - `rope_keys`: keys of `rope_parameters` that its files have besides those of each `rope_type`.
     - `ignored_keys`: keys that change nothing at inference, besides `config.IGNORED_KEYS`.
     - `ignored_tensors`: regular expressions of tensors that no model reads, such as buffers computed from the config.
     - `find_ignored_tensors(config, tensors)` returns further tensors that no model reads, if they depend on the config
@@ -123,6 +125,7 @@ class Family:
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required_values: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    rope_keys: tuple[str, ...] = ()
     ignored_keys: frozenset[str] = frozenset()
     ignored_tensors: tuple[str, ...] = ()
     find_ignored_tensors: Callable[[Config, Collection[str]], Collection[str]] | None = None

@@ -3,6 +3,7 @@
 from zoo.models.hf.spec import Family
 
 from .afmoe import AFMOE
+from .apertus import APERTUS
 from .arcee import ARCEE
 from .bert import BERT
 from .cohere import COHERE
@@ -32,6 +33,8 @@ from .gptj import GPTJ
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
 from .granitemoeshared import GRANITEMOESHARED
+from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
 from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
@@ -40,6 +43,7 @@ from .mamba2 import MAMBA2
 from .mimo_v2_flash import MIMO_V2_FLASH
 from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
+from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .modernbert import MODERNBERT
@@ -67,6 +71,7 @@ from .vit import VIT
 
 ALL_FAMILIES = (
     AFMOE,
+    APERTUS,
     ARCEE,
     BERT,
     COHERE,
@@ -96,6 +101,8 @@ ALL_FAMILIES = (
     GRANITE,
     GRANITEMOE,
     GRANITEMOESHARED,
+    HUNYUAN_V1_DENSE,
+    HUNYUAN_V1_MOE,
     HY_V3,
     LLAMA,
     LLAMA4_TEXT,
@@ -104,6 +111,7 @@ ALL_FAMILIES = (
     MIMO_V2_FLASH,
     MINIMAX_M2,
     MINISTRAL,
+    MINISTRAL3,
     MISTRAL,
     MIXTRAL,
     MODERNBERT,

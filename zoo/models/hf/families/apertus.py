@@ -1,0 +1,57 @@
+"""Apertus (Swiss AI, arXiv:2509.14233): LLaMA's layer with QK norm, and an MLP with xIELU that has no gate."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import XieluMLP
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    compute_out_scale,
+    make_attention_factory,
+    make_head_norm_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import llama
+
+
+def _build_apertus(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    bias = config["attention_bias"]
+    mixer = make_attention_factory(config, qk_norm=make_head_norm_factory(config), bias=bias, out_bias=bias)
+    ffn = partial(XieluMLP, config["hidden_size"], config["intermediate_size"], out_scale=compute_out_scale(config))
+    layers = [(mixer, ffn)] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
+
+
+def _map_apertus_names(config: Config) -> NameMap:
+    norms = {"attention_layernorm": "mixer_norm", "feedforward_layernorm": "ffn_norm"}
+    mlp = prefixed("mlp", "xielu_mlp", {"up_proj": "up", "act_fn": "xielu", "down_proj": "down"})
+    return llama.map_llama_layers(mlp, norms=norms)
+
+
+APERTUS = Family(
+    name="apertus",
+    architecture="ApertusForCausalLM",
+    build=_build_apertus,
+    names=_map_apertus_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "hidden_act", "head_dim")},
+        "vocab_size": 131072,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_theta": 12000000.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
+    required_values={"hidden_act": ("xielu",), "mlp_bias": (False,)},
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)
