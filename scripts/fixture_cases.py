@@ -168,6 +168,10 @@ CASES = {
         "arcee", "an MLP without a gate, ReLU squared, biases, linear rope, tied",
         SIZES | rope("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True} | TIED,
     ),
+    "bloom": Case(
+        "bloom", "ALiBi of three heads, q, k and v fused by head, a norm after the embedding, tied",
+        {"vocab_size": 40, "hidden_size": 24, "n_layer": 2, "n_head": 3},
+    ),
     "cohere": Case(
         "cohere", "attention and MLP in parallel, norms without bias, interleaved rope, scaled logits, biases, tied",
         SIZES | {"logit_scale": 0.4, "attention_bias": True} | TIED,
@@ -185,6 +189,16 @@ CASES = {
         "exaone_moe", "a dense layer with a window of 5, a mixture without, the better of two groups, untied",
         MOE | MIXED | {"num_experts": 4, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]}
         | {"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+    ),
+    "falcon": Case(
+        "falcon", "two norms in parallel, two keys for four heads, biases, tied",
+        MAMBA | {"num_attention_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 20, "bias": True}
+        | {"new_decoder_architecture": True, "max_position_embeddings": 128},
+    ),
+    "falcon_serial": Case(
+        "falcon", "rope, a key for each head, attention and MLP one after the other, untied",
+        MAMBA | {"num_attention_heads": 2, "multi_query": False, "parallel_attn": False, "ffn_hidden_size": 20}
+        | UNTIED,
     ),
     "gemma2": Case(
         "gemma2", "norms before and after, soft caps that are reached, a window of 5 in the first layer, tied",
@@ -247,6 +261,11 @@ CASES = {
     ),
     "ministral": Case(
         "ministral", "a window of 5 in the first layer, heads of 6, tied", SIZES | MIXED | {"head_dim": 6} | TIED,
+    ),
+    "mpt": Case(
+        "mpt", "ALiBi of three heads, q, k and v clipped, scaled scores, untied",
+        {"vocab_size": 40, "d_model": 24, "n_layers": 2, "n_heads": 3, "max_seq_len": 64}
+        | {"attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.5}} | UNTIED,
     ),
     "nanochat": Case(
         "nanochat", "norms without weights, on q and k after the rotation too, ReLU squared, capped logits, untied",

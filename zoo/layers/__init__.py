@@ -1,6 +1,7 @@
 """Layers: Equinox modules with parameters, which run unchanged on one device and sharded over any mesh."""
 
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
+from .alibi_attention import AlibiAttention, compute_alibi_slopes
 from .attention import Attention
 from .chunked_attention import ChunkedAttention
 from .convolution import ConvState, ShortConvolution
@@ -59,6 +60,7 @@ __all__ = [
     "AbstractPackedLinear",
     "AbstractPooler",
     "AbstractRouter",
+    "AlibiAttention",
     "AmaxHistory",
     "Attention",
     "AttentionPooler",
@@ -124,5 +126,6 @@ __all__ = [
     "ValueScaledAttention",
     "Xielu",
     "XieluMLP",
+    "compute_alibi_slopes",
     "token_positions",
 ]

@@ -201,7 +201,7 @@ def _write_checked(
 
     **Raises** `CheckpointError` if they are not finite or overflow.
     """
-    numbers = read()
+    numbers = np.asarray(read())  # a scalar that is indexed is no array
     if copy:
         with np.errstate(over="ignore"):
             buffer[index] = numbers

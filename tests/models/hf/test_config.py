@@ -41,9 +41,9 @@ SMALL = {
 }
 ANOTHER = {
     "vocab_size": 13,
-    "hidden_size": 64,
+    "hidden_size": 96,
     "intermediate_size": 20,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "head_dim": 8,
@@ -91,6 +91,8 @@ ANOTHER = {
     "id2label": {"0": "cat", "1": "dog", "2": "axolotl"},
     **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"), 3),
     "word_embed_proj_dim": 8,
+    "num_ln_in_parallel_attn": 1,
+    "attn_config": {"clip_qkv": 0.5},
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 CONTEXTS = [
@@ -103,6 +105,7 @@ CONTEXTS = [
     {"topk_method": "group_limited_greedy", "mlp_only_layers": [0]},
     {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1]},
     {"architectures": ["ViTModel"]},
+    {"new_decoder_architecture": True},
 ]
 """Some keys have an effect only together with others."""
 

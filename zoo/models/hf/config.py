@@ -155,6 +155,9 @@ _KINDS: Mapping[str, ValueKind] = {
         ),
     ),
     "clip_qkv": optional(POSITIVE_NUMBER),
+    "softmax_scale": optional(POSITIVE_NUMBER),
+    "num_ln_in_parallel_attn": optional(integer(minimum=1)),
+    "attn_config": ValueKind("a table", lambda value: isinstance(value, Mapping)),
     "moe_topk": ValueKind(
         "a whole number above 0, or a list of one per layer",
         lambda value: _COUNT.fits(value) or list_of(_COUNT).fits(value),
@@ -195,10 +198,10 @@ _KINDS: Mapping[str, ValueKind] = {
 
 def _find_kind(key: str, default: Any) -> ValueKind | None:
     """Return the kind of value that a key accepts: by its name, or else that of its default."""
-    if key in COUNT_KEYS or key in _ZERO_ALLOWED_KEYS or key.startswith("num_"):
-        return integer(minimum=0 if key in _ZERO_ALLOWED_KEYS else 1)
     if key in _KINDS:
         return _KINDS[key]
+    if key in COUNT_KEYS or key in _ZERO_ALLOWED_KEYS or key.startswith("num_"):
+        return integer(minimum=0 if key in _ZERO_ALLOWED_KEYS else 1)
     if isinstance(default, float) and key.endswith("_eps"):
         return NON_NEGATIVE_NUMBER
     return next((kind for type_, kind in _KINDS_OF_DEFAULTS if isinstance(default, type_)), None)

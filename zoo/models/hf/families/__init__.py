@@ -6,6 +6,7 @@ from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
 from .bert import BERT
+from .bloom import BLOOM
 from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
@@ -18,6 +19,7 @@ from .ernie4_5_moe import ERNIE4_5_MOE
 from .eurobert import EUROBERT
 from .exaone4 import EXAONE4
 from .exaone_moe import EXAONE_MOE
+from .falcon import FALCON
 from .falcon_mamba import FALCON_MAMBA
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -47,6 +49,7 @@ from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .modernbert import MODERNBERT
+from .mpt import MPT
 from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
 from .olmo import OLMO
@@ -74,6 +77,7 @@ ALL_FAMILIES = (
     APERTUS,
     ARCEE,
     BERT,
+    BLOOM,
     COHERE,
     COHERE2,
     DEEPSEEK_V2,
@@ -86,6 +90,7 @@ ALL_FAMILIES = (
     EUROBERT,
     EXAONE4,
     EXAONE_MOE,
+    FALCON,
     FALCON_MAMBA,
     GEMMA,
     GEMMA2,
@@ -115,6 +120,7 @@ ALL_FAMILIES = (
     MISTRAL,
     MIXTRAL,
     MODERNBERT,
+    MPT,
     NANOCHAT,
     NEMOTRON,
     OLMO,

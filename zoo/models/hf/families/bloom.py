@@ -1,0 +1,68 @@
+"""BLOOM (BigScience, arXiv:2211.05100): GPT-2's layers with linear biases of attention (ALiBi), and a norm after the
+embedding; a QKV projection that is fused per head."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from . import mpt
+
+
+def _build_bloom(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    config = Config(config, hidden_act="gelu_fast", intermediate_size=None)
+    mixer = mpt.make_alibi_factory(config, bias=True, out_bias=True)
+    layers, norm = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"], make_layer_norm_factory(config)
+    return build_config_decoder(config, layers, norm, embedding_norm=norm, key=key)
+
+
+def _map_bloom_names(config: Config) -> NameMap:
+    per_head = fused("query", "key", "value", groups=config["num_attention_heads"])
+    block = {
+        "input_layernorm": "mixer_norm",
+        "post_attention_layernorm": "ffn_norm",
+        **prefixed("self_attention", "alibi_attention", {"query_key_value": per_head, "dense": "out"}),
+        **prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
+    }
+    shell = {"word_embeddings": "embedding", "word_embeddings_layernorm": "embedding_norm", "ln_f": "norm"}
+    return {**prefixed("transformer", "", {**shell, **prefixed("h.*", "layers.*", block)}), "lm_head": "head"}
+
+
+BLOOM = Family(
+    name="bloom",
+    architecture="BloomForCausalLM",
+    build=_build_bloom,
+    names=_map_bloom_names,
+    defaults={
+        "vocab_size": 250880,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    aliases={
+        "n_embed": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+    required_values={
+        "apply_residual_connection_post_layernorm": (False,),
+        "n_inner": (None,),
+        "layer_norm_eps": (None,),  # transformers does not read this key
+    },
+    # those of its training code; `slow_but_exact` sums in another order
+    ignored_keys=frozenset(
+        {
+            *("slow_but_exact", "offset_alibi", "masked_softmax_fusion", "attention_softmax_in_fp32"),
+            *("bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv"),
+        }
+    ),
+    embedding="transformer.word_embeddings",
+)
