@@ -42,6 +42,7 @@ MOE = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 DEEPSEEK = MOE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "norm_topk_prob": True}
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 4}
 LATENT = MOE | LATENT | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+INDEXER = {"q_lora_rank": 8, "index_topk": 5, "index_head_dim": 6, "index_n_heads": 8}  # few scores are 0, and tie
 PUBLISHED = {"moe_layer_freq": 1, "ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True}  # DeepSeek's files say so
 YARN_4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 32}
@@ -125,6 +126,11 @@ CASES = {
         "deepseek_v3", "latent attention with latents of queries and biases, half-split rope, a dense layer, untied",
         LATENT | {"q_lora_rank": 8, "attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
         dtype="float32", hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
+    ),
+    "deepseek_v32": Case(
+        "deepseek_v32", "an indexer that selects 5 keys, half-split rope in it, yarn, a dense layer, untied",
+        LATENT | INDEXER | rope("yarn", 5e4, **YARN), dtype="float32",
+        hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
     ),
     "gpt_oss": Case(
         "gpt_oss", "sinks, a window of 5 in the first layer, a clamp that is reached, gate and up interleaved, untied",

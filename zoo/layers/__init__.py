@@ -8,7 +8,7 @@ from .convolution import ConvState, ShortConvolution
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
 from .gated_attention import GatedAttention
-from .kv_cache import KeyValueCache, LatentCache
+from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
 from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
@@ -39,6 +39,7 @@ from .recurrent.rg_lru import RGLRU
 from .recurrent.rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
 from .recurrent.rwkv6 import RWKV6
 from .recurrent.rwkv7 import RWKV7
+from .sparse_latent_attention import LightningIndexer, SparseLatentAttention
 from .token_info import TokenInfo, token_positions
 from .value_scaled_attention import ValueScaledAttention
 from .xielu import Xielu, XieluMLP
@@ -85,6 +86,7 @@ __all__ = [
     "HeadNorm",
     "IdentityNorm",
     "ImageEmbedding",
+    "IndexedLatentCache",
     "InputWeightedMixture",
     "Int8Linear",
     "KeyValueCache",
@@ -93,6 +95,7 @@ __all__ = [
     "LatentCache",
     "LayerNorm",
     "Lightning",
+    "LightningIndexer",
     "Linear",
     "LinearAttention",
     "LowRank",
@@ -119,6 +122,7 @@ __all__ = [
     "RoutingSums",
     "ShortConvolution",
     "SoftmaxRouter",
+    "SparseLatentAttention",
     "TokenInfo",
     "TokenTypeEmbedding",
     "TopSigmoidRouter",

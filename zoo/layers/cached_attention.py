@@ -40,7 +40,8 @@ def cached_attention(
     sinks: Float[Array, "heads"] | None = None,
     implementation: str | Callable = AUTO,
 ) -> HeadVectors:
-    """Attend to the slots of a cache, whose positions are the key positions of `mask`.
+    """Attend to the slots of a cache, whose positions are the key positions of `mask`. Where slots are sharded, a
+    selection of keys in the mask is that of all new queries, and of the slots of this device.
 
     **Raises** `ValueError` where slots are sharded, for an implementation that returns no log-sum-exp.
     """

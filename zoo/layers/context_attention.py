@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from zoo.ops.attention import AttentionMask, attention
 from zoo.ops.implementations import AUTO, Implementation, Operation
@@ -45,9 +45,13 @@ def causal_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    selected: Bool[Array, "batch seq key_seq"] | None = None,
     implementation: str | Callable = AUTO,
 ) -> HeadVectors:
     """Attend from each token to those before it, and itself, in its segment; the sequence may be sharded.
+
+    `selected` are the keys of the whole row that each token may see at most: sparse attention, which "gathered" alone
+    computes.
 
     `expand` makes keys and values of `tokens`: of latents, which devices exchange in their place. It is a pytree, whose
     arrays are the parameters that it uses (`jax.tree_util.Partial`).
@@ -55,6 +59,7 @@ def causal_attention(
     **Raises** `ValueError` if the form that the layout names cannot compute this, with the reason and those that can.
     """
     options = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "implementation": implementation}
+    options |= {} if selected is None else {"selected": selected}
     if not (axes := sharded_axes(query, "seq")):
         return _attend_causally(query, *expand(tokens), segment_ids, segment_ids, **options)
     mesh = current_mesh()
@@ -62,7 +67,7 @@ def causal_attention(
     if _draws(expand):  # a dropout mask is one of tokens by their places, which are known where they are
         tokens, expand = expand(tokens), pass_through
     kv_heads = jax.eval_shape(lambda tokens: expand(tokens)[0], tokens).shape[2]
-    request = _Request({axis: mesh.shape[axis] for axis in axes}, kv_heads, implementation)
+    request = _Request({axis: mesh.shape[axis] for axis in axes}, kv_heads, selected is not None, implementation)
     attend = CONTEXT_ATTENTION.select(mesh.layout.context, request).function
     return attend(axes, query, tokens, segment_ids, expand=expand, **options)
 
@@ -115,10 +120,11 @@ def _attend_causally(
     key_positions: Int[Array, "batch key_seq"] | None = None,
     *,
     window: int | None,
+    selected: Bool[Array, "batch seq key_seq"] | None = None,
     **options: Any,
 ) -> HeadVectors:
     """Attend with a causal mask; positions default to the order in the arrays."""
-    mask = AttentionMask(True, window, query_segments, key_segments, query_positions, key_positions)
+    mask = AttentionMask(True, window, query_segments, key_segments, query_positions, key_positions, selected)
     return attention(query, key, value, mask, **options)
 
 
@@ -141,10 +147,14 @@ class _Request:
     """Size of each axis that shards the sequence."""
     kv_heads: int
     """KV heads on this device."""
+    has_selection: bool
+    """True if each token has a selection of keys."""
     implementation: str | Callable
 
 
 def _find_ring_obstacle(request: _Request) -> str | None:
+    if request.has_selection:
+        return "keys that tokens select are not those of one share"
     name = request.implementation
     if name in (AUTO, "blockwise"):
         return None
@@ -153,6 +163,8 @@ def _find_ring_obstacle(request: _Request) -> str | None:
 
 
 def _find_heads_obstacle(request: _Request) -> str | None:
+    if request.has_selection:
+        return "a device has the selected keys of its own tokens, and would need those of all"
     if request.kv_heads % math.prod(request.sizes.values()) == 0:
         return None
     sizes = " x ".join(f"{axis}={size}" for axis, size in request.sizes.items())

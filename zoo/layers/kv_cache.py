@@ -104,6 +104,19 @@ class LatentCache(Module):
         )
 
 
+class IndexedLatentCache(Module):
+    """Cache of sparse latent attention: latents, and the keys of the indexer in a cache of their own. A layer without
+    an indexer has none of these."""
+
+    latents: LatentCache
+    index_keys: LatentCache | None
+
+    @property
+    def length(self) -> int:
+        """Maximum sequence length."""
+        return self.latents.length
+
+
 def require_positions(info: TokenInfo, state: Any) -> None:
     """**Raises** `ValueError` for a cache or recurrent state without positions."""
     if state is not None and info.positions is None:

@@ -7,12 +7,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from zoo.ops.attention import ATTENTION, AttentionMask
 from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
 from zoo.parallel import Dim, implementation_option
-from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, Positions, ResidualStream
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .cached_attention import cached_attention
@@ -150,23 +150,52 @@ class LatentAttention(AbstractMixer):
         cos_sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
         query, features = self.project_queries(x, cos_sin), self.project_features(x, cos_sin)
         if state is None:
-            options = {"scale": self.scale, "implementation": self.implementation}
-            mixed = causal_attention(query, features, info.segment_ids, expand=self._expand(), **options)
+            mixed = self.attend_to_sequence(query, features, info)
         else:
             assert info.positions is not None  # see require_positions
             state = state.write(features, info.positions)
-            mask = AttentionMask(causal=True, query_positions=info.positions, key_positions=state.positions)
-            attend = self.attend_absorbed if x.shape[1] == 1 else self.attend_expanded
-            mixed = attend(query, state.features, mask)
+            mixed = self.attend_to_cache(query, state, info.positions)
         return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+
+    def attend_to_sequence(
+        self,
+        query: HeadVectors,
+        features: _LatentFeatures,
+        info: TokenInfo,
+        selected: Bool[Array, "batch seq _"] | None = None,
+    ) -> HeadVectors:
+        """Attend within the sequence, expanded; with `selected`, to these keys only."""
+        options = {"scale": self.scale, "implementation": self.implementation, "selected": selected}
+        return causal_attention(query, features, info.segment_ids, expand=self._expand(), **options)
+
+    def attend_to_cache(
+        self,
+        query: HeadVectors,
+        cache: LatentCache,
+        positions: Positions,
+        selected: Bool[Array, "batch _ slots"] | None = None,
+    ) -> HeadVectors:
+        """Attend to the slots of a cache, absorbed for a single token; with `selected`, to these slots only."""
+        mask = AttentionMask(True, None, None, None, positions, cache.positions, selected)
+        attend = self.attend_absorbed if query.shape[1] == 1 else self.attend_expanded
+        return attend(query, cache.features, mask)
 
     def project_queries(self, x: HiddenStates, cos_sin: tuple[Array, Array]) -> HeadVectors:
         """Project queries; the last `rotary.dim` features of each head are rotated."""
+        return self.expand_queries(self.compress_queries(x), cos_sin)
+
+    def compress_queries(self, x: HiddenStates) -> Float[Array, "batch seq _"]:
+        """Return the normalized latent of queries; `x` where they have none."""
         if self.query is not None:
-            query = self.query(x)
-        else:
-            assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
-            query = self.query_up(self.query_norm(self.query_down(x)))
+            return x
+        assert self.query_down is not None and self.query_norm is not None
+        return self.query_norm(self.query_down(x))
+
+    def expand_queries(self, latent: Float[Array, "batch seq _"], cos_sin: tuple[Array, Array]) -> HeadVectors:
+        """Return the queries of all heads, from what `compress_queries` returns."""
+        project = self.query_up if self.query is None else self.query
+        assert project is not None
+        query = project(latent)
         query = query.reshape(*query.shape[:2], -1, self.head_dim + self.rotary.dim)
         unrotated, rotated = jnp.split(query, [self.head_dim], axis=-1)
         return jnp.concatenate([unrotated, self.rotate(rotated, cos_sin)], axis=-1)

@@ -295,3 +295,18 @@ def test_fused_attention_raises_for_unsupported_arguments():
         IMPLEMENTATIONS["fused"](*inputs()[0], causal=True, soft_cap=50.0)
     with pytest.raises(ValueError, match="5 and 8 wide"):
         IMPLEMENTATIONS["fused"](*inputs(value_dim=5)[0], causal=True)
+
+
+def test_attention_to_selected_keys_or_refused():
+    (query, key, value), _ = inputs()
+    selected = np.random.default_rng(0).random((BATCH, SEQ, SEQ)) < 0.4
+    selected[0, 2] = False
+    sees = lambda b, q, k: k <= q and selected[b, q, k]
+    expected = by_loops(*map(np.float64, (query, key, value)), None, sees, DIM**-0.5, None)
+    for name in ("reference", "grouped", "fused"):
+        output = IMPLEMENTATIONS[name](query, key, value, causal=True, selected=jnp.asarray(selected))
+        np.testing.assert_allclose(output, expected, atol=1e-5)
+    with pytest.raises(ValueError, match="queries select their keys. Use grouped_query_attention"):
+        IMPLEMENTATIONS["blockwise"](query, key, value, causal=True, selected=jnp.asarray(selected))
+    with pytest.raises(ValueError, match="splash_attention cannot compute this, because queries select their keys"):
+        with_mask_options(attention.splash_attention)(query, key, value, causal=True, selected=jnp.asarray(selected))

@@ -149,8 +149,14 @@ def blockwise_attention_gradients(
 def _plan(
     query: Array, key: Array, mask: AttentionMask, scale: float | None, soft_cap: float | None, block: int | None
 ) -> tuple[_Options, tuple[Marks, Marks]]:
-    """Return the static arguments of both passes, and the marks of queries and keys."""
+    """Return the static arguments of both passes, and the marks of queries and keys. **Raises** `ValueError` for a mask
+    with a selection of keys."""
     group_size(query, key)
+    if mask.selected is not None:
+        raise ValueError(
+            "blockwise_attention masks blocks by positions and segments, and here queries select their keys. Use "
+            "grouped_query_attention."
+        )
     block = choose_block(mask.window) if block is None else block
     sizes = balance_blocks(query.shape[1], block), balance_blocks(key.shape[1], block)
     marks = mark_blocks(mask, query.shape[0], (query.shape[1], key.shape[1]), sizes)

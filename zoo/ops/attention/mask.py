@@ -20,6 +20,8 @@ class AttentionMask:
     - `window`: sliding-window attention, query_position - key_position < window; if not causal,
       |query_position - key_position| < window.
     - Segments (packed sequences): only tokens with equal ids attend to each other.
+    - `selected`: the keys that each query may see at most, such as the top-k of an indexer (sparse attention). Only
+      implementations with all scores in memory take it.
 
     **Raises** `ValueError` where positions or segments are given for one side only, and for a window below 1.
     """
@@ -30,6 +32,7 @@ class AttentionMask:
     key_segments: Int[Array, "batch key_seq"] | None = None
     query_positions: Int[Array, "batch query_seq"] | None = None
     key_positions: Int[Array, "batch key_seq"] | None = None
+    selected: Bool[Array, "batch _ _"] | None = None
 
     def __post_init__(self):
         if (self.query_positions is None) != (self.key_positions is None):
@@ -44,7 +47,7 @@ class AttentionMask:
     @property
     def is_structural(self) -> bool:
         """Return True if the mask is the same for all rows and depends on causality and the window alone."""
-        return self.query_positions is None and self.query_segments is None
+        return self.query_positions is None and self.query_segments is None and self.selected is None
 
     def find_positions(
         self, query_seq: int, key_seq: int
@@ -78,6 +81,8 @@ class AttentionMask:
             rules.append((age if self.causal else jnp.abs(age)) < self.window)
         if self.query_segments is not None and self.key_segments is not None:
             rules.append(self.query_segments[:, :, None] == self.key_segments[:, None, :])
+        if self.selected is not None:
+            rules.append(self.selected)
         if not rules:
             return None
         mask = functools.reduce(jnp.logical_and, rules)

@@ -24,6 +24,8 @@ class AttentionRequest:
     window: int | None = None
     has_segments: bool = False
     has_positions: bool = False
+    has_selection: bool = False
+    """True if each query has a selection of keys."""
     soft_cap: float | None = None
     has_sinks: bool = False
     has_shared_segments: bool = False
@@ -34,7 +36,7 @@ class AttentionRequest:
     @property
     def is_structural(self) -> bool:
         """True if the mask depends on causality and the window alone: it is known when the program is traced."""
-        return not (self.has_segments or self.has_positions)
+        return not (self.has_segments or self.has_positions or self.has_selection)
 
     @classmethod
     def from_arrays(
@@ -54,6 +56,7 @@ class AttentionRequest:
             window=attention_mask.window,
             has_segments=attention_mask.query_segments is not None,
             has_positions=attention_mask.query_positions is not None,
+            has_selection=attention_mask.selected is not None,
             soft_cap=soft_cap,
             has_sinks=sinks is not None,
             has_shared_segments=(

@@ -70,6 +70,10 @@ def _find_grouped_drawback(request: AttentionRequest) -> str | None:
     return f"it holds the scores of {request.query_seq} queries and {request.key_seq} keys"
 
 
+def _find_blockwise_obstacle(request: AttentionRequest) -> str | None:
+    return "queries select their keys, and it knows positions and segments only" if request.has_selection else None
+
+
 ATTENTION = Operation[AttentionRequest](
     "attention",
     (
@@ -78,7 +82,7 @@ ATTENTION = Operation[AttentionRequest](
         ),
         Implementation("splash", splash_attention, find_splash_obstacle, find_splash_drawback),
         Implementation("grouped", grouped_query_attention, find_drawback=_find_grouped_drawback),
-        Implementation("blockwise", blockwise_attention),
+        Implementation("blockwise", blockwise_attention, _find_blockwise_obstacle),
         Implementation("reference", reference_attention, find_drawback=lambda _: "it is slow, for tests"),
     ),
     kind="attention",
@@ -89,7 +93,7 @@ ATTENTION_WITH_LSE = Operation[AttentionRequest](
     "attention to some of the keys",
     (
         Implementation("grouped", grouped_query_attention_with_lse, find_drawback=_find_grouped_drawback),
-        Implementation("blockwise", blockwise_attention_with_lse),
+        Implementation("blockwise", blockwise_attention_with_lse, _find_blockwise_obstacle),
     ),
 )
 """Those implementations that return the log-sum-exp too."""

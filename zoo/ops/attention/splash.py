@@ -71,6 +71,8 @@ def find_splash_obstacle(request: AttentionRequest) -> str | None:
         return reason
     if request.has_positions:
         return "tokens have positions, and its mask is one of places in the arrays"
+    if request.has_selection:
+        return "queries select their keys, and its mask is one of places in the arrays"
     if request.has_segments and not request.has_shared_segments:
         return "queries and keys have segments of their own"
     if request.query_seq != request.key_seq:

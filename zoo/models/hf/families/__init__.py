@@ -11,6 +11,7 @@ from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
+from .deepseek_v32 import DEEPSEEK_V32
 from .dinov2 import DINOV2
 from .dinov3_vit import DINOV3_VIT
 from .dots1 import DOTS1
@@ -82,6 +83,7 @@ ALL_FAMILIES = (
     COHERE2,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     DINOV2,
     DINOV3_VIT,
     DOTS1,

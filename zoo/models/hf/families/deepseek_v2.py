@@ -1,12 +1,14 @@
 """DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention; a few dense layers, then mixtures of fine-grained
 experts with shared experts, which are one wide expert here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Key
 
 from zoo.layers import AbstractRouter, SoftmaxRouter
+from zoo.models.build import MixerFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -27,7 +29,8 @@ def _build_deepseek_v2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     config = Config(config, **_read_expert_groups(config))
     groups = {"groups": config["n_group"], "kept_groups": config["topk_group"]}
     router = partial(SoftmaxRouter, renormalize=False, scale=config["routed_scaling_factor"], **groups)
-    return build_latent_decoder(config, router, interleaved=True, mlp_bias=config["mlp_bias"], key=key)
+    mixers = [make_latent_attention_factory(config, interleaved=True)] * config["num_hidden_layers"]
+    return build_latent_decoder(config, router, mixers=mixers, mlp_bias=config["mlp_bias"], key=key)
 
 
 def _read_expert_groups(config: Config) -> dict[str, int]:
@@ -49,31 +52,39 @@ def build_latent_decoder(
     config: Config,
     router: Callable[..., AbstractRouter],
     *,
-    interleaved: bool,
+    mixers: Sequence[MixerFactory],
     mlp_bias: bool = False,
     key: Key[Array, ""],
+    **options: Any,
 ) -> Decoder:
-    """Build a decoder with latent attention: dense layers first, then mixtures of experts with this router."""
-    norm, mixer = make_rms_norm_factory(config), make_latent_attention_factory(config, interleaved=interleaved)
+    """Build a decoder with latent attention, by one factory for each layer: dense layers first, then mixtures of
+    experts with this router. `options` are those of `build_decoder`."""
+    norm = make_rms_norm_factory(config)
     dense, width = make_gated_mlp_factory(config, bias=mlp_bias), config["moe_intermediate_size"]
     shared = make_gated_mlp_factory(config, width=config["n_shared_experts"] * width, bias=mlp_bias)
     sparse = partial(make_mixture_factory(config, router, config["n_routed_experts"], width=width), shared=shared)
-    layers = [(mixer, sparse if is_sparse else dense) for is_sparse in dots1.mark_dots1_moe_layers(config)]
-    return build_config_decoder(config, layers, norm, key=key)
+    kinds = zip(mixers, dots1.mark_dots1_moe_layers(config), strict=True)
+    layers = [(mixer, sparse if is_sparse else dense) for mixer, is_sparse in kinds]
+    return build_config_decoder(config, layers, norm, key=key, **options)
 
 
 def map_deepseek_v2_names(config: Config) -> NameMap:
     """Return the name map of files, with one tensor per expert."""
-    return _map_deepseek_v2_layers(config, prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES))
+    return map_latent_layers(FILE_EXPERT_NAMES, prefixed("self_attn", "latent_attention", map_latent_names(config)))
 
 
 def map_deepseek_v2_memory_names(config: Config) -> NameMap:
     """Return the name map in memory, with all experts of a layer in one tensor."""
-    return _map_deepseek_v2_layers(config, prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES))
+    return map_latent_layers(MEMORY_EXPERT_NAMES, prefixed("self_attn", "latent_attention", map_latent_names(config)))
 
 
-def _map_deepseek_v2_layers(config: Config, experts: NameMap) -> NameMap:
-    projections = {
+FILE_EXPERT_NAMES = prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)
+MEMORY_EXPERT_NAMES = prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)
+
+
+def map_latent_names(config: Config) -> NameMap:
+    """Return the name map of the projections of latent attention."""
+    return {
         "q_proj": "query",
         "q_a_proj": "query_down",
         "q_a_layernorm": "query_norm",
@@ -83,9 +94,13 @@ def _map_deepseek_v2_layers(config: Config, experts: NameMap) -> NameMap:
         "kv_b_proj": fused("key_up", "value_up", groups=config["num_attention_heads"]),
         "o_proj": "out",
     }
+
+
+def map_latent_layers(experts: NameMap, attention: NameMap) -> NameMap:
+    """Return the name map of a model, from those of the experts and of the attention of a layer."""
     mixture = prefixed("mlp", "mixture_of_experts", {**dots1.MIXTURE_NAMES, **experts})
     feed_forward = {**prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), **mixture}
-    return llama.map_llama_layers(feed_forward, prefixed("self_attn", "latent_attention", projections))
+    return llama.map_llama_layers(feed_forward, attention)
 
 
 DEFAULTS = {

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from jaxtyping import Array, Key
 
 from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import make_biased_router_factory
+from zoo.models.hf.builders import make_biased_router_factory, make_latent_attention_factory
 from zoo.models.hf.spec import Config, Family
 
 from . import deepseek_v2, llama
@@ -16,8 +16,9 @@ from . import deepseek_v2, llama
 
 def build_deepseek_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
     """Build the model of a DeepSeek-V3 config."""
-    router, interleaved = make_biased_router_factory(config), config["rope_interleave"]
-    return deepseek_v2.build_latent_decoder(config, router, interleaved=interleaved, key=key)
+    mixer = make_latent_attention_factory(config, interleaved=config["rope_interleave"])
+    mixers = [mixer] * config["num_hidden_layers"]
+    return deepseek_v2.build_latent_decoder(config, make_biased_router_factory(config), mixers=mixers, key=key)
 
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

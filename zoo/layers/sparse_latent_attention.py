@@ -1,0 +1,253 @@
+"""Multi-head latent attention to few keys: those that a small indexer scores highest for each query."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Key
+
+from zoo.ops.attention import AttentionMask
+from zoo.ops.matmul import einsum_fp32_accum
+from zoo.ops.rotary import Rotary, apply_rotary
+from zoo.parallel import Dim, Module, all_gather, full_precision, num_shards, reduce, shard, shard_offset
+from zoo.shapes import HiddenStates, ResidualStream
+
+from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from .kv_cache import IndexedLatentCache, LatentCache, require_positions
+from .latent_attention import LatentAttention
+from .linear import Linear
+from .norm import LayerNorm
+from .rotary import compute_cos_sin
+from .token_info import TokenInfo
+
+_Angles = tuple[Array, Array]
+_Selected = Bool[Array, "batch _ _"]
+
+
+class LightningIndexer(Module):
+    """Lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, section 2.1): a query t selects the `top` keys s with the
+    highest
+
+        I(t, s) = sum over heads h of w_h(t) relu(q_h(t) . k(s)) (head_dim heads) ** -0.5
+
+        q_h = rotate(W_query_up,h c),    k = rotate(norm(W_key x)),    w = W_weights x
+
+    of those that it may attend to; c is the latent of queries. RoPE turns the first features of a head, in pairs of
+    halves or, if `interleaved`, of neighbors.
+
+    A selection has no gradient, and so neither have the parameters here, nor x and c through them: as in transformers.
+    Papers train an indexer by a loss of its own. Transformers neither rotates queries and keys by a Hadamard matrix,
+    which changes no product, nor rounds them to FP8, and nor does this.
+
+    Scores are float32 and held for all heads, 4 heads n T bytes per row for n queries and T keys. Heads are sharded
+    over `tensor`.
+    """
+
+    query_up: AbstractLinear
+    key: AbstractLinear
+    key_norm: AbstractNorm
+    head_weights: AbstractLinear = full_precision()
+
+    head_dim: int = eqx.field(static=True)
+    top: int = eqx.field(static=True)
+    """Keys that a query attends to at most."""
+    interleaved: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        query_latent: int,
+        head_dim: int,
+        top: int,
+        interleaved: bool = False,
+        epsilon: float = 1e-6,
+        key: Key[Array, ""],
+    ):
+        """- `query_latent`: size of the latent of queries.
+        - `top`: keys that a query selects.
+        - `interleaved`: rotate pairs of neighbors.
+
+        **Raises** `ValueError` for a size below 1.
+        """
+        for name, size in {"heads": heads, "head_dim": head_dim, "top": top}.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}, and an indexer has at least 1")
+        query_key, key_key, weight_key = jax.random.split(key, 3)
+        per_head = Dim("heads", head_dim)
+        self.query_up = Linear(query_latent, heads * head_dim, in_=Dim("latent"), out=per_head, key=query_key)
+        self.key = Linear(embed, head_dim, in_=Dim("embed"), out=Dim("head_dim"), key=key_key)
+        self.key_norm = LayerNorm(head_dim, features=Dim("head_dim"), epsilon=epsilon)
+        self.head_weights = Linear(embed, heads, in_=Dim("embed"), out=Dim("heads"), key=weight_key)
+        self.head_dim, self.top, self.interleaved = head_dim, top, interleaved
+
+    def project_keys(self, x: HiddenStates, cos_sin: _Angles) -> Float[Array, "batch seq features"]:
+        """Return the key of each token, as cached."""
+        keys = self.key_norm(self.key(x))
+        return apply_rotary(keys[:, :, None], *cos_sin, interleaved=self.interleaved)[:, :, 0]
+
+    def score(
+        self,
+        x: HiddenStates,
+        latent: Float[Array, "batch seq _"],
+        keys: Float[Array, "batch key_seq features"],
+        cos_sin: _Angles,
+    ) -> Float[Array, "batch seq key_seq"]:
+        """Return the scores I of queries and keys, from the latents of the queries."""
+        query = self.query_up(latent)
+        query = query.reshape(*query.shape[:2], -1, self.head_dim)
+        query = apply_rotary(query, *cos_sin, interleaved=self.interleaved)
+        products = einsum_fp32_accum("bshd,btd->bsht", query, keys, dtype=jnp.float32) * self.head_dim**-0.5
+        weights = self.head_weights(x.astype(jnp.float32))
+        heads = weights.shape[-1] * num_shards(weights, "heads")
+        scores = einsum_fp32_accum("bsh,bsht->bst", weights * heads**-0.5, jax.nn.relu(products))
+        return reduce(scores, over="heads")
+
+    def select(self, scores: Float[Array, "batch query_seq key_seq"], mask: Bool[Array, "#batch _ _"]) -> _Selected:
+        """Return True at the `top` highest scores of each query, of those that `mask` allows. Of equal scores, the
+        first keys are selected. Where fewer are allowed, others are selected that the mask excludes."""
+        _, best = lax.top_k(jnp.where(mask, scores, -jnp.inf), self.top)
+        rows, queries = (lax.broadcasted_iota(jnp.int32, best.shape, axis) for axis in (0, 1))
+        return jnp.zeros_like(scores, bool).at[rows, queries, best].set(True)
+
+
+class SparseLatentAttention(AbstractMixer):
+    """Multi-head latent attention to the keys that a `LightningIndexer` selects for each query (DeepSeek Sparse
+    Attention, DSA; DeepSeek-V3.2, arXiv:2512.02556, section 2.1):
+
+        y = W_out [softmax(q_h k_hᵀ scale + mask of the selected keys) v_h of each head]
+
+    With `zoo.layers.LatentAttention` as `attention`, whose queries have a latent that the indexer reads. A layer
+    without an indexer takes the selection of a layer before it (`zoo.models.SelectionBlock`).
+
+    This is the reference: the selection is a mask, so that neither memory nor FLOPs are less than those of dense
+    attention. A row or cache of at most `top` tokens is attended to densely, and the indexer computes its keys only.
+
+    The cache holds the keys of the indexer too, head_dim numbers per token. Meshes are those of `LatentAttention`;
+    where `context` shards the sequence, only `Layout(context="gathered")` computes it.
+    """
+
+    shards_sequence = True
+    shards_state = True
+    per_head_linears = ("attention.key_up", "attention.value_up")
+
+    attention: LatentAttention
+    indexer: LightningIndexer | None
+
+    def __init__(
+        self,
+        attention: Callable[..., LatentAttention],
+        indexer: Callable[..., LightningIndexer] | None,
+        *,
+        key: Key[Array, ""],
+    ):
+        """`attention`, `indexer`: factories `key= -> layer`; without an indexer, the layer takes the selection of a
+        layer before it."""
+        attention_key, indexer_key = jax.random.split(key)
+        self.attention = attention(key=attention_key)
+        self.indexer = None if indexer is None else indexer(key=indexer_key)
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: IndexedLatentCache | None = None
+    ) -> tuple[ResidualStream, IndexedLatentCache | None]:
+        """With a cache as `state`, tokens follow those of the cache, at `info.positions`.
+
+        **Raises** `ValueError` for a cache without positions, and for a layer without an indexer.
+        """
+        if self.indexer is None:
+            raise ValueError(
+                "this layer has no indexer, and attends to the keys that a layer before it has selected: run it in a "
+                "SelectionBlock"
+            )
+        y, (state, _) = self.mix(x, info, state)
+        return y, state
+
+    def mix(
+        self,
+        x: HiddenStates,
+        info: TokenInfo,
+        state: IndexedLatentCache | None = None,
+        selected: _Selected | None = None,
+    ) -> tuple[ResidualStream, tuple[IndexedLatentCache | None, _Selected | None]]:
+        """Return the output, the updated cache, and the keys that each query attends to: `selected` for a layer without
+        an indexer. None are all keys.
+
+        **Raises** `ValueError` for a cache without positions.
+        """
+        require_positions(info, state)
+        attention = self.attention
+        cos_sin = compute_cos_sin(attention.rotary, x, info, None if state is None else state.length)
+        latent, features = attention.compress_queries(x), attention.project_features(x, cos_sin)
+        query = attention.expand_queries(latent, cos_sin)
+        indexer, x, latent = lax.stop_gradient((self.indexer, x, latent))
+        if state is None:
+            if indexer is not None:
+                selected = _select_in_sequence(indexer, x, latent, cos_sin, info)
+            mixed = attention.attend_to_sequence(query, features, info, selected)
+        else:
+            assert info.positions is not None  # see require_positions
+            state = dataclasses.replace(state, latents=state.latents.write(features, info.positions))
+            if indexer is not None:
+                assert state.index_keys is not None  # see init_state
+                keys = state.index_keys.write(indexer.project_keys(x, cos_sin), info.positions)
+                state = dataclasses.replace(state, index_keys=keys)
+                selected = _select_in_cache(indexer, x, latent, cos_sin, info, keys)
+            mixed = attention.attend_to_cache(query, state.latents, info.positions, selected)
+        return attention.out(mixed.reshape(*mixed.shape[:2], -1)), (state, selected)
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> IndexedLatentCache:
+        """Return an empty cache for `length` tokens."""
+        latents = self.attention.init_state(batch, length, dtype)
+        if self.indexer is None:
+            return IndexedLatentCache(latents, None)
+        return IndexedLatentCache(latents, LatentCache.empty(batch, self.indexer.head_dim, dtype, length))
+
+    @property
+    def rotary(self) -> Rotary:
+        """RoPE of the attention, and of the indexer."""
+        return self.attention.rotary
+
+    @property
+    def rope_stable_length(self) -> int | None:
+        return self.attention.rope_stable_length
+
+
+def _select_in_sequence(
+    indexer: LightningIndexer, x: HiddenStates, latent: Array, cos_sin: _Angles, info: TokenInfo
+) -> _Selected | None:
+    """Return the keys of the whole row that each token selects; None if these are all."""
+    seq, key_seq = x.shape[1], x.shape[1] * num_shards(x, "seq")
+    if key_seq <= indexer.top:
+        return None
+    keys = all_gather(indexer.project_keys(x, cos_sin), "seq", axis=1)
+    segments = info.segment_ids, None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
+    places = jnp.arange(seq) + shard_offset(x, "seq", seq), jnp.arange(key_seq)
+    places = (jnp.broadcast_to(order, (x.shape[0], len(order))) for order in places)
+    mask = AttentionMask(True, None, *segments, *places).materialize(seq, key_seq)
+    assert mask is not None  # causal
+    return indexer.select(indexer.score(x, latent, keys, cos_sin), mask)
+
+
+def _select_in_cache(
+    indexer: LightningIndexer, x: HiddenStates, latent: Array, cos_sin: _Angles, info: TokenInfo, keys: LatentCache
+) -> _Selected | None:
+    """Return the slots of this device that each new token selects; None if it selects from no more than it takes.
+
+    Where slots are sharded, each device scores its own for all new tokens, and these scores are all-gathered.
+    """
+    slots = keys.positions.shape[1] * num_shards(keys.positions, "slots")
+    if slots <= indexer.top:
+        return None
+    assert info.positions is not None  # there is a cache
+    gather = lambda array: all_gather(array, "seq", axis=1)
+    x, latent, positions, cos, sin = (gather(array) for array in (x, latent, info.positions, *cos_sin))
+    scores = all_gather(indexer.score(x, latent, keys.features, (cos, sin)), "slots", axis=2)
+    places = positions, all_gather(keys.positions, "slots", axis=1)
+    mask = AttentionMask(True, None, None, None, *places).materialize(positions.shape[1], slots)
+    assert mask is not None  # causal
+    return shard(indexer.select(scores, mask), "slots", axis=2)
