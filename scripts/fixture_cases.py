@@ -132,6 +132,11 @@ CASES = {
         LATENT | INDEXER | rope("yarn", 5e4, **YARN), dtype="float32",
         hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
     ),
+    "glm_moe_dsa": Case(
+        "glm_moe_dsa", "a third layer with the selection of the second, interleaved rope in the indexer, untied",
+        LATENT | INDEXER | {"num_hidden_layers": 3, "index_topk_freq": 2, "attention_bias": True}, dtype="float32",
+        hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "indexer_rope_interleave": True, **PUBLISHED},
+    ),
     "gpt_oss": Case(
         "gpt_oss", "sinks, a window of 5 in the first layer, a clamp that is reached, gate and up interleaved, untied",
         GPT_OSS | {"swiglu_limit": 0.6},

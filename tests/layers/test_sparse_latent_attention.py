@@ -20,6 +20,8 @@ INDEXER = {"heads": 4, "query_latent": 10, "head_dim": 8, "top": TOP}
 SEGMENTS = jnp.array([[1, 1, 1, 1, 1, 2, 2, 2]] * 4)
 INFO = TokenInfo(zoo.models.pack_positions(SEGMENTS), SEGMENTS)
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+
 
 def make_layer(*, has_indexer=True, **options):
     attention = partial(LatentAttention, EMBED, rotary=Rotary(4, interleaved=True), **ATTENTION)
@@ -83,7 +85,7 @@ def make_batch(rows):
     return (*activity, INFO.positions[:rows], SEGMENTS[:rows])
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("axes", [SLOW({"data": 2, "fsdp": 2, "tensor": 2}), {"context": 2}], ids=str)
 def test_sparse_attention_on_a_mesh_equals_one_device(axes):
     mesh = zoo.make_mesh(**axes, layout=Layout(context="gathered"), devices=jax.devices()[: np.prod([*axes.values()])])
     layers, batch = (make_layer(), make_layer(has_indexer=False)), make_batch(4)
@@ -117,7 +119,7 @@ def decode_in_pieces(layer, x):
     return shard(jnp.concatenate(outputs, 1), "seq", axis=1)
 
 
-@pytest.mark.parametrize("axes", [None, pytest.param({"tensor": 2}, marks=pytest.mark.slow), {"context": 2}], ids=str)
+@pytest.mark.parametrize("axes", [SLOW(None), SLOW({"tensor": 2}), {"context": 2}], ids=str)
 def test_sparse_attention_with_a_cache_equals_without(axes):
     layer, x = make_layer(), activations(2, SEQ, EMBED)
     if axes is None:

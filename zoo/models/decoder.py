@@ -71,7 +71,11 @@ class Hidden(Module):
 
     def add_residual(self, residual: ResidualStream, decisions: tuple[Routing, ...] = ()) -> "Hidden":
         """Add the output of a sublayer to the residual stream, and append its routing decisions."""
-        return type(self)(self.x + residual, self.routing, self.decisions + decisions)
+        return dataclasses.replace(self, x=self.x + residual, decisions=self.decisions + decisions)
+
+    def drop_routing(self) -> "Hidden":
+        """Return what the next layer reads: without the sums of routing decisions, which a stack collects."""
+        return dataclasses.replace(self, routing=(), decisions=())
 
     def normalize(self, norm: AbstractNorm) -> "Hidden":
         """Normalize the residual stream."""
@@ -83,7 +87,7 @@ class Hidden(Module):
         if detail == "tokens":
             pairs = zip(sums, self.decisions, strict=True)
             sums = tuple(dataclasses.replace(rows, per_token=decision) for rows, decision in pairs)
-        return type(self)(self.x, self.routing + sums)
+        return dataclasses.replace(self, routing=self.routing + sums, decisions=())
 
 
 class AbstractBlock(Module):

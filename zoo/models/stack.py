@@ -1,5 +1,6 @@
 """Layers in few repeating patterns, stacked: a scan compiles each pattern once, a plain loop every layer."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -125,7 +126,15 @@ class Stack(AbstractStack):
             )
 
     def _run_stages(self, segment: Segment, first: int, hidden: Hidden, info: TokenInfo) -> Hidden:
-        """Run a pattern whose repeats are dealt out to the stages of a pipeline, and whose first layer is `first`."""
+        """Run a pattern whose repeats are dealt out to the stages of a pipeline, and whose first layer is `first`.
+
+        **Raises** `NotImplementedError` for hidden states with more than the residual stream, which alone travels.
+        """
+        if type(hidden) is not Hidden:
+            raise NotImplementedError(
+                f"{type(hidden).__name__} has layer inputs and keys of earlier layers, which do not travel through a "
+                "pipeline: use a mesh with pipe=1"
+            )
         local = segment.take_round(jnp.zeros((), int))
         shapes = eqx.filter_eval_shape(lambda hidden: self._run(local, first, hidden, info, None)[0], Hidden(hidden.x))
         routers, remainder = divmod(len(shapes.routing), local.local_repeats)
@@ -161,6 +170,8 @@ class Stack(AbstractStack):
         """Run the repeats of a pattern on this device, of which the first has the number `first_repeat`. Repeat 0
         begins with layer `first`."""
         loop = select_loop(self.loop, layers=self.count_layers(), remat=self.remat, size=hidden.x.size)
+        if type(hidden) is not Hidden and segment.local_repeats == 1:
+            loop = "plain"  # a layer may add to the hidden states, and the carry of a scan has one structure
         first += len(segment.blocks) * first_repeat
         if loop == "plain":
             return self._run_plain(segment, first, hidden, info, states)
@@ -181,8 +192,8 @@ class Stack(AbstractStack):
             for block, run in zip(blocks, pattern, strict=True):
                 layer = len(new_states)
                 state = None if states is None else states[layer]
-                output, state = run(block, first + layer, Hidden(hidden.x), state)
-                hidden = Hidden(output.x, (*hidden.routing, *output.routing))
+                output, state = run(block, first + layer, hidden.drop_routing(), state)
+                hidden = dataclasses.replace(output, routing=(*hidden.routing, *output.routing))
                 new_states.append(state)
         return hidden, None if states is None else tuple(new_states)
 
@@ -201,20 +212,22 @@ class Stack(AbstractStack):
         stacked_states = None if states is None else tuple(stack_trees(states[i::period]) for i in range(period))
         pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
 
-        def step(x: Array, xs: Any):
+        def step(hidden: Hidden, xs: Any):
             arrays, number, states = xs
             new_states, routing = [], []
             for i, run in enumerate(pattern):
-                hidden, state = run(arrays[i], number + i, Hidden(x), None if states is None else states[i])
-                x = hidden.x
+                hidden, state = run(arrays[i], number + i, hidden, None if states is None else states[i])
                 new_states.append(state)
                 routing.append(hidden.routing)
-            return x, (None if states is None else tuple(new_states), tuple(routing))
+                hidden = hidden.drop_routing()
+            return hidden, (None if states is None else tuple(new_states), tuple(routing))
 
-        x, (new_states, routing) = scan(step, hidden.x, (arrays, numbers, stacked_states), unroll=unroll)
+        inputs = arrays, numbers, stacked_states
+        carry = _complete_carry(step, hidden.drop_routing(), inputs)
+        output, (new_states, routing) = scan(step, carry, inputs, unroll=unroll)
         order = [(i % period, i // period) for i in range(period * repeats)]
         routing = [decision for i, repeat in order for decision in index_tree(routing[i], repeat)]
-        hidden = Hidden(x, (*hidden.routing, *routing))
+        hidden = dataclasses.replace(output, routing=(*hidden.routing, *routing))
         return hidden, None if new_states is None else tuple(index_tree(new_states[i], repeat) for i, repeat in order)
 
     def _make_pattern(self, segment: Segment, info: TokenInfo, *, prevent_cse: bool) -> list[Callable]:
@@ -229,6 +242,16 @@ class Stack(AbstractStack):
 
         blocks = [partial(run_block, i) for i in range(len(segment.blocks))]
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
+
+
+def _complete_carry(step: Callable, hidden: Hidden, xs: Any) -> Hidden:
+    """Return the initial carry of a scan, with zeros for what layers hand on besides the residual stream, if they do.
+    The first of them writes it before another reads it: a layer that reads it first raises while shapes are found."""
+    if type(hidden) is not Hidden:
+        return hidden
+    returned = eqx.filter_eval_shape(lambda hidden: step(hidden, index_tree(xs, 0))[0], hidden)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), returned)
+    return dataclasses.replace(zeros, x=hidden.x)
 
 
 def _stack_routing(routing: Sequence[RoutingSums], routers: int) -> tuple[RoutingSums, ...]:

@@ -3,6 +3,7 @@
 One program is compiled per kind of layer, instead of one for all layers.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,14 +32,16 @@ class Activations(NamedTuple):
 def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
     """Run a decoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
     skip_embedding = model.hidden_states_skip_embedding
-    outputs, alone, routings = [_embed(model, tokens)], {}, []
+    hidden, alone, routings = _embed(model, tokens), {}, []
+    outputs = [hidden.x]
     for layer, block in enumerate(blocks):
-        x, routing = _run_block(block, outputs[-1], TokenInfo())
-        outputs.append(x)
-        routings += routing
         number = layer if skip_embedding else layer + 1
         if number - 1 in inputs:
-            alone[number] = _run_block(block, jnp.asarray(inputs[number - 1]), TokenInfo())[0]
+            given = dataclasses.replace(hidden, x=jnp.asarray(inputs[number - 1]))
+            alone[number] = _run_block(block, given, TokenInfo())[0].x
+        hidden, routing = _run_block(block, hidden, TokenInfo())
+        outputs.append(hidden.x)
+        routings += routing
     last = len(blocks)
     if skip_embedding:
         alone |= {last: _run_head(model, jnp.asarray(inputs[last - 1]))[0]} if last - 1 in inputs else {}
@@ -58,9 +61,9 @@ def run_image_encoder(
     x, info = _embed_images(model, images)
     states, alone = [x], {}
     for layer, block in enumerate(blocks):
-        states.append(_run_block(block, states[-1], info)[0])
+        states.append(_run_block(block, Hidden(states[-1]), info)[0].x)
         if layer in inputs:
-            alone[layer + 1] = _run_block(block, jnp.asarray(inputs[layer]), info)[0]
+            alone[layer + 1] = _run_block(block, Hidden(jnp.asarray(inputs[layer])), info)[0].x
     result = _run_image_head(model, states[-1])
     if isinstance(result, EncoderFeatures):
         outputs = {"last_hidden_state": result.last_hidden_state, "pooler_output": result.pooler_output}
@@ -89,9 +92,9 @@ def run_encoder(
     x, info = _embed_texts(model, texts)
     outputs, alone = [x], {}
     for layer, block in enumerate(blocks):
-        outputs.append(_run_block(block, outputs[-1], info)[0])
+        outputs.append(_run_block(block, Hidden(outputs[-1]), info)[0].x)
         if layer in inputs:
-            alone[layer + 1] = _run_block(block, jnp.asarray(inputs[layer]), info)[0]
+            alone[layer + 1] = _run_block(block, Hidden(jnp.asarray(inputs[layer])), info)[0].x
     last = len(blocks)
     final, results = _run_encoder_head(model, outputs[-1], texts.mask)
     if last in alone:
@@ -102,8 +105,8 @@ def run_encoder(
 
 
 @eqx.filter_jit
-def _embed(model: Decoder, tokens: Array) -> Array:
-    return model.embed(tokens, TokenInfo()).x
+def _embed(model: Decoder, tokens: Array) -> Hidden:
+    return model.embed(tokens, TokenInfo())
 
 
 @eqx.filter_jit
@@ -129,9 +132,9 @@ def _run_encoder_head(model: Encoder, x: Array, mask: Array | None) -> tuple[Arr
 
 
 @eqx.filter_jit
-def _run_block(block: Any, x: Array, info: TokenInfo) -> tuple[Array, tuple[Routing, ...]]:
-    hidden, _ = block(Hidden(x), info)
-    return hidden.x, hidden.decisions
+def _run_block(block: Any, hidden: Hidden, info: TokenInfo) -> tuple[Hidden, tuple[Routing, ...]]:
+    hidden, _ = block(hidden, info)
+    return hidden.drop_routing(), hidden.decisions
 
 
 @eqx.filter_jit

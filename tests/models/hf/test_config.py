@@ -93,6 +93,8 @@ ANOTHER = {
     "word_embed_proj_dim": 8,
     "num_ln_in_parallel_attn": 1,
     "attn_config": {"clip_qkv": 0.5},
+    "indexer_types": ["full", "shared", "full"],
+    "index_topk_pattern": "FSF",
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 CONTEXTS = [
@@ -106,6 +108,7 @@ CONTEXTS = [
     {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1]},
     {"architectures": ["ViTModel"]},
     {"new_decoder_architecture": True},
+    {"index_topk_freq": 2},
 ]
 """Some keys have an effect only together with others."""
 
@@ -374,6 +377,7 @@ def test_config_null_equals_absent(family):
 
 BEYOND_THE_LAST = (
     *("max_position_embeddings", "sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"),
+    *("index_topk_freq", "index_skip_topk_offset"),
 )
 """Keys of which a value larger than the number of tokens or layers is the same as another."""
 NEEDS_NO_ROPE_LAYERS = ("attn_temperature_tuning", "floor_scale", "attn_scale")

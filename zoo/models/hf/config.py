@@ -129,7 +129,7 @@ COUNT_KEYS = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_layer_interval"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("num_channels", "mlp_ratio", "pooler_output_size"),
+    *("num_channels", "mlp_ratio", "pooler_output_size", "index_topk", "index_head_dim", "index_n_heads"),
     *("state_size", "conv_kernel", "n_groups", "expand", "time_step_rank", "attention_hidden_size"),
 )
 _NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
@@ -175,7 +175,12 @@ _KINDS: Mapping[str, ValueKind] = {
     "routed_scaling_factor": POSITIVE_NUMBER,
     "shared_intermediate_size": integer(minimum=0),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
-    **dict.fromkeys(("layer_types", "mlp_layer_types"), optional(list_of(WORD))),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"), optional(list_of(WORD))),
+    "index_topk_pattern": optional(
+        ValueKind("a word of the letters F and S", lambda value: WORD.fits(value) and set(value) <= set("FS"))
+    ),
+    "index_topk_freq": integer(minimum=1),
+    "index_skip_topk_offset": integer(minimum=0),
     **dict.fromkeys(
         ("mlp_only_layers", "moe_layers", "hybrid_layer_pattern", "moe_layer_pattern"),
         optional(list_of(integer(minimum=0))),

@@ -29,6 +29,7 @@ from .glm import GLM
 from .glm4 import GLM4
 from .glm4_moe import GLM4_MOE
 from .glm4_moe_lite import GLM4_MOE_LITE
+from .glm_moe_dsa import GLM_MOE_DSA
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
@@ -101,6 +102,7 @@ ALL_FAMILIES = (
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
+    GLM_MOE_DSA,
     GPT2,
     GPT_NEOX,
     GPT_OSS,

@@ -1,0 +1,82 @@
+"""GLM-5 (arXiv:2602.15763): DeepSeek-V3.2 with interleaved RoPE in the indexer, which some layers leave out: they take
+the selection of the layer before. Layers of multi-token prediction (MTP), which files have after the last, are not
+read."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Block, Decoder
+from zoo.models.hf.builders import make_biased_router_factory
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family
+from zoo.models.selection import SelectionBlock
+
+from . import deepseek_v2, deepseek_v3, deepseek_v32
+
+
+def _build_glm_moe_dsa(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    types = _read_indexer_types(config)
+    indexer = deepseek_v32.make_indexer_factory(config, interleaved=True)
+    indexers = {"full": indexer, "shared": None}
+    factories = {kind: deepseek_v32.make_sparse_attention_factory(config, indexers[kind]) for kind in set(types)}
+    mixers, block = [factories[kind] for kind in types], SelectionBlock if "shared" in types else Block
+    router = make_biased_router_factory(config)
+    return deepseek_v2.build_latent_decoder(config, router, mixers=mixers, block=block, key=key)
+
+
+def _read_indexer_types(config: Config) -> list[str]:
+    """Return "full" for each layer with an indexer, and "shared" for the others: as `indexer_types` says, or
+    `index_topk_pattern`, or `index_topk_freq` and `index_skip_topk_offset`.
+
+    **Raises** `ConfigError` for another number of layers, and for a first layer without an indexer.
+    """
+    layers, pattern = range(config["num_hidden_layers"]), config["index_topk_pattern"]
+    period, offset = config["index_topk_freq"], config["index_skip_topk_offset"]
+    if config["indexer_types"] is not None:
+        key, types = "indexer_types", config["indexer_types"]
+    elif pattern is not None:
+        key, types = "index_topk_pattern", [{"F": "full", "S": "shared"}[letter] for letter in pattern]
+    else:
+        key = "index_skip_topk_offset"
+        types = ["shared" if max(layer - offset + 1, 0) % period else "full" for layer in layers]
+    if len(types) != len(layers) or not set(types) <= {"full", "shared"}:
+        raise ConfigError(f"{key} should say full or shared for all {len(layers)} layers")
+    if types[0] == "shared":
+        raise ConfigError(f"{key} lets the first layer share a selection of keys, and no layer comes before it")
+    return types
+
+
+_V32 = deepseek_v32.DEEPSEEK_V32
+
+GLM_MOE_DSA = Family(
+    name="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
+    build=_build_glm_moe_dsa,
+    names=deepseek_v32.map_sparse_names,
+    defaults={
+        **_V32.defaults,
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_n_heads": 32,
+        "indexer_types": None,
+        "index_topk_pattern": None,
+        "index_topk_freq": 1,
+        "index_skip_topk_offset": 2,
+    },
+    aliases=_V32.aliases,
+    required_values={**_V32.required_values, "indexer_rope_interleave": (True,)},
+    ignored_keys=_V32.ignored_keys,
+    ignored_tensors=_V32.ignored_tensors,
+    find_ignored_tensors=deepseek_v3.find_mtp_tensors,
+    memory_names=deepseek_v32.map_sparse_memory_names,
+)
