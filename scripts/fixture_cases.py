@@ -83,6 +83,11 @@ CASES = {
         "mixtral", "two of four experts, renormalized, a window of 5, untied",
         SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 5},
     ),
+    "phimoe": Case(
+        "phimoe", "LayerNorm, two of four experts by SparseMixer, biases in attention and head, a window of 5, untied",
+        SIZES | {"num_local_experts": 4, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True}
+        | {"sliding_window": 5} | UNTIED, dtype="float32", hub={"input_jitter_noise": 0.01},
+    ),
     "qwen2_moe": Case(
         "qwen2_moe", "a gated shared expert, not renormalized, a window of 5 in the first layer, untied",
         MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}

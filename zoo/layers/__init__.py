@@ -14,7 +14,14 @@ from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
 from .moe.input_weighted import InputWeightedMixture
 from .moe.mixture import MixtureOfExperts
-from .moe.router import AbstractRouter, BiasedRouter, SoftmaxRouter, TopSigmoidRouter, TopSoftmaxRouter
+from .moe.router import (
+    AbstractRouter,
+    BiasedRouter,
+    SoftmaxRouter,
+    SparseMixerRouter,
+    TopSigmoidRouter,
+    TopSoftmaxRouter,
+)
 from .moe.routing import Routing, RoutingSums
 from .norm import IdentityNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
@@ -123,6 +130,7 @@ __all__ = [
     "ShortConvolution",
     "SoftmaxRouter",
     "SparseLatentAttention",
+    "SparseMixerRouter",
     "TokenInfo",
     "TokenTypeEmbedding",
     "TopSigmoidRouter",

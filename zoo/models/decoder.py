@@ -79,7 +79,7 @@ class Hidden(Module):
 
     def normalize(self, norm: AbstractNorm) -> "Hidden":
         """Normalize the residual stream."""
-        return type(self)(norm(self.x), self.routing, self.decisions)
+        return dataclasses.replace(self, x=norm(self.x))
 
     def sum_decisions(self, info: TokenInfo, detail: RoutingDetail) -> "Hidden":
         """Sum this layer's decisions into `routing`. No decision per token remains unless `detail` is "tokens"."""

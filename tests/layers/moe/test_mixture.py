@@ -19,6 +19,7 @@ from zoo.layers import (
     Linear,
     MixtureOfExperts,
     SoftmaxRouter,
+    SparseMixerRouter,
     TopSoftmaxRouter,
 )
 from zoo.parallel import Dim
@@ -30,6 +31,7 @@ ROUTERS = {
     "renormalized": SoftmaxRouter,
     "best of groups": partial(SoftmaxRouter, groups=2, kept_groups=1),
     "top, then softmax": partial(TopSoftmaxRouter, bias=True),
+    "sparse mixer": partial(SparseMixerRouter, jitter=0.5),
     "sigmoid": BiasedRouter,
     "softmax and a bias, in groups": partial(BiasedRouter, score="softmax", groups=2, kept_groups=1, renormalize=False),
 }

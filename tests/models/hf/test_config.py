@@ -454,3 +454,20 @@ def test_config_values_are_read_by_type(family):
         if key not in family.defaults and any(isinstance(value, bool) for value in values):
             with pytest.raises(ConfigError, match=key):
                 read_config(family, {key: int(bool(values[-1]))})
+
+
+def test_config_phimoe_scales_of_cos_and_sin():
+    """Phi-3.5-MoE's files have two, for LongRoPE, and class and files give the same number for both."""
+    family = FAMILIES["phimoe"]
+    rope = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.5] * 8}
+    given = small(family) | {"original_max_position_embeddings": 8}
+    model = build(family, given | {"rope_scaling": rope | {"short_mscale": 1.25, "long_mscale": 1.25}})
+    assert next(model.stack.iter_blocks()).mixer.rotary.scaling.magnitude == 1.25
+    for wrong in (
+        rope | {"short_mscale": 1.25},
+        {"type": "linear", "factor": 2.0, "short_mscale": 1, "long_mscale": 1},
+    ):
+        with pytest.raises(ConfigError, match="short_mscale = .* one number for both is computed here"):
+            build(family, given | {"rope_scaling": wrong})
+    with pytest.raises(ConfigError, match="has no key 'short_mscale'"):
+        read_config(FAMILIES["phi3"], {"rope_scaling": rope | {"short_mscale": 1.25}})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zoo.ops.moe.routing import biased_top_k, is_in_top_groups, softmax_top_k, top_k_softmax
+from zoo.ops.moe.routing import biased_top_k, is_in_top_groups, softmax_top_k, sparse_mixer, top_k_softmax
 
 EXPERTS = 8
 
@@ -73,6 +73,18 @@ def test_biased_top_k_gradients_flow_through_weights_alone():
     scores, bias = jnp.array([[0.2, 0.7, 0.6]]), jnp.array([0.0, 0.0, 0.5])
     to_scores, to_bias = jax.grad(lambda *x: biased_top_k(*x, 1, renormalize=False)[0].sum(), (0, 1))(scores, bias)
     assert to_scores.tolist() == [[0, 0, 1]] and to_bias.tolist() == [0, 0, 0]
+
+
+@given(LOGITS, st.sampled_from([0.0, 0.2, 0.6]))
+def test_sparse_mixer_weights_each_by_the_experts_near_it(logits, jitter):
+    weights, selected = sparse_mixer(jnp.array([logits]), jitter)
+    assert selected[0].tolist() == largest(logits, 2)
+    for weight, best, left in zip(weights[0], selected[0], ([], [int(selected[0, 0])]), strict=True):
+        others = [e for e in range(EXPERTS) if e not in left]
+        is_near = lambda e, m=logits[best]: m - logits[e] <= 2 * jitter * max(abs(logits[e]), m)
+        near = [e for e in others if is_near(e)]
+        expected = np.exp(logits[best]) / np.exp([logits[e] for e in near]).sum()
+        np.testing.assert_allclose(weight, expected, rtol=1e-5)
 
 
 def test_is_in_top_groups_of_all_groups_is_true():

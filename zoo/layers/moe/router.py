@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.ops.moe.routing import biased_top_k, softmax_top_k, top_k_softmax
+from zoo.ops.moe.routing import biased_top_k, softmax_top_k, sparse_mixer, top_k_softmax
 from zoo.parallel import Dim, Module, buffer, full_precision
 from zoo.shapes import HiddenStates
 
@@ -101,6 +101,28 @@ class TopSigmoidRouter(AbstractRouter):
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         values, chosen = jax.lax.top_k(logits, self.top)
         return jax.nn.sigmoid(values), chosen
+
+
+class SparseMixerRouter(AbstractRouter):
+    """Top 2 of W x, each weighted by a softmax over the experts near it (GRIN, arXiv:2409.12136): see
+    `zoo.ops.moe.routing.sparse_mixer`. Experts are chosen as at inference, in training too."""
+
+    scores: AbstractLinear = full_precision()
+
+    top: int = eqx.field(static=True)
+    jitter: float = eqx.field(static=True)
+
+    def __init__(self, embed: int, experts: int, top: int = 2, *, jitter: float = 0.01, key: Key[Array, ""]):
+        """`jitter`: half the relative distance within which experts are near. **Raises** `ValueError` for another `top`
+        than 2, and for fewer experts."""
+        check_routing_sizes(experts, top, 1, 1)
+        if top != 2:
+            raise ValueError(f"SparseMixer chooses 2 experts, not {top}")
+        self.scores, self.top = _make_score_projection(embed, experts, False, key), top
+        self.jitter = float(jitter)
+
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
+        return sparse_mixer(logits, self.jitter)
 
 
 class BiasedRouter(AbstractRouter):

@@ -42,7 +42,7 @@ IGNORED_KEYS = frozenset(
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     epsilon_cutoff eta_cutoff encoder_repetition_penalty min_new_tokens max_new_tokens cache_implementation
     vocab_file model_max_length seq_length use_bfloat16 tf_legacy_loss is_decoder unsloth_version unsloth_fixed
-    output_router_logits router_aux_loss_coef router_jitter_noise
+    output_router_logits router_aux_loss_coef
     """.split()
 )
 """Keys that change no result at inference in any family: names, special token ids, training and generation options."""
@@ -172,6 +172,7 @@ _KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), optional(POSITIVE_NUMBER)),
     **dict.fromkeys(("rotary_dim", "sliding_window_size", "word_embed_proj_dim"), optional(integer(minimum=1))),
     "attention_value_scale": optional(POSITIVE_NUMBER),
+    "router_jitter_noise": NON_NEGATIVE_NUMBER,
     "routed_scaling_factor": POSITIVE_NUMBER,
     "shared_intermediate_size": integer(minimum=0),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),

@@ -50,6 +50,29 @@ def top_k_softmax(logits: Float[Array, "*tokens choices"], top: int) -> _TopKRes
     return jax.nn.softmax(values, axis=-1), selected
 
 
+def sparse_mixer(logits: Float[Array, "*tokens choices"], jitter: float) -> _TopKResult:
+    """Select the two largest logits, each weighted by its own softmax: the first over the experts near it, the second
+    over those near it without the first. An expert with logit s is near one with m unless
+
+        (m - s) / max(|s|, m) > 2 jitter
+
+    The two weights are not divided by their sum. Source: SparseMixer-v2 of GRIN (Liu et al., arXiv 2409.12136, section
+    2.1), as at inference: its training samples experts, and estimates the gradient of that.
+    """
+    logits = logits.astype(jnp.float32)
+    rest, weights, selected = logits, [], []
+    for _ in range(2):
+        highest = lax.stop_gradient(rest.max(-1, keepdims=True))
+        magnitude = jnp.maximum(lax.stop_gradient(jnp.abs(logits)), highest)
+        is_far = (highest - lax.stop_gradient(logits)) > 2 * jitter * magnitude
+        near = jax.nn.softmax(jnp.where(is_far, -jnp.inf, rest), axis=-1)
+        best = rest.argmax(-1, keepdims=True)
+        weights.append(jnp.take_along_axis(near, best, axis=-1))
+        selected.append(best)
+        rest = jnp.where(jnp.arange(logits.shape[-1]) == best, -jnp.inf, rest)
+    return jnp.concatenate(weights, -1), jnp.concatenate(selected, -1)
+
+
 def biased_top_k(
     scores: Float[Array, "*tokens choices"],
     bias: Float[Array, "choices"],

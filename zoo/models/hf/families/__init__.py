@@ -61,6 +61,7 @@ from .olmoe import OLMOE
 from .opt import OPT
 from .phi import PHI
 from .phi3 import PHI3
+from .phimoe import PHIMOE
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
@@ -134,6 +135,7 @@ ALL_FAMILIES = (
     OPT,
     PHI,
     PHI3,
+    PHIMOE,
     QWEN2,
     QWEN2_MOE,
     QWEN3,

@@ -110,6 +110,6 @@ LLAMA4_TEXT = Family(
         "attn_scale": 0.1,
     },
     aliases={"num_local_experts": "num_experts"},
-    ignored_keys=frozenset({"for_llm_compressor"}),
+    ignored_keys=frozenset({"for_llm_compressor", "router_jitter_noise"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -56,7 +56,9 @@ MINIMAX_M2 = Family(
     },
     aliases={"num_local_experts": "num_experts"},
     required_values={"scoring_func": ("sigmoid",), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",)},
-    ignored_keys=frozenset({"num_mtp_modules", "mtp_transformer_layers", "use_mtp", "use_routing_bias"}),
+    ignored_keys=frozenset(
+        {"num_mtp_modules", "mtp_transformer_layers", "use_mtp", "use_routing_bias", "router_jitter_noise"}
+    ),
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=_map_minimax_m2_memory_names,
 )

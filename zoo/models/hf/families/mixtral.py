@@ -25,7 +25,7 @@ def _build_mixtral(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, [(mixer, experts)] * config["num_hidden_layers"], norm, key=key)
 
 
-def _map_mixtral_names(config: Config) -> NameMap:
+def map_mixtral_names(config: Config) -> NameMap:
     mixture = {"gate": "router.scores", **prefixed("experts.*", "experts.*", EXPERT_NAMES)}
     return llama.map_llama_layers(prefixed("block_sparse_moe", "mixture_of_experts", mixture))
 
@@ -39,7 +39,7 @@ MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     build=_build_mixtral,
-    names=_map_mixtral_names,
+    names=map_mixtral_names,
     defaults={
         **mistral.DEFAULTS,
         "rms_norm_eps": 1e-5,
@@ -50,6 +50,7 @@ MIXTRAL = Family(
     },
     aliases={"num_local_experts": "num_experts"},
     required_values=mistral.MISTRAL.required_values,
+    ignored_keys=frozenset({"router_jitter_noise"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=_map_mixtral_memory_names,
     describe=describe_mixture,

@@ -1,0 +1,73 @@
+"""Phi-3.5-MoE (Abdin et al., arXiv:2404.14219; GRIN, arXiv:2409.12136): Mixtral's layer with LayerNorm, and two experts
+chosen by SparseMixer, as at inference."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import LayerNorm, SparseMixerRouter
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mixture_factory
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from . import llama, mixtral
+
+
+def _build_phimoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    if config["lm_head_bias"] and config["tie_word_embeddings"]:
+        raise ConfigError("lm_head_bias and tie_word_embeddings: a head that is tied to the embedding has no bias here")
+    config = Config(config, rope_parameters=_read_magnitude(config), num_experts_per_tok=2)
+    biases = {"bias": config["attention_bias"], "out_bias": config["attention_bias"]}
+    mixer = make_attention_factory(config, window=config["sliding_window"], **biases)
+    router = partial(SparseMixerRouter, jitter=config["router_jitter_noise"])
+    layers = [(mixer, make_mixture_factory(config, router, config["num_experts"]))] * config["num_hidden_layers"]
+    norm = partial(LayerNorm, config["hidden_size"], epsilon=config["rms_norm_eps"])
+    return build_config_decoder(config, layers, norm, key=key, head_bias=config["lm_head_bias"])
+
+
+def _read_magnitude(config: Config) -> dict:
+    """Return `rope_parameters` with `short_mscale` and `long_mscale`, which scale cos and sin up to the original length
+    and beyond, as `attention_factor`. The class in transformers always rotates by the short factors of LongRoPE; beyond
+    the original length the long ones are meant, as in the model's own code.
+
+    **Raises** `ConfigError` if the two differ, and for another `rope_type` with them than "longrope".
+    """
+    rope = dict(config["rope_parameters"])
+    short, long = (rope.pop(key, None) for key in ("short_mscale", "long_mscale"))
+    if short is None and long is None:
+        return rope
+    if short != long or rope["rope_type"] != "longrope":
+        raise ConfigError(
+            f"short_mscale = {short} and long_mscale = {long} of rope_type {rope['rope_type']!r}: one number for both "
+            "is computed here, with 'longrope'"
+        )
+    return {**rope, "attention_factor": short}
+
+
+def _map_phimoe_memory_names(config: Config) -> NameMap:
+    mixture = {"router": "router.scores", **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
+    return llama.map_llama_layers(prefixed("mlp", "mixture_of_experts", mixture))
+
+
+PHIMOE = Family(
+    name="phimoe",
+    architecture="PhimoeForCausalLM",
+    build=_build_phimoe,
+    names=mixtral.map_mixtral_names,
+    defaults={
+        **{key: value for key, value in mixtral.MIXTRAL.defaults.items() if key != "num_experts_per_tok"},
+        "vocab_size": 32064,
+        "intermediate_size": 6400,
+        "num_experts": 16,
+        "attention_bias": False,
+        "lm_head_bias": False,
+        "router_jitter_noise": 0.01,
+    },
+    aliases=mixtral.MIXTRAL.aliases,
+    required_values={**mixtral.MIXTRAL.required_values, "num_experts_per_tok": (2,)},
+    rope_keys=("short_mscale", "long_mscale"),
+    ignored_keys=frozenset({"input_jitter_noise"}),
+    ignored_tensors=mixtral.MIXTRAL.ignored_tensors,
+    memory_names=_map_phimoe_memory_names,
+)
