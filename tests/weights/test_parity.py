@@ -69,12 +69,13 @@ SWITCHES = {"phi3_longrope": 24}
 between two tokens; a cache keeps the factors of its whole length."""
 
 
-def list_case_folders(*, images: bool = False) -> list[Path]:
-    """All cases of tokens, or those of images."""
+def list_case_folders(kind: str = "causal") -> list[Path]:
+    """All cases of decoders, or those of encoders of texts and images."""
     roots = [FIXTURES, *([Path(PARITY) / folder for folder in ("models", "models_more")] if PARITY else [])]
     folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
     ours = [folder for folder in folders if read(folder / "config.json")["model_type"] in zoo.families()]
-    return [folder for folder in ours if (read(folder / "meta.json").get("kind") in ("image", "features")) == images]
+    is_encoder = lambda folder: read(folder / "meta.json").get("kind") in ("image", "features", "mlm")
+    return [folder for folder in ours if is_encoder(folder) == (kind == "encoder")]
 
 
 def list_cases(quick: tuple[str, ...] | None = None) -> list:

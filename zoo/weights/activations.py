@@ -79,7 +79,7 @@ class TextInputs(NamedTuple):
     mask: Array | None
     token_types: Array | None
 
-    def zero_padding(self, x: Array) -> Array:
+    def zero_padding(self, x: Any) -> Any:
         """Set the features of padding, "batch seq features", to 0: no model promises what they are."""
         return x if self.mask is None or x.ndim < 3 else x * self.mask[..., None]
 

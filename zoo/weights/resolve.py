@@ -14,7 +14,7 @@ import jax
 
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES, families
-from zoo.models.hf.spec import Config, Family, NameMap, Origin
+from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.parameter_paths import list_parameter_paths
 
 from .formats import QUANTIZATION_KEY, dequantize_lazily, list_packed, pack_model, split_quantization
@@ -128,6 +128,8 @@ def resolve_checkpoint(
         name_map = family.names(config)
     except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
+    renamed = {replace_ending(name, family.older_endings): tensor for name, tensor in tensors.items()}
+    has_older_endings, tensors = renamed.keys() != tensors.keys(), renamed
     tensors = unpack_mxfp4(tensors, location) if decode else tensors
     tensors = tensors if quantized is None or packed else dequantize_lazily(tensors, quantized, location)
     stripped = strip_base_prefix_if_absent(name_map, set(tensors))
@@ -135,7 +137,8 @@ def resolve_checkpoint(
     side_tensors = ""
     if quantized is not None and packed:
         model, tensors, side_tensors = pack_model(model, name_map, tensors, quantized, location)
-    origin = Origin(family, json.dumps(config_json), stripped is not None, list_packed(model), side_tensors)
+    names = stripped is not None, list_packed(model), side_tensors, has_older_endings
+    origin = Origin(family, json.dumps(config_json), *names)
     model = dataclasses.replace(model, origin=origin)
     _check_tensor_count(model, name_map, len(tensors), location)
     tensor_plans = plan(model, name_map)

@@ -18,7 +18,7 @@ from zoo._files import create_files
 from zoo.layers import FP8Linear
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES
-from zoo.models.hf.spec import Family, NameMap, Origin
+from zoo.models.hf.spec import Family, NameMap, Origin, replace_ending
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 
 from .formats import drop_quantization_if_plain, pack_like, split_quantization, unpack_exported
@@ -175,6 +175,8 @@ def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: Nam
     """Write config, shards and index under temporary names, then rename them all."""
     _, quantized = split_quantization(json.loads(origin.config))
     specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized, origin.side_tensors)
+    if origin.has_older_endings:
+        specs, tensor = _restore_older_endings(specs, tensor, origin.family)
     shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
@@ -202,6 +204,15 @@ def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: Nam
 
 _TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Tensor name -> (shape, dtype)."""
+
+
+def _restore_older_endings(
+    specs: _TensorSpecs, tensor: Callable[[str], np.ndarray], family: Family
+) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
+    """Name tensors as older files of the family do."""
+    older = {new: old for old, new in family.older_endings.items()}
+    names = {replace_ending(name, older): name for name in specs}
+    return {name: specs[new] for name, new in names.items()}, lambda name: tensor(names[name])
 
 
 def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:

@@ -69,6 +69,12 @@ class TensorMapping:
         return np.split(grouped, cuts, num_stacked_dims + 1)
 
 
+def replace_ending(name: str, endings: Mapping[str, str]) -> str:
+    """Replace the ending of a name by the one that `endings` has for it, if any."""
+    old = next((old for old in endings if name.endswith(old)), None)
+    return name if old is None else name.removesuffix(old) + endings[old]
+
+
 NameMap = Mapping[str, str | TensorMapping]
 """Checkpoint tensor names -> our parameter paths; a plain string is a rename."""
 
@@ -113,6 +119,7 @@ class Family:
     - `memory_modules`: modules that transformers names differently in memory than in files: in memory -> in files.
     - `memory_names(config)` returns the name map in memory, if transformers lays out tensors differently than in files,
       such as all experts in one tensor.
+    - `older_endings`: endings of tensor names in older files -> those of `names`.
     - `head`, `embedding`: the modules that `tie_word_embeddings` ties.
     - `describe(model)` returns the config of a model built from scratch; None if unsupported. Its result is verified:
       the model that `build` makes of it is compared with the given one.
@@ -131,6 +138,7 @@ class Family:
     find_ignored_tensors: Callable[[Config, Collection[str]], Collection[str]] | None = None
     memory_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     memory_names: Callable[[Config], NameMap] | None = None
+    older_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
     describe: Callable[[Any], Mapping[str, Any]] | None = None
@@ -152,3 +160,5 @@ class Origin:
     """Paths of the layers that were loaded packed, from a quantized file."""
     side_tensors: str = ""
     """Text of the file's small tensors that belong to packed layers and that these do not hold."""
+    has_older_endings: bool = False
+    """True if tensor names have the family's `older_endings`."""

@@ -93,6 +93,7 @@ BERT = Family(
     required_values={**text_encoders.ONLY_ENCODERS, "tie_word_embeddings": (True,)},
     ignored_keys=frozenset({"classifier_dropout"}),
     ignored_tensors=(r"^(bert\.)?embeddings\.position_ids$", r"^(bert\.)?pooler\.", r"^cls\."),
+    older_endings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     head="cls.predictions.decoder",
     embedding="bert.embeddings.word_embeddings",
 )

@@ -1,0 +1,73 @@
+"""Compare encoders with PyTorch on reference cases: activations with padding, outputs, gradients, saving."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.weights.test_parity import (
+    check_hub_config_loads_the_same_model,
+    check_saved_files_equal_loaded_files,
+    list_case_folders,
+    read,
+)
+from zoo.models import Encoder
+from zoo.models.scoring import unstack_blocks
+from zoo.weights.parity import compare, read_expectations
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
+OWN = [pytest.param(folder, id=folder.name) for folder in sorted(FIXTURES.iterdir())]
+REFERENCES = list_case_folders("encoder")
+CASES = [*OWN, *[pytest.param(folder, id=folder.name, marks=pytest.mark.slow) for folder in REFERENCES]]
+
+
+@pytest.mark.parametrize("folder", CASES)
+def test_encoders_match_pytorch(folder: Path, tmp_path: Path):
+    expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
+    report = compare(folder, expected, gradient_norms=norms)
+    assert report.passed, report.first_failure
+    results = {"logits", "last_hidden_state", "pooler_output", "loss"} & expected.keys()
+    assert results and results <= {line.name for line in report.comparisons}
+    model = zoo.load(folder)
+    assert len(report.comparisons) >= len(unstack_blocks(model)) + 1 + len(results) + len(norms)
+    if (folder / "config_hub.json").exists():
+        model = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
+    check_saved_files_equal_loaded_files(model, folder, tmp_path / "again")
+
+
+@pytest.mark.parametrize("folder", [pytest.param(x, id=x.name, marks=pytest.mark.slow) for x in REFERENCES])
+def test_padding_of_texts_matches_pytorch(folder: Path):
+    """On the left and on the right."""
+    expected, model = read_expectations(folder / "expected.safetensors"), zoo.load(folder, dtype=jnp.float32)
+    if not isinstance(model, Encoder):
+        pytest.skip("images have no padding")
+    for side in ("padleft", "padright"):
+        mask = expected[f"{side}.attention_mask"] > 0
+        logits = model(jnp.asarray(expected[f"{side}.input_ids"]), mask=jnp.asarray(mask))
+        wanted = expected[f"{side}.logits"]
+        assert np.abs(np.asarray(logits) - wanted)[mask].max() <= 1e-4 * np.abs(wanted).max(), side
+
+
+def test_published_bert_names_are_read_and_written(tmp_path: Path):
+    """Norms of the first published files are called gamma and beta, and files have heads that the config does not."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = FIXTURES / "bert_masked"
+    tensors = load_file(folder / "model.safetensors")
+    rename = lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
+    )
+    published = {rename(name): x for name, x in tensors.items()}
+    published["cls.seq_relationship.weight"] = np.ones((2, 16), np.float32)
+    save_file(published, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    model = zoo.load(tmp_path)
+    for x, y in zip(jax.tree.leaves(model), jax.tree.leaves(zoo.load(folder)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    zoo.save(model, tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved.keys() == published.keys() - {"cls.seq_relationship.weight"}
+    assert all(saved[name].tobytes() == published[name].tobytes() for name in saved)
