@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import zoo
 from tests.weights.test_parity import (
@@ -15,6 +16,8 @@ from tests.weights.test_parity import (
     read,
 )
 from zoo.models import Encoder
+from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.spec import replace_ending
 from zoo.models.scoring import unstack_blocks
 from zoo.weights.parity import compare, read_expectations
 
@@ -53,14 +56,11 @@ def test_padding_of_texts_matches_pytorch(folder: Path):
 
 def test_published_bert_names_are_read_and_written(tmp_path: Path):
     """Norms of the first published files are called gamma and beta, and files have heads that the config does not."""
-    from safetensors.numpy import load_file, save_file
-
     folder = FIXTURES / "bert_masked"
     tensors = load_file(folder / "model.safetensors")
-    rename = lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-        "LayerNorm.bias", "LayerNorm.beta"
-    )
-    published = {rename(name): x for name, x in tensors.items()}
+    older = {new: old for old, new in FAMILIES["bert"].older_endings.items()}
+    published = {replace_ending(name, older): x for name, x in tensors.items()}
+    assert sum(name.endswith("LayerNorm.gamma") for name in published) == 6
     published["cls.seq_relationship.weight"] = np.ones((2, 16), np.float32)
     save_file(published, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())

@@ -306,13 +306,15 @@ def _read_texts(expected: Mapping[str, np.ndarray]) -> TextInputs:
     return TextInputs(jnp.asarray(expected["input_ids"]), None if mask is None else mask > 0, read("token_type_ids"))
 
 
-def _make_text_loss(expected: Mapping[str, np.ndarray]) -> tuple[Callable, dict[str, Any]]:
-    texts = _read_texts(expected)
-    optional = {"mask": texts.mask, "token_types": texts.token_types}
-    batch = {"tokens": texts.tokens, **{name: x for name, x in optional.items() if x is not None}}
+def _make_text_loss(expected: Mapping[str, np.ndarray]) -> tuple[Callable, dict[str, np.ndarray]]:
+    batch: dict[str, np.ndarray] = {"tokens": expected["input_ids"]}
+    if "attention_mask" in expected:
+        batch["mask"] = expected["attention_mask"] > 0
+    if "token_type_ids" in expected:
+        batch["token_types"] = expected["token_type_ids"]
     if "last_hidden_state" in expected:
         return text_feature_loss, batch
-    labels = jnp.asarray(expected.get("labels", expected["input_ids"])).astype(jnp.int32)
+    labels = expected.get("labels", expected["input_ids"]).astype(np.int32)
     return text_loss, {**batch, "labels": labels}
 
 

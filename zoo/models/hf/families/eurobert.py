@@ -2,13 +2,12 @@
 
 from functools import partial
 
-import jax
 from jaxtyping import Array, Key
 
 from zoo.models.decoder import Block
 from zoo.models.encoder import Encoder
 from zoo.models.encoder_heads import DenseTransform
-from zoo.models.hf.builders import build_rotary, make_gated_mlp_factory, make_rms_norm_factory
+from zoo.models.hf.builders import build_rotary, find_activation, make_gated_mlp_factory, make_rms_norm_factory
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from .. import text_encoders, vision
@@ -16,7 +15,7 @@ from . import llama
 
 
 def _build_eurobert(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    norm, gelu = make_rms_norm_factory(config), partial(jax.nn.gelu, approximate=False)
+    norm, gelu = make_rms_norm_factory(config), find_activation(Config(hidden_act="gelu"))
     bias = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
     mixer = vision.make_bidirectional_attention_factory(config, rotary=build_rotary(config), **bias)
     layers = [(mixer, make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]

@@ -4,14 +4,13 @@ learned positions that begin after the number of the padding token."""
 import dataclasses
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from zoo.layers import DensePooler
 from zoo.models.encoder import Encoder
 from zoo.models.encoder_heads import DenseTransform
-from zoo.models.hf.builders import make_layer_norm_factory
+from zoo.models.hf.builders import find_activation, make_layer_norm_factory
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.spec import Config, NameMap
 
@@ -24,7 +23,7 @@ def _build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encod
     positions = config["max_position_embeddings"] - offset
     if positions < 1:
         raise ConfigError(f"max_position_embeddings = {positions + offset}, and pad_token_id leaves {offset} unused")
-    gelu = partial(jax.nn.gelu, approximate=False)
+    gelu = find_activation(Config(hidden_act="gelu"))
     transform = partial(DenseTransform, size, activation=gelu, norm=make_layer_norm_factory(config))
     classify = partial(DenseTransform, size, activation=jnp.tanh)
     heads = {
