@@ -178,7 +178,7 @@ CASES = {
     ),
     "apertus": Case(
         "apertus", "an MLP with xIELU, norms of q and k, plain rope, biases of attention, tied",
-        SIZES | rope() | {"attention_bias": True} | TIED,
+        SIZES | rope() | {"attention_bias": True} | TIED, hub={"rope_scaling": {"rope_type": "default"}},
     ),
     "arcee": Case(
         "arcee", "an MLP without a gate, ReLU squared, biases, linear rope, tied",
@@ -299,8 +299,7 @@ CASES = {
     ),
     "opt": Case(
         "opt", "learned positions after two rows that nothing reads, ReLU, no biases of matrices, tied",
-        MAMBA | {"ffn_dim": 20, "num_attention_heads": 2, "max_position_embeddings": 17, "enable_bias": False}
-        | {"pad_token_id": 0},
+        MAMBA | {"ffn_dim": 20, "num_attention_heads": 2, "max_position_embeddings": 17, "enable_bias": False},
     ),
     "phi": Case(
         "phi", "attention and MLP in parallel after one norm, half of each head rotated, biases, untied",

@@ -84,6 +84,9 @@ ANOTHER = {
     "moe_layers": [0, 1],
     "attention_chunk_size": 3,
     "architectures": ["NoSuchModel"],
+    "classifier_pooling": "mean",
+    "classifier_activation": "relu",
+    "pad_token_id": 3,
     "num_labels": 3,
     "pooler_output_size": 48,
     "pooler_act": "gelu",
@@ -107,6 +110,8 @@ CONTEXTS = [
     {"topk_method": "group_limited_greedy", "mlp_only_layers": [0]},
     {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1]},
     {"architectures": ["ViTModel"]},
+    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("Bert", "Roberta", "XLMRoberta")),
+    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("ModernBert", "EuroBert")),
     {"new_decoder_architecture": True},
     {"index_topk_freq": 2},
 ]
@@ -130,8 +135,8 @@ HAS_ROPE_BY_TYPE = {
 """Families whose `rope_parameters` have a table for each type of layers, with tests of their own."""
 
 
-HEAD_KEYS = {"architectures", "id2label", "num_labels"}
-"""Keys that choose and size the head of families that have several, and that change nothing in others."""
+READ_BY_SOME = {"architectures", "id2label", "num_labels", "pad_token_id"}
+"""Keys that some families read, and that change nothing in others."""
 
 
 def alias_of(family, key):
@@ -215,7 +220,7 @@ def test_config_defaults_are_those_of_an_empty_file(family):
     elif "rope_parameters" in family.defaults:
         assert config["rope_parameters"] == {"rope_type": "default"} | family.defaults["rope_parameters"]
     assert family.defaults.keys().isdisjoint(
-        (IGNORED_KEYS | REQUIRED_VALUES.keys() | family.ignored_keys) - HEAD_KEYS - {"quantization_config"}
+        (IGNORED_KEYS | REQUIRED_VALUES.keys() | family.ignored_keys) - READ_BY_SOME - {"quantization_config"}
     )
 
 
@@ -224,7 +229,9 @@ def test_config_aliases_equal_canonical_keys(family):
     for alias, canonical in family.aliases.items():
         value = other_value(canonical, family.defaults.get(canonical))
         config = read_config(family, {alias: value})
-        assert (config if canonical in family.defaults else config["rope_parameters"])[canonical] == value
+        rope = config.get("rope_parameters", {})
+        rope = rope["full_attention"] if family in HAS_ROPE_BY_TYPE else rope
+        assert (config if canonical in family.defaults else rope)[canonical] == value
         if canonical not in family.required_values:
             assert (
                 config
@@ -345,7 +352,7 @@ def test_config_required_values_are_enforced_unless_ignored(family):
             with pytest.raises(ConfigError, match=f"{key} = .* would change the result"):
                 read_config(family, {key: value})
             assert read_config(family, {key: value}, ignore={key}) == read_config(family, {})
-    for key in (IGNORED_KEYS | family.ignored_keys) - family.defaults.keys():
+    for key in (IGNORED_KEYS | family.ignored_keys) - family.defaults.keys() - family.required_values.keys():
         assert read_config(family, {key: "anything"}) == read_config(family, {})
 
 
@@ -380,6 +387,8 @@ BEYOND_THE_LAST = (
     *("index_topk_freq", "index_skip_topk_offset"),
 )
 """Keys of which a value larger than the number of tokens or layers is the same as another."""
+MAY_BE_EMPTY = ("rope_parameters", "mlp_only_layers", "no_rope_layers", "architectures", "id2label")
+NEEDS_ARCHITECTURE = {"vit": ["ViTModel"], "bert": ["BertForSequenceClassification"]}
 NEEDS_NO_ROPE_LAYERS = ("attn_temperature_tuning", "floor_scale", "attn_scale")
 BAD = (
     "1",
@@ -415,7 +424,7 @@ def list_keys():
 @pytest.mark.parametrize("family, key", list(list_keys()), ids=str)
 def test_config_invalid_values_are_refused_or_honored(family, key):
     needed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-    needed |= {"interleave_moe_layer_step": 3, "architectures": ["ViTModel"] if family.name == "vit" else None}
+    needed |= {"interleave_moe_layer_step": 3, "architectures": NEEDS_ARCHITECTURE.get(family.name)}
     needed |= {"no_rope_layers": [1, 0, 1]} if key in NEEDS_NO_ROPE_LAYERS else {}
     given = small(family, **needed, topk_method="group_limited_greedy")
     for value in BAD:
@@ -424,7 +433,7 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
         found = build_or_error(family, given | {alias_of(family, key): value})
         if not isinstance(found, str):
             right = given.get(alias_of(family, key), family.defaults[key])
-            absent = not value and key in ("rope_parameters", "mlp_only_layers", "no_rope_layers", "architectures")
+            absent = not value and key in MAY_BE_EMPTY
             same = value == right or absent or key in BEYOND_THE_LAST
             assert same or any(find_differences(found, build(family, given))), value
 

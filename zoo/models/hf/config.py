@@ -174,7 +174,7 @@ _KINDS: Mapping[str, ValueKind] = {
     "attention_value_scale": optional(POSITIVE_NUMBER),
     "router_jitter_noise": NON_NEGATIVE_NUMBER,
     "routed_scaling_factor": POSITIVE_NUMBER,
-    "shared_intermediate_size": integer(minimum=0),
+    **dict.fromkeys(("shared_intermediate_size", "type_vocab_size", "pad_token_id"), integer(minimum=0)),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"), optional(list_of(WORD))),
     "index_topk_pattern": optional(
