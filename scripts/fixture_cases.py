@@ -75,6 +75,10 @@ CASES = {
         "gpt2", "one layer; names without a prefix, a mask among the weights, tied", GPT2 | {"n_layer": 1},
         hub={"n_ctx": 17, "task_specific_params": {"text-generation": {"max_length": 50}}}, as_published=True,
     ),
+    "gpt2_inverse": Case(
+        "gpt2", "scores divided by the number of the layer, and computed in float32, untied",
+        GPT2 | {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True} | UNTIED,
+    ),
     "gpt_neox": Case(
         "gpt_neox", "q, k and v fused by head, half of each head rotated, attention and MLP in parallel, untied",
         NEOX | rope(theta=100.0, partial_rotary_factor=0.5),
@@ -192,6 +196,7 @@ CASES = {
         "cohere", "attention and MLP in parallel, norms without bias, interleaved rope, scaled logits, biases, tied",
         SIZES | {"logit_scale": 0.4, "attention_bias": True} | TIED,
     ),
+    "cohere_qk_norm": Case("cohere", "a QK norm for each head, tied", SIZES | {"use_qk_norm": True} | TIED),
     "cohere2": Case(
         "cohere2", "a window of 5 with rope in the first layer, none in the second, heads of 6, tied",
         SIZES | MIXED | {"logit_scale": 0.4, "head_dim": 6} | TIED,

@@ -136,7 +136,7 @@ CHANGING = [
     ("gemma", "hidden_activation", "silu"),
     ("mistral", "layer_types", ["full_attention", "sliding_attention"]),
     ("qwen2", "use_mrope", True),
-    ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ("gpt2", "cross_attention_hidden_size", 8),
 ]
 
 

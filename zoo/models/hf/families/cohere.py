@@ -1,10 +1,12 @@
 """Command R (Cohere, "Command R", 2024): attention and feed-forward in parallel on one norm, LayerNorm without a bias,
-interleaved RoPE, and scaled logits of a tied head."""
+interleaved RoPE, and scaled logits of a tied head; in Command R+ a QK norm for each head."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from jaxtyping import Array, Key
 
+from zoo.layers import PerHeadLayerNorm
 from zoo.models.build import MixerFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
@@ -22,7 +24,8 @@ from . import llama
 
 def _build_cohere(config: Config, *, key: Key[Array, ""]) -> Decoder:
     bias, rotary = config["attention_bias"], build_rotary(config, interleaved=True)
-    mixer = make_attention_factory(config, rotary=rotary, bias=bias, out_bias=bias)
+    qk_norm = partial(PerHeadLayerNorm, epsilon=config["layer_norm_eps"]) if config["use_qk_norm"] else None
+    mixer = make_attention_factory(config, rotary=rotary, bias=bias, out_bias=bias, norm_over_heads=qk_norm)
     return build_cohere_layers(config, [mixer] * config["num_hidden_layers"], key=key)
 
 
@@ -37,7 +40,10 @@ def build_cohere_layers(config: Config, mixers: Sequence[MixerFactory], *, key: 
 def map_cohere_names(config: Config) -> NameMap:
     """Return the name map of Cohere's models."""
     norms = {"input_layernorm": "mixer_norm"}
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
+    attention = {key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")}
+    attention |= {"q_norm.weight": "query_norm.norms.*.weight", "k_norm.weight": "key_norm.norms.*.weight"}
+    mixer = prefixed("self_attn", "attention", attention)
+    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer, norms)
 
 
 DEFAULTS = {
@@ -59,7 +65,6 @@ COHERE = Family(
     architecture="CohereForCausalLM",
     build=_build_cohere,
     names=map_cohere_names,
-    defaults=DEFAULTS,
-    required_values={"use_qk_norm": (False,)},
+    defaults={**DEFAULTS, "use_qk_norm": False},
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

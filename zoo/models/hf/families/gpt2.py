@@ -1,6 +1,8 @@
 """GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019): learned positions, LayerNorm,
 biases everywhere; matrices stored as (in, out), with a fused QKV projection."""
 
+from functools import partial
+
 from jaxtyping import Array, Key
 
 from zoo.models.decoder import Decoder
@@ -9,14 +11,21 @@ from zoo.models.hf.builders import (
     make_attention_factory,
     make_layer_norm_factory,
     make_mlp_factory,
+    read_head_sizes,
 )
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 
 def _build_gpt2(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, scale = make_layer_norm_factory(config), None if config["scale_attn_weights"] else 1.0
-    mixer = make_attention_factory(config, rotary=None, bias=True, out_bias=True, scale=scale)
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    norm, ffn, count = make_layer_norm_factory(config), make_mlp_factory(config), config["num_hidden_layers"]
+    make = partial(make_attention_factory, config, rotary=None, bias=True, out_bias=True)
+    scale = None if config["scale_attn_weights"] else 1.0
+    if config["scale_attn_by_inverse_layer_idx"]:
+        whole = read_head_sizes(config)[2] ** -0.5 if scale is None else scale
+        mixers = [make(scale=whole / number) for number in range(1, count + 1)]
+    else:
+        mixers = [make(scale=scale)] * count
+    layers = [(mixer, ffn) for mixer in mixers]
     return build_config_decoder(config, layers, norm, positions=config["max_position_embeddings"], key=key)
 
 
@@ -49,6 +58,7 @@ GPT2 = Family(
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
     },
     aliases={
         "n_embd": "hidden_size",
@@ -60,10 +70,10 @@ GPT2 = Family(
         "layer_norm_epsilon": "layer_norm_eps",
     },
     required_values={
-        "scale_attn_by_inverse_layer_idx": (False,),
         # transformers does not read these keys
         **dict.fromkeys(("hidden_act", "intermediate_size", "layer_norm_eps"), (None,)),
     },
+    # scores are float32 here, with reorder_and_upcast_attn and without
     ignored_keys=frozenset(
         {
             *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_activation", "summary_first_dropout"),
