@@ -189,8 +189,8 @@ CASES = {
         SIZES | rope("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True} | TIED,
     ),
     "bloom": Case(
-        "bloom", "ALiBi of three heads, q, k and v fused by head, a norm after the embedding, tied",
-        {"vocab_size": 40, "hidden_size": 24, "n_layer": 2, "n_head": 3},
+        "bloom", "ALiBi of six heads, q, k and v fused by head, a norm after the embedding, tied",
+        {"vocab_size": 40, "hidden_size": 24, "n_layer": 2, "n_head": 6},
     ),
     "cohere": Case(
         "cohere", "attention and MLP in parallel, norms without bias, interleaved rope, scaled logits, biases, tied",
@@ -284,9 +284,15 @@ CASES = {
         "ministral", "a window of 5 in the first layer, heads of 6, tied", SIZES | MIXED | {"head_dim": 6} | TIED,
     ),
     "mpt": Case(
-        "mpt", "ALiBi of three heads, q, k and v clipped, scaled scores, untied",
-        {"vocab_size": 40, "d_model": 24, "n_layers": 2, "n_heads": 3, "max_seq_len": 64}
+        "mpt", "ALiBi of six heads, q, k and v clipped, scaled scores, untied",
+        {"vocab_size": 40, "d_model": 24, "n_layers": 2, "n_heads": 6, "max_seq_len": 64}
         | {"attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.5}} | UNTIED,
+    ),
+    "mistral4": Case(
+        "mistral4", "latent attention, queries scaled by position in steps of 4, yarn, a dense layer, tied",
+        {key: value for key, value in LATENT.items() if key not in ("n_group", "topk_group")} | {"q_lora_rank": 8}
+        | rope("yarn", factor=4.0, llama_4_scaling_beta=0.5, original_max_position_embeddings=4)
+        | {"norm_topk_prob": False, "routed_scaling_factor": 1.5} | TIED,
     ),
     "nanochat": Case(
         "nanochat", "norms without weights, on q and k after the rotation too, ReLU squared, capped logits, untied",

@@ -20,6 +20,7 @@ from .context_attention import causal_attention
 from .kv_cache import LatentCache, require_positions
 from .linear import Linear
 from .norm import RMSNorm
+from .query_scale import QueryScale, scale_queries
 from .rotary import compute_cos_sin, rope_stable_length
 from .token_info import TokenInfo
 
@@ -80,6 +81,8 @@ class LatentAttention(AbstractMixer):
     rotary: Rotary = eqx.field(static=True)
     """RoPE of the `rotary.dim` further features."""
     scale: float = eqx.field(static=True)
+    query_scale: QueryScale | None = eqx.field(static=True)
+    """Scale of queries by position (Mistral Small 4)."""
     implementation: str | Callable = implementation_option(ATTENTION)
 
     def __init__(
@@ -94,6 +97,7 @@ class LatentAttention(AbstractMixer):
         query_latent: int | None = None,
         bias: bool = False,
         scale: float | int | None = None,
+        query_scale: QueryScale | None = None,
         epsilon: float = 1e-6,
         implementation: str | Callable = "auto",
         out_scale: float = 1.0,
@@ -105,6 +109,7 @@ class LatentAttention(AbstractMixer):
         - `bias`: of the projections from and to embed, except `query`.
         - `scale`: of the scores, (head_dim + rotary.dim) ** -0.5 by default, times the square of `yarn_get_mscale` for
           a `YarnScaling` with `mscale_all_dim`.
+        - `query_scale`: scale of queries by position.
         - `epsilon`: of the latent norms.
         - `implementation`: a name in `zoo.ops.attention.ATTENTION` that supports values of another size than keys, or a
           function with the arguments of `reference_attention`.
@@ -136,6 +141,7 @@ class LatentAttention(AbstractMixer):
         self.value_up = Linear(latent, heads * value_dim, in_=latent_dim, out=values, key=value_key)
         self.out = Linear(heads * value_dim, embed, in_=values, out=embed_dim, bias=bias, scale=out_scale, key=out_key)
         self.head_dim, self.rotary, self.implementation = head_dim, rotary, implementation
+        self.query_scale = query_scale
         self.scale = query_dim**-0.5 * _yarn_mscale(rotary) ** 2 if scale is None else float(scale)
 
     def __call__(
@@ -149,6 +155,7 @@ class LatentAttention(AbstractMixer):
         require_positions(info, state)
         cos_sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
         query, features = self.project_queries(x, cos_sin), self.project_features(x, cos_sin)
+        query = query if self.query_scale is None else scale_queries(query, self.query_scale, x, info)
         if state is None:
             mixed = self.attend_to_sequence(query, features, info)
         else:

@@ -169,8 +169,8 @@ def make_layerwise_attention_factories(
     return [factories[kind] for kind in kinds]
 
 
-def make_latent_attention_factory(config: Config, *, interleaved: bool) -> Callable[..., Latent]:
-    """Return a factory of multi-head latent attention, with the sizes and RoPE of a DeepSeek config.
+def make_latent_attention_factory(config: Config, *, interleaved: bool, **options: Any) -> Callable[..., Latent]:
+    """Return a factory of multi-head latent attention, with the sizes and RoPE of a DeepSeek config, and these options.
 
     **Raises** `ConfigError` for grouped keys, and for a `head_dim` other than `qk_rope_head_dim`.
     """
@@ -194,6 +194,7 @@ def make_latent_attention_factory(config: Config, *, interleaved: bool) -> Calla
         rotary=build_rotary(Config(config, head_dim=rope_dim), interleaved=interleaved),
         bias=config["attention_bias"],
         out_scale=compute_out_scale(config),
+        **options,
     )
 
 

@@ -49,6 +49,7 @@ from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
 from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
+from .mistral4 import MISTRAL4
 from .mixtral import MIXTRAL
 from .modernbert import MODERNBERT
 from .mpt import MPT
@@ -123,6 +124,7 @@ ALL_FAMILIES = (
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
+    MISTRAL4,
     MIXTRAL,
     MODERNBERT,
     MPT,
