@@ -76,8 +76,8 @@ CASES = {
         hub={"n_ctx": 17, "task_specific_params": {"text-generation": {"max_length": 50}}}, as_published=True,
     ),
     "gpt2_inverse": Case(
-        "gpt2", "scores divided by the number of the layer, and computed in float32, untied",
-        GPT2 | {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True} | UNTIED,
+        "gpt2", "scores divided by the number of the layer, untied",
+        GPT2 | {"scale_attn_by_inverse_layer_idx": True} | UNTIED,
     ),
     "gpt_neox": Case(
         "gpt_neox", "q, k and v fused by head, half of each head rotated, attention and MLP in parallel, untied",

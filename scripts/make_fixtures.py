@@ -161,7 +161,7 @@ def save(case: Case, seed: int, folder: Path) -> int:
         if hasattr(config, epsilon):
             setattr(config, epsilon, 2e-3)  # large enough that another one is noticed
     torch.manual_seed(seed)  # sinks start at random, and are moved from there
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = find_class(config)._from_config(config, dtype=torch.float32)
     embeddings = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     random = np.random.default_rng(seed)
     with torch.no_grad():
@@ -188,7 +188,16 @@ def save(case: Case, seed: int, folder: Path) -> int:
 def load(folder: Path, dtype: str = "float32", config: Any = None) -> Any:
     options = {"dtype": getattr(torch, dtype), "config": config}
     options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    kind = find_class(transformers.AutoConfig.from_pretrained(folder))
+    return kind.from_pretrained(folder, **options).eval()
+
+
+def find_class(config: Any) -> Any:
+    """Return the class of causal language models for a config; the automatic one does not list Mistral 4."""
+    listed = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in listed:
+        return listed[type(config)]
+    return getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))
 
 
 def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:

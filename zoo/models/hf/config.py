@@ -329,6 +329,8 @@ def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[st
     scaling = canonical.get("rope_scaling") or canonical.get("rope_parameters")
     if scaling is None:
         scaling = {key: value for key, value in default.items() if key not in _ROPE_BASE_KEYS}
+    elif family.scaled_rope_theta is not None:
+        default = {**default, "rope_theta": family.scaled_rope_theta}
     base_keys = [key for key in _ROPE_BASE_KEYS if key in default or key in canonical]
     rope = {key: canonical.get(key, default.get(key)) for key in base_keys}
     rope |= {key: value for key, value in scaling.items() if key != "type" and value is not None}

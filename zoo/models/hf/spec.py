@@ -111,6 +111,7 @@ class Family:
       omit keys equal to it.
     - `aliases`: config keys of this family -> canonical keys. `build` and `names` see canonical keys only.
     - `required_values`: keys that would change the result, with the values that are implemented; others raise.
+    - `scaled_rope_theta`: rope_theta of files that scale RoPE and leave it out, if that is not the default's.
     - `rope_keys`: keys of `rope_parameters` that its files have besides those of each `rope_type`.
     - `ignored_keys`: keys that change nothing at inference, besides `config.IGNORED_KEYS`.
     - `ignored_tensors`: regular expressions of tensors that no model reads, such as buffers computed from the config.
@@ -132,6 +133,7 @@ class Family:
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required_values: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    scaled_rope_theta: float | None = None
     rope_keys: tuple[str, ...] = ()
     ignored_keys: frozenset[str] = frozenset()
     ignored_tensors: tuple[str, ...] = ()

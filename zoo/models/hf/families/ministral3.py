@@ -69,5 +69,6 @@ MINISTRAL3 = Family(
     },
     required_values=mistral.MISTRAL.required_values,
     ignored_tensors=llama.LLAMA.ignored_tensors,
+    scaled_rope_theta=10000.0,
     rope_keys=("llama_4_scaling_beta", "max_position_embeddings"),
 )

@@ -60,5 +60,6 @@ MISTRAL4 = Family(
     required_values={"n_group": (1,), "topk_group": (1,)},
     ignored_keys=deepseek_v2.IGNORED_KEYS | {"head_dim"},  # the sum of qk_nope_head_dim and qk_rope_head_dim
     ignored_tensors=llama.LLAMA.ignored_tensors,
+    scaled_rope_theta=10000.0,
     rope_keys=ministral3.MINISTRAL3.rope_keys,
 )
