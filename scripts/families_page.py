@@ -1,18 +1,48 @@
 """Write the page of families: what they are, the parts of their layers, and the published sizes."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 
 from zoo.cli.families import summarize_family
-from zoo.layers import RWKV4, ClampedGatedMLP, LatentAttention, Mamba, Mamba2, MixtureOfExperts, ValueScaledAttention
+from zoo.layers import (
+    RWKV4,
+    AlibiAttention,
+    ClampedGatedMLP,
+    LatentAttention,
+    Mamba,
+    Mamba2,
+    MixtureOfExperts,
+    SparseLatentAttention,
+    ValueScaledAttention,
+)
 from zoo.layers.bidirectional_attention import BidirectionalAttention
-from zoo.models import Decoder, ImageEncoder, ParallelBlock
+from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
-from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.families import FAMILIES, families
 from zoo.models.hf.spec import Config, Family
+from zoo.models.hf.support import FamilySupport
 from zoo.models.presets.published import PRESETS, Preset
+
+TESTS = Path(__file__).parents[1] / "tests"
+QUANTIZED = {
+    "deepseek_v3": ["fp8"],
+    "gpt_oss": ["mxfp4"],
+    "llama": ["fp8", "gptq", "awq", "compressed-tensors", "bitsandbytes"],
+    "qwen2": ["awq"],
+    "qwen3_moe": ["fp8"],
+}
+"""Formats by the family of their cases."""
+LEFT_OUT = {
+    "Gemma 3n": "alternating updates of four residual streams (AltUp) would need a stack of their own.",
+    "JetMoE": "attention whose projections are experts would need a mixer that routes.",
+    "Hybrids of attention and state space models (Jamba, Zamba2, Bamba, Falcon-H1, Qwen3-Next, LFM2)": "not yet.",
+    "T5 and other encoder-decoders": "not yet.",
+}
+"""Families that people ask for, and why they are not read."""
 
 
 def build_families_page(note: str) -> str:
@@ -34,6 +64,17 @@ def build_families_page(note: str) -> str:
             "| family | class in transformers | mixer | norm | feed-forward | head |",
             "|---|---|---|---|---|---|",
             *rows,
+            "\n## Tested\n",
+            "Tests compare a small checkpoint of each family with PyTorch: activations, gradients, padding, and files "
+            "bit for bit. `zoo.families()` returns this table. *Mesh*: a training step on data 2 x fsdp 2 x tensor 2, "
+            "of packed rows where the model takes them, equals one on one device. *Adapters*: LoRA around every linear "
+            "layer does too. *Decoding*: greedy tokens with caches are PyTorch's. *Quantized*: formats with a case of "
+            "the family; the [same code](checkpoints.md#quantized-files) reads them for the others.\n",
+            "| family | cases | mesh | adapters | decoding | quantized |",
+            "|---|--:|---|---|---|---|",
+            *(f"| `{name}` | {format_support(support)} |" for name, support in families().items()),
+            "\n## Not here\n",
+            *(f"- {name}: {reason}" for name, reason in LEFT_OUT.items()),
             "\n## Published sizes\n",
             '`zoo.models.preset("llama3-8b", key=key)` initializes a model of a published size.\n',
             "| preset | family | parameters | active per token | config from |",
@@ -45,6 +86,33 @@ def build_families_page(note: str) -> str:
             "",
         ]
     )
+
+
+def format_support(support: FamilySupport) -> str:
+    mark = lambda held: "yes" if held else ""
+    flags = map(mark, (support.mesh, support.adapters, support.decoding))
+    return " | ".join([str(len(support.cases)), *flags, ", ".join(support.quantized)])
+
+
+def build_support() -> str:
+    """Build the table of what is tested of each family: from the fixtures, with which every test of them runs, and from
+    the families that quantized files are tested with."""
+    cases = {kind: find_cases(TESTS / "fixtures" / kind) for kind in ("models", "encoders")}
+    rows = {}
+    for name in sorted(FAMILIES):
+        decoders, encoders = (cases[kind].get(name, []) for kind in ("models", "encoders"))
+        held = {"mesh": bool(decoders or encoders), "adapters": bool(decoders or encoders), "decoding": bool(decoders)}
+        rows[name] = {"cases": decoders + encoders, **held, "quantized": QUANTIZED.get(name, [])}
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def find_cases(folder: Path) -> dict[str, list[str]]:
+    """Return the names of the cases in a folder, by `model_type`."""
+    found: dict[str, list[str]] = {}
+    for config in sorted(folder.glob("*/config.json")):
+        family = json.loads(config.read_text(encoding="utf-8"))["model_type"]
+        found.setdefault(family, []).append(config.parent.name)
+    return found
 
 
 def describe_parts(family: Family) -> tuple[str, str, str, str]:
@@ -63,7 +131,9 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
 
     model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
     mixer = block.mixer
-    if isinstance(mixer, LatentAttention):
+    if isinstance(mixer, SparseLatentAttention):
+        words = [*describe_latents(mixer.attention), f"the {mixer.indexer.top} keys that an indexer selects"]
+    elif isinstance(mixer, LatentAttention):
         words = describe_latents(mixer)
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
         words = describe_recurrence(mixer)
@@ -80,7 +150,7 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     return ", ".join(words), f"`{norm}`", feed_forward, describe_head(model)
 
 
-def describe_head(model: Decoder | ImageEncoder) -> str:
+def describe_head(model: Decoder | Encoder | ImageEncoder) -> str:
     if isinstance(model, Decoder):
         return "tied" if model.head is None else "untied"
     return f"`{type(model.head).__name__}`"
@@ -102,7 +172,9 @@ def describe_attention(mixer: Any, config: Config) -> list[str]:
     field = lambda name: getattr(mixer, name, None)
     words = ["grouped-query attention" if "num_key_value_heads" in config else "multi-head attention"]
     words += ["in both directions"] * isinstance(mixer, BidirectionalAttention)
-    if mixer.rotary is None:
+    if isinstance(mixer, AlibiAttention):
+        words.append("ALiBi")
+    elif mixer.rotary is None:
         words.append("learned positional embeddings")
     else:
         fraction = mixer.rotary.dim / mixer.head_dim

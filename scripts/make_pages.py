@@ -19,7 +19,7 @@ import tyro
 
 from scripts.api_pages import build_api_pages, list_packages, list_public_names, locate, resolve_name
 from scripts.draw_layer import draw
-from scripts.families_page import build_families_page
+from scripts.families_page import build_families_page, build_support
 from zoo.cli.devices import make_abstract_mesh, use_cpu
 from zoo.parallel import Schedule
 
@@ -165,6 +165,7 @@ def list_pages() -> dict[str, Callable[[], str]]:
     schedules |= {name: (name, 1) for name in ("zero-bubble", "dualpipe")}
     return {
         **{path: functools.partial(str, text) for path, text in build_api_pages(NOTE).items()},
+        "zoo/models/hf/support.json": build_support,
         "docs/families.md": functools.partial(build_families_page, NOTE),
         "docs/names.md": build_names_page,
         "docs/pictures/layer.svg": functools.partial(picture, False),

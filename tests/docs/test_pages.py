@@ -41,7 +41,7 @@ def test_figures_of_the_front_are_those_of_their_sources(name):
 def test_home_page_groups_every_family():
     home = (make_pages.ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     table = home.partition("| kind |")[2].partition("\n\n")[0]
-    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(FAMILIES)
+    assert sorted(re.findall(r"`([\w-]+)`", table)) == sorted(FAMILIES)
     assert f"and {len(PRESETS)} published sizes" in home
 
 

@@ -1,6 +1,7 @@
 """Hold every family's fixture on data 2 x fsdp 2 x tensor 2, with packed rows and adapters, to separate rows on one
 device."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import equinox as eqx
@@ -12,16 +13,17 @@ import pytest
 import zoo
 from zoo.layers.token_info import pack_positions
 from zoo.models.parameter_paths import list_parameter_paths
+from zoo.weights.parity import make_loss, read_expectations
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
-QUICK = ("cohere2", "deepseek_v3", "gpt2", "mamba2")
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+QUICK = ("cohere2", "deepseek_v3", "gpt2", "mamba2", "modernbert_texts", "vit_classes")
 """Families whose layers have nothing in common. The others are run by
 `pytest -m slow tests/weights/test_families_on_meshes.py`."""
 LENGTHS = (6, 9)
 
 
-def list_fixtures(quick: tuple[str, ...]) -> list:
-    folders = sorted(folder for folder in FIXTURES.iterdir() if (folder / "config.json").exists())
+def list_fixtures(kind: str, quick: tuple[str, ...]) -> list:
+    folders = sorted((FIXTURES / kind).iterdir())
     marks = lambda folder: () if folder.name in quick else pytest.mark.slow
     return [pytest.param(folder, id=folder.name, marks=marks(folder)) for folder in folders]
 
@@ -39,11 +41,11 @@ def draw_texts(vocab: int) -> tuple[dict, dict]:
     return tuple(rows | {"positions": pack_positions(jnp.asarray(rows["segment_ids"]))} for rows in (packed, alone))
 
 
-def compare_meshes(model, batch: dict, wanted_batch: dict) -> None:
+def compare_meshes(model, batch: dict, wanted_batch: dict, loss_fn: Callable = zoo.cross_entropy) -> None:
     many, one = zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(devices=jax.devices()[:1])
     with jax.default_matmul_precision("highest"):
         results = [
-            zoo.value_and_grad(zoo.cross_entropy, mesh)(zoo.place(model, mesh), zoo.place_batch(rows, mesh))
+            zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), zoo.place_batch(rows, mesh))
             for mesh, rows in ((many, batch), (one, wanted_batch))
         ]
     (loss, grads), (wanted_loss, wanted) = jax.device_get(results)
@@ -53,18 +55,38 @@ def compare_meshes(model, batch: dict, wanted_batch: dict) -> None:
         assert np.abs(x - y).max() <= 1e-4 * max(np.abs(y).max(), 0.01 * largest), name
 
 
-@pytest.mark.parametrize("folder", list_fixtures(QUICK))
+@pytest.mark.parametrize("folder", list_fixtures("models", QUICK))
 def test_packed_rows_on_a_mesh_equal_rows_on_one_device(folder: Path):
     """In value, and in the gradient of every parameter."""
     model = zoo.load(folder, dtype=jnp.float32)
     compare_meshes(model, *draw_texts(model.embedding.table_shape[0]))
 
 
-@pytest.mark.parametrize("folder", list_fixtures(()))
-def test_adapters_on_a_mesh_equal_those_on_one_device(folder: Path):
-    """Around every linear layer, with A and B that are not zero."""
-    model = zoo.load(folder, dtype=jnp.float32)
+def adapt(model):
+    """Wrap every linear layer with a LoRA whose A and B are not zero."""
     adapted = zoo.adapters.lora(model, targets="all-linear", rank=2, key=jax.random.key(1))
     shake = lambda x: None if x is None else 0.1 * jnp.cos(jnp.arange(float(x.size))).reshape(x.shape)
-    adapted = eqx.combine(jax.tree.map(shake, zoo.trainable(adapted)), adapted)
-    compare_meshes(adapted, *draw_texts(model.embedding.table_shape[0]))
+    return eqx.combine(jax.tree.map(shake, zoo.trainable(adapted)), adapted)
+
+
+@pytest.mark.parametrize("folder", list_fixtures("models", ()))
+def test_adapters_on_a_mesh_equal_those_on_one_device(folder: Path):
+    model = zoo.load(folder, dtype=jnp.float32)
+    compare_meshes(adapt(model), *draw_texts(model.embedding.table_shape[0]))
+
+
+@pytest.mark.parametrize("folder", list_fixtures("encoders", QUICK))
+def test_encoders_on_a_mesh_equal_one_device(folder: Path):
+    """With padding."""
+    model = zoo.load(folder, dtype=jnp.float32)
+    loss_fn, batch = make_loss(model, read_expectations(folder / "expected.safetensors"))
+    batch = {name: np.concatenate([x, x]) for name, x in batch.items()}
+    compare_meshes(model, batch, batch, loss_fn)
+
+
+@pytest.mark.parametrize("folder", list_fixtures("encoders", ()))
+def test_adapters_of_encoders_on_a_mesh_equal_one_device(folder: Path):
+    model = zoo.load(folder, dtype=jnp.float32)
+    loss_fn, batch = make_loss(model, read_expectations(folder / "expected.safetensors"))
+    batch = {name: np.concatenate([x, x]) for name, x in batch.items()}
+    compare_meshes(adapt(model), batch, batch, loss_fn)

@@ -7,18 +7,20 @@ from types import ModuleType
 from zoo._terminal import show
 from zoo.models.hf import families as families_package
 from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.families import families as find_families
 from zoo.models.hf.spec import Family
 
 from .terminal import align_columns
 
 
 def families() -> None:
-    """List supported model families: model_type, class in transformers, description.
+    """List supported model families: model_type, what is tested, description.
 
     A checkpoint's family is the model_type in its config.json. Lines are cut to the width of the terminal; a pipe gets
     all of them.
     """
-    rows = [(name, FAMILIES[name].architecture, summarize_family(FAMILIES[name])) for name in sorted(FAMILIES)]
+    support = find_families()
+    rows = [(name, str(support[name]), summarize_family(FAMILIES[name])) for name in support]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in align_columns(rows):
         show(line if width is None or len(line) <= width else line[: width - 3] + "...")

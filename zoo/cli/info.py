@@ -1,5 +1,6 @@
 """Implement `zoo info`."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,6 +9,7 @@ import tyro
 
 from zoo._terminal import show
 from zoo.inspect.implementations import format_ranges
+from zoo.models.hf.families import families
 from zoo.models.presets.published import find_preset
 from zoo.ops.platform import Platform
 from zoo.parallel import ZERO1, ZERO2, ZERO3
@@ -102,6 +104,7 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
         **origin,
         "family": summary.family,
         "architecture": summary.architecture,
+        "tested": dataclasses.asdict(families()[summary.family]),
         "parameters": summary.count,
         "active": summary.active,
         "tied": summary.tied,
@@ -119,6 +122,7 @@ def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[s
     rows = [] if preset is None else [("preset", f"{preset}, with the sizes of {find_preset(preset).source}")]
     rows += [
         ("family", f"{summary.family} ({summary.architecture} in transformers)"),
+        ("tested", str(families()[summary.family])),
         ("parameters", f"{summary.count:,}" + (", head tied to the embedding" if summary.tied else "")),
     ]
     if summary.active < summary.count:

@@ -110,7 +110,7 @@ def compare(
     """
     load_as = partial(load, directory, family=family, packed=packed)
     model = load_as(dtype=jnp.float32)
-    kind = _IMAGES if isinstance(model, ImageEncoder) else _TEXTS if isinstance(model, Encoder) else _TOKENS
+    kind = _find_kind(model)
     if kind.inputs not in expected:
         raise CheckpointError(f"expectations need {kind.inputs}, which the other results were computed from")
     bfloat16_model = load_as(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
@@ -118,6 +118,15 @@ def compare(
         comparisons = [*_compare_activations(kind, model, bfloat16_model, expected, tolerance)]
         comparisons += _compare_gradients(kind, model, expected, gradient_norms or {}, 2 * tolerance)
     return ParityReport(tuple(comparisons))
+
+
+def make_loss(model: LoadedModel, expected: Mapping[str, np.ndarray]) -> tuple[Callable, dict[str, np.ndarray]]:
+    """Return the loss whose gradients `compare` compares, and its batch."""
+    return _find_kind(model).make_loss(expected)
+
+
+def _find_kind(model: LoadedModel) -> "_ModelKind":
+    return _IMAGES if isinstance(model, ImageEncoder) else _TEXTS if isinstance(model, Encoder) else _TOKENS
 
 
 class _ModelKind(NamedTuple):

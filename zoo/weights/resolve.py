@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
-from zoo.models.hf.families import FAMILIES, families
+from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.parameter_paths import list_parameter_paths
 
@@ -93,7 +93,7 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
         return FAMILIES[name]
     problem = f"has the model_type {name!r}" if name is not None else "has no model_type"
     hint = suggest_nearest(str(name), FAMILIES) or "."
-    raise CheckpointError(f"{path} {problem}{hint} Families that can be read: {', '.join(families())}")
+    raise CheckpointError(f"{path} {problem}{hint} Families that can be read: {', '.join(sorted(FAMILIES))}")
 
 
 def resolve_checkpoint(

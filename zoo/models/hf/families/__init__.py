@@ -1,6 +1,7 @@
 """Families of checkpoints, one file of facts each: how a config maps to our layers, and how tensors are named."""
 
 from zoo.models.hf.spec import Family
+from zoo.models.hf.support import FamilySupport, read_support
 
 from .afmoe import AFMOE
 from .apertus import APERTUS
@@ -155,9 +156,10 @@ ALL_FAMILIES = (
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 
 
-def families() -> tuple[str, ...]:
-    """Return the `model_type` of every family that `zoo.load` reads and `zoo.save` writes."""
-    return tuple(sorted(FAMILIES))
+def families() -> dict[str, FamilySupport]:
+    """Return what is tested of every family that `zoo.load` reads and `zoo.save` writes, by its `model_type`."""
+    support = read_support()
+    return {name: support[name] for name in sorted(FAMILIES)}
 
 
 __all__ = ["FAMILIES", "families"]

@@ -1,0 +1,38 @@
+"""What tests hold of each family: a table that is generated from the tests, and shipped with the package."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("support.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilySupport:
+    """What the tests compare of a family's checkpoints, each on a small model with PyTorch's results or with the same
+    model on one device."""
+
+    cases: tuple[str, ...]
+    """Reference cases: activations, gradients, padding and files are PyTorch's."""
+    mesh: bool
+    """A step on data 2 x fsdp 2 x tensor 2, of packed rows where the model takes them, equals one on one device."""
+    adapters: bool
+    """LoRA around every linear layer does too."""
+    decoding: bool
+    """Greedy tokens, with caches, are PyTorch's."""
+    quantized: tuple[str, ...]
+    """Formats of quantized files with a case of this family. Others are read by the same code."""
+
+    def __str__(self) -> str:
+        words = [f"{len(self.cases)} case{'s' * (len(self.cases) != 1)}"]
+        words += [name for name in ("mesh", "adapters", "decoding") if getattr(self, name)]
+        return ", ".join([*words, *self.quantized])
+
+
+@functools.cache
+def read_support() -> dict[str, FamilySupport]:
+    """Read the table, by `model_type`."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    read = lambda row: {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return {name: FamilySupport(**read(row)) for name, row in table.items()}
