@@ -19,7 +19,7 @@ from zoo.layers import (
     SparseLatentAttention,
     ValueScaledAttention,
 )
-from zoo.layers.bidirectional_attention import BidirectionalAttention
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES, families
@@ -132,7 +132,7 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
     mixer = block.mixer
     if isinstance(mixer, SparseLatentAttention):
-        words = [*describe_latents(mixer.attention), f"the {mixer.indexer.top} keys that an indexer selects"]
+        words = [*describe_latents(mixer.attention), "the top keys of an indexer"]
     elif isinstance(mixer, LatentAttention):
         words = describe_latents(mixer)
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):

@@ -100,7 +100,7 @@ def make(name: str, folder: Path) -> str:
         real = inputs.get("attention_mask", torch.ones(outputs["last_hidden_state"].shape[:2]))
         squares = {key: x.square() for key, x in outputs.items()}
         squares["last_hidden_state"] = squares["last_hidden_state"] * real[..., None]
-        loss = sum(x.mean() for x in squares.values()) / 2
+        loss: Any = sum(x.mean() for x in squares.values()) / 2
     else:
         is_masked, rows = case.architecture.endswith("MaskedLM"), tuple(logits.shape[:-1])
         labels = inputs["input_ids"] if is_masked else torch.from_numpy(random.integers(0, 3, rows))

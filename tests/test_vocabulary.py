@@ -30,7 +30,7 @@ SPANNING_TESTS = {
         "train/test_training_on_meshes.py",
         "weights/test_deepseek.py",
     ),
-    *("weights/test_families_on_meshes.py", "weights/test_mesh.py"),
+    *("weights/test_encoders.py", "weights/test_families_on_meshes.py", "weights/test_mesh.py"),
 }
 LONGEST_TEST_NAME = 60
 

@@ -14,13 +14,13 @@ from .terminal import align_columns
 
 
 def families() -> None:
-    """List supported model families: model_type, what is tested, description.
+    """List supported model families: model_type, class in transformers, what is tested, description.
 
     A checkpoint's family is the model_type in its config.json. Lines are cut to the width of the terminal; a pipe gets
     all of them.
     """
     support = find_families()
-    rows = [(name, str(support[name]), summarize_family(FAMILIES[name])) for name in support]
+    rows = [(name, f.architecture, str(support[name]), summarize_family(f)) for name, f in sorted(FAMILIES.items())]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in align_columns(rows):
         show(line if width is None or len(line) <= width else line[: width - 3] + "...")

@@ -7,6 +7,16 @@ from .chunked_attention import ChunkedAttention
 from .convolution import ConvState, ShortConvolution
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
+from .encoders import (
+    AbstractPooler,
+    AttentionPooler,
+    BidirectionalAttention,
+    ClassTokenPooler,
+    DensePooler,
+    ImageEmbedding,
+    PatchEmbedding,
+    PatchPositions,
+)
 from .gated_attention import GatedAttention
 from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
@@ -24,8 +34,6 @@ from .moe.router import (
 )
 from .moe.routing import Routing, RoutingSums
 from .norm import IdentityNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
-from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
-from .pooling import AbstractPooler, AttentionPooler, ClassTokenPooler, DensePooler
 from .post_rotary_attention import PostRotaryAttention
 from .quantized.fp8 import AmaxHistory, FP8Linear
 from .quantized.groups import AbstractGroupLinear, GroupQuantizedLinear, NestedNF4Linear
@@ -73,6 +81,7 @@ __all__ = [
     "Attention",
     "AttentionPooler",
     "BiasedRouter",
+    "BidirectionalAttention",
     "ChunkedAttention",
     "ClampedGatedMLP",
     "ClassTokenPooler",

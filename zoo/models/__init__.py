@@ -4,18 +4,20 @@ from zoo.layers.token_info import batch_token_info, pack_positions, token_info
 
 from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock, TwoMixerBlock
 from .build import build_decoder
-from .classification import classification_loss
 from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
-from .encoder import Encoder, build_encoder
-from .encoder_heads import (
+from .encoders import (
     ClassificationHead,
+    Encoder,
     EncoderFeatures,
     FeatureHead,
+    ImageEncoder,
     MaskedLMHead,
     TokenClassificationHead,
+    build_encoder,
+    build_image_encoder,
+    classification_loss,
 )
 from .hf.spec import Family, TensorMapping, fused, prefixed
-from .image import ImageEncoder, build_image_encoder
 from .implementations import set_implementations
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loop import Loop

@@ -20,7 +20,7 @@ from zoo.ops.reduction import max_last_dim
 from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
 
 from .decoder import Decoder, find_checkable_vocab
-from .encoder import Encoder
+from .encoders.text import Encoder
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
 from .observe import observe_logits
 

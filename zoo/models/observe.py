@@ -24,7 +24,7 @@ from zoo.parallel import current_mesh, merge_rounds, observed, vary, varying, wr
 from zoo.parallel.module import replace_option
 
 from .decoder import AbstractBlock, Decoder, Hidden
-from .encoder import Encoder
+from .encoders.text import Encoder
 from .parameter_paths import format_path, iterate_indices, list_parameter_paths
 from .segment import Segment
 from .stack import Stack, swap_stack

@@ -15,8 +15,8 @@ from zoo.parallel.tokens import replicate_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 from .decoder import AbstractBlock, Decoder, UnrolledStack, find_checkable_vocab
-from .encoder import Encoder
-from .image import ImageEncoder
+from .encoders.image import ImageEncoder
+from .encoders.text import Encoder
 from .loss import token_losses
 from .stack import Stack
 

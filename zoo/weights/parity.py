@@ -332,14 +332,15 @@ def text_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) ->
     if not isinstance(model.head, MaskedLMHead):
         return classification_loss(model, batch, key=key)
     inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
-    losses = token_losses(model(batch["tokens"], key=key, **inputs), batch["labels"])
+    logits: Any = model(batch["tokens"], key=key, **inputs)
+    losses = token_losses(logits, batch["labels"])
     return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)
 
 
 def text_feature_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) -> tuple[Array, Array]:
     """Return the loss of `feature_loss`, of texts, with features of padding as 0."""
     inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
-    features = model(batch["tokens"], key=key, **inputs)
+    features: Any = model(batch["tokens"], key=key, **inputs)
     mask = batch.get("mask", jnp.ones(batch["tokens"].shape, bool))
     hidden = features.last_hidden_state * mask[..., None]
     return _sum_feature_squares(EncoderFeatures(hidden, features.pooler_output), len(hidden))

@@ -1,17 +1,17 @@
-"""What tests hold of each family: a table that is generated from the tests, and shipped with the package."""
+"""Table of the tests that each family passes, generated from the fixtures and shipped with the package."""
 
 import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 TABLE = Path(__file__).with_name("support.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class FamilySupport:
-    """What the tests compare of a family's checkpoints, each on a small model with PyTorch's results or with the same
-    model on one device."""
+    """Tests that a family's checkpoints pass, on small models: against PyTorch, and against one device."""
 
     cases: tuple[str, ...]
     """Reference cases: activations, gradients, padding and files are PyTorch's."""
@@ -34,5 +34,5 @@ class FamilySupport:
 def read_support() -> dict[str, FamilySupport]:
     """Read the table, by `model_type`."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    read = lambda row: {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    read: Any = lambda row: {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     return {name: FamilySupport(**read(row)) for name, row in table.items()}

@@ -6,11 +6,10 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.layers.pooling import take_first_token
+from zoo.layers.encoders.pooling import take_first_token
 
 from ..build import LayerFactories
-from ..encoder import Encoder, build_encoder
-from ..encoder_heads import (
+from ..encoders.heads import (
     ClassificationHead,
     DenseTransform,
     FeatureHead,
@@ -19,6 +18,7 @@ from ..encoder_heads import (
     TokenClassificationHead,
     average_tokens,
 )
+from ..encoders.text import Encoder, build_encoder
 from .config import ConfigError
 from .spec import Config, NameMap, prefixed
 from .vision import HeadFactory, count_classes, select_head

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from zoo.layers import AbstractNorm, AbstractPooler, ImageEmbedding
-from zoo.layers.bidirectional_attention import BidirectionalAttention
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 
 from ..blocks import LayerScaleBlock
 from ..build import LayerFactories
-from ..encoder_heads import AbstractEncoderHead, ClassificationHead, FeatureHead, take_first_token
-from ..image import ImageEncoder, build_image_encoder
+from ..encoders.heads import ClassificationHead, FeatureHead, take_first_token
+from ..encoders.image import ImageEncoder, build_image_encoder
 from .builders import compute_out_scale, read_head_sizes
 from .config import ConfigError
 from .spec import Config
@@ -41,7 +41,7 @@ ONLY_BIDIRECTIONAL = {"is_causal": (None, False)}
 BACKBONE_KEYS = frozenset({"apply_layernorm", "reshape_hidden_states", "out_features", "out_indices", "stage_names"})
 """Keys of backbones, which return the feature maps of several layers."""
 
-HeadFactory = Callable[..., AbstractEncoderHead]
+HeadFactory = Callable[..., Any]
 
 
 def read_size(config: Config, name: str) -> tuple[int, int]:

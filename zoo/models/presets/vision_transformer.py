@@ -6,12 +6,12 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import MLP, ImageEmbedding, LayerNorm
-from zoo.layers.bidirectional_attention import BidirectionalAttention
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.ops.activations import gelu
 from zoo.parallel import Remat
 
-from ..encoder_heads import ClassificationHead
-from ..image import ImageEncoder, build_image_encoder
+from ..encoders.heads import ClassificationHead
+from ..encoders.image import ImageEncoder, build_image_encoder
 from ..loop import Loop
 
 

@@ -9,8 +9,8 @@ from jaxtyping import Array, Key
 
 from zoo.layers import DensePooler, IdentityNorm
 from zoo.models.blocks import AddNormBlock
-from zoo.models.encoder import Encoder
-from zoo.models.encoder_heads import DenseTransform
+from zoo.models.encoders.heads import DenseTransform
+from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import find_activation, make_layer_norm_factory, make_mlp_factory
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 

@@ -4,10 +4,10 @@ and the mean of the patches."""
 from jaxtyping import Array, Key
 
 from zoo.layers import ClassTokenPooler
-from zoo.models.encoder_heads import join_class_and_mean
+from zoo.models.encoders.heads import join_class_and_mean
+from zoo.models.encoders.image import ImageEncoder
 from zoo.models.hf.builders import make_gated_mlp_factory, make_layer_norm_factory, make_mlp_factory
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
-from zoo.models.image import ImageEncoder
 
 from .. import vision
 from . import vit

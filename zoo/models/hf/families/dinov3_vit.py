@@ -7,7 +7,8 @@ import equinox as eqx
 from jaxtyping import Array, Key
 
 from zoo.layers import ClassTokenPooler
-from zoo.layers.bidirectional_attention import BidirectionalAttention
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.models.encoders.image import ImageEncoder
 from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_layer_norm_factory,
@@ -16,7 +17,6 @@ from zoo.models.hf.builders import (
 )
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
-from zoo.models.image import ImageEncoder
 from zoo.ops.axial_rotary import AxialRotary
 
 from .. import vision

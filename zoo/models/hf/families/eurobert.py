@@ -5,8 +5,8 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.models.decoder import Block
-from zoo.models.encoder import Encoder
-from zoo.models.encoder_heads import DenseTransform
+from zoo.models.encoders.heads import DenseTransform
+from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import build_rotary, find_activation, make_gated_mlp_factory, make_rms_norm_factory
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 

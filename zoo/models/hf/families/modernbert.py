@@ -8,8 +8,8 @@ from jaxtyping import Array, Key
 
 from zoo.layers import IdentityNorm
 from zoo.models.decoder import Block
-from zoo.models.encoder import Encoder
-from zoo.models.encoder_heads import DenseTransform
+from zoo.models.encoders.heads import DenseTransform
+from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import (
     build_rotary,
     find_activation,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from zoo.layers import DensePooler
-from zoo.models.encoder import Encoder
-from zoo.models.encoder_heads import DenseTransform
+from zoo.models.encoders.heads import DenseTransform
+from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import find_activation, make_layer_norm_factory
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.spec import Config, NameMap

@@ -6,9 +6,9 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import AttentionPooler
+from zoo.models.encoders.image import ImageEncoder
 from zoo.models.hf.builders import find_activation, make_layer_norm_factory, make_mlp_factory
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
-from zoo.models.image import ImageEncoder
 
 from .. import vision
 

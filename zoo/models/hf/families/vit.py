@@ -8,11 +8,11 @@ import equinox as eqx
 from jaxtyping import Array, Key
 
 from zoo.layers import MLP, DensePooler, LayerNorm, PatchPositions
-from zoo.layers.bidirectional_attention import BidirectionalAttention
-from zoo.models.encoder_heads import ClassificationHead
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.models.encoders.heads import ClassificationHead
+from zoo.models.encoders.image import ImageEncoder
 from zoo.models.hf.builders import find_activation, find_activation_name, make_layer_norm_factory, make_mlp_factory
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
-from zoo.models.image import ImageEncoder
 
 from .. import vision
 from ..describe import check_type, has_bias

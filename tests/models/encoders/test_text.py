@@ -10,7 +10,7 @@ import pytest
 import zoo
 from zoo.models import classification_loss
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "encoders"
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 40, (2, 9)))
 
 

@@ -11,11 +11,11 @@ from zoo.layers.token_info import split_row_keys
 from zoo.parallel import Module, Remat, gather, implementation_option, sharded_axes
 from zoo.parallel.tokens import replicate_tokens, shard_tokens
 
-from .build import LayerFactories, build_stack
-from .decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Block, Hidden
-from .encoder_heads import AbstractEncoderHead, EncoderFeatures
-from .hf.spec import Origin
-from .loop import Loop
+from ..build import LayerFactories, build_stack
+from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Block, Hidden
+from ..hf.spec import Origin
+from ..loop import Loop
+from .heads import AbstractEncoderHead, EncoderFeatures
 
 Images = Float[Array, "batch channels height width"]
 

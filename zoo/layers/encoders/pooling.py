@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,8 +13,8 @@ from zoo.ops.attention import ATTENTION, AttentionMask, attention
 from zoo.parallel import Dim, Module, implementation_option
 from zoo.shapes import HiddenStates, PaddingMask
 
-from .abstract import AbstractLinear, AbstractNorm
-from .linear import Linear, resolve_head_dim, truncated_normal
+from ..abstract import AbstractLinear, AbstractNorm
+from ..linear import Linear, resolve_head_dim, truncated_normal
 
 PooledTokens = Float[Array, "batch embed"]
 
@@ -108,9 +109,9 @@ class AttentionPooler(AbstractPooler):
         probe = jnp.broadcast_to(self.probe, (len(x), 1, self.probe.shape[0]))
         split_heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         query, key, value = map(split_heads, (self.query(probe), self.key(x), self.value(x)))
-        segments = (
-            {} if mask is None else {"query_segments": jnp.ones((len(x), 1), int), "key_segments": mask.astype(int)}
-        )
+        segments: dict[str, Any] = {}
+        if mask is not None:
+            segments = {"query_segments": jnp.ones((len(x), 1), int), "key_segments": mask.astype(int)}
         attention_mask = AttentionMask(causal=False, **segments)
         pooled = attention(query, key, value, attention_mask, implementation=self.implementation)
         pooled = self.out(pooled.reshape(len(x), -1))

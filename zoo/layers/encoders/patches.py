@@ -10,7 +10,7 @@ from zoo.ops.axial_rotary import patch_coordinates
 from zoo.ops.resize import resize_bicubic
 from zoo.parallel import Module
 
-from .linear import contract, truncated_normal
+from ..linear import contract, truncated_normal
 
 Images = Float[Array, "batch channels height width"]
 

@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from zoo.layers import MLP, AttentionPooler, ImageEmbedding, LayerNorm
-from zoo.layers.bidirectional_attention import BidirectionalAttention
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import ClassificationHead, FeatureHead, LayerScaleBlock, build_image_encoder, classification_loss
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.ops.axial_rotary import AxialRotary

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractNorm, AbstractPooler, Linear
-from zoo.layers.pooling import take_first_token
+from zoo.layers.encoders.pooling import take_first_token
 from zoo.parallel import Dim, Module
 from zoo.shapes import HiddenStates, PaddingMask
 

@@ -25,17 +25,17 @@ from zoo.parallel import Module, Remat, gather, implementation_option
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
-from .build import LayerFactories, build_stack
-from .decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
-from .encoder_heads import (
+from ..build import LayerFactories, build_stack
+from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
+from ..hf.spec import Origin
+from ..loop import Loop
+from .heads import (
     AbstractEncoderHead,
     EncoderFeatures,
     MaskedLMHead,
     MaskedUnembedding,
     TokenClassificationHead,
 )
-from .hf.spec import Origin
-from .loop import Loop
 
 
 class Encoder(Module):

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from .encoder import Encoder
-from .encoder_heads import EncoderFeatures, MaskedLMHead
+from ..loss import token_losses
+from .heads import EncoderFeatures, MaskedLMHead
 from .image import ImageEncoder
-from .loss import token_losses
+from .text import Encoder
 
 _IMAGE_KEYS, _TEXT_KEYS = ("images",), ("tokens", "mask", "token_types")
 

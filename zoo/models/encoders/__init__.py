@@ -1,0 +1,19 @@
+"""Encoders of texts and images: BERT, vision Transformers and their kin, on the blocks and the stack of decoders."""
+
+from .classification import classification_loss
+from .heads import ClassificationHead, EncoderFeatures, FeatureHead, MaskedLMHead, TokenClassificationHead
+from .image import ImageEncoder, build_image_encoder
+from .text import Encoder, build_encoder
+
+__all__ = [
+    "ClassificationHead",
+    "Encoder",
+    "EncoderFeatures",
+    "FeatureHead",
+    "ImageEncoder",
+    "MaskedLMHead",
+    "TokenClassificationHead",
+    "build_encoder",
+    "build_image_encoder",
+    "classification_loss",
+]
