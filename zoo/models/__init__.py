@@ -26,6 +26,7 @@ from .observe import find_first_nonfinite, observe, tabulate_observations, unobs
 from .parameter_paths import ParameterPath, list_parameter_paths
 from .presets.hybrid import Hybrid
 from .presets.mamba import Mamba, Mamba2
+from .presets.modernbert import ModernBERT
 from .presets.moe import MixtureOfExperts
 from .presets.published import list_presets, preset
 from .presets.recurrent import (
@@ -81,6 +82,7 @@ __all__ = [
     "MaskedLMHead",
     "MixerBlock",
     "MixtureOfExperts",
+    "ModernBERT",
     "ParallelBlock",
     "ParameterPath",
     "RetNet",

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, TokenInfo
+from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, IdentityNorm, TokenInfo
 from zoo.layers.abstract import run_mixer
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import gather_tokens, match_tokens, run_on_all_tokens
 
-from .decoder import AbstractBlock, Hidden
+from .decoder import AbstractBlock, Block, Hidden
 
 
 class MixerBlock(AbstractBlock):
@@ -163,3 +163,9 @@ class ParallelBlock(AbstractBlock):
         fed, routing = self.ffn(normed if self.ffn_norm is None else gather_tokens(self.ffn_norm(hidden.x)))
         mixed, fed = match_tokens(mixed, hidden.x), checkpoint_name(match_tokens(fed, hidden.x), "ffn_output")
         return hidden.add_residual(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state
+
+
+def make_unnormalized_block(mixer_norm: AbstractNorm, **parts: Any) -> Block:
+    """Make a `Block` whose mixer reads the residual stream as it is, for the first layer after a normalized
+    embedding."""
+    return Block(mixer_norm=IdentityNorm(), **parts)

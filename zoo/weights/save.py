@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from zoo._files import create_files
 from zoo.layers import FP8Linear
-from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
+from zoo.models.hf.config import IGNORED_KEYS, ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Family, NameMap, Origin, replace_ending
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
@@ -137,7 +137,8 @@ def _describe_config(model: Any, family: Family) -> dict[str, Any]:
     """Return the config.json of a model made from scratch, in the family's own keys."""
     assert family.describe is not None
     family_keys = {usual: key for key, usual in family.aliases.items()}
-    values = {key: value for key, value in family.describe(model).items() if key in family.defaults}
+    known = family.defaults.keys() | IGNORED_KEYS
+    values = {key: value for key, value in family.describe(model).items() if key in known}
     header = {"architectures": [family.architecture], "model_type": family.name}
     return {**header, **{family_keys.get(key, key): value for key, value in values.items()}}
 

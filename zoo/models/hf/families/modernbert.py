@@ -4,23 +4,29 @@ attend to a window on both sides, with a RoPE of smaller base."""
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 from jaxtyping import Array, Key
 
-from zoo.layers import IdentityNorm
+from zoo.layers import GatedMLP, LayerNorm
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.models.blocks import make_unnormalized_block
 from zoo.models.decoder import Block
-from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
+from zoo.models.encoders.heads import DenseTransform, MaskedLMHead
 from zoo.models.hf.builders import (
     build_rotary,
     find_activation,
+    find_activation_name,
     list_layer_windows,
     make_gated_mlp_factory,
     make_layer_norm_factory,
     read_layer_types,
 )
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.ops.rotary import Rotary
 
 from .. import text_encoders, vision
+from ..describe import check_type, has_bias
 
 
 def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
@@ -42,14 +48,44 @@ def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "TokenClassification": text_encoders.make_token_head_factory(config, transform),
         "Model": text_encoders.make_feature_head,
     }
-    layers, blocks = [(mixers[kind], ffn) for kind in types], [_make_first_block, *[Block] * (len(numbers) - 1)]
+    layers, blocks = [(mixers[kind], ffn) for kind in types], [make_unnormalized_block, *[Block] * (len(numbers) - 1)]
     norms = {"norm": norm, "embedding_norm": norm, "final_norm": norm}
     return text_encoders.build_config_encoder(config, layers, "ModernBert", heads, block=blocks, key=key, **norms)
 
 
-def _make_first_block(mixer_norm: Any, **parts: Any) -> Block:
-    """Make the first layer, whose attention reads the normalized embedding as it is."""
-    return Block(mixer_norm=IdentityNorm(), **parts)
+def _describe_modernbert(model: Any) -> dict[str, Any]:
+    """Return every config key of a masked language model, read off its last layer. The caller verifies the rest.
+
+    **Raises** `ConfigError` for other classes of layers.
+    """
+    check_type("model", model, Encoder)
+    model, blocks = eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.iter_blocks())), model)
+    check_type("head", model.head, MaskedLMHead)
+    block, parts = blocks[-1], {"mixer": BidirectionalAttention, "ffn": GatedMLP, "ffn_norm": LayerNorm}
+    for name, kind in parts.items():
+        check_type(name, getattr(block, name, None), kind)
+    rope, windows = block.mixer.rotary, [getattr(block.mixer, "window", None) for block in blocks]
+    check_type("rotary", rope, Rotary)
+    kinds, window = ("full_attention", "sliding_attention"), next((w for w in windows if w is not None), 1)
+    vocab, embed = model.embedding.table_shape
+    return {
+        "vocab_size": vocab,
+        "hidden_size": embed,
+        "intermediate_size": block.ffn.gate.out_size,
+        "num_hidden_layers": len(blocks),
+        "num_attention_heads": block.mixer.query.out_size // block.mixer.head_dim,
+        "hidden_act": find_activation_name(block.ffn.activation),
+        "layer_norm_eps": block.ffn_norm.epsilon,
+        "attention_bias": has_bias(block.mixer.query),
+        "mlp_bias": has_bias(block.ffn.gate),
+        "norm_bias": block.ffn_norm.bias is not None,
+        "layer_types": [kinds[window is not None] for window in windows],
+        "local_attention": 2 * (window - 1),
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": rope.base} for kind in kinds},
+        "decoder_bias": model.head.bias is not None,
+        "tie_word_embeddings": model.head.decoder is None,
+        "pad_token_id": 0,  # transformers refuses its default of 50283 in a smaller vocabulary
+    }
 
 
 def _map_modernbert_names(config: Config) -> NameMap:
@@ -116,6 +152,7 @@ MODERNBERT = Family(
             *("deterministic_flash_attn", "initializer_cutoff_factor", "sparse_pred_ignore_index"),
         }
     ),
+    describe=_describe_modernbert,
     head="decoder",
     embedding="model.embeddings.tok_embeddings",
 )
