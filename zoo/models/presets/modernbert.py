@@ -14,8 +14,8 @@ from zoo.parallel import Remat
 
 from ..blocks import make_unnormalized_block
 from ..decoder import Block
-from ..encoders.text import Encoder, build_encoder
 from ..encoders.heads import DenseTransform, MaskedLMHead
+from ..encoders.text import Encoder, build_encoder
 from ..loop import Loop
 
 

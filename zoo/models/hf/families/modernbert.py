@@ -11,8 +11,8 @@ from zoo.layers import GatedMLP, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models.blocks import make_unnormalized_block
 from zoo.models.decoder import Block
-from zoo.models.encoders.text import Encoder
 from zoo.models.encoders.heads import DenseTransform, MaskedLMHead
+from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import (
     build_rotary,
     find_activation,
