@@ -129,9 +129,9 @@ ROTARY = pytest.mark.parametrize(
 )
 
 
-HAS_ROPE_BY_TYPE = {
+HAS_ROPE_BY_TYPE = [
     family for family in FAMILIES.values() if "full_attention" in family.defaults.get("rope_parameters", {})
-}
+]
 """Families whose `rope_parameters` have a table for each type of layers, with tests of their own."""
 
 
