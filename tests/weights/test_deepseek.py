@@ -123,3 +123,13 @@ def test_deepseek_hub_config_is_read():
     hub = {"aux_loss_alpha": 0.001, "moe_layer_freq": 1, "scoring_func": "softmax", "seq_aux": True, "ep_size": 1}
     hub |= {"norm_topk_prob": False, "pretraining_tp": 1, "attention_dropout": 0.0, "auto_map": {"AutoModel": "a.B"}}
     assert read_config(FAMILIES["deepseek_v2"], hub) == read_config(FAMILIES["deepseek_v2"], {})
+
+
+def test_kimi_k2_reads_as_deepseek_v3_and_keeps_its_name(directory):
+    expected, before = bits(zoo.load(directory)), (directory / "model.safetensors").read_bytes()
+    store(directory, stored(directory), model_type="kimi_k2")
+    model = zoo.load(directory)
+    assert model.origin.family is FAMILIES["deepseek_v3"] and bits(model) == expected
+    zoo.save(model, directory / "again")
+    assert json.loads((directory / "again" / "config.json").read_text())["model_type"] == "kimi_k2"
+    assert (directory / "again" / "model.safetensors").read_bytes() == before

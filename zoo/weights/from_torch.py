@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from zoo.models.hf.config import is_mxfp4
-from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.families import get_family
 from zoo.models.hf.spec import Family
 from zoo.parallel import Mesh
 
@@ -134,7 +134,7 @@ def compute_expectations(
         model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options).eval()
         if hasattr(model, "set_experts_implementation"):  # other kernels need sizes that are multiples of theirs
             model.set_experts_implementation("eager")
-        family = family or FAMILIES.get(model.config.model_type)
+        family = family or get_family(model.config.model_type)
         shape = (batch, min(seq_len, getattr(model.config, "max_position_embeddings", seq_len)))
         vocab, padding = model.config.vocab_size, getattr(model.config, "pad_token_id", None)
         tokens = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))

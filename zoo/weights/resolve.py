@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
-from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.parameter_paths import list_parameter_paths
 
@@ -84,15 +84,15 @@ def resolve_directory(directory: str | Path) -> Path:
 
 
 def find_family(config: Mapping[str, Any], path: Path) -> Family:
-    """Return the family that the config's `model_type` names.
+    """Return the family that the config's `model_type` names, or is an alias of.
 
     **Raises** `CheckpointError` for an unknown `model_type`, with the nearest known one.
     """
     name = config.get("model_type")
-    if isinstance(name, str) and name in FAMILIES:
-        return FAMILIES[name]
+    if isinstance(name, str) and (family := get_family(name)) is not None:
+        return family
     problem = f"has the model_type {name!r}" if name is not None else "has no model_type"
-    hint = suggest_nearest(str(name), FAMILIES) or "."
+    hint = suggest_nearest(str(name), [*FAMILIES, *ALIASES]) or "."
     raise CheckpointError(f"{path} {problem}{hint} Families that can be read: {', '.join(sorted(FAMILIES))}")
 
 

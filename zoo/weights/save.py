@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from zoo._files import create_files
 from zoo.layers import FP8Linear
 from zoo.models.hf.config import IGNORED_KEYS, ConfigError, read_config, suggest_nearest
-from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.families import FAMILIES, get_family
 from zoo.models.hf.spec import Family, NameMap, Origin, replace_ending
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 
@@ -128,9 +128,10 @@ def _name_foreign_part(model: Any, reasons: Sequence[str]) -> str:
 
 
 def _get_family(name: str) -> Family:
-    if name not in FAMILIES:
+    family = get_family(name)
+    if family is None:
         raise CheckpointError(f"there is no family {name!r}{suggest_nearest(name, FAMILIES)}")
-    return FAMILIES[name]
+    return family
 
 
 def _describe_config(model: Any, family: Family) -> dict[str, Any]:

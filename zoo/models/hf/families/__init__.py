@@ -154,6 +154,17 @@ ALL_FAMILIES = (
     XLM_ROBERTA,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
+ALIASES: dict[str, str] = {
+    "gpt-sw3": "gpt2",
+    "kimi_k2": "deepseek_v3",
+}
+"""Other names that files give to a family: `model_type` -> the family's own. Only names whose classes compute the same
+with the same defaults. A config keeps the name that it came with."""
+
+
+def get_family(model_type: str) -> Family | None:
+    """Return the family of a `model_type`, by its own name or an alias; None if there is none."""
+    return FAMILIES.get(ALIASES.get(model_type, model_type))
 
 
 def families() -> dict[str, FamilySupport]:
@@ -162,4 +173,4 @@ def families() -> dict[str, FamilySupport]:
     return {name: support[name] for name in sorted(FAMILIES)}
 
 
-__all__ = ["FAMILIES", "families"]
+__all__ = ["ALIASES", "FAMILIES", "families", "get_family"]
