@@ -29,7 +29,7 @@ SIGNATURES = {
         "callback key"
     ),
     zoo.load: "directory mesh dtype family ignore packed",
-    zoo.save: "model directory family config shard_bytes",
+    zoo.save: "model directory family source config shard_bytes",
     zoo.from_torch: "weights config mesh dtype family ignore",
     zoo.families: "",
     zoo.hidden_states: "model tokens mask segment_ids positions",

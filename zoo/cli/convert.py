@@ -11,7 +11,7 @@ import tyro
 import zoo
 from zoo._files import copy_file
 from zoo._terminal import escape_controls, show
-from zoo.weights.resolve import CONFIG_NAME, resolve_directory
+from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import PICKLE_SUFFIXES, SAFE_WEIGHTS_INDEX_NAME
 
 from .devices import use_cpu
@@ -35,7 +35,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another dtype or shard size.
 
-    Loads the model with zoo.load and saves it with zoo.save. Copies tokenizer, chat template, generation_config.json,
+    Loads the model with zoo.load and saves it with zoo.save. What the model does not use, vision towers or modules of
+    multi-token prediction, is written as it is stored. Copies tokenizer, chat template, generation_config.json,
     license and README.md. Skips pickled files, files of unknown kinds, and links that leave the directory, except into
     the cache of the Hugging Face hub that it belongs to; lists them at the end.
 
@@ -54,7 +55,7 @@ def convert(
     model = zoo.load(source, dtype=dtype)
     is_new = not out.exists()
     try:
-        zoo.save(model, out, shard_bytes=int(shard_bytes))
+        zoo.save(model, out, shard_bytes=int(shard_bytes), source=source)
         copied, skipped = _list_extra_files(source)
         for file in copied:
             copy_file(file, out / file.name)

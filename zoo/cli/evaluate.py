@@ -22,7 +22,7 @@ from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.parallel import Mesh
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, find_tokenizer
-from zoo.weights.resolve import resolve_directory
+from zoo.weights.directory import resolve_directory
 
 from .devices import make_device_mesh
 

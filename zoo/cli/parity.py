@@ -11,9 +11,9 @@ from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.weights import CheckpointError, load_family
+from zoo.weights.directory import resolve_directory
 from zoo.weights.from_torch import compute_expectations
 from zoo.weights.parity import TOLERANCE, Comparison, ParityReport, compare, read_expectations
-from zoo.weights.resolve import resolve_directory
 from zoo.weights.safetensors import read_json
 
 from .terminal import align_columns

@@ -20,8 +20,9 @@ from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
 from zoo.models.stack import is_stack
 from zoo.ops.platform import Platform
 from zoo.parallel import Mesh
+from zoo.weights.directory import resolve_directory
 from zoo.weights.plan import find_mapping, invert_name_map
-from zoo.weights.resolve import open_checkpoint, resolve_directory
+from zoo.weights.resolve import open_checkpoint
 from zoo.weights.safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, LazyTensor, open_tensors, read_json
 
 

@@ -19,8 +19,8 @@ from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import find_differences
 from zoo.parallel import Mesh
 from zoo.weights import load, save
+from zoo.weights.directory import CONFIG_NAME
 from zoo.weights.parity import compare, read_expectations
-from zoo.weights.resolve import CONFIG_NAME
 from zoo.weights.safetensors import open_tensors, read_json
 
 from .mixer import check_subject
@@ -106,7 +106,7 @@ def _check_files(directory: Path, family: Family | None) -> Iterator[Check]:
     model = read(directory)
     assert model.origin is not None  # it was loaded
     with tempfile.TemporaryDirectory() as copy:
-        save(jax.tree.map(np.asarray, model), copy)
+        save(jax.tree.map(np.asarray, model), copy, source=directory)
         again, saved_config = read(copy), read_json(Path(copy) / CONFIG_NAME)
         places = _compare_files(directory, Path(copy), model.origin.family)
     places += [f"read again, {difference}" for difference in find_differences(again, model)]

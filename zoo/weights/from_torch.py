@@ -14,8 +14,9 @@ from zoo.models.hf.families import get_family
 from zoo.models.hf.spec import Family
 from zoo.parallel import Mesh
 
+from .directory import CONFIG_NAME
 from .load import read_parameters
-from .resolve import CONFIG_NAME, LoadedModel, find_family, resolve_checkpoint
+from .resolve import LoadedModel, find_family, resolve_checkpoint
 from .safetensors import DTYPES, CheckpointError, LazyTensor, read_json
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,6 +25,7 @@ from .plan import plan
 from .resolve import Checkpoint, LoadedModel, open_checkpoint
 from .safetensors import CheckpointError, LazyTensor
 
+_logger = logging.getLogger("zoo")
 _ALIGNMENT = 64  # bytes; JAX takes a CPU buffer without a copy if its address is a multiple of this
 _Sources = Mapping[tuple[int, ...], tuple[str, int]]
 """Index into the stacked dims of an array -> (name of the tensor that holds this slice, part of the tensor)."""
@@ -51,6 +53,10 @@ def load(
       and then rounded to `dtype`, by default that of the other tensors. The model is then like any other: `save` writes
       plain tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
 
+    A multimodal directory (Gemma 3, Mistral 3, Llama 4, LLaVA: `zoo.models.hf.wrappers`) is read as its language model.
+    Tensors that this does not use, and modules of multi-token prediction, are left aside, which one line in the log
+    says; `save(source=)` writes them back.
+
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
 
@@ -63,7 +69,13 @@ def load(
 
 
 def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> LoadedModel:
-    """Read a resolved checkpoint's parameters into its model, on one device or sharded over `mesh`."""
+    """Read a resolved checkpoint's parameters into its model, on one device or sharded over `mesh`. One line in the log
+    names the tensors that are left aside."""
+    if checkpoint.model.origin.left_aside:
+        _logger.warning(
+            "%s: left aside, since the model does not use them: %s; zoo.save(..., source=) writes them back",
+            *(checkpoint.location, checkpoint.model.origin.left_aside),
+        )
     tensor_plans, tensors, location = checkpoint.tensor_plans, checkpoint.tensors, checkpoint.location
     if checkpoint.tied is not None:
         head, embedding = checkpoint.tied

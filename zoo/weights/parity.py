@@ -5,7 +5,6 @@ input to it. The second comparison singles out the wrong layer from those after 
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -266,7 +265,7 @@ def _compute_loss_and_gradients(
     loss, grads = value_and_grad(loss_fn, mesh)(place(model, mesh), batch)
     origin = model.origin
     assert origin is not None  # it was loaded
-    name_map = read_name_map(origin.family, json.loads(origin.config), False)
+    name_map = read_name_map(dataclasses.replace(origin, lacks_base_prefix=False))
     specs, assemble_tensor = export_tensors(jax.tree.map(np.asarray, grads), name_map)
 
     def find_gradient(name: str) -> np.ndarray | None:

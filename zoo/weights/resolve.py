@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,14 +14,16 @@ import jax
 from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
+from zoo.models.hf.wrappers import TEXT_CONFIG, WRAPPERS, read_text_config, rename, rename_all, unwrap_config
 from zoo.models.parameter_paths import list_parameter_paths
 
+from .directory import CONFIG_NAME, resolve_directory
 from .formats import QUANTIZATION_KEY, dequantize_lazily, list_packed, pack_model, split_quantization
+from .left_aside import describe_left_aside, split_left_aside
 from .packed import unpack_mxfp4
 from .plan import TensorPlan, find_mapping, invert_name_map, plan, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
 
-CONFIG_NAME = "config.json"
 _MAX_LISTED = 20
 _MAX_MISSING = 10_000
 
@@ -45,7 +46,7 @@ class Checkpoint:
     tensor_plans: Mapping[str, TensorPlan]
     """The tensors that hold the model's parameters."""
     tensors: Mapping[str, LazyTensor]
-    """Every tensor in the files."""
+    """The tensors in the files, without those that are left aside."""
     tied: tuple[str, str] | None
     """Tied weights that are stored twice: the names of the head and of the embedding it must equal. Else None."""
 
@@ -64,35 +65,25 @@ def open_checkpoint(
     return resolve_checkpoint(config, open_tensors(path), family, ignore, f"{path / CONFIG_NAME}: ", str(path), packed)
 
 
-def resolve_directory(directory: str | Path) -> Path:
-    """Return the directory as a path.
-
-    **Raises** `CheckpointError` if there is none. For the name of a repository on the Hugging Face hub, the message
-    shows how to download it.
-    """
-    path = Path(directory)
-    if os.path.isdir(path):  # unlike `Path.is_dir`, False too for a name that is too long for the file system
-        return path
-    if os.path.exists(path):
-        raise CheckpointError(f"{path} is a file: pass the directory that contains it and {CONFIG_NAME}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
-        raise CheckpointError(
-            f"there is no directory {directory}. If that is a name on the Hugging Face hub: `pip install "
-            f"huggingface_hub`, then `hf download {directory} --local-dir {path.name}`, and load {path.name!r}"
-        )
-    raise CheckpointError(f"there is no directory {directory}")
-
-
 def find_family(config: Mapping[str, Any], path: Path) -> Family:
-    """Return the family that the config's `model_type` names, or is an alias of.
+    """Return the family that the config's `model_type` names, or is an alias of; of a multimodal checkpoint, that of
+    its language model.
 
     **Raises** `CheckpointError` for an unknown `model_type`, with the nearest known one.
     """
-    name = config.get("model_type")
+    try:
+        text = read_text_config(config)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    name = text.get("model_type")
     if isinstance(name, str) and (family := get_family(name)) is not None:
         return family
     problem = f"has the model_type {name!r}" if name is not None else "has no model_type"
-    hint = suggest_nearest(str(name), [*FAMILIES, *ALIASES]) or "."
+    hint = suggest_nearest(str(name), [*FAMILIES, *ALIASES, *WRAPPERS]) or "."
+    if text.get("model_type") != config.get("model_type"):
+        problem = f"wraps a language model that {problem}"
+    elif TEXT_CONFIG in config:
+        hint = f". Language models are read out of {', '.join(WRAPPERS)}."
     raise CheckpointError(f"{path} {problem}{hint} Families that can be read: {', '.join(sorted(FAMILIES))}")
 
 
@@ -110,7 +101,10 @@ def resolve_checkpoint(
     **Raises** `CheckpointError` where config and tensors disagree.
     """
     config_json, decode = {key: value for key, value in config_json.items() if key not in ignore}, False
+    if isinstance(text := config_json.get(TEXT_CONFIG), Mapping):
+        config_json[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in ignore}
     try:
+        config_json, wrapping = unwrap_config(config_json, family, tensors)
         plain_json, quantized = split_quantization(config_json)
         config_json = config_json if packed else plain_json
         config = read_config(family, plain_json)
@@ -125,28 +119,35 @@ def resolve_checkpoint(
         if layers > len(tensors):  # refused here: building 10^9 layers, if only in shapes, would never end
             raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
         model = eqx.filter_eval_shape(lambda: family.build(config, key=jax.random.key(0)))
-        name_map = family.names(config)
+        name_map = rename_all(family.names(config), wrapping)
     except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
+    tensors, aside = split_left_aside(tensors, family, config, wrapping)
     renamed = {replace_ending(name, family.older_endings): tensor for name, tensor in tensors.items()}
     has_older_endings, tensors = renamed.keys() != tensors.keys(), renamed
     tensors = unpack_mxfp4(tensors, location) if decode else tensors
     tensors = tensors if quantized is None or packed else dequantize_lazily(tensors, quantized, location)
-    stripped = strip_base_prefix_if_absent(name_map, set(tensors))
+    stripped = None if wrapping is not None else strip_base_prefix_if_absent(name_map, set(tensors))
     name_map = name_map if stripped is None else stripped
     side_tensors = ""
     if quantized is not None and packed:
         model, tensors, side_tensors = pack_model(model, name_map, tensors, quantized, location)
-    names = stripped is not None, list_packed(model), side_tensors, has_older_endings
-    origin = Origin(family, json.dumps(config_json), *names)
+    origin = Origin(
+        family,
+        json.dumps(config_json),
+        lacks_base_prefix=stripped is not None,
+        packed=list_packed(model),
+        side_tensors=side_tensors,
+        has_older_endings=has_older_endings,
+        wrapping=wrapping,
+        left_aside=describe_left_aside(aside),
+    )
     model = dataclasses.replace(model, origin=origin)
     _check_tensor_count(model, name_map, len(tensors), location)
     tensor_plans = plan(model, name_map)
-    head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
+    head, embedding = (rename(f"{module}.weight", wrapping) for module in (family.head, family.embedding))
     is_tied_head_stored = config.get("tie_word_embeddings") and {head, embedding} <= tensors.keys()
-    ignored = () if family.find_ignored_tensors is None else family.find_ignored_tensors(config, tensors)
-    allowed = (head, *ignored) if is_tied_head_stored else ignored
-    _check_tensors(tensor_plans, tensors, family, location, allowed)
+    _check_tensors(tensor_plans, tensors, family, location, (head,) if is_tied_head_stored else ())
     tied = (head, embedding) if is_tied_head_stored else None
     return Checkpoint(location, family, config, model, name_map, tensor_plans, tensors, tied)
 

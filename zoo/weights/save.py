@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +20,16 @@ from zoo.layers import FP8Linear
 from zoo.models.hf.config import IGNORED_KEYS, ConfigError, read_config, suggest_nearest
 from zoo.models.hf.families import FAMILIES, get_family
 from zoo.models.hf.spec import Family, NameMap, Origin, replace_ending
+from zoo.models.hf.wrappers import rename_all, wrap_config
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 
+from .directory import CONFIG_NAME
 from .formats import drop_quantization_if_plain, pack_like, split_quantization, unpack_exported
+from .left_aside import LeftAside, check_source, open_left_aside
 from .plan import plan, strip_base_prefix
-from .resolve import CONFIG_NAME
 from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
 
+_logger = logging.getLogger("zoo")
 _WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -43,6 +47,7 @@ def save(
     directory: str | Path,
     family: str | Family | None = None,
     *,
+    source: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
@@ -51,6 +56,9 @@ def save(
     - `model`: a model, or a tree of its structure: gradients are saved under their parameters' names.
     - `family`: the family to save as. Default: for a loaded model the family it was loaded from; for a model made from
       scratch the first family that computes the same.
+    - `source`: the directory that the model was loaded from. What `load` left aside there is written back, bit for bit:
+      vision towers, projectors, modules of multi-token prediction. Default: they are missing, which one line in the log
+      says.
     - `config`: keys to add or change in config.json that do not affect the computation: `{"eos_token_id": 2}`.
     - `shard_bytes`: a larger checkpoint is saved in shards with an index.
 
@@ -60,13 +68,26 @@ def save(
     only once all new ones are complete. With several processes, all of them call this and the first writes. Numbers
     that are not finite are written unchanged, and refused by `load`.
 
+    The language model of a multimodal checkpoint is written back into it, under the names and in the config that it
+    came with; with `family`, it is written alone, as that family.
+
     **Raises** `NoFamilyError` if no family computes what the model does, with the first differences; `CheckpointError`
-    if the parts of a fused tensor have several dtypes.
+    if the parts of a fused tensor have several dtypes, and for a `source` of another model.
     """
     _refuse_adapters(model)
     model = _take_master_weights(model)
     origin, name_map = resolve_origin(model, family, dict(config or {}))
-    _write_checkpoint(model, Path(directory), origin, name_map, shard_bytes)
+    aside = LeftAside({}, origin.wrapping)
+    if source is not None:
+        aside = open_left_aside(source, origin)
+        origin = dataclasses.replace(origin, wrapping=aside.wrapping)
+        name_map = read_name_map(origin)
+    _write_checkpoint(model, Path(directory), origin, name_map, shard_bytes, aside, source)
+    lacking = getattr(getattr(model, "origin", None), "left_aside", "")
+    if source is None and lacking and jax.process_index() == 0:
+        _logger.warning(
+            "%s lacks what was left aside on loading: %s; zoo.save(..., source=) writes it too", directory, lacking
+        )
 
 
 def _take_master_weights(model: PyTree) -> PyTree:
@@ -93,11 +114,16 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
     family = _get_family(requested) if isinstance(requested, str) else requested
     origin, reasons = getattr(model, "origin", None), []
     if origin is not None and family in (None, origin.family):
-        config = drop_quantization_if_plain(model, {**json.loads(origin.config), **overrides}, origin.packed)
+        wrapping = origin.wrapping if family is None else None
+        given = json.loads(origin.config)
+        if origin.wrapping is not None and wrapping is None:  # the language model alone
+            given |= {"architectures": [origin.family.architecture], "model_type": origin.family.name}
+        config = drop_quantization_if_plain(model, {**given, **overrides}, origin.packed)
         reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
-            written = dataclasses.replace(origin, config=_format_config(config, model))
-            return written, read_name_map(origin.family, config, origin.lacks_base_prefix)
+            text = _format_config(config, model)
+            written = dataclasses.replace(origin, config=text, wrapping=wrapping)
+            return written, read_name_map(written)
         family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
     read_alone = []
@@ -111,7 +137,8 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         except ConfigError as error:
             reason = str(error)
         if reason is None:
-            return Origin(candidate, _format_config(config, model)), read_name_map(candidate, config, False)
+            written = Origin(candidate, _format_config(config, model))
+            return written, read_name_map(written)
         reasons.append(f"{candidate.name}: {reason}")
     if read_alone:
         names = ", ".join(read_alone)
@@ -156,10 +183,11 @@ def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any])
     return next(find_differences(model, built), None)
 
 
-def read_name_map(family: Family, config: Mapping[str, Any], lacks_base_prefix: bool) -> NameMap:
-    """Return a config's name map, without the base model's prefix if the files lack it."""
-    name_map = family.names(read_config(family, split_quantization(config)[0]))
-    return strip_base_prefix(name_map) if lacks_base_prefix else name_map
+def read_name_map(origin: Origin) -> NameMap:
+    """Return the name map of a checkpoint's files, which may lack the base model's prefix, or be multimodal."""
+    config = read_config(origin.family, split_quantization(json.loads(origin.config))[0])
+    name_map = rename_all(origin.family.names(config), origin.wrapping)
+    return strip_base_prefix(name_map) if origin.lacks_base_prefix else name_map
 
 
 def _format_config(config: Mapping[str, Any], model: Any) -> str:
@@ -173,16 +201,34 @@ def _format_config(config: Mapping[str, Any], model: Any) -> str:
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
-def _write_checkpoint(model: Any, directory: Path, origin: Origin, name_map: NameMap, shard_bytes: int) -> None:
+def _format_whole_config(origin: Origin) -> str:
+    """Return config.json as text; of a multimodal checkpoint, the wrapper's."""
+    if origin.wrapping is None:
+        return origin.config
+    return json.dumps(wrap_config(json.loads(origin.config), origin.wrapping), indent=2, sort_keys=True) + "\n"
+
+
+def _write_checkpoint(
+    model: Any,
+    directory: Path,
+    origin: Origin,
+    name_map: NameMap,
+    shard_bytes: int,
+    aside: LeftAside,
+    source: str | Path | None,
+) -> None:
     """Write config, shards and index under temporary names, then rename them all."""
     _, quantized = split_quantization(json.loads(origin.config))
     specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized, origin.side_tensors)
     if origin.has_older_endings:
         specs, tensor = _restore_older_endings(specs, tensor, origin.family)
+    if source is not None:
+        check_source(source, specs, aside)
+        specs, tensor = dict(sorted((specs | aside.specs).items())), aside.or_else(tensor)
     shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
-    texts = {CONFIG_NAME: origin.config}
+    texts = {CONFIG_NAME: _format_whole_config(origin)}
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(map(_count_bytes, specs.values()))}, "weight_map": weight_map}

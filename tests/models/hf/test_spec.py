@@ -1,10 +1,13 @@
 """Tensor mappings are views of a checkpoint tensor: writing through them equals concatenating our parts by group."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import TensorMapping, fused, prefixed
 from zoo.weights.plan import invert_name_map
 
@@ -131,3 +134,10 @@ def test_prefixed_prepends_on_both_sides_and_composes():
 def test_name_map_with_two_tensors_for_one_part_raises(second):
     with pytest.raises(ValueError, match="two rows for b: x and y|two rows for b: y and y"):
         invert_name_map({"x": "a" if second == fused("b", "b") else "b", "y": second})
+
+
+def test_modules_of_their_own_are_not_among_ignored_tensors():
+    names = ("mtp.fc.weight", "model.mtp.layers.0.norm.weight", "model.mtp_block.0.norm.weight")
+    for family in FAMILIES.values():
+        wrong = [name for name in names if any(re.search(pattern, name) for pattern in family.ignored_tensors)]
+        assert not wrong, f"{family.name}: name {wrong} in other_modules, so that saving can write them back"

@@ -7,7 +7,6 @@ with an expert's ranks together, and B of shape [out, rank experts], with a rank
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -202,6 +201,4 @@ def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
     family = origin.family
     if not in_memory or family.memory_names is None:
         return table
-    return read_name_map(
-        dataclasses.replace(family, names=family.memory_names), json.loads(origin.config), origin.lacks_base_prefix
-    )
+    return read_name_map(dataclasses.replace(origin, family=dataclasses.replace(family, names=family.memory_names)))

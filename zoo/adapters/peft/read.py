@@ -15,7 +15,7 @@ from zoo.models.parameter_paths import IndexRanges
 from zoo.models.targets import LinearSite
 from zoo.parallel.rounds import in_one_round
 from zoo.weights import CheckpointError
-from zoo.weights.resolve import resolve_directory
+from zoo.weights.directory import resolve_directory
 from zoo.weights.safetensors import LazyTensor, open_safetensors
 
 from ..apply import apply_adapters

@@ -114,9 +114,12 @@ class Family:
     - `scaled_rope_theta`: rope_theta of files that scale RoPE and leave it out, if that is not the default's.
     - `rope_keys`: keys of `rope_parameters` that its files have besides those of each `rope_type`.
     - `ignored_keys`: keys that change nothing at inference, besides `config.IGNORED_KEYS`.
-    - `ignored_tensors`: regular expressions of tensors that no model reads, such as buffers computed from the config.
-    - `find_ignored_tensors(config, tensors)` returns further tensors that no model reads, if they depend on the config
-      or on the other tensors.
+    - `ignored_tensors`: regular expressions of tensors that follow from the config, such as masks. Nothing is lost
+      without them.
+    - `other_modules`: regular expressions of tensors of modules that this model does not use, such as those of
+      multi-token prediction. They are left aside on loading, and `zoo.save(source=)` writes them back.
+    - `find_ignored_tensors(config, tensors)` returns further tensors of such modules, if they depend on the config or
+      on the other tensors.
     - `memory_modules`: modules that transformers names differently in memory than in files: in memory -> in files.
     - `memory_names(config)` returns the name map in memory, if transformers lays out tensors differently than in files,
       such as all experts in one tensor.
@@ -137,6 +140,7 @@ class Family:
     rope_keys: tuple[str, ...] = ()
     ignored_keys: frozenset[str] = frozenset()
     ignored_tensors: tuple[str, ...] = ()
+    other_modules: tuple[str, ...] = ()
     find_ignored_tensors: Callable[[Config, Collection[str]], Collection[str]] | None = None
     memory_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     memory_names: Callable[[Config], NameMap] | None = None
@@ -150,12 +154,26 @@ class Family:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wrapping:
+    """The multimodal checkpoint around a language model: `zoo.models.hf.wrappers` reads and writes it."""
+
+    config: str
+    """Text of the whole config.json."""
+    text: str
+    """Text of the language model's config, as it was read from there."""
+    base: str
+    """The beginning of the language model's tensor names that stands for `model.`."""
+    rest: str
+    """The beginning of its other tensor names, those of the head."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Origin:
     """The checkpoint that a model was loaded from, as needed to save it."""
 
     family: Family
     config: str
-    """Text of its config.json."""
+    """Text of its config.json; of a multimodal checkpoint, that of the language model."""
     lacks_base_prefix: bool = False
     """True if tensor names lack `base_model_prefix`, as in files of a model without its head."""
     packed: tuple[str, ...] = ()
@@ -164,3 +182,7 @@ class Origin:
     """Text of the file's small tensors that belong to packed layers and that these do not hold."""
     has_older_endings: bool = False
     """True if tensor names have the family's `older_endings`."""
+    wrapping: Wrapping | None = None
+    """The multimodal checkpoint around the language model; None without one."""
+    left_aside: str = ""
+    """The tensors of the checkpoint that the model does not have, in words; "" without any."""

@@ -93,6 +93,7 @@ ERNIE4_5_MOE = Family(
         "moe_use_aux_free": (True,),
     },
     ignored_keys=frozenset({"moe_capacity", "num_nextn_predict_layers"}),
-    ignored_tensors=(*llama.LLAMA.ignored_tensors, r"^model\.mtp_"),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    other_modules=(r"^model\.mtp_",),
     memory_names=_map_ernie4_5_moe_memory_names,
 )

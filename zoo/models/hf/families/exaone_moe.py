@@ -50,6 +50,7 @@ EXAONE_MOE = Family(
         "topk_group": 1,
     },
     ignored_keys=frozenset({"num_nextn_predict_layers"}),
-    ignored_tensors=(*llama.LLAMA.ignored_tensors, r"^mtp\."),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    other_modules=(r"^mtp\.",),
     memory_names=dots1.map_dots1_memory_names,
 )

@@ -136,6 +136,7 @@ MIMO_V2_FLASH = Family(
     ignored_keys=frozenset(
         {"attention_chunk_size", "hybrid_block_size"}
     ),  # of kernels, or null where there is a pattern
-    ignored_tensors=(*llama.LLAMA.ignored_tensors, r"^model\.mtp\."),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    other_modules=(r"^model\.mtp\.",),
     memory_names=_map_mimo_v2_flash_memory_names,
 )
