@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.weights.safetensors import open_tensors, write_safetensors
+from zoo.cli.info import info
+from zoo.layers import GroupQuantizedLinear
+from zoo.weights.safetensors import open_safetensors, open_tensors, write_safetensors
 
 from .damage import CONFIG, INDEX, LLAMA, WHOLE, catch_error
+from .formats.encoders import write_quantized
 
 VISION = {
     "vision_tower.patch.weight": np.arange(6, dtype=np.uint8).reshape(2, 3),
@@ -183,3 +186,51 @@ def test_tie_is_read_at_the_top_unless_a_head_is_stored(plain, tmp_path):
     assert is_tied(equal, tie_word_embeddings=True)
     store(tmp_path / "in", tensors, config | {"tie_word_embeddings": True})
     assert "says that they are tied" in catch_error(lambda: zoo.load(tmp_path / "in"))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq", "int4 with zeros"])
+def test_quantized_wrapper_is_written_packed_or_decoded(make, tmp_path, name):
+    dense, plain = write_quantized(tmp_path / "plain", make, name), tmp_path / "plain"
+    top = {"quantization_config": config_of(plain)["quantization_config"], "torch_dtype": "bfloat16"}
+    source = wrap(plain, tmp_path / "in", **top)
+    tensors, config = read(source), config_of(source)
+    del config["text_config"]["quantization_config"]
+    layer = {x: y for x, y in tensors.items() if x.startswith("language_model.model.layers.0.mlp.up_proj.")}
+    projector = {f"multi_modal_projector.up.{x.rpartition('.')[2]}": y for x, y in layer.items()}
+    store(source, tensors | projector, config)
+
+    model = zoo.load(source, packed=True)
+    is_packed = lambda x: isinstance(x, GroupQuantizedLinear)
+    assert any(map(is_packed, jax.tree.leaves(model, is_leaf=is_packed)))
+    zoo.save(jax.tree.map(np.asarray, model), tmp_path / "packed", source=source)
+    for file in (CONFIG, WHOLE):
+        assert (tmp_path / "packed" / file).read_bytes() == (source / file).read_bytes(), file
+
+    decoded = zoo.load(source)
+    assert bits(decoded) == bits(zoo.load(plain))
+    zoo.save(jax.tree.map(np.asarray, decoded), tmp_path / "decoded", source=source)
+    after, config = read(tmp_path / "decoded"), config_of(tmp_path / "decoded")
+    assert "quantization_config" not in config and "quantization_config" not in config["text_config"]
+    expected = dense["model.layers.0.mlp.up_proj.weight"]
+    np.testing.assert_array_equal(after.pop("multi_modal_projector.up.weight"), expected.astype(ml_dtypes.bfloat16))
+    assert not any(x.startswith("multi_modal_projector.up.") for x in after)
+    assert all(after[x].tobytes() == y.tobytes() for x, y in VISION.items())
+    assert bits(zoo.load(tmp_path / "decoded")) == bits(decoded)
+    message = catch_error(lambda: zoo.save(model, tmp_path / "mixed", source=tmp_path / "decoded"))
+    assert "has the quantization_config None, and the model {" in message
+
+
+def test_adapters_of_a_wrapper_are_named_as_its_classes(plain, tmp_path):
+    base = zoo.load(wrap(plain, tmp_path / "in"))
+    model = zoo.adapters.lora(base, rank=2, targets=("query",), key=jax.random.key(0))
+    zoo.adapters.save(model, tmp_path / "peft")
+    names = open_safetensors(tmp_path / "peft" / "adapter_model.safetensors")
+    assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in names and len(names) == 4
+    assert bits(zoo.adapters.load(base, tmp_path / "peft")) == bits(model)
+
+
+def test_info_lists_what_is_left_aside(plain, tmp_path, capsys):
+    info(wrap(plain, tmp_path / "in"))
+    assert re.search(r"left aside +4 tensors \(14 bytes\), multi_modal_projector", capsys.readouterr().out)
+    info(plain)
+    assert "left aside" not in capsys.readouterr().out

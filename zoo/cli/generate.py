@@ -15,6 +15,7 @@ import zoo
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.models.hf.values import integer, list_of
+from zoo.models.hf.wrappers import read_text_config
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import CheckpointError, read_json
@@ -133,7 +134,8 @@ def read_stop_tokens(directory: Path) -> list[int]:
     """
     for name in (_GENERATION_CONFIG_FILE, CONFIG_NAME):
         if (directory / name).exists():
-            tokens = read_json(directory / name).get("eos_token_id")
+            config = read_json(directory / name)
+            tokens = config.get("eos_token_id", read_text_config(config).get("eos_token_id"))
             tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
             if error := list_of(integer()).find_error(tokens):
                 raise CheckpointError(f"{directory / name}: eos_token_id = {tokens!r} {error}")

@@ -100,6 +100,7 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     stored = {}
     if summary.stored is not None:
         stored = {"files": summary.stored.files, "bytes": summary.stored.bytes, "tensors": summary.stored.tensors}
+        stored |= {"left_aside": summary.stored.left_aside} if summary.stored.left_aside else {}
     return {
         **origin,
         "family": summary.family,
@@ -133,6 +134,7 @@ def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[s
     else:
         files = "1 file" if stored.files == 1 else f"{stored.files} files"
         rows.append(("on disk", f"{format_bytes(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
+        rows += [("left aside", stored.left_aside)] if stored.left_aside else []
     if summary.segments:
         layers = sum(period * repeats for period, repeats in summary.segments)
         patterns = " + ".join(f"{period} x {repeats}" for period, repeats in summary.segments)

@@ -57,6 +57,8 @@ class _StoredFiles:
     files: int
     bytes: int
     tensors: int
+    left_aside: str
+    """The tensors that the model does not use, in words; "" without any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,8 @@ def summarize(directory: Path, mesh: Mesh | None = None, platform: Platform | No
         for part in tensor.slices:
             dtypes[part.leaf][checkpoint.tensors[name].dtype] = None
     files, tensors = list_weight_files(path), open_tensors(path)
-    stored = _StoredFiles(len(files), sum(file.stat().st_size for file in files), len(tensors))
+    size, left_aside = sum(file.stat().st_size for file in files), checkpoint.model.origin.left_aside
+    stored = _StoredFiles(len(files), size, len(tensors), left_aside)
     summary = _summarize_shapes(
         *(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, [*map(list, dtypes)]),
         *(mesh, platform),

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import numpy as np
 
-from zoo.models.hf.spec import NameMap, Origin, TensorMapping, prefixed
+from zoo.models.hf.spec import NameMap, TensorMapping, prefixed
+from zoo.models.hf.wrappers import name_as_modules
 from zoo.models.parameter_paths import format_path, iterate_indices
 from zoo.models.targets import LinearSite, find_linears
 from zoo.weights import CheckpointError
@@ -189,16 +190,14 @@ def nest_parameters(modules: Sequence[PeftModule]) -> list[PeftModule]:
     return [nest(module) if module.holds_experts else module for module in modules]
 
 
-def get_origin(model: Any) -> tuple[Origin, NameMap]:
-    """Return a model's family and config, and its tensor names in files, ignoring adapters and quantization."""
-    return resolve_origin(eqx.filter_eval_shape(dequantize, strip_adapters(model)), None, {})
-
-
 def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
     """Return the tensor names of a model's family: those in files, or, if `in_memory`, those of the modules that
-    transformers 5 builds, where all experts of a layer are one parameter."""
-    origin, table = get_origin(model)
-    family = origin.family
-    if not in_memory or family.memory_names is None:
-        return table
-    return read_name_map(dataclasses.replace(origin, family=dataclasses.replace(family, names=family.memory_names)))
+    transformers 5 builds, where all experts of a layer are one parameter. Of a language model in a multimodal
+    checkpoint, names always begin as the modules of transformers 5 do."""
+    origin, _ = resolve_origin(eqx.filter_eval_shape(dequantize, strip_adapters(model)), None, {})
+    if in_memory and origin.family.memory_names is not None:
+        family = dataclasses.replace(origin.family, names=origin.family.memory_names)
+        origin = dataclasses.replace(origin, family=family)
+    if origin.wrapping is not None:
+        origin = dataclasses.replace(origin, wrapping=name_as_modules(origin.wrapping))
+    return read_name_map(origin)

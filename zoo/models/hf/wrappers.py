@@ -136,6 +136,11 @@ def rename(name: str, wrapping: Wrapping | None, base: str = "model.") -> str:
     return wrapping.base + name.removeprefix(base) if name.startswith(base) else wrapping.rest + name
 
 
+def name_as_modules(wrapping: Wrapping) -> Wrapping:
+    """Return a wrapping with the tensor names of the classes in transformers 5, whatever those in its files are."""
+    return dataclasses.replace(wrapping, base=_BASES[0], rest="")
+
+
 def rename_all(name_map: NameMap, wrapping: Wrapping | None) -> NameMap:
     """Return a name map with the names in a wrapper's files."""
     if wrapping is None:
