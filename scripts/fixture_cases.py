@@ -321,6 +321,14 @@ CASES = {
         "phi3", "half of each head rotated, a window of 5, tied",
         SIZES | rope(partial_rotary_factor=0.5) | {"sliding_window": 5} | TIED,
     ),
+    "qwen3_5_text": Case(
+        "qwen3_5_text", "gated delta rule with two heads for each key, then gated attention, a quarter rotated, tied",
+        SIZES | rope(partial_rotary_factor=0.25) | TIED | {
+            "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
     "seed_oss": Case(
         "seed_oss", "biases of the output and the MLP too, heads of 6, tied",
         SIZES | {"head_dim": 6, "attention_out_bias": True, "mlp_bias": True} | TIED,

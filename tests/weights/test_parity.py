@@ -65,6 +65,15 @@ QUICK = {
 by `pytest -m slow tests/weights/test_parity.py`."""
 
 
+FLOAT64_NORMS = {
+    "wrap_qwen3_5": {
+        "model.language_model.layers.2.linear_attn.A_log": 0.002025473429972611,
+        "model.language_model.layers.2.linear_attn.dt_bias": 0.0015874601475114331,
+    }
+}
+"""Norms of gradients that PyTorch rounds by more than 2e-4 in float32, as its class computes them in float64."""
+
+
 SWITCHES = {"phi3_longrope": 24}
 """Length from which a case rotates by other factors. PyTorch's tokens are those of a forward pass each, which switches
 between two tokens; a cache keeps the factors of its whole length."""
@@ -103,6 +112,7 @@ def test_parity_cases_cover_every_family():
 @pytest.mark.parametrize("folder", list_cases())
 def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     expected, meta = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")
+    meta["grad_norm"] |= FLOAT64_NORMS.get(folder.name, {})
     model = zoo.load(folder, dtype=jnp.float32)
 
     in_float32 = {name: x for name, x in expected.items() if not name.startswith("bfloat16.")}

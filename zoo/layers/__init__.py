@@ -45,6 +45,7 @@ from .recurrent.context import RecurrenceContext
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from .recurrent.gated_convolution import GatedConvolution
 from .recurrent.gated_norm import GatedGroupNorm
+from .recurrent.grouped_delta_net import GroupedGatedDeltaNet
 from .recurrent.hgrn2 import HGRN2
 from .recurrent.linear_attention import GatedLinearAttention, Lightning, LinearAttention, Retention
 from .recurrent.mamba import Mamba, MambaState
@@ -99,6 +100,7 @@ __all__ = [
     "GatedLinearAttention",
     "GatedMLP",
     "GroupQuantizedLinear",
+    "GroupedGatedDeltaNet",
     "HeadNorm",
     "IdentityNorm",
     "ImageEmbedding",

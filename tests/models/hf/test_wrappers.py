@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.config import ConfigError, read_config
 from zoo.models.hf.families import FAMILIES, get_family
 from zoo.models.hf.wrappers import WRAPPERS, read_text_config, rename, unwrap_config, wrap_config
 
@@ -65,3 +65,12 @@ def test_names_follow_the_layout_of_the_file(names, norm, head):
     _, wrapping = unwrap_config({"model_type": "llama4", "text_config": {}}, FAMILIES["llama4_text"], names)
     assert rename("model.norm", wrapping) == norm and rename("lm_head", wrapping) == head
     assert rename("model.norm", None) == "model.norm"
+
+
+def test_rope_of_three_dims_is_plain_rope_without_images():
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    sections = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    read = lambda name, rope: read_config(FAMILIES[name], {"rope_parameters": rope})
+    assert read("qwen3_5_text", rope | sections) == read("qwen3_5_text", rope)
+    with pytest.raises(ConfigError, match="'default' has no key 'mrope_section'"):
+        read("glm4_moe", rope | sections)

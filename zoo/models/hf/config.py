@@ -130,6 +130,8 @@ COUNT_KEYS = (
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_layer_interval"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("num_channels", "mlp_ratio", "pooler_output_size", "index_topk", "index_head_dim", "index_n_heads"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
     *("state_size", "conv_kernel", "n_groups", "expand", "time_step_rank", "attention_hidden_size"),
 )
 _NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
@@ -175,6 +177,7 @@ _KINDS: Mapping[str, ValueKind] = {
     "router_jitter_noise": NON_NEGATIVE_NUMBER,
     "routed_scaling_factor": POSITIVE_NUMBER,
     **dict.fromkeys(("shared_intermediate_size", "type_vocab_size", "pad_token_id"), integer(minimum=0)),
+    "full_attention_interval": integer(minimum=1),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"), optional(list_of(WORD))),
     "index_topk_pattern": optional(
@@ -331,9 +334,10 @@ def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[st
         scaling = {key: value for key, value in default.items() if key not in _ROPE_BASE_KEYS}
     elif family.scaled_rope_theta is not None:
         default = {**default, "rope_theta": family.scaled_rope_theta}
+    skipped = {"type", *family.ignored_keys}
     base_keys = [key for key in _ROPE_BASE_KEYS if key in default or key in canonical]
     rope = {key: canonical.get(key, default.get(key)) for key in base_keys}
-    rope |= {key: value for key, value in scaling.items() if key != "type" and value is not None}
+    rope |= {key: value for key, value in scaling.items() if key not in skipped and value is not None}
     original_length = canonical.get("original_max_position_embeddings")
     if original_length is not None and _read_rope_type(scaling) in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = original_length  # top level in Phi-3, where it takes precedence

@@ -113,7 +113,7 @@ class Family:
     - `required_values`: keys that would change the result, with the values that are implemented; others raise.
     - `scaled_rope_theta`: rope_theta of files that scale RoPE and leave it out, if that is not the default's.
     - `rope_keys`: keys of `rope_parameters` that its files have besides those of each `rope_type`.
-    - `ignored_keys`: keys that change nothing at inference, besides `config.IGNORED_KEYS`.
+    - `ignored_keys`: keys that change nothing at inference, besides `config.IGNORED_KEYS`; those of RoPE, too.
     - `ignored_tensors`: regular expressions of tensors that follow from the config, such as masks. Nothing is lost
       without them.
     - `other_modules`: regular expressions of tensors of modules that this model does not use, such as those of

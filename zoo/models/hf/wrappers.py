@@ -38,6 +38,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "llava": Wrapper("llama", tied=False, reads_inner_tie=True),
     "llava_next": Wrapper("llama", tied=False, reads_inner_tie=True),
     "mistral3": Wrapper("mistral"),
+    "qwen3_5": Wrapper("qwen3_5_text", tied=False),
 }
 """By `model_type`. Classes whose language model sees images otherwise than as embeddings, by cross-attention or with
 masks of its own for text, are not among them."""

@@ -67,6 +67,7 @@ from .phimoe import PHIMOE
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
+from .qwen3_5_text import QWEN3_5_TEXT
 from .qwen3_moe import QWEN3_MOE
 from .roberta import ROBERTA, XLM_ROBERTA
 from .rwkv import RWKV
@@ -142,6 +143,7 @@ ALL_FAMILIES = (
     QWEN2,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5_TEXT,
     QWEN3_MOE,
     ROBERTA,
     RWKV,

@@ -1,0 +1,111 @@
+"""Qwen3.5 (Qwen team, 2026), its language model: of four layers three with the gated delta rule (arXiv:2412.06464) and
+the fourth with gated attention (arXiv:2505.06708), RoPE on a quarter of each head, and RMSNorm scales 1 + w. Modules of
+multi-token prediction are not read. Without images, its multimodal RoPE is plain RoPE."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import GatedAttention, GroupedGatedDeltaNet
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    compute_out_scale,
+    find_activation,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_head_norm_factory,
+    make_rms_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from . import llama
+
+
+def _build_qwen3_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    interval, count = config["full_attention_interval"], config["num_hidden_layers"]
+    default = ["linear_attention" if (n + 1) % interval else "full_attention" for n in range(count)]
+    delta = partial(
+        GroupedGatedDeltaNet,
+        config["hidden_size"],
+        config["linear_num_value_heads"],
+        groups=config["linear_num_key_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        conv_width=config["linear_conv_kernel_dim"],
+        activation=find_activation(config),
+        epsilon=config["rms_norm_eps"],
+        out_scale=compute_out_scale(config),
+    )
+    qk_norm = make_head_norm_factory(config, offset=1.0)
+    mixers = {
+        "linear_attention": delta,
+        "full_attention": make_attention_factory(config, attention=GatedAttention, qk_norm=qk_norm),
+    }
+    types, ffn = read_layer_types(config, default), make_gated_mlp_factory(config)
+    if unknown := [kind for kind in types if kind not in mixers]:
+        raise ConfigError(f"layer_types has {unknown[0]!r}, and layers here are {' or '.join(mixers)}")
+    layers = [(mixers[kind], ffn) for kind in types]
+    return build_config_decoder(config, layers, make_rms_norm_factory(config, offset=1.0), key=key)
+
+
+def _map_qwen3_5_names(config: Config) -> NameMap:
+    convolutions = (f"{part}_convolution" for part in ("query", "key", "value"))
+    delta = {
+        "in_proj_qkv": fused("query", "key", "value"),
+        "conv1d": fused(*convolutions, conv1d_filters=True),
+        "in_proj_z": "readout.gate",
+        "in_proj_b": "rate",
+        "in_proj_a": "decay.step",
+        "dt_bias": "decay.bias",
+        "A_log": "decay.A_log",
+        "norm": "readout.norm",
+        "out_proj": "readout.out",
+    }
+    attention = {
+        **{name: ours for name, ours in llama.ATTENTION_NAMES.items() if name != "q_proj"},
+        "q_proj": fused("query", "gate", groups=config["num_attention_heads"]),
+    }
+    mixers = {
+        **prefixed("linear_attn", "grouped_gated_delta_net", delta),
+        **prefixed("self_attn", "gated_attention", attention),
+    }
+    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixers)
+
+
+QWEN3_5_TEXT = Family(
+    name="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    build=_build_qwen3_5,
+    names=_map_qwen3_5_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+        "vocab_size": 248320,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "layer_types": None,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    required_values={
+        "attention_bias": (False,),
+        "attn_output_gate": (True,),
+        "mamba_ssm_dtype": ("float32", None),
+        "mlp_only_layers": ([], None),
+    },
+    ignored_keys=frozenset(
+        {"mrope_section", "mrope_interleaved", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+    ),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    other_modules=(r"^mtp\.",),
+)
