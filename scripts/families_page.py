@@ -12,6 +12,7 @@ from zoo.layers import (
     RWKV4,
     AlibiAttention,
     ClampedGatedMLP,
+    GroupedGatedDeltaNet,
     LatentAttention,
     Mamba,
     Mamba2,
@@ -137,6 +138,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         words = describe_latents(mixer)
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
         words = describe_recurrence(mixer)
+    elif isinstance(mixer, GroupedGatedDeltaNet):
+        words = [f"`{type(mixer).__name__}`", "gated grouped-query attention in every fourth layer"]
     else:
         words = describe_attention(mixer, config)
     norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)

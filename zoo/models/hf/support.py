@@ -13,15 +13,15 @@ TABLE = Path(__file__).with_name("support.json")
 class FamilySupport:
     """Tests that a family's checkpoints pass, on small models: against PyTorch, and against one device."""
 
-    cases: tuple[str, ...]
+    cases: tuple[str, ...] = ()
     """Reference cases: activations, gradients, padding and files are PyTorch's."""
-    mesh: bool
+    mesh: bool = False
     """A step on data 2 x fsdp 2 x tensor 2, of packed rows where the model takes them, equals one on one device."""
-    adapters: bool
+    adapters: bool = False
     """LoRA around every linear layer does too."""
-    decoding: bool
+    decoding: bool = False
     """Greedy tokens, with caches, are PyTorch's."""
-    quantized: tuple[str, ...]
+    quantized: tuple[str, ...] = ()
     """Formats of quantized files with a case of this family. Others are read by the same code."""
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Building blocks of the families that encode texts: heads by architecture, and attention in both directions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,3 +100,14 @@ def map_dense_layer(theirs: str, ours: str, norm: str | None = None) -> dict[str
 def select_names(config: Config, prefix: str, heads: dict[str, NameMap]) -> NameMap:
     """Return the names of the head of the config's architecture."""
     return heads[find_head_kind(config, prefix)]
+
+
+def find_other_heads(
+    names: Callable[[Config], NameMap], base: str, heads: tuple[str, ...], config: Config, tensors: Collection[str]
+) -> set[str]:
+    """Return the tensors below the modules `heads`, within or beside the module `base`, that the config's architecture
+    does not have: files of BERT have a masked-LM head, a pooler and more."""
+    own = {name.removeprefix(f"{base}.") for name in names(config)}
+    is_own = lambda name: name in own or name.rpartition(".")[0] in own
+    found = {name: name.removeprefix(f"{base}.") for name in tensors}
+    return {name for name, short in found.items() if short.startswith(heads) and not is_own(short)}

@@ -71,6 +71,7 @@ def _map_bert_names(config: Config) -> NameMap:
     return {**map_bert_layers("bert"), **text_encoders.select_names(config, "Bert", heads)}
 
 
+_HEADS = ("cls.seq", "cls.predictions.transform", "cls.predictions.bias", "pooler.")
 DEFAULTS: dict[str, Any] = {
     **text_encoders.HEAD_DEFAULTS,
     "vocab_size": 30522,
@@ -92,7 +93,13 @@ BERT = Family(
     defaults=DEFAULTS,
     required_values={**text_encoders.ONLY_ENCODERS, "tie_word_embeddings": (True,)},
     ignored_keys=frozenset({"classifier_dropout"}),
-    ignored_tensors=(r"^(bert\.)?embeddings\.position_ids$", r"^(bert\.)?pooler\.", r"^cls\."),
+    ignored_tensors=(r"embeddings\.position_ids$", r"^cls\.predictions\.decoder\.bias$"),
+    find_ignored_tensors=partial(
+        text_encoders.find_other_heads,
+        _map_bert_names,
+        "bert",
+        _HEADS,
+    ),
     older_endings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     head="cls.predictions.decoder",
     embedding="bert.embeddings.word_embeddings",

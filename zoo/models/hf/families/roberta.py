@@ -47,7 +47,7 @@ def _map_roberta_names(prefix: str, config: Config) -> NameMap:
     return {**map_bert_layers("roberta"), **text_encoders.select_names(config, prefix, heads)}
 
 
-_IGNORED = (r"embeddings\.position_ids$", r"^(roberta\.)?pooler\.", r"^lm_head\.(?!decoder\.weight)")
+_HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "pooler.")
 
 ROBERTA = dataclasses.replace(
     BERT,
@@ -56,7 +56,10 @@ ROBERTA = dataclasses.replace(
     build=partial(_build_roberta, "Roberta"),
     names=partial(_map_roberta_names, "Roberta"),
     defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": 1},
-    ignored_tensors=_IGNORED,
+    ignored_tensors=(r"embeddings\.position_ids$", r"^lm_head\.decoder\.bias$"),
+    find_ignored_tensors=partial(
+        text_encoders.find_other_heads, partial(_map_roberta_names, "Roberta"), "roberta", _HEADS
+    ),
     head="lm_head.decoder",
     embedding="roberta.embeddings.word_embeddings",
 )
@@ -66,5 +69,8 @@ XLM_ROBERTA = dataclasses.replace(
     architecture="XLMRobertaForMaskedLM",
     build=partial(_build_roberta, "XLMRoberta"),
     names=partial(_map_roberta_names, "XLMRoberta"),
+    find_ignored_tensors=partial(
+        text_encoders.find_other_heads, partial(_map_roberta_names, "XLMRoberta"), "roberta", _HEADS
+    ),
     defaults={**DEFAULTS, "pad_token_id": 1},
 )
