@@ -9,7 +9,7 @@ NAMES = {
     *("init", "make_mesh", "place", "place_batch", "Layout"),
     *("value_and_grad", "value", "spmd", "cross_entropy", "generate"),
     *("trainable", "cast", "count"),
-    *("load", "save", "from_torch", "families", "hidden_states", "score", "CheckpointError", "weights"),
+    *("load", "save", "from_torch", "families", "hidden_states", "score", "embed", "CheckpointError", "weights"),
     "set_implementations",
     *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "__version__"),
 }
@@ -33,6 +33,7 @@ SIGNATURES = {
     zoo.from_torch: "weights config mesh dtype family ignore",
     zoo.families: "",
     zoo.hidden_states: "model tokens mask segment_ids positions",
+    zoo.embed: "model tokens mask pooling",
     zoo.set_implementations: "model attention recurrence grouped_matmul",
     zoo.score: "model tokens mask segment_ids positions chunk",
 }

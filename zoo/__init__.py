@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import adapters, inspect, layers, models, ops, parallel, precision, testing, weights
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
-from .models import cross_entropy, hidden_states, score, set_implementations
+from .models import cross_entropy, embed, hidden_states, score, set_implementations
 from .models.hf.families import families
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
 from .weights import CheckpointError, from_torch, load, save
@@ -24,6 +24,7 @@ __all__ = [
     "cast",
     "count",
     "cross_entropy",
+    "embed",
     "families",
     "from_torch",
     "generate",

@@ -1,6 +1,7 @@
 """Implement `zoo convert`."""
 
 import os
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +14,7 @@ from zoo._files import copy_file
 from zoo._terminal import escape_controls, show
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import PICKLE_SUFFIXES, SAFE_WEIGHTS_INDEX_NAME
+from zoo.weights.sentence_files import list_saved_files
 
 from .devices import use_cpu
 from .parts import list_weight_files
@@ -56,7 +58,8 @@ def convert(
     is_new = not out.exists()
     try:
         zoo.save(model, out, shard_bytes=int(shard_bytes), source=source)
-        copied, skipped = _list_extra_files(source)
+        written = {Path(file).parts[0] for file in list_saved_files(model.origin)}
+        copied, skipped = _list_extra_files(source, written)
         for file in copied:
             copy_file(file, out / file.name)
     except BaseException:
@@ -83,9 +86,10 @@ def _check_output_directory(source: Path, out: Path, overwrite: bool) -> None:
         raise ValueError(f"{out} is not empty: pass another output directory, or --overwrite")
 
 
-def _list_extra_files(source: Path) -> tuple[list[Path], list[str]]:
-    """Return the files to copy, and the names of those to skip with the reason. Leaves out hidden files."""
-    weights = {file.name for file in list_weight_files(source)} | {CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME}
+def _list_extra_files(source: Path, written: Collection[str]) -> tuple[list[Path], list[str]]:
+    """Return the files to copy, and the names of those to skip with the reason. Leaves out hidden files, and those that
+    were `written`."""
+    weights = {file.name for file in list_weight_files(source)} | {CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *written}
     copied, skipped = [], []
     for path in sorted(source.iterdir()):
         if path.name.startswith(".") or path.name in weights:

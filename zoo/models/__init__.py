@@ -49,6 +49,7 @@ from .presets.vision_transformer import VisionTransformer
 from .scoring import hidden_states, score
 from .segment import Segment, find_patterns
 from .stack import Stack, describe_loop, set_loop, set_routing, split_ends, swap_stack
+from .text_embeddings import embed
 
 __all__ = [
     "GLA",
@@ -104,6 +105,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_and_routing",
     "describe_loop",
+    "embed",
     "find_first_nonfinite",
     "find_patterns",
     "fused",

@@ -23,6 +23,7 @@ from .left_aside import describe_left_aside, split_left_aside
 from .packed import unpack_mxfp4
 from .plan import TensorPlan, find_mapping, invert_name_map, plan, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
+from .sentence_files import read_sentence_files
 
 _MAX_LISTED = 20
 _MAX_MISSING = 10_000
@@ -62,7 +63,10 @@ def open_checkpoint(
     path = resolve_directory(directory)
     config = read_json(path / CONFIG_NAME)
     family = find_family(config, path / CONFIG_NAME) if family is None else family
-    return resolve_checkpoint(config, open_tensors(path), family, ignore, f"{path / CONFIG_NAME}: ", str(path), packed)
+    location = f"{path / CONFIG_NAME}: "
+    found = resolve_checkpoint(config, open_tensors(path), family, ignore, location, str(path), packed)
+    origin = dataclasses.replace(found.model.origin, sentence_files=read_sentence_files(path))
+    return dataclasses.replace(found, model=dataclasses.replace(found.model, origin=origin))
 
 
 def find_family(config: Mapping[str, Any], path: Path) -> Family:

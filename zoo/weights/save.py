@@ -28,6 +28,7 @@ from .formats import drop_quantization_if_plain, pack_like, split_quantization, 
 from .left_aside import LeftAside, check_source, open_left_aside
 from .plan import plan, strip_base_prefix
 from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
+from .sentence_files import list_saved_files
 
 _logger = logging.getLogger("zoo")
 _WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -137,7 +138,8 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         except ConfigError as error:
             reason = str(error)
         if reason is None:
-            written = Origin(candidate, _format_config(config, model))
+            sentence_files = () if origin is None else origin.sentence_files
+            written = Origin(candidate, _format_config(config, model), sentence_files=sentence_files)
             return written, read_name_map(written)
         reasons.append(f"{candidate.name}: {reason}")
     if read_alone:
@@ -228,13 +230,14 @@ def _write_checkpoint(
     shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
-    texts = {CONFIG_NAME: _format_whole_config(origin)}
+    texts = {CONFIG_NAME: _format_whole_config(origin), **list_saved_files(origin)}
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(map(_count_bytes, specs.values()))}, "weight_map": weight_map}
         texts[SAFE_WEIGHTS_INDEX_NAME] = json.dumps(index, indent=2, sort_keys=True) + "\n"
     if jax.process_index() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
+        for file in (*files, *texts):
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
         with create_files(directory) as create:
             for file, names in zip(files, shards, strict=True):
                 write_tensors(create(file), {name: specs[name] for name in names}, tensor)

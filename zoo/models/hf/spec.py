@@ -186,3 +186,5 @@ class Origin:
     """The multimodal checkpoint around the language model; None without one."""
     left_aside: str = ""
     """The tensors of the checkpoint that the model does not have, in words; "" without any."""
+    sentence_files: tuple[tuple[str, str], ...] = ()
+    """Paths and texts of sentence-transformers' files, which say how `zoo.embed` pools."""

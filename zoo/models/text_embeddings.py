@@ -1,0 +1,197 @@
+"""Text embeddings: one vector per row, pooled as sentence-transformers' files of the checkpoint say."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zoo._checks import check_tokens
+from zoo.layers.pooling import take_first_token
+from zoo.layers.token_info import token_info
+from zoo.parallel import num_shards
+from zoo.shapes import HiddenStates, PaddingMask, Tokens
+
+from .decoder import Decoder, find_checkable_vocab
+from .encoder import Encoder
+from .encoder_heads import average_tokens
+from .hf.spec import Origin
+
+MODULES_FILE = "modules.json"
+NORMALIZE = "normalize"
+_MODULE_PACKAGE = "sentence_transformers."
+
+
+class Pooling(NamedTuple):
+    """Pooling of tokens to one vector: `modes`, concatenated, and divided by the norm if `normalized`."""
+
+    modes: tuple[str, ...]
+    normalized: bool = False
+    size: int | None = None
+    """Features of a token that the checkpoint says; None if it does not."""
+
+
+def embed(
+    model: Decoder | Encoder,
+    tokens: Tokens,
+    mask: PaddingMask | None = None,
+    *,
+    pooling: str | Sequence[str] | None = None,
+) -> Float[Array, "batch features"]:
+    """Return one vector per text, in float32: hidden states after the final norm, pooled (Sentence-BERT, Reimers and
+    Gurevych, arXiv:1908.10084).
+
+    - `mask`: padding mask, True for real tokens. The result depends neither on the padding nor on its side. A row of
+      padding alone gives NaN.
+    - `pooling`: by default what `modules.json` of the checkpoint's directory says. Else a name of `POOLINGS` or
+      several, which are concatenated, and last "normalize" for vectors of norm 1: `("mean", "normalize")`.
+
+    | mode | of the n tokens x_1 ... x_n of a row |
+    |---|---|
+    | `cls` | x_1 |
+    | `max` | the maximum of each feature |
+    | `mean` | the sum of x_i / n |
+    | `mean_sqrt_len_tokens` | the sum of x_i / sqrt(n) |
+    | `weightedmean` | the sum of i x_i / the sum of i (SGPT, Muennighoff, arXiv:2202.08904) |
+    | `lasttoken` | x_n |
+
+    A head is not applied, so that models of any head have embeddings.
+
+    **Raises** `TypeError` for a model that is neither decoder nor encoder, and for a mask of integers, such as the
+    segment ids of packed rows; `ValueError` for a mask of another shape, for an unknown mode, without `pooling` for a
+    checkpoint that says none, and for sentence-transformers' modules other than Transformer, Pooling and Normalize;
+    `NotImplementedError` where the sequence is sharded.
+    """
+    if not isinstance(model, Decoder | Encoder):
+        raise TypeError(f"embeddings of texts are made by a Decoder or an Encoder, not by {type(model).__name__}")
+    check_tokens(tokens, find_checkable_vocab(model))
+    _check_mask(tokens, mask)
+    if num_shards(tokens, "seq") > 1:
+        raise NotImplementedError("a row is pooled on one device, and the mesh shards the sequence: take context=1")
+    chosen = find_pooling(model.origin) if pooling is None else _parse_modes(pooling)
+    return _embed(model, tokens, mask, chosen)
+
+
+@eqx.filter_jit
+def _embed(
+    model: Decoder | Encoder, tokens: Tokens, mask: PaddingMask | None, pooling: Pooling
+) -> Float[Array, "batch features"]:
+    make_info = model.token_info if isinstance(model, Encoder) else token_info
+    hidden, _ = model.hidden(tokens, make_info(tokens, mask=mask))
+    x = hidden.x.astype(jnp.float32)
+    if pooling.size not in (None, x.shape[-1]):
+        raise ValueError(f"the checkpoint pools {pooling.size} features of a token, and the model has {x.shape[-1]}")
+    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    pooled = jnp.concatenate([POOLINGS[mode](x, mask) for mode in pooling.modes], axis=-1)
+    pooled = jnp.where(mask.any(1, keepdims=True), pooled, jnp.nan)
+    if not pooling.normalized:
+        return pooled
+    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
+
+
+def _check_mask(tokens: Tokens, mask: PaddingMask | None) -> None:
+    """**Raises** `TypeError` for a mask that is not boolean, and `ValueError` for one of another shape."""
+    if mask is None:
+        return
+    if mask.dtype != bool:
+        raise TypeError(
+            f"mask: booleans were expected, not {mask.dtype}. Of an attention_mask of 0 and 1 take mask > 0; packed "
+            "rows, whose segment_ids are numbers, hold several texts: give each text a row"
+        )
+    if mask.shape != tokens.shape:
+        raise ValueError(f"mask: the shape of tokens, {tokens.shape}, was expected, not {mask.shape}")
+
+
+def _take_maximum(x: HiddenStates, mask: PaddingMask) -> Float[Array, "batch embed"]:
+    return jnp.where(mask[..., None], x, -jnp.inf).max(1)
+
+
+def _sum_over_root(x: HiddenStates, mask: PaddingMask) -> Float[Array, "batch embed"]:
+    return average_tokens(x, mask) * jnp.sqrt(mask.sum(1, keepdims=True))
+
+
+def _average_by_position(x: HiddenStates, mask: PaddingMask) -> Float[Array, "batch embed"]:
+    weights = jnp.where(mask, jnp.cumsum(mask, axis=1), 0).astype(x.dtype)[..., None]
+    return (x * weights).sum(1) / weights.sum(1)
+
+
+def _take_last_token(x: HiddenStates, mask: PaddingMask) -> Float[Array, "batch embed"]:
+    return take_first_token(x[:, ::-1], mask[:, ::-1])
+
+
+POOLINGS: Mapping[str, Callable[..., Float[Array, "batch embed"]]] = {
+    "cls": take_first_token,
+    "max": _take_maximum,
+    "mean": average_tokens,
+    "mean_sqrt_len_tokens": _sum_over_root,
+    "weightedmean": _average_by_position,
+    "lasttoken": _take_last_token,
+}
+"""Functions of hidden states and a padding mask, by mode, in the order in which the modes of a file are joined."""
+
+_MODE_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+def _parse_modes(pooling: str | Sequence[str]) -> Pooling:
+    """**Raises** `ValueError` for an unknown mode, for none, and for "normalize" before the last place."""
+    names = (pooling,) if isinstance(pooling, str) else tuple(pooling)
+    normalized = names[-1:] == (NORMALIZE,)
+    modes = names[:-1] if normalized else names
+    if unknown := [mode for mode in modes if mode not in POOLINGS]:
+        raise ValueError(f"pooling {unknown[0]!r}: known are {', '.join(POOLINGS)}, and {NORMALIZE} in the last place")
+    if not modes:
+        raise ValueError(f"pooling {pooling!r} names no mode: known are {', '.join(POOLINGS)}")
+    return Pooling(modes, normalized)
+
+
+def find_pooling(origin: Origin | None) -> Pooling:
+    """Return the pooling that a checkpoint's sentence-transformers files say.
+
+    **Raises** `ValueError` for a checkpoint without them, and for modules or keys that are not covered.
+    """
+    files = {} if origin is None else dict(origin.sentence_files)
+    if MODULES_FILE not in files:
+        raise ValueError(f"the model comes with no {MODULES_FILE}, which says how to pool: pass pooling='mean', say")
+    modules = json.loads(files[MODULES_FILE])
+    kinds = [_find_module_kind(module["type"]) for module in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ValueError(
+            f"{MODULES_FILE} has the modules {', '.join(kinds)}, and covered are Transformer, Pooling and, if need be, "
+            "Normalize, in this order: pass pooling= to embed without them"
+        )
+    path = f"{modules[1]['path']}/config.json"
+    if path not in files:
+        raise ValueError(f"{MODULES_FILE} names {path}, and the checkpoint has none: pass pooling=")
+    return _read_pooling_config(path, json.loads(files[path]), normalized="Normalize" in kinds)
+
+
+def _find_module_kind(name: str) -> str:
+    """Return the class of a module, of one from elsewhere with its package."""
+    return name.rpartition(".")[2] if name.startswith(_MODULE_PACKAGE) else name
+
+
+def _read_pooling_config(path: str, config: Mapping[str, Any], *, normalized: bool) -> Pooling:
+    """**Raises** `ValueError` for a key or a mode that is not covered."""
+    sizes = [config[key] for key in ("word_embedding_dimension", "embedding_dimension") if key in config]
+    known = {*_MODE_KEYS, "pooling_mode", "word_embedding_dimension", "embedding_dimension", "include_prompt"}
+    if unknown := [key for key in config if key not in known]:
+        raise ValueError(f"{path} has the key {unknown[0]}, which is not covered: pass pooling=")
+    if not config.get("include_prompt", True):
+        raise ValueError(f"{path} leaves prompts out (include_prompt), which is not covered: pass pooling=")
+    named = config.get("pooling_mode")
+    if named is not None and (not isinstance(named, str) or named not in POOLINGS):
+        raise ValueError(f"{path} has pooling_mode = {named!r}, and known are {', '.join(POOLINGS)}: pass pooling=")
+    given = {mode: config.get(key, mode == "mean") for key, mode in _MODE_KEYS.items()}
+    modes = tuple(mode for mode in POOLINGS if given[mode]) if named is None else (named,)
+    if not modes:
+        raise ValueError(f"{path} switches every mode of pooling off: pass pooling=")
+    return Pooling(modes, normalized, sizes[0] if sizes else None)
