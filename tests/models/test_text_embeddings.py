@@ -50,6 +50,18 @@ def test_embeddings_equal_formulas_with_any_padding(make):
     np.testing.assert_allclose(single, mean / np.linalg.norm(mean), atol=1e-5)
 
 
+def test_embeddings_on_a_mesh_equal_serial():
+    """Outside of `zoo.spmd` and inside."""
+    model, (tokens, mask) = zoo.models.Transformer(**SIZES), pad("left")
+    tokens, mask = (jnp.concatenate([x, x[:1]]) for x in (tokens, mask))
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    placed, embed = zoo.place(model, mesh), lambda *x: zoo.embed(*x, pooling=("mean", "lasttoken", "normalize"))
+    expected = embed(model, tokens, mask)
+    np.testing.assert_allclose(embed(placed, tokens, mask), expected, atol=1e-6)
+    inside = zoo.spmd(embed, mesh, out="batch features")(placed, tokens, mask)
+    np.testing.assert_allclose(inside, expected, atol=1e-6)
+
+
 def test_embedding_of_padding_alone_is_nan():
     tokens, mask = pad("left")
     vectors = zoo.embed(zoo.models.Transformer(**SIZES), tokens, mask.at[0].set(False), pooling="lasttoken")

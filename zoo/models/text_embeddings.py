@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo._checks import check_tokens
+from zoo.layers import TokenInfo
 from zoo.layers.pooling import take_first_token
-from zoo.layers.token_info import token_info
 from zoo.parallel import num_shards
 from zoo.shapes import HiddenStates, PaddingMask, Tokens
 
@@ -78,8 +78,8 @@ def embed(
 def _embed(
     model: Decoder | Encoder, tokens: Tokens, mask: PaddingMask | None, pooling: Pooling
 ) -> Float[Array, "batch features"]:
-    make_info = model.token_info if isinstance(model, Encoder) else token_info
-    hidden, _ = model.hidden(tokens, make_info(tokens, mask=mask))
+    info = TokenInfo() if mask is None else TokenInfo(jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0), mask.astype(int))
+    hidden, _ = model.hidden(tokens, info)
     x = hidden.x.astype(jnp.float32)
     if pooling.size not in (None, x.shape[-1]):
         raise ValueError(f"the checkpoint pools {pooling.size} features of a token, and the model has {x.shape[-1]}")
