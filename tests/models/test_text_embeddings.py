@@ -69,14 +69,14 @@ def test_embedding_of_padding_alone_is_nan():
 
 
 def make_origin(kinds, config):
-    modules = [{"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": kind if "." in kind else
+    modules = [{"idx": i, "name": str(i), "path": f"{i}_{kind.rpartition('.')[2]}" if i else "", "type": kind if "." in kind else
                 f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]  # fmt: skip
     files = ("modules.json", json.dumps(modules)), ("1_Pooling/config.json", json.dumps(config))
     return Origin(FAMILIES["bert"], "{}", sentence_files=files)
 
 
 def test_pooling_of_files_is_read():
-    """Mean is the default, as in older files, and several modes have the order of the library."""
+    """Mean is the default. Switches of older files have a fixed order, and lists of newer ones their own."""
     kinds = ["Transformer", "Pooling", "Normalize"]
     assert find_pooling(make_origin(kinds[:2], {"word_embedding_dimension": 16})) == (("mean",), False, 16)
     keys = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "weightedmean": "weightedmean_tokens"}
@@ -85,7 +85,10 @@ def test_pooling_of_files_is_read():
         assert find_pooling(make_origin(kinds, off | {f"pooling_mode_{keys.get(mode, mode)}": True})).modes == (mode,)
         assert find_pooling(make_origin(kinds, {"pooling_mode": mode})) == ((mode,), True, None)
     both = {"pooling_mode_lasttoken": True, "pooling_mode_cls_token": True}
-    assert find_pooling(make_origin(kinds, both)).modes == ("cls", "mean", "lasttoken")
+    assert find_pooling(make_origin(kinds, both)).modes == ("cls", "lasttoken")
+    assert find_pooling(make_origin(kinds, {"pooling_mode": ["mean", "cls"]})).modes == ("mean", "cls")
+    newer = [f"sentence_transformers.base.modules.{kind.lower()}.{kind}" for kind in kinds]
+    assert find_pooling(make_origin(newer, {"embedding_dimension": 16})) == (("mean",), True, 16)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_pooling_of_files_is_read():
         (["Transformer", "Pooling"], {"pooling_mode_gru": True}, "the key pooling_mode_gru, which is not covered"),
         (["Transformer", "Pooling"], {"include_prompt": False}, "leaves prompts out"),
         (["Transformer", "Pooling"], {"pooling_mode": "median"}, "pooling_mode = 'median', and known are cls"),
-        (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": False}, "switches every mode of pooling off"),
+        (["Transformer", "Pooling"], {"pooling_mode": ["cls", []]}, r"pooling_mode = \['cls', \[\]\]"),
     ],
 )
 def test_modules_that_are_not_covered_are_refused(kinds, config, message):

@@ -187,11 +187,9 @@ def _read_pooling_config(path: str, config: Mapping[str, Any], *, normalized: bo
         raise ValueError(f"{path} has the key {unknown[0]}, which is not covered: pass pooling=")
     if not config.get("include_prompt", True):
         raise ValueError(f"{path} leaves prompts out (include_prompt), which is not covered: pass pooling=")
-    named = config.get("pooling_mode")
-    if named is not None and (not isinstance(named, str) or named not in POOLINGS):
+    switched_on = [mode for key, mode in _MODE_KEYS.items() if config.get(key)] or ["mean"]
+    named = config.get("pooling_mode", switched_on)
+    modes = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, list) else ()
+    if not modes or not all(mode in list(POOLINGS) for mode in modes):
         raise ValueError(f"{path} has pooling_mode = {named!r}, and known are {', '.join(POOLINGS)}: pass pooling=")
-    given = {mode: config.get(key, mode == "mean") for key, mode in _MODE_KEYS.items()}
-    modes = tuple(mode for mode in POOLINGS if given[mode]) if named is None else (named,)
-    if not modes:
-        raise ValueError(f"{path} switches every mode of pooling off: pass pooling=")
     return Pooling(modes, normalized, sizes[0] if sizes else None)
