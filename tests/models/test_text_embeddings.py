@@ -69,8 +69,8 @@ def test_embedding_of_padding_alone_is_nan():
 
 
 def make_origin(kinds, config):
-    modules = [{"idx": i, "name": str(i), "path": f"{i}_{kind.rpartition('.')[2]}" if i else "", "type": kind if "." in kind else
-                f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]  # fmt: skip
+    types = [kind if "." in kind else f"sentence_transformers.models.{kind}" for kind in kinds]
+    modules = [{"path": f"{i}_{name.rpartition('.')[2]}" if i else "", "type": name} for i, name in enumerate(types)]
     files = ("modules.json", json.dumps(modules)), ("1_Pooling/config.json", json.dumps(config))
     return Origin(FAMILIES["bert"], "{}", sentence_files=files)
 

@@ -27,7 +27,8 @@ def make_directory(folder, *more, **config):
 
 
 def test_sentence_files_make_a_round_trip(tmp_path):
-    folder = make_directory(tmp_path / "in", NORMALIZE, pooling_mode_cls_token=True, word_embedding_dimension=16)
+    modes = dict.fromkeys(("pooling_mode_cls_token", "pooling_mode_mean_tokens"), True)
+    folder = make_directory(tmp_path / "in", NORMALIZE, word_embedding_dimension=16, **modes)
     model, tokens = zoo.load(folder), jnp.arange(1, 13).reshape(2, 6)
     states = np.asarray(model(tokens).last_hidden_state, np.float64)
     expected = np.concatenate([states[:, 0], states.mean(1)], axis=-1)
