@@ -49,6 +49,8 @@ LOCAL = TEXT | {"local_attention": 4, "layer_types": ["full_attention", "sliding
 IMAGE = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 IMAGE |= {"image_size": 8, "patch_size": 4}
 DINOV2 = {key: value for key, value in IMAGE.items() if key != "intermediate_size"} | {"mlp_ratio": 2}
+RELATIVE = TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
+RELATIVE |= {"position_buckets": 4, "max_relative_positions": 7}
 THREE = {"num_labels": 3}
 CASES = {
     "bert_masked": Case("BertForMaskedLM", TEXT),
@@ -65,6 +67,17 @@ CASES = {
     "eurobert_texts": Case("EuroBertForSequenceClassification", TEXT | THREE),
     "eurobert_means": Case("EuroBertForSequenceClassification", TEXT | THREE | {"classifier_pooling": "mean"}),
     "eurobert_features": Case("EuroBertModel", TEXT),
+    "deberta_masked": Case("DebertaV2ForMaskedLM", RELATIVE | {"share_att_key": True, "norm_rel_ebd": "layer_norm"}),
+    "deberta_masked_v3": Case("DebertaV2ForMaskedLM", RELATIVE | {"legacy": False, "position_biased_input": True}),
+    "deberta_texts": Case(
+        "DebertaV2ForSequenceClassification",
+        RELATIVE | THREE | {"pos_att_type": ["c2p"], "pooler_hidden_act": "tanh", "type_vocab_size": 2},
+    ),
+    "deberta_tokens": Case(
+        "DebertaV2ForTokenClassification",
+        RELATIVE | THREE | {"pos_att_type": ["p2c"], "position_buckets": -1, "max_relative_positions": 5},
+    ),
+    "deberta_features": Case("DebertaV2Model", TEXT),
     "vit_classes": Case("ViTForImageClassification", IMAGE | THREE),
     "vit_features": Case("ViTModel", IMAGE),
     "dinov2_classes": Case("Dinov2ForImageClassification", DINOV2 | THREE),

@@ -5,6 +5,7 @@ from .alibi_attention import AlibiAttention, compute_alibi_slopes
 from .attention import Attention
 from .chunked_attention import ChunkedAttention
 from .convolution import ConvState, ShortConvolution
+from .disentangled_attention import DisentangledAttention, RelativeEmbedding
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
 from .encoders import (
@@ -89,6 +90,7 @@ __all__ = [
     "ConvState",
     "DeltaNet",
     "DensePooler",
+    "DisentangledAttention",
     "Dropout",
     "Embedding",
     "FP8Linear",
@@ -135,6 +137,7 @@ __all__ = [
     "RWKV4State",
     "RecurrenceContext",
     "RecurrentState",
+    "RelativeEmbedding",
     "Retention",
     "Routing",
     "RoutingSums",

@@ -46,6 +46,7 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
+from .relative import RelativeBlock, RelativeHidden
 from .scoring import hidden_states, score
 from .segment import Segment, find_patterns
 from .stack import Stack, describe_loop, set_loop, set_routing, split_ends, swap_stack
@@ -86,6 +87,8 @@ __all__ = [
     "ModernBERT",
     "ParallelBlock",
     "ParameterPath",
+    "RelativeBlock",
+    "RelativeHidden",
     "RetNet",
     "Segment",
     "Stack",

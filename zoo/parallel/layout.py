@@ -21,7 +21,7 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     "vocab": ("pipe", "tensor"),
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
-    **dict.fromkeys(("registers", "token_types", "channels", "patch_height", "patch_width"), ()),
+    **dict.fromkeys(("registers", "token_types", "distances", "channels", "patch_height", "patch_width"), ()),
     **dict.fromkeys(("in", "out", "features", "prompt", "new", "choices", "top", "key_dim", "value_dim"), ()),
     **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends", "rounds", "history"), ()),
 }

@@ -89,12 +89,14 @@ def run_encoder(
 ) -> Activations:
     """Run an encoder on texts, and each layer alone on its input of `inputs`, by the number of the hidden state.
     Features of padding are 0."""
-    x, info = _embed_texts(model, texts)
-    outputs, alone = [x], {}
+    hidden, info = _embed_texts(model, texts)
+    outputs, alone = [hidden.x], {}
     for layer, block in enumerate(blocks):
-        outputs.append(_run_block(block, Hidden(outputs[-1]), info)[0].x)
         if layer in inputs:
-            alone[layer + 1] = _run_block(block, Hidden(jnp.asarray(inputs[layer])), info)[0].x
+            given = dataclasses.replace(hidden, x=jnp.asarray(inputs[layer]))
+            alone[layer + 1] = _run_block(block, given, info)[0].x
+        hidden, _ = _run_block(block, hidden, info)
+        outputs.append(hidden.x)
     last = len(blocks)
     final, results = _run_encoder_head(model, outputs[-1], texts.mask)
     if last in alone:
@@ -116,9 +118,9 @@ def _embed_images(model: ImageEncoder, images: Array) -> tuple[Array, TokenInfo]
 
 
 @eqx.filter_jit
-def _embed_texts(model: Encoder, texts: TextInputs) -> tuple[Array, TokenInfo]:
+def _embed_texts(model: Encoder, texts: TextInputs) -> tuple[Hidden, TokenInfo]:
     info = model.token_info(texts.tokens, mask=texts.mask, token_types=texts.token_types)
-    return model.embed(texts.tokens, info).x, info
+    return model.embed(texts.tokens, info), info
 
 
 @eqx.filter_jit

@@ -15,6 +15,7 @@ from zoo.layers import (
     Dropout,
     Embedding,
     PositionEmbedding,
+    RelativeEmbedding,
     TokenInfo,
     token_positions,
 )
@@ -29,6 +30,7 @@ from ..build import LayerFactories, build_stack
 from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
 from ..hf.spec import Origin
 from ..loop import Loop
+from ..relative import RelativeHidden
 from .heads import (
     AbstractEncoderHead,
     EncoderFeatures,
@@ -56,6 +58,8 @@ class Encoder(Module):
     position_embedding: PositionEmbedding | None = None
     type_embedding: TokenTypeEmbedding | None = None
     embedding_norm: AbstractNorm | None = None
+    relative_embedding: RelativeEmbedding | None = None
+    """Table of relative positions that all layers read (`zoo.models.relative`)."""
 
     origin: Origin | None = implementation_option(default=None)
     """The checkpoint that the model was loaded from, which `zoo.save` needs."""
@@ -147,7 +151,10 @@ class Encoder(Module):
             x = x + gather(self.type_embedding)(shard_tokens(types, axis=-1))
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
-        return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
+        x = self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE)
+        if self.relative_embedding is None:
+            return Hidden(x)
+        return RelativeHidden(x, table=gather(self.relative_embedding)())
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         """Return the masked-LM logits of normalized hidden states. If the vocabulary is sharded, those of this device's
@@ -179,6 +186,7 @@ def build_encoder(
     positions: int | None = None,
     position_offset: int = 0,
     token_types: int = 0,
+    relative_embedding: Callable[..., RelativeEmbedding] | None = None,
     embedding_norm: Callable[[], AbstractNorm] | None = None,
     final_norm: Callable[[], AbstractNorm],
     dropout: float = 0.0,
@@ -193,19 +201,23 @@ def build_encoder(
     - `block`: residual wiring of all layers, or of each.
     - `positions`: number of learned positions, None without; `position_offset`: unused rows before them.
     - `token_types`: number of token types, 0 without an embedding of types.
+    - `relative_embedding`: factory of the table of relative positions that `RelativeBlock`s read, called with `key=`.
     """
     embedding_key, stack_key, head_key = jax.random.split(key, 3)
     position_key, type_key = jax.random.fold_in(embedding_key, 1), jax.random.fold_in(embedding_key, 2)
     scale = embed**-0.5
-    position_embedding = type_embedding = None
+    position_embedding = type_embedding = relative = None
     if positions is not None:
         position_embedding = PositionEmbedding(positions, embed, offset=position_offset, scale=scale, key=position_key)
     if token_types:
         type_embedding = TokenTypeEmbedding(token_types, embed, scale=scale, key=type_key)
+    if relative_embedding is not None:
+        relative = relative_embedding(key=jax.random.fold_in(embedding_key, 3))
     return Encoder(
         embedding=Embedding(vocab, embed, scale=scale, key=embedding_key),
         position_embedding=position_embedding,
         type_embedding=type_embedding,
+        relative_embedding=relative,
         embedding_norm=None if embedding_norm is None else embedding_norm(),
         stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
         norm=final_norm(),

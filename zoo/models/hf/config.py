@@ -156,6 +156,15 @@ _KINDS: Mapping[str, ValueKind] = {
             lambda value: _COUNT.fits(value) or (list_of(_COUNT).fits(value) and len(value) == 2),
         ),
     ),
+    "pos_att_type": optional(
+        ValueKind("a list of c2p and p2c, or these words with | between", lambda value: _is_list_of_terms(value))
+    ),
+    "norm_rel_ebd": ValueKind("none or layer_norm", lambda value: WORD.fits(value) and value in ("none", "layer_norm")),
+    **dict.fromkeys(
+        ("max_relative_positions", "position_buckets"),
+        ValueKind("a whole number above 0, or -1", lambda value: integer(minimum=-1).fits(value) and value != 0),
+    ),
+    **dict.fromkeys(("attention_head_size", "pooler_hidden_size"), optional(integer(minimum=1))),
     "clip_qkv": optional(POSITIVE_NUMBER),
     "softmax_scale": optional(POSITIVE_NUMBER),
     "num_ln_in_parallel_attn": optional(integer(minimum=1)),
@@ -231,6 +240,12 @@ def _validate_value(value: Any, default: Any, key: str) -> str:
     kind = _find_kind(key, default)
     assert kind is not None, f"no kind of value is known for {key}"
     return kind.find_error(value)
+
+
+def _is_list_of_terms(value: Any) -> bool:
+    """Return True for the terms of position in the scores of DeBERTa."""
+    terms = [term.strip() for term in value.lower().split("|")] if isinstance(value, str) else value
+    return list_of(WORD).fits(terms) and set(terms) <= {"c2p", "p2c"}
 
 
 def is_mxfp4(value: Any) -> bool:

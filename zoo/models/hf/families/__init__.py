@@ -10,6 +10,7 @@ from .bert import BERT
 from .bloom import BLOOM
 from .cohere import COHERE
 from .cohere2 import COHERE2
+from .deberta_v2 import DEBERTA_V2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
 from .deepseek_v32 import DEEPSEEK_V32
@@ -83,6 +84,7 @@ ALL_FAMILIES = (
     APERTUS,
     ARCEE,
     BERT,
+    DEBERTA_V2,
     BLOOM,
     COHERE,
     COHERE2,

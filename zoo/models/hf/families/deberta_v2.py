@@ -1,0 +1,130 @@
+"""DeBERTa v2 and v3 (He et al., arXiv:2006.03654 and 2111.09543): BERT's layers with disentangled attention, which
+reads relative positions in logarithmic buckets from a table that all layers share."""
+
+from functools import partial
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from zoo.layers import DisentangledAttention, IdentityNorm
+from zoo.layers.disentangled_attention import RelativeEmbedding, check_distances
+from zoo.models.blocks import AddNormBlock
+from zoo.models.encoder import Encoder
+from zoo.models.encoder_heads import DenseTransform
+from zoo.models.hf.builders import compute_out_scale, find_activation, make_layer_norm_factory, make_mlp_factory
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.relative import RelativeBlock
+
+from .. import text_encoders, vision
+from .bert import DEFAULTS, map_bert_layers
+
+
+def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
+    size, heads, norm = config["hidden_size"], config["num_attention_heads"], make_layer_norm_factory(config)
+    for name, right in (("attention_head_size", size // heads), ("pooler_hidden_size", size)):
+        if config[name] not in (None, right):
+            raise ConfigError(f"{name} = {config[name]}, and only {right} fits hidden_size = {size}")
+    transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
+    classify = partial(DenseTransform, size, activation=find_activation(config, "pooler_hidden_act"))
+    makers = {
+        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
+        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
+        "TokenClassification": text_encoders.make_token_head_factory(config),
+        "Model": text_encoders.make_feature_head,
+    }
+    options: dict[str, Any] = {"norm": norm, "embedding_norm": norm, "final_norm": IdentityNorm}
+    options |= {"token_types": config["type_vocab_size"]}
+    options |= {"positions": config["max_position_embeddings"] if config["position_biased_input"] else None}
+    mixer, relative = _make_attention_factories(config)
+    options |= {"block": AddNormBlock if relative is None else RelativeBlock, "relative_embedding": relative}
+    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    return text_encoders.build_config_encoder(config, layers, "DebertaV2", makers, key=key, **options)
+
+
+def _make_attention_factories(config: Config) -> tuple[Any, Any]:
+    """Return factories of attention and of the table of relative positions, None without relative attention."""
+    terms = config["pos_att_type"] or []
+    terms = [term.strip() for term in terms.lower().split("|")] if isinstance(terms, str) else terms
+    if config["relative_attention"] != bool(terms):
+        raise ConfigError(
+            f"relative_attention = {config['relative_attention']} with pos_att_type = {config['pos_att_type']}: "
+            "relative attention has c2p, p2c or both, and other attention neither"
+        )
+    size, heads = config["hidden_size"], config["num_attention_heads"]
+    if not terms:
+        return vision.make_bidirectional_attention_factory(config, bias=True, out_bias=True), None
+    buckets = config["position_buckets"] if config["position_buckets"] > 0 else None
+    longest = config["max_relative_positions"]
+    longest = longest if longest > 0 else config["max_position_embeddings"]
+    try:
+        check_distances(longest, buckets)
+    except ValueError as error:
+        raise ConfigError(f"position_buckets and max_relative_positions: {error}") from None
+    norm = make_layer_norm_factory(config) if config["norm_rel_ebd"] == "layer_norm" else None
+    options = {"max_distance": longest, "buckets": buckets, "terms": tuple(terms), "shared": config["share_att_key"]}
+    mixer = partial(DisentangledAttention, size, heads, out_scale=compute_out_scale(config), **options)
+    return mixer, partial(RelativeEmbedding, buckets or longest, size, norm=norm, scale=size**-0.5)
+
+
+def _map_deberta_names(config: Config) -> NameMap:
+    attention = "disentangled_attention" if config["relative_attention"] else "bidirectional_attention"
+    projections = {
+        **{f"self.{name}_proj": name for name in ("query", "key", "value")},
+        **{f"self.pos_{name}_proj": f"position_{name}" for name in ("query", "key")},
+        "output.dense": "out",
+    }
+    relative = {"rel_embeddings": "relative_embedding", "LayerNorm": "relative_embedding.norm"}
+    layers = {name: x for name, x in map_bert_layers("deberta").items() if ".attention." not in name}
+    norm = {"deberta.encoder.layer.*.attention.output.LayerNorm": "layers.*.mixer_norm"}
+    masked = "cls.predictions" if config["legacy"] else "lm_predictions.lm_head"
+    dense = "cls.predictions.transform" if config["legacy"] else masked
+    pooler = text_encoders.map_dense_layer("pooler", "head.transform")
+    heads: dict[str, NameMap] = {
+        "MaskedLM": {
+            f"{masked}.bias": "head.bias",
+            **text_encoders.map_dense_layer(dense, "head.transform", "LayerNorm"),
+        },
+        "SequenceClassification": {**pooler, "classifier": "head.linear"},
+        "TokenClassification": {"classifier": "head.linear"},
+        "Model": {},
+    }
+    return {
+        **layers,
+        **norm,
+        **prefixed("deberta.encoder.layer.*.attention", f"layers.*.{attention}", projections),
+        **prefixed("deberta.encoder", "", relative),
+        **text_encoders.select_names(config, "DebertaV2", heads),
+    }
+
+
+DEBERTA_V2 = Family(
+    name="deberta-v2",
+    architecture="DebertaV2ForMaskedLM",
+    build=_build_deberta,
+    names=_map_deberta_names,
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 128100,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 24,
+        "type_vocab_size": 0,
+        "layer_norm_eps": 1e-7,
+        **dict.fromkeys(("relative_attention", "share_att_key"), False),
+        **dict.fromkeys(("position_biased_input", "legacy"), True),
+        **dict.fromkeys(("max_relative_positions", "position_buckets"), -1),
+        **dict.fromkeys(("pos_att_type", "attention_head_size", "pooler_hidden_size"), None),
+        "norm_rel_ebd": "none",
+        "pooler_hidden_act": "gelu",
+    },
+    required_values={"tie_word_embeddings": (True,), "conv_kernel_size": (None, 0), "embedding_size": (None,)},
+    ignored_keys=frozenset({"pooler_dropout", "cls_dropout", "conv_act", "conv_groups"}),
+    ignored_tensors=(
+        *(r"^(deberta\.)?embeddings\.position_(ids$|embeddings\.)", r"^mask_predictions\."),
+        *(r"^cls\.", r"^lm_predictions\.", r"^pooler\."),
+    ),
+    head="cls.predictions.decoder",
+    embedding="deberta.embeddings.word_embeddings",
+)
