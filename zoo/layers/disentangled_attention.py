@@ -124,17 +124,11 @@ class DisentangledAttention(AbstractMixer):
         positions = token_positions(x, info)
         distances = positions[..., :, None] - positions[..., None, :]
         index = compute_distance_index(distances, max_distance=self.max_distance, buckets=self.buckets)
+        project_key = self.key if self.position_key is None else self.position_key
+        project_query = self.query if self.position_query is None else self.position_query
         split_distances = lambda linear: linear(table).reshape(len(table), -1, self.head_dim)
-        keys = (
-            split_distances(self.key if self.position_key is None else self.position_key)
-            if "c2p" in self.terms
-            else None
-        )
-        queries = (
-            split_distances(self.query if self.position_query is None else self.position_query)
-            if "p2c" in self.terms
-            else None
-        )
+        keys = split_distances(project_key) if "c2p" in self.terms else None
+        queries = split_distances(project_query) if "p2c" in self.terms else None
         mask = AttentionMask(causal=False, query_segments=info.segment_ids, key_segments=info.segment_ids)
         mixed = disentangled_attention(query, key, value, mask, keys, queries, index.reshape(-1, *index.shape[-2:]))
         return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), None
