@@ -251,7 +251,7 @@ def _complete_carry(step: Callable, hidden: Hidden, xs: Any) -> Hidden:
         return hidden
     returned = eqx.filter_eval_shape(lambda hidden: step(hidden, index_tree(xs, 0))[0], hidden)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), returned)
-    return eqx.combine(hidden, zeros)  # what earlier layers, or the model, have handed on stays
+    return dataclasses.replace(zeros, x=hidden.x)
 
 
 def _stack_routing(routing: Sequence[RoutingSums], routers: int) -> tuple[RoutingSums, ...]:
