@@ -38,10 +38,12 @@ QUANTIZED = {
 }
 """Formats by the family of their cases."""
 LEFT_OUT = {
-    "Gemma 3n": "alternating updates of four residual streams (AltUp) would need a stack of their own.",
+    "Gemma 3n and Gemma 4": "inputs of each layer and keys that later layers reuse: not yet.",
     "JetMoE": "attention whose projections are experts would need a mixer that routes.",
-    "Hybrids of attention and state space models (Jamba, Zamba2, Bamba, Falcon-H1, Qwen3-Next, LFM2)": "not yet.",
-    "T5 and other encoder-decoders": "not yet.",
+    "DeBERTa v2 xlarge and xxlarge": "their convolution (`conv_kernel_size`) is refused by name.",
+    "OPT-350m": "norms after the residual sums, and a projected embedding, are refused by name.",
+    "Hybrids of attention and state spaces (Jamba, Zamba2, Bamba, Falcon-H1, Qwen3-Next, LFM2)": "not yet.",
+    "T5 and other encoder-decoders, LFM2's and Qwen3.5's mixtures": "not yet.",
 }
 """Families that people ask for, and why they are not read."""
 

@@ -5,7 +5,6 @@ from .alibi_attention import AlibiAttention, compute_alibi_slopes
 from .attention import Attention
 from .chunked_attention import ChunkedAttention
 from .convolution import ConvState, ShortConvolution
-from .disentangled_attention import DisentangledAttention, RelativeEmbedding
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
 from .encoders import (
@@ -14,9 +13,11 @@ from .encoders import (
     BidirectionalAttention,
     ClassTokenPooler,
     DensePooler,
+    DisentangledAttention,
     ImageEmbedding,
     PatchEmbedding,
     PatchPositions,
+    RelativeEmbedding,
 )
 from .gated_attention import GatedAttention
 from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache

@@ -12,6 +12,8 @@ from .encoders import (
     FeatureHead,
     ImageEncoder,
     MaskedLMHead,
+    RelativeBlock,
+    RelativeHidden,
     TokenClassificationHead,
     build_encoder,
     build_image_encoder,
@@ -46,7 +48,6 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
-from .relative import RelativeBlock, RelativeHidden
 from .scoring import hidden_states, score
 from .segment import Segment, find_patterns
 from .stack import Stack, describe_loop, set_loop, set_routing, split_ends, swap_stack

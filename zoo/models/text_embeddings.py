@@ -10,13 +10,13 @@ from jaxtyping import Array, Float
 
 from zoo._checks import check_tokens
 from zoo.layers import TokenInfo
-from zoo.layers.pooling import take_first_token
+from zoo.layers.encoders.pooling import take_first_token
 from zoo.parallel import num_shards
 from zoo.shapes import HiddenStates, PaddingMask, Tokens
 
 from .decoder import Decoder, find_checkable_vocab
-from .encoder import Encoder
-from .encoder_heads import average_tokens
+from .encoders.heads import average_tokens
+from .encoders.text import Encoder
 from .hf.spec import Origin
 
 MODULES_FILE = "modules.json"

@@ -1,6 +1,7 @@
 """Layers of encoders: the embedding of images, attention in both directions, and pooling of tokens."""
 
 from .bidirectional_attention import BidirectionalAttention
+from .disentangled_attention import DisentangledAttention, RelativeEmbedding
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
 from .pooling import AbstractPooler, AttentionPooler, ClassTokenPooler, DensePooler
 
@@ -10,7 +11,9 @@ __all__ = [
     "BidirectionalAttention",
     "ClassTokenPooler",
     "DensePooler",
+    "DisentangledAttention",
     "ImageEmbedding",
     "PatchEmbedding",
     "PatchPositions",
+    "RelativeEmbedding",
 ]

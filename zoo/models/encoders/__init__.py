@@ -3,6 +3,7 @@
 from .classification import classification_loss
 from .heads import ClassificationHead, EncoderFeatures, FeatureHead, MaskedLMHead, TokenClassificationHead
 from .image import ImageEncoder, build_image_encoder
+from .relative import RelativeBlock, RelativeHidden
 from .text import Encoder, build_encoder
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "FeatureHead",
     "ImageEncoder",
     "MaskedLMHead",
+    "RelativeBlock",
+    "RelativeHidden",
     "TokenClassificationHead",
     "build_encoder",
     "build_image_encoder",

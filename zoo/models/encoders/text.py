@@ -30,7 +30,6 @@ from ..build import LayerFactories, build_stack
 from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
 from ..hf.spec import Origin
 from ..loop import Loop
-from ..relative import RelativeHidden
 from .heads import (
     AbstractEncoderHead,
     EncoderFeatures,
@@ -38,6 +37,7 @@ from .heads import (
     MaskedUnembedding,
     TokenClassificationHead,
 )
+from .relative import RelativeHidden
 
 
 class Encoder(Module):
@@ -59,7 +59,7 @@ class Encoder(Module):
     type_embedding: TokenTypeEmbedding | None = None
     embedding_norm: AbstractNorm | None = None
     relative_embedding: RelativeEmbedding | None = None
-    """Table of relative positions that all layers read (`zoo.models.relative`)."""
+    """Table of relative positions that all layers read (`zoo.models.encoders.relative`)."""
 
     origin: Origin | None = implementation_option(default=None)
     """The checkpoint that the model was loaded from, which `zoo.save` needs."""

@@ -7,14 +7,14 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import DisentangledAttention, IdentityNorm
-from zoo.layers.disentangled_attention import RelativeEmbedding, check_distances
+from zoo.layers.encoders.disentangled_attention import RelativeEmbedding, check_distances
 from zoo.models.blocks import AddNormBlock
-from zoo.models.encoder import Encoder
-from zoo.models.encoder_heads import DenseTransform
+from zoo.models.encoders.heads import DenseTransform
+from zoo.models.encoders.relative import RelativeBlock
+from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import compute_out_scale, find_activation, make_layer_norm_factory, make_mlp_factory
 from zoo.models.hf.config import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.relative import RelativeBlock
 
 from .. import text_encoders, vision
 from .bert import DEFAULTS, map_bert_layers

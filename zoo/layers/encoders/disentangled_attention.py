@@ -15,10 +15,10 @@ from zoo.ops.attention import AttentionMask
 from zoo.parallel import Dim, Module
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
-from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from .attention import check_attention_sizes, make_projections, split_heads
-from .linear import Linear, truncated_normal
-from .token_info import TokenInfo, token_positions
+from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..attention import check_attention_sizes, make_projections, split_heads
+from ..linear import Linear, truncated_normal
+from ..token_info import TokenInfo, token_positions
 
 TERMS = ("c2p", "p2c")
 """Terms of position in the scores: content to position, position to content."""

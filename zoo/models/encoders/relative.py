@@ -10,7 +10,7 @@ from zoo.layers import AbstractFeedForward, AbstractNorm, DisentangledAttention,
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
 
-from .decoder import AbstractBlock, Hidden
+from ..decoder import AbstractBlock, Hidden
 
 
 class RelativeHidden(Hidden):
