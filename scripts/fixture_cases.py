@@ -180,6 +180,10 @@ CASES = {
         "rwkv", "RWKV-4, a feed-forward part not much wider than the stream, untied",
         MAMBA | {"intermediate_size": 20}, hub={"context_length": 64}, amiss=NO_MASK,
     ),
+    "rwkv_rescaled": Case(
+        "rwkv", "a residual stream that is halved after the second layer, untied",
+        MAMBA | {"intermediate_size": 20, "rescale_every": 2}, hub={"context_length": 64}, amiss=NO_MASK,
+    ),
     "apertus": Case(
         "apertus", "an MLP with xIELU, norms of q and k, plain rope, biases of attention, tied",
         SIZES | rope() | {"attention_bias": True} | TIED, hub={"rope_scaling": {"rope_type": "default"}},

@@ -1,5 +1,6 @@
 """Residual wirings other than the pre-norm `zoo.models.decoder.Block`."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,35 @@ class TwoMixerBlock(AbstractBlock):
         hidden = hidden.add_residual(self.dropout(mixed, info, site=0))
         fed, ffn_state = run_on_all_tokens(partial(run_mixer, self.ffn), self.ffn_norm(hidden.x), info, ffn_state)
         hidden = hidden.add_residual(self.dropout(fed, info, site=1))
+        return hidden, None if state is None else (mixer_state, ffn_state)
+
+
+class RescaledTwoMixerBlock(AbstractBlock):
+    """A `TwoMixerBlock` on a residual stream that is smaller by powers of 2, against overflow in float16: `scale` times
+    each sublayer's output is added, and the sum is multiplied by `shrink`. The norms undo it, but for their epsilon
+    (RWKV-4's inference code, and `rescale_every` of transformers)."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = named_by_class()
+    ffn_norm: AbstractNorm
+    ffn: AbstractMixer = named_by_class()
+    dropout: Dropout
+
+    scale: float = eqx.field(static=True, default=1.0)
+    shrink: float = eqx.field(static=True, default=1.0)
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
+        return self.mixer.init_state(batch, length, dtype), self.ffn.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixer_state, ffn_state = (None, None) if state is None else state
+        mixed, mixer_state = run_on_all_tokens(
+            partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, mixer_state
+        )
+        hidden = hidden.add_residual(self.scale * self.dropout(mixed, info, site=0))
+        fed, ffn_state = run_on_all_tokens(partial(run_mixer, self.ffn), self.ffn_norm(hidden.x), info, ffn_state)
+        hidden = hidden.add_residual(self.scale * self.dropout(fed, info, site=1))
+        hidden = hidden if self.shrink == 1 else dataclasses.replace(hidden, x=self.shrink * hidden.x)
         return hidden, None if state is None else (mixer_state, ffn_state)
 
 

@@ -29,7 +29,7 @@ def build_decoder(
     layers: Sequence[LayerFactories],
     norm: Callable[[], AbstractNorm],
     tied: bool,
-    block: Callable[..., AbstractBlock] = Block,
+    block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]] = Block,
     positions: int | None = None,
     position_offset: int = 0,
     multiplier: float | int = 1.0,
@@ -50,7 +50,7 @@ def build_decoder(
       with the same two factory objects share a compiled block: repeat the objects, not equal copies.
     - `norm`: factory of the norms before each sublayer, and of the final norm unless `final_norm` is given.
     - `tied`: tie the head to the embedding.
-    - `block`: residual wiring of a mixer and a feed-forward layer.
+    - `block`: residual wiring of a mixer and a feed-forward layer, of all layers or of each.
     - `positions`: number of learned position embeddings, None without. Their table has `position_offset` unused rows
       before them.
     - `multiplier`: of embeddings; `logits_multiplier`: of logits.

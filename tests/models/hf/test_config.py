@@ -107,6 +107,7 @@ ANOTHER = {
     "indexer_types": ["full", "shared", "full"],
     "index_topk_pattern": "FSF",
     "full_attention_interval": 3,
+    "rescale_every": 2,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -406,7 +407,7 @@ def test_config_null_equals_absent(family):
 
 BEYOND_THE_LAST = (
     *("max_position_embeddings", "sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"),
-    *("index_topk_freq", "index_skip_topk_offset"),
+    *("index_topk_freq", "index_skip_topk_offset", "rescale_every"),
 )
 """Keys of which a value larger than the number of tokens or layers is the same as another."""
 MAY_BE_EMPTY = ("rope_parameters", "mlp_only_layers", "no_rope_layers", "architectures", "id2label")

@@ -187,6 +187,7 @@ _KINDS: Mapping[str, ValueKind] = {
     "routed_scaling_factor": POSITIVE_NUMBER,
     **dict.fromkeys(("shared_intermediate_size", "type_vocab_size", "pad_token_id"), integer(minimum=0)),
     "full_attention_interval": integer(minimum=1),
+    "rescale_every": integer(minimum=0),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"), optional(list_of(WORD))),
     "index_topk_pattern": optional(

@@ -1,13 +1,15 @@
 """RWKV-4 (Peng et al., arXiv:2305.13048): time mixing and channel mixing, both with token shift, and a LayerNorm after
 the embedding."""
 
+import functools
+from collections.abc import Callable
 from functools import partial
 
 from jaxtyping import Array, Key
 
 from zoo.layers import RWKV4, LayerNorm, RWKV4ChannelMixing
-from zoo.models.blocks import TwoMixerBlock
-from zoo.models.decoder import Decoder
+from zoo.models.blocks import RescaledTwoMixerBlock, TwoMixerBlock
+from zoo.models.decoder import AbstractBlock, Decoder
 from zoo.models.hf.builders import build_config_decoder, compute_out_scale, make_layer_norm_factory
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 
@@ -32,9 +34,19 @@ def _build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
     mixer = partial(RWKV4, embed, inner=config["attention_hidden_size"], out_scale=scale)
     ffn = partial(RWKV4ChannelMixing, embed, config["intermediate_size"] or 4 * embed, out_scale=scale)
     final_norm = partial(LayerNorm, embed, epsilon=1e-5)  # transformers ignores the config's epsilon here
-    options = {"block": TwoMixerBlock, "embedding_norm": norm, "final_norm": final_norm}
+    blocks = _list_blocks(config["num_hidden_layers"], config["rescale_every"])
+    options = {"block": blocks, "embedding_norm": norm, "final_norm": final_norm}
     layers = [(mixer, ffn)] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key, **options)
+
+
+def _list_blocks(layers: int, every: int) -> list[Callable[..., AbstractBlock]]:
+    """Return a factory of the block of each layer: after every so many layers the residual stream is halved, as
+    transformers does in evaluation; 0 for never."""
+    if not 0 < every <= layers:
+        return [TwoMixerBlock] * layers
+    make = functools.cache(lambda scale, shrink: partial(RescaledTwoMixerBlock, scale=scale, shrink=shrink))
+    return [make(0.5 ** (n // every), 0.5 if (n + 1) % every == 0 else 1.0) for n in range(layers)]
 
 
 def _map_rwkv_names(config: Config) -> NameMap:
@@ -60,15 +72,13 @@ RWKV = Family(
         "intermediate_size": None,
         "num_hidden_layers": 32,
         "layer_norm_eps": 1e-5,
+        "rescale_every": 6,
         "tie_word_embeddings": False,
     },
     aliases={"layer_norm_epsilon": "layer_norm_eps"},
     required_values={"layer_norm_eps": (None,)},  # transformers does not read this key
     ignored_keys=frozenset(
-        {
-            *("context_length", "max_position_embeddings"),  # limit of one CUDA kernel, not of the recurrence
-            "rescale_every",  # halves the residual stream for float16, which the norm undoes
-        }
+        {"context_length", "max_position_embeddings"}  # limit of one CUDA kernel, not of the recurrence
     ),
     head="head",
     embedding="rwkv.embeddings",

@@ -1,0 +1,24 @@
+"""Residual wirings against their formulas."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zoo.layers import RWKV4, Dropout, LayerNorm, RWKV4ChannelMixing, TokenInfo
+from zoo.models import Hidden, TwoMixerBlock
+from zoo.models.blocks import RescaledTwoMixerBlock
+
+
+def test_rescaled_block_equals_plain_block_of_smaller_stream():
+    """Norms without an epsilon undo powers of 2, to the bit."""
+    mixer_key, ffn_key, data_key = jax.random.split(jax.random.key(0), 3)
+    norm = partial(LayerNorm, 8, epsilon=0.0)
+    parts = {"mixer": RWKV4(8, key=mixer_key), "ffn": RWKV4ChannelMixing(8, 16, key=ffn_key)}
+    parts |= {"mixer_norm": norm(), "ffn_norm": norm(), "dropout": Dropout(0.0)}
+    x = jax.random.normal(data_key, (2, 5, 8))
+    plain, _ = TwoMixerBlock(**parts)(Hidden(x), TokenInfo())
+    rescaled, _ = RescaledTwoMixerBlock(scale=0.25, shrink=0.5, **parts)(Hidden(0.25 * x), TokenInfo())
+    np.testing.assert_array_equal(rescaled.x, 0.125 * plain.x)
+    assert jnp.abs(plain.x).max() > 0.1
