@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,14 @@ REQUIRED_CASES = {
 }
 
 
-DECODED = (*(folder.name for folder in FIXTURES.iterdir()), "llama_dynamic", "mistral_swa", "deepseek_v2_yarn")
-"""Cases that decode without `-m slow`: every family, and what differs in a cache."""
+DECODED = {
+    *("llama", "llama_dynamic", "mistral_swa", "gemma3_text", "smollm3", "gpt2", "gpt_oss", "opt", "bloom", "falcon"),
+    *("llama4_text", "mimo_v2_flash", "afmoe", "ministral3", "hunyuan_v1_dense", "stablelm_parallel", "phi3_window"),
+    *("deepseek_v2_yarn", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "mixtral", "gemma2", "olmo2"),
+    *("mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv_rescaled", "qwen3_5_text", "mpt"),
+}
+"""Cases that decode without `-m slow`: every mixer and block, and what differs in a cache. The tokens of all others are
+compared as one forward pass in `test_parity_with_pytorch`."""
 
 
 QUICK = {
@@ -89,7 +96,7 @@ def list_case_folders(kind: str = "causal") -> list[Path]:
     return [folder for folder in ours if is_encoder(folder) == (kind == "encoder")]
 
 
-def list_cases(quick: tuple[str, ...] | None = None) -> list:
+def list_cases(quick: Collection[str] | None = None) -> list:
     """All cases as parameters. Quick are fixtures and the references in QUICK; with `quick`, those that it names."""
     ours = list_case_folders()
     is_quick = lambda folder: (
@@ -132,7 +139,7 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("folder", list_cases(quick=DECODED))
 def test_greedy_decoding_matches_pytorch(folder: Path):
-    """With caches and states; that of the slow cases is compared as one forward pass in `test_parity_with_pytorch`."""
+    """With caches and states."""
     expected = read_expectations(folder / "expected.safetensors")
     prompts, mask, wanted = read_generations(expected)
     wanted = wanted[:, : SWITCHES.get(folder.name, 10**6) - prompts.shape[1]]

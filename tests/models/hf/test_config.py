@@ -131,15 +131,12 @@ CONTEXTS = [
 """Some keys have an effect only together with others."""
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
-ROTARY = pytest.mark.parametrize(
-    "family",
-    [
-        family
-        for family in FAMILIES.values()
-        if "rope_parameters" in family.defaults and "full_attention" not in family.defaults["rope_parameters"]
-    ],
-    ids=str,
-)
+ROTARY_FAMILIES = [
+    family
+    for family in FAMILIES.values()
+    if "rope_parameters" in family.defaults and "full_attention" not in family.defaults["rope_parameters"]
+]
+ROTARY = pytest.mark.parametrize("family", ROTARY_FAMILIES, ids=str)
 
 
 HAS_ROPE_BY_TYPE = [
@@ -292,8 +289,16 @@ def expand_factors(family, scaling):
     return {key: repeat(key, value) for key, value in scaling.items()}
 
 
-@ROTARY
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling.get("rope_type", "default"))
+def list_spellings():
+    """Yield every family with one kind of scaling in turn, and a few families with all kinds; the rest is slow."""
+    for number, family in enumerate(ROTARY_FAMILIES):
+        for turn, scaling in enumerate(SCALINGS):
+            quick = number % len(SCALINGS) == turn or family.name in ("llama", "gpt_neox", "phi3", "deepseek_v3")
+            name = f"{family.name}-{scaling.get('rope_type', 'default')}"
+            yield pytest.param(family, scaling, id=name, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("family, scaling", list(list_spellings()))
 def test_config_spellings_of_rope_are_equal(family, scaling):
     """transformers 5 writes `rope_parameters`, older files `rope_theta` and `rope_scaling`."""
     base, scaling = alias_of(family, "rope_theta"), expand_factors(family, scaling)
