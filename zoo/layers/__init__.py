@@ -5,6 +5,7 @@ from .alibi_attention import AlibiAttention, compute_alibi_slopes
 from .attention import Attention
 from .chunked_attention import ChunkedAttention
 from .convolution import ConvState, ShortConvolution
+from .cross_layer_attention import CrossLayerAttention, SharedKeyValues
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
 from .encoders import (
@@ -89,6 +90,7 @@ __all__ = [
     "ClampedGatedMLP",
     "ClassTokenPooler",
     "ConvState",
+    "CrossLayerAttention",
     "DeltaNet",
     "DensePooler",
     "DisentangledAttention",
@@ -142,6 +144,7 @@ __all__ = [
     "Retention",
     "Routing",
     "RoutingSums",
+    "SharedKeyValues",
     "ShortConvolution",
     "SoftmaxRouter",
     "SparseLatentAttention",

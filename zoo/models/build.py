@@ -1,7 +1,9 @@
 """Build a decoder from factories of its parts: used by presets and by checkpoint families alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -10,7 +12,7 @@ from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout
 from zoo.parallel import Dim, Remat
 
 from .blocks import MixerBlock
-from .decoder import AbstractBlock, Block, Decoder
+from .decoder import AbstractBlock, AbstractLayerInputs, Block, Decoder
 from .loop import Loop
 from .stack import Stack
 
@@ -42,6 +44,8 @@ def build_decoder(
     embedding_norm: Callable[[], AbstractNorm] | None = None,
     final_norm: Callable[[], AbstractNorm] | None = None,
     hidden_states_skip_embedding: bool = False,
+    parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    layer_inputs: Callable[..., AbstractLayerInputs] | None = None,
     key: Key[Array, ""],
 ) -> Decoder:
     """Build a decoder.
@@ -58,6 +62,8 @@ def build_decoder(
     - `remat`, `loop`: see `zoo.models.Transformer`.
     - `embedding_norm`: factory of a norm after the embedding.
     - `hidden_states_skip_embedding`: see `Decoder`.
+    - `parts`: factories of further parts of a `block`, called with `key=`, by their names.
+    - `layer_inputs`: factory of what layers read besides the embedding, called with `key=`.
     """
 
     embedding_key, stack_key, head_key = jax.random.split(key, 3)
@@ -67,8 +73,11 @@ def build_decoder(
     return Decoder(
         embedding=Embedding(vocab, embed, scale=deviation, multiplier=multiplier, key=embedding_key),
         position_embedding=PositionEmbedding(positions, embed, **position_options) if positions else None,
-        stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
+        stack=build_stack(
+            layers, norm, block=block, parts=parts, dropout=dropout, remat=remat, loop=loop, key=stack_key
+        ),
         embedding_norm=None if embedding_norm is None else embedding_norm(),
+        layer_inputs=None if layer_inputs is None else layer_inputs(key=jax.random.fold_in(embedding_key, 2)),
         norm=norm() if final_norm is None else final_norm(),
         head=None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), bias=head_bias, key=head_key),
         dropout=Dropout(dropout),
@@ -86,6 +95,7 @@ def build_stack(
     dropout: float,
     remat: Remat,
     loop: Loop,
+    parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     key: Key[Array, ""],
 ) -> Stack:
     """Build the layers of a model. Arguments are those of `build_decoder`; layers may differ in their `block`, too."""
@@ -95,9 +105,12 @@ def build_stack(
         mixer: MixerFactory, ffn: FeedForwardFactory | None, block: Callable[..., AbstractBlock], key: Key[Array, ""]
     ) -> AbstractBlock:
         mixer_key, ffn_key = jax.random.split(key)
-        parts = {"mixer": mixer(key=mixer_key), "mixer_norm": norm(), "dropout": Dropout(dropout)}
-        return MixerBlock(**parts) if ffn is None else block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **parts)
+        made = {"mixer": mixer(key=mixer_key), "mixer_norm": norm(), "dropout": Dropout(dropout)}
+        if ffn is None:
+            return MixerBlock(**made)
+        made |= {name: make(key=jax.random.fold_in(ffn_key, i)) for i, (name, make) in enumerate(parts.items())}
+        return block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **made)
 
-    parts = [(*pair, block) for pair, block in zip(layers, blocks, strict=True)]
-    factories = {layer: partial(make_block, *layer) for layer in dict.fromkeys(parts)}  # equal layers share one object
-    return Stack([factories[layer] for layer in parts], remat=remat, loop=loop, key=key)
+    makers = [(*pair, block) for pair, block in zip(layers, blocks, strict=True)]
+    factories = {maker: partial(make_block, *maker) for maker in dict.fromkeys(makers)}  # equal layers share one object
+    return Stack([factories[maker] for maker in makers], remat=remat, loop=loop, key=key)

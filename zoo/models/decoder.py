@@ -90,6 +90,15 @@ class Hidden(Module):
         return dataclasses.replace(self, routing=self.routing + sums, decisions=())
 
 
+class AbstractLayerInputs(Module):
+    """What layers read besides the residual stream: `(tokens, embeddings) -> hidden states` of a subclass of `Hidden`,
+    whose further fields go from layer to layer."""
+
+    @abc.abstractmethod
+    def __call__(self, tokens: Tokens, x: ResidualStream) -> Hidden:
+        """Return the input of the first layer."""
+
+
 class AbstractBlock(Module):
     """One layer: `(hidden, info, state) -> (hidden, state)`."""
 
@@ -202,6 +211,8 @@ class Decoder(Module):
     dropout: Dropout
     position_embedding: PositionEmbedding | None = None
     embedding_norm: AbstractNorm | None = None
+    layer_inputs: AbstractLayerInputs | None = None
+    """What layers read besides the embedding, if they do (`zoo.models.layer_inputs`)."""
     logit_maximum: Float[Array, "1"] | None = observed(default=None)
     """The largest logit, in a model that is observed (`zoo.models.observe`)."""
 
@@ -264,7 +275,8 @@ class Decoder(Module):
             x = x + gather(self.position_embedding)(positions)
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
-        return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
+        x = self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE)
+        return Hidden(x) if self.layer_inputs is None else gather(self.layer_inputs)(tokens, x)
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         """Return the logits of normalized hidden states. If the vocabulary is sharded, those of this device's shard."""

@@ -184,6 +184,19 @@ class LongRopeScaling(RopeScaling):
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalScaling(RopeScaling):
+    """Rotation of the first `pairs` of all pairs of a head, with the frequencies that they have if all are rotated,
+    divided by `factor`; the others have frequency 0 (proportional RoPE; Gemma 4, 2026)."""
+
+    pairs: int
+    factor: _Number = 1
+
+    def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
+        frequencies = _inverse_frequencies(dim, base) / self.factor
+        return np.where(np.arange(dim // 2) < self.pairs, frequencies, 0.0), 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class ReversedRotation(RopeScaling):
     """Rotation in the other direction, (a, b) -> (a cos + b sin, b cos - a sin), with the frequencies of `scaling`, or
     those without any (Karpathy, "nanochat", 2025)."""

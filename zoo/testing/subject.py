@@ -82,7 +82,8 @@ class DecoderSubject(Subject):
         model = self.module
         hidden = model.embed(jnp.ones_like(x[..., 0], int), info)
         check_sequence_sharding(model.stack, hidden.x)
-        hidden, state = model.stack(Hidden((hidden.x + x).astype(hidden.x.dtype)), info, state)
+        hidden = dataclasses.replace(hidden, x=(hidden.x + x).astype(hidden.x.dtype))
+        hidden, state = model.stack(hidden, info, state)
         return all_gather(model.logits(gather(model.norm)(hidden.x)), "vocab", 2), state
 
     def init_state(self, batch, length, dtype=jnp.float32):

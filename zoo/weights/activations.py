@@ -58,10 +58,11 @@ def run_image_encoder(
 ) -> Activations:
     """Run a vision Transformer on images, and each layer alone on its input of `inputs`, by the number of the hidden
     state."""
-    x, info = _embed_images(model, images)
-    states, alone = [x], {}
+    hidden, info = _embed_images(model, images)
+    states, alone = [hidden.x], {}
     for layer, block in enumerate(blocks):
-        states.append(_run_block(block, Hidden(states[-1]), info)[0].x)
+        hidden, _ = _run_block(block, hidden, info)
+        states.append(hidden.x)
         if layer in inputs:
             alone[layer + 1] = _run_block(block, Hidden(jnp.asarray(inputs[layer])), info)[0].x
     result = _run_image_head(model, states[-1])
@@ -112,9 +113,9 @@ def _embed(model: Decoder, tokens: Array) -> Hidden:
 
 
 @eqx.filter_jit
-def _embed_images(model: ImageEncoder, images: Array) -> tuple[Array, TokenInfo]:
+def _embed_images(model: ImageEncoder, images: Array) -> tuple[Hidden, TokenInfo]:
     info = model.token_info(images)
-    return model.embed(images, info).x, info
+    return model.embed(images, info), info
 
 
 @eqx.filter_jit

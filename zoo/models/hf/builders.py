@@ -29,6 +29,7 @@ from zoo.ops.rotary import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeScaling,
     Rotary,
     YarnScaling,
@@ -84,6 +85,10 @@ def build_rotary(config: Config, *, interleaved: bool = False, layer_type: str |
     """
     rope_parameters, head_dim = config["rope_parameters"], read_head_sizes(config)[2]
     rope_parameters = rope_parameters if layer_type is None else rope_parameters[layer_type]
+    if rope_parameters["rope_type"] == "proportional":
+        pairs = int((rope_parameters.get("partial_rotary_factor") or 1) * head_dim // 2)
+        scaling = ProportionalScaling(pairs, rope_parameters.get("factor") or 1)
+        return Rotary(head_dim, rope_parameters["rope_theta"], interleaved, scaling)
     dim = int(head_dim * (rope_parameters.get("partial_rotary_factor") or 1))
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError(

@@ -140,6 +140,7 @@ _ZERO_ALLOWED_KEYS = (
     *("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index"),
     "num_register_tokens",
     "num_dense_layers",
+    "num_kv_shared_layers",
 )
 """Counts that may be 0: the class of Qwen2-MoE writes a window of 0 for full attention."""
 
@@ -188,6 +189,15 @@ _KINDS: Mapping[str, ValueKind] = {
     **dict.fromkeys(("shared_intermediate_size", "type_vocab_size", "pad_token_id"), integer(minimum=0)),
     "full_attention_interval": integer(minimum=1),
     "rescale_every": integer(minimum=0),
+    "per_layer_config": ValueKind(
+        "null or a table of layer numbers, each with a table of keys and values",
+        lambda value: (
+            value is None or (isinstance(value, Mapping) and all(isinstance(x, Mapping) for x in value.values()))
+        ),
+    ),
+    "num_global_key_value_heads": optional(integer(minimum=1)),
+    **dict.fromkeys(("global_head_dim", "vocab_size_per_layer_input"), integer(minimum=1)),
+    "hidden_size_per_layer_input": integer(minimum=0),
     "sliding_rope_theta": optional(POSITIVE_NUMBER),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"), optional(list_of(WORD))),
     "index_topk_pattern": optional(
@@ -279,6 +289,7 @@ ROPE_TYPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("mscale", "mscale_all_dim", "truncate"),
         ),
     ),
+    "proportional": ((), ("factor",)),
     "longrope": (
         ("short_factor", "long_factor"),
         ("factor", "original_max_position_embeddings", "attention_factor"),

@@ -44,15 +44,18 @@ def build_sandwich_decoder(config: Config, mixers: Sequence[MixerFactory], *, ke
     return build_config_decoder(config, layers, norm, block=block, key=key, **options)
 
 
+NORM_NAMES: NameMap = {
+    "input_layernorm": "mixer_norm",
+    "post_attention_layernorm": "mixer_post_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "ffn_post_norm",
+}
+"""Norms before and after each sublayer."""
+
+
 def map_gemma2_names(config: Config) -> NameMap:
     """Return the name map of LLaMA-like models with norms before and after each sublayer."""
-    norms = {
-        "input_layernorm": "mixer_norm",
-        "post_attention_layernorm": "mixer_post_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "ffn_post_norm",
-    }
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
+    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=NORM_NAMES)
 
 
 DEFAULTS = {

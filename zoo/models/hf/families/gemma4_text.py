@@ -1,0 +1,169 @@
+"""Gemma 4, text (Gemma team, 2026): Gemma 3's layer with norms of values and unscaled scores, larger heads and
+proportional RoPE in layers that see all tokens, inputs of each layer besides the residual stream, and keys and values
+that later layers reuse. Its mixture of experts beside the MLP is not read."""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from zoo.layers import CrossLayerAttention
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    find_activation,
+    list_layer_windows,
+    list_patterned_types,
+    make_attention_factory,
+    make_gated_mlp_factory,
+    make_head_norm_factory,
+    make_rms_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.config import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.layer_inputs import LayerInputBlock, LayerInputProjection, LayerInputs
+
+from . import gemma, gemma2, llama
+
+
+def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    types, width, embed = _read_types(config), config["hidden_size_per_layer_input"], config["hidden_size"]
+    norm, activation = make_rms_norm_factory(config), find_activation(config)
+    first, wide = config["num_hidden_layers"] - config["num_kv_shared_layers"], config["use_double_wide_mlp"]
+    ffn = make_gated_mlp_factory(config)
+    later = make_gated_mlp_factory(config, width=2 * config["intermediate_size"]) if wide else ffn
+    layers = [(mixer, ffn if n < first else later) for n, mixer in enumerate(_make_mixers(config, types, first))]
+
+    def make_block(inputs: LayerInputProjection | None = None, **parts) -> LayerInputBlock:
+        norms = {"mixer_post_norm": norm(), "ffn_post_norm": norm()}
+        return LayerInputBlock(inputs=inputs, layer_scale=jnp.ones(1), **norms, **parts)
+
+    sizes = config["vocab_size_per_layer_input"], embed, config["num_hidden_layers"], width
+    options = {
+        "parts": {"inputs": partial(LayerInputProjection, embed, width, norm, activation)} if width else {},
+        "layer_inputs": partial(LayerInputs, *sizes, epsilon=config["rms_norm_eps"]),
+        "multiplier": embed**0.5,
+        "soft_cap": config["final_logit_softcapping"],
+    }
+    return build_config_decoder(config, layers, norm, block=make_block, key=key, **options)
+
+
+def _read_types(config: Config) -> list[str]:
+    """Return the attention type of each layer. The last one sees all tokens, whatever `layer_types` says."""
+    types = read_layer_types(config, list_patterned_types(Config(config, sliding_window_pattern=6)))
+    return [*types[:-1], "full_attention"]
+
+
+def _make_mixers(config: Config, types: Sequence[str], first: int) -> list[Callable[..., CrossLayerAttention]]:
+    """Return a factory of attention per layer; from layer `first` on, layers reuse the keys of the last of their type
+    before it.
+
+    **Raises** `ConfigError` if there is none.
+    """
+    windows, reuses = list_layer_windows(types, config["sliding_window"]), first < len(types)
+    if reuses and (missing := sorted({*types[first:]} - {*types[:first]})):
+        raise ConfigError(f"num_kv_shared_layers leaves no layer of {missing[0]} whose keys the later ones could reuse")
+    last = {kind: number for number, kind in enumerate(types[:first])} if reuses else {}
+    factories, mixers = {}, []
+    for number, (kind, window) in enumerate(zip(types, windows, strict=True)):
+        head_dim, kv_heads = _read_layer_sizes(config, number, kind)
+        role = "reuses" if number >= first else "stores" if last.get(kind) == number else None
+        signature = kind, head_dim, kv_heads, role
+        if signature not in factories:
+            own = Config(config, head_dim=head_dim)
+            value_norm = make_head_norm_factory(own, scaled=False)
+            factories[signature] = make_attention_factory(
+                own,
+                attention=CrossLayerAttention,
+                kv_heads=kv_heads,
+                rotary=build_rotary(own, layer_type=kind),
+                window=window,
+                scale=1.0,
+                qk_norm=make_head_norm_factory(own),
+                value_norm=value_norm,
+                key_is_value=config["attention_k_eq_v"] and kind == "full_attention",
+                **dict.fromkeys(("bias", "out_bias"), config["attention_bias"]),
+                **({} if role is None else {role: kind}),
+            )
+        mixers.append(factories[signature])
+    return mixers
+
+
+def _read_layer_sizes(config: Config, number: int, kind: str) -> tuple[int, int | None]:
+    """Return the head dim and the number of KV heads of a layer: of `per_layer_config`, by number, if there is one."""
+    own: dict = {}
+    if config["per_layer_config"] is not None:
+        own = dict(config["per_layer_config"].get(str(number), {}))
+    elif kind == "full_attention":
+        own = {"head_dim": config["global_head_dim"]}
+        if config["attention_k_eq_v"] and config["num_global_key_value_heads"] is not None:
+            own["num_key_value_heads"] = config["num_global_key_value_heads"]
+    if unknown := sorted(own.keys() - {"head_dim", "num_key_value_heads"}):
+        raise ConfigError(f"per_layer_config has {unknown[0]!r}, and layers differ in head_dim and num_key_value_heads")
+    return own.get("head_dim", config["head_dim"]), own.get("num_key_value_heads", config["num_key_value_heads"])
+
+
+def _map_gemma4_text_names(config: Config) -> NameMap:
+    block = {
+        **prefixed("self_attn", "cross_layer_attention", llama.ATTENTION_NAMES),
+        "per_layer_input_gate": "inputs.gate",
+        "per_layer_projection": "inputs.out",
+        "post_per_layer_input_norm": "inputs.norm",
+        "layer_scalar": "layer_scale",
+    }
+    shell = {
+        "model.embed_tokens_per_layer": "layer_inputs.embedding",
+        "model.per_layer_model_projection": "layer_inputs.projection",
+        "model.per_layer_projection_norm": "layer_inputs.norm",
+    }
+    feed_forward = prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES)
+    return {**llama.map_llama_layers(feed_forward, block, gemma2.NORM_NAMES), **shell}
+
+
+def _find_reused_projections(config: Config, tensors: Collection[str]) -> list[str]:
+    """Return the projections of keys and values that files have for layers that reuse those of others."""
+    first, layers = config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"]
+    parts = [f"layers.{number}.self_attn.{part}." for number in range(first, layers) for part in ("k_proj", "v_proj")]
+    parts += [f"layers.{number}.self_attn.{part}." for number in range(first, layers) for part in ("k_norm", "v_norm")]
+    return [name for name in tensors if any(part in name for part in parts)]
+
+
+GEMMA4_TEXT = Family(
+    name="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    build=_build_gemma4_text,
+    names=_map_gemma4_text_names,
+    defaults={
+        **gemma.DEFAULTS,
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "final_logit_softcapping": None,
+        "layer_types": None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 10000.0},
+            "full_attention": {"rope_theta": 1000000.0, "rope_type": "proportional", "partial_rotary_factor": 0.25},
+        },
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "per_layer_config": None,
+    },
+    aliases={"hidden_activation": "hidden_act"},
+    required_values={"enable_moe_block": (False,), "use_bidirectional_attention": (None, "vision")},
+    ignored_keys=frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"}),  # of the mixture of experts
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    find_ignored_tensors=_find_reused_projections,
+)

@@ -1,0 +1,140 @@
+"""What layers read besides the residual stream: embeddings of their own, and keys and values of earlier layers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, Key
+
+from zoo.layers import (
+    AbstractEmbedding,
+    AbstractFeedForward,
+    AbstractLinear,
+    AbstractNorm,
+    CrossLayerAttention,
+    Dropout,
+    Embedding,
+    Linear,
+    RMSNorm,
+    SharedKeyValues,
+    TokenInfo,
+)
+from zoo.parallel import Dim, Module, buffer, named_by_class
+from zoo.parallel.tokens import match_tokens, run_on_all_tokens
+from zoo.shapes import ResidualStream, Tokens
+
+from .decoder import AbstractBlock, AbstractLayerInputs, Hidden
+
+
+class LayerHidden(Hidden):
+    """Hidden states with what `LayerInputBlock`s read besides."""
+
+    inputs: Float[Array, "batch tokens features"] | None = None
+    """Inputs of each layer, one after the other; None if layers have none."""
+    number: Int[Array, ""] | None = None
+    """Number of the next layer."""
+    shared: dict[str, SharedKeyValues] = eqx.field(default_factory=dict)
+    """Keys and values of earlier layers, by the names under which they store them."""
+
+
+class LayerInputs(AbstractLayerInputs):
+    """Per-layer embeddings (PLE; Gemma 3n, 2025): the input of layer i is (E_i[token] + norm(W_i x)) / sqrt(2), of the
+    token and of its embedding x, times sqrt(width) and 1 / sqrt(embed). Without a `width` layers have no inputs.
+
+    The sum of all layers is one table and one matrix: layer i has columns i width to (i + 1) width.
+    """
+
+    embedding: AbstractEmbedding | None
+    projection: AbstractLinear | None
+    norm: AbstractNorm | None
+
+    width: int = eqx.field(static=True)
+
+    def __init__(self, vocab: int, embed: int, layers: int, width: int, *, epsilon: float = 1e-6, key: Key[Array, ""]):
+        """`vocab`: rows of the table of per-layer embeddings. `width`: features of a layer's input."""
+        embedding_key, projection_key = jax.random.split(key)
+        self.embedding, self.projection, self.norm, self.width = None, None, None, width
+        if width:
+            options = {"scale": width**-0.5, "multiplier": width**0.5}
+            self.embedding = Embedding(vocab, layers * width, **options, key=embedding_key)
+            dims = {"in_": Dim("embed"), "out": Dim("latent")}
+            self.projection = Linear(embed, layers * width, **dims, key=projection_key)
+            self.norm = RMSNorm(width, features=Dim("head_dim"), epsilon=epsilon)
+
+    def __call__(self, tokens: Tokens, x: ResidualStream) -> LayerHidden:
+        number = jnp.zeros((), jnp.int32)
+        if self.embedding is None or self.projection is None or self.norm is None:
+            return LayerHidden(x, number=number)
+        embedded = self.embedding(tokens)
+        projected = self.projection(x) * x.shape[-1] ** -0.5
+        by_layer = projected.reshape(*projected.shape[:2], -1, self.width)
+        projected = self.norm(by_layer).reshape(projected.shape)
+        return LayerHidden(x, inputs=(projected + embedded) * 2**-0.5, number=number)
+
+
+class LayerInputProjection(Module):
+    """norm(W_out (activation(W_gate x) * input)): what a layer adds of its own input."""
+
+    gate: AbstractLinear
+    out: AbstractLinear
+    norm: AbstractNorm
+
+    activation: Callable = eqx.field(static=True)
+    width: int = eqx.field(static=True)
+
+    def __init__(
+        self, embed: int, width: int, norm: Callable[[], AbstractNorm], activation: Callable, *, key: Key[Array, ""]
+    ):
+        gate_key, out_key = jax.random.split(key)
+        self.gate = Linear(embed, width, in_=Dim("embed"), out=Dim("latent"), key=gate_key)
+        self.out = Linear(width, embed, in_=Dim("latent"), out=Dim("embed"), key=out_key)
+        self.norm, self.activation, self.width = norm(), activation, width
+
+    def __call__(self, x: ResidualStream, inputs: Float[Array, "batch tokens features"]) -> ResidualStream:
+        return self.norm(self.out(self.activation(self.gate(x)) * inputs))
+
+
+class LayerInputBlock(AbstractBlock):
+    """`zoo.models.blocks.SandwichBlock`, then x + inputs(x, input of this layer), and all of it times a constant
+    `layer_scale`, which is not trained (Gemma 4, 2026). Keys and values of earlier layers reach its attention."""
+
+    mixer_norm: AbstractNorm
+    mixer: CrossLayerAttention = named_by_class()
+    mixer_post_norm: AbstractNorm
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    ffn_post_norm: AbstractNorm
+    dropout: Dropout
+    inputs: LayerInputProjection | None
+    layer_scale: Float[Array, "1"] = buffer()
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        """**Raises** `TypeError` for hidden states without layer inputs, as those of another decoder."""
+        if not isinstance(hidden, LayerHidden):
+            raise TypeError(
+                f"LayerInputBlock reads layer inputs and shared keys, which {type(hidden).__name__} has not: run the "
+                "layers in their model, or begin with the LayerHidden that model.embed(tokens, info) returns"
+            )
+        mix = lambda x: self.mixer.mix(x, info, state, hidden.shared)
+        mixed, (state, shared) = run_on_all_tokens(mix, self.mixer_norm(hidden.x))
+        hidden = dataclasses.replace(hidden, shared=shared)
+        hidden = hidden.add_residual(self.dropout(self.mixer_post_norm(mixed), info, site=0))
+        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed = checkpoint_name(fed, "ffn_output")
+        hidden = hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing)
+        assert hidden.number is not None  # `LayerInputs` counts from 0
+        if self.inputs is not None:
+            assert hidden.inputs is not None
+            width = self.inputs.width
+            own = lax.dynamic_slice_in_dim(hidden.inputs, hidden.number * width, width, axis=2)
+            hidden = hidden.add_residual(match_tokens(self.inputs(hidden.x, own), hidden.x))
+        x = hidden.x * self.layer_scale.astype(hidden.x.dtype)
+        return dataclasses.replace(hidden, x=x, number=hidden.number + 1), state
