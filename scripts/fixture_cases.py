@@ -236,6 +236,13 @@ CASES = {
         | layer_ropes({"rope_theta": 100.0}, {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}),
         hub={"rope_theta": 1e4, "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     ),
+    "gemma4_text": Case(
+        "gemma4_text", "inputs of each layer, the last two reuse keys in wider MLPs, keys as values in full layers, tied",
+        SIZES | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"sliding_window": 5, "head_dim": 4, "global_head_dim": 8, "num_kv_shared_layers": 2}
+        | {"use_double_wide_mlp": True, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "final_logit_softcapping": 3.0},
+    ),
     "glm": Case(
         "glm", "half of each head rotated, interleaved, gate and up fused, no biases, tied",
         SIZES | rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": False} | TIED,

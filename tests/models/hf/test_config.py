@@ -108,6 +108,8 @@ ANOTHER = {
     "index_topk_pattern": "FSF",
     "full_attention_interval": 3,
     "rescale_every": 2,
+    "num_global_key_value_heads": 1,
+    "per_layer_config": {"1": {"head_dim": 8}},
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -127,6 +129,8 @@ CONTEXTS = [
     {"index_topk_freq": 2},
     RELATIVE,
     {"architectures": ["DebertaV2ForSequenceClassification"]},
+    {"attention_k_eq_v": True},
+    {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
 ]
 """Some keys have an effect only together with others."""
 
@@ -234,7 +238,9 @@ def test_config_defaults_are_those_of_an_empty_file(family):
     elif "rope_parameters" in family.defaults:
         assert config["rope_parameters"] == {"rope_type": "default"} | family.defaults["rope_parameters"]
     assert family.defaults.keys().isdisjoint(
-        (IGNORED_KEYS | REQUIRED_VALUES.keys() | family.ignored_keys) - READ_BY_SOME - {"quantization_config"}
+        (IGNORED_KEYS | REQUIRED_VALUES.keys() | family.ignored_keys)
+        - READ_BY_SOME
+        - {"quantization_config", "per_layer_config"}
     )
 
 
@@ -374,6 +380,8 @@ def test_config_unknown_key_suggests_the_nearest(family):
 @EACH
 def test_config_required_values_are_enforced_unless_ignored(family):
     for key, allowed in {**REQUIRED_VALUES, **family.required_values}.items():
+        if key == "per_layer_config" and key in family.defaults:
+            continue  # this family reads it
         for value in allowed:
             assert read_config(family, {key: value}) == read_config(family, {})
         for value in ({"bits": 4}, "something", [1], 17):
@@ -456,6 +464,9 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
     needed |= {"no_rope_layers": [1, 0, 1]} if key in NEEDS_NO_ROPE_LAYERS else {}
     if family.name == "deberta-v2":
         needed |= RELATIVE | {"architectures": ["DebertaV2ForSequenceClassification"]}
+    if "num_kv_shared_layers" in family.defaults:  # some keys count in layers that see all tokens, or that reuse keys
+        needed |= {"attention_k_eq_v": True, "num_kv_shared_layers": 1}
+        needed |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     given = small(family, **needed, topk_method="group_limited_greedy")
     for value in BAD:
         if key == "num_hidden_layers" and value == 2**31:

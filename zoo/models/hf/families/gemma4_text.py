@@ -20,6 +20,7 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_head_norm_factory,
     make_rms_norm_factory,
+    read_head_sizes,
     read_layer_types,
 )
 from zoo.models.hf.config import ConfigError
@@ -93,17 +94,24 @@ def _make_mixers(config: Config, types: Sequence[str], first: int) -> list[Calla
 
 
 def _read_layer_sizes(config: Config, number: int, kind: str) -> tuple[int, int | None]:
-    """Return the head dim and the number of KV heads of a layer: of `per_layer_config`, by number, if there is one."""
+    """Return the head dim and the number of KV heads of a layer: of `per_layer_config`, by number, if there is one.
+
+    **Raises** `ConfigError` for other keys there, and for layers that see all tokens without a head dim.
+    """
     own: dict = {}
     if config["per_layer_config"] is not None:
         own = dict(config["per_layer_config"].get(str(number), {}))
     elif kind == "full_attention":
+        if config["global_head_dim"] is None:
+            raise ConfigError("global_head_dim is null, and layers of full_attention need one")
         own = {"head_dim": config["global_head_dim"]}
         if config["attention_k_eq_v"] and config["num_global_key_value_heads"] is not None:
             own["num_key_value_heads"] = config["num_global_key_value_heads"]
     if unknown := sorted(own.keys() - {"head_dim", "num_key_value_heads"}):
         raise ConfigError(f"per_layer_config has {unknown[0]!r}, and layers differ in head_dim and num_key_value_heads")
-    return own.get("head_dim", config["head_dim"]), own.get("num_key_value_heads", config["num_key_value_heads"])
+    return own.get("head_dim", read_head_sizes(config)[2]), own.get(
+        "num_key_value_heads", config["num_key_value_heads"]
+    )
 
 
 def _map_gemma4_text_names(config: Config) -> NameMap:
@@ -124,10 +132,10 @@ def _map_gemma4_text_names(config: Config) -> NameMap:
 
 
 def _find_reused_projections(config: Config, tensors: Collection[str]) -> list[str]:
-    """Return the projections of keys and values that files have for layers that reuse those of others."""
-    first, layers = config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"]
-    parts = [f"layers.{number}.self_attn.{part}." for number in range(first, layers) for part in ("k_proj", "v_proj")]
-    parts += [f"layers.{number}.self_attn.{part}." for number in range(first, layers) for part in ("k_norm", "v_norm")]
+    """Return the projections and norms of keys and values that files have for layers that reuse those of others."""
+    layers, names = config["num_hidden_layers"], ("k_proj", "v_proj", "k_norm", "v_norm")
+    reusing = range(layers - config["num_kv_shared_layers"], layers)
+    parts = [f"layers.{number}.self_attn.{name}." for number in reusing for name in names]
     return [name for name in tensors if any(part in name for part in parts)]
 
 
