@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import itertools
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import equinox as eqx
 import jax
@@ -69,19 +69,19 @@ class Hidden(Module):
     decisions: tuple[Routing, ...] = ()
     """Decisions of the routers of this layer, per token. A stack sums them into `routing` where the layer has run."""
 
-    def add_residual(self, residual: ResidualStream, decisions: tuple[Routing, ...] = ()) -> "Hidden":
+    def add_residual(self, residual: ResidualStream, decisions: tuple[Routing, ...] = ()) -> Self:
         """Add the output of a sublayer to the residual stream, and append its routing decisions."""
         return dataclasses.replace(self, x=self.x + residual, decisions=self.decisions + decisions)
 
-    def drop_routing(self) -> "Hidden":
+    def drop_routing(self) -> Self:
         """Return what the next layer reads: without the sums of routing decisions, which a stack collects."""
         return dataclasses.replace(self, routing=(), decisions=())
 
-    def normalize(self, norm: AbstractNorm) -> "Hidden":
+    def normalize(self, norm: AbstractNorm) -> Self:
         """Normalize the residual stream."""
         return dataclasses.replace(self, x=norm(self.x))
 
-    def sum_decisions(self, info: TokenInfo, detail: RoutingDetail) -> "Hidden":
+    def sum_decisions(self, info: TokenInfo, detail: RoutingDetail) -> Self:
         """Sum this layer's decisions into `routing`. No decision per token remains unless `detail` is "tokens"."""
         sums = tuple(sum_routing(decision, info.segment_ids) for decision in self.decisions)
         if detail == "tokens":
@@ -91,7 +91,7 @@ class Hidden(Module):
 
 
 class AbstractLayerInputs(Module):
-    """What layers read besides the residual stream: `(tokens, embeddings) -> hidden states` of a subclass of `Hidden`,
+    """Inputs of layers besides the residual stream: `(tokens, embeddings) -> hidden states` of a subclass of `Hidden`,
     whose further fields go from layer to layer."""
 
     @abc.abstractmethod
@@ -212,7 +212,7 @@ class Decoder(Module):
     position_embedding: PositionEmbedding | None = None
     embedding_norm: AbstractNorm | None = None
     layer_inputs: AbstractLayerInputs | None = None
-    """What layers read besides the embedding, if they do (`zoo.models.layer_inputs`)."""
+    """Inputs of layers besides the embedding, if they have any (`zoo.models.layer_inputs`)."""
     logit_maximum: Float[Array, "1"] | None = observed(default=None)
     """The largest logit, in a model that is observed (`zoo.models.observe`)."""
 

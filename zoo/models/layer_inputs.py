@@ -1,4 +1,4 @@
-"""What layers read besides the residual stream: embeddings of their own, and keys and values of earlier layers."""
+"""Inputs of layers besides the residual stream: embeddings of their own, and keys and values of earlier layers."""
 
 import dataclasses
 from collections.abc import Callable

@@ -36,7 +36,9 @@ def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
     first, wide = config["num_hidden_layers"] - config["num_kv_shared_layers"], config["use_double_wide_mlp"]
     ffn = make_gated_mlp_factory(config)
     later = make_gated_mlp_factory(config, width=2 * config["intermediate_size"]) if wide else ffn
-    layers = [(mixer, ffn if n < first else later) for n, mixer in enumerate(_make_mixers(config, types, first))]
+    layers = [
+        (mixer, ffn if n < first else later) for n, mixer in enumerate(_make_sharing_mixers(config, types, first))
+    ]
 
     def make_block(inputs: LayerInputProjection | None = None, **parts) -> LayerInputBlock:
         norms = {"mixer_post_norm": norm(), "ffn_post_norm": norm()}
@@ -58,7 +60,7 @@ def _read_types(config: Config) -> list[str]:
     return [*types[:-1], "full_attention"]
 
 
-def _make_mixers(config: Config, types: Sequence[str], first: int) -> list[Callable[..., CrossLayerAttention]]:
+def _make_sharing_mixers(config: Config, types: Sequence[str], first: int) -> list[Callable[..., CrossLayerAttention]]:
     """Return a factory of attention per layer; from layer `first` on, layers reuse the keys of the last of their type
     before it.
 
@@ -93,7 +95,7 @@ def _make_mixers(config: Config, types: Sequence[str], first: int) -> list[Calla
     return mixers
 
 
-def _read_layer_sizes(config: Config, number: int, kind: str) -> tuple[int, int | None]:
+def _read_layer_sizes(config: Config, number: int, kind: str) -> tuple[int, int]:
     """Return the head dim and the number of KV heads of a layer: of `per_layer_config`, by number, if there is one.
 
     **Raises** `ConfigError` for other keys there, and for layers that see all tokens without a head dim.
