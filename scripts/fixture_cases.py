@@ -237,7 +237,7 @@ CASES = {
         hub={"rope_theta": 1e4, "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     ),
     "gemma4_text": Case(
-        "gemma4_text", "inputs of each layer, two layers of wide MLPs that reuse keys, keys as values in full ones, tied",
+        "gemma4_text", "inputs of each layer, keys of earlier layers reused beside wide MLPs, keys as values, tied",
         SIZES | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"sliding_window": 5, "head_dim": 4, "global_head_dim": 8, "num_kv_shared_layers": 2}
         | {"use_double_wide_mlp": True, "attention_k_eq_v": True, "num_global_key_value_heads": 1}

@@ -62,8 +62,8 @@ class LayerInputs(AbstractLayerInputs):
         if width:
             options = {"scale": width**-0.5, "multiplier": width**0.5}
             self.embedding = Embedding(vocab, layers * width, **options, key=embedding_key)
-            dims = {"in_": Dim("embed"), "out": Dim("latent")}
-            self.projection = Linear(embed, layers * width, **dims, key=projection_key)
+            size, dims = layers * width, (Dim("embed"), Dim("latent"))
+            self.projection = Linear(embed, size, in_=dims[0], out=dims[1], key=projection_key)
             self.norm = RMSNorm(width, features=Dim("head_dim"), epsilon=epsilon)
 
     def __call__(self, tokens: Tokens, x: ResidualStream) -> LayerHidden:
@@ -123,18 +123,19 @@ class LayerInputBlock(AbstractBlock):
                 f"LayerInputBlock reads layer inputs and shared keys, which {type(hidden).__name__} has not: run the "
                 "layers in their model, or begin with the LayerHidden that model.embed(tokens, info) returns"
             )
-        mix = lambda x: self.mixer.mix(x, info, state, hidden.shared)
-        mixed, (state, shared) = run_on_all_tokens(mix, self.mixer_norm(hidden.x))
+        normed = self.mixer_norm(hidden.x)
+        mixed, (state, shared) = run_on_all_tokens(self.mixer.mix, normed, info, state, hidden.shared)
         hidden = dataclasses.replace(hidden, shared=shared)
         hidden = hidden.add_residual(self.dropout(self.mixer_post_norm(mixed), info, site=0))
         fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
         fed = checkpoint_name(fed, "ffn_output")
         hidden = hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing)
-        assert hidden.number is not None  # `LayerInputs` counts from 0
+        number = hidden.number
+        assert number is not None  # `LayerInputs` counts from 0
         if self.inputs is not None:
             assert hidden.inputs is not None
             width = self.inputs.width
-            own = lax.dynamic_slice_in_dim(hidden.inputs, hidden.number * width, width, axis=2)
+            own = lax.dynamic_slice_in_dim(hidden.inputs, number * width, width, axis=2)
             hidden = hidden.add_residual(match_tokens(self.inputs(hidden.x, own), hidden.x))
         x = hidden.x * self.layer_scale.astype(hidden.x.dtype)
-        return dataclasses.replace(hidden, x=x, number=hidden.number + 1), state
+        return dataclasses.replace(hidden, x=x, number=1 + number), state

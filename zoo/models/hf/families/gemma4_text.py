@@ -111,9 +111,8 @@ def _read_layer_sizes(config: Config, number: int, kind: str) -> tuple[int, int]
             own["num_key_value_heads"] = config["num_global_key_value_heads"]
     if unknown := sorted(own.keys() - {"head_dim", "num_key_value_heads"}):
         raise ConfigError(f"per_layer_config has {unknown[0]!r}, and layers differ in head_dim and num_key_value_heads")
-    return own.get("head_dim", read_head_sizes(config)[2]), own.get(
-        "num_key_value_heads", config["num_key_value_heads"]
-    )
+    _, kv_heads, head_dim = read_head_sizes(config)
+    return own.get("head_dim", head_dim), own.get("num_key_value_heads", kv_heads)
 
 
 def _map_gemma4_text_names(config: Config) -> NameMap:
