@@ -38,7 +38,8 @@ QUANTIZED = {
 }
 """Formats by the family of their cases."""
 LEFT_OUT = {
-    "Gemma 3n and Gemma 4": "inputs of each layer and keys that later layers reuse: not yet.",
+    "Gemma 3n": "four residual streams (AltUp) beside inputs of each layer: not yet.",
+    "Gemma 4's mixture of experts": "`enable_moe_block` is refused by name.",
     "JetMoE": "attention whose projections are experts would need a mixer that routes.",
     "DeBERTa v2 xlarge and xxlarge": "their convolution (`conv_kernel_size`) is refused by name.",
     "OPT-350m": "norms after the residual sums, and a projected embedding, are refused by name.",

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import itertools
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -69,19 +69,19 @@ class Hidden(Module):
     decisions: tuple[Routing, ...] = ()
     """Decisions of the routers of this layer, per token. A stack sums them into `routing` where the layer has run."""
 
-    def add_residual(self, residual: ResidualStream, decisions: tuple[Routing, ...] = ()) -> Self:
+    def add_residual(self, residual: ResidualStream, decisions: tuple[Routing, ...] = ()) -> "Hidden":
         """Add the output of a sublayer to the residual stream, and append its routing decisions."""
         return dataclasses.replace(self, x=self.x + residual, decisions=self.decisions + decisions)
 
-    def drop_routing(self) -> Self:
+    def drop_routing(self) -> "Hidden":
         """Return what the next layer reads: without the sums of routing decisions, which a stack collects."""
         return dataclasses.replace(self, routing=(), decisions=())
 
-    def normalize(self, norm: AbstractNorm) -> Self:
+    def normalize(self, norm: AbstractNorm) -> "Hidden":
         """Normalize the residual stream."""
         return dataclasses.replace(self, x=norm(self.x))
 
-    def sum_decisions(self, info: TokenInfo, detail: RoutingDetail) -> Self:
+    def sum_decisions(self, info: TokenInfo, detail: RoutingDetail) -> "Hidden":
         """Sum this layer's decisions into `routing`. No decision per token remains unless `detail` is "tokens"."""
         sums = tuple(sum_routing(decision, info.segment_ids) for decision in self.decisions)
         if detail == "tokens":

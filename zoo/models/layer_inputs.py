@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -125,17 +125,17 @@ class LayerInputBlock(AbstractBlock):
             )
         normed = self.mixer_norm(hidden.x)
         mixed, (state, shared) = run_on_all_tokens(self.mixer.mix, normed, info, state, hidden.shared)
-        hidden = dataclasses.replace(hidden, shared=shared)
-        hidden = hidden.add_residual(self.dropout(self.mixer_post_norm(mixed), info, site=0))
+        number, inputs = hidden.number, hidden.inputs
+        mixed = self.dropout(self.mixer_post_norm(mixed), info, site=0)
+        hidden = dataclasses.replace(hidden, shared=shared).add_residual(mixed)
         fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
         fed = checkpoint_name(fed, "ffn_output")
         hidden = hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing)
-        number = hidden.number
         assert number is not None  # `LayerInputs` counts from 0
         if self.inputs is not None:
-            assert hidden.inputs is not None
+            assert inputs is not None
             width = self.inputs.width
-            own = lax.dynamic_slice_in_dim(hidden.inputs, number * width, width, axis=2)
+            own = lax.dynamic_slice_in_dim(inputs, number * width, width, axis=2)
             hidden = hidden.add_residual(match_tokens(self.inputs(hidden.x, own), hidden.x))
         x = hidden.x * self.layer_scale.astype(hidden.x.dtype)
-        return dataclasses.replace(hidden, x=x, number=1 + number), state
+        return dataclasses.replace(cast(LayerHidden, hidden), x=x, number=1 + number), state
