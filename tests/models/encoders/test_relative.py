@@ -12,7 +12,7 @@ from zoo.models import Hidden
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.models.scoring import unstack_blocks
 
-FOLDER = FIXTURES.parent / "encoders" / "deberta_masked"
+FOLDER = FIXTURES / "encoders" / "deberta_masked"
 
 
 def test_packed_rows_in_a_scan_on_a_mesh_equal_rows_alone():
