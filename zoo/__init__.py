@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import adapters, inspect, layers, models, ops, parallel, precision, testing, weights
+from . import layers, models, ops, parallel, precision, weights
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
 from .models import cross_entropy, embed, hidden_states, score, set_implementations
@@ -12,6 +12,9 @@ from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, 
 from .weights import CheckpointError, from_torch, load, save
 
 if TYPE_CHECKING:
+    from . import adapters as adapters
+    from . import inspect as inspect
+    from . import testing as testing
     from . import train as train
 
 __version__ = "0.1.0"
@@ -51,8 +54,8 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("train",)
-"""Packages imported at first use, because they need an extra: `zoo.train` without it says which."""
+_LAZY = ("adapters", "inspect", "testing", "train")
+"""Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 
 
 def __getattr__(name: str) -> Any:

@@ -30,20 +30,30 @@ from zoo.layers import (
     RWKV4,
     RWKV6,
     RWKV7,
+    AlibiAttention,
     Attention,
+    BidirectionalAttention,
+    ChunkedAttention,
+    CrossLayerAttention,
     DeltaNet,
+    DisentangledAttention,
+    GatedAttention,
     GatedConvolution,
     GatedDeltaNet,
     GatedDeltaProduct,
     GatedLinearAttention,
+    GroupedGatedDeltaNet,
     KimiDeltaAttention,
     LatentAttention,
     Lightning,
     LinearAttention,
     Mamba,
     Mamba2,
+    PostRotaryAttention,
     Retention,
     RWKV4ChannelMixing,
+    SparseLatentAttention,
+    ValueScaledAttention,
 )
 from zoo.ops.rotary import Rotary
 
@@ -54,6 +64,12 @@ KEY = jax.random.key(0)
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 2e-5
 SEEDS = range(3)
 
+SIBLINGS = {
+    *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
+    *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, SparseLatentAttention),
+}
+"""Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
+`tests/weights/test_families_on_meshes.py`."""
 MIXERS = {
     "softmax attention": partial(Attention, heads=HEADS, rotary=Rotary(8)),
     "windowed attention": partial(Attention, heads=HEADS, kv_heads=1, window=5),

@@ -242,7 +242,7 @@ def test_packed_needs_a_quantized_checkpoint():
 @pytest.mark.parametrize("packed", [False, True])
 def test_quantization_other_than_mxfp4_is_refused(tmp_path, given, packed):
     where = altered(tmp_path, lambda x: x, read(FIXTURE / CONFIG) | {"quantization_config": given})
-    with pytest.raises(zoo.CheckpointError, match="quantization_config = .* only quant_method 'mxfp4' is"):
+    with pytest.raises(zoo.CheckpointError, match="quantization_config"):
         zoo.load(where, packed=packed)
 
 

@@ -127,7 +127,6 @@ def test_resolve_refuses_damaged_config(checkpoint, tmp_path, attempt):
 
 
 CHANGING = [
-    ("llama", "quantization_config", {"quant_method": "gptq", "bits": 4}),
     ("llama", "is_encoder_decoder", True),
     ("llama", "add_cross_attention", True),
     ("llama", "pruned_heads", {"0": [1]}),

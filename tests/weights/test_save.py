@@ -88,6 +88,8 @@ def configs(draw, family):
     drawn = {key: draw(VALUES.get(key, values(default)), label=key) for key, default in defaults.items()}
     if "kv_lora_rank" in drawn:  # latent attention has a key for each head
         drawn["num_key_value_heads"] = drawn["num_attention_heads"]
+    if "index_topk" in drawn:  # the indexer reads the latent of queries
+        drawn |= {"q_lora_rank": 8, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4}
     if "num_heads" in drawn:  # as wide together as `expand` says
         drawn |= {"head_dim": 8, "expand": 2, "num_heads": drawn["hidden_size"] // 4}
     if drawn.get("layer_types"):
@@ -318,7 +320,7 @@ def test_save_after_surgery_updates_config_or_refuses(make, tmp_path):
         (in_blocks(model, "mixer", soft_cap=3.0), "soft_cap is 3.0, not None"),
         (in_blocks(model, "mixer", scale=1.0), "scale is 1.0, not None"),
         (in_blocks(model, "mixer_norm", epsilon=0.5), "epsilon"),
-        (in_blocks(model, "ffn", activation=jnp.tanh), "activation"),
+        (in_blocks(model, "ffn", activation=jnp.sin), "activation"),
         (altered(model, soft_cap=30.0), "soft_cap is 30.0, not None"),
         (eqx.tree_at(lambda m: m.embedding, model, altered(model.embedding, multiplier=2.0)), "multiplier is 2.0"),
     ):

@@ -149,6 +149,9 @@ def _repeat_vector(vector: LazyTensor, num_layers: int) -> LazyTensor:
 
 def list_packed(model: Any) -> tuple[str, ...]:
     """Return the paths of the layers that hold the matrices of a quantized file."""
+    is_packed = lambda node: isinstance(node, AbstractGroupLinear)
+    if not any(map(is_packed, jax.tree.leaves(model, is_leaf=is_packed))):  # layers are merged only if some are packed
+        return ()
     return tuple(sorted({site.name for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)}))
 
 
