@@ -90,6 +90,9 @@ def configs(draw, family):
         drawn["num_key_value_heads"] = drawn["num_attention_heads"]
     if "index_topk" in drawn:  # the indexer reads the latent of queries
         drawn |= {"q_lora_rank": 8, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4}
+    if "num_kv_shared_layers" in drawn:  # layers that reuse keys follow one of their own type
+        drawn |= {"num_kv_shared_layers": 0, "rope_parameters": None, "head_dim": 8, "global_head_dim": 16}
+        drawn |= {"layer_types": None, "sliding_window": 4}
     if "num_heads" in drawn:  # as wide together as `expand` says
         drawn |= {"head_dim": 8, "expand": 2, "num_heads": drawn["hidden_size"] // 4}
     if drawn.get("layer_types"):
