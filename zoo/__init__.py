@@ -3,19 +3,23 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import layers, models, ops, parallel, precision, weights
+from . import layers, models, ops, parallel, precision
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
 from .models import cross_entropy, embed, hidden_states, score, set_implementations
-from .models.hf.families import families
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
-from .weights import CheckpointError, from_torch, load, save
 
 if TYPE_CHECKING:
     from . import adapters as adapters
     from . import inspect as inspect
     from . import testing as testing
     from . import train as train
+    from . import weights as weights
+    from .models.hf.families import families as families
+    from .weights import CheckpointError as CheckpointError
+    from .weights import from_torch as from_torch
+    from .weights import load as load
+    from .weights import save as save
 
 __version__ = "0.1.0"
 
@@ -54,18 +58,25 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("adapters", "inspect", "testing", "train")
+_LAZY = ("adapters", "inspect", "testing", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
+_LAZY_NAMES = {
+    **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),
+    "families": "models.hf.families",
+}
+"""Names of packages imported at first use."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _LAZY_NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_LAZY_NAMES})
 
 
 disable_cpu_reduce_fusion()

@@ -10,8 +10,7 @@ from jaxtyping import Array, Key
 
 from ..decoder import Decoder
 from ..hf.config import ROPE_CONFIG_KEYS, ConfigError, read_config
-from ..hf.families import FAMILIES
-from ..hf.spec import Origin
+from ..hf.spec import Family, Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,7 +422,7 @@ def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:
     changes.
     """
     entry = find_preset(name)
-    family, config = FAMILIES[entry.family], _override_config(entry, changes)
+    family, config = _find_family(entry), _override_config(entry, changes)
     try:
         model = family.build(read_config(family, config, ignore=None), key=key)
     except ValueError as error:  # an invalid key, or sizes that do not fit together
@@ -448,7 +447,7 @@ def find_preset(name: str) -> Preset:
 
 def _override_config(entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the preset's config.json with these keys replaced."""
-    family = FAMILIES[entry.family]
+    family = _find_family(entry)
     if "model_type" in changes:
         raise ConfigError(f"model_type is no key to change: the preset is a {family.name}")
     replaced = {family.aliases.get(key, key) for key in changes}
@@ -456,3 +455,10 @@ def _override_config(entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any
         replaced |= set(ROPE_CONFIG_KEYS)
     unchanged = {key: value for key, value in entry.config.items() if family.aliases.get(key, key) not in replaced}
     return {"architectures": [family.architecture], "model_type": family.name, **unchanged, **changes}
+
+
+def _find_family(entry: Preset) -> Family:
+    """Look up the family of a preset. Their modules are imported at first use, not with `zoo`."""
+    from ..hf.families import FAMILIES
+
+    return FAMILIES[entry.family]
