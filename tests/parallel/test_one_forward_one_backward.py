@@ -18,6 +18,7 @@ from zoo.parallel.schedule import Schedule
 ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
 
 
+@pytest.mark.slow
 def test_1f1b_with_experts_and_context_equals_one_device():
     """In one program: rounds of an exchange of tokens and a ring of keys within a tick, prefixes of a recurrence, the
     sums of routers through the stages, and a layer before them."""

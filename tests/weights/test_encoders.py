@@ -22,7 +22,12 @@ from zoo.models.scoring import unstack_blocks
 from zoo.weights.parity import compare, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
-OWN = [pytest.param(folder, id=folder.name) for folder in sorted(FIXTURES.iterdir())]
+SLOW = ("deberta_features", "deberta_tokens", "eurobert_means", "vit_features", "xlm_roberta_tokens")
+"""Cases whose parts are in others."""
+OWN = [
+    pytest.param(folder, id=folder.name, marks=[pytest.mark.slow] * (folder.name in SLOW))
+    for folder in sorted(FIXTURES.iterdir())
+]
 REFERENCES = list_case_folders("encoder")
 CASES = [*OWN, *[pytest.param(folder, id=folder.name, marks=pytest.mark.slow) for folder in REFERENCES]]
 

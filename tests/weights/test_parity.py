@@ -22,7 +22,7 @@ import zoo
 from zoo.models import balance_loss, token_info
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.wrappers import read_text_config
-from zoo.models.parameter_paths import find_differences
+from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.weights.parity import (
     GRADIENT_FLOOR,
     TOLERANCE,
@@ -130,6 +130,8 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     routed = {name for name in expected if name.startswith("router_logits.")}
     assert routed == {line.name for line in report.comparisons if line.name.startswith("router_logits.")}
 
+    if any("selection_bias" in path.name for path in list_parameter_paths(model)):
+        expected.pop("aux_loss", None)  # transformers counts the top experts without the bias, not those that are used
     loaded = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
     balance = read(folder / "config.json").get("router_aux_loss_coef", 0.0)
     check_padding_changes_no_logits(model, expected, balance, switches=folder.name in SWITCHES)
