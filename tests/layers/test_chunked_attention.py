@@ -31,19 +31,19 @@ def make_info():
 
 def compute_formula(layer, x, info):
     """Attention with the whole mask."""
-    cos, sin = ROTARY(info.positions)
+    (cos, sin), inner = ROTARY(info.positions), layer.attention
     query, key, value = (
-        (x @ linear.weight.T).reshape(*x.shape[:2], -1, 4) for linear in (layer.query, layer.key, layer.value)
+        (x @ linear.weight.T).reshape(*x.shape[:2], -1, 4) for linear in (inner.query, inner.key, inner.value)
     )
-    query = layer.query_norm(apply_rotary(query, cos, sin, interleaved=True))
-    key = layer.key_norm(apply_rotary(key, cos, sin, interleaved=True))
+    query = inner.query_norm(apply_rotary(query, cos, sin, interleaved=True))
+    key = inner.key_norm(apply_rotary(key, cos, sin, interleaved=True))
     query = query * (1 + 0.5 * jnp.log1p((info.positions + 1) // 3))[..., None, None]
     key, value = jnp.repeat(key, 2, axis=2), jnp.repeat(value, 2, axis=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / 2
     same = lambda ids: ids[:, :, None] == ids[:, None, :]
     mask = same(info.segment_ids) & same(info.positions // CHUNK) & jnp.tril(jnp.ones((SEQ, SEQ), bool))
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(*x.shape[:2], -1) @ layer.out.weight.T
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(*x.shape[:2], -1) @ inner.out.weight.T
 
 
 @eqx.filter_jit

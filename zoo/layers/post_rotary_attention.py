@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 from zoo.ops.attention import ATTENTION
 from zoo.ops.rotary import Rotary
 from zoo.parallel import implementation_option
-from zoo.shapes import HiddenStates, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
@@ -44,7 +44,7 @@ class PostRotaryAttention(AbstractMixer):
     head_dim: int = eqx.field(static=True)
     group: int = eqx.field(static=True)
     """Query heads per KV head."""
-    rotary: Rotary = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
     query_scale: QueryScale | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
     implementation: str | Callable = implementation_option(ATTENTION)
@@ -54,9 +54,9 @@ class PostRotaryAttention(AbstractMixer):
         embed: int,
         heads: int,
         *,
-        rotary: Rotary,
         kv_heads: int | None = None,
         head_dim: int | None = None,
+        rotary: Rotary | None = None,
         qk_norm: Callable[[], AbstractNorm] | None = None,
         query_scale: QueryScale | None = None,
         bias: bool = False,
@@ -87,15 +87,21 @@ class PostRotaryAttention(AbstractMixer):
 
         **Raises** `ValueError` for a cache without positions.
         """
+        options = {"group": self.group, "window": self.window, "implementation": self.implementation}
+        mixed, state = attend(*self.project(x, info, state), info, state, **options)
+        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+
+    def project(
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None
+    ) -> tuple[HeadVectors, KVHeads, KVHeads]:
+        """Return q, k and v of the tokens `x`."""
         query, key, value = (split_heads(linear(x), self.head_dim) for linear in (self.query, self.key, self.value))
         query, key = rotate(query, key, self.rotary, x, info, state)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.query_scale is not None:
             query = scale_queries(query, self.query_scale, x, info)
-        options = {"group": self.group, "window": self.window, "implementation": self.implementation}
-        mixed, state = attend(query, key, value, info, state, **options)
-        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+        return query, key, value
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
         """Return an empty KV cache for `length` tokens, of at most `window` slots."""

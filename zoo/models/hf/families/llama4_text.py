@@ -18,7 +18,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
     read_layer_types,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
@@ -75,7 +75,9 @@ def _map_llama4_text_names(config: Config) -> NameMap:
         **prefixed("feed_forward", "gated_mlp", llama.GATED_MLP_NAMES),
         **prefixed("feed_forward", "input_weighted_mixture", mixture),
     }
-    return llama.map_llama_layers(feed_forward, prefixed("self_attn", "chunked_attention", llama.ATTENTION_NAMES))
+    return llama.map_llama_layers(
+        feed_forward, prefixed("self_attn", "chunked_attention.attention", llama.ATTENTION_NAMES)
+    )
 
 
 LLAMA4_TEXT = Family(
