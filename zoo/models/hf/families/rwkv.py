@@ -8,7 +8,7 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import RWKV4, LayerNorm, RWKV4ChannelMixing
-from zoo.models.blocks import RescaledTwoMixerBlock, TwoMixerBlock
+from zoo.models.blocks import TwoMixerBlock
 from zoo.models.decoder import AbstractBlock, Decoder
 from zoo.models.hf.builders import build_config_decoder, compute_out_scale, make_layer_norm_factory
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
@@ -43,9 +43,8 @@ def _build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def _list_blocks(layers: int, every: int) -> list[Callable[..., AbstractBlock]]:
     """Return a factory of the block of each layer: after every so many layers the residual stream is halved, as
     transformers does in evaluation; 0 for never."""
-    if not 0 < every <= layers:
-        return [TwoMixerBlock] * layers
-    make = functools.cache(lambda scale, shrink: partial(RescaledTwoMixerBlock, scale=scale, shrink=shrink))
+    make = functools.cache(lambda scale, shrink: partial(TwoMixerBlock, residual_multiplier=scale, shrink=shrink))
+    every = every or layers + 1
     return [make(0.5 ** (n // every), 0.5 if (n + 1) % every == 0 else 1.0) for n in range(layers)]
 
 
