@@ -108,14 +108,15 @@ class Encoder(Module):
         tokens: Tokens,
         *,
         mask: PaddingMask | None = None,
+        segment_ids: SegmentIds | None = None,
+        positions: Positions | None = None,
         token_types: Int[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
-        **positions: Any,
     ) -> TokenInfo:
         """Build the `TokenInfo` of texts, as `zoo.models.token_info` does; inside `zoo.spmd` from a padding mask, too,
         since the sequence is not sharded."""
-        if mask is None or any(x is not None for x in positions.values()):
-            info = token_info(tokens, mask=mask, key=key, **positions)
+        if mask is None or segment_ids is not None or positions is not None:
+            info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
         else:
             counted = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
             info = TokenInfo(counted, mask.astype(jnp.int32), split_row_keys(key, tokens.shape[0]))

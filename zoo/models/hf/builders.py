@@ -15,6 +15,7 @@ from zoo.layers import (
     AbstractRouter,
     Attention,
     BiasedRouter,
+    BidirectionalAttention,
     GatedMLP,
     LayerNorm,
     MixtureOfExperts,
@@ -39,7 +40,7 @@ from zoo.parallel import Dim
 from ..blocks import ParallelBlock, SandwichBlock
 from ..build import LayerFactories, build_decoder
 from ..decoder import Decoder
-from .config import ConfigError, suggest_nearest
+from .errors import ConfigError, suggest_nearest
 from .spec import Config
 
 _ACTIVATIONS: dict[str, Callable] = {
@@ -151,6 +152,10 @@ def make_attention_factory(
         raise ConfigError("sliding_window = 0: a window holds at least 1 token, its own")
     sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "out_scale": compute_out_scale(config)}
     return partial(attention, config["hidden_size"], heads, **{**sizes, **options})
+
+
+make_bidirectional_attention_factory = partial(make_attention_factory, attention=BidirectionalAttention, rotary=None)
+"""`make_attention_factory` of encoders, without RoPE unless given."""
 
 
 def make_windowed_attention_factories(

@@ -12,31 +12,20 @@ from ..build import LayerFactories
 from ..encoders.heads import (
     ClassificationHead,
     DenseTransform,
-    FeatureHead,
     LateClassificationHead,
     MaskedLMHead,
     TokenClassificationHead,
     average_tokens,
 )
 from ..encoders.text import Encoder, build_encoder
-from .config import ConfigError
+from .encoder_heads import HeadFactory, count_classes, select_head
+from .errors import ConfigError
 from .spec import Config, NameMap, prefixed
-from .vision import HeadFactory, count_classes, select_head
-
-HEAD_DEFAULTS: dict[str, Any] = {"architectures": None, "id2label": None, "num_labels": None}
-"""Defaults of the keys that choose and size a head."""
 
 ONLY_ENCODERS = {"is_decoder": (False,), "position_embedding_type": ("absolute",)}
 """Required values of families whose class in transformers may also be a decoder."""
 
 _POOLINGS = {"cls": take_first_token, "bos": take_first_token, "mean": average_tokens}
-
-
-def find_head_kind(config: Config, prefix: str) -> str:
-    """Return the head of the config's architecture: `MaskedLM` for `BertForMaskedLM`, `Model` for `BertModel`, and
-    `MaskedLM` if it names none."""
-    names = [name for name in config["architectures"] or [] if name.startswith(prefix)]
-    return names[0].removeprefix(prefix).removeprefix("For") if names else "MaskedLM"
 
 
 def make_pooled_head_factory(
@@ -68,11 +57,6 @@ def make_masked_lm_head_factory(
     return partial(MaskedLMHead, *sizes, transform=transform, tied=tied, bias=bias)
 
 
-def make_feature_head(key: Key[Array, ""]) -> FeatureHead:
-    """Make a `FeatureHead` without a pooler."""
-    return FeatureHead(None)
-
-
 def build_config_encoder(
     config: Config,
     layers: Sequence[LayerFactories],
@@ -95,11 +79,6 @@ def build_config_encoder(
 def map_dense_layer(theirs: str, ours: str, norm: str | None = None) -> dict[str, Any]:
     """Map the dense layer and the norm of a `DenseTransform`."""
     return prefixed(theirs, ours, {"dense": "linear", **({} if norm is None else {norm: "norm"})})
-
-
-def select_names(config: Config, prefix: str, heads: dict[str, NameMap]) -> NameMap:
-    """Return the names of the head of the config's architecture."""
-    return heads[find_head_kind(config, prefix)]
 
 
 def find_other_heads(

@@ -11,10 +11,15 @@ from zoo.layers import DensePooler, IdentityNorm
 from zoo.models.blocks import AddNormBlock
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import find_activation, make_layer_norm_factory, make_mlp_factory
+from zoo.models.hf.builders import (
+    find_activation,
+    make_bidirectional_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
-from .. import text_encoders, vision
+from .. import encoder_heads, text_encoders
 
 
 def _build_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
@@ -25,7 +30,7 @@ def _build_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
         "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
         "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": vision.make_feature_head_factory(partial(DensePooler, size, size)),
+        "Model": encoder_heads.make_feature_head_factory(partial(DensePooler, size, size)),
     }
     return build_bert_layers(config, "Bert", heads, positions=config["max_position_embeddings"], key=key)
 
@@ -33,7 +38,10 @@ def _build_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
 def build_bert_layers(config: Config, prefix: str, heads: dict[str, Any], **options: Any) -> Encoder:
     """Build an encoder of BERT's layers with one of these heads, by what follows `prefix` in its architecture."""
     norm = make_layer_norm_factory(config)
-    layer = vision.make_bidirectional_attention_factory(config, bias=True, out_bias=True), make_mlp_factory(config)
+    layer = (
+        make_bidirectional_attention_factory(config, bias=True, out_bias=True),
+        make_mlp_factory(config),
+    )
     options |= {"norm": norm, "embedding_norm": norm, "final_norm": IdentityNorm, "block": AddNormBlock}
     options |= {"token_types": config["type_vocab_size"]}
     return text_encoders.build_config_encoder(config, [layer] * config["num_hidden_layers"], prefix, heads, **options)
@@ -68,12 +76,12 @@ def _map_bert_names(config: Config) -> NameMap:
         "TokenClassification": {"classifier": "head.linear"},
         "Model": {"bert.pooler.dense": "head.pooler.linear"},
     }
-    return {**map_bert_layers("bert"), **text_encoders.select_names(config, "Bert", heads)}
+    return {**map_bert_layers("bert"), **encoder_heads.select_names(config, "Bert", heads)}
 
 
 _HEADS = ("cls.seq", "cls.predictions.transform", "cls.predictions.bias", "pooler.")
 DEFAULTS: dict[str, Any] = {
-    **text_encoders.HEAD_DEFAULTS,
+    **encoder_heads.HEAD_DEFAULTS,
     "vocab_size": 30522,
     "hidden_size": 768,
     "intermediate_size": 3072,

@@ -12,11 +12,17 @@ from zoo.models.blocks import AddNormBlock
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.relative import RelativeBlock
 from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import compute_out_scale, find_activation, make_layer_norm_factory, make_mlp_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.builders import (
+    compute_out_scale,
+    find_activation,
+    make_bidirectional_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
-from .. import text_encoders, vision
+from .. import encoder_heads, text_encoders
 from .bert import DEFAULTS, map_bert_layers
 
 
@@ -31,7 +37,7 @@ def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
         "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
         "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": text_encoders.make_feature_head,
+        "Model": encoder_heads.make_feature_head_factory(),
     }
     options: dict[str, Any] = {"norm": norm, "embedding_norm": norm, "final_norm": IdentityNorm}
     options |= {"token_types": config["type_vocab_size"]}
@@ -53,7 +59,7 @@ def _make_attention_factories(config: Config) -> tuple[Any, Any]:
         )
     size, heads = config["hidden_size"], config["num_attention_heads"]
     if not terms:
-        return vision.make_bidirectional_attention_factory(config, bias=True, out_bias=True), None
+        return make_bidirectional_attention_factory(config, bias=True, out_bias=True), None
     buckets = config["position_buckets"] if config["position_buckets"] > 0 else None
     longest = config["max_relative_positions"]
     longest = longest if longest > 0 else config["max_position_embeddings"]
@@ -94,7 +100,7 @@ def _map_deberta_names(config: Config) -> NameMap:
         **norm,
         **prefixed("deberta.encoder.layer.*.attention", f"layers.*.{attention}", projections),
         **prefixed("deberta.encoder", "", relative),
-        **text_encoders.select_names(config, "DebertaV2", heads),
+        **encoder_heads.select_names(config, "DebertaV2", heads),
     }
 
 

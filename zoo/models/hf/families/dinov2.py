@@ -6,16 +6,21 @@ from jaxtyping import Array, Key
 from zoo.layers import ClassTokenPooler
 from zoo.models.encoders.heads import join_class_and_mean
 from zoo.models.encoders.image import ImageEncoder
-from zoo.models.hf.builders import make_gated_mlp_factory, make_layer_norm_factory, make_mlp_factory
+from zoo.models.hf.builders import (
+    make_bidirectional_attention_factory,
+    make_gated_mlp_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
 
-from .. import vision
+from .. import encoder_heads, vision
 from . import vit
 
 
 def _build_dinov2(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
     classifier = vision.make_classification_head_factory(config, pool=join_class_and_mean, parts=2)
-    features = vision.make_feature_head_factory(lambda key: ClassTokenPooler())
+    features = encoder_heads.make_feature_head_factory(lambda key: ClassTokenPooler())
     heads = {"Dinov2ForImageClassification": classifier, "Dinov2Model": features}
     width = config["hidden_size"] * config["mlp_ratio"]
     if config["use_swiglu_ffn"]:  # two thirds of the width for each of the three matrices, in multiples of 8
@@ -23,9 +28,12 @@ def _build_dinov2(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
         ffn = make_gated_mlp_factory(config_of_ffn, bias=True)
     else:
         ffn = make_mlp_factory(Config(config, intermediate_size=width))
-    layer = vision.make_bidirectional_attention_factory(config, bias=config["qkv_bias"], out_bias=True), ffn
+    layer = (
+        make_bidirectional_attention_factory(config, bias=config["qkv_bias"], out_bias=True),
+        ffn,
+    )
     embedding = vision.make_image_embedding_factory(config, mask_token=config["use_mask_token"])
-    norm, head = make_layer_norm_factory(config), vision.select_head(config, heads)
+    norm, head = make_layer_norm_factory(config), encoder_heads.select_head(config, heads)
     options = {"block": vision.make_layer_scale_block(config), "key": key}
     return vision.build_config_image_encoder(config, layer, norm, head, embedding, **options)
 

@@ -10,16 +10,17 @@ from zoo.layers import ClassTokenPooler
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models.encoders.image import ImageEncoder
 from zoo.models.hf.builders import (
+    make_bidirectional_attention_factory,
     make_gated_mlp_factory,
     make_layer_norm_factory,
     make_mlp_factory,
     read_head_sizes,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 from zoo.ops.axial_rotary import AxialRotary
 
-from .. import vision
+from .. import encoder_heads, vision
 from . import dinov2, llama
 
 
@@ -29,7 +30,7 @@ def _build_dinov3(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
         raise ConfigError(f"heads of {head_dim} features: pairs of them turn by row and by column, so 4 divides them")
     without = [name for name in ("query", "key", "value") if not config[f"{name}_bias"]]
     options: dict[str, Any] = {"rotary": AxialRotary(head_dim, config["rope_theta"]), "bias": True}
-    make_attention = vision.make_bidirectional_attention_factory(config, out_bias=config["proj_bias"], **options)
+    make_attention = make_bidirectional_attention_factory(config, out_bias=config["proj_bias"], **options)
 
     def make_mixer(key: Key[Array, ""]) -> BidirectionalAttention:
         biases = lambda attention: [getattr(attention, name).bias for name in without]
@@ -38,8 +39,8 @@ def _build_dinov3(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
     bias, registers = config["mlp_bias"], config["num_register_tokens"]
     make_ffn = make_gated_mlp_factory if config["use_gated_mlp"] else make_mlp_factory
     embedding = vision.make_image_embedding_factory(config, positions=False, registers=registers, mask_token=True)
-    features = vision.make_feature_head_factory(lambda key: ClassTokenPooler())
-    head = vision.select_head(config, {"DINOv3ViTModel": features})
+    features = encoder_heads.make_feature_head_factory(lambda key: ClassTokenPooler())
+    head = encoder_heads.select_head(config, {"DINOv3ViTModel": features})
     layer, norm = (make_mixer, make_ffn(config, bias=bias)), make_layer_norm_factory(config)
     block = vision.make_layer_scale_block(config)
     return vision.build_config_image_encoder(config, layer, norm, head, embedding, block=block, key=key)
@@ -70,7 +71,9 @@ DINOV3_VIT = Family(
     names=_map_dinov3_names,
     defaults={
         **{
-            key: value for key, value in vision.VISION_DEFAULTS.items() if key not in (*vision.LABEL_KEYS, "image_size")
+            key: value
+            for key, value in vision.VISION_DEFAULTS.items()
+            if key not in (*encoder_heads.LABEL_KEYS, "image_size")
         },
         "hidden_size": 384,
         "intermediate_size": 1536,

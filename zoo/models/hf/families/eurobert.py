@@ -7,17 +7,23 @@ from jaxtyping import Array, Key
 from zoo.models.decoder import Block
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import build_rotary, find_activation, make_gated_mlp_factory, make_rms_norm_factory
+from zoo.models.hf.builders import (
+    build_rotary,
+    find_activation,
+    make_bidirectional_attention_factory,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+)
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
-from .. import text_encoders, vision
+from .. import encoder_heads, text_encoders
 from . import llama
 
 
 def _build_eurobert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     norm, gelu = make_rms_norm_factory(config), find_activation(Config(hidden_act="gelu"))
     bias = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
-    mixer = vision.make_bidirectional_attention_factory(config, rotary=build_rotary(config), **bias)
+    mixer = make_bidirectional_attention_factory(config, rotary=build_rotary(config), **bias)
     layers = [(mixer, make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
     transform = partial(DenseTransform, config["hidden_size"], activation=gelu)
     pooling = config["classifier_pooling"]
@@ -25,7 +31,7 @@ def _build_eurobert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "MaskedLM": text_encoders.make_masked_lm_head_factory(config, None, bias=False),
         "SequenceClassification": text_encoders.make_pooled_head_factory(config, transform, pooling=pooling),
         "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": text_encoders.make_feature_head,
+        "Model": encoder_heads.make_feature_head_factory(),
     }
     options = {"norm": norm, "final_norm": norm, "block": Block}
     return text_encoders.build_config_encoder(config, layers, "EuroBert", heads, key=key, **options)
@@ -43,7 +49,7 @@ def _map_eurobert_names(config: Config) -> NameMap:
         "TokenClassification": {"classifier": "head.linear"},
         "Model": {},
     }
-    return {**names, **text_encoders.select_names(config, "EuroBert", heads)}
+    return {**names, **encoder_heads.select_names(config, "EuroBert", heads)}
 
 
 EUROBERT = Family(
@@ -52,7 +58,7 @@ EUROBERT = Family(
     build=_build_eurobert,
     names=_map_eurobert_names,
     defaults={
-        **text_encoders.HEAD_DEFAULTS,
+        **encoder_heads.HEAD_DEFAULTS,
         **{key: value for key, value in llama.DEFAULTS.items() if key != "max_position_embeddings"},
         "vocab_size": 128256,
         "hidden_size": 768,

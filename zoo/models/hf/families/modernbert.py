@@ -18,6 +18,7 @@ from zoo.models.hf.builders import (
     find_activation,
     find_activation_name,
     list_layer_windows,
+    make_bidirectional_attention_factory,
     make_gated_mlp_factory,
     make_layer_norm_factory,
     read_layer_types,
@@ -25,7 +26,7 @@ from zoo.models.hf.builders import (
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 from zoo.ops.rotary import Rotary
 
-from .. import text_encoders, vision
+from .. import encoder_heads, text_encoders
 from ..describe import check_type, has_bias
 
 
@@ -35,7 +36,7 @@ def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     types = read_layer_types(config, ["sliding_attention" if local else "full_attention" for local in is_local])
     windows = list_layer_windows(types, config["local_attention"] // 2 + 1)  # to each side, with the token itself
     bias = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
-    make = partial(vision.make_bidirectional_attention_factory, config, **bias)
+    make = partial(make_bidirectional_attention_factory, config, **bias)
     kinds = dict(zip(types, windows, strict=True))
     mixers = {kind: make(window=window, rotary=build_rotary(config, layer_type=kind)) for kind, window in kinds.items()}
     ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])
@@ -46,7 +47,7 @@ def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=config["decoder_bias"]),
         "SequenceClassification": text_encoders.make_pooled_head_factory(config, transform, pooling=pooling),
         "TokenClassification": text_encoders.make_token_head_factory(config, transform),
-        "Model": text_encoders.make_feature_head,
+        "Model": encoder_heads.make_feature_head_factory(),
     }
     layers, blocks = [(mixers[kind], ffn) for kind in types], [make_unnormalized_block, *[Block] * (len(numbers) - 1)]
     norms = {"norm": norm, "embedding_norm": norm, "final_norm": norm}
@@ -107,7 +108,7 @@ def _map_modernbert_names(config: Config) -> NameMap:
         "Model": {},
     }
     layers = {**shell, **prefixed("layers.*", "layers.*", block)}
-    return {**prefixed("model", "", layers), **text_encoders.select_names(config, "ModernBert", heads)}
+    return {**prefixed("model", "", layers), **encoder_heads.select_names(config, "ModernBert", heads)}
 
 
 MODERNBERT = Family(
@@ -116,7 +117,7 @@ MODERNBERT = Family(
     build=_build_modernbert,
     names=_map_modernbert_names,
     defaults={
-        **text_encoders.HEAD_DEFAULTS,
+        **encoder_heads.HEAD_DEFAULTS,
         "vocab_size": 50368,
         "hidden_size": 768,
         "intermediate_size": 1152,

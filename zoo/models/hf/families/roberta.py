@@ -11,10 +11,10 @@ from zoo.layers import DensePooler
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import find_activation, make_layer_norm_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, NameMap
 
-from .. import text_encoders, vision
+from .. import encoder_heads, text_encoders
 from .bert import BERT, DEFAULTS, build_bert_layers, map_bert_layers
 
 
@@ -30,7 +30,7 @@ def _build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encod
         "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
         "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
         "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": vision.make_feature_head_factory(partial(DensePooler, size, size)),
+        "Model": encoder_heads.make_feature_head_factory(partial(DensePooler, size, size)),
     }
     return build_bert_layers(config, prefix, heads, positions=positions, position_offset=offset, key=key)
 
@@ -44,7 +44,7 @@ def _map_roberta_names(prefix: str, config: Config) -> NameMap:
         "TokenClassification": {"classifier": "head.linear"},
         "Model": {"roberta.pooler.dense": "head.pooler.linear"},
     }
-    return {**map_bert_layers("roberta"), **text_encoders.select_names(config, prefix, heads)}
+    return {**map_bert_layers("roberta"), **encoder_heads.select_names(config, prefix, heads)}
 
 
 _HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "pooler.")

@@ -7,20 +7,28 @@ from jaxtyping import Array, Key
 
 from zoo.layers import AttentionPooler
 from zoo.models.encoders.image import ImageEncoder
-from zoo.models.hf.builders import find_activation, make_layer_norm_factory, make_mlp_factory
+from zoo.models.hf.builders import (
+    find_activation,
+    make_bidirectional_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
 
-from .. import vision
+from .. import encoder_heads, vision
 
 
 def _build_siglip(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
     norm, embed, heads = make_layer_norm_factory(config), config["hidden_size"], config["num_attention_heads"]
     options = {"norm": norm, "activation": find_activation(config)}
     pooler = partial(AttentionPooler, embed, heads, config["intermediate_size"], **options)
-    features = vision.make_feature_head_factory(pooler if config["vision_use_head"] else None)
-    layer = vision.make_bidirectional_attention_factory(config, bias=True, out_bias=True), make_mlp_factory(config)
+    features = encoder_heads.make_feature_head_factory(pooler if config["vision_use_head"] else None)
+    layer = (
+        make_bidirectional_attention_factory(config, bias=True, out_bias=True),
+        make_mlp_factory(config),
+    )
     embedding = vision.make_image_embedding_factory(config, class_token=False)
-    head = vision.select_head(config, {"SiglipVisionModel": features})
+    head = encoder_heads.select_head(config, {"SiglipVisionModel": features})
     return vision.build_config_image_encoder(config, layer, norm, head, embedding, key=key)
 
 
@@ -58,7 +66,7 @@ SIGLIP_VISION_MODEL = Family(
     build=_build_siglip,
     names=_map_siglip_names,
     defaults={
-        **{key: value for key, value in vision.VISION_DEFAULTS.items() if key not in vision.LABEL_KEYS},
+        **{key: value for key, value in vision.VISION_DEFAULTS.items() if key not in encoder_heads.LABEL_KEYS},
         "intermediate_size": 3072,
         "hidden_act": "gelu_pytorch_tanh",
         "layer_norm_eps": 1e-6,

@@ -11,10 +11,16 @@ from zoo.layers import MLP, DensePooler, LayerNorm, PatchPositions
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models.encoders.heads import ClassificationHead
 from zoo.models.encoders.image import ImageEncoder
-from zoo.models.hf.builders import find_activation, find_activation_name, make_layer_norm_factory, make_mlp_factory
+from zoo.models.hf.builders import (
+    find_activation,
+    find_activation_name,
+    make_bidirectional_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 
-from .. import vision
+from .. import encoder_heads, vision
 from ..describe import check_type, has_bias
 
 
@@ -23,11 +29,14 @@ def _build_vit(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
     pooler = partial(DensePooler, size, config["pooler_output_size"] or size, activation=activation)
     heads = {
         "ViTForImageClassification": vision.make_classification_head_factory(config),
-        "ViTModel": vision.make_feature_head_factory(pooler),
+        "ViTModel": encoder_heads.make_feature_head_factory(pooler),
     }
     bias = config["qkv_bias"]
-    layer = vision.make_bidirectional_attention_factory(config, bias=bias, out_bias=True), make_mlp_factory(config)
-    embedding, head = vision.make_image_embedding_factory(config), vision.select_head(config, heads)
+    layer = (
+        make_bidirectional_attention_factory(config, bias=bias, out_bias=True),
+        make_mlp_factory(config),
+    )
+    embedding, head = vision.make_image_embedding_factory(config), encoder_heads.select_head(config, heads)
     return vision.build_config_image_encoder(config, layer, make_layer_norm_factory(config), head, embedding, key=key)
 
 

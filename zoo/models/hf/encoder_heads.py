@@ -1,0 +1,56 @@
+"""Heads of encoders by the architecture that a config names: of texts and of images."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zoo.layers import AbstractPooler
+
+from ..encoders.heads import FeatureHead
+from .errors import ConfigError
+from .spec import Config, NameMap
+
+LABEL_KEYS = ("id2label", "num_labels")
+"""Keys of classifiers, which families of features alone do not have."""
+
+HEAD_DEFAULTS: dict[str, Any] = {"architectures": None, **dict.fromkeys(LABEL_KEYS)}
+"""Defaults of the keys that choose and size a head."""
+
+HeadFactory = Callable[..., Any]
+"""A function `key= -> head`."""
+
+
+def find_head_kind(config: Config, prefix: str) -> str:
+    """Return the head of the config's architecture: `MaskedLM` for `BertForMaskedLM`, `Model` for `BertModel`, and
+    `MaskedLM` if it names none."""
+    names = [name for name in config["architectures"] or [] if name.startswith(prefix)]
+    return names[0].removeprefix(prefix).removeprefix("For") if names else "MaskedLM"
+
+
+def select_head(config: Config, heads: Mapping[str, HeadFactory]) -> HeadFactory:
+    """Return the head of the config's architecture; the first of `heads` if it names none.
+
+    **Raises** `ConfigError` for an architecture with another head.
+    """
+    names = config["architectures"] or list(heads)[:1]
+    known = [name for name in names if name in heads]
+    if not known:
+        raise ConfigError(f"architectures = {names}, and the heads here are those of {' and '.join(heads)}")
+    return heads[known[0]]
+
+
+def select_names(config: Config, prefix: str, heads: Mapping[str, NameMap]) -> NameMap:
+    """Return the names of the head of the config's architecture."""
+    return heads[find_head_kind(config, prefix)]
+
+
+def count_classes(config: Config) -> int:
+    """Return the number of classes that `id2label` names, or `num_labels`. **Raises** `ConfigError` if they differ."""
+    labels, count = config["id2label"], config["num_labels"]
+    if labels is not None and count not in (None, len(labels)):
+        raise ConfigError(f"num_labels = {count}, and id2label has {len(labels)} labels")
+    return len(labels) if labels is not None else count or 2  # transformers' default
+
+
+def make_feature_head_factory(pooler: Callable[..., AbstractPooler] | None = None) -> HeadFactory:
+    """Return a factory of a `FeatureHead`, given that of its pooler, called with `key=`, if it has one."""
+    return lambda key: FeatureHead(None if pooler is None else pooler(key=key))
