@@ -51,9 +51,7 @@ LEFT_OUT = {
 
 def build_families_page(note: str) -> str:
     """List the families of checkpoints, the parts of their layers, and the published sizes."""
-    rows = [
-        f"| `{name}` | `{f.architecture}` | {' | '.join(describe_parts(f))} |" for name, f in sorted(FAMILIES.items())
-    ]
+    rows = [f"| `{name}` | {' | '.join(describe_parts(f))} |" for name, f in sorted(FAMILIES.items())]
     by_size = sorted(PRESETS.items(), key=lambda item: (item[1].family, item[1].parameters, item[0]))
     summaries = [f"- `{name}`: {summarize_family(family)}" for name, family in sorted(FAMILIES.items())]
     return "\n".join(
@@ -65,8 +63,8 @@ def build_families_page(note: str) -> str:
             "With the default config of each family; a checkpoint's config may change the details. Grouped-query "
             "attention (GQA) shares each key and value head among several query heads; multi-head latent attention "
             "(MLA) caches one latent vector per token instead.\n",
-            "| family | class in transformers | mixer | norm | feed-forward | head |",
-            "|---|---|---|---|---|---|",
+            "| family | mixer | norm | feed-forward | head |",
+            "|---|---|---|---|---|",
             *rows,
             "\n## Tested\n",
             "Tests compare a small checkpoint of each family with PyTorch: activations, gradients, padding, and files "
@@ -74,9 +72,12 @@ def build_families_page(note: str) -> str:
             "of packed rows where the model takes them, equals one on one device. *Adapters*: LoRA around every linear "
             "layer does too. *Decoding*: greedy tokens with caches are PyTorch's. *Quantized*: formats with a case of "
             "the family; the [same code](checkpoints.md#quantized-files) reads them for the others.\n",
-            "| family | cases | mesh | adapters | decoding | quantized |",
-            "|---|--:|---|---|---|---|",
-            *(f"| `{name}` | {format_support(support)} |" for name, support in families().items()),
+            "| family | class in transformers | cases | mesh | adapters | decoding | quantized |",
+            "|---|---|--:|---|---|---|---|",
+            *(
+                f"| `{name}` | `{FAMILIES[name].architecture}` | {format_support(support)} |"
+                for name, support in families().items()
+            ),
             "\n## Not here\n",
             *(f"- {name}: {reason}" for name, reason in LEFT_OUT.items()),
             "\n## Published sizes\n",
@@ -175,6 +176,7 @@ def describe_mixture(ffn: MixtureOfExperts) -> list[str]:
 
 def describe_attention(mixer: Any, config: Config) -> list[str]:
     """Describe softmax attention of any class, by the fields that it has."""
+    mixer, chunk = getattr(mixer, "attention", mixer), getattr(mixer, "chunk", None)
     field = lambda name: getattr(mixer, name, None)
     words = ["grouped-query attention" if "num_key_value_heads" in config else "multi-head attention"]
     words += ["in both directions"] * isinstance(mixer, BidirectionalAttention)
@@ -190,7 +192,7 @@ def describe_attention(mixer: Any, config: Config) -> list[str]:
     words += ["attention sinks"] * (field("sinks") is not None)
     words += ["output gate"] * (field("gate") is not None)
     words += ["scaled values of another size"] * isinstance(mixer, ValueScaledAttention)
-    words += ["within chunks"] * (field("chunk") is not None)
+    words += ["within chunks"] * (chunk is not None)
     return words + ["sliding window"] * ("sliding_window" in config)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.models.hf.config import ConfigError, read_config
+from zoo.models.hf.config import read_config
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import FAMILIES
 from zoo.weights.safetensors import open_safetensors, write_safetensors
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from zoo.models.hf.config import is_mxfp4
 from zoo.models.hf.families import get_family
+from zoo.models.hf.kinds import is_mxfp4
 from zoo.models.hf.spec import Family
 from zoo.parallel import Mesh
 

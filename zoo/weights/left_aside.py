@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zoo.models.hf.config import ConfigError, read_config
+from zoo.models.hf.config import read_config
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, Origin, Wrapping
 from zoo.models.hf.wrappers import is_text_tensor, unwrap_config
 

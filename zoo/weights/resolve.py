@@ -11,7 +11,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from zoo.models.hf.config import ConfigError, read_config, suggest_nearest
+from zoo.models.hf.config import read_config
+from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import TEXT_CONFIG, WRAPPERS, read_text_config, rename, rename_all, unwrap_config

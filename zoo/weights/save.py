@@ -17,7 +17,8 @@ from jaxtyping import PyTree
 
 from zoo._files import create_files
 from zoo.layers import FP8Linear
-from zoo.models.hf.config import IGNORED_KEYS, ConfigError, read_config, suggest_nearest
+from zoo.models.hf.config import IGNORED_KEYS, read_config
+from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import FAMILIES, get_family
 from zoo.models.hf.spec import Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import rename_all, wrap_config

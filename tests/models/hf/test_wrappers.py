@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from zoo.models.hf.config import ConfigError, read_config
+from zoo.models.hf.config import read_config
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import FAMILIES, get_family
 from zoo.models.hf.wrappers import WRAPPERS, read_text_config, rename, unwrap_config, wrap_config
 

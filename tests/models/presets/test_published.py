@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
-from zoo.models.hf.config import ConfigError, read_config
+from zoo.models.hf.config import read_config
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import FAMILIES
 from zoo.models.presets.published import PRESETS, preset
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.models.hf.config import suggest_nearest
+from zoo.models.hf.errors import suggest_nearest
 from zoo.models.hf.values import (
     BOOL,
     NUMBER,

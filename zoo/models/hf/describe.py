@@ -16,7 +16,7 @@ from zoo.layers import (
 )
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import find_activation_name
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.ops.rotary import (
     DynamicScaling,
     LinearScaling,

@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .config import ConfigError
+from .errors import ConfigError
 from .spec import Family, NameMap, Wrapping
 
 

@@ -9,7 +9,9 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ..decoder import Decoder
-from ..hf.config import ROPE_CONFIG_KEYS, ConfigError, read_config
+from ..hf.config import read_config
+from ..hf.errors import ConfigError
+from ..hf.rope_config import ROPE_CONFIG_KEYS
 from ..hf.spec import Family, Origin
 
 

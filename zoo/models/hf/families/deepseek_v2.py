@@ -17,7 +17,7 @@ from zoo.models.hf.builders import (
     make_mixture_factory,
     make_rms_norm_factory,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import dots1, llama

@@ -9,7 +9,7 @@ from jaxtyping import Array, Key
 from zoo.layers import LightningIndexer, SparseLatentAttention
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import make_biased_router_factory, make_latent_attention_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import deepseek_v2, deepseek_v3

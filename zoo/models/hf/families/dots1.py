@@ -12,7 +12,7 @@ from zoo.models.hf.builders import (
     make_mixture_factory,
     read_layer_types,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from ..describe import describe_mixture

@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 from zoo.layers import BiasedRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_moe_decoder, build_rotary, make_mixture_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 
 from . import llama, qwen2_moe

@@ -16,7 +16,7 @@ from zoo.models.hf.builders import (
     make_mlp_factory,
     make_one_norm_block,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama, mpt

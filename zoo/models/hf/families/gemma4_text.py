@@ -23,7 +23,7 @@ from zoo.models.hf.builders import (
     read_head_sizes,
     read_layer_types,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 from zoo.models.layer_inputs import LayerInputBlock, LayerInputProjection, LayerInputs
 

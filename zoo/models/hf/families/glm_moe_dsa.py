@@ -6,7 +6,7 @@ from jaxtyping import Array, Key
 
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import make_biased_router_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family
 from zoo.models.selection import SelectionBlock
 

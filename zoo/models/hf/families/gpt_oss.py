@@ -16,7 +16,7 @@ from zoo.models.hf.builders import (
     make_windowed_attention_factories,
     read_layer_types,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 from zoo.ops.quantized.mxfp4 import BLOCK_SIZE
 

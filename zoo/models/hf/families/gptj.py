@@ -12,7 +12,7 @@ from zoo.models.hf.builders import (
     make_one_norm_block,
     read_head_sizes,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 from zoo.ops.rotary import Rotary
 

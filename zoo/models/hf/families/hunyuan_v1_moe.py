@@ -6,7 +6,7 @@ from jaxtyping import Array, Key
 from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_mixture_factory, make_rms_norm_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import hunyuan_v1_dense, llama

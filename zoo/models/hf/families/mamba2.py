@@ -10,7 +10,7 @@ from zoo.layers import Mamba2, RMSNorm
 from zoo.models.blocks import MixerBlock
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from ..describe import check_type, eval_shape_blocks, has_bias

@@ -18,7 +18,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
     read_layer_types,
 )
-from zoo.models.hf.config import LAYER_TYPES
+from zoo.models.hf.rope_config import LAYER_TYPES
 from zoo.models.hf.spec import Config, Family
 
 from . import llama, olmo2

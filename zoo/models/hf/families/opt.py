@@ -7,7 +7,7 @@ from jaxtyping import Array, Key
 from zoo.layers import LayerNorm
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mlp_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 

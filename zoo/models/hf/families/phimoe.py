@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 from zoo.layers import LayerNorm, SparseMixerRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mixture_factory
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import llama, mixtral
@@ -28,8 +28,8 @@ def _build_phimoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 def _read_magnitude(config: Config) -> dict:
     """Return `rope_parameters` with `short_mscale` and `long_mscale`, which scale cos and sin up to the original length
-    and beyond, as `attention_factor`. The class in transformers always rotates by the short factors of LongRoPE; beyond
-    the original length the long ones are meant, as in the model's own code.
+    and beyond, as `attention_factor`. Beyond the original length RoPE takes the long factors, as in transformers 4 and
+    vLLM; transformers 5 keeps the short ones.
 
     **Raises** `ConfigError` if the two differ, and for another `rope_type` with them than "longrope".
     """

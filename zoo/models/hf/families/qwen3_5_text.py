@@ -18,7 +18,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
     read_layer_types,
 )
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
