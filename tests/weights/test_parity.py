@@ -23,14 +23,8 @@ from zoo.models import balance_loss, token_info
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.wrappers import read_text_config
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
-from zoo.weights.parity import (
-    GRADIENT_FLOOR,
-    TOLERANCE,
-    compare,
-    make_next_token_batch,
-    read_expectations,
-    relative_error,
-)
+from zoo.weights.parity import GRADIENT_FLOOR, TOLERANCE, compare, read_expectations, relative_error
+from zoo.weights.parity_kinds import make_next_token_batch
 from zoo.weights.safetensors import open_tensors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
