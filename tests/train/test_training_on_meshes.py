@@ -40,8 +40,8 @@ SLOW = (
     *("data x context", "fsdp x context x tensor", "SEQUENCE", "ZERO2", "fsdp x expert"),
     *("pipe x expert", "pipe x fsdp x tensor in rounds"),
 )
-TOLERANCE = 5e-6
-"""On one device, parameters that differ in their last place change these losses by 2e-6; the meshes by 2e-7."""
+TOLERANCE = 2e-5
+"""On one device, parameters that differ in their last place change these losses by 2e-5; the meshes by up to 5e-6."""
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(3e-3, weight_decay=0.1, mask=decay_mask))
 
 
@@ -58,18 +58,18 @@ def make(key):
 
 
 def make_repeated(key):
-    """Four equal layers, which the stages of a pipeline share. Every token has all experts: with four routers, rounding
-    would change a choice within ten steps."""
-    pattern, ffn = [partial(Attention, heads=4, rotary=Rotary(4), window=6)], partial(make_mixture, top=4)
-    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=4, pattern=pattern, ffns=[ffn], key=key)
+    """Four equal layers, which the stages of a pipeline share."""
+    pattern = [partial(Attention, heads=4, rotary=Rotary(4), window=6)]
+    return zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=4, pattern=pattern, ffns=[make_mixture], key=key)
 
 
 def choose_model(*names):
     return make_repeated if any("pipe" in name for name in names) else make
 
 
-def make_mixture(embed, *, out_scale, key, top=2):
-    router, expert = partial(SoftmaxRouter, embed, 4, top), partial(GatedMLP, embed, 16, out_scale=out_scale)
+def make_mixture(embed, *, out_scale, key):
+    """Every token has all experts: rounding would change a choice within ten steps, on one processor or another."""
+    router, expert = partial(SoftmaxRouter, embed, 4, 4), partial(GatedMLP, embed, 16, out_scale=out_scale)
     return MixtureOfExperts(router, expert, 4, key=key)
 
 
@@ -207,7 +207,11 @@ def test_checkpoint_of_a_mesh_goes_on_on_others(first, then, tmp_path):
     strength=st.sampled_from([0.1, 1.0, 30.0]),
 )
 def test_any_documents_and_decays_equal_one_device(seed, often, strength):
-    """Documents of any length that begin and end on any device; decays that forget nothing, or all within a token."""
+    """Documents of any length that begin and end on any device; decays that forget nothing, or all within a token.
+
+    Parameters that differ in their last place change gradients of the delta rule by up to 2e-4 on one device, the mesh
+    by up to 3e-5.
+    """
     scale = lambda model: model.stack.segments[0].blocks[0].mixer.decay.A_log
     model, batch = make_unsharded(), make_batch(seed, often)
     model = eqx.tree_at(scale, model, replace_fn=lambda x: x + np.log(strength))
@@ -218,4 +222,4 @@ def test_any_documents_and_decays_equal_one_device(seed, often, strength):
     assert abs(loss - expected_loss) < 1e-5 * expected_loss
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
     for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        assert np.abs(x - y).max() <= 2e-5 * max(np.abs(y).max(), 1e-3 * largest)
+        assert np.abs(x - y).max() <= 1e-4 * max(np.abs(y).max(), 1e-3 * largest)
