@@ -2,7 +2,7 @@
 
 import pytest
 
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.weights.formats import split_quantization
 
 from .formats.encoders import BITSANDBYTES, FLOATS, FORMATS, FP8, GPTQ, INTEGERS, compressed

@@ -1,5 +1,7 @@
 """Layers of quantized files equal a `Linear` with the dequantized weight."""
 
+import operator
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ def random_layer(seed=0, *, in_=Dim("in"), out=Dim("out"), **options):
     layer = GroupQuantizedLinear(24, 12, in_=in_, out=out, **options)
     for name, make in fill.items():
         if (x := getattr(layer, name)) is not None:
-            layer = eqx.tree_at(lambda layer: getattr(layer, name), layer, jnp.asarray(make(x)))  # noqa: B023
+            layer = eqx.tree_at(operator.attrgetter(name), layer, jnp.asarray(make(x)))
     return eqx.tree_at(lambda x: x.bias, layer, jnp.arange(12.0), is_leaf=lambda x: x is None)
 
 

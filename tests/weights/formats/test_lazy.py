@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import tracemalloc
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,10 @@ def test_damage_is_named_before_anything_is_allocated(label, make, tmp_path, all
     assert not allocations
 
 
+def replace_quantization(given, _, config):
+    config.update(quantization_config=given)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_uncovered_formats_are_refused_unread(packed, make, tmp_path, monkeypatch):
     def refuse():
@@ -157,7 +162,7 @@ def test_uncovered_formats_are_refused_unread(packed, make, tmp_path, monkeypatc
         ({"quant_method": "gptq", "bits": 3}, "bits = 3, and 4 or 8 is read"),
         ({"bits": 4}, "quant_method None is not read. Formats that are: fp8"),
     ):
-        write_quantized(tmp_path, make, "awq", change=lambda _, config: config.update(quantization_config=given))  # noqa: B023
+        write_quantized(tmp_path, make, "awq", change=partial(replace_quantization, given))
         with pytest.raises(zoo.CheckpointError, match=message):
             zoo.load(tmp_path, packed=packed)
 

@@ -30,6 +30,8 @@ def test_packed_model_matches_pytorch(case):
     folder = Path(PARITY or "") / "models_more" / case
     expected, meta = read_expectations(folder / "expected.safetensors"), json.loads((folder / "meta.json").read_text())
     expected = {name: x for name, x in expected.items() if not name.startswith("bfloat16.")}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] in zoo.families()[config["model_type"]].quantized
     report = compare(folder, expected, gradient_norms=meta["grad_norm"], packed=True)
     assert report.passed, report.first_failure
     compared = {line.name.rpartition(" ")[2] for line in report.comparisons}

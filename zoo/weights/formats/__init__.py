@@ -8,7 +8,7 @@ MXFP4, whose tensors hold all experts, is `zoo.weights.packed`.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 
 from .awq import read_awq
 from .base import AbstractQuantizedFormat

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from zoo.layers import AbstractGroupLinear, GroupQuantizedLinear
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.values import WORD, is_any_of, list_of, optional
 from zoo.ops.quantized.groups import CodeKind
 from zoo.parallel import Dim

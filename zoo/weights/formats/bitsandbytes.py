@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from zoo.layers import AbstractGroupLinear, NestedNF4Linear
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.ops.quantized.groups import INT8_STEP, NESTED_GROUP_SIZE, CodeKind
 from zoo.ops.quantized.nf4 import BLOCK_SIZE, CODEBOOK
 from zoo.parallel import Dim

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from zoo.models.hf.config import ConfigError
+from zoo.models.hf.errors import ConfigError
 from zoo.ops.quantized.groups import CodeKind
 
 from ..safetensors import CheckpointError
