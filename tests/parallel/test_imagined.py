@@ -15,7 +15,7 @@ from zoo._optional import MissingExtraError
 from zoo.parallel.imagined import _environment
 
 
-@pytest.mark.parametrize("topology", ["v5e", "v5e:8", "v5e:2x2x2", "v4:2x2x1", "h100:2x2x2", "h100:8*2", "a100:8", ""])
+@pytest.mark.parametrize("topology", ["v5e", "v5e:8", "v5e:2x2x2", "v4:2x2x1", "h100:2x2x2", "h100:8*2", "t4:8", ""])
 def test_unknown_topologies_are_refused(topology):
     with pytest.raises(ValueError, match=r"is not a known topology. Known are v5e:2x4, .* h100:8 "):
         zoo.parallel.imagined(topology)

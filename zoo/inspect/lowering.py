@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jax.sharding import Mesh
 
-from zoo.ops.platform import Platform, current_platform, normalize_platform, target_platform
+from zoo.ops.platform import Platform, current_platform, normalize_platform, stand_in_platform, target_platform
 from zoo.parallel.imagined import is_imagined
 
 
@@ -16,10 +16,13 @@ def has_shapes(leaves: Sequence[Any]) -> bool:
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
 
 
-def trace(step: Callable, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> tuple[Any, Any]:
+def trace(
+    step: Callable, args: tuple, kwargs: dict, leaves: Sequence[Any], platform: Platform | None = None
+) -> tuple[Any, Any]:
     """Return the jaxpr of a call of a jitted step, and its only equation, the jitted function's. `leaves` are the
-    arrays and shapes of the arguments. **Raises** `TypeError` if there is another equation."""
-    with target_platform(_choose_platform(leaves)):
+    arrays and shapes of the arguments, whose devices may stand in for those of `platform`. **Raises** `TypeError` if
+    there is another equation."""
+    with target_platform(platform or _choose_platform(leaves)), stand_in_platform(platform):
         closed = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0]
     calls = [equation for equation in closed.jaxpr.eqns if "donated_invars" in equation.params]
     if len(calls) != 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-_OPAQUE_PRIMITIVES = (
+OPAQUE_PRIMITIVES = (
     "pallas_call",
     "ffi_call",
     "pure_callback",
@@ -62,11 +62,11 @@ def _count_equation_flops(equation: Any) -> Flops:
             return body + Flops(0, (f"while loop {format_scope(equation)}",)) if body.total else body
         case "shard_map":
             return count_flops(options["jaxpr"]) * _count_devices(options)
-        case _ if name in _OPAQUE_PRIMITIVES or name.startswith("dot_product_attention"):
+        case _ if name in OPAQUE_PRIMITIVES or name.startswith("dot_product_attention"):
             estimate = getattr(options.get("cost_estimate"), "flops", None)
             return Flops(0, (f"{name} {format_scope(equation)}",)) if estimate is None else Flops(int(estimate))
     total = Flops(0)
-    for inner in _find_subjaxprs(options):
+    for inner in find_subjaxprs(options):
         total += count_flops(inner)
     return total
 
@@ -75,7 +75,7 @@ def iterate_equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yield the equations of a jaxpr and its inner jaxprs that have none of their own, with how often each runs over
     all devices: those of a scan as often as its length, of a `while` loop once, of a conditional all branches."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inner = list(_find_subjaxprs(equation.params))
+        inner = list(find_subjaxprs(equation.params))
         repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
         if equation.primitive.name == "shard_map":
             repeats = _count_devices(equation.params)
@@ -104,7 +104,7 @@ def _count_devices(options: Any) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _find_subjaxprs(options: Any) -> Iterator[Any]:
+def find_subjaxprs(options: Any) -> Iterator[Any]:
     """Yield the jaxprs that an equation calls: those of jit, remat and custom VJPs."""
     for value in options.values():
         for jaxpr in value if isinstance(value, tuple | list) else (value,):

@@ -174,7 +174,7 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         endless=tuple(endless),
         memory=_read_memory_stats(executable),
         collectives=sum_collectives(module, executions, mesh, devices),
-        donations=tuple(_check_donations(call, _name_arguments(step, jaxpr, args, kwargs), executable, module)),
+        donations=tuple(_check_donations(call, name_arguments(step, jaxpr, args, kwargs), executable, module)),
         text=text,
     )
 
@@ -228,7 +228,7 @@ def _read_memory_stats(executable: Any) -> MemoryStats | None:
     )
 
 
-def _name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
+def name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
     """Return name and array of each argument, by the id of its variable in the jaxpr: a literal has no hash."""
     paths, _ = jax.tree_util.tree_flatten_with_path(eqx.filter((args, kwargs), is_array_or_shape))
     positional, names = _name_positional_arguments(step, len(args)), {}
@@ -261,11 +261,11 @@ def _check_donations(
     for variable, is_donated, used in zip(call.invars, call.params["donated_invars"], is_used, strict=True):
         if is_donated:
             name, x = known.get(id(variable), ("an array that the step closes over", variable.aval))
-            yield Donation(name, _count_device_bytes(x), used and number in aliased, used)
+            yield Donation(name, count_device_bytes(x), used and number in aliased, used)
         number += used
 
 
-def _count_device_bytes(x: Any) -> int:
+def count_device_bytes(x: Any) -> int:
     """Count the bytes of an array per device."""
     sharding = x.sharding if is_array_or_shape(x) else None
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)

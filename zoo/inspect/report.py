@@ -19,11 +19,11 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     where = ", out of the compilation cache" if seconds.cached else ""
     yield "seconds", f"trace {seconds.trace:.2f}, lower {seconds.lower:.2f}, compile {seconds.compile:.2f}{where}"
     bound = "at least " if program.flops.uncounted else ""
-    each = f", {_format_decimal_prefix(program.flops.total / program.devices)}FLOP per device"
+    each = f", {format_decimal_prefix(program.flops.total / program.devices)}FLOP per device"
     each = each if program.devices > 1 else ""
-    yield "compute", f"{bound}{_format_decimal_prefix(program.flops.total)}FLOP in matrix products{each}"
+    yield "compute", f"{bound}{format_decimal_prefix(program.flops.total)}FLOP in matrix products{each}"
     yield from (("", f"not counted: {operation}") for operation in program.flops.uncounted)
-    yield "traffic", f"at most {_format_decimal_prefix(program.bytes_moved)}B per device, to and from memory"
+    yield "traffic", f"at most {format_decimal_prefix(program.bytes_moved)}B per device, to and from memory"
     if program.endless:
         more = ", ..." if len(program.endless) > _MAX_SHOWN else ""
         names = ", ".join(program.endless[:_MAX_SHOWN])
@@ -42,7 +42,7 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     beside = f"  {'asynchronous':>12}" if any_asynchronous else ""
     yield "collectives", f"{'':{widths[0]}}  {'along':{widths[1]}}  {'times':>6}  {'bytes per device':>16}{beside}"
     for row in program.collectives:
-        size = f"{_format_decimal_prefix(row.bytes)}B"
+        size = f"{format_decimal_prefix(row.bytes)}B"
         beside = f"  {row.asynchronous:>12,}" if any_asynchronous else ""
         yield "", f"{row.kind:{widths[0]}}  {_format_axes(row):{widths[1]}}  {row.count:>6,}  {size:>16}{beside}"
 
@@ -50,22 +50,22 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
 def _format_memory(stats: Any, platform: str) -> str:
     if stats is None:
         return "not reported by the backend"
-    parts = [f"{_format_decimal_prefix(value)}B {name}" for name, value in (
+    parts = [f"{format_decimal_prefix(value)}B {name}" for name, value in (
         ("arguments", stats.arguments),
         ("new outputs", stats.outputs - stats.aliased),
         ("temporaries", stats.temporaries),
         ("code", stats.code),
     ) if value]  # fmt: skip
     if platform != "cpu" and stats.peak is not None:
-        return f"{_format_decimal_prefix(stats.peak)}B at the peak, per device: {', '.join(parts)}"
-    return f"{_format_decimal_prefix(stats.total)}B per device: {', '.join(parts)}"
+        return f"{format_decimal_prefix(stats.peak)}B at the peak, per device: {', '.join(parts)}"
+    return f"{format_decimal_prefix(stats.total)}B per device: {', '.join(parts)}"
 
 
 def _format_donations(donations: Any) -> str:
     if not donations:
         return "nothing"
     reused = [donation for donation in donations if donation.aliased]
-    size = _format_decimal_prefix(sum(donation.bytes for donation in reused))
+    size = format_decimal_prefix(sum(donation.bytes for donation in reused))
     return f"{len(reused)} of {len(donations)} arrays reused, {size}B per device"
 
 
@@ -73,7 +73,7 @@ def _format_axes(collective: Any) -> str:
     return collective.groups if collective.axes is None else ", ".join(collective.axes) or "no axis"
 
 
-def _format_decimal_prefix(value: float | int) -> str:
+def format_decimal_prefix(value: float | int) -> str:
     """Format three digits and a decimal prefix, for a unit to follow: `12.3 M`."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(value) < 999.5 or prefix == "P":

@@ -17,6 +17,10 @@ JAX's trace cache key."""
 _NAMES = {"cuda": "gpu", "rocm": "gpu"}
 
 
+stand_in_platform = jax.make_user_context(None)
+"""Context manager that sets the platform for which the devices of meshes stand in, while a step is traced in shapes."""
+
+
 def current_platform() -> Platform:
     """Return the platform that is compiled for: that of the mesh inside `zoo.spmd`, otherwise JAX's default backend."""
     return normalize_platform(target_platform.value or jax.default_backend())

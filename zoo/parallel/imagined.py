@@ -8,7 +8,6 @@ They hold no arrays and run nothing. A program for them is compiled from shapes,
 import contextlib
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +16,7 @@ from jax.experimental import topologies
 
 from zoo._optional import require_installed
 
-_TPU_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3}
-"""Number of dims of the torus of each TPU."""
+from .topology import parse_topology
 
 _H100 = """
 gpu_device_info {
@@ -59,17 +57,13 @@ def imagined(topology: str) -> list[Any]:
     unknown; `RuntimeError` if JAX has refused to load the CUDA compiler for want of CUDA's other libraries, which it
     does unless `JAX_PLATFORMS=cpu` is set.
     """
-    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", topology)
-    kind, sizes, slices = match.groups() if match else ("", "", None)
-    dims = sizes.split("x")
-    if kind in _GPU_TARGETS and len(dims) <= 2 and slices is None:
-        return _make_gpus(_GPU_TARGETS[kind], "x".join(["1"] * (3 - len(dims)) + dims))
-    if len(dims) == _TPU_DIMS.get(kind):
-        return _make_tpus(f"{kind}:{sizes}", int(slices or 1))
-    raise ValueError(
-        f"{topology!r} is not a known topology. Known are v5e:2x4, v6e:4x4, v5p:4x4x4, tpu7x:2x2x1 and other sizes of "
-        "them, v5p:4x4x4*2 for two slices, h100:8 for the GPUs of one host, and h100:8x8 for hosts x GPUs"
-    )
+    found = parse_topology(topology)
+    sizes = "x".join(map(str, found.sizes))
+    if found.is_tpu:
+        return _make_tpus(f"{found.kind}:{sizes}", found.slices)
+    if found.kind not in _GPU_TARGETS:
+        raise ValueError(f"XLA's description of {found.kind} is not here to compile for, only that of h100: {topology}")
+    return _make_gpus(_GPU_TARGETS[found.kind], f"1x{sizes}")
 
 
 def is_imagined(device: Any) -> bool:

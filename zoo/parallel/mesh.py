@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from zoo.ops.platform import Platform, normalize_platform
+from zoo.ops.platform import Platform, normalize_platform, stand_in_platform
 
 from .layout import AXES, Layout
 from .module import Dim, leaves
@@ -37,8 +37,8 @@ class Mesh:
 
     @property
     def platform(self) -> Platform:
-        """Platform of the devices, which need not be JAX's default backend."""
-        return normalize_platform(self.devices.devices.flat[0].platform)
+        """Platform of the devices, which need not be JAX's default backend, or for which they stand in."""
+        return normalize_platform(stand_in_platform.value or self.devices.devices.flat[0].platform)
 
     @property
     def optimizer(self) -> "Mesh":

@@ -1,0 +1,60 @@
+"""Compile training steps for TPUs and H100s that are not here, and write what they take: the truth that the estimate of
+`zoo.plan` is held to.
+
+    python scripts/compile_plans.py                       # every case that the file lacks
+    python scripts/compile_plans.py --only v5e --limit 2
+
+Needs the extras aot-tpu and aot-cuda, and JAX_PLATFORMS=cpu. A case takes half a minute to two minutes on one core;
+each is written when it is done.
+"""
+
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import zoo
+from scripts.plan_cases import CASES, make_case
+
+OUT = Path(__file__).parents[1] / "tests" / "planning" / "compiled.json"
+
+
+def main(*, out: Path = OUT, only: str = "", limit: int = 1000) -> None:
+    """Compile the cases that the file lacks.
+
+    Args:
+        out: The JSON file, a list of cases.
+        only: Part of a case's name.
+        limit: Number of cases to compile.
+    """
+    rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
+    known = {row["name"] for row in rows}
+    for name in [name for name in CASES if only in name and name not in known][:limit]:
+        start = time.perf_counter()
+        step, shapes = make_case(name, zoo.parallel.imagined(CASES[name].topology))
+        program = zoo.inspect.compiled(step, *shapes)
+        assert program.memory is not None
+        memory = program.memory
+        rows.append(
+            {
+                "name": name,
+                "arguments": memory.arguments,
+                "outputs": memory.outputs,
+                "aliased": memory.aliased,
+                "temporaries": memory.temporaries,
+                "peak": memory.peak,
+                "flops": program.flops.total,
+                "collectives": [[c.kind, list(c.axes or ()), c.arrays, c.bytes] for c in program.collectives],
+                "jaxlib": version("jaxlib"),
+            }
+        )
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(f"{name:60} peak {memory.peak or 0:>12,}  {time.perf_counter() - start:6.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

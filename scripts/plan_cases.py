@@ -1,0 +1,78 @@
+"""Training steps that the estimate of `zoo.plan` and the compilers are compared on: 20 meshes and options, of eight TPU
+v5e chips and of eight H100s."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import zoo
+from zoo.layers import Attention, GatedDeltaNet
+from zoo.ops.rotary import Rotary
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, Layout
+from zoo.planning.training import TrainingOptions, make_training_step
+
+SIZES = {"vocab": 8192, "embed": 512, "layers": 4, "heads": 8, "mlp": 1536}
+MODELS: dict[str, Callable] = {
+    "dense": partial(zoo.models.Transformer, **SIZES, kv_heads=4, rotary=Rotary(64), tied=False),
+    "tied": partial(zoo.models.Transformer, **SIZES, rotary=Rotary(64)),
+    "deep": partial(zoo.models.Transformer, **SIZES | {"layers": 8}, kv_heads=4, rotary=Rotary(64), tied=False),
+    "mixture": partial(zoo.models.MixtureOfExperts, **SIZES | {"mlp": 512}, experts=8, top=2, rotary=Rotary(64)),
+    "mamba2": partial(zoo.models.Mamba2, vocab=8192, embed=512, layers=4),
+    "hybrid": partial(
+        zoo.models.Hybrid,
+        vocab=8192,
+        embed=512,
+        layers=4,
+        mlp=1536,
+        pattern=[partial(GatedDeltaNet, heads=4), partial(Attention, heads=8, rotary=Rotary(64))],
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training step on one mesh."""
+
+    topology: str
+    model: str
+    mesh: Mapping[str, int]
+    options: TrainingOptions
+    layout: Layout | None = None
+
+
+_BASE = TrainingOptions(rows=32, seq=512)
+_STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], Layout | None]] = {
+    "data": ("dense", {"data": 8}, {}, None),
+    "data, no remat": ("dense", {"data": 8}, {"remat": "none"}, None),
+    "zero1": ("dense", {"fsdp": 8}, {}, ZERO1),
+    "zero2, micro-batches": ("dense", {"fsdp": 8}, {"microbatches": 4}, ZERO2),
+    "fsdp": ("dense", {"fsdp": 8}, {}, None),
+    "fsdp, no remat": ("dense", {"fsdp": 8}, {"remat": "none"}, None),
+    "fsdp, dots": ("tied", {"fsdp": 8}, {"remat": "dots"}, None),
+    "fsdp, float32": ("dense", {"fsdp": 8}, {"dtype": "float32"}, None),
+    "fsdp, micro-batches": ("tied", {"fsdp": 8}, {"microbatches": 4}, None),
+    "tensor": ("dense", {"tensor": 4, "data": 2}, {}, None),
+    "sequence": ("dense", {"tensor": 4, "data": 2}, {"remat": "none"}, SEQUENCE),
+    "fsdp x tensor": ("dense", {"fsdp": 4, "tensor": 2}, {"remat": "dots"}, None),
+    "data x fsdp x tensor": ("tied", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "none"}, None),
+    "context": ("dense", {"fsdp": 2, "context": 4}, {}, Layout(context="gathered")),
+    "expert": ("mixture", {"data": 2, "expert": 4}, {}, None),
+    "expert x fsdp": ("mixture", {"fsdp": 2, "expert": 4}, {"remat": "none"}, None),
+    "pipe": ("deep", {"pipe": 4, "data": 2}, {"microbatches": 8}, None),
+    "pipe x fsdp x tensor": ("deep", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 4}, None),
+    "mamba2": ("mamba2", {"fsdp": 8}, {}, None),
+    "hybrid": ("hybrid", {"fsdp": 4, "tensor": 2}, {}, None),
+}
+CASES = {
+    f"{topology} {name}": Case(topology, model, mesh, dataclasses.replace(_BASE, **changes), layout)
+    for topology in ("v5e:2x4", "h100:8")
+    for name, (model, mesh, changes, layout) in _STEPS.items()
+}
+
+
+def make_case(name: str, devices: Sequence[Any]) -> tuple[Callable, tuple[Any, Any, Any]]:
+    """Return the step of a case on these devices, and the shapes of its arguments."""
+    case = CASES[name]
+    mesh = zoo.make_mesh(**{"data": 1, **case.mesh}, devices=devices, layout=case.layout)
+    return make_training_step(MODELS[case.model], mesh, case.options)

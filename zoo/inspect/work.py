@@ -1,0 +1,118 @@
+"""Work of one device in a step, counted in its jaxpr: products by dtype, main memory traffic, collectives by axis.
+
+Inside `shard_map` shapes are those of one device, and every collective stands in the jaxpr, with its mesh axes. What
+XLA adds for arrays outside of it is not here: the sums of a global norm, the gather of updated parameters in ZeRO-1.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from .collectives import Collective
+from .operations import OPAQUE_PRIMITIVES, count_flops, count_product_flops, find_subjaxprs
+
+_KINDS = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
+    "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+}
+"""HLO opcodes of the primitives that move data between devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceWork:
+    """Work of one device in one step."""
+
+    flops: dict[str, int]
+    """FLOPs of products, by the dtype of their operands; `float32 highest` where six bfloat16 passes or IEEE products
+    are asked for."""
+    product_bytes: int
+    """Bytes of the operands and results of all products: what main memory moves for them without any cache."""
+    collectives: tuple[Collective, ...]
+    """By kind and axes, largest first. `arrays` equals `count`, before XLA combines several."""
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+
+def count_work(jaxpr: Any, shape: Mapping[str, int]) -> DeviceWork:
+    """Count the work of one device of a mesh of this shape, loop iterations included; a `while` loop counts once."""
+    flops: Counter[str] = Counter()
+    sums: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    moved = 0
+    for equation, times, local in _iterate_device_equations(jaxpr):
+        if (products := count_product_flops(equation)) is not None:
+            share = 1 if local else math.prod(shape.values())
+            flops[_find_precision(equation)] += products * times // share
+            moved += times * sum(map(count_aval_bytes, (*equation.invars[:2], *equation.outvars))) // share
+        elif equation.primitive.name in _KINDS:
+            axes = tuple(axis for axis in find_collective_axes(equation) if shape.get(axis, 1) > 1)
+            if axes:
+                axes = tuple(sorted(axes, key=list(shape).index))
+                total = sums.setdefault((_KINDS[equation.primitive.name], axes), [0, 0])
+                arrays = [max(pair) for pair in _pair_bytes(equation)]
+                total[0] += times * len(arrays)
+                total[1] += times * sum(arrays)
+    rows = [Collective(kind, axes, "", count, count, size) for (kind, axes), (count, size) in sums.items()]
+    return DeviceWork(dict(flops), moved, tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, row.axes or ()))))
+
+
+def count_aval_bytes(variable: Any) -> int:
+    """Return the bytes of a variable's array; 0 for what is none, as a key or a token."""
+    aval = variable.aval
+    try:
+        return math.prod(aval.shape) * aval.dtype.itemsize
+    except (AttributeError, TypeError):
+        return 0
+
+
+def find_collective_axes(equation: Any) -> tuple[str, ...]:
+    """Return the mesh axes of a collective."""
+    named = equation.params.get("axes", equation.params.get("axis_name"))
+    return tuple(axis for axis in (named if isinstance(named, tuple | list) else (named,)) if isinstance(axis, str))
+
+
+def count_sent_bytes(collective: Collective, shape: Mapping[str, int]) -> float:
+    """Return the bytes that each device sends in a ring: of n devices, (n - 1) / n of the bytes, twice for an
+    all-reduce; all for a permutation."""
+    size = math.prod(shape[axis] for axis in collective.axes or ())
+    share = (size - 1) / size
+    factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(collective.kind, share)
+    return factor * collective.bytes
+
+
+def _iterate_device_equations(jaxpr: Any, times: int = 1, local: bool = False) -> Iterator[tuple[Any, int, bool]]:
+    """Yield the innermost equations with how often a device runs each, and True for those whose shapes are its own."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = equation.primitive.name
+        inner = [] if name in OPAQUE_PRIMITIVES else list(find_subjaxprs(equation.params))
+        repeats = equation.params["length"] if name == "scan" else 1
+        if name == "cond":
+            inner = [max(inner, key=lambda branch: count_flops(branch).total)]
+        for subjaxpr in inner:
+            yield from _iterate_device_equations(subjaxpr, times * repeats, local or name == "shard_map")
+        if not inner:
+            yield equation, times, local
+
+
+def _pair_bytes(equation: Any) -> Iterator[tuple[int, int]]:
+    arrays = [x for x in equation.invars if count_aval_bytes(x) and not isinstance(x, Literal)]
+    for given, result in zip(arrays, equation.outvars, strict=False):
+        yield count_aval_bytes(given), count_aval_bytes(result)
+
+
+def _find_precision(equation: Any) -> str:
+    """Name the dtype of a product's wider operand, and the precision asked for."""
+    dtype = max((x.aval.dtype for x in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
+    precision = equation.params.get("precision")
+    highest = precision is not None and any("HIGHEST" in str(p) for p in jax.tree.leaves(precision))
+    return f"{dtype.name} highest" if dtype.name == "float32" and highest else dtype.name

@@ -1,0 +1,26 @@
+"""Memory, traffic and time of a step on any mesh of any chips, before it is launched."""
+
+from .chips import CHIPS, Chip
+from .compiled import compile_training
+from .links import Transfer, time_transfer
+from .plan import BudgetError, Plan, plan_step
+from .search import Candidate, make_stand_in_mesh, plan_training, search_meshes
+from .training import TrainingOptions, count_model_flops, make_training_step
+
+__all__ = [
+    "CHIPS",
+    "BudgetError",
+    "Candidate",
+    "Chip",
+    "Plan",
+    "TrainingOptions",
+    "Transfer",
+    "compile_training",
+    "count_model_flops",
+    "make_stand_in_mesh",
+    "make_training_step",
+    "plan_step",
+    "plan_training",
+    "search_meshes",
+    "time_transfer",
+]

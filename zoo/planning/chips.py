@@ -1,0 +1,99 @@
+"""Accelerators: memory, peak FLOPs and links of one device, from the data sheets of their makers."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from zoo.ops.platform import Platform
+
+GIB, GB, TERA = 2.0**30, 1e9, 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Memory, rates and links of one device, at best."""
+
+    name: str
+    platform: Platform
+    memory: int
+    """Bytes of HBM."""
+    bandwidth: float
+    """Bytes per second of HBM."""
+    flops: Mapping[str, float]
+    """Dense FLOPs per second of products, by the dtype of their operands. JAX multiplies float32 in one bfloat16 pass
+    on TPUs and in TF32 on GPUs; `float32 highest` is what `jax.default_matmul_precision("highest")` asks for."""
+    link: float
+    """Bytes per second that a device sends to others of its fast domain: the GPUs of a host by NVLink, or one dim of a
+    slice's torus by ICI."""
+    network: float
+    """Bytes per second and device that leave the fast domain: InfiniBand, or the data center network."""
+    source: str
+
+    def rate(self, dtype: str) -> float:
+        """Return FLOPs per second of products in `dtype`. **Raises** `KeyError` for one that is not on its sheet."""
+        return self.flops[dtype] if dtype in self.flops else self.flops[_SAME_RATE[dtype]]
+
+
+_SAME_RATE = {"float16": "bfloat16", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "int8": "float8"}
+"""Dtypes multiplied at the rate of another one."""
+
+
+def _make_tpu(
+    name: str,
+    memory: float | int,
+    bandwidth: float | int,
+    teraflops: float | int,
+    ici: float | int,
+    dims: int,
+    network: float | int,
+    source: str,
+) -> Chip:
+    """`ici` is the sheet's bandwidth of a chip over all its links in both directions, in GB/s, and `network` is in
+    Gb/s: a ring along one of the torus's `dims` sends over two of its links."""
+    rates = {"bfloat16": teraflops * TERA, "float32": teraflops * TERA, "float32 highest": teraflops * TERA / 6}
+    rates["float8"] = teraflops * TERA * (2 if name == "tpu7x" else 1)
+    ring = ici * GB / 2 / dims
+    return Chip(name, "tpu", round(memory), bandwidth * GB, rates, ring, network * GB / 8, source)
+
+
+def _make_gpu(
+    name: str,
+    memory: float | int,
+    bandwidth: float | int,
+    teraflops: tuple[float | int, ...],
+    nvlink: float | int,
+    network: float | int,
+    source: str,
+) -> Chip:
+    """`teraflops` are those of FP8, BF16, TF32 and FP32 without sparsity; `nvlink` is the sheet's GB/s in both
+    directions, and `network` is in Gb/s."""
+    rates: dict[str, float] = {}
+    for dtype, rate in zip(("float8", "bfloat16", "float32", "float32 highest"), teraflops, strict=True):
+        rates[dtype] = rate * TERA
+    return Chip(name, "gpu", round(memory), bandwidth * GB, rates, nvlink * GB / 2, network * GB / 8, source)
+
+
+_GOOGLE = "docs.cloud.google.com/tpu/docs/"
+_HOPPER = "NVIDIA H100 Tensor Core GPU data sheet; DGX H100: eight 400 Gb/s adapters for eight GPUs"
+
+CHIPS: Mapping[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        # A pod's 6.4 Tb/s of data center network over its 256 chips.
+        _make_tpu("v5e", 16 * GB, 819, 197, 400, 2, 25, f"{_GOOGLE}v5e"),
+        _make_tpu("v5p", 95 * GIB, 2765, 459, 1200, 3, 50, f"{_GOOGLE}v5p"),
+        _make_tpu("v6e", 32 * GB, 1638, 918, 800, 2, 100, f"{_GOOGLE}v6e"),
+        # Half a chip: JAX has two devices per chip.
+        _make_tpu("tpu7x", 96 * GIB, 3690, 1153.5, 600, 3, 50, f"{_GOOGLE}tpu7x"),
+        _make_gpu(
+            *("a100", 80 * GB, 2039, (312, 312, 156, 19.5), 600, 200),
+            "NVIDIA A100 data sheet, 80 GB SXM, which has no FP8; DGX A100: eight 200 Gb/s adapters for eight GPUs",
+        ),
+        _make_gpu("h100", 80 * GB, 3350, (1979, 989.5, 494.5, 67), 900, 400, _HOPPER),
+        _make_gpu("h200", 141 * GB, 4800, (1979, 989.5, 494.5, 67), 900, 400, "NVIDIA H200 data sheet; DGX H200"),
+        _make_gpu(
+            *("b200", 180 * GB, 8000, (4500, 2250, 1100, 80), 1800, 400),
+            "NVIDIA DGX B200 data sheet: 1,440 GB and 64 TB/s over eight GPUs; HGX B200's rates without sparsity",
+        ),
+    )
+}
+"""By the word that begins a topology: `h100:8x8`."""

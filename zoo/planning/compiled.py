@@ -1,0 +1,28 @@
+"""Compile a planned training step with the compiler of its devices, which need not be here."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zoo.inspect import CompiledProgram, compiled
+from zoo.parallel import Layout, imagined, make_mesh
+from zoo.parallel.topology import Topology
+
+from .training import TrainingOptions, make_training_step
+
+
+def compile_training(
+    make_model: Callable[..., Any],
+    sizes: Mapping[str, int],
+    topology: Topology,
+    options: TrainingOptions,
+    layout: Layout | None = None,
+) -> CompiledProgram:
+    """Compile the training step of `make_training_step` for a topology. It takes minutes, and a core.
+
+    **Raises** `MissingExtraError` without the compiler (`aot-tpu`, `aot-cuda`), and `ValueError` for a GPU that XLA has
+    no description of here.
+    """
+    named: dict[str, Any] = {"data": 1, **sizes}
+    mesh = make_mesh(**named, devices=imagined(str(topology)), layout=layout)
+    step, args = make_training_step(make_model, mesh, options)
+    return compiled(step, *args)

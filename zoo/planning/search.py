@@ -1,0 +1,149 @@
+"""Search for the mesh on which a training step is fastest: sizes of the axes by rules and bounds, the best by trace."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from zoo.parallel import Layout, Mesh, make_mesh
+from zoo.parallel.topology import Topology
+
+from .chips import CHIPS
+from .plan import Plan, plan_step
+from .training import TrainingOptions, count_model_flops, make_training_step
+
+_log = logging.getLogger("zoo")
+AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+_BYTES_AT_REST = 16
+"""Bytes of a parameter with its gradient and two moments, in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Sizes of a mesh, and the plan on it."""
+
+    sizes: Mapping[str, int]
+    plan: Plan
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts what fits before what does not, and fast before slow: half-way between all and no overlap."""
+        return not self.plan.fits, self.plan.overlapped + self.plan.sequential
+
+
+def plan_training(
+    make_model: Callable[..., Any],
+    sizes: Mapping[str, int],
+    topology: Topology,
+    options: TrainingOptions,
+    layout: Layout | None = None,
+    *,
+    model_flops: int | None = None,
+) -> Plan:
+    """Plan the training step of `make_training_step` on a mesh of these sizes."""
+    mesh = make_stand_in_mesh(sizes, topology, layout)
+    step, args = make_training_step(make_model, mesh, options)
+    flops = count_model_flops(make_model, options) if model_flops is None else model_flops
+    return plan_step(step, *args, on=topology, model_flops=flops)
+
+
+def make_stand_in_mesh(sizes: Mapping[str, int], topology: Topology, layout: Layout | None = None) -> Mesh:
+    """Return a mesh of one CPU device, as often as the topology has devices.
+
+    **Raises** `ValueError` if the sizes do not multiply to the number of its devices.
+    """
+    devices = jax.devices("cpu")[:1] * topology.devices
+    named: dict[str, int] = {"data": 1, **sizes}
+    return make_mesh(**named, devices=devices, layout=layout)  # pyright: ignore[reportArgumentType]
+
+
+def search_meshes(
+    make_model: Callable[..., Any],
+    topology: Topology,
+    options: TrainingOptions,
+    layout: Layout | None = None,
+    *,
+    limit: int = 12,
+) -> list[Candidate]:
+    """Return the plans on the most promising meshes of a topology, the best first.
+
+    Axes are powers of two, apart from what remains for `data` or `fsdp`. Parameters, gradients and moments must fit;
+    `tensor` stays within a host or 16 devices; rows, tokens and experts must divide. Of what is left the `limit` with
+    the least traffic by a rule of thumb are traced. **Raises** `ValueError` if none can be built.
+    """
+    model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
+    parameters = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
+    experts = max((x.shape[1] for x in _find_experts(model)), default=1)
+    layers = sum(1 for _ in model.stack.iter_blocks())
+    kept = [
+        sizes
+        for sizes in iterate_sizes(topology, options, experts, layers)
+        if _BYTES_AT_REST * parameters / _count_shards(sizes) < 0.9 * CHIPS[topology.kind].memory
+    ]
+    kept = sorted(kept, key=lambda sizes: _estimate_traffic(sizes, topology, options, parameters))
+    flops, found, refused = count_model_flops(make_model, options), [], []
+    for sizes in kept[:limit]:
+        try:
+            found.append(
+                Candidate(sizes, plan_training(make_model, sizes, topology, options, layout, model_flops=flops))
+            )
+        except (ValueError, NotImplementedError) as error:
+            refused.append(f"{sizes}: {error}")
+            _log.info("left out %s: %s", sizes, error)
+    if not found:
+        why = refused[0] if refused else "parameters, gradients and moments fit on no mesh of it"
+        raise ValueError(f"no mesh of {topology} takes this training step: {why}")
+    return sorted(found, key=lambda candidate: candidate.rank)
+
+
+def iterate_sizes(
+    topology: Topology, options: TrainingOptions, experts: int = 1, layers: int = 1
+) -> Iterator[dict[str, int]]:
+    """Yield sizes of axes whose product is the number of devices, and that share out rows, tokens, experts, layers."""
+    count = topology.devices
+    powers = [2**n for n in range(count.bit_length()) if count % 2**n == 0]
+    for tensor in (n for n in powers if n <= min(topology.domain, 16)):
+        for pipe in (n for n in powers if n == 1 or (n <= layers // 2 and options.microbatches >= n)):
+            for expert in (n for n in powers if experts % n == 0 and (n == 1 or experts > 1)):
+                for context in (n for n in powers if options.seq // n >= 1024 or n == 1):
+                    inner = tensor * pipe * expert * context
+                    rest, remainder = divmod(count, inner)
+                    if remainder or not rest or options.rows % (rest * expert * options.microbatches):
+                        continue
+                    for fsdp in (n for n in powers if rest % n == 0):
+                        sizes = {"pipe": pipe, "data": rest // fsdp, "fsdp": fsdp}
+                        yield sizes | {"expert": expert, "context": context, "tensor": tensor}
+
+
+def _count_shards(sizes: Mapping[str, int]) -> int:
+    """Return over how many devices parameters are sharded at rest, experts included."""
+    return sizes["pipe"] * sizes["fsdp"] * sizes["expert"] * sizes["tensor"]
+
+
+def _estimate_traffic(sizes: Mapping[str, int], topology: Topology, options: TrainingOptions, parameters: int) -> float:
+    """Estimate seconds of collectives: parameters gathered and gradients scattered over fsdp, activations summed over
+    tensor, keys and values around context, bubbles of the pipeline."""
+    chip, devices = CHIPS[topology.kind], topology.devices
+    tokens = options.rows * options.seq / devices * sizes["tensor"]
+    stage = parameters / sizes["pipe"] / sizes["tensor"] / sizes["expert"]
+    reach = sizes["fsdp"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
+    gathers = 8 * stage * (options.microbatches if sizes["fsdp"] > 1 else 1)
+    bandwidth = chip.network * min(topology.domain, reach) / sizes["fsdp"] if reach > topology.domain else chip.link
+    seconds = gathers / max(bandwidth, chip.network) if sizes["fsdp"] * sizes["data"] > 1 else 0.0
+    width = (parameters / 12) ** 0.4  # rows of activations: a model of 12 layers' width squared per layer
+    seconds += 48 * tokens * width * (sizes["tensor"] > 1) / chip.link
+    compute = 8 * parameters * options.rows * options.seq / devices / chip.rate("bfloat16")
+    bubble = (sizes["pipe"] - 1) / max(options.microbatches, 1)
+    return seconds + compute * (1 + bubble) + compute * 0.05 * (sizes["context"] > 1)
+
+
+def _find_experts(model: Any) -> Iterator[Any]:
+    """Yield the arrays of experts, which are stacked by layer and then by expert."""
+    from zoo.layers import MixtureOfExperts
+
+    is_mixture = lambda node: isinstance(node, MixtureOfExperts)
+    for mixture in filter(is_mixture, jax.tree.leaves(model, is_leaf=is_mixture)):
+        yield from (x for x in jax.tree.leaves(mixture.experts) if hasattr(x, "shape") and len(x.shape) > 2)
