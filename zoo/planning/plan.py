@@ -173,5 +173,5 @@ def plan_step(step: Callable, *args: Any, on: str | Topology, model_flops: int |
     return Plan(topology, chip, program, tuple(transfers), model_flops)
 
 
-def _format(size: float) -> str:
+def _format(size: float | int) -> str:
     return f"{format_decimal_prefix(size)}B"

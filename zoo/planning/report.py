@@ -48,5 +48,5 @@ def _format_mfu(plan: "Plan", seconds: float) -> str:
     return "" if mfu is None else f", MFU {mfu:.0%}"
 
 
-def _format(value: float) -> str:
+def _format(value: float | int) -> str:
     return format_decimal_prefix(value)
