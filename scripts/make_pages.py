@@ -35,7 +35,7 @@ FOLDER_CAPTIONS = {
 IMPORT_ORDER = " < ".join(
     (
         *("ops", "parallel", "layers", "models", "(weights, text, generate)"),
-        *("(adapters, precision, train, inspect, testing)", "(cli, recipes)"),
+        *("(adapters, precision, train, inspect, testing)", "drawing", "(cli, recipes)"),
     )
 )
 HEAD = "---\nsearch:\n  exclude: true\n---\n\n"

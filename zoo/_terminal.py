@@ -34,3 +34,12 @@ def show(text: str = "", *, file: Any = None, end: str = "\n") -> None:
 def show_error(text: str) -> None:
     """Print a message to standard error. Its further lines are indented: none looks like a message of its own."""
     show(re.sub(r"\n(?!  )", "\n  ", text), file=sys.stderr)
+
+
+def format_bytes(count: float | int) -> str:
+    """Format bytes in decimal units with three digits: `2.47 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count = count / 1000
+    return f"{count:.3g} TB"

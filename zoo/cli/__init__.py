@@ -18,6 +18,7 @@ import zoo
 from zoo._terminal import show, show_error
 
 from .convert import convert
+from .draw import draw
 from .evaluate import evaluate
 from .families import families
 from .fork import fork
@@ -27,7 +28,7 @@ from .parity import parity
 from .presets import presets
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    command.__name__: command for command in (families, presets, info, convert, generate, evaluate, parity, fork)
+    command.__name__: command for command in (families, presets, info, draw, convert, generate, evaluate, parity, fork)
 }
 DESCRIPTION = (
     "Inspect, convert, run and evaluate language model checkpoints in JAX. `zoo COMMAND --help` shows the options of a "

@@ -22,7 +22,7 @@ from zoo.ops.platform import Platform
 from zoo.parallel import Mesh
 from zoo.weights.directory import resolve_directory
 from zoo.weights.plan import find_mapping, invert_name_map
-from zoo.weights.resolve import open_checkpoint
+from zoo.weights.resolve import Checkpoint, open_checkpoint
 from zoo.weights.safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, LazyTensor, open_tensors, read_json
 
 
@@ -107,18 +107,36 @@ def summarize(directory: Path, mesh: Mesh | None = None, platform: Platform | No
     """
     path = resolve_directory(directory)
     checkpoint = open_checkpoint(path)
-    dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(checkpoint.model)]
-    for name, tensor in checkpoint.tensor_plans.items():
-        for part in tensor.slices:
-            dtypes[part.leaf][checkpoint.tensors[name].dtype] = None
+    dtypes = _list_stored_dtypes(checkpoint)
     files, tensors = list_weight_files(path), open_tensors(path)
     size, left_aside = sum(file.stat().st_size for file in files), checkpoint.model.origin.left_aside
     stored = _StoredFiles(len(files), size, len(tensors), left_aside)
     summary = _summarize_shapes(
-        *(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, [*map(list, dtypes)]),
+        *(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, dtypes),
         *(mesh, platform),
     )
     return dataclasses.replace(summary, stored=stored, dtypes=_count_by_dtype(tensors.values()))
+
+
+def _list_stored_dtypes(checkpoint: Checkpoint) -> list[list[np.dtype]]:
+    """Return the dtypes of each array of a checkpoint's model, as stored."""
+    dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(checkpoint.model)]
+    for name, tensor in checkpoint.tensor_plans.items():
+        for part in tensor.slices:
+            dtypes[part.leaf][checkpoint.tensors[name].dtype] = None
+    return [*map(list, dtypes)]
+
+
+def read_shapes(directory: Path) -> Any:
+    """Return the model of a checkpoint in shapes, with dtypes as stored. Reads headers only. **Raises** as
+    `summarize`."""
+    checkpoint = open_checkpoint(resolve_directory(directory))
+    return _set_dtypes(checkpoint.model, [array_dtypes[0] for array_dtypes in _list_stored_dtypes(checkpoint)])
+
+
+def make_preset_shapes(name: str) -> Any:
+    """Return a preset in shapes. **Raises** `ValueError` for an unknown one."""
+    return eqx.filter_eval_shape(lambda: preset(name, key=jax.random.key(0)))
 
 
 def summarize_preset(name: str, mesh: Mesh | None = None, platform: Platform | None = None) -> Summary:
@@ -126,7 +144,7 @@ def summarize_preset(name: str, mesh: Mesh | None = None, platform: Platform | N
 
     **Raises** `ValueError` for an unknown preset, and for a mesh that does not divide the model.
     """
-    model = eqx.filter_eval_shape(lambda: preset(name, key=jax.random.key(0)))
+    model = make_preset_shapes(name)
     family = model.origin.family
     config = read_config(family, json.loads(model.origin.config))
     dtypes = [[np.dtype(x.dtype)] for x in jax.tree.leaves(model)]

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+from zoo._terminal import format_bytes as format_bytes
+
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: str = "  ") -> list[str]:
     """Return one line per row with aligned columns; those in `right` are aligned right.
@@ -20,12 +22,3 @@ def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (),
         ]
         lines.append(gap.join(cells).rstrip())
     return lines
-
-
-def format_bytes(count: float | int) -> str:
-    """Format bytes in decimal units with three digits: `2.47 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count = count / 1000
-    return f"{count:.3g} TB"

@@ -1,0 +1,126 @@
+"""Attach the traced moves of a step to the parts of a drawing: by name scopes, and those of parameters by their sizes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from .parts import DrawnParameter, Group, Move, Section
+from .traced_moves import TracedMove
+
+_Key = tuple[str, tuple[str, ...], str, bool]
+"""Collective, axes, phase, and whether single numbers move."""
+
+
+def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[list[Group], list[Move]]:
+    """Return the groups with their moves, and the moves that follow the backward pass.
+
+    A group per kind of layer has the number of its kind as label, in order. Nothing is lost: the counts and bytes of
+    all moves together are those of the trace.
+    """
+    of_groups = [_Collector() for _ in groups]
+    of_sections: list[dict[str, _Collector]] = [{s.name: _Collector() for s in group.sections} for group in groups]
+    of_step = _Collector()
+    kinds = [number for number, group in enumerate(groups) if group.layers]
+    last = len(groups) - 1
+    for move in _add_up(moves):
+        word = move.modules[0] if move.modules else ""
+        # What no pass of differentiation has touched was taken out of the loop over a pipeline's ticks.
+        in_stack = word == "stack" or (move.in_model and not move.differentiated)
+        if not move.in_model:
+            if not move.differentiated:
+                of_step.add(move, "loss" if move.size == 1 else "gradients")
+            else:
+                of_sections[last].setdefault("loss", _Collector()).add(move)
+        elif "gather" in move.modules and move.layer is None:
+            _share_out(move, groups, [n for n, group in enumerate(groups) if bool(group.layers) == in_stack], of_groups)
+        elif move.layer is not None:
+            number = kinds[move.layer]
+            if word in of_sections[number]:
+                of_sections[number][word].add(move, ".".join(move.modules[1:]))
+            elif word:
+                of_sections[number].setdefault(word, _Collector()).add(move, ".".join(move.modules[1:]))
+            else:
+                of_groups[number].add(move, "hidden states")
+        elif in_stack and kinds:
+            of_groups[kinds[0]].add(move, "hidden states")
+        else:
+            name, inner = ("head", "") if word == "_unembedding" else (word or "loss", ".".join(move.modules[1:]))
+            number = next((n for n, sections in enumerate(of_sections) if name in sections), last)
+            of_sections[number].setdefault(name, _Collector()).add(move, inner)
+    attached = []
+    for group, collector, sections in zip(groups, of_groups, of_sections, strict=True):
+        known = {section.name: section for section in group.sections}
+        parts = [
+            dataclasses.replace(known.get(name, Section(name, ())), moves=found.make_moves())
+            for name, found in sections.items()
+        ]
+        attached.append(dataclasses.replace(group, sections=tuple(parts), moves=collector.make_moves()))
+    return attached, list(of_step.make_moves())
+
+
+def _add_up(moves: Sequence[TracedMove]) -> list[TracedMove]:
+    """Add up equal collectives of the program."""
+    times: dict[TracedMove, int] = {}
+    for move in moves:
+        key = move._replace(times=1)
+        times[key] = times.get(key, 0) + move.times
+    return [move._replace(times=count) for move, count in times.items()]
+
+
+def _share_out(
+    move: TracedMove, groups: Sequence[Group], numbers: Sequence[int], collectors: Sequence["_Collector"]
+) -> None:
+    """Attach a move of parameters, whose call has no name, to those of its size: of `numbers`, by their layers."""
+    candidates = [
+        (number, parameter, max(len(groups[number].layers), 1))
+        for number in numbers
+        for parameter in groups[number].parameters
+    ]
+    matching = [x for x in candidates if _matches(move, x[1])] or candidates[:1]
+    total = sum(layers for _, _, layers in matching)
+    left = move.times
+    for index, (number, parameter, layers) in enumerate(matching):
+        times = left if index == len(matching) - 1 else move.times * layers // total
+        left -= times
+        if times:
+            subject = parameter.name.removeprefix("layers.*.").removesuffix(".weight")
+            collectors[number].add(move._replace(times=times), subject)
+
+
+def _matches(move: TracedMove, parameter: DrawnParameter) -> bool:
+    """Return True if the move has the axes and the size of this parameter, gathered, or of its gradient."""
+    axes = {axis for axes in parameter.gathered_axes for axis in axes}
+    known = (set(parameter.gradient_axes),) if move.collective == "reduce-scatter" else (axes,)
+    return set(move.axes) in known and move.size == parameter.size_in_use
+
+
+class _Collector:
+    """Moves at one place, added up by collective, axes and phase."""
+
+    def __init__(self):
+        self.found: dict[_Key, list[Move]] = {}
+
+    def add(self, move: TracedMove, subject: str = "") -> None:
+        phase = "backward" if move.backward else "forward" if move.in_model or move.differentiated else "update"
+        added = Move(move.collective, move.axes, subject, phase, move.times, move.times * move.bytes)
+        self.found.setdefault((move.collective, move.axes, phase, move.size == 1), []).append(added)
+
+    def make_moves(self) -> tuple[Move, ...]:
+        """Return one move per collective, axes and phase, in the order of the program, forward first."""
+        moves = [
+            dataclasses.replace(
+                parts[0],
+                subject=_join_subjects([part.subject for part in parts[:: -1 if parts[0].phase == "backward" else 1]]),
+                count=sum(part.count for part in parts),
+                bytes=sum(part.bytes for part in parts),
+            )
+            for parts in self.found.values()
+        ]
+        return tuple(sorted(moves, key=lambda move: ("forward", "backward", "update").index(move.phase)))
+
+
+def _join_subjects(subjects: Sequence[str]) -> str:
+    """Join names of matrices, in the order of the layer; of many, their number."""
+    names = [name for name in dict.fromkeys(subjects) if name]
+    if len(names) > 4:
+        return f"{len(names)} parameters"
+    return ", ".join(names)

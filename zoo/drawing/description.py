@@ -1,0 +1,203 @@
+"""Describe a model on a mesh: parameters with their shards by kind of layer, and what a training step moves."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo.models.decoder import AbstractBlock
+from zoo.models.encoders.image import ImageEncoder
+from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
+from zoo.models.stack import is_stack
+from zoo.parallel import AXES, Mesh, merge_rounds
+from zoo.parallel.mesh import is_array_or_shape
+
+from .attach import attach_moves
+from .parts import AxisUse, DrawnParameter, Drawing, Group, Section
+from .traced_moves import TracedMove, choose_seq_len, find_image_shape, trace_moves
+
+_LAYER = "layers.*."
+
+
+def describe_layout(
+    model: PyTree,
+    mesh: Mesh,
+    *,
+    title: str = "",
+    loss_fn: Callable | None = None,
+    batch: Mapping[str, Any] | None = None,
+    seq_len: int = 1024,
+) -> Drawing:
+    """Describe a model on a mesh, and its training step, which is traced in shapes: nothing is computed.
+
+    The arguments are those of `draw_layout`, which draws the result. **Raises** as it does.
+    """
+    shapes = merge_rounds(jax.tree.map(_to_shape, model))
+    kinds = _find_kinds(shapes)
+    groups = _make_groups(shapes, kinds, mesh)
+    moves = trace_moves(shapes, mesh, kinds.find_label, loss_fn=loss_fn, batch=batch, seq_len=seq_len)
+    groups, rest = attach_moves(groups, moves)
+    return Drawing(
+        title=title or type(model).__name__,
+        mesh=str(mesh),
+        axis_sizes=mesh.shape,
+        axes=tuple(_describe_axis(axis, mesh, groups, moves) for axis in AXES if mesh.shape[axis] > 1),
+        groups=tuple(groups),
+        moves=tuple(rest),
+        batch=_describe_batch(shapes, mesh, batch, seq_len) if moves else "",
+    )
+
+
+def _to_shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array_or_shape(x) else x
+
+
+@dataclasses.dataclass
+class _LayerKinds:
+    """Kinds of layers: those whose parameters have the same names, dims and shapes."""
+
+    keys: list[Any] = dataclasses.field(default_factory=list)
+    layers: list[list[int]] = dataclasses.field(default_factory=list)
+    """Numbers of the layers of each kind."""
+    names: list[str] = dataclasses.field(default_factory=list)
+
+    def find_label(self, block: AbstractBlock) -> int:
+        """Return the number of the kind of a stacked block."""
+        return self.keys.index(_make_key(block))
+
+    def add(self, block: AbstractBlock, layers: Sequence[int]) -> None:
+        if (key := _make_key(block)) not in self.keys:
+            self.keys.append(key)
+            self.layers.append([])
+            self.names.append(type(block).__name__)
+        self.layers[self.keys.index(key)] += layers
+
+    def find_kind(self, layer: int) -> int:
+        """Return the number of the kind of a layer."""
+        return next(kind for kind, layers in enumerate(self.layers) if layer in layers)
+
+
+def _make_key(block: AbstractBlock) -> Any:
+    """Return what layers of one kind have in common."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if is_array_or_shape(x) else x, block)
+    arrays = zip(list_parameter_paths(one), jax.tree.leaves(eqx.filter(one, is_array_or_shape)), strict=True)
+    return type(block), tuple((path.name, path.dims, x.shape, str(x.dtype)) for path, x in arrays)
+
+
+def _find_kinds(model: PyTree) -> _LayerKinds:
+    kinds = _LayerKinds()
+    for stack in filter(is_stack, jax.tree.leaves(model, is_leaf=is_stack)):
+        start = 0
+        for segment in getattr(stack, "segments", ()):
+            period, repeats = len(segment.blocks), segment.num_repeats
+            for i, block in enumerate(segment.blocks):
+                kinds.add(block, range(start + i, start + period * repeats, period))
+            start += period * repeats
+    return kinds
+
+
+def _make_groups(model: PyTree, kinds: _LayerKinds, mesh: Mesh) -> list[Group]:
+    """Return what comes before the layers, one group per kind of layer, and what comes after them."""
+    arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
+    before: list[DrawnParameter] = []
+    after: list[DrawnParameter] = []
+    in_layers: list[dict[str, DrawnParameter]] = [{} for _ in kinds.keys]
+    layer_axes: tuple[str, ...] = ()
+    for path, x in zip(list_parameter_paths(model), arrays, strict=True):
+        parameter, axes = _describe_parameter(path, x, mesh)
+        if not path.name.startswith(_LAYER):
+            (before if _is_input(path.name) else after).append(parameter)
+            continue
+        layer_axes = layer_axes or axes
+        found = in_layers[kinds.find_kind(path.ranges[0][0])]
+        found[parameter.name] = _add_layers(found[parameter.name], parameter) if parameter.name in found else parameter
+    groups = [
+        Group(name, tuple(sorted(layers)), layer_axes, _split_sections(list(parameters.values())))
+        for name, layers, parameters in zip(kinds.names, kinds.layers, in_layers, strict=True)
+    ]
+    first, last = (Group(_join_words(part), (), (), _split_sections(part)) for part in (before, after))
+    return [*([first] if before else []), *groups, last]
+
+
+def _is_input(name: str) -> bool:
+    word = name.partition(".")[0]
+    return "embedding" in word or "inputs" in word
+
+
+def _join_words(parameters: Sequence[DrawnParameter]) -> str:
+    return ", ".join(dict.fromkeys(parameter.name.partition(".")[0] for parameter in parameters)) or "output"
+
+
+def _split_sections(parameters: Sequence[DrawnParameter]) -> tuple[Section, ...]:
+    """Return a section per first word of the parameters within their layer, in the order of the layer."""
+    sections: dict[str, list[DrawnParameter]] = {}
+    for parameter in parameters:
+        sections.setdefault(parameter.name.removeprefix(_LAYER).partition(".")[0], []).append(parameter)
+    return tuple(Section(name, tuple(found)) for name, found in sections.items())
+
+
+def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnParameter, tuple[str, ...]]:
+    """Return a parameter, and the mesh axes that shard its layers."""
+    spec = tuple(mesh.spec(path.dims, x.shape, path.name)) if path.dims else ()
+    sharded = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    sharded += [()] * (len(x.shape) - len(sharded))
+    gathered = dict(mesh.find_gather_dims(path.dims))
+    shards = math.prod(mesh.shape[axis] for axes in sharded for axis in axes)
+    first = int(path.name.startswith(_LAYER))
+    used = [
+        mesh.shape[a] for i, axes in enumerate(sharded[first:], first) for a in axes if a not in gathered.get(i, ())
+    ]
+    size = x.size * np.dtype(x.dtype).itemsize
+    dims = tuple(dim.name for dim in path.dims) or ("",) * len(x.shape)
+    return DrawnParameter(
+        name=path.name,
+        dims=dims[first:],
+        shape=tuple(x.shape[first:]),
+        sharded_axes=tuple(sharded[first:]),
+        gathered_axes=tuple(gathered.get(index, ()) for index in range(first, len(x.shape))),
+        gradient_axes=tuple(axis for _, axes in mesh.gradients.find_gather_dims(path.dims) for axis in axes),
+        size_in_use=math.prod(x.shape[first:]) // math.prod(used),
+        dtype=str(x.dtype),
+        bytes=size,
+        bytes_per_device=size // shards,
+        trainable=path.leaf.trainable,
+    ), (sharded[0] if first else ())
+
+
+def _add_layers(first: DrawnParameter, second: DrawnParameter) -> DrawnParameter:
+    """Return a parameter with the layers of another segment."""
+    return dataclasses.replace(
+        first,
+        bytes=first.bytes + second.bytes,
+        bytes_per_device=first.bytes_per_device + second.bytes_per_device,
+    )
+
+
+def _describe_axis(axis: str, mesh: Mesh, groups: Sequence[Group], moves: Sequence[TracedMove]) -> AxisUse:
+    dims = [dim for dim in ("batch", "seq") if axis in mesh.axes(dim)]
+    dims += ["layers"] if any(axis in group.layer_axes for group in groups) else []
+    for group in groups:
+        for x in group.parameters:
+            dims += [dim for dim, axes in zip(x.dims, x.sharded_axes, strict=True) if axis in axes]
+    along = [move for move in moves if axis in move.axes]
+    count, size = (sum(numbers) for numbers in ([x.times for x in along], [x.times * x.bytes for x in along]))
+    return AxisUse(axis, mesh.shape[axis], tuple(dict.fromkeys(dims)), count, size)
+
+
+def _describe_batch(model: Any, mesh: Mesh, batch: Mapping[str, Any] | None, seq_len: int) -> str:
+    if batch is not None:
+        shape = jax.tree.leaves(batch)[0].shape
+        return f"a batch of {' x '.join(f'{size:,}' for size in shape)}"
+    microbatches = 4 * mesh.shape["pipe"] if mesh.shape["pipe"] > 1 else 1
+    rows = f"{microbatches} micro-batches of 1 row" if microbatches > 1 else "1 row"
+    if isinstance(model, ImageEncoder):
+        return f"{rows} per device, images of {' x '.join(map(str, find_image_shape(model)[1:]))}"
+    tokens = f"{rows} of {choose_seq_len(model, mesh, seq_len):,} tokens per"
+    if not (axes := mesh.axes("seq")):
+        return f"{tokens} device"
+    return f"{tokens} {mesh.count_shards('seq')} devices along {' x '.join(axes)}"

@@ -1,0 +1,195 @@
+"""Picture of one parameter: an array cut into its shards, with a colored band for each mesh axis that cuts it.
+
+Sides grow with the logarithm of their sizes. `embed` runs down, all other dims run across, outer dims first: experts
+are side by side.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from zoo._terminal import format_bytes
+
+from .elements import estimate_width, rectangles, spans
+from .parts import DrawnParameter
+
+_LONGEST_ACROSS, _LONGEST_DOWN, _SHORTEST, _THIN = 120.0, 76.0, 10.0, 10.0
+_BAND, _BAND_GAP, _LINE = 4.0, 2.0, 13.0
+_MOST_PIECES = 4096
+_DOWN = "embed"
+
+_Cut = tuple[str, int, bool]
+"""A mesh axis that cuts a side, its size, and whether its shards are all-gathered before use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterPicture:
+    """The picture of a parameter of the section `section`, and its captions."""
+
+    parameter: DrawnParameter
+    section: str
+    axis_sizes: Mapping[str, int]
+
+    @property
+    def width(self) -> float:
+        widths = [estimate_width(self._label, bold=True), estimate_width(self._caption)]
+        widths += [estimate_width("".join(words for words, _ in line)) for line in self._dim_lines()]
+        return max(self._bands_left + self._across, *widths)
+
+    @property
+    def picture_height(self) -> float:
+        return self._bands_above + self._down
+
+    @property
+    def text_height(self) -> float:
+        return _LINE * (bool(self._label) + 1 + len(self._dim_lines())) + 4
+
+    @property
+    def _down_dim(self) -> int | None:
+        dims = self.parameter.dims
+        if _DOWN in dims:
+            return len(dims) - 1 - dims[::-1].index(_DOWN)
+        return len(dims) - 1 if len(dims) > 1 else None
+
+    @property
+    def _across_dims(self) -> list[int]:
+        return [index for index in range(len(self.parameter.dims)) if index != self._down_dim]
+
+    @property
+    def _across(self) -> float:
+        sizes = [self.parameter.shape[index] for index in self._across_dims]
+        return _scale(math.prod(sizes), _LONGEST_ACROSS) if sizes else _THIN
+
+    @property
+    def _down(self) -> float:
+        return _THIN if self._down_dim is None else _scale(self.parameter.shape[self._down_dim], _LONGEST_DOWN)
+
+    def _find_cuts(self, dims: Sequence[int]) -> list[_Cut]:
+        x = self.parameter
+        return [
+            (axis, self.axis_sizes[axis], axis in x.gathered_axes[dim]) for dim in dims for axis in x.sharded_axes[dim]
+        ]
+
+    @property
+    def _cuts_across(self) -> list[_Cut]:
+        return self._find_cuts(self._across_dims)
+
+    @property
+    def _cuts_down(self) -> list[_Cut]:
+        return [] if self._down_dim is None else self._find_cuts([self._down_dim])
+
+    @property
+    def _bands_above(self) -> float:
+        return (_BAND + _BAND_GAP) * len(self._cuts_across)
+
+    @property
+    def _bands_left(self) -> float:
+        return (_BAND + _BAND_GAP) * len(self._cuts_down)
+
+    @property
+    def _label(self) -> str:
+        """The name within the section, without "weight": `query`, `query.bias`, `experts.gate`; "" of a norm."""
+        return ".".join(word for word in shorten_name(self.parameter.name).split(".") if word != self.section)
+
+    @property
+    def _caption(self) -> str:
+        return format_bytes(self.parameter.bytes_per_device)
+
+    def _dim_lines(self) -> list[list[tuple[str, str]]]:
+        """Return a line per dim: its name, its size, and the axes that shard it, in their colors."""
+        lines = []
+        for dim, size, axes in zip(*self._dims(), strict=True):
+            name = "" if dim.isdigit() or not dim else f"{dim} "
+            lines.append([(f"{name}{size:,}", ""), *((f" / {axis}", f"strong fill-{axis}") for axis in axes)])
+        return lines
+
+    def _dims(self) -> tuple[Sequence[str], Sequence[int], Sequence[tuple[str, ...]]]:
+        return self.parameter.dims, self.parameter.shape, self.parameter.sharded_axes
+
+    def describe(self) -> str:
+        """Describe the parameter in words, for screen readers and pointers."""
+        dims = [
+            f"{dim} {size:,}{' over ' + ' and '.join(axes) if axes else ''}"
+            for dim, size, axes in zip(*self._dims(), strict=True)
+        ]
+        sharding = "" if any(self.parameter.sharded_axes) else "; replicated"
+        return f"{self.parameter.name}: {', '.join(dims) or 'a number'}; {self._caption} per device{sharding}"
+
+    def draw(self, x: float, y: float, row_height: float) -> list[str]:
+        """Draw it with its left edge at x, and its lower edge `row_height` below y; captions follow."""
+        base = y + row_height
+        top, left = base - self._down, x + self._bands_left
+        parts = [f'<g class="parameter"><title>{escape(self.describe())}</title>']
+        parts += self._draw_pieces(left, top)
+        for number, (axis, positions) in enumerate(_list_bands(self._cuts_across, self._across)):
+            at = top - self._bands_above + number * (_BAND + _BAND_GAP)
+            parts += _draw_band(axis, [(left + start, at, size, _BAND) for start, size in positions])
+        for number, (axis, positions) in enumerate(_list_bands(self._cuts_down, self._down)):
+            at = x + number * (_BAND + _BAND_GAP)
+            parts += _draw_band(axis, [(at, top + start, _BAND, size) for start, size in positions])
+        lines: list[list[tuple[str, str]]] = [[(self._label, "name")]] if self._label else []
+        for number, line in enumerate([*lines, *self._dim_lines(), [(self._caption, "")]], 1):
+            parts.append(spans(x, base + _LINE * number, line))
+        return [*parts, "</g>"]
+
+    def _draw_pieces(self, left: float, top: float) -> list[str]:
+        """Draw the shards: the one that device 0 stores, those that it gathers, and the others."""
+        columns, rows = _list_shards(self._cuts_across), _list_shards(self._cuts_down)
+        if len(columns) * len(rows) > _MOST_PIECES:
+            raise ValueError(
+                f"{self.parameter.name} has {len(columns) * len(rows):,} shards, and a picture shows up to "
+                f"{_MOST_PIECES:,}: draw a smaller mesh"
+            )
+        found: dict[str, list[tuple[float, float, float, float]]] = {"other": [], "gathered": [], "stored": []}
+        across, down = _split_side(self._across, len(columns)), _split_side(self._down, len(rows))
+        for (row, (y, height)), (column, (x, width)) in itertools.product(
+            zip(rows, down, strict=True), zip(columns, across, strict=True)
+        ):
+            kind = max(row, column, key=("stored", "gathered", "other").index)
+            found[kind].append((left + x, top + y, width, height))
+        return [element for kind, pieces in found.items() if (element := rectangles(pieces, f"piece {kind}"))]
+
+
+def shorten_name(name: str) -> str:
+    """Shorten the name of a parameter: `attention.query` of `layers.*.attention.query.weight`."""
+    words = [word for word in name.split(".") if word != "*"]
+    words = words[1:] if words[0] == "layers" else words
+    return ".".join(words[:-1] if words[-1] == "weight" and len(words) > 1 else words)
+
+
+def _scale(size: int, longest: float) -> float:
+    """Return the length of a side: logarithmic, and at most `longest`, which 65,536 elements have."""
+    return min(max(_SHORTEST, longest * (math.log2(max(size, 1)) - 2) / 14), longest)
+
+
+def _split_side(length: float, count: int) -> list[tuple[float, float]]:
+    """Return start and length of each of `count` pieces of a side, with gaps between them where there is room."""
+    pitch = length / count
+    gap = 1.5 if pitch >= 6 else 0.5 if pitch >= 2.5 else 0.0
+    return [(number * pitch, pitch - (gap if number < count - 1 else 0)) for number in range(count)]
+
+
+def _list_shards(cuts: Sequence[_Cut]) -> list[str]:
+    """Return the kind of each shard along a side: "stored" on device 0, "gathered" by it, or "other"."""
+    kinds = []
+    for index in itertools.product(*(range(size) for _, size, _ in cuts)):
+        foreign = [is_gathered for (_, _, is_gathered), number in zip(cuts, index, strict=True) if number]
+        kinds.append("stored" if not foreign else "gathered" if all(foreign) else "other")
+    return kinds
+
+
+def _list_bands(cuts: Sequence[_Cut], length: float) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Return for each axis of a side the segments of its band, outermost axis first."""
+    bands, count = [], 1
+    for axis, size, _ in cuts:
+        count *= size
+        bands.append((axis, _split_side(length, count)))
+    return bands
+
+
+def _draw_band(axis: str, segments: Sequence[tuple[float, float, float, float]]) -> list[str]:
+    """Draw a band in the color of an axis: the segment of device 0 strong, the others pale."""
+    first, *others = segments
+    return [rectangles([first], f"band fill-{axis}"), rectangles(others, f"band rest fill-{axis}")]
