@@ -1,7 +1,7 @@
 """Drawings of a model on a mesh: parameters cut into shards, and what moves between devices in a training step."""
 
 from .description import describe_layout
-from .parts import AxisUse, DrawnParameter, Drawing, Group, Move, Section
+from .parts import AxisUse, Drawing, DrawnParameter, Group, Move, Section
 from .svg import draw_layout, render_drawing
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Attach the traced moves of a step to the parts of a drawing: by name scopes, and those of parameters by their sizes."""
+"""Attach the traced moves of a step to the parts of a drawing: by name scopes, those of parameters by their sizes."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from zoo.parallel import AXES, Mesh, merge_rounds
 from zoo.parallel.mesh import is_array_or_shape
 
 from .attach import attach_moves
-from .parts import AxisUse, DrawnParameter, Drawing, Group, Section
+from .parts import AxisUse, Drawing, DrawnParameter, Group, Section
 from .traced_moves import TracedMove, choose_seq_len, find_image_shape, trace_moves
 
 _LAYER = "layers.*."
@@ -149,9 +149,8 @@ def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnP
     gathered = dict(mesh.find_gather_dims(path.dims))
     shards = math.prod(mesh.shape[axis] for axes in sharded for axis in axes)
     first = int(path.name.startswith(_LAYER))
-    used = [
-        mesh.shape[a] for i, axes in enumerate(sharded[first:], first) for a in axes if a not in gathered.get(i, ())
-    ]
+    entries = list(enumerate(sharded))[first:]
+    used = [mesh.shape[axis] for index, axes in entries for axis in axes if axis not in gathered.get(index, ())]
     size = x.size * np.dtype(x.dtype).itemsize
     dims = tuple(dim.name for dim in path.dims) or ("",) * len(x.shape)
     return DrawnParameter(

@@ -1,4 +1,4 @@
-"""SVG of a drawing: the devices, one card per kind of layer with its parameters in pieces, and arrows for what moves."""
+"""SVG of a drawing: devices, a card per kind of layer with its parameters in pieces, and arrows for what moves."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence

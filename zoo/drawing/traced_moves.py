@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 from jaxtyping import PyTree
 
+from zoo.layers import TokenInfo
 from zoo.models import Decoder, Hidden, Stack, cross_entropy, set_loop
 from zoo.models.decoder import AbstractBlock
 from zoo.models.encoders.heads import MaskedLMHead
@@ -22,7 +23,6 @@ from zoo.models.encoders.image import ImageEncoder
 from zoo.models.encoders.text import Encoder
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.stack import is_stack
-from zoo.layers import TokenInfo
 from zoo.parallel import Mesh, replace_option, value_and_grad
 from zoo.parallel.rounds import split_rounds
 
@@ -107,11 +107,8 @@ def trace_moves(
     labeled = split_rounds(labeled, mesh.layout.rounds)
     step = value_and_grad(loss_fn, mesh, microbatches=microbatches)
     jaxpr = eqx.filter_make_jaxpr(lambda model, batch: step(model, batch))(labeled, dict(batch))[0]
-    sizes = mesh.shape
-    moves = [
-        _read_move(equation, scopes, times) for equation, scopes, times in _iterate_collectives(jaxpr.jaxpr, (), 1)
-    ]
-    moves = [move._replace(axes=tuple(axis for axis in move.axes if sizes[axis] > 1)) for move in moves]
+    moves = [_read_move(*found) for found in _iterate_collectives(jaxpr.jaxpr, (), 1)]
+    moves = [move._replace(axes=tuple(axis for axis in move.axes if mesh.shape[axis] > 1)) for move in moves]
     return [move for move in moves if move.axes]
 
 
@@ -171,7 +168,7 @@ def find_image_shape(model: ImageEncoder) -> tuple[int, int, int]:
 
 
 def _iterate_collectives(jaxpr: Any, scopes: tuple[str, ...], times: int) -> Iterator[tuple[Any, tuple[str, ...], int]]:
-    """Yield the collectives of a jaxpr and its inner jaxprs, with their name scopes and how often a device runs each."""
+    """Yield the collectives of a jaxpr and its inner jaxprs, their name scopes, and how often a device runs each."""
     for equation in jaxpr.eqns:
         here = (*scopes, *_split_scopes(str(equation.source_info.name_stack)))
         if equation.primitive.name in _COLLECTIVES:
