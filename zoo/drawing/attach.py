@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from .parts import DrawnParameter, Group, Move, Section
 from .traced_moves import TracedMove
 
-_Key = tuple[str, tuple[str, ...], str, bool]
-"""Collective, axes, phase, and whether single numbers move."""
+_Key = tuple[str, tuple[str, ...], str, bool, bool]
+"""Collective, axes, phase, whether single numbers move, and whether a part of the section has a name."""
 
 
 def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[list[Group], list[Move]]:
@@ -43,15 +43,15 @@ def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[
         elif in_stack and kinds:
             of_groups[kinds[0]].add(move, "hidden states")
         else:
-            name, inner = ("head", "") if word == "_unembedding" else (word or "loss", ".".join(move.modules[1:]))
+            name, inner = ("head", "") if word == "_Unembedding" else (word or "loss", ".".join(move.modules[1:]))
             number = next((n for n, sections in enumerate(of_sections) if name in sections), last)
             of_sections[number].setdefault(name, _Collector()).add(move, inner)
     attached = []
     for group, collector, sections in zip(groups, of_groups, of_sections, strict=True):
         known = {section.name: section for section in group.sections}
         parts = [
-            dataclasses.replace(known.get(name, Section(name, ())), moves=found.make_moves())
-            for name, found in sections.items()
+            dataclasses.replace(known.get(name) or Section(name, ()), moves=sections[name].make_moves())
+            for name in sorted(sections, key=lambda name: name == "loss")
         ]
         attached.append(dataclasses.replace(group, sections=tuple(parts), moves=collector.make_moves()))
     return attached, list(of_step.make_moves())
@@ -102,7 +102,7 @@ class _Collector:
     def add(self, move: TracedMove, subject: str = "") -> None:
         phase = "backward" if move.backward else "forward" if move.in_model or move.differentiated else "update"
         added = Move(move.collective, move.axes, subject, phase, move.times, move.times * move.bytes)
-        self.found.setdefault((move.collective, move.axes, phase, move.size == 1), []).append(added)
+        self.found.setdefault((move.collective, move.axes, phase, move.size == 1, bool(subject)), []).append(added)
 
     def make_moves(self) -> tuple[Move, ...]:
         """Return one move per collective, axes and phase, in the order of the program, forward first."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from zoo.parallel import AXES
 
-from .elements import estimate_width, format_number, rect, text
+from .elements import Number, estimate_width, format_number, rect, text
 
 _MOST_DRAWN = (8, 8, 4, 4, 4, 4)
 """Devices drawn along an axis, innermost axis first; an axis of more goes on in dots."""
@@ -14,7 +14,7 @@ _GAPS = (2.0, 2.0, 8.0, 8.0, 16.0, 16.0)
 _LABEL = 18.0
 
 
-def draw_device_grid(axis_sizes: Mapping[str, int], x: float, y: float, width: float) -> tuple[list[str], float]:
+def draw_device_grid(axis_sizes: Mapping[str, int], x: Number, y: Number, width: Number) -> tuple[list[str], Number]:
     """Draw the devices of a mesh at most `width` wide, and return the elements and their height.
 
     The innermost axis runs across and the next one down, the third across in blocks of these, and so on.
@@ -45,7 +45,7 @@ def draw_device_grid(axis_sizes: Mapping[str, int], x: float, y: float, width: f
     return [*parts, "</g>"], top + max(size[1], side) + (12 if any(axis_sizes[axes[i]] > drawn[i] for i in down) else 0)
 
 
-def _measure(drawn: Sequence[int], run: range, side: float) -> float:
+def _measure(drawn: Sequence[int], run: range, side: Number) -> Number:
     """Return the length of the nested axes of a run, innermost first."""
     length = side
     for i in run:
@@ -57,12 +57,12 @@ def _label_axes(
     axes: Sequence[str],
     axis_sizes: Mapping[str, int],
     drawn: Sequence[int],
-    x: float,
-    y: float,
-    left: float,
-    top: float,
-    side: float,
-    size: Sequence[float],
+    x: Number,
+    y: Number,
+    left: Number,
+    top: Number,
+    side: Number,
+    size: Sequence[Number],
 ) -> list[str]:
     parts = []
     for i, axis in enumerate(axes):

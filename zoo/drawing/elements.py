@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from html import escape
 
+Number = float | int
+"""A coordinate or a length."""
+
 COLORS = {
     "pipe": ("#8a3ab0", "#cf9df0"),
     "data": ("#17733f", "#63c592"),
@@ -72,39 +75,39 @@ ARROWS = {
 """Path of the arrow of each phase of a step, 7 by 14: down the layers, up again, and once more around."""
 
 
-def estimate_width(words: str, size: float = 11, *, bold: bool = False) -> float:
+def estimate_width(words: str, size: Number = 11, *, bold: bool = False) -> float:
     """Estimate the width of a text, in the wide letters of fonts that may stand in for the system's."""
     narrow = sum(character in "iljtfr.,:;'|!() " for character in words)
     wide = sum(character in "mwMWGOQ%@" for character in words)
     return size * (0.625 * (len(words) - narrow - wide) + 0.37 * narrow + 0.95 * wide) * (1.11 if bold else 1.0)
 
 
-def format_number(x: float) -> str:
+def format_number(x: Number) -> str:
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
-def rect(x: float, y: float, width: float, height: float, kind: str = "", radius: float = 0) -> str:
+def rect(x: Number, y: Number, width: Number, height: Number, kind: str = "", radius: Number = 0) -> str:
     numbers = zip(("x", "y", "width", "height"), map(format_number, (x, y, width, height)), strict=True)
     corner = f' rx="{format_number(radius)}"' if radius else ""
     return f"<rect {' '.join(f'{name}={chr(34)}{value}{chr(34)}' for name, value in numbers)}{corner}{_class(kind)}/>"
 
 
-def text(x: float, y: float, words: str, kind: str = "") -> str:
+def text(x: Number, y: Number, words: str, kind: str = "") -> str:
     return f'<text x="{format_number(x)}" y="{format_number(y)}"{_class(kind)}>{escape(words)}</text>'
 
 
-def spans(x: float, y: float, parts: Iterable[tuple[str, str]], kind: str = "") -> str:
+def spans(x: Number, y: Number, parts: Iterable[tuple[str, str]], kind: str = "") -> str:
     """Return a line of text whose parts have CSS classes of their own."""
     inner = "".join(f"<tspan{_class(own)}>{escape(words)}</tspan>" if own else escape(words) for words, own in parts)
     return f'<text x="{format_number(x)}" y="{format_number(y)}"{_class(kind)}>{inner}</text>'
 
 
-def path(d: str, kind: str, x: float = 0, y: float = 0) -> str:
+def path(d: str, kind: str, x: Number = 0, y: Number = 0) -> str:
     move = f' transform="translate({format_number(x)} {format_number(y)})"' if x or y else ""
     return f'<path{move} d="{d}"{_class(kind)}/>'
 
 
-def rectangles(bounds: Iterable[tuple[float, float, float, float]], kind: str) -> str:
+def rectangles(bounds: Iterable[tuple[Number, Number, Number, Number]], kind: str) -> str:
     """Return one path of many rectangles, each x, y, width and height; "" of none."""
     numbers = (map(format_number, each) for each in bounds)
     d = "".join(f"M{x} {y}h{width}v{height}H{x}z" for x, y, width, height in numbers)

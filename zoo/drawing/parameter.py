@@ -12,7 +12,7 @@ from html import escape
 
 from zoo._terminal import format_bytes
 
-from .elements import estimate_width, rectangles, spans
+from .elements import Number, estimate_width, rectangles, spans
 from .parts import DrawnParameter
 
 _LONGEST_ACROSS, _LONGEST_DOWN, _SHORTEST, _THIN = 120.0, 76.0, 10.0, 10.0
@@ -33,17 +33,17 @@ class ParameterPicture:
     axis_sizes: Mapping[str, int]
 
     @property
-    def width(self) -> float:
+    def width(self) -> Number:
         widths = [estimate_width(self._label, bold=True), estimate_width(self._caption)]
         widths += [estimate_width("".join(words for words, _ in line)) for line in self._dim_lines()]
         return max(self._bands_left + self._across, *widths)
 
     @property
-    def picture_height(self) -> float:
+    def picture_height(self) -> Number:
         return self._bands_above + self._down
 
     @property
-    def text_height(self) -> float:
+    def text_height(self) -> Number:
         return _LINE * (bool(self._label) + 1 + len(self._dim_lines())) + 4
 
     @property
@@ -58,12 +58,12 @@ class ParameterPicture:
         return [index for index in range(len(self.parameter.dims)) if index != self._down_dim]
 
     @property
-    def _across(self) -> float:
+    def _across(self) -> Number:
         sizes = [self.parameter.shape[index] for index in self._across_dims]
         return _scale(math.prod(sizes), _LONGEST_ACROSS) if sizes else _THIN
 
     @property
-    def _down(self) -> float:
+    def _down(self) -> Number:
         return _THIN if self._down_dim is None else _scale(self.parameter.shape[self._down_dim], _LONGEST_DOWN)
 
     def _find_cuts(self, dims: Sequence[int]) -> list[_Cut]:
@@ -81,11 +81,11 @@ class ParameterPicture:
         return [] if self._down_dim is None else self._find_cuts([self._down_dim])
 
     @property
-    def _bands_above(self) -> float:
+    def _bands_above(self) -> Number:
         return (_BAND + _BAND_GAP) * len(self._cuts_across)
 
     @property
-    def _bands_left(self) -> float:
+    def _bands_left(self) -> Number:
         return (_BAND + _BAND_GAP) * len(self._cuts_down)
 
     @property
@@ -117,7 +117,7 @@ class ParameterPicture:
         sharding = "" if any(self.parameter.sharded_axes) else "; replicated"
         return f"{self.parameter.name}: {', '.join(dims) or 'a number'}; {self._caption} per device{sharding}"
 
-    def draw(self, x: float, y: float, row_height: float) -> list[str]:
+    def draw(self, x: Number, y: Number, row_height: Number) -> list[str]:
         """Draw it with its left edge at x, and its lower edge `row_height` below y; captions follow."""
         base = y + row_height
         top, left = base - self._down, x + self._bands_left
@@ -134,7 +134,7 @@ class ParameterPicture:
             parts.append(spans(x, base + _LINE * number, line))
         return [*parts, "</g>"]
 
-    def _draw_pieces(self, left: float, top: float) -> list[str]:
+    def _draw_pieces(self, left: Number, top: Number) -> list[str]:
         """Draw the shards: the one that device 0 stores, those that it gathers, and the others."""
         columns, rows = _list_shards(self._cuts_across), _list_shards(self._cuts_down)
         if len(columns) * len(rows) > _MOST_PIECES:
@@ -142,7 +142,7 @@ class ParameterPicture:
                 f"{self.parameter.name} has {len(columns) * len(rows):,} shards, and a picture shows up to "
                 f"{_MOST_PIECES:,}: draw a smaller mesh"
             )
-        found: dict[str, list[tuple[float, float, float, float]]] = {"other": [], "gathered": [], "stored": []}
+        found: dict[str, list[tuple[Number, Number, Number, Number]]] = {"other": [], "gathered": [], "stored": []}
         across, down = _split_side(self._across, len(columns)), _split_side(self._down, len(rows))
         for (row, (y, height)), (column, (x, width)) in itertools.product(
             zip(rows, down, strict=True), zip(columns, across, strict=True)
@@ -159,12 +159,12 @@ def shorten_name(name: str) -> str:
     return ".".join(words[:-1] if words[-1] == "weight" and len(words) > 1 else words)
 
 
-def _scale(size: int, longest: float) -> float:
+def _scale(size: int, longest: Number) -> Number:
     """Return the length of a side: logarithmic, and at most `longest`, which 65,536 elements have."""
     return min(max(_SHORTEST, longest * (math.log2(max(size, 1)) - 2) / 14), longest)
 
 
-def _split_side(length: float, count: int) -> list[tuple[float, float]]:
+def _split_side(length: Number, count: int) -> list[tuple[Number, Number]]:
     """Return start and length of each of `count` pieces of a side, with gaps between them where there is room."""
     pitch = length / count
     gap = 1.5 if pitch >= 6 else 0.5 if pitch >= 2.5 else 0.0
@@ -180,7 +180,7 @@ def _list_shards(cuts: Sequence[_Cut]) -> list[str]:
     return kinds
 
 
-def _list_bands(cuts: Sequence[_Cut], length: float) -> list[tuple[str, list[tuple[float, float]]]]:
+def _list_bands(cuts: Sequence[_Cut], length: Number) -> list[tuple[str, list[tuple[Number, Number]]]]:
     """Return for each axis of a side the segments of its band, outermost axis first."""
     bands, count = [], 1
     for axis, size, _ in cuts:
@@ -189,7 +189,7 @@ def _list_bands(cuts: Sequence[_Cut], length: float) -> list[tuple[str, list[tup
     return bands
 
 
-def _draw_band(axis: str, segments: Sequence[tuple[float, float, float, float]]) -> list[str]:
+def _draw_band(axis: str, segments: Sequence[tuple[Number, Number, Number, Number]]) -> list[str]:
     """Draw a band in the color of an axis: the segment of device 0 strong, the others pale."""
     first, *others = segments
     return [rectangles([first], f"band fill-{axis}"), rectangles(others, f"band rest fill-{axis}")]

@@ -13,11 +13,12 @@ from zoo.parallel import Mesh
 
 from .description import describe_layout
 from .device_grid import draw_device_grid
-from .elements import ARROWS, ICONS, STYLE, estimate_width, path, rect, rectangles, spans, text
+from .elements import ARROWS, ICONS, STYLE, Number, estimate_width, path, rect, rectangles, spans, text
 from .parameter import ParameterPicture
 from .parts import AxisUse, Drawing, Group, Move, Section
 
-_MARGIN, _PAD, _GAP = 12.0, 12.0, 14.0
+_MARGIN, _PAD, _GAP, _BETWEEN = 12.0, 12.0, 14.0, 22.0
+"""Around the drawing, inside a card, between cards, and between the sections of a card, with an arrow."""
 _MOVE_HEIGHT = 34.0
 _SMALLEST_MOVE = 64
 """Bytes of one execution below which a move, of single numbers, is not drawn."""
@@ -101,7 +102,7 @@ def _summarize_bytes(drawing: Drawing) -> str:
     return f"{size} of parameters in {dtypes}, {own} on each of {drawing.num_devices:,} devices"
 
 
-def _draw_header(drawing: Drawing, title: str, width: int) -> tuple[list[str], float]:
+def _draw_header(drawing: Drawing, title: str, width: int) -> tuple[list[str], Number]:
     """Return title, devices and legend, and where they end."""
     lines = _wrap([title], 16, width, bold=True)
     parts = [text(_MARGIN, 24 + 20 * number, line, "title") for number, line in enumerate(lines)]
@@ -124,7 +125,7 @@ def _draw_header(drawing: Drawing, title: str, width: int) -> tuple[list[str], f
     return [*parts, *legend], max(y + height, end) + 16
 
 
-def _draw_legend(drawing: Drawing, x: float, y: float, width: int) -> tuple[list[str], float]:
+def _draw_legend(drawing: Drawing, x: Number, y: Number, width: int) -> tuple[list[str], Number]:
     parts = []
     for axis in drawing.axes:
         parts.append(rect(x, y - 9, 11, 11, f"fill-{axis.name}", 2))
@@ -166,7 +167,7 @@ def _name_group(group: Group) -> str:
     return f"{len(group.layers):,} x {group.name}" if group.layers else group.name
 
 
-def _draw_group(group: Group, drawing: Drawing, y: float, width: int) -> tuple[list[str], float]:
+def _draw_group(group: Group, drawing: Drawing, y: Number, width: int) -> tuple[list[str], Number]:
     """Draw a card: a header, the moves of parameters, and the sections."""
     left, right = _MARGIN, width - _MARGIN - (8 if len(group.layers) > 1 else 0)
     x, inner = left + _PAD, right - left - 2 * _PAD
@@ -184,24 +185,24 @@ def _draw_group(group: Group, drawing: Drawing, y: float, width: int) -> tuple[l
         at += 28
     drawn = [section for section in group.sections if section.parameters or _list_drawn(section.moves)]
     moves = _list_drawn(group.moves)
-    beside = max(map(_measure_move, moves), default=0) + 22
-    boxes = [_make_box(section, drawing.axis_sizes, inner) for section in drawn]
-    if moves and beside + sum(box.width + 22 for box in boxes) - 22 <= inner:  # one row of all
-        moved, moved_height = _draw_moves(moves, x, at + 2, beside - 22)
-        elements, height = _draw_boxes(boxes, x + beside, at, inner - beside)
+    beside = max(map(_measure_move, moves), default=0) + _BETWEEN
+    widths = [_make_box(section, drawing.axis_sizes, inner).width + _BETWEEN for section in drawn]
+    if moves and beside + sum(widths) - _BETWEEN <= inner:  # one row of all
+        moved, moved_height = _draw_moves(moves, x, at + 2, beside - _BETWEEN)
+        elements, height = _draw_sections(drawn, drawing.axis_sizes, x + beside, at, inner - beside)
         parts.append(path("M0 0L5 5L0 10", "chevron", x + beside - 14, at + 14))
         height = max(height, moved_height)
     else:
         moved, moved_height = _draw_moves(moves, x, at + 2, inner)
         at += moved_height + 10 if moves else 0
-        elements, height = _draw_boxes(boxes, x, at, inner)
+        elements, height = _draw_sections(drawn, drawing.axis_sizes, x, at, inner)
     height += at + _PAD - y
     sheets = [rect(left + 4 * n, y + 4 * n, right - left, height, "card", 6) for n in (2, 1) if len(group.layers) > 1]
     card = rect(left, y, right - left, height, "card", 6)
     return [*sheets, card, *parts, *moved, *elements], height + (8 if sheets else 0)
 
 
-def _draw_stages(group: Group, stages: Sequence[tuple[str, int]], x: float, y: float, width: float) -> list[str]:
+def _draw_stages(group: Group, stages: Sequence[tuple[str, int]], x: Number, y: Number, width: Number) -> list[str]:
     """Draw the stages that the layers are dealt out to, as a band."""
     parts = []
     for axis, size in stages:
@@ -221,15 +222,20 @@ class _Box:
     section: Section
     rows: list[list[ParameterPicture]]
     moves: list[Move]
-    width: float
+    width: Number
 
     @property
-    def row_heights(self) -> list[tuple[float, float]]:
+    def name(self) -> str:
+        is_tied = self.section.name == "head" and not self.section.parameters
+        return "head, tied" if is_tied else self.section.name
+
+    @property
+    def row_heights(self) -> list[tuple[Number, Number]]:
         """Height of the pictures and of the captions of each row."""
         return [(max(x.picture_height for x in row), max(x.text_height for x in row)) for row in self.rows]
 
     @property
-    def height(self) -> float:
+    def height(self) -> Number:
         rows = sum(picture + captions + 8 for picture, captions in self.row_heights)
         moves = _draw_moves(self.moves, 0, 0, self.width - 20)[1] + 6 if self.moves else 0
         return 26 + rows + moves + (4 if self.moves else 0)
@@ -238,7 +244,7 @@ class _Box:
 _CELL_GAP = 18.0
 
 
-def _make_box(section: Section, axis_sizes: Mapping[str, int], width: float) -> _Box:
+def _make_box(section: Section, axis_sizes: Mapping[str, int], width: Number) -> _Box:
     """Lay a section out at most `width` wide."""
     rows: list[list[ParameterPicture]] = []
     used = width
@@ -251,24 +257,29 @@ def _make_box(section: Section, axis_sizes: Mapping[str, int], width: float) -> 
             used = picture.width
     moves = _list_drawn(section.moves)
     widths = [sum(x.width for x in row) + _CELL_GAP * (len(row) - 1) for row in rows]
-    widths.append(estimate_width(section.name, bold=True))
+    widths.append(estimate_width(section.name, bold=True) + 30)
     wide = [_measure_move(move) for move in moves]
     side_by_side = sum(wide) + 8 * (len(wide) - 1)
     widths.append(side_by_side if side_by_side <= max([0, *widths]) + 130 else max(wide, default=0))
     return _Box(section, rows, moves, min(width, max(widths) + 20))
 
 
-def _draw_boxes(boxes: Sequence[_Box], x: float, y: float, width: float) -> tuple[list[str], float]:
+def _draw_sections(
+    sections: Sequence[Section], axis_sizes: Mapping[str, int], x: Number, y: Number, width: Number
+) -> tuple[list[str], Number]:
     """Draw sections in reading order, side by side where there is room."""
     lines: list[list[_Box]] = []
-    used = width
-    for box in boxes:
-        if lines and used + 22 + box.width <= width:
+    free = 0.0
+    for section in sections:
+        box = _make_box(section, axis_sizes, width)
+        if lines and box.width > free >= 0.7 * width:
+            box = _make_box(section, axis_sizes, free)
+        if lines and box.width <= free:
             lines[-1].append(box)
-            used += 22 + box.width
         else:
             lines.append([box])
-            used = box.width
+            free = width
+        free -= box.width + _BETWEEN
     parts, top = [], y
     for line in lines:
         at = x
@@ -276,13 +287,13 @@ def _draw_boxes(boxes: Sequence[_Box], x: float, y: float, width: float) -> tupl
             if number:
                 parts.append(path("M0 0L5 5L0 10", "chevron", at - 14, y + 14))
             parts += _draw_box(box, at, y)
-            at += box.width + 22
+            at += box.width + _BETWEEN
         y += max(box.height for box in line) + 10
     return parts, y - top - (10 if lines else 0)
 
 
-def _draw_box(box: _Box, x: float, y: float) -> list[str]:
-    parts = [rect(x, y, box.width, box.height, "part", 4), text(x + 10, y + 17, box.section.name, "name")]
+def _draw_box(box: _Box, x: Number, y: Number) -> list[str]:
+    parts = [rect(x, y, box.width, box.height, "part", 4), text(x + 10, y + 17, box.name, "name")]
     at = y + 26
     for row, (pictures, captions) in zip(box.rows, box.row_heights, strict=True):
         left = x + 10
@@ -295,7 +306,7 @@ def _draw_box(box: _Box, x: float, y: float) -> list[str]:
     return parts
 
 
-def _draw_step_moves(moves: Sequence[Move], y: float, width: int) -> tuple[list[str], float]:
+def _draw_step_moves(moves: Sequence[Move], y: Number, width: int) -> tuple[list[str], Number]:
     inner = width - 2 * _MARGIN - 2 * _PAD
     elements, height = _draw_moves(moves, _MARGIN + _PAD, y + 34, inner)
     card = rect(_MARGIN, y, width - 2 * _MARGIN, height + 34 + _PAD, "card", 6)
@@ -316,11 +327,11 @@ def _caption_move(move: Move) -> str:
     return f"{move.subject}: {traffic}" if move.subject else traffic
 
 
-def _measure_move(move: Move) -> float:
+def _measure_move(move: Move) -> Number:
     return 44 + max(estimate_width(_name_move(move), bold=True), estimate_width(_caption_move(move)))
 
 
-def _draw_moves(moves: Sequence[Move], x: float, y: float, width: float) -> tuple[list[str], float]:
+def _draw_moves(moves: Sequence[Move], x: Number, y: Number, width: Number) -> tuple[list[str], Number]:
     """Draw moves side by side where there is room, and return the elements and their height."""
     if not moves:
         return [], 0.0
@@ -334,7 +345,7 @@ def _draw_moves(moves: Sequence[Move], x: float, y: float, width: float) -> tupl
     return parts, y + _MOVE_HEIGHT - top
 
 
-def _draw_move(move: Move, x: float, y: float, width: float) -> list[str]:
+def _draw_move(move: Move, x: Number, y: Number, width: Number) -> list[str]:
     axis = move.axes[-1]
     return [
         '<g class="arrow">',
@@ -347,7 +358,7 @@ def _draw_move(move: Move, x: float, y: float, width: float) -> list[str]:
     ]
 
 
-def _wrap(parts: Sequence[str], size: float, width: float, *, bold: bool = False) -> list[str]:
+def _wrap(parts: Sequence[str], size: Number, width: Number, *, bold: bool = False) -> list[str]:
     """Return lines of text, of which each part begins a new one unless it fits behind the one before."""
     lines: list[str] = []
     for part in parts:
@@ -359,7 +370,7 @@ def _wrap(parts: Sequence[str], size: float, width: float, *, bold: bool = False
     return lines
 
 
-def _wrap_words(words: str, width: float, size: float = 11, *, bold: bool = False) -> list[str]:
+def _wrap_words(words: str, width: Number, size: Number = 11, *, bold: bool = False) -> list[str]:
     lines = [""]
     for word in words.split(" "):
         joined = f"{lines[-1]} {word}" if lines[-1] else word

@@ -212,7 +212,7 @@ def _read_move(equation: Any, scopes: tuple[str, ...], times: int) -> TracedMove
         collective=_COLLECTIVES[equation.primitive.name],
         axes=axes,
         layer=layer,
-        modules=tuple(to_snake_case(word.rpartition(".")[2]) for word in words),
+        modules=tuple(to_snake_case(word.rpartition(".")[2]) if "." in word else word for word in words),
         backward="transpose" in transforms,
         in_model=in_model,
         differentiated=bool(transforms),
