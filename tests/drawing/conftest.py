@@ -1,6 +1,7 @@
 """Descriptions of small models on meshes, traced once for all tests."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,13 +11,13 @@ import zoo
 from zoo.cli.devices import make_abstract_mesh
 from zoo.drawing import describe_layout
 
-SIZES = {"vocab": 64, "embed": 32, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 64}
+SIZES: dict[str, Any] = {"vocab": 64, "embed": 32, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 64}
 
 
 def make_shapes(*, experts=False):
     """Return a Transformer, or a mixture of experts, in shapes."""
-    make = zoo.models.MixtureOfExperts if experts else zoo.models.Transformer
-    options = {"experts": 4, "top": 2} if experts else {}
+    make: Any = zoo.models.MixtureOfExperts if experts else zoo.models.Transformer
+    options: dict[str, Any] = {"experts": 4, "top": 2} if experts else {}
     return eqx.filter_eval_shape(lambda: make(**SIZES, **options, key=jax.random.key(0)))
 
 
