@@ -19,6 +19,7 @@ import jax
 import zoo
 from zoo import layers as zl
 from zoo import train
+from zoo.drawing import draw_layout
 
 import optax
 
@@ -141,6 +142,7 @@ def main(
         description=f"{steps} steps on one device and on {mesh}; bytes are those of one device in one step",
         curves={"loss": "loss"},
         unit="nats per token",
+        plots={"The layout": lambda width, **_: draw_layout(model, mesh, seq_len=seq_len, width=width)},
         tables={"Collectives of a step": collectives},
         parameters=train.tabulate_parameters(model, mesh),
         tokens_per_step=tokens,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from .parts import DrawnParameter, Group, Move, Section
 from .traced_moves import TracedMove
 
+_LONGEST_SUBJECT = 28
+"""Characters of joined names, beyond which their number stands for them."""
 _Key = tuple[str, tuple[str, ...], str, bool, bool]
 """Collective, axes, phase, whether single numbers move, and whether a part of the section has a name."""
 
@@ -121,6 +123,5 @@ class _Collector:
 def _join_subjects(subjects: Sequence[str]) -> str:
     """Join names of matrices, in the order of the layer; of many, their number."""
     names = [name for name in dict.fromkeys(subjects) if name]
-    if len(names) > 4:
-        return f"{len(names)} parameters"
-    return ", ".join(names)
+    joined = ", ".join(names)
+    return joined if len(joined) <= _LONGEST_SUBJECT else f"{len(names)} parameters"

@@ -120,17 +120,16 @@ def _make_groups(model: PyTree, kinds: _LayerKinds, mesh: Mesh) -> list[Group]:
         Group(name, tuple(sorted(layers)), layer_axes, _split_sections(list(parameters.values())))
         for name, layers, parameters in zip(kinds.names, kinds.layers, in_layers, strict=True)
     ]
-    first, last = (Group(_join_words(part), (), (), _split_sections(part)) for part in (before, after))
+    names = ("before the layers", "after the layers") if groups else ("input", "model")
+    first, last = (
+        Group(name, (), (), _split_sections(part)) for name, part in zip(names, (before, after), strict=True)
+    )
     return [*([first] if before else []), *groups, last]
 
 
 def _is_input(name: str) -> bool:
     word = name.partition(".")[0]
     return "embedding" in word or "inputs" in word
-
-
-def _join_words(parameters: Sequence[DrawnParameter]) -> str:
-    return ", ".join(dict.fromkeys(parameter.name.partition(".")[0] for parameter in parameters)) or "output"
 
 
 def _split_sections(parameters: Sequence[DrawnParameter]) -> tuple[Section, ...]:

@@ -36,7 +36,7 @@ def draw_device_grid(axis_sizes: Mapping[str, int], x: Number, y: Number, width:
         strides = [math.prod(axis_sizes[axis] for axis in axes[:i]) for i in range(len(axes))]
         device = sum(number * stride for number, stride in zip(index, strides, strict=True))
         kind = "other" if device else "stored"
-        parts.append(rect(x + left + at[0], y + top + at[1], side, side, f"device {kind}", 2))
+        parts.append(rect(x + left + at[0], y + top + at[1], side, side, f"device {kind}", min(2.0, side / 6)))
         if side >= 14 and estimate_width(str(device), 9) < side - 2:
             middle = (x + left + at[0] + side / 2, y + top + at[1] + side / 2 + 3)
             parts.append(text(*middle, str(device), f"number {kind if not device else ''}"))
