@@ -16,7 +16,10 @@ from typing import Any
 
 import zoo
 
-PACKAGES = ("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train", "inspect", "testing")
+PACKAGES = (
+    *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train", "inspect", "drawing"),
+    "testing",
+)
 """Public packages and modules of `zoo`, in the order of the pages."""
 UNLISTED = ("cli", "generate", "shapes", "text")
 """Modules without public names of their own: `zoo.train` exports those of `text`, and `zoo` that of `generate`."""

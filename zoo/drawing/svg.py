@@ -96,14 +96,14 @@ def _summarize_bytes(drawing: Drawing) -> str:
 
 def _draw_header(drawing: Drawing, title: str, width: int) -> tuple[list[str], Number]:
     """Return title, devices and legend, and where they end."""
-    lines = _wrap([title], 16, width, bold=True)
+    lines = _wrap_parts([title], 16, width, bold=True)
     parts = [text(MARGIN, 24 + 20 * number, line, "title") for number, line in enumerate(lines)]
     y = 24 + 20 * len(lines)
     second = [_summarize_bytes(drawing)]
     if drawing.batch:
         second.append(f"moves are those of a training step on {drawing.batch}")
         second.append("bytes of a parameter are those on a device, in all layers of its card")
-    for line in _wrap(second, 11, width):
+    for line in _wrap_parts(second, 11, width):
         parts.append(text(MARGIN, y, line))
         y += 16
     if not drawing.axes:
@@ -155,7 +155,7 @@ def _format_traffic(axis: AxisUse) -> str:
     return f"{axis.count:,} collectives a step, {format_bytes(axis.bytes)} per device"
 
 
-def _wrap(parts: Sequence[str], size: Number, width: Number, *, bold: bool = False) -> list[str]:
+def _wrap_parts(parts: Sequence[str], size: Number, width: Number, *, bold: bool = False) -> list[str]:
     """Return lines of text, of which each part begins a new one unless it fits behind the one before."""
     lines: list[str] = []
     for part in parts:

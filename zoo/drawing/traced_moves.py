@@ -1,4 +1,4 @@
-"""What moves between devices in a training step, read off the traced program: which collective, over which axes, where.
+"""Collectives of a training step, read off the traced program: over which axes, by which module, how many bytes.
 
 The step is traced in shapes. Each collective of its jaxpr has the name scopes of the modules that called it, so that
 nothing here knows any model.
