@@ -27,6 +27,9 @@ def draw_device_grid(axis_sizes: Mapping[str, int], x: Number, y: Number, width:
     columns = math.prod(drawn[i] for i in across)
     gaps = _measure(drawn, across, 0.0)
     side = min(24.0, max(4.0, (width - left - dots - gaps) / columns))
+    names = {i: estimate_width(f"{axes[i]} {axis_sizes[axes[i]]}", bold=True) for i in down}
+    # A name longer than its line sticks out above it.
+    top = max([top, *(wide - _measure(drawn, range(1, i + 1, 2), side) for i, wide in names.items())])
     parts = ['<g class="devices">']
     for index in itertools.product(*map(range, drawn)):
         at = [
