@@ -17,8 +17,8 @@ from typing import Any
 import zoo
 
 PACKAGES = (
-    *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train", "inspect", "drawing"),
-    "testing",
+    *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train"),
+    *("inspect", "planning", "drawing", "testing"),
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
 UNLISTED = ("cli", "generate", "shapes", "text")
@@ -32,7 +32,7 @@ ALSO_SHOWN = (
     "zoo.weights.parity.Comparison",
     "zoo.weights.parity.ParityReport",
     "zoo.weights.parity.compare",
-    "zoo.weights.plan.plan",
+    "zoo.weights.plan.plan_tensors",
 )
 """Names that no package exports, but that porting a model or writing a mixer needs."""
 SHAPES = "zoo.shapes"

@@ -12,6 +12,7 @@ NAMES = {
     *("load", "save", "from_torch", "families", "hidden_states", "score", "embed", "CheckpointError", "weights"),
     "set_implementations",
     *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "__version__"),
+    *("drawing", "plan", "planning"),
 }
 SIGNATURES = {
     zoo.make_mesh: "data fsdp expert context tensor pipe devices layout",
@@ -34,6 +35,7 @@ SIGNATURES = {
     zoo.families: "",
     zoo.hidden_states: "model tokens mask segment_ids positions",
     zoo.embed: "model tokens mask pooling",
+    zoo.plan: "step args on model_flops",
     zoo.set_implementations: "model attention recurrence grouped_matmul",
     zoo.score: "model tokens mask segment_ids positions chunk",
 }

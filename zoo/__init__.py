@@ -11,11 +11,14 @@ from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, 
 
 if TYPE_CHECKING:
     from . import adapters as adapters
+    from . import drawing as drawing
     from . import inspect as inspect
+    from . import planning as planning
     from . import testing as testing
     from . import train as train
     from . import weights as weights
     from .models.hf.families import families as families
+    from .planning import plan as plan
     from .weights import CheckpointError as CheckpointError
     from .weights import from_torch as from_torch
     from .weights import load as load
@@ -31,6 +34,7 @@ __all__ = [
     "cast",
     "count",
     "cross_entropy",
+    "drawing",
     "embed",
     "families",
     "from_torch",
@@ -46,6 +50,8 @@ __all__ = [
     "parallel",
     "place",
     "place_batch",
+    "plan",
+    "planning",
     "precision",
     "save",
     "score",
@@ -58,11 +64,12 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("adapters", "inspect", "testing", "train", "weights")
+_LAZY = ("adapters", "drawing", "inspect", "planning", "testing", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),
     "families": "models.hf.families",
+    "plan": "planning",
 }
 """Names of packages imported at first use."""
 

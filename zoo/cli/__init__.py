@@ -25,10 +25,12 @@ from .fork import fork
 from .generate import generate
 from .info import info
 from .parity import parity
+from .plan import plan
 from .presets import presets
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    command.__name__: command for command in (families, presets, info, draw, convert, generate, evaluate, parity, fork)
+    command.__name__: command
+    for command in (families, presets, info, draw, plan, convert, generate, evaluate, parity, fork)
 }
 DESCRIPTION = (
     "Inspect, convert, run and evaluate language model checkpoints in JAX. `zoo COMMAND --help` shows the options of a "

@@ -3,8 +3,8 @@
 from .chips import CHIPS, Chip
 from .compiled import compile_training
 from .links import Transfer, time_transfer
-from .plan import BudgetError, Plan, plan_step
 from .search import Candidate, make_stand_in_mesh, plan_training, search_meshes
+from .step import BudgetError, Plan, plan
 from .training import TrainingOptions, count_model_flops, make_training_step
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "count_model_flops",
     "make_stand_in_mesh",
     "make_training_step",
-    "plan_step",
+    "plan",
     "plan_training",
     "search_meshes",
     "time_transfer",

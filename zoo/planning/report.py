@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from zoo.inspect.report import format_decimal_prefix
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .step import Plan
 
 _BAR = 30
 

@@ -12,7 +12,7 @@ from zoo.parallel import Layout, Mesh, make_mesh
 from zoo.parallel.topology import Topology
 
 from .chips import CHIPS
-from .plan import Plan, plan_step
+from .step import Plan, plan
 from .training import TrainingOptions, count_model_flops, make_training_step
 
 _log = logging.getLogger("zoo")
@@ -47,7 +47,7 @@ def plan_training(
     mesh = make_stand_in_mesh(sizes, topology, layout)
     step, args = make_training_step(make_model, mesh, options)
     flops = count_model_flops(make_model, options) if model_flops is None else model_flops
-    return plan_step(step, *args, on=topology, model_flops=flops)
+    return plan(step, *args, on=topology, model_flops=flops)
 
 
 def make_stand_in_mesh(sizes: Mapping[str, int], topology: Topology, layout: Layout | None = None) -> Mesh:

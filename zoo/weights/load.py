@@ -21,7 +21,7 @@ from zoo.parallel.place import warn_replicated
 from zoo.parallel.rounds import split_rounds
 
 from .packed import SCALES_SUFFIX
-from .plan import plan
+from .plan import plan_tensors
 from .resolve import Checkpoint, LoadedModel, open_checkpoint
 from .safetensors import CheckpointError, LazyTensor
 
@@ -84,7 +84,7 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
     model = checkpoint.model
     if mesh is not None and mesh.layout.rounds > 1:
         model = split_rounds(model, mesh.layout.rounds)
-        tensor_plans = plan(model, checkpoint.name_map)
+        tensor_plans = plan_tensors(model, checkpoint.name_map)
         checkpoint = dataclasses.replace(checkpoint, model=model, tensor_plans=tensor_plans)
     leaves, treedef = jax.tree.flatten(model)
     sources: list[dict[tuple[int, ...], tuple[str, int]]] = [{} for _ in leaves]

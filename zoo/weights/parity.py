@@ -26,7 +26,7 @@ from .activations import TextInputs
 from .load import load
 from .packed import BLOCKS_SUFFIX
 from .parity_kinds import LossAndBatch, ModelKind, find_model_kind
-from .plan import plan
+from .plan import plan_tensors
 from .resolve import LoadedModel
 from .safetensors import CheckpointError, open_safetensors
 from .save import export_tensors, read_name_map
@@ -249,7 +249,7 @@ def _compute_loss_and_gradients(
         names = (name, name.removesuffix(BLOCKS_SUFFIX), f"{base}.{name}")
         return next((assemble_tensor(name) for name in names if name in specs), None)
 
-    frozen = plan(model, name_map).keys() - specs.keys()
+    frozen = plan_tensors(model, name_map).keys() - specs.keys()
     return loss, find_gradient, frozen | {f"{name.removesuffix('.codes')}.weight" for name in frozen}
 
 

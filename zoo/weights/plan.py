@@ -40,7 +40,7 @@ class TensorPlan:
         return [piece.shape for piece in self.slices]
 
 
-def plan(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
+def plan_tensors(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
     """Return the plan of each checkpoint tensor, by its name. `tree` may hold arrays or shapes.
 
     **Raises** `KeyError` if the name map lacks one of the model's arrays, or the model lacks some parts of a fused

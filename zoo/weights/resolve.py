@@ -22,7 +22,7 @@ from .directory import CONFIG_NAME, resolve_directory
 from .formats import QUANTIZATION_KEY, dequantize_lazily, list_packed, pack_model, split_quantization
 from .left_aside import describe_left_aside, split_left_aside
 from .packed import unpack_mxfp4
-from .plan import TensorPlan, find_mapping, invert_name_map, plan, strip_base_prefix_if_absent
+from .plan import TensorPlan, find_mapping, invert_name_map, plan_tensors, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
 from .sentence_files import read_sentence_files
 
@@ -149,7 +149,7 @@ def resolve_checkpoint(
     )
     model = dataclasses.replace(model, origin=origin)
     _check_tensor_count(model, name_map, len(tensors), location)
-    tensor_plans = plan(model, name_map)
+    tensor_plans = plan_tensors(model, name_map)
     head, embedding = (rename(f"{module}.weight", wrapping) for module in (family.head, family.embedding))
     is_tied_head_stored = config.get("tie_word_embeddings") and {head, embedding} <= tensors.keys()
     _check_tensors(tensor_plans, tensors, family, location, (head,) if is_tied_head_stored else ())

@@ -27,7 +27,7 @@ from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from .directory import CONFIG_NAME
 from .formats import drop_quantization_if_plain, pack_like, split_quantization, unpack_exported
 from .left_aside import LeftAside, check_source, open_left_aside
-from .plan import plan, strip_base_prefix
+from .plan import plan_tensors, strip_base_prefix
 from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
 from .sentence_files import list_saved_files
 
@@ -269,7 +269,7 @@ def _restore_older_endings(
 
 def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
     """Return shape and dtype of each checkpoint tensor, sorted by name, and a function that assembles a tensor."""
-    leaves, plans = jax.tree.leaves(model), plan(model, name_map)
+    leaves, plans = jax.tree.leaves(model), plan_tensors(model, name_map)
     specs: _TensorSpecs = {}
     for name, tensor_plan in sorted(plans.items()):
         dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in tensor_plan.slices}

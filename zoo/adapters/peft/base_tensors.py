@@ -11,7 +11,7 @@ from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, walk_p
 from zoo.parallel import TrainableCopy
 from zoo.parallel.trainable_copy import is_trainable_copy
 from zoo.weights import CheckpointError
-from zoo.weights.plan import TensorPlan, plan
+from zoo.weights.plan import TensorPlan, plan_tensors
 from zoo.weights.safetensors import LazyTensor
 from zoo.weights.save import gather_to_host
 
@@ -41,7 +41,9 @@ class _BaseTensors(NamedTuple):
 
 def _plan_base_tensors(model: Any, table: NameMap) -> _BaseTensors:
     base_model = strip_adapters(model)
-    return _BaseTensors(base_model, plan(base_model, table), [path[:2] for path in list_parameter_paths(base_model)])
+    return _BaseTensors(
+        base_model, plan_tensors(base_model, table), [path[:2] for path in list_parameter_paths(base_model)]
+    )
 
 
 def read_base_tensors(

@@ -139,13 +139,13 @@ _ADVICE = {
 }
 
 
-def plan_step(step: Callable, *args: Any, on: str | Topology, model_flops: int | None = None) -> Plan:
+def plan(step: Callable, *args: Any, on: str | Topology, model_flops: int | None = None) -> Plan:
     """Plan a step on a topology: what it takes, and how long at least. Nothing is compiled, and no array is made.
 
         mesh = zoo.make_mesh(fsdp=16, tensor=4, devices=jax.devices("cpu")[:1] * 64)
         model = zoo.place(eqx.filter_eval_shape(make, jax.random.key(0)), mesh)
         opt_state = zoo.place(jax.eval_shape(optimizer.init, zoo.trainable(model)), mesh.optimizer)
-        print(zoo.planning.plan_step(step, batch, model, opt_state, on="v5p:4x4x4"))
+        print(zoo.plan(step, batch, model, opt_state, on="v5p:4x4x4"))
 
     - `step`: a jitted function, such as the training step of a recipe.
     - `args`: its arguments, as `jax.ShapeDtypeStruct`s or arrays, placed on a mesh as large as the topology. One CPU
