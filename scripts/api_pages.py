@@ -18,7 +18,7 @@ import zoo
 
 PACKAGES = (
     *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train"),
-    *("inspect", "planning", "drawing", "testing"),
+    *("distributed", "inspect", "planning", "drawing", "testing"),
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
 UNLISTED = ("cli", "generate", "shapes", "text")

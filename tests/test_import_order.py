@@ -1,7 +1,8 @@
 """Import order: a package of the library imports packages of lower levels only.
 
-    shapes, _checks, _files, _optional, _terminal, _workarounds < _compile_cache, ops < parallel < layers < models
-        < weights, text, generate < adapters, precision, train, inspect, testing < planning, drawing < cli, recipes
+    shapes, _checks, _files, _optional, _terminal, _workarounds, distributed < _compile_cache, ops < parallel
+        < layers < models < weights, text, generate < adapters, precision, train, inspect, testing
+        < planning, drawing < cli, recipes
 
 Modules of one package may import one another; packages of one level may not. Imports inside functions and under
 `TYPE_CHECKING` count, because dependencies matter, not when they are loaded. `zoo/__init__.py` collects the public
@@ -16,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("shapes", "_checks", "_files", "_optional", "_terminal", "_workarounds"),
+    ("shapes", "_checks", "_files", "_optional", "_terminal", "_workarounds", "distributed"),
     ("_compile_cache", "ops"),
     ("parallel",),
     ("layers",),

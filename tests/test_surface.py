@@ -12,7 +12,7 @@ NAMES = {
     *("load", "save", "from_torch", "families", "hidden_states", "score", "embed", "CheckpointError", "weights"),
     "set_implementations",
     *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "__version__"),
-    *("drawing", "plan", "planning"),
+    *("distributed", "drawing", "plan", "planning"),
 }
 SIGNATURES = {
     zoo.make_mesh: "data fsdp expert context tensor pipe devices layout",

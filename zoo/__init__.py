@@ -11,6 +11,7 @@ from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, 
 
 if TYPE_CHECKING:
     from . import adapters as adapters
+    from . import distributed as distributed
     from . import drawing as drawing
     from . import inspect as inspect
     from . import planning as planning
@@ -34,6 +35,7 @@ __all__ = [
     "cast",
     "count",
     "cross_entropy",
+    "distributed",
     "drawing",
     "embed",
     "families",
@@ -64,7 +66,7 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("adapters", "drawing", "inspect", "planning", "testing", "train", "weights")
+_LAZY = ("adapters", "distributed", "drawing", "inspect", "planning", "testing", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),

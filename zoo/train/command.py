@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show, show_error
 from zoo._workarounds import schedule_cpu_permutes
+from zoo.distributed import initialize, is_first_process
 
 from .directory import check_directory
 from .environment import require_deterministic_kernels
@@ -30,9 +29,10 @@ def run_cli(
     """Call `main` with the command line's flags: one per keyword, or per field of an option group.
 
     `presets` are other defaults by name; the first word may name one: `transformer.py 1b --steps 100`. A resumed run
-    takes the flags of its `config.json`, unless they are given. Compiled programs are kept for the next start, except
-    with `--no-compile-cache`. Bad input ends the program with one line on standard error and status 2: every error that
-    this library, or the recipe itself, raises on purpose. Other errors keep their traceback.
+    takes the flags of its `config.json`, unless they are given. Connects the processes of a cluster, if there is one
+    (`zoo.distributed.initialize`). Compiled programs are kept for the next start, except with `--no-compile-cache`. Bad
+    input ends the program with one line on standard error and status 2: every error that this library, or the recipe
+    itself, raises on purpose. Other errors keep their traceback.
     """
     presets = presets or {}
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -46,7 +46,8 @@ def run_cli(
         flags = parse(words)
         options = next((value for value in flags.values() if isinstance(value, RunOptions)), None)
         _require_positive(flags)
-        is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
+        initialize()
+        is_first = is_first_process()
         if options is not None and is_first:
             check_directory(options.out, resume=options.resume)  # now, rather than once data and model are made
         if options is not None and options.resume is not False:

@@ -1,0 +1,92 @@
+"""Processes that meet, and what is said when one of them is missing, comes twice, or ends."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from zoo.distributed import initialize
+
+ROOT = Path(__file__).parents[2]
+PLAIN = {"JAX_COORDINATOR_ADDRESS": "a:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}
+PROGRAM = """
+import sys
+import zoo
+try:
+    zoo.distributed.initialize(timeout=6, heartbeat=10)
+    zoo.distributed.initialize()
+except (OSError, ValueError) as error:
+    print(type(error).__name__, error)
+    sys.exit(3)
+import jax
+from jax.experimental import multihost_utils
+multihost_utils.sync_global_devices("here")
+print("met", jax.process_index(), jax.process_count(), zoo.distributed.is_first_process(), flush=True)
+if sys.argv[1:] == ["die"]:
+    import os, time
+    if jax.process_index() == 1:
+        os._exit(9)
+    time.sleep(60)
+"""
+
+
+def start(index, port, *words, count=2):
+    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+    environment = os.environ | place | {"JAX_PROCESS_ID": str(index), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *words], cwd=ROOT, env=environment, **pipes)
+
+
+def find_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_late_call_is_refused(monkeypatch):
+    jax.devices()
+    for name, value in PLAIN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="already run a computation"):
+        initialize()
+
+
+def run_all(*processes, timeout=58):
+    """Return (output, errors, exit status) of each process."""
+    results = []
+    for process in processes:
+        with process:
+            results.append((*process.communicate(timeout=timeout), process.returncode))
+    return results
+
+
+def test_processes_meet_or_name_the_missing():
+    port = find_port()
+    first, second = run_all(start(0, port), start(1, port))
+    assert first[0].endswith("met 0 2 True\n"), first  # Gloo, too, prints a line
+    assert second[0].endswith("met 1 2 False\n"), second
+    assert first[2] == second[2] == 0
+    port = find_port()  # number 1 of three does not come
+    (output, _, status), other = run_all(start(0, port, count=3), start(2, port, count=3))
+    assert "TimeoutError 1 of 3 processes did not come to 127.0.0.1" in output
+    assert "number 1. Here are 0 on" in output
+    assert (other[0], other[2]) == (output, status) == (output, 3)
+
+
+def test_number_that_comes_twice_is_named():
+    port = find_port()
+    results = run_all(*(start(index, port, count=3) for index in (0, 1, 1)))
+    assert all("ValueError two processes call themselves number 1" in output for output, _, _ in results)
+
+
+def test_end_of_one_process_ends_the_other():
+    port, began = find_port(), time.monotonic()
+    (_, errors, status), (_, _, died) = run_all(start(0, port, "die"), start(1, port, "die"))
+    assert died == 9
+    assert status not in (0, None)
+    assert time.monotonic() - began < 58
+    assert "Task 1 heartbeat timeout" in errors or "unhealthy tasks: 1" in errors or "heartbeats):\n1" in errors

@@ -1,0 +1,72 @@
+"""Start of JAX on the processes of a cluster."""
+
+import logging
+import os
+
+import jax
+
+from .clusters import find_cluster, is_tpu_pod
+from .rendezvous import describe_names, meet
+
+_log = logging.getLogger("zoo")
+
+
+def initialize(*, timeout: int = 300, heartbeat: int = 30) -> None:
+    """Connect the processes of a program, where a cluster shows in the environment; do nothing elsewhere.
+
+    Looks, in this order, for
+
+    - `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` (or `JOB_COMPLETION_INDEX`, which Kubernetes
+      sets in an indexed Job and in a JobSet);
+    - Slurm, in a step of `srun` with more than one task;
+    - Open MPI, MPICH and Intel MPI, whose ranks need `JAX_COORDINATOR_ADDRESS` beside them, except under Open MPI 4;
+    - Cloud TPU, of one slice or several.
+
+    A second call does nothing. Call it before the first computation; the recipes do, through `train.run_cli`. All
+    processes first meet at the coordinator's port, for `timeout` seconds; a process that ends without a word is noticed
+    after `heartbeat` seconds, and JAX then ends the others with its number. One task per node gets all of its GPUs,
+    several tasks share them in equal parts; `JAX_LOCAL_DEVICE_IDS` overrides that.
+
+    **Raises** `ValueError` for an environment that is incomplete or contradicts itself; `TimeoutError`, in every
+    process that came, with the numbers of those that did not; `RuntimeError` if JAX has already run a computation.
+    """
+    if jax.distributed.is_initialized():
+        return
+    cluster = find_cluster(os.environ)
+    on_tpus = cluster is None and is_tpu_pod(os.environ)
+    if not on_tpus and (cluster is None or cluster.num_processes == 1):
+        return
+    _require_unstarted()
+    if cluster is None:
+        jax.distributed.initialize(initialization_timeout=timeout, heartbeat_timeout_seconds=heartbeat)
+        return
+    names = meet(cluster, timeout)
+    jax.distributed.initialize(
+        cluster.coordinator,
+        cluster.num_processes,
+        cluster.process_id,
+        local_device_ids=cluster.local_device_ids,
+        cluster_detection_method="deactivate",  # JAX gives a task alone on its node one GPU
+        initialization_timeout=timeout,
+        heartbeat_timeout_seconds=heartbeat,
+        shutdown_timeout_seconds=2 * heartbeat,
+    )
+    if cluster.process_id == 0:
+        _log.info("%d processes, found by %s: %s", cluster.num_processes, cluster.source, describe_names(names))
+
+
+def is_first_process() -> bool:
+    """Return True in process 0. Starts no backend, which would read XLA's flags."""
+    from jax._src.distributed import global_state  # `jax.process_index` starts one
+
+    return global_state.process_id in (None, 0)
+
+
+def _require_unstarted() -> None:
+    from jax._src import xla_bridge  # no public function tells without starting a backend
+
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "JAX has already run a computation in this process, which sees its own devices alone: call "
+            "zoo.distributed.initialize() first"
+        )
