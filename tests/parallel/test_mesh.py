@@ -1,6 +1,7 @@
 """PartitionSpecs follow from one table; sizes that a mesh does not divide raise, with sizes that would work."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -109,7 +110,9 @@ def test_zero1_and_zero2_replicate_parameters(layout):
     assert constrained.weight.sharding.spec == P(("fsdp",))
 
 
-def test_slices_that_no_outer_axes_span_are_refused():
-    devices = [SimpleNamespace(slice_index=index % 2) for index in range(3)]
-    with pytest.raises(ValueError, match=r"3 devices in 2 slices: let data or fsdp be a multiple of 2"):
-        zoo.make_mesh(data=3, devices=devices)
+@pytest.mark.parametrize("axis", ["fsdp", "expert", "context", "tensor"])
+def test_only_pipe_and_data_span_slices_of_tpus(axis):
+    devices = [SimpleNamespace(slice_index=index % 2, platform="tpu") for index in range(8)]
+    sizes: dict[str, Any] = {"data": 1, axis: 8}
+    with pytest.raises(ValueError, match=rf"8 devices in 2 slices, which a slow network joins, and {axis}=8: let pipe"):
+        zoo.make_mesh(**sizes, devices=devices)

@@ -17,6 +17,7 @@ from zoo.ops.platform import Platform, normalize_platform, stand_in_platform
 from .layout import AXES, Layout
 from .module import Dim, leaves
 
+_AXES_OVER_SLICES = ("pipe", "data")  # they move least, and seldom
 _REPLICATED_IF_FEWER = ("kv_heads", "groups")
 """Dims that are replicated over an axis larger than their count: a device selects the heads that its queries use."""
 _REPLICATED_IF_UNEVEN = ("vocab",)
@@ -190,7 +191,8 @@ def make_mesh(
 
     All six axes exist whatever their sizes; an axis of size 1 shards nothing.
 
-    **Raises** `ValueError` if the product of the sizes is not the number of devices.
+    **Raises** `ValueError` if the product of the sizes is not the number of devices, or if other axes than `pipe` and
+    `data` would span slices of TPUs, between which the network is slow.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes: dict[str, int] = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
@@ -217,12 +219,17 @@ def _arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
     """Return devices in an array of these sizes: inner axes along the fastest links, and outermost axes over slices,
     which a slower network joins. A torus of TPUs may be cut along any of its dims."""
     slices = len({getattr(device, "slice_index", 0) for device in devices})
+    on_gpus = all(getattr(device, "platform", None) == "gpu" for device in devices)  # whose slices are single hosts
     outer, remaining = [], slices
-    for size in sizes:
-        outer.append(math.gcd(size, remaining))
+    for axis, size in zip(AXES, sizes, strict=True):
+        outer.append(math.gcd(size, remaining) if on_gpus or axis in _AXES_OVER_SLICES else 1)
         remaining //= outer[-1]
     if remaining > 1:
-        raise ValueError(f"{len(devices)} devices in {slices} slices: let data or fsdp be a multiple of {slices}")
+        asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1)
+        raise ValueError(
+            f"{len(devices)} devices in {slices} slices, which a slow network joins, and {asked}: let pipe x data be a "
+            f"multiple of {slices}, so that each slice holds all of the other axes"
+        )
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     inner = [size // count for size, count in zip(sizes, outer, strict=True)]
