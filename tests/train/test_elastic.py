@@ -1,0 +1,106 @@
+"""A recipe on two processes: SIGTERM to one saves on both; one process goes on from it, on another mesh, and back."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+WORDS = (
+    "--embed",
+    "16",
+    "--mlp-dim",
+    "16",
+    "--layers",
+    "1",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "8",
+    "--eval-every",
+    "100",
+)
+# The model stays what it was, whatever the number of steps: the loss of a step tells its rows, and the parameters.
+STILL = ("--learning-rate", "0")
+
+
+def start(index, port, out, *words, devices=2):
+    """Start process `index` of two, or, without a port, one process alone."""
+    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+    }
+    command = [
+        sys.executable,
+        "recipes/transformer.py",
+        *WORDS,
+        *STILL,
+        "--data",
+        "zoo/train",
+        "--out",
+        str(out),
+        *words,
+    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment | (place if port else {}), **pipes)
+
+
+def find_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def read_metrics(out):
+    """Return the training loss by step."""
+    path, losses = out / "metrics.jsonl", {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        row = json.loads(line) if line.endswith("}") else {}  # the last line may be on its way
+        if "bits_per_byte" in row:
+            losses[row["step"]] = row["bits_per_byte"]
+    return losses
+
+
+def finish(*processes):
+    outputs = []
+    for process in processes:
+        with process:
+            outputs.append(process.communicate(timeout=120)[0])
+    return outputs, [process.returncode for process in processes]
+
+
+def test_run_moves_between_processes_and_meshes(tmp_path):
+    out, port = tmp_path / "moved", find_port()
+    both = [start(index, port, out, "--fsdp", "4", "--steps", "100000") for index in range(2)]
+    give_up = time.monotonic() + 90
+    while len(read_metrics(out)) < 2 and time.monotonic() < give_up and all(x.poll() is None for x in both):
+        time.sleep(0.2)
+    both[1].send_signal(signal.SIGTERM)
+    outputs, statuses = finish(*both)
+    assert statuses[0] == statuses[1], outputs
+    saved = max(int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdecimal())
+    assert "parameters on fsdp 4" in outputs[0], outputs
+    assert "parameters on" not in outputs[1], outputs  # the first alone prints
+
+    (text,), statuses = finish(start(0, None, out, "--resume", "--fsdp", "1", "--steps", str(saved + 20)))
+    assert statuses == [0], text
+    assert "data 2" in text, text
+
+    port = find_port()
+    words = ("--resume", "--fsdp", "2", "--steps", str(saved + 40))
+    outputs, statuses = finish(*(start(index, port, out, *words) for index in range(2)))
+    assert statuses == [0, 0], outputs
+    (text,), statuses = finish(start(0, None, tmp_path / "whole", "--steps", str(saved + 40)))
+    assert statuses == [0], text
+    losses, expected = read_metrics(out), read_metrics(tmp_path / "whole")
+    assert max(losses) == max(expected) == saved + 40
+    assert len({round(loss, 3) for loss in expected.values()}) > 20  # one step's rows are told from another's
+    same = sorted(losses.keys() & expected.keys())
+    assert len(same) > 0.8 * (saved + 40)
+    np.testing.assert_allclose([losses[x] for x in same], [expected[x] for x in same], rtol=1e-5)
