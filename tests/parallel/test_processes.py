@@ -33,6 +33,7 @@ def run_worker(process, processes, port, folder):
     again = zoo.load(folder, mesh=mesh)
     saved = zoo.value(lambda model, batch: zoo.cross_entropy(model, batch), mesh)(again, batch)
     results = {"loss": float(loss), "norm": float(norm), "saved": float(saved)}
+    results |= {"raised": [raise_on_first(function) for function in (lambda: b"\xff".decode(), lambda: {}["absent"])]}
     print(json.dumps(results | place_shared_rows(rows) | resume_run(model, Path(folder) / "run")))
 
 
@@ -58,6 +59,16 @@ def place_shared_rows(own_rows):
         assert all(np.array_equal(shard.data, whole[shard.index]) for shard in tokens.addressable_shards)
         sums.append([count, int(jax.jit(lambda x: (x * x).sum())(tokens))])
     return {"refused": refused, "sums": sums}
+
+
+def raise_on_first(function):
+    """Return the kinds of the exception that `function`, which the first process alone calls, raises in this one."""
+    from zoo.train.processes import run_on_first
+
+    try:
+        run_on_first(function)
+    except Exception as error:
+        return [kind.__name__ for kind in (ValueError, LookupError) if isinstance(error, kind)]
 
 
 def resume_run(model, out):
@@ -108,6 +119,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
     first, second = run_processes(2, tmp_path / "two")
     assert first == second
     assert first["step"] == single["step"] == 1 and "is in use by process" in first["taken"]
+    assert first["raised"] == single["raised"] == [["ValueError"], ["LookupError"]]
     assert first["loss"] == pytest.approx(single["loss"], rel=1e-6)
     assert first["norm"] == pytest.approx(single["norm"], rel=1e-5)
     assert first["saved"] == pytest.approx(single["loss"], rel=1e-6)

@@ -12,26 +12,34 @@ import numpy as np
 def run_on_first(function: Callable[[], Any]) -> Any:
     """Call `function` in the first process alone; return its result, which is JSON, in every process.
 
-    A collective: all processes call it. **Raises** in every process if `function` raises an `OSError`, `ValueError` or
-    a subclass.
+    A collective: all processes call it. **Raises** in every process what `function` raises in the first; in the others,
+    an exception of a class that is not Python's own becomes one of its nearest base class that is.
     """
     if jax.process_count() == 1:
         return function()
-    result, raised = None, None
+    text, failure, raised = "null", None, None
     if jax.process_index() == 0:
         try:
-            result = function()
-        except (OSError, ValueError) as error:
-            raised = error
-    failure = None if raised is None else [type(raised).__name__, str(raised)]
-    result, failure = _broadcast_json([result, failure])
+            text = json.dumps(function())
+        except BaseException as error:  # the others wait for this process's word, whatever happened to it
+            bases = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+            failure, raised = [bases, str(error)], error
+    text, failure = _broadcast_json([text, failure])
     if raised is not None:
         raise raised
     if failure is not None:
-        name, text = failure
-        kind = getattr(builtins, name, OSError)
-        raise kind(text)
-    return result
+        raise _make_exception(*failure)
+    return json.loads(text)
+
+
+def _make_exception(kinds: list[str], text: str) -> BaseException:
+    """Return an exception of the first class that takes one text: not every one does, as `UnicodeDecodeError`."""
+    for kind in kinds:
+        try:
+            return getattr(builtins, kind)(text)
+        except TypeError:
+            continue
+    return RuntimeError(text)
 
 
 def _broadcast_json(value: Any) -> Any:
