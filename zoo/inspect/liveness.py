@@ -10,177 +10,189 @@ An array lives from the equation that makes it to the last one that reads it. Of
 It does not know the order that XLA schedules in, copies for layouts, nor buffers of collectives.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
+from zoo.ops.platform import Platform
+
+from .fusion import RULES, FusionRules, count_partial_sums, find_roots
+from .inlining import ELEMENTWISE, Equation, FlatJaxpr, inline_calls, name_values
 from .operations import find_subjaxprs
 from .work import count_aval_bytes
 
-_VIEWS = frozenset(
-    """
-    copy copy_p drop_varying expand_dims name optimization_barrier pbroadcast pvary reshape squeeze stop_gradient
-    """.split()
-)
-"""Primitives whose result is their operand, in other words."""
 
-_ELEMENTWISE = frozenset(
-    """
-    abs add add_any and atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type cos div eq erf
-    erf_inv exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad
-    pow real reduce_precision rem rev round rsqrt select_n sharding_constraint shift_left shift_right_logical sign sin
-    slice split sqrt square sub tan tanh transpose xor
-    """.split()
-)
-_FUSING_READERS = (
-    _ELEMENTWISE | _VIEWS | {"dot_general", "reduce_sum", "reduce_max", "argmax", "reduce_and", "reduce_or"}
-)
-"""Primitives into which XLA fuses an elementwise operand."""
+@dataclasses.dataclass(frozen=True)
+class LiveArray:
+    """An array of a device at the peak."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    """Of one device's shard inside `shard_map`, of the whole array outside of it."""
+    dtype: str
+    primitive: str
+    """The operation that made it, as JAX names it."""
+    scope: str
+    """The modules and transformations in which it was made."""
 
 
-def count_peak_bytes(jaxpr: Any, sizes: Sequence[int], *, in_place: bool = False) -> int:
-    """Return the largest number of bytes that the arrays of one device take beside the arguments of a step.
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Arrays that are in memory together when they take most."""
+
+    bytes: int = 0
+    arrays: tuple[LiveArray, ...] = ()
+
+    def __add__(self, other: "Peak") -> "Peak":
+        return Peak(self.bytes + other.bytes, self.arrays + other.arrays)
+
+
+def find_peak(jaxpr: Any, sizes: Sequence[int], *, platform: Platform = "cpu", in_place: bool = False) -> Peak:
+    """Return the arrays that one device has beside the arguments of a step, when they take most.
 
     - `jaxpr`: that of the jitted step, whose shapes are of whole arrays outside of `shard_map`.
     - `sizes`: bytes per device of each of its inputs.
+    - `platform`: that of the compiler.
     - `in_place`: whether its results take the place of donated arguments.
     """
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     pairs = zip(inner.invars, sizes, strict=True)
-    analysis = _Analysis({variable: size / max(count_aval_bytes(variable), 1) for variable, size in pairs})
-    return analysis.measure(inner, (), in_place=in_place)
+    shares = {variable: size / max(count_aval_bytes(variable), 1) for variable, size in pairs}
+    return _Analysis(RULES[platform], shares).measure(inline_calls(inner), (), in_place=in_place)
 
 
 class _Analysis:
     """Liveness of jaxprs whose variables may be of whole arrays: `shares` has the part of each that a device holds, or
     is None inside `shard_map`, where shapes are of one device."""
 
-    def __init__(self, shares: dict[Any, float] | None = None):
+    def __init__(self, rules: FusionRules, shares: dict[Any, float] | None = None):
+        self.rules = rules
         self.shares = shares
+        self.makers: dict[Any, Equation] = {}
+        self.partial_sums: dict[Any, int] = {}
 
     def count(self, variable: Any) -> int:
         if isinstance(variable, Literal):
             return 0
+        if variable in self.partial_sums:
+            return self.partial_sums[variable]
         share = 1.0 if self.shares is None else self.shares.get(variable, 1.0)
         return round(count_aval_bytes(variable) * share)
 
-    def measure(self, jaxpr: Any, owned: Iterable[Any], *, in_place: bool = False) -> int:
+    def measure(self, flat: FlatJaxpr, owned: Iterable[Any], *, in_place: bool = False) -> Peak:
         """Return the peak of a jaxpr, its results and the `owned` among its inputs included.
 
         Owned inputs are freed after their last use. With `in_place`, elementwise results overwrite arguments.
         """
-        roots, last = self._find_lifetimes(jaxpr, in_place)
+        for equation in flat.eqns:
+            self._share_outputs(equation)
+        self.partial_sums = count_partial_sums(flat, self.rules)
+        roots = find_roots(flat, self.rules, self.count, in_place=in_place)
+        last = self._find_last_uses(flat, roots)
         live = {variable: self.count(variable) for variable in owned}
         dying: dict[int, list[Any]] = {}
         for variable, index in last.items():
             dying.setdefault(index, []).append(variable)
-        total = peak = sum(live.values())
-        for index, equation in enumerate(jaxpr.eqns):
+        total = sum(live.values())
+        peak = self.describe(live)
+        for index, equation in enumerate(flat.eqns):
+            self.makers.update((x, equation) for x in equation.outvars)
             ends = {variable for variable in dying.get(index, ()) if variable in live}
             made = [x for x in equation.outvars if roots.get(x) == frozenset([x])]
             if inner := list(find_subjaxprs(equation.params)):
-                taken = ends.intersection(x for x in equation.invars if not isinstance(x, Literal))
-                extra = max(self._measure_call(equation, getattr(x, "jaxpr", x), taken) for x in inner)
-                peak = max(peak, total - sum(live[x] for x in taken) + extra)
+                taken = ends.intersection(equation.operands)
+                found = [self._measure_call(equation, getattr(x, "jaxpr", x), taken) for x in inner]
+                extra = max(found, key=lambda peak: peak.bytes)
+                if total - sum(live[x] for x in taken) + extra.bytes > peak.bytes:
+                    peak = self.describe({x: size for x, size in live.items() if x not in taken}) + extra
             for variable in made:
                 live[variable] = self.count(variable)
                 total += live[variable]
-            peak = max(peak, total)
+            reused = self._reuse(equation, made, ends)
+            if total - sum(live[x] for x in reused) > peak.bytes:
+                peak = self.describe({x: size for x, size in live.items() if x not in reused})
             for variable in ends.union(x for x in made if last.get(x, index) <= index):
                 total -= live.pop(variable)
         return peak
 
-    def _find_lifetimes(self, jaxpr: Any, in_place: bool) -> tuple[dict[Any, frozenset], dict[Any, int]]:
-        """Return for each variable the arrays in memory that it is made of: itself, or those that its fused operation
-        reads; and for each array the index of the last equation that needs it."""
-        readers: dict[Any, list[str]] = {}
-        for equation in jaxpr.eqns:
-            for x in {x for x in equation.invars if not isinstance(x, Literal)}:
-                readers.setdefault(x, []).append(equation.primitive.name)
-        results = Counter(x for x in jaxpr.outvars if not isinstance(x, Literal))
-        roots = {x: frozenset([x]) for x in (*jaxpr.invars, *jaxpr.constvars)}
-        for equation in jaxpr.eqns:
-            self._share_outputs(equation)
-            name = equation.primitive.name
-            made_of = frozenset().union(*(roots.get(x, ()) for x in equation.invars if not isinstance(x, Literal)))
-            for x in equation.outvars:
-                uses = readers.get(x, [])
-                is_fused = name in _ELEMENTWISE and (len(uses) <= 1 or len(made_of) <= 1)
-                is_fused = is_fused and (in_place or x not in results) and _FUSING_READERS.issuperset(uses)
-                roots[x] = made_of if is_fused or name in _VIEWS else frozenset([x])
-            if name == "scan":
+    def _reuse(self, equation: Equation, made: Sequence[Any], ends: Iterable[Any]) -> list[Any]:
+        """Return the array whose place an elementwise result takes: one that ends, of the same size."""
+        if equation.name not in ELEMENTWISE or not made:
+            return []
+        return [x for x in ends if self.count(x) == self.count(made[0])][:1]
+
+    def describe(self, live: Mapping[Any, int]) -> Peak:
+        """Return the arrays of these variables."""
+        arrays = []
+        for variable, size in live.items():
+            maker = self.makers.get(variable)
+            primitive, scope = (maker.name, maker.scope) if maker else ("argument", "")
+            arrays.append(LiveArray(size, variable.aval.shape, str(variable.aval.dtype), primitive, scope))
+        return Peak(sum(live.values()), tuple(arrays))
+
+    def _find_last_uses(self, flat: FlatJaxpr, roots: dict[Any, frozenset]) -> dict[Any, int]:
+        """Return for each array the index of the last equation that needs it."""
+        for equation in flat.eqns:
+            if equation.name == "scan":
                 roots.update((x, frozenset([first])) for x, first in _match_repeats(equation))
         last: dict[Any, int] = {}
-        for index, equation in enumerate(jaxpr.eqns):
-            for x in equation.invars:
-                if not isinstance(x, Literal):
-                    last.update(dict.fromkeys(roots.get(x, ()), index))
-        for x in results:
-            last.update(dict.fromkeys(roots[x], len(jaxpr.eqns)))
-        return roots, last
+        for index, equation in enumerate(flat.eqns):
+            for x in equation.operands:
+                last.update(dict.fromkeys(roots.get(x, ()), index))
+        for x in flat.outvars:
+            if not isinstance(x, Literal):
+                last.update(dict.fromkeys(roots[x], len(flat.eqns)))
+        return last
 
-    def _share_outputs(self, equation: Any) -> None:
+    def _share_outputs(self, equation: Equation) -> None:
         """Record which part of its results a device holds: of `shard_map` as the shapes within say, of others that of
         the operand of their size."""
         if self.shares is None:
             return
-        if equation.primitive.name == "shard_map":
+        if equation.name == "shard_map":
             inner = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
             for x, local in zip(equation.outvars, inner.outvars, strict=True):
                 self.shares[x] = count_aval_bytes(local) / max(count_aval_bytes(x), 1)
             return
-        operands = [x for x in equation.invars if not isinstance(x, Literal) and x in self.shares]
-        known = [(count_aval_bytes(x), self.shares[x]) for x in operands]
+        known = [(count_aval_bytes(x), self.shares[x]) for x in equation.operands if x in self.shares]
         for x in equation.outvars:
             share = min((share for size, share in known if size >= count_aval_bytes(x)), default=1.0)
             self.shares.setdefault(x, share)
 
-    def _measure_call(self, equation: Any, inner: Any, taken: Iterable[Any]) -> int:
+    def _measure_call(self, equation: Equation, inner: Any, taken: Iterable[Any]) -> Peak:
         """Return the peak of an equation with an inner jaxpr, its results and the operands `taken` included."""
-        name = equation.primitive.name
-        if name == "scan":
+        if equation.name == "scan":
             return self._measure_scan(equation, inner, taken)
-        if name == "pallas_call":  # its body is of blocks on the chip
-            return sum(map(self.count, (*taken, *equation.outvars)))
+        if equation.name == "pallas_call":  # its body is of blocks on the chip
+            return self.describe({x: self.count(x) for x in (*taken, *equation.outvars)})
         operands = equation.invars[len(equation.invars) - len(inner.invars) :]
         owned = [x for operand, x in zip(operands, inner.invars, strict=False) if any(operand is y for y in taken)]
-        if name == "shard_map" or self.shares is None:
-            return _Analysis().measure(inner, owned)
+        flat = inline_calls(inner, equation.scope)
+        if equation.name == "shard_map" or self.shares is None:
+            return _Analysis(self.rules).measure(flat, owned)
         pairs = zip(operands, inner.invars, strict=False)
         shares = {x: self.shares.get(operand, 1.0) for operand, x in pairs if not isinstance(operand, Literal)}
-        return _Analysis(shares).measure(inner, owned)
+        return _Analysis(self.rules, shares).measure(flat, owned)
 
-    def _measure_scan(self, equation: Any, inner: Any, taken: Iterable[Any]) -> int:
+    def _measure_scan(self, equation: Equation, inner: Any, taken: Iterable[Any]) -> Peak:
         """Stacked results are whole from the first iteration on; a row of them is written where it belongs."""
         consts, carries = equation.params["num_consts"], equation.params["num_carry"]
         carry = equation.invars[consts : consts + carries]
-        stacked = sum(self.count(x) for x, first in _match_repeats(equation) if x is first)
-        body = _Analysis(None if self.shares is None else {}).measure(inner, inner.invars[consts : consts + carries])
+        stacked = {x: self.count(x) for x, first in _match_repeats(equation) if x is first}
+        analysis = _Analysis(self.rules, None if self.shares is None else {})
+        body = analysis.measure(inline_calls(inner, equation.scope), inner.invars[consts : consts + carries])
         rows = sum(map(count_aval_bytes, inner.outvars[carries:]))
-        kept = sum(self.count(x) for x in taken if not any(x is y for y in carry))
-        return stacked + kept + max(body - rows, sum(map(self.count, carry)))
+        kept = {x: self.count(x) for x in taken if not any(x is y for y in carry)}
+        at_rest = self.describe({x: self.count(x) for x in carry if not isinstance(x, Literal)})
+        inside = Peak(body.bytes - rows, body.arrays)
+        return self.describe({**stacked, **kept}) + max(inside, at_rest, key=lambda peak: peak.bytes)
 
 
-def _name_values(jaxpr: Any) -> dict[int, Any]:
-    """Return a name for the value of each variable, by its id: one for all that are equal, as XLA finds, which keeps
-    each once."""
-    names: dict[int, Any] = {}
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        operands = tuple(str(x.val) if isinstance(x, Literal) else names.get(id(x), id(x)) for x in equation.invars)
-        if name in _VIEWS and len(operands) == 1:
-            names[id(equation.outvars[0])] = operands[0]
-        elif name in _ELEMENTWISE and len(equation.outvars) == 1:
-            options = str(sorted(equation.params.items(), key=lambda item: item[0]))
-            names[id(equation.outvars[0])] = hash((name, operands, options))
-    return names
-
-
-def _match_repeats(scan: Any) -> list[tuple[Any, Any]]:
+def _match_repeats(scan: Equation) -> list[tuple[Any, Any]]:
     """Return each stacked result of a scan with the first one that is equal to it."""
-    inner, carries = scan.params["jaxpr"].jaxpr, scan.params["num_carry"]
-    names, first = _name_values(inner), {}
-    rows = zip(inner.outvars[carries:], scan.outvars[carries:], strict=True)
+    flat, carries = inline_calls(scan.params["jaxpr"]), scan.params["num_carry"]
+    names, first = name_values(flat), {}
+    rows = zip(flat.outvars[carries:], scan.outvars[carries:], strict=True)
     return [(x, first.setdefault(names.get(id(row), id(row)), x)) for row, x in rows]

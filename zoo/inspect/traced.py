@@ -7,11 +7,11 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from zoo.ops.platform import Platform
+from zoo.ops.platform import Platform, current_platform
 from zoo.parallel.mesh import is_array_or_shape
 
 from . import lowering
-from .liveness import count_peak_bytes
+from .liveness import Peak, find_peak
 from .program import count_device_bytes, name_arguments
 from .work import DeviceWork, count_aval_bytes, count_work
 
@@ -27,9 +27,14 @@ class TracedProgram:
     """Bytes of each array argument, by its name: `model.stack.segments.0.blocks.0.mixer.query.weight`."""
     gradients: int
     """Bytes of the results of `shard_map`: of `zoo.value_and_grad`, the loss and the gradients."""
-    temporaries: int
-    """Estimate of the most that arrays take beside the arguments, gradients included (`zoo.inspect.liveness`)."""
+    live: Peak
+    """Estimate of the arrays beside the arguments when they take most (`zoo.inspect.liveness`)."""
     work: DeviceWork
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes of arrays beside the arguments at the peak, gradients included."""
+        return self.live.bytes
 
     @property
     def peak(self) -> int:
@@ -61,7 +66,9 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
         shape=shape,
         arguments={name: count_device_bytes(x) for name, x in names.values()},
         gradients=_count_shard_map_results(body),
-        temporaries=count_peak_bytes(body, sizes, in_place=any(call.params["donated_invars"])),
+        live=find_peak(
+            body, sizes, platform=platform or current_platform(), in_place=any(call.params["donated_invars"])
+        ),
         work=count_work(shown.jaxpr, shape),
     )
 

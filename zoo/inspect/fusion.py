@@ -1,0 +1,102 @@
+"""The arrays that a compiler keeps in memory: values of a jaxpr that no kernel computes where it reads them."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.core import Literal
+
+from zoo.ops.platform import Platform
+
+from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, name_values
+
+_REDUCTIONS = frozenset("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_sum".split())
+_LAYOUT = frozenset("broadcast_in_dim convert_element_type slice transpose".split())
+"""Elementwise primitives that a GPU's kernel of products applies to what it loads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionRules:
+    """What the compiler of a platform fuses."""
+
+    arithmetic_into_products: bool = False
+    """Whether a matrix product computes its operands: the TPU's compiler fuses elementwise operations into it, while a
+    GPU's kernel takes operands from memory, and changes no more than their dtype and layout."""
+
+    tiles: int = 0
+    """Tiles of 128 x 128 results that occupy the device. A product of fewer is cut along its contraction into a power
+    of two of partial sums, in float32, which its reader adds up: split-K. 0 for a compiler that does not."""
+
+
+RULES: dict[Platform, FusionRules] = {
+    "tpu": FusionRules(arithmetic_into_products=True),
+    "gpu": FusionRules(tiles=132),  # multiprocessors of an H100
+    "cpu": FusionRules(),
+}
+_TILE, _LEAST_DEPTH = 128 * 128, 256
+
+
+def count_partial_sums(flat: FlatJaxpr, rules: FusionRules) -> dict[Any, int]:
+    """Return for each result of a matrix product that is split into partial sums the bytes of these.
+
+    Products that share an operand, as those of queries, keys and values, are one product.
+    """
+    products = [equation for equation in flat.eqns if rules.tiles and equation.name == "dot_general"]
+    if not products:
+        return {}
+    names = name_values(flat)
+    merged: dict[Any, int] = {}
+    for equation in products:
+        for key in _name_sides(equation, names):
+            merged[key] = merged.get(key, 0) + equation.outvars[0].aval.size
+    found = {}
+    for equation in products:
+        (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+        results = max(merged[key] for key in _name_sides(equation, names))
+        depth = math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
+        splits = min(rules.tiles * _TILE // results, depth // _LEAST_DEPTH)
+        if splits > 1 and not batch:
+            found[equation.outvars[0]] = 4 * 2 ** (splits.bit_length() - 1) * equation.outvars[0].aval.size
+    return found
+
+
+def _name_sides(equation: Equation, names: dict[int, Any]) -> list[tuple]:
+    """Name each operand of a product, with the dims that it contracts: equal for products that can be one."""
+    contracted = equation.params["dimension_numbers"][0]
+    return [(names.get(id(x), id(x)), side, contracted[side]) for side, x in enumerate(equation.invars)]
+
+
+def find_roots(
+    flat: FlatJaxpr, rules: FusionRules, count: Callable[[Any], int], *, in_place: bool = False
+) -> dict[Any, frozenset]:
+    """Return for each variable the arrays in memory that it is made of: itself, or those that its fused operation
+    reads.
+
+    An elementwise result is fused into its readers, which compute it again each, if that moves no more bytes than
+    writing it once and reading it from each. With `in_place`, so is one that is a result of the jaxpr.
+    """
+    readers: dict[Any, list[Equation]] = {}
+    for equation in flat.eqns:
+        for x in set(equation.operands):
+            readers.setdefault(x, []).append(equation)
+    results = Counter(x for x in flat.outvars if not isinstance(x, Literal))
+    roots: dict[Any, frozenset] = {x: frozenset([x]) for x in flat.invars}
+    for equation in flat.eqns:
+        made_of = frozenset().union(*(roots.get(x, ()) for x in equation.operands))
+        for x in equation.outvars:
+            uses = readers.get(x, [])
+            is_fused = equation.name in ELEMENTWISE and (in_place or x not in results)
+            is_fused = is_fused and all(_can_fuse(equation, reader, made_of, rules) for reader in uses)
+            if is_fused and len(uses) > 1:
+                again, kept = sum(map(count, made_of)), count(x)
+                is_fused = (len(uses) - 1) * again <= (len(uses) + 1) * kept
+            roots[x] = made_of if is_fused or equation.name in VIEWS else frozenset([x])
+    return roots
+
+
+def _can_fuse(equation: Equation, reader: Equation, made_of: frozenset, rules: FusionRules) -> bool:
+    if reader.name in ("dot_general", "conv_general_dilated"):
+        return rules.arithmetic_into_products or (equation.name in _LAYOUT and len(made_of) <= 1)
+    return reader.name in ELEMENTWISE or reader.name in VIEWS or reader.name in _REDUCTIONS

@@ -1,0 +1,111 @@
+"""Inline the calls of a jaxpr, as XLA does: a `jit` within a `jit`, custom derivatives and rematerialization."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from .operations import find_subjaxprs
+
+_CALLS = frozenset("checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2".split())
+
+
+VIEWS = frozenset(
+    """
+    copy copy_p drop_varying expand_dims name optimization_barrier pbroadcast pvary reshape squeeze stop_gradient
+    """.split()
+)
+"""Primitives whose result is their operand, in other words."""
+
+ELEMENTWISE = frozenset(
+    """
+    abs add add_any and atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type cos div eq erf
+    erf_inv exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad
+    pow real reduce_precision rem rev round rsqrt select_n sharding_constraint shift_left shift_right_logical sign sin
+    slice split sqrt square sub tan tanh transpose xor
+    """.split()
+)
+
+
+class Value:
+    """A variable of an inlined call. A call that is made twice has two of each."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any):
+        self.aval = aval
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """An operation that calls no other, or a loop, a branch, a `shard_map` or a kernel."""
+
+    name: str
+    """JAX's name of the primitive."""
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    params: dict[str, Any]
+    scope: str
+    """The modules and transformations that it was traced in."""
+
+    @property
+    def operands(self) -> list[Any]:
+        """Its inputs without literals."""
+        return [x for x in self.invars if not isinstance(x, Literal)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatJaxpr:
+    """A jaxpr with the equations of what it calls in place of the calls."""
+
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    eqns: Sequence[Equation]
+
+
+def inline_calls(jaxpr: Any, scope: str = "") -> FlatJaxpr:
+    """Inline the calls of a jaxpr that was traced in a scope."""
+    inner, equations = getattr(jaxpr, "jaxpr", jaxpr), []
+    names = _inline(inner, {}, equations, scope, is_called=False)
+    return FlatJaxpr(inner.invars, [_rename(x, names) for x in inner.outvars], equations)
+
+
+def _inline(
+    jaxpr: Any, names: dict[Any, Any], equations: list[Equation], scope: str, *, is_called: bool
+) -> dict[Any, Any]:
+    """Append the equations of a jaxpr, and return what its variables are called in them."""
+    for equation in jaxpr.eqns:
+        invars = [_rename(x, names) for x in equation.invars]
+        name, stack = equation.primitive.name, str(equation.source_info.name_stack)
+        inside = "/".join(filter(None, (scope, stack)))
+        inner = list(find_subjaxprs(equation.params)) if name in _CALLS else []
+        if len(inner) == 1:
+            called = getattr(inner[0], "jaxpr", inner[0])
+            given = dict(zip(called.invars, invars[len(invars) - len(called.invars) :], strict=True))
+            given = _inline(called, given, equations, inside, is_called=True)
+            names.update((x, _rename(y, given)) for x, y in zip(equation.outvars, called.outvars, strict=True))
+            continue
+        if is_called:
+            names.update((x, Value(x.aval)) for x in equation.outvars)
+        outvars = [names.get(x, x) for x in equation.outvars]
+        equations.append(Equation(name, invars, outvars, equation.params, inside))
+    return names
+
+
+def _rename(x: Any, names: dict[Any, Any]) -> Any:
+    return x if isinstance(x, Literal) else names.get(x, x)
+
+
+def name_values(flat: FlatJaxpr) -> dict[int, Any]:
+    """Return a name for the value of each variable, by its id: one for all that are equal, as XLA finds, which keeps
+    each once."""
+    names: dict[int, Any] = {}
+    for equation in flat.eqns:
+        operands = tuple(str(x.val) if isinstance(x, Literal) else names.get(id(x), id(x)) for x in equation.invars)
+        if equation.name in VIEWS and len(operands) == 1:
+            names[id(equation.outvars[0])] = operands[0]
+        elif equation.name in ELEMENTWISE and len(equation.outvars) == 1:
+            options = str(sorted(equation.params.items(), key=lambda item: item[0]))
+            names[id(equation.outvars[0])] = hash((equation.name, operands, options))
+    return names
