@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,10 @@ from zoo.ops.platform import Platform
 from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, name_values
 
 _REDUCTIONS = frozenset("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_sum".split())
+IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
+"""Primitives that change some elements of their first operand."""
+_PICKS = frozenset(("gather", "dynamic_slice"))
+"""Primitives that compute of an operand only the elements that they pick."""
 _LAYOUT = frozenset("broadcast_in_dim convert_element_type slice transpose".split())
 """Elementwise primitives that a GPU's kernel of products applies to what it loads."""
 
@@ -25,6 +28,8 @@ class FusionRules:
     """Whether a matrix product computes its operands: the TPU's compiler fuses elementwise operations into it, while a
     GPU's kernel takes operands from memory, and changes no more than their dtype and layout."""
 
+    peels: bool = False
+    """Whether the first iteration of a loop that reduce-scatters is taken out of it (`zoo.inspect.peeling`)."""
     tiles: int = 0
     """Tiles of 128 x 128 results that occupy the device. A product of fewer is cut along its contraction into a power
     of two of partial sums, in float32, which its reader adds up: split-K. 0 for a compiler that does not."""
@@ -32,7 +37,7 @@ class FusionRules:
 
 RULES: dict[Platform, FusionRules] = {
     "tpu": FusionRules(arithmetic_into_products=True),
-    "gpu": FusionRules(tiles=132),  # multiprocessors of an H100
+    "gpu": FusionRules(peels=True, tiles=132),  # multiprocessors of an H100
     "cpu": FusionRules(),
 }
 _TILE, _LEAST_DEPTH = 128 * 128, 256
@@ -77,11 +82,7 @@ def find_roots(
     An elementwise result is fused into its readers, which compute it again each, if that moves no more bytes than
     writing it once and reading it from each. With `in_place`, so is one that is a result of the jaxpr.
     """
-    readers: dict[Any, list[Equation]] = {}
-    for equation in flat.eqns:
-        for x in set(equation.operands):
-            readers.setdefault(x, []).append(equation)
-    results = Counter(x for x in flat.outvars if not isinstance(x, Literal))
+    readers, results = _find_readers(flat)
     roots: dict[Any, frozenset] = {x: frozenset([x]) for x in flat.invars}
     for equation in flat.eqns:
         made_of = frozenset().union(*(roots.get(x, ()) for x in equation.operands))
@@ -90,13 +91,34 @@ def find_roots(
             is_fused = equation.name in ELEMENTWISE and (in_place or x not in results)
             is_fused = is_fused and all(_can_fuse(equation, reader, made_of, rules) for reader in uses)
             if is_fused and len(uses) > 1:
-                again, kept = sum(map(count, made_of)), count(x)
+                kept = count(x)
+                again = sum(min(count(root), kept * _get_width(root) // _get_width(x)) for root in made_of)
                 is_fused = (len(uses) - 1) * again <= (len(uses) + 1) * kept
             roots[x] = made_of if is_fused or equation.name in VIEWS else frozenset([x])
     return roots
 
 
+def _find_readers(flat: FlatJaxpr) -> tuple[dict[Any, list[Equation]], set[Any]]:
+    """Return the equations that read each variable, or a view of it, and the variables that are results or have a view
+    that is one."""
+    readers: dict[Any, list[Equation]] = {}
+    results = {x for x in flat.outvars if not isinstance(x, Literal)}
+    for equation in reversed(flat.eqns):
+        is_view = equation.name in VIEWS and len(equation.outvars) == 1
+        for x in set(equation.operands):
+            found = readers.setdefault(x, [])
+            found += readers.get(equation.outvars[0], []) if is_view else [equation]
+            if is_view and equation.outvars[0] in results:
+                results.add(x)
+    return readers, results
+
+
 def _can_fuse(equation: Equation, reader: Equation, made_of: frozenset, rules: FusionRules) -> bool:
     if reader.name in ("dot_general", "conv_general_dilated"):
         return rules.arithmetic_into_products or (equation.name in _LAYOUT and len(made_of) <= 1)
-    return reader.name in ELEMENTWISE or reader.name in VIEWS or reader.name in _REDUCTIONS
+    return any(reader.name in names for names in (ELEMENTWISE, VIEWS, _REDUCTIONS, _PICKS))
+
+
+def _get_width(x: Any) -> int:
+    """Return the bytes of an element."""
+    return getattr(getattr(x.aval, "dtype", None), "itemsize", 1)

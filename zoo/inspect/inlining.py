@@ -68,7 +68,7 @@ def inline_calls(jaxpr: Any, scope: str = "") -> FlatJaxpr:
     """Inline the calls of a jaxpr that was traced in a scope."""
     inner, equations = getattr(jaxpr, "jaxpr", jaxpr), []
     names = _inline(inner, {}, equations, scope, is_called=False)
-    return FlatJaxpr(inner.invars, [_rename(x, names) for x in inner.outvars], equations)
+    return FlatJaxpr(inner.invars, [rename(x, names) for x in inner.outvars], equations)
 
 
 def _inline(
@@ -76,7 +76,7 @@ def _inline(
 ) -> dict[Any, Any]:
     """Append the equations of a jaxpr, and return what its variables are called in them."""
     for equation in jaxpr.eqns:
-        invars = [_rename(x, names) for x in equation.invars]
+        invars = [rename(x, names) for x in equation.invars]
         name, stack = equation.primitive.name, str(equation.source_info.name_stack)
         inside = "/".join(filter(None, (scope, stack)))
         inner = list(find_subjaxprs(equation.params)) if name in _CALLS else []
@@ -84,7 +84,7 @@ def _inline(
             called = getattr(inner[0], "jaxpr", inner[0])
             given = dict(zip(called.invars, invars[len(invars) - len(called.invars) :], strict=True))
             given = _inline(called, given, equations, inside, is_called=True)
-            names.update((x, _rename(y, given)) for x, y in zip(equation.outvars, called.outvars, strict=True))
+            names.update((x, rename(y, given)) for x, y in zip(equation.outvars, called.outvars, strict=True))
             continue
         if is_called:
             names.update((x, Value(x.aval)) for x in equation.outvars)
@@ -93,7 +93,8 @@ def _inline(
     return names
 
 
-def _rename(x: Any, names: dict[Any, Any]) -> Any:
+def rename(x: Any, names: dict[Any, Any]) -> Any:
+    """Return what a variable is called in the equations of its caller."""
     return x if isinstance(x, Literal) else names.get(x, x)
 
 

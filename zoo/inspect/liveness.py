@@ -11,16 +11,17 @@ It does not know the order that XLA schedules in, copies for layouts, nor buffer
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
 from zoo.ops.platform import Platform
 
-from .fusion import RULES, FusionRules, count_partial_sums, find_roots
+from .fusion import IN_PLACE, RULES, FusionRules, count_partial_sums, find_roots
 from .inlining import ELEMENTWISE, Equation, FlatJaxpr, inline_calls, name_values
 from .operations import find_subjaxprs
+from .peeling import peel_loops
 from .work import count_aval_bytes
 
 
@@ -86,6 +87,7 @@ class _Analysis:
 
         Owned inputs are freed after their last use. With `in_place`, elementwise results overwrite arguments.
         """
+        flat = peel_loops(flat) if self.rules.peels and self.shares is None else flat
         for equation in flat.eqns:
             self._share_outputs(equation)
         self.partial_sums = count_partial_sums(flat, self.rules)
@@ -102,7 +104,7 @@ class _Analysis:
             ends = {variable for variable in dying.get(index, ()) if variable in live}
             made = [x for x in equation.outvars if roots.get(x) == frozenset([x])]
             if inner := list(find_subjaxprs(equation.params)):
-                taken = ends.intersection(equation.operands)
+                taken = {root: x for x in equation.operands for root in roots.get(x, ()) if _is_view(x, root, ends)}
                 found = [self._measure_call(equation, getattr(x, "jaxpr", x), taken) for x in inner]
                 extra = max(found, key=lambda peak: peak.bytes)
                 if total - sum(live[x] for x in taken) + extra.bytes > peak.bytes:
@@ -118,8 +120,9 @@ class _Analysis:
         return peak
 
     def _reuse(self, equation: Equation, made: Sequence[Any], ends: Iterable[Any]) -> list[Any]:
-        """Return the array whose place an elementwise result takes: one that ends, of the same size."""
-        if equation.name not in ELEMENTWISE or not made:
+        """Return the array whose place a result takes that is computed element by element: one that ends, of the same
+        size."""
+        if not made or equation.name not in ELEMENTWISE | IN_PLACE:
             return []
         return [x for x in ends if self.count(x) == self.count(made[0])][:1]
 
@@ -161,14 +164,16 @@ class _Analysis:
             share = min((share for size, share in known if size >= count_aval_bytes(x)), default=1.0)
             self.shares.setdefault(x, share)
 
-    def _measure_call(self, equation: Equation, inner: Any, taken: Iterable[Any]) -> Peak:
-        """Return the peak of an equation with an inner jaxpr, its results and the operands `taken` included."""
+    def _measure_call(self, equation: Equation, inner: Any, taken: Mapping[Any, Any]) -> Peak:
+        """Return the peak of an equation with an inner jaxpr, its results and the arrays `taken` included, which are
+        the operands that it reads last."""
         if equation.name == "scan":
             return self._measure_scan(equation, inner, taken)
         if equation.name == "pallas_call":  # its body is of blocks on the chip
             return self.describe({x: self.count(x) for x in (*taken, *equation.outvars)})
         operands = equation.invars[len(equation.invars) - len(inner.invars) :]
-        owned = [x for operand, x in zip(operands, inner.invars, strict=False) if any(operand is y for y in taken)]
+        given = set(map(id, taken.values()))
+        owned = [x for operand, x in zip(operands, inner.invars, strict=False) if id(operand) in given]
         flat = inline_calls(inner, equation.scope)
         if equation.name == "shard_map" or self.shares is None:
             return _Analysis(self.rules).measure(flat, owned)
@@ -176,7 +181,7 @@ class _Analysis:
         shares = {x: self.shares.get(operand, 1.0) for operand, x in pairs if not isinstance(operand, Literal)}
         return _Analysis(self.rules, shares).measure(flat, owned)
 
-    def _measure_scan(self, equation: Equation, inner: Any, taken: Iterable[Any]) -> Peak:
+    def _measure_scan(self, equation: Equation, inner: Any, taken: Mapping[Any, Any]) -> Peak:
         """Stacked results are whole from the first iteration on; a row of them is written where it belongs."""
         consts, carries = equation.params["num_consts"], equation.params["num_carry"]
         carry = equation.invars[consts : consts + carries]
@@ -184,10 +189,16 @@ class _Analysis:
         analysis = _Analysis(self.rules, None if self.shares is None else {})
         body = analysis.measure(inline_calls(inner, equation.scope), inner.invars[consts : consts + carries])
         rows = sum(map(count_aval_bytes, inner.outvars[carries:]))
-        kept = {x: self.count(x) for x in taken if not any(x is y for y in carry)}
+        carried = set(map(id, carry))
+        kept = {root: self.count(root) for root, x in taken.items() if id(x) not in carried}
         at_rest = self.describe({x: self.count(x) for x in carry if not isinstance(x, Literal)})
         inside = Peak(body.bytes - rows, body.arrays)
         return self.describe({**stacked, **kept}) + max(inside, at_rest, key=lambda peak: peak.bytes)
+
+
+def _is_view(x: Any, root: Any, arrays: Collection[Any]) -> bool:
+    """Return True if a variable is one of these arrays, or another shape of it."""
+    return root in arrays and x.aval.size == root.aval.size and x.aval.dtype == root.aval.dtype
 
 
 def _match_repeats(scan: Equation) -> list[tuple[Any, Any]]:
