@@ -59,9 +59,12 @@ def sum_collectives(
         axes = None if groups is None else find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
         sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
         group_size = max(map(len, groups or ()), default=1) if kind == "all-gather" else 1
+        moved = sum(sizes) * group_size
+        if kind == "all-reduce":  # that of a TPU may read bfloat16 and sum in float32
+            moved = max(moved, count_shape_bytes(instruction.shape))
         key = kind, axes, "" if axes is not None else _format_groups(instruction)
         total = sums.setdefault(key, [0, 0, 0, 0])
-        for index, increment in enumerate((1, len(sizes), sum(sizes) * group_size, execution.asynchronous)):
+        for index, increment in enumerate((1, len(sizes), moved, execution.asynchronous)):
             total[index] += execution.times * increment
     rows = [Collective(*key, *total) for key, total in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, str(row.axes))))

@@ -77,7 +77,7 @@ def parse_module(text: str) -> HloModule:
     for line in text.splitlines():
         if line.startswith("HloModule"):
             header = line
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":  # a TPU kernel has lines of its own, "}}, metadata=..." among them
             current = None
         elif current is not None and (match := _INSTRUCTION_NAME.match(line)):
             instruction = parse_instruction(match["name"], line[match.end() :])

@@ -41,13 +41,17 @@ class Value:
 class Equation:
     """An operation that calls no other, or a loop, a branch, a `shard_map` or a kernel."""
 
-    name: str
-    """JAX's name of the primitive."""
+    primitive: Any
     invars: Sequence[Any]
     outvars: Sequence[Any]
     params: dict[str, Any]
     scope: str
     """The modules and transformations that it was traced in."""
+
+    @property
+    def name(self) -> str:
+        """JAX's name of the primitive."""
+        return self.primitive.name
 
     @property
     def operands(self) -> list[Any]:
@@ -89,7 +93,7 @@ def _inline(
         if is_called:
             names.update((x, Value(x.aval)) for x in equation.outvars)
         outvars = [names.get(x, x) for x in equation.outvars]
-        equations.append(Equation(name, invars, outvars, equation.params, inside))
+        equations.append(Equation(equation.primitive, invars, outvars, equation.params, inside))
     return names
 
 

@@ -8,6 +8,8 @@ backward pass that recomputes, this is the recomputation, which then runs before
 from collections.abc import Iterable
 from typing import Any
 
+from jax import lax
+
 from .inlining import Equation, FlatJaxpr, Value, inline_calls, rename
 from .operations import find_subjaxprs
 
@@ -37,12 +39,12 @@ def _peel(loop: Equation) -> tuple[list[Equation], list[Equation], Equation]:
     early: list[Equation] = []
     for x, stacked in zip(body.invars[consts + carries :], loop.invars[consts + carries :], strict=True):
         names[x] = Value(x.aval)
-        early.append(Equation("slice", [stacked], [names[x]], {}, loop.scope))
+        early.append(Equation(lax.slice_p, [stacked], [names[x]], {}, loop.scope))
     late, dependent = [], set(body.invars[consts : consts + carries])
     for equation in body.eqns:
         names.update((x, Value(x.aval)) for x in equation.outvars)
         copy = Equation(
-            equation.name,
+            equation.primitive,
             [rename(x, names) for x in equation.invars],
             [names[x] for x in equation.outvars],
             equation.params,
@@ -56,7 +58,7 @@ def _peel(loop: Equation) -> tuple[list[Equation], list[Equation], Equation]:
     carry = [rename(x, names) for x in body.outvars[:carries]]
     invars = [*loop.invars[:consts], *carry, *loop.invars[consts + carries :]]
     params = loop.params | {"length": loop.params["length"] - 1}
-    return early, late, Equation(loop.name, invars, loop.outvars, params, loop.scope)
+    return early, late, Equation(loop.primitive, invars, loop.outvars, params, loop.scope)
 
 
 def _scatters(jaxpr: Any) -> bool:

@@ -14,6 +14,8 @@ import jax
 from jax.extend.core import Literal
 
 from .collectives import Collective
+from .combining import find_left_out
+from .inlining import Equation, inline_calls
 from .operations import OPAQUE_PRIMITIVES, count_flops, count_product_flops, find_subjaxprs
 
 _KINDS = {
@@ -49,17 +51,17 @@ def count_work(jaxpr: Any, shape: Mapping[str, int]) -> DeviceWork:
     flops: Counter[str] = Counter()
     sums: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     moved = 0
-    for equation, times, local in _iterate_device_equations(jaxpr):
+    for equation, times, local, left_out in _iterate_device_equations(jaxpr):
         if (products := count_product_flops(equation)) is not None:
             share = 1 if local else math.prod(shape.values())
             flops[_find_precision(equation)] += products * times // share
             moved += times * sum(map(count_aval_bytes, (*equation.invars[:2], *equation.outvars))) // share
-        elif equation.primitive.name in _KINDS:
+        elif equation.name in _KINDS:
             axes = tuple(axis for axis in find_collective_axes(equation) if shape.get(axis, 1) > 1)
             if axes:
                 axes = tuple(sorted(axes, key=list(shape).index))
-                total = sums.setdefault((_KINDS[equation.primitive.name], axes), [0, 0])
-                arrays = [max(pair) for pair in _pair_bytes(equation)]
+                total = sums.setdefault((_KINDS[equation.name], axes), [0, 0])
+                arrays = [max(pair) for pair in _pair_bytes(equation, left_out)]
                 total[0] += times * len(arrays)
                 total[1] += times * sum(arrays)
     rows = [Collective(kind, axes, "", count, count, size) for (kind, axes), (count, size) in sums.items()]
@@ -76,7 +78,7 @@ def count_aval_bytes(variable: Any) -> int:
 
 
 def find_collective_axes(equation: Any) -> tuple[str, ...]:
-    """Return the mesh axes of a collective."""
+    """Return the mesh axes of a collective, an equation."""
     named = equation.params.get("axes", equation.params.get("axis_name"))
     return tuple(axis for axis in (named if isinstance(named, tuple | list) else (named,)) if isinstance(axis, str))
 
@@ -90,24 +92,29 @@ def count_sent_bytes(collective: Collective, shape: Mapping[str, int]) -> float:
     return factor * collective.bytes
 
 
-def _iterate_device_equations(jaxpr: Any, times: int = 1, local: bool = False) -> Iterator[tuple[Any, int, bool]]:
-    """Yield the innermost equations with how often a device runs each, and True for those whose shapes are its own."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = equation.primitive.name
-        inner = [] if name in OPAQUE_PRIMITIVES else list(find_subjaxprs(equation.params))
-        repeats = equation.params["length"] if name == "scan" else 1
-        if name == "cond":
+def _iterate_device_equations(
+    jaxpr: Any, times: int = 1, local: bool = False
+) -> Iterator[tuple[Equation, int, bool, set[Any]]]:
+    """Yield the innermost equations with how often a device runs each, True for those whose shapes are its own, and the
+    results of collectives that a compiler leaves out."""
+    flat = inline_calls(jaxpr)
+    left_out = find_left_out(flat)
+    for equation in flat.eqns:
+        inner = [] if equation.name in OPAQUE_PRIMITIVES else list(find_subjaxprs(equation.params))
+        repeats = equation.params["length"] if equation.name == "scan" else 1
+        if equation.name == "cond":
             inner = [max(inner, key=lambda branch: count_flops(branch).total)]
         for subjaxpr in inner:
-            yield from _iterate_device_equations(subjaxpr, times * repeats, local or name == "shard_map")
+            yield from _iterate_device_equations(subjaxpr, times * repeats, local or equation.name == "shard_map")
         if not inner:
-            yield equation, times, local
+            yield equation, times, local, left_out
 
 
-def _pair_bytes(equation: Any) -> Iterator[tuple[int, int]]:
-    arrays = [x for x in equation.invars if count_aval_bytes(x) and not isinstance(x, Literal)]
-    for given, result in zip(arrays, equation.outvars, strict=False):
-        yield count_aval_bytes(given), count_aval_bytes(result)
+def _pair_bytes(equation: Equation, left_out: set[Any]) -> Iterator[tuple[int, int]]:
+    pairs = zip(equation.invars, equation.outvars, strict=False)
+    for given, result in pairs:
+        if not isinstance(given, Literal) and count_aval_bytes(given) and result not in left_out:
+            yield count_aval_bytes(given), count_aval_bytes(result)
 
 
 def _find_precision(equation: Any) -> str:

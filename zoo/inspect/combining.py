@@ -1,0 +1,56 @@
+"""Collectives that a compiler leaves out: equal ones, and sums that are added up afterwards.
+
+XLA gathers an array once that a program gathers twice, such as a tied embedding. Of `psum(a) + psum(b)` it makes
+`psum(a + b)`: the gradients of an input that queries, keys and values share are added before they are summed.
+"""
+
+from typing import Any
+
+from jax.extend.core import Literal
+
+from .inlining import VIEWS, FlatJaxpr, name_values
+
+_SUMS = frozenset("psum psum2 psum_invariant reduce_scatter unreduced_reduce_scatter".split())
+_GATHERS = frozenset("all_gather all_gather_invariant all_gather_reduced".split())
+
+
+def find_left_out(flat: FlatJaxpr) -> set[Any]:
+    """Return the results of collectives that a compiled program does not compute."""
+    return _find_repeated_gathers(flat) | _find_added_sums(flat)
+
+
+def _find_repeated_gathers(flat: FlatJaxpr) -> set[Any]:
+    names, seen, repeated = name_values(flat), set(), set()
+    for equation in flat.eqns:
+        if equation.name in _GATHERS:
+            operands = tuple(names.get(id(x), id(x)) for x in equation.invars)
+            key = equation.name, operands, str(sorted(equation.params.items(), key=lambda item: item[0]))
+            repeated.update(equation.outvars if key in seen else ())
+            seen.add(key)
+    return repeated
+
+
+def _find_added_sums(flat: FlatJaxpr) -> set[Any]:
+    """Return, of sums whose results are added and not used otherwise, all but one."""
+    uses: dict[Any, int] = {}
+    for x in (*(x for equation in flat.eqns for x in equation.operands), *flat.outvars):
+        if not isinstance(x, Literal):
+            uses[x] = uses.get(x, 0) + 1
+    sums: dict[Any, tuple] = {}  # what each value is a sum over, if it is one and used once
+    origin: dict[Any, Any] = {}
+    left_out = set()
+    for equation in flat.eqns:
+        if equation.name in _SUMS:
+            options = equation.name, str(sorted(equation.params.items(), key=lambda item: item[0]))
+            for x in equation.outvars:
+                sums[x], origin[x] = options, x
+        elif equation.name in VIEWS and len(equation.operands) == 1:
+            (x,) = equation.operands
+            if x in sums and uses[x] == 1:
+                sums[equation.outvars[0]], origin[equation.outvars[0]] = sums[x], origin[x]
+        elif equation.name in ("add", "add_any") and len(equation.operands) == 2:
+            one, other = equation.operands
+            if sums.get(one, 1) == sums.get(other, 2) and uses[one] == uses[other] == 1:
+                left_out.add(origin[other])
+                sums[equation.outvars[0]], origin[equation.outvars[0]] = sums[one], origin[one]
+    return left_out
