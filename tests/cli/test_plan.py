@@ -22,7 +22,7 @@ def test_plan_that_does_not_fit_exits_with_the_largest(capsys):
         main(["plan", "--preset", "llama3-8b", "--on", "h100:8", "--data", "8", "--seq-len", "128"])
     captured = capsys.readouterr()
     assert stopped.value.code == 1 and "DOES NOT FIT" in captured.out
-    assert "the largest arguments per device" in captured.err.replace("\n", " ").lower()
+    assert "the largest arrays per device" in captured.err.replace("\n", " ").lower()
     assert "layout=zoo.parallel.ZERO1" in captured.err and "opt_state" in captured.err
 
 

@@ -61,6 +61,7 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
     shown = closed if platform in (None, "cpu") else lowering.trace(step, args, {}, leaves, "cpu")[0]
     sizes = [count_device_bytes(names[id(x)][1]) if id(x) in names else 0 for x in call.invars]
     body = call.params["jaxpr"]
+    specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in leaves]
     return TracedProgram(
         name=lowering.get_step_name(step),
         shape=shape,
@@ -69,7 +70,7 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
         live=find_peak(
             body, sizes, platform=platform or current_platform(), in_place=any(call.params["donated_invars"])
         ),
-        work=count_work(shown.jaxpr, shape),
+        work=count_work(shown.jaxpr, shape, dict(zip(shown.jaxpr.invars, specs, strict=False))),
     )
 
 

@@ -1,7 +1,8 @@
 """Work of one device in a step, counted in its jaxpr: products by dtype, main memory traffic, collectives by axis.
 
-Inside `shard_map` shapes are those of one device, and every collective stands in the jaxpr, with its mesh axes. What
-XLA adds for arrays outside of it is not here: the sums of a global norm, the gather of updated parameters in ZeRO-1.
+Inside `shard_map` shapes are those of one device, and every collective stands in the jaxpr, with its mesh axes. Outside
+of it XLA adds gathers of what a constraint replicates, which are counted, and the sums of a few numbers, as of a global
+norm, which are not. Collectives that XLA leaves out are left out (`zoo.inspect.combining`).
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from .collectives import Collective
 from .combining import find_left_out
 from .inlining import Equation, inline_calls
 from .operations import OPAQUE_PRIMITIVES, count_flops, count_product_flops, find_subjaxprs
+from .resharding import iterate_gathers
 
 _KINDS = {
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), "all-reduce"),
@@ -46,8 +48,11 @@ class DeviceWork:
         return sum(self.flops.values())
 
 
-def count_work(jaxpr: Any, shape: Mapping[str, int]) -> DeviceWork:
-    """Count the work of one device of a mesh of this shape, loop iterations included; a `while` loop counts once."""
+def count_work(jaxpr: Any, shape: Mapping[str, int], specs: Mapping[Any, Any] | None = None) -> DeviceWork:
+    """Count the work of one device of a mesh of this shape, loop iterations included; a `while` loop counts once.
+
+    `specs` has the partition specs of the jaxpr's inputs, for what XLA gathers outside of `shard_map`.
+    """
     flops: Counter[str] = Counter()
     sums: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     moved = 0
@@ -64,6 +69,10 @@ def count_work(jaxpr: Any, shape: Mapping[str, int]) -> DeviceWork:
                 arrays = [max(pair) for pair in _pair_bytes(equation, left_out)]
                 total[0] += times * len(arrays)
                 total[1] += times * sum(arrays)
+    for axes, size in iterate_gathers(inline_calls(jaxpr), specs or {}, shape):
+        total = sums.setdefault(("all-gather", axes), [0, 0])
+        total[0] += 1
+        total[1] += size
     rows = [Collective(kind, axes, "", count, count, size) for (kind, axes), (count, size) in sums.items()]
     return DeviceWork(dict(flops), moved, tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, row.axes or ()))))
 

@@ -120,7 +120,8 @@ def reference_cross_entropy(
     head: Any, x: Array, targets: Array, weights: Array, z_loss: float, chunk: int
 ) -> Float[Array, ""]:
     """Compute the weighted sum of `token_losses(head(x), targets)`, all tokens at once."""
-    return (token_losses(head(x), targets, z_loss=z_loss) * weights).sum()
+    with jax.named_scope("logits"):
+        return (token_losses(head(x), targets, z_loss=z_loss) * weights).sum()
 
 
 def chunked_cross_entropy(
@@ -134,8 +135,9 @@ def chunked_cross_entropy(
     integer_arrays, static = eqx.partition(rest, eqx.is_array)
 
     def chunk_loss(parameters, integer_arrays, x, targets, weights):
-        logits = eqx.combine(parameters, integer_arrays, static)(x)
-        return (token_losses(logits, targets, z_loss=z_loss) * weights).sum()
+        with jax.named_scope("logits"):
+            logits = eqx.combine(parameters, integer_arrays, static)(x)
+            return (token_losses(logits, targets, z_loss=z_loss) * weights).sum()
 
     # The gradients of a custom VJP must vary over the same mesh axes as its operands. With all operands made varying
     # here, the gradient of that cast all-reduces the head's gradient.

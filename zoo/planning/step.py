@@ -1,6 +1,7 @@
 """The plan of a step: memory, traffic and time on a topology, from its trace alone."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +30,22 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes per device, by argument of the step; `gradients`, and `activations` for all other temporaries."""
+        """Bytes per device at the peak, which they sum to.
+
+        Arguments of the step by name: `model` are `parameters`, `opt_state` is `optimizer state`, `states` are the
+        `cache` of a step that decodes. Of the rest, `logits` are arrays of the loss over the vocabulary, in chunks of
+        tokens: none, if the peak is in the backward pass of the layers. `gradients` are those that the step's
+        `shard_map` returns, and `activations` all others, of which the option `remat` decides.
+        """
         kinds: dict[str, int] = {}
         for name, size in self.program.arguments.items():
             kind = _KINDS.get(name.partition(".")[0], name.partition(".")[0])
             kinds[kind] = kinds.get(kind, 0) + size
-        gradients = min(self.program.gradients, self.program.temporaries)
-        return {**kinds, "gradients": gradients, "activations": self.program.temporaries - gradients}
+        temporaries = self.program.live
+        logits = sum(x.bytes for x in temporaries.arrays if _LOGITS.search(x.scope))
+        gradients = min(self.program.gradients, temporaries.bytes - logits)
+        kinds |= {"gradients": gradients, "logits": logits, "activations": temporaries.bytes - logits - gradients}
+        return {kind: size for kind, size in kinds.items() if size}
 
     @property
     def peak(self) -> int:
@@ -84,14 +94,22 @@ class Plan:
         memory."""
         if self.fits:
             return
-        largest = sorted(self.program.arguments.items(), key=lambda item: -item[1])[:5]
-        lines = [f"  {name}: {_format(size)}" for name, size in largest]
+        lines = [f"  {name}: {_format(size)}" for name, size in self.list_largest(6)]
         kind = max(self.memory, key=lambda name: self.memory[name])
         raise BudgetError(
             f"{_format(self.peak)} at the peak, and {self.topology.kind} has {_format(self.chip.memory)}. "
             f"{kind.capitalize()} take {_format(self.memory[kind])}: {_ADVICE.get(kind, 'shard them')}. The largest "
-            "arguments per device:\n" + "\n".join(lines)
+            "arrays per device:\n" + "\n".join(lines)
         )
+
+    def list_largest(self, count: int) -> list[tuple[str, int]]:
+        """Return names and bytes per device of the largest arrays at the peak: arguments by their path, others by the
+        operation and the modules that made them, with equal ones added up."""
+        arrays = dict(self.program.arguments)
+        for x in self.program.live.arrays:
+            name = f"{x.dtype}[{','.join(map(str, x.shape))}] of {x.primitive} in {x.scope or 'the step'}"
+            arrays[name] = arrays.get(name, 0) + x.bytes
+        return sorted(arrays.items(), key=lambda item: -item[1])[:count]
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values."""
@@ -130,8 +148,12 @@ class Plan:
         return format_plan(self)
 
 
-_KINDS = {"model": "parameters", "opt_state": "optimizer state", "batch": "batch"}
+_KINDS = {"model": "parameters", "opt_state": "optimizer state", "batch": "batch", "states": "cache"}
+_LOGITS = re.compile(r"\blogits\b")
+"""The name scope of `zoo.models.loss`."""
 _ADVICE = {
+    "cache": "fewer rows or a shorter context; tensor shards the heads of keys and values",
+    "logits": "a smaller `chunk` of zoo.cross_entropy; tensor shards the vocabulary",
     "activations": "fewer rows per micro-batch, remat='full', or context and tensor, which shard them",
     "parameters": "fsdp shards them over its devices, tensor and pipe as well",
     "optimizer state": "fsdp shards it over its devices, with layout=zoo.parallel.ZERO1 as well",
