@@ -16,7 +16,9 @@ from zoo.layers import (
     LatentAttention,
     Mamba,
     Mamba2,
+    MixtureOfAttention,
     MixtureOfExperts,
+    OutputBias,
     SparseLatentAttention,
     ValueScaledAttention,
 )
@@ -40,7 +42,6 @@ QUANTIZED = {
 LEFT_OUT = {
     "Gemma 3n": "four residual streams (AltUp) beside inputs of each layer: not yet.",
     "Gemma 4's mixture of experts": "`enable_moe_block` is refused by name.",
-    "JetMoE": "attention whose projections are experts would need a mixer that routes.",
     "DeBERTa v2 xlarge and xxlarge": "their convolution (`conv_kernel_size`) is refused by name.",
     "OPT-350m": "norms after the residual sums, and a projected embedding, are refused by name.",
     "Hybrids of attention and state spaces (Jamba, Zamba2, Bamba, Falcon-H1, Qwen3-Next, LFM2)": "not yet.",
@@ -142,6 +143,9 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         words = describe_latents(mixer)
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
         words = describe_recurrence(mixer)
+    elif isinstance(mixer, MixtureOfAttention):
+        experts = f"{mixer.router.scores.out_size} experts of queries and outputs"
+        words = [f"grouped-query attention, top-{mixer.router.top} of {experts}", "RoPE"]
     elif isinstance(mixer, GroupedGatedDeltaNet):
         words = [f"`{type(mixer).__name__}`", "gated grouped-query attention in every fourth layer"]
     else:
@@ -171,6 +175,8 @@ def describe_mixture(ffn: MixtureOfExperts) -> list[str]:
     router = ffn.router
     words = [f"top-{router.top} of {router.scores.out_size} experts, `{type(router).__name__}`"]
     words += ["clamped SwiGLU"] * isinstance(ffn.experts, ClampedGatedMLP)
+    if isinstance(ffn.shared, OutputBias):
+        return [*words, "bias of the output"]
     return words + [f"{'gated ' if ffn.shared_gate else ''}shared expert"] * (ffn.shared is not None)
 
 

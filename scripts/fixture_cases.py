@@ -353,6 +353,11 @@ CASES = {
         MOE | MIXED | {"num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1, "head_dim": 6}
         | {"route_scale": 1.5, "mup_enabled": True} | TIED,
     ),
+    "jetmoe": Case(
+        "jetmoe", "two of four experts of queries and outputs beside shared keys, two of four in the MLP, biases, tied",
+        {key: value for key, value in SIZES.items() if key != "num_attention_heads"}
+        | {"kv_channels": 6, "num_local_experts": 4} | TIED,
+    ),
     "llama4_text": Case(
         "llama4_text", "chunks of 5 and rope in the first layer, queries scaled by position and experts after it, tied",
         SIZES | {"head_dim": 6, "intermediate_size_mlp": 24, "num_local_experts": 4, "num_experts_per_tok": 2}

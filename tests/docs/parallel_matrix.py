@@ -49,6 +49,7 @@ from zoo.layers import (
     LinearAttention,
     Mamba,
     Mamba2,
+    MixtureOfAttention,
     PostRotaryAttention,
     Retention,
     RWKV4ChannelMixing,
@@ -66,7 +67,7 @@ SEEDS = range(3)
 
 SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
-    *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, SparseLatentAttention),
+    *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
 `tests/weights/test_families_on_meshes.py`."""

@@ -127,7 +127,8 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     if any("selection_bias" in path.name for path in list_parameter_paths(model)):
         expected.pop("aux_loss", None)  # transformers counts the top experts without the bias, not those that are used
     loaded = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
-    balance = read(folder / "config.json").get("router_aux_loss_coef", 0.0)
+    config = read(folder / "config.json")
+    balance = config.get("router_aux_loss_coef", config.get("aux_loss_coef", 0.0))
     check_padding_changes_no_logits(model, expected, balance, switches=folder.name in SWITCHES)
     check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
     if folder.parent == FIXTURES:  # once per family, since `compare` checks the gradients of every case

@@ -25,8 +25,10 @@ from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
 from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
+from .moe.attention import AttentionExpert, MixtureOfAttention
 from .moe.input_weighted import InputWeightedMixture
 from .moe.mixture import MixtureOfExperts
+from .moe.output_bias import OutputBias
 from .moe.router import (
     AbstractRouter,
     BiasedRouter,
@@ -83,6 +85,7 @@ __all__ = [
     "AlibiAttention",
     "AmaxHistory",
     "Attention",
+    "AttentionExpert",
     "AttentionPooler",
     "BiasedRouter",
     "BidirectionalAttention",
@@ -126,9 +129,11 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "MambaState",
+    "MixtureOfAttention",
     "MixtureOfExperts",
     "NF4Linear",
     "NestedNF4Linear",
+    "OutputBias",
     "PatchEmbedding",
     "PatchPositions",
     "PerHeadLayerNorm",

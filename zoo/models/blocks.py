@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, IdentityNorm, TokenInfo
+from zoo.layers import (
+    AbstractFeedForward,
+    AbstractMixer,
+    AbstractNorm,
+    Dropout,
+    IdentityNorm,
+    MixtureOfAttention,
+    TokenInfo,
+)
 from zoo.layers.abstract import run_mixer
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import gather_tokens, match_tokens, run_on_all_tokens
@@ -177,6 +185,28 @@ class ParallelBlock(AbstractBlock):
         fed, routing = self.ffn(normed if self.ffn_norm is None else gather_tokens(self.ffn_norm(hidden.x)))
         mixed, fed = match_tokens(mixed, hidden.x), checkpoint_name(match_tokens(fed, hidden.x), "ffn_output")
         return hidden.add_residual(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state
+
+
+class RoutedMixerBlock(AbstractBlock):
+    """The pre-norm layer, x + mixer(norm(x)) and x + ffn(norm(x)), of a mixer that has a router, whose decisions join
+    those of the feed-forward layer (JetMoE, arXiv:2404.07413, section 2)."""
+
+    mixer_norm: AbstractNorm
+    mixer: MixtureOfAttention = named_by_class()
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, (state, routing) = run_on_all_tokens(self.mixer.mix, self.mixer_norm(hidden.x), info, state)
+        mixed = checkpoint_name(mixed, "mixer_output")
+        hidden = hidden.add_residual(self.dropout(mixed, info, site=0), routing)
+        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed = checkpoint_name(fed, "ffn_output")
+        return hidden.add_residual(self.dropout(fed, info, site=1), routing), state
 
 
 def make_unnormalized_block(mixer_norm: AbstractNorm, **parts: Any) -> Block:

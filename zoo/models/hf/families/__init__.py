@@ -43,6 +43,7 @@ from .granitemoeshared import GRANITEMOESHARED
 from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
+from .jetmoe import JETMOE
 from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
@@ -121,6 +122,7 @@ ALL_FAMILIES = (
     HUNYUAN_V1_DENSE,
     HUNYUAN_V1_MOE,
     HY_V3,
+    JETMOE,
     LLAMA,
     LLAMA4_TEXT,
     MAMBA,

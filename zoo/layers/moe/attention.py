@@ -1,0 +1,139 @@
+"""Mixture of attention heads: softmax attention whose projections of queries and outputs are experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from zoo.ops.attention import ATTENTION
+from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert
+from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul_implementation
+from zoo.ops.rotary import Rotary
+from zoo.parallel import Dim, Module, implementation_option, reduce, stacked
+from zoo.shapes import HiddenStates, ResidualStream
+
+from ..abstract import AbstractLinear, AbstractMixer
+from ..attention import attend, make_cache, rotate, split_heads
+from ..kv_cache import KeyValueCache
+from ..linear import Linear
+from ..rotary import rope_stable_length
+from ..token_info import TokenInfo
+from .router import AbstractRouter
+from .routing import Routing
+
+
+class AttentionExpert(Module):
+    """Projections of one expert of a `MixtureOfAttention`: the queries of its heads, and their output."""
+
+    query: AbstractLinear
+    out: AbstractLinear
+
+    def __init__(self, embed: int, heads: int, head_dim: int, *, out_scale: float = 1.0, key: Key[Array, ""]):
+        query_key, out_key = jax.random.split(key)
+        dims = Dim("embed"), Dim("heads", head_dim)
+        self.query = Linear(embed, heads * head_dim, in_=dims[0], out=dims[1], key=query_key)
+        self.out = Linear(heads * head_dim, embed, in_=dims[1], out=dims[0], scale=out_scale, key=out_key)
+
+
+class MixtureOfAttention(AbstractMixer):
+    """Mixture of attention heads (MoA; Zhang et al., arXiv:2210.05144; with several heads per expert in JetMoE,
+    arXiv:2404.07413, section 2.3): a router chooses the top-k experts e of x, each with projections of its own of
+    queries and outputs. All experts share keys and values, of as many heads as an expert has:
+
+        q_e = rotate(W_query,e x),    k = rotate(W_key x),    v = W_value x
+        y = Σ_e w_e W_out,e softmax(q_e kᵀ / sqrt(head_dim) + mask) v + bias
+
+    It is grouped-query attention in which the queries of a group are those of the chosen experts: the KV cache, windows
+    of a mesh and kernels are those of `zoo.layers.Attention`. Tokens are sorted by expert for the two grouped matmuls,
+    and combined in the order of their choices, as in `zoo.layers.MixtureOfExperts`.
+
+    Heads are sharded over `tensor`. Unlike the experts of a feed-forward layer, these are replicated over `expert`,
+    which shards the batch alone: choices then stay on the device of their token.
+    """
+
+    shards_sequence = True
+    shards_state = True
+
+    router: AbstractRouter
+    experts: AttentionExpert = stacked("choices")
+    key: AbstractLinear
+    value: AbstractLinear
+    bias: Float[Array, "embed"]
+
+    head_dim: int = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
+    implementation: str | Callable = implementation_option(ATTENTION)
+    grouped_matmul: str = implementation_option(GROUPED_MATMUL)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        router: Callable[..., AbstractRouter],
+        experts: int,
+        head_dim: int,
+        rotary: Rotary | None = None,
+        implementation: str | Callable = "auto",
+        grouped_matmul: str = "auto",
+        out_scale: float = 1.0,
+        key: Key[Array, ""],
+    ):
+        """- `heads`: of an expert, and of keys and values. A token has as many queries per head as it has experts.
+        - `router`: a factory, called with `key=`.
+        - `experts`: number of experts.
+        """
+        router_key, experts_key, key_key, value_key = jax.random.split(key, 4)
+        make = lambda key: AttentionExpert(embed, heads, head_dim, out_scale=out_scale, key=key)
+        project = lambda key: Linear(embed, heads * head_dim, in_=Dim("embed"), out=Dim("kv_heads", head_dim), key=key)
+        self.router = router(key=router_key)
+        self.experts = eqx.filter_vmap(make)(jax.random.split(experts_key, experts))
+        self.key, self.value, self.bias = project(key_key), project(value_key), jnp.zeros(embed)
+        self.head_dim, self.rotary = head_dim, rotary
+        self.implementation, self.grouped_matmul = implementation, grouped_matmul
+
+    def __call__(
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
+    ) -> tuple[ResidualStream, KeyValueCache | None]:
+        """Return the output, and the updated KV cache. **Raises** `ValueError` as `mix` does."""
+        y, (state, _) = self.mix(x, info, state)
+        return y, state
+
+    def mix(
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
+    ) -> tuple[ResidualStream, tuple[KeyValueCache | None, tuple[Routing, ...]]]:
+        """Return the output, the updated KV cache, and the decisions of the router.
+
+        These are two equal ones, of the experts of queries and of those of outputs: a load-balancing loss counts both,
+        as in transformers. **Raises** `ValueError` for a cache without positions.
+        """
+        weights, routing = self.router(x)
+        flatten = lambda x: x.reshape(-1, x.shape[-1])
+        order = sort_by_expert(flatten(routing.chosen), routing.logits.shape[-1])
+        by_choice = order._replace(row_indices=order.row_indices.reshape(-1, 1))  # each choice as a token of its own
+        with grouped_matmul_implementation(self.grouped_matmul):
+            rows = self.experts.query.grouped(dispatch(flatten(x), order), order.group_sizes)
+        rows = combine(rows, jnp.ones((len(rows), 1)), by_choice)
+        query = rows.reshape(*weights.shape, -1, self.head_dim)
+        query = query.swapaxes(2, 3).reshape(*x.shape[:2], -1, self.head_dim)  # the experts' queries of a head together
+        key, value = (split_heads(project(x), self.head_dim) for project in (self.key, self.value))
+        query, key = rotate(query, key, self.rotary, x, info, state)
+        top = weights.shape[-1]
+        mixed, state = attend(query, key, value, info, state, group=top, implementation=self.implementation)
+        mixed = mixed.reshape(*x.shape[:2], -1, top, self.head_dim).swapaxes(2, 3)
+        mixed = mixed.reshape(-1, mixed.shape[-2] * self.head_dim)
+        with grouped_matmul_implementation(self.grouped_matmul):
+            rows = self.experts.out.grouped(dispatch(mixed, by_choice), order.group_sizes)
+        y = combine(rows, flatten(weights), order).reshape(x.shape)
+        return reduce(y, over="heads", into="tokens") + self.bias, (state, (routing, routing))
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
+        """Return an empty KV cache for `length` tokens."""
+        return make_cache(batch, length, self.key.out_size // self.head_dim, self.head_dim, dtype)
+
+    @property
+    def rope_stable_length(self) -> int | None:
+        return rope_stable_length(self.rotary)

@@ -1,0 +1,84 @@
+"""JetMoE (Shen et al., arXiv:2404.07413): attention whose projections of queries and outputs are experts, which share
+keys and values, and a mixture of experts; both are routed by a softmax over the top-k logits, and have a bias."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import MixtureOfAttention, OutputBias, TopSoftmaxRouter
+from zoo.models.blocks import RoutedMixerBlock
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    build_rotary,
+    compute_out_scale,
+    make_mixture_factory,
+    make_rms_norm_factory,
+)
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from . import llama
+
+
+def _build_jetmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    embed, experts, top = config["hidden_size"], config["num_local_experts"], config["num_experts_per_tok"]
+    # a token has the heads of each of its experts, whatever the file says
+    config = Config(config, num_attention_heads=top * config["num_key_value_heads"])
+    ffn = partial(make_mixture_factory(config, TopSoftmaxRouter, experts), shared=partial(OutputBias, embed))
+    mixer = partial(
+        MixtureOfAttention,
+        embed,
+        config["num_key_value_heads"],
+        router=partial(TopSoftmaxRouter, embed, experts, top),
+        experts=experts,
+        head_dim=config["head_dim"],
+        rotary=build_rotary(config),
+        out_scale=compute_out_scale(config),
+    )
+    # rms_norm_eps is that of the final norm alone
+    norm, final_norm = make_rms_norm_factory(Config(config, rms_norm_eps=1e-6)), make_rms_norm_factory(config)
+    layers = [(mixer, ffn)] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, norm, block=RoutedMixerBlock, final_norm=final_norm, key=key)
+
+
+def _map_jetmoe_names(config: Config) -> NameMap:
+    mixer = {
+        "kv_proj": fused("key", "value"),
+        "experts.input_linear": "experts.query",
+        "experts.output_linear": "experts.out",
+        "experts.router.layer": "router.scores",
+        "experts.bias": "bias",
+    }
+    mixture = {
+        "input_linear": fused("experts.gate", "experts.up"),
+        "output_linear": "experts.down",
+        "router.layer": "router.scores",
+    }
+    mixture = {**prefixed("mlp", "mixture_of_experts", mixture), "mlp.bias": "mixture_of_experts.shared.bias"}
+    return llama.map_llama_layers(mixture, prefixed("self_attention", "mixture_of_attention", mixer))
+
+
+JETMOE = Family(
+    name="jetmoe",
+    architecture="JetMoeForCausalLM",
+    build=_build_jetmoe,
+    names=_map_jetmoe_names,
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 10000.0},
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    aliases={"activation_function": "hidden_act", "kv_channels": "head_dim"},
+    ignored_keys=frozenset({"num_attention_heads", "aux_loss_coef"}),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)
