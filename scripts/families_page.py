@@ -40,7 +40,6 @@ QUANTIZED = {
 }
 """Formats by the family of their cases."""
 LEFT_OUT = {
-    "Gemma 3n": "four residual streams (AltUp) beside inputs of each layer: not yet.",
     "Gemma 4's mixture of experts": "`enable_moe_block` is refused by name.",
     "DeBERTa v2 xlarge and xxlarge": "their convolution (`conv_kernel_size`) is refused by name.",
     "OPT-350m": "norms after the residual sums, and a projected embedding, are refused by name.",
@@ -129,7 +128,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
     absent = [key for key, value in read_config(family, {}).items() if value is None]
     config = read_config(family, {key: published[key] for key in absent if key in published})
-    small = Config({**config, "num_hidden_layers": 4})  # enough for a mixture of experts after the dense layers
+    # enough for a mixture of experts after the dense layers, and too few to share keys among the last ones
+    small = Config({**config, "num_hidden_layers": 4, "num_kv_shared_layers": 0})
 
     def build(key):
         model = family.build(small, key=key)

@@ -236,6 +236,15 @@ CASES = {
         | layer_ropes({"rope_theta": 100.0}, {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}),
         hub={"rope_theta": 1e4, "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     ),
+    "gemma3n_text": Case(
+        "gemma3n_text", "three streams, of which layers compute the second, a sparse layer, reused keys, biases, tied",
+        SIZES | {"num_hidden_layers": 4, "layer_types": [*MIXED["layer_types"], *["sliding_attention"] * 2]}
+        | layer_ropes({"rope_theta": 100.0}, {"rope_theta": 1e4}) | {"sliding_window": 5, "head_dim": 4}
+        | {"num_kv_shared_layers": 2, "attention_bias": True, "intermediate_size": [20, 20, 24, 24], "laurel_rank": 3}
+        | {"activation_sparsity_pattern": [0.7, 0.0, 0.0, 0.0], "altup_num_inputs": 3, "altup_active_idx": 1}
+        | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "final_logit_softcapping": 3.0},
+        hub={"rope_theta": 1e4, "rope_local_base_freq": 100.0, "altup_lr_multiplier": 1.0},
+    ),
     "gemma4_text": Case(
         "gemma4_text", "inputs of each layer, keys of earlier layers reused beside wide MLPs, keys as values, tied",
         SIZES | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.ops.activations import ACTIVATIONS, clamped_swiglu, get_activation
+from zoo.ops.activations import ACTIVATIONS, clamped_swiglu, gaussian_top_k, get_activation
 
 FORMULAS = {
     "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
@@ -44,3 +44,14 @@ def test_clamped_swiglu_equals_its_formula():
 def test_get_activation_of_an_unknown_name_lists_the_known():
     with pytest.raises(ValueError, match=r"'swish'.*gelu, gelu_tanh, relu, relu_squared, silu"):
         get_activation("swish")
+
+
+def test_gaussian_top_k_keeps_what_is_above_the_quantile():
+    x = np.random.default_rng(0).normal(3, 2, (2, 4096)).astype(np.float32)
+    found = gaussian_top_k(jnp.asarray(x), 0.95)
+    cutoff = x.mean(-1, keepdims=True) + 1.6448536 * x.std(-1, keepdims=True)
+    np.testing.assert_allclose(found, np.maximum(x - cutoff, 0), rtol=1e-4, atol=1e-5)
+    assert abs((found == 0).mean() - 0.95) < 0.01
+    gradient = jax.grad(lambda x: gaussian_top_k(x, 0.95).sum())
+    assert np.isfinite(gradient(jnp.zeros(4))).all(), "of equal features, whose deviation is 0"
+    assert gaussian_top_k(jnp.ones(3, jnp.bfloat16), 0.5).dtype == jnp.bfloat16

@@ -21,8 +21,10 @@ from .encoders import (
     RelativeEmbedding,
 )
 from .gated_attention import GatedAttention
+from .gaussian_top_k import GaussianTopK
 from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache
 from .latent_attention import LatentAttention
+from .laurel import Laurel
 from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
 from .moe.attention import AttentionExpert, MixtureOfAttention
@@ -107,6 +109,7 @@ __all__ = [
     "GatedGroupNorm",
     "GatedLinearAttention",
     "GatedMLP",
+    "GaussianTopK",
     "GroupQuantizedLinear",
     "GroupedGatedDeltaNet",
     "HeadNorm",
@@ -119,6 +122,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LatentAttention",
     "LatentCache",
+    "Laurel",
     "LayerNorm",
     "Lightning",
     "LightningIndexer",

@@ -46,7 +46,7 @@ class RMSNorm(AbstractNorm):
         self.features, self.epsilon, self.offset = features, epsilon, offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
-        mean = partial(_sharded_mean, self.features.name)
+        mean = partial(sharded_mean, self.features.name)
         return rms_norm(x, self.weight, epsilon=self.epsilon, offset=self.offset, mean=mean)
 
 
@@ -79,7 +79,7 @@ class LayerNorm(AbstractNorm):
         self.features, self.epsilon, self.offset = features, epsilon, offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
-        mean = partial(_sharded_mean, self.features.name)
+        mean = partial(sharded_mean, self.features.name)
         return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon, offset=self.offset, mean=mean)
 
 
@@ -105,7 +105,7 @@ class PerHeadLayerNorm(AbstractNorm):
         return self.norms(x.reshape(*x.shape[:-1], -1, self.features.unit)).reshape(x.shape)
 
 
-def _sharded_mean(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:
-    """Mean over the last dim, all-reduced if it is sharded."""
+def sharded_mean(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:
+    """Return the mean over the last dim, `dim`, all-reduced if it is sharded."""
     shards = num_shards(x, dim)
     return reduce(x.sum(-1, keepdims=True), over=dim) / (x.shape[-1] * shards) if shards > 1 else mean_last_dim(x)

@@ -41,6 +41,26 @@ class LayerHidden(Hidden):
     shared: dict[str, SharedKeyValues] = eqx.field(default_factory=dict)
     """Keys and values of earlier layers, by the names under which they store them."""
 
+    def take_inputs(self, width: int) -> Float[Array, "batch tokens _"]:
+        """Return the inputs of the next layer, of `width` features."""
+        assert self.inputs is not None and self.number is not None  # `LayerInputs` counts from 0
+        return lax.dynamic_slice_in_dim(self.inputs, self.number * width, width, axis=2)
+
+    def count_layer(self) -> "LayerHidden":
+        """Count this layer."""
+        assert self.number is not None
+        return dataclasses.replace(self, number=1 + self.number)
+
+
+def require_layer_hidden(hidden: Hidden, block: AbstractBlock) -> LayerHidden:
+    """Return hidden states with layer inputs. **Raises** `TypeError` for others, which another decoder has made."""
+    if isinstance(hidden, LayerHidden):
+        return hidden
+    raise TypeError(
+        f"{type(block).__name__} reads layer inputs and shared keys, which {type(hidden).__name__} has not: run the "
+        "layers in their model, or begin with the LayerHidden that model.embed(tokens, info) returns"
+    )
+
 
 class LayerInputs(AbstractLayerInputs):
     """Per-layer embeddings (PLE; Gemma 3n, 2025): the input of layer i is (E_i[token] + norm(W_i x)) / sqrt(2), of the
@@ -118,24 +138,16 @@ class LayerInputBlock(AbstractBlock):
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         """**Raises** `TypeError` for hidden states without layer inputs, as those of another decoder."""
-        if not isinstance(hidden, LayerHidden):
-            raise TypeError(
-                f"LayerInputBlock reads layer inputs and shared keys, which {type(hidden).__name__} has not: run the "
-                "layers in their model, or begin with the LayerHidden that model.embed(tokens, info) returns"
-            )
+        hidden = require_layer_hidden(hidden, self)
         normed = self.mixer_norm(hidden.x)
         mixed, (state, shared) = run_on_all_tokens(self.mixer.mix, normed, info, state, hidden.shared)
-        number, inputs = hidden.number, hidden.inputs
         mixed = self.dropout(self.mixer_post_norm(mixed), info, site=0)
-        hidden = dataclasses.replace(hidden, shared=shared).add_residual(mixed)
-        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        layer = dataclasses.replace(hidden, shared=shared).add_residual(mixed)
+        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(layer.x))
         fed = checkpoint_name(fed, "ffn_output")
-        hidden = hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing)
-        assert number is not None  # `LayerInputs` counts from 0
+        layer = layer.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing)
         if self.inputs is not None:
-            assert inputs is not None
-            width = self.inputs.width
-            own = lax.dynamic_slice_in_dim(inputs, number * width, width, axis=2)
-            hidden = hidden.add_residual(match_tokens(self.inputs(hidden.x, own), hidden.x))
-        x = hidden.x * self.layer_scale.astype(hidden.x.dtype)
-        return dataclasses.replace(cast(LayerHidden, hidden), x=x, number=1 + number), state
+            own = hidden.take_inputs(self.inputs.width)
+            layer = layer.add_residual(match_tokens(self.inputs(layer.x, own), layer.x))
+        layer = dataclasses.replace(layer, x=layer.x * self.layer_scale.astype(layer.x.dtype))
+        return cast(LayerHidden, layer).count_layer(), state

@@ -28,12 +28,13 @@ def hidden_states(
     mask: PaddingMask | None = None,
     segment_ids: SegmentIds | None = None,
     positions: Positions | None = None,
-) -> tuple[HiddenStates, ...]:
+) -> tuple[Float[Array, "batch seq _"], ...]:
     """Return the hidden states between layers, as `output_hidden_states` of transformers does: the input of the first
     layer, then the output of each, the last one after the final norm.
 
     These are layers + 1. For some families, such as Mamba and RWKV, transformers leaves out the first and appends the
-    normalized one (`model.hidden_states_skip_embedding`). Arguments are those of the model.
+    normalized one (`model.hidden_states_skip_embedding`). Parallel residual streams (Gemma 3n) are side by side here,
+    and the last is after the norm as well. Arguments are those of the model.
     """
     check_tokens(tokens, find_checkable_vocab(model))
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
@@ -41,7 +42,9 @@ def hidden_states(
 
 
 @eqx.filter_jit
-def _compute_hidden_states(model: Decoder | Encoder, tokens: Tokens, info: TokenInfo) -> tuple[HiddenStates, ...]:
+def _compute_hidden_states(
+    model: Decoder | Encoder, tokens: Tokens, info: TokenInfo
+) -> tuple[Float[Array, "batch seq _"], ...]:
     hidden = model.embed(tokens, info)
     states = [hidden.x]
     for number, block in enumerate(unstack_blocks(model)):

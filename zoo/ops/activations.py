@@ -1,11 +1,14 @@
 """Activation functions, by the names that configs use."""
 
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from .normalization import mean_last_dim
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -35,6 +38,24 @@ def clamped_swiglu(
     """
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def gaussian_top_k(
+    x: Float[Array, "*dims features"], sparsity: float, *, mean: Callable = mean_last_dim
+) -> Float[Array, "*dims features"]:
+    """Keep what is above a cutoff, and subtract it: max(x - mean(x) - quantile std(x), 0), in float32.
+
+    The quantile is that of the standard normal distribution at `sparsity`, between 0 and 1, so that of normally
+    distributed features about this fraction is 0, without sorting them. `mean` averages over the last dim and keeps it,
+    as for `zoo.ops.normalization.rms_norm`. Source: statistical top-k of the Spark Transformer (You et al., arXiv
+    2506.06644, section 3), as Gemma 3n has it.
+    """
+    x_fp32 = x.astype(jnp.float32)
+    centered = x_fp32 - mean(x_fp32)
+    variance = mean(centered * centered)
+    is_constant = variance == 0  # where a square root has no gradient
+    deviation = jnp.where(is_constant, 0, jnp.sqrt(jnp.where(is_constant, 1, variance)))
+    return jax.nn.relu(centered - NormalDist().inv_cdf(sparsity) * deviation).astype(x.dtype)
 
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(

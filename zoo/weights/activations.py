@@ -29,6 +29,20 @@ class Activations(NamedTuple):
     """One per layer that has a router, "tokens experts"."""
 
 
+def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return expectations with the hidden states of parallel residual streams (`zoo.models.altup`) as ours are.
+
+    In transformers they are "streams batch seq embed", and the last of them, too, is ahead of the final norm. Here
+    streams are side by side, "batch seq features", and the last is after that norm. Others are returned as they are.
+    """
+    names = [name for name, x in expected.items() if "hidden_states." in name and x.ndim == 4]
+    join = lambda x: np.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
+    joined = {name: join(expected[name]) for name in names}
+    last = max((int(name.rpartition(".")[2]) for name in names), default=0)
+    normalize = lambda name, x: np.asarray(model.norm(jnp.asarray(x))) if name.endswith(f".{last}") else x
+    return {**expected, **{name: normalize(name, x) for name, x in joined.items()}}
+
+
 def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
     """Run a decoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
     skip_embedding = model.hidden_states_skip_embedding

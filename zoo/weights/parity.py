@@ -22,7 +22,7 @@ from zoo.models.scoring import unstack_blocks
 from zoo.parallel import array_fields, make_mesh, place, value_and_grad
 from zoo.parallel.module import NAMED_BY_CLASS
 
-from .activations import TextInputs
+from .activations import TextInputs, join_streams
 from .load import load
 from .packed import BLOCKS_SUFFIX
 from .parity_kinds import LossAndBatch, ModelKind, find_model_kind
@@ -105,6 +105,7 @@ def compare(
         raise CheckpointError(f"expectations need {kind.inputs}, which the other results were computed from")
     bfloat16_model = load_as(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
     with jax.default_matmul_precision("highest"):
+        expected = join_streams(model, expected)
         comparisons = [*_compare_activations(kind, model, bfloat16_model, expected, tolerance)]
         comparisons += _compare_gradients(kind, model, expected, gradient_norms or {}, 2 * tolerance)
     return ParityReport(tuple(comparisons))

@@ -55,6 +55,6 @@ def test_mixture_of_attention_equals_loop_on_meshes():
     assert relative_error(sharded, expected) < 1e-5
 
 
-def test_active_parameters_of_attention_are_those_of_chosen_experts():
+def test_active_parameters_are_those_of_chosen_experts():
     layer = eqx.filter_eval_shape(make, jax.random.key(0))
     assert zoo.count(layer) - count_active_parameters(layer) == (EXPERTS - TOP) * 2 * EMBED * HEADS * HEAD_DIM

@@ -36,6 +36,8 @@ SMALL = {
     "state_size": 3,
     "rotary_dim": 16,
     "full_attention_interval": 2,
+    "intermediate_sizes": 12,
+    "num_kv_shared_layers": 0,
 }
 ANOTHER = {
     "vocab_size": 13,
@@ -107,6 +109,9 @@ ANOTHER = {
     "rescale_every": 2,
     "num_global_key_value_heads": 1,
     "per_layer_config": {"1": {"head_dim": 8}},
+    "intermediate_sizes": [12, 20, 12],
+    "activation_sparsity_pattern": [0.5, 0.0, 0.9],
+    "num_kv_shared_layers": 1,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}

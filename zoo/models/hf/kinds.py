@@ -28,6 +28,7 @@ _COUNT_KEYS = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
     *("state_size", "conv_kernel", "n_groups", "expand", "time_step_rank", "attention_hidden_size"),
+    *("altup_num_inputs", "laurel_rank"),
 )
 """Whole numbers above 0, as are keys that begin with num_."""
 _OPTIONAL_COUNT_KEYS = (
@@ -42,6 +43,7 @@ _ZERO_ALLOWED_KEYS = (
     *("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index"),
     *("num_register_tokens", "num_dense_layers", "num_kv_shared_layers", "shared_intermediate_size"),
     *("type_vocab_size", "pad_token_id", "rescale_every", "hidden_size_per_layer_input", "index_skip_topk_offset"),
+    "altup_active_idx",
 )
 """Counts that may be 0: the class of Qwen2-MoE writes a window of 0 for full attention."""
 _POSITIVE_KEYS = (
@@ -71,14 +73,20 @@ _KINDS: Mapping[str, ValueKind] = {
         ("max_relative_positions", "position_buckets"),
         ValueKind("a whole number above 0, or -1", lambda value: integer(minimum=-1).fits(value) and value != 0),
     ),
+    "activation_sparsity_pattern": optional(
+        list_of(ValueKind("a number from 0 to below 1", lambda value: NON_NEGATIVE_NUMBER.fits(value) and value < 1))
+    ),
     "attn_config": ValueKind("a table", lambda value: isinstance(value, Mapping)),
     "id2label": optional(table_of(WORD)),
     "index_topk_pattern": optional(
         ValueKind("a word of the letters F and S", lambda value: WORD.fits(value) and set(value) <= set("FS"))
     ),
-    "moe_topk": ValueKind(
-        "a whole number above 0, or a list of one per layer",
-        lambda value: _COUNT.fits(value) or list_of(_COUNT).fits(value),
+    **dict.fromkeys(
+        ("moe_topk", "intermediate_sizes"),
+        ValueKind(
+            "a whole number above 0, or a list of one per layer",
+            lambda value: _COUNT.fits(value) or list_of(_COUNT).fits(value),
+        ),
     ),
     "norm_rel_ebd": ValueKind("none or layer_norm", lambda value: WORD.fits(value) and value in ("none", "layer_norm")),
     "per_layer_config": ValueKind(

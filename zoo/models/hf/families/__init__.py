@@ -27,6 +27,7 @@ from .falcon_mamba import FALCON_MAMBA
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3_text import GEMMA3_TEXT
+from .gemma3n_text import GEMMA3N_TEXT
 from .gemma4_text import GEMMA4_TEXT
 from .glm import GLM
 from .glm4 import GLM4
@@ -106,6 +107,7 @@ ALL_FAMILIES = (
     GEMMA,
     GEMMA2,
     GEMMA3_TEXT,
+    GEMMA3N_TEXT,
     GEMMA4_TEXT,
     GLM,
     GLM4,

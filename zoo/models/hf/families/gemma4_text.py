@@ -36,9 +36,7 @@ def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
     first, wide = config["num_hidden_layers"] - config["num_kv_shared_layers"], config["use_double_wide_mlp"]
     ffn = make_gated_mlp_factory(config)
     later = make_gated_mlp_factory(config, width=2 * config["intermediate_size"]) if wide else ffn
-    layers = [
-        (mixer, ffn if n < first else later) for n, mixer in enumerate(_make_sharing_mixers(config, types, first))
-    ]
+    layers = [(mixer, ffn if n < first else later) for n, mixer in enumerate(make_sharing_mixers(config, types, first))]
 
     def make_block(inputs: LayerInputProjection | None = None, **parts) -> LayerInputBlock:
         norms = {"mixer_post_norm": norm(), "ffn_post_norm": norm()}
@@ -60,13 +58,14 @@ def _read_types(config: Config) -> list[str]:
     return [*types[:-1], "full_attention"]
 
 
-def _make_sharing_mixers(config: Config, types: Sequence[str], first: int) -> list[Callable[..., CrossLayerAttention]]:
+def make_sharing_mixers(config: Config, types: Sequence[str], first: int) -> list[Callable[..., CrossLayerAttention]]:
     """Return a factory of attention per layer; from layer `first` on, layers reuse the keys of the last of their type
     before it.
 
     **Raises** `ConfigError` if there is none.
     """
     windows, reuses = list_layer_windows(types, config["sliding_window"]), first < len(types)
+    first = max(first, 0)
     if reuses and (missing := sorted({*types[first:]} - {*types[:first]})):
         raise ConfigError(f"num_kv_shared_layers leaves no layer of {missing[0]} whose keys the later ones could reuse")
     last = {kind: number for number, kind in enumerate(types[:first])} if reuses else {}
@@ -115,24 +114,28 @@ def _read_layer_sizes(config: Config, number: int, kind: str) -> tuple[int, int]
     return own.get("head_dim", head_dim), own.get("num_key_value_heads", kv_heads)
 
 
+MIXER_NAMES: NameMap = {
+    **prefixed("self_attn", "cross_layer_attention", llama.ATTENTION_NAMES),
+    "per_layer_input_gate": "inputs.gate",
+    "per_layer_projection": "inputs.out",
+    "post_per_layer_input_norm": "inputs.norm",
+}
+"""Attention, and inputs of a layer."""
+INPUT_NAMES: NameMap = {
+    "model.embed_tokens_per_layer": "embedding",
+    "model.per_layer_model_projection": "projection",
+    "model.per_layer_projection_norm": "norm",
+}
+"""Inputs of all layers."""
+
+
 def _map_gemma4_text_names(config: Config) -> NameMap:
-    block = {
-        **prefixed("self_attn", "cross_layer_attention", llama.ATTENTION_NAMES),
-        "per_layer_input_gate": "inputs.gate",
-        "per_layer_projection": "inputs.out",
-        "post_per_layer_input_norm": "inputs.norm",
-        "layer_scalar": "layer_scale",
-    }
-    shell = {
-        "model.embed_tokens_per_layer": "layer_inputs.embedding",
-        "model.per_layer_model_projection": "layer_inputs.projection",
-        "model.per_layer_projection_norm": "layer_inputs.norm",
-    }
     feed_forward = prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES)
-    return {**llama.map_llama_layers(feed_forward, block, gemma2.NORM_NAMES), **shell}
+    layers = llama.map_llama_layers(feed_forward, {**MIXER_NAMES, "layer_scalar": "layer_scale"}, gemma2.NORM_NAMES)
+    return {**layers, **prefixed("", "layer_inputs", INPUT_NAMES)}
 
 
-def _find_reused_projections(config: Config, tensors: Collection[str]) -> list[str]:
+def find_reused_projections(config: Config, tensors: Collection[str]) -> list[str]:
     """Return the projections and norms of keys and values that files have for layers that reuse those of others."""
     layers, names = config["num_hidden_layers"], ("k_proj", "v_proj", "k_norm", "v_norm")
     reusing = range(layers - config["num_kv_shared_layers"], layers)
@@ -174,5 +177,5 @@ GEMMA4_TEXT = Family(
     required_values={"enable_moe_block": (False,), "use_bidirectional_attention": (None, "vision")},
     ignored_keys=frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"}),  # of the mixture of experts
     ignored_tensors=llama.LLAMA.ignored_tensors,
-    find_ignored_tensors=_find_reused_projections,
+    find_ignored_tensors=find_reused_projections,
 )

@@ -1,0 +1,83 @@
+"""Parallel residual streams equal their formulas, and have finite gradients where an embedding is 0."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.layers.random_layers import activations, randomize, relative_error
+from zoo.layers import Laurel, RMSNorm, TokenInfo
+from zoo.models.altup import AltUp, AltUpBlock, AltUpInputs, AltUpNorm
+from zoo.models.decoder import Hidden
+
+EMBED, STREAMS, LAYERS, WIDTH, VOCAB = 6, 3, 2, 4, 5
+
+
+def make_norm():
+    return RMSNorm(EMBED)
+
+
+def root_mean_square(x):
+    return jnp.sqrt((x**2).mean(-1, keepdims=True))
+
+
+def compute_formula(altup, streams, y):
+    """Return predictions, and their correction by y, stream by stream. The first stream is the active one."""
+    route = lambda x: jnp.tanh(altup.router_norm(x) / EMBED @ altup.router.weight.T)
+    weights = (route(streams[..., 0, :]) @ altup.prediction.weight.T).reshape(*y.shape[:2], STREAMS, STREAMS)
+    predicted = []
+    for i in range(STREAMS):
+        mixed = sum(weights[..., i, j, None] * streams[..., j, :] for j in range(STREAMS))
+        predicted.append(streams[..., i, :] + mixed)
+    gains = 1 + route(y) @ altup.correction.weight.T
+    corrected = [p + gains[..., i, None] * (y - predicted[0]) for i, p in enumerate(predicted)]
+    return jnp.stack(predicted, 2), jnp.stack(corrected, 2)
+
+
+def test_predictions_and_corrections_equal_formula():
+    altup = randomize(lambda key: AltUp(EMBED, STREAMS, make_norm, key=key))
+    streams, y = activations(2, 3, STREAMS, EMBED), activations(2, 3, EMBED, seed=2)
+    predicted = altup.predict(streams)
+    for ours, wanted in zip((predicted, altup.correct(predicted, y)), compute_formula(altup, streams, y), strict=True):
+        assert relative_error(ours, wanted) < 1e-5
+    with pytest.raises(ValueError, match="active=3 is none of them"):
+        AltUp(EMBED, STREAMS, make_norm, active=3, key=jax.random.key(0))
+
+
+def test_streams_have_the_magnitude_of_the_embedding():
+    inputs = randomize(lambda key: AltUpInputs(VOCAB, EMBED, LAYERS, WIDTH, streams=STREAMS, epsilon=1e-6, key=key))
+    norm = randomize(lambda key: AltUpNorm(EMBED, STREAMS, make_norm, key=key))
+    tokens = jnp.asarray([[0, VOCAB, 3]])  # the second is not in the table of inputs
+    x = activations(1, 3, EMBED).at[:, 2].set(0)
+
+    @eqx.filter_jit
+    def run(x):
+        hidden = inputs(tokens, x)
+        return hidden, norm(hidden.x), jax.grad(lambda x: (norm(inputs(tokens, x).x) ** 2).sum())(x)
+
+    hidden, y, gradient = run(x)
+    streams = hidden.x.reshape(1, 3, STREAMS, EMBED)
+    np.testing.assert_array_equal(streams[:, :, 0], x)
+    magnitudes = root_mean_square(streams)[..., 0]
+    np.testing.assert_allclose(magnitudes, magnitudes[..., :1].repeat(STREAMS, -1), rtol=1e-5)
+    for i, project in enumerate(inputs.projections):
+        projected = x[:, :2] @ project.weight.T
+        expected = projected / root_mean_square(projected) * magnitudes[:, :2, :1]
+        assert relative_error(streams[:, :2, 1 + i], expected) < 1e-5
+    assert relative_error(inputs.inputs(tokens * (tokens < VOCAB), x).inputs, hidden.inputs) == 0
+    others = [streams[:, :2, 1 + i] @ project.weight.T for i, project in enumerate(norm.projections)]
+    others = [other / root_mean_square(other) * magnitudes[:, :2, :1] for other in others]
+    assert relative_error(y[:, :2], norm.norm(sum([x[:, :2], *others]) / STREAMS)) < 1e-5
+    assert np.isfinite(gradient).all()
+
+
+def test_laurel_equals_formula():
+    laurel, x = randomize(lambda key: Laurel(EMBED, 2, make_norm, key=key)), activations(1, 2, EMBED)
+    assert relative_error(laurel(x), x + laurel.norm(x @ laurel.left.weight.T @ laurel.right.weight.T)) < 1e-5
+
+
+def test_block_refuses_hidden_states_of_other_decoders():
+    block = object.__new__(AltUpBlock)
+    with pytest.raises(TypeError, match="AltUpBlock reads layer inputs and shared keys, which Hidden has not"):
+        block(Hidden(activations(1, 2, STREAMS * EMBED)), TokenInfo())

@@ -1,0 +1,142 @@
+"""Gemma 3n, text (Gemma team, "Gemma 3n", 2025): four residual streams, of which each layer computes one and updates
+all (AltUp); low-rank residual connections (LAuReL); MLPs whose gates are sparse in the first layers; and Gemma 4's
+inputs of each layer, norms of values, and keys and values that later layers reuse."""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Key
+
+from zoo.layers import GaussianTopK, Laurel
+from zoo.models.altup import AltUp, AltUpBlock, AltUpInputs, AltUpNorm
+from zoo.models.build import FeedForwardFactory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    find_activation,
+    list_patterned_types,
+    make_gated_mlp_factory,
+    make_rms_norm_factory,
+    read_layer_types,
+)
+from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.layer_inputs import LayerInputProjection
+
+from . import gemma, gemma2, gemma3_text, gemma4_text, llama
+
+
+def _build_gemma3n_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    embed, count, width = config["hidden_size"], config["num_hidden_layers"], config["hidden_size_per_layer_input"]
+    streams, active = config["altup_num_inputs"], config["altup_active_idx"]
+    if active >= streams:
+        raise ConfigError(f"altup_active_idx = {active} is none of the altup_num_inputs = {streams} streams, from 0")
+    if not width:
+        raise ConfigError("hidden_size_per_layer_input = 0, and these layers have inputs of their own")
+    types = read_layer_types(config, list_patterned_types(Config(config, sliding_window_pattern=5)))
+    sizes = Config(config, per_layer_config={}, attention_k_eq_v=False)  # one head_dim for all layers
+    mixers = gemma4_text.make_sharing_mixers(sizes, types, count - config["num_kv_shared_layers"])
+    norm = make_rms_norm_factory(config)
+
+    def make_block(**parts) -> AltUpBlock:
+        return AltUpBlock(mixer_post_norm=norm(), ffn_post_norm=norm(), **parts)
+
+    options = {
+        "parts": {
+            "altup": partial(AltUp, embed, streams, norm, active=active),
+            "laurel": partial(Laurel, embed, config["laurel_rank"], norm),
+            "inputs": partial(LayerInputProjection, embed, width, norm, find_activation(config)),
+        },
+        "layer_inputs": partial(
+            AltUpInputs,
+            *(config["vocab_size_per_layer_input"], embed, count, width),
+            streams=streams,
+            epsilon=config["rms_norm_eps"],
+        ),
+        "final_norm": partial(AltUpNorm, embed, streams, norm, key=jax.random.fold_in(key, 1)),
+        "multiplier": embed**0.5,
+        "soft_cap": config["final_logit_softcapping"],
+    }
+    layers = list(zip(mixers, _make_feed_forwards(config), strict=True))
+    return build_config_decoder(config, layers, norm, block=make_block, key=key, **options)
+
+
+def _make_feed_forwards(config: Config) -> list[FeedForwardFactory]:
+    """Return a factory of MLPs per layer, of its own width and sparsity. **Raises** `ConfigError` unless there is one
+    of each per layer."""
+    count, widths, sparsities = (
+        config[key] for key in ("num_hidden_layers", "intermediate_sizes", "activation_sparsity_pattern")
+    )
+    widths = [widths] * count if isinstance(widths, int) else widths
+    if sparsities is None:
+        sparsities = [0.95 if number < 10 < count else 0.0 for number in range(count)]
+    for key, values in {"intermediate_size": widths, "activation_sparsity_pattern": sparsities}.items():
+        if len(values) != count:
+            raise ConfigError(f"{key} has {len(values)} entries, for {count} layers")
+    kinds, activation = list(zip(widths, sparsities, strict=True)), find_activation(config)
+    factories = {
+        (width, sparsity): partial(
+            make_gated_mlp_factory(config, width=width),
+            activation=GaussianTopK(sparsity, activation) if sparsity else activation,
+        )
+        for width, sparsity in dict.fromkeys(kinds)
+    }
+    return [factories[kind] for kind in kinds]
+
+
+def _map_gemma3n_text_names(config: Config) -> NameMap:
+    altup = {
+        "modality_router": "router",
+        "router_norm": "router_norm",
+        "prediction_coefs": "prediction",
+        "correction_coefs": "correction",
+        "correct_output_scale": "output_scale",
+    }
+    laurel = {"linear_left": "left", "linear_right": "right", "post_laurel_norm": "norm"}
+    mixer = {**gemma4_text.MIXER_NAMES, **prefixed("altup", "altup", altup), **prefixed("laurel", "laurel", laurel)}
+    feed_forward = prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES)
+    shell = {"model.norm": "norm.norm", **prefixed("", "layer_inputs.inputs", gemma4_text.INPUT_NAMES)}
+    for number in range(config["altup_num_inputs"] - 1):
+        shell[f"model.altup_projections.{number}"] = f"layer_inputs.projections.{number}"
+        shell[f"model.altup_unembed_projections.{number}"] = f"norm.projections.{number}"
+    return {**llama.map_llama_layers(feed_forward, mixer, gemma2.NORM_NAMES), **shell}
+
+
+GEMMA3N_TEXT = Family(
+    name="gemma3n_text",
+    architecture="Gemma3nForCausalLM",
+    build=_build_gemma3n_text,
+    names=_map_gemma3n_text_names,
+    defaults={
+        **{key: value for key, value in gemma.DEFAULTS.items() if key != "intermediate_size"},
+        "vocab_size": 262400,
+        "hidden_size": 2048,
+        "intermediate_sizes": 16384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "final_logit_softcapping": 30.0,
+        "layer_types": None,
+        "rope_parameters": gemma3_text.GEMMA3_TEXT.defaults["rope_parameters"],
+        "sliding_rope_theta": None,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "num_kv_shared_layers": 15,
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "laurel_rank": 64,
+        "activation_sparsity_pattern": None,
+    },
+    aliases={
+        "hidden_activation": "hidden_act",
+        "intermediate_size": "intermediate_sizes",
+        "rope_local_base_freq": "sliding_rope_theta",
+    },
+    required_values={"hidden_act": (None, "gelu_pytorch_tanh"), "altup_correct_scale": (True,)},
+    # coefficients are clipped in training alone, and scores are not scaled, whatever the file says
+    ignored_keys=frozenset({"altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"}),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    find_ignored_tensors=gemma4_text.find_reused_projections,
+)
