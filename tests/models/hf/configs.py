@@ -36,7 +36,8 @@ SMALL = {
     "state_size": 3,
     "rotary_dim": 16,
     "full_attention_interval": 2,
-    "intermediate_sizes": 12,
+    "intermediate_size_by_layer": 12,
+    "kv_channels": 16,
     "num_kv_shared_layers": 0,
 }
 ANOTHER = {
@@ -109,7 +110,7 @@ ANOTHER = {
     "rescale_every": 2,
     "num_global_key_value_heads": 1,
     "per_layer_config": {"1": {"head_dim": 8}},
-    "intermediate_sizes": [12, 20, 12],
+    "intermediate_size_by_layer": [12, 20, 12],
     "activation_sparsity_pattern": [0.5, 0.0, 0.9],
     "num_kv_shared_layers": 1,
 }

@@ -28,7 +28,7 @@ _COUNT_KEYS = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
     *("state_size", "conv_kernel", "n_groups", "expand", "time_step_rank", "attention_hidden_size"),
-    *("altup_num_inputs", "laurel_rank"),
+    *("laurel_rank", "kv_channels"),
 )
 """Whole numbers above 0, as are keys that begin with num_."""
 _OPTIONAL_COUNT_KEYS = (
@@ -76,13 +76,16 @@ _KINDS: Mapping[str, ValueKind] = {
     "activation_sparsity_pattern": optional(
         list_of(ValueKind("a number from 0 to below 1", lambda value: NON_NEGATIVE_NUMBER.fits(value) and value < 1))
     ),
+    "altup_num_inputs": ValueKind(  # each is a matrix to build
+        "a whole number from 1 to 1024", lambda value: _COUNT.fits(value) and value <= 1024
+    ),
     "attn_config": ValueKind("a table", lambda value: isinstance(value, Mapping)),
     "id2label": optional(table_of(WORD)),
     "index_topk_pattern": optional(
         ValueKind("a word of the letters F and S", lambda value: WORD.fits(value) and set(value) <= set("FS"))
     ),
     **dict.fromkeys(
-        ("moe_topk", "intermediate_sizes"),
+        ("moe_topk", "intermediate_size_by_layer"),
         ValueKind(
             "a whole number above 0, or a list of one per layer",
             lambda value: _COUNT.fits(value) or list_of(_COUNT).fits(value),

@@ -65,7 +65,7 @@ def _make_feed_forwards(config: Config) -> list[FeedForwardFactory]:
     """Return a factory of MLPs per layer, of its own width and sparsity. **Raises** `ConfigError` unless there is one
     of each per layer."""
     count, widths, sparsities = (
-        config[key] for key in ("num_hidden_layers", "intermediate_sizes", "activation_sparsity_pattern")
+        config[key] for key in ("num_hidden_layers", "intermediate_size_by_layer", "activation_sparsity_pattern")
     )
     widths = [widths] * count if isinstance(widths, int) else widths
     if sparsities is None:
@@ -111,7 +111,7 @@ GEMMA3N_TEXT = Family(
         **{key: value for key, value in gemma.DEFAULTS.items() if key != "intermediate_size"},
         "vocab_size": 262400,
         "hidden_size": 2048,
-        "intermediate_sizes": 16384,
+        "intermediate_size_by_layer": 16384,
         "num_hidden_layers": 35,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
@@ -131,7 +131,7 @@ GEMMA3N_TEXT = Family(
     },
     aliases={
         "hidden_activation": "hidden_act",
-        "intermediate_size": "intermediate_sizes",
+        "intermediate_size": "intermediate_size_by_layer",
         "rope_local_base_freq": "sliding_rope_theta",
     },
     required_values={"hidden_act": (None, "gelu_pytorch_tanh"), "altup_correct_scale": (True,)},

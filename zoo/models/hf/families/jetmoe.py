@@ -15,6 +15,7 @@ from zoo.models.hf.builders import (
     make_mixture_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
@@ -22,16 +23,19 @@ from . import llama
 
 def _build_jetmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     embed, experts, top = config["hidden_size"], config["num_local_experts"], config["num_experts_per_tok"]
+    heads, head_dim = config["num_key_value_heads"], config["kv_channels"]
+    if heads is None:
+        raise ConfigError("num_key_value_heads is null, and each expert has as many heads as there are of keys")
     # a token has the heads of each of its experts, whatever the file says
-    config = Config(config, num_attention_heads=top * config["num_key_value_heads"])
+    config = Config(config, num_attention_heads=top * heads, head_dim=head_dim)
     ffn = partial(make_mixture_factory(config, TopSoftmaxRouter, experts), shared=partial(OutputBias, embed))
     mixer = partial(
         MixtureOfAttention,
         embed,
-        config["num_key_value_heads"],
+        heads,
         router=partial(TopSoftmaxRouter, embed, experts, top),
         experts=experts,
-        head_dim=config["head_dim"],
+        head_dim=head_dim,
         rotary=build_rotary(config),
         out_scale=compute_out_scale(config),
     )
@@ -69,7 +73,7 @@ JETMOE = Family(
         "intermediate_size": 5632,
         "num_hidden_layers": 12,
         "num_key_value_heads": 16,
-        "head_dim": 128,
+        "kv_channels": 128,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
@@ -78,7 +82,7 @@ JETMOE = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    aliases={"activation_function": "hidden_act", "kv_channels": "head_dim"},
+    aliases={"activation_function": "hidden_act", "head_dim": "kv_channels"},
     ignored_keys=frozenset({"num_attention_heads", "aux_loss_coef"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )
