@@ -46,9 +46,9 @@ class MixtureOfAttention(AbstractMixer):
         q_e = rotate(W_query,e x),    k = rotate(W_key x),    v = W_value x
         y = Σ_e w_e W_out,e softmax(q_e kᵀ / sqrt(head_dim) + mask) v + bias
 
-    It is grouped-query attention in which the queries of a group are those of the chosen experts: the KV cache, windows
-    of a mesh and kernels are those of `zoo.layers.Attention`. Tokens are sorted by expert for the two grouped matmuls,
-    and combined in the order of their choices, as in `zoo.layers.MixtureOfExperts`.
+    It is grouped-query attention in which the queries of a group are those of the chosen experts: the KV cache, kernels
+    and a sequence sharded over `context` are those of `zoo.layers.Attention`. Tokens are sorted by expert for the two
+    grouped matmuls, and combined in the order of their choices, as in `zoo.layers.MixtureOfExperts`.
 
     Heads are sharded over `tensor`. Unlike the experts of a feed-forward layer, these are replicated over `expert`,
     which shards the batch alone: choices then stay on the device of their token.
