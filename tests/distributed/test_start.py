@@ -27,10 +27,12 @@ import jax
 from jax.experimental import multihost_utils
 multihost_utils.sync_global_devices("here")
 print("met", jax.process_index(), jax.process_count(), zoo.distributed.is_first_process(), flush=True)
-if sys.argv[1:] == ["die"]:
+if sys.argv[1:]:
     import os, time
     if jax.process_index() == 1:
-        os._exit(9)
+        if sys.argv[1] == "die":
+            os._exit(9)
+        raise ValueError("no such file on this host")
     time.sleep(60)
 """
 
@@ -83,10 +85,14 @@ def test_number_that_comes_twice_is_named():
     assert all("ValueError two processes call themselves number 1" in output for output, _, _ in results)
 
 
-def test_end_of_one_process_ends_the_other():
-    port, began = find_port(), time.monotonic()
-    (_, errors, status), (_, _, died) = run_all(start(0, port, "die"), start(1, port, "die"))
-    assert died == 9
-    assert status not in (0, None)
+def test_end_of_one_process_ends_the_others():
+    killed, failed, began = find_port(), find_port(), time.monotonic()
+    pairs = [start(index, port, word) for port, word in ((killed, "die"), (failed, "raise")) for index in range(2)]
+    (_, errors, status), (_, _, died), (_, told, other), (_, own, raised) = run_all(*pairs)
+    assert (died, status, raised, other) == (9, 1, 1, 1)
     assert time.monotonic() - began < 58
-    assert "Task 1 heartbeat timeout" in errors or "unhealthy tasks: 1" in errors or "heartbeats):\n1" in errors
+    names = [f"process 1 on {socket.gethostname()} (process {pair.pid})" for pair in (pairs[1], pairs[3])]
+    assert f"2 processes, found by JAX's variables: 0 on {socket.gethostname()}" in errors
+    assert f"{names[0]} ended without a word" in errors, errors
+    assert f"{names[1]} failed: ValueError: no such file on this host" in told, told
+    assert own.endswith("ValueError: no such file on this host\n"), own  # not buried under what JAX says of it

@@ -1,14 +1,17 @@
 """Start of JAX on the processes of a cluster."""
 
-import logging
 import os
+import sys
 
 import jax
 
+from zoo._terminal import show
+
 from .clusters import find_cluster, is_tpu_pod
 from .rendezvous import describe_names, meet
+from .watch import Watch
 
-_log = logging.getLogger("zoo")
+_watch: Watch | None = None
 
 
 def initialize(*, timeout: int = 300, heartbeat: int = 30) -> None:
@@ -23,9 +26,11 @@ def initialize(*, timeout: int = 300, heartbeat: int = 30) -> None:
     - Cloud TPU, of one slice or several.
 
     A second call does nothing. Call it before the first computation; the recipes do, through `train.run_cli`. All
-    processes first meet at the coordinator's port, for `timeout` seconds; a process that ends without a word is noticed
-    after `heartbeat` seconds, and JAX then ends the others with its number. One task per node gets all of its GPUs,
-    several tasks share them in equal parts; `JAX_LOCAL_DEVICE_IDS` overrides that.
+    processes first meet at the coordinator's port, for `timeout` seconds, and the first one prints where they run. When
+    one of them is killed or ends by an exception, each of the others prints its number, host and error, and ends within
+    seconds; one whose host is lost is noticed after `heartbeat` seconds. On Cloud TPU JAX alone watches, and prints the
+    number. One task per node gets all of its GPUs, several tasks share them in equal parts; `JAX_LOCAL_DEVICE_IDS`
+    overrides that.
 
     **Raises** `ValueError` for an environment that is incomplete or contradicts itself; `TimeoutError`, in every
     process that came, with the numbers of those that did not; `RuntimeError` if JAX has already run a computation.
@@ -40,7 +45,7 @@ def initialize(*, timeout: int = 300, heartbeat: int = 30) -> None:
     if cluster is None:
         jax.distributed.initialize(initialization_timeout=timeout, heartbeat_timeout_seconds=heartbeat)
         return
-    names = meet(cluster, timeout)
+    names, connections = meet(cluster, timeout)
     jax.distributed.initialize(
         cluster.coordinator,
         cluster.num_processes,
@@ -51,8 +56,20 @@ def initialize(*, timeout: int = 300, heartbeat: int = 30) -> None:
         heartbeat_timeout_seconds=heartbeat,
         shutdown_timeout_seconds=2 * heartbeat,
     )
+    global _watch
+    _watch = Watch(cluster.process_id, names, connections, timeout=heartbeat)
+    _watch.start()
     if cluster.process_id == 0:
-        _log.info("%d processes, found by %s: %s", cluster.num_processes, cluster.source, describe_names(names))
+        show(f"{len(names)} processes, found by {cluster.source}: {describe_names(names)}", file=sys.stderr)
+
+
+def announce_failure(reason: str, status: int) -> None:
+    """Tell the other processes, if there are any, that this one is about to end with `status`, and why.
+
+    An exception that nobody handles is announced without it.
+    """
+    if _watch is not None:
+        _watch.announce_failure(reason, status)
 
 
 def is_first_process() -> bool:

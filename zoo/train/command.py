@@ -12,7 +12,7 @@ from typing import Any
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show, show_error
 from zoo._workarounds import schedule_cpu_permutes
-from zoo.distributed import initialize, is_first_process
+from zoo.distributed import announce_failure, initialize, is_first_process
 
 from .directory import check_directory
 from .environment import require_deterministic_kernels
@@ -66,6 +66,7 @@ def run_cli(
         if not _is_user_error(error, main):
             raise
         show_error(f"{program}: error: {error}")
+        announce_failure(str(error), 2)
         sys.exit(2)
 
 
