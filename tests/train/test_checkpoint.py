@@ -349,7 +349,7 @@ def test_checkpoint_later_steps_stay_until_a_save_is_complete(tmp_path):
     with Checkpoints(tmp_path, keep_last=3) as checkpoints:
         checkpoints._writer._post_finalization_callback = lambda: (
             seen.append(sorted(os.listdir(tmp_path))),
-            checkpoints._write_manifest(),
+            checkpoints._finish_files(),
         )
         checkpoints.save(15, state)
     assert seen == [["10", "15.orbax-checkpoint-tmp", "20", "30"]] and sorted(os.listdir(tmp_path)) == ["10", "15"]
@@ -380,7 +380,7 @@ def test_checkpoint_on_a_disk_that_fills_leaves_the_one_before(checkpoints, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("zoo.train.checkpoint.write_manifest", fill)
+        patched.setattr("zoo.train.checkpoint_folder.write_manifest", fill)
         checkpoints.save(2, state)
         with pytest.raises(
             OSError, match=r"step 2 was not written \(no space was left on the disk\): its arrays take 4kB"

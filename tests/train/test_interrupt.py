@@ -15,6 +15,7 @@ def in_the_foreground():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+    Interrupt.ended_by_sigterm = False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -25,6 +26,7 @@ def test_interrupt_sets_the_flag(number):
         os.kill(os.getpid(), number)
         assert interrupt.requested
     assert signal.getsignal(number) is before
+    assert Interrupt.ended_by_sigterm == (number == signal.SIGTERM)
 
 
 def test_interrupt_raises_on_second_ctrl_c():

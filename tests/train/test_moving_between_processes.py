@@ -1,4 +1,5 @@
-"""A recipe on two processes: SIGTERM to one saves on both; one process goes on from it, on another mesh, and back."""
+"""A recipe on two processes, with checkpoints at a URL: SIGTERM to one saves on both; one process goes on from it, on
+another mesh, and back."""
 
 import json
 import os
@@ -76,24 +77,25 @@ def finish(*processes):
 
 
 def test_run_moves_between_processes_and_meshes(tmp_path):
-    out, port = tmp_path / "moved", find_port()
-    both = [start(index, port, out, "--fsdp", "4", "--steps", "100000") for index in range(2)]
+    out, bucket, port = tmp_path / "moved", tmp_path / "bucket", find_port()
+    url = ("--checkpoint-url", f"file://{bucket}")
+    both = [start(index, port, out, "--fsdp", "4", "--steps", "100000", *url) for index in range(2)]
     give_up = time.monotonic() + 90
     while len(read_metrics(out)) < 2 and time.monotonic() < give_up and all(x.poll() is None for x in both):
         time.sleep(0.2)
     both[1].send_signal(signal.SIGTERM)
     outputs, statuses = finish(*both)
-    assert statuses[0] == statuses[1], outputs
-    saved = max(int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdecimal())
+    assert statuses == [143, 143], outputs
+    saved = max(int(path.name) for path in bucket.iterdir() if path.name.isdecimal())
     assert "parameters on fsdp 4" in outputs[0], outputs
     assert "parameters on" not in outputs[1], outputs  # the first alone prints
 
-    (text,), statuses = finish(start(0, None, out, "--resume", "--fsdp", "1", "--steps", str(saved + 20)))
+    (text,), statuses = finish(start(0, None, out, "--resume", "--fsdp", "1", "--steps", str(saved + 20), *url))
     assert statuses == [0], text
     assert "data 2" in text, text
 
     port = find_port()
-    words = ("--resume", "--fsdp", "2", "--steps", str(saved + 40))
+    words = ("--resume", "--fsdp", "2", "--steps", str(saved + 40), *url)
     outputs, statuses = finish(*(start(index, port, out, *words) for index in range(2)))
     assert statuses == [0, 0], outputs
     (text,), statuses = finish(start(0, None, tmp_path / "whole", "--steps", str(saved + 40)))

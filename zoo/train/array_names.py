@@ -1,7 +1,7 @@
 """Names, dtypes and shapes of a state's arrays: what a checkpoint stores beside them, and compares."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 
 def require_same_arrays(
-    saved: Mapping[str, str], expected: Mapping[str, str], checkpoint_path: Path, max_lines: int = 8
+    saved: Mapping[str, str], expected: Mapping[str, str], checkpoint_path: PurePath, max_lines: int = 8
 ) -> None:
     """**Raises** `ValueError` unless both have the same names, dtypes and shapes."""
     names = [*expected, *(name for name in saved if name not in expected)]

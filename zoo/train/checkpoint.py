@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from zoo._files import read_json, to_jsonable
+from zoo._files import to_jsonable
 from zoo._optional import import_optional
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.rounds import merge_rounds, reshape_layers
@@ -33,9 +33,9 @@ from .array_names import (
     format_key_path,
     require_same_arrays,
 )
-from .checkpoint_folder import UNFINISHED_SUFFIX, CheckpointFolder
+from .checkpoint_folder import CheckpointFolder
 from .fingerprint import fingerprint_arrays, require_same_fingerprints
-from .manifest import write_manifest
+from .object_store import ObjectStoreFolder, refuse_url
 from .processes import run_on_first
 
 _orbax_log = logging.getLogger("absl")
@@ -55,7 +55,7 @@ class RestoredCheckpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Manager of a run's checkpoints, one folder per step below `directory`.
+    """Manager of a run's checkpoints, one folder per step below `directory`, a path or a URL, `gs://bucket/run`.
 
     Keeps the newest `keep_last` and the `keep_best` with the lowest metric, those of earlier processes included. Only
     arrays are saved; static fields come from the tree passed to `restore`. Layers are saved in one round, whatever the
@@ -66,15 +66,20 @@ class Checkpoints:
     only a fingerprint of it (`zoo.train.fingerprint`), which `restore` compares.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 1, frozen: PyTree = None):
-        self.directory = Path(directory).absolute()
-        self._folder = CheckpointFolder(self.directory)
+    def __init__(self, directory: Path | str, *, keep_last: int = 2, keep_best: int = 1, frozen: PyTree = None):
+        self.folder = open_checkpoint_folder(directory)
+        self.directory = self.folder.path
         self._keep = dict(keep_last=keep_last, keep_best=keep_best)
         self._frozen = fingerprint_arrays(frozen)
         self._orbax = import_optional("orbax.checkpoint", "pip install 'equizoo[train]'")
         self._writer = self._orbax.AsyncCheckpointer(
             self._orbax.CompositeCheckpointHandler(),
-            async_options=self._orbax.options.AsyncOptions(post_finalization_callback=self._write_manifest),
+            async_options=self._orbax.options.AsyncOptions(post_finalization_callback=self._finish_files),
+            temporary_path_class=(
+                self._orbax.path.atomicity.CommitFileTemporaryPath
+                if isinstance(self.folder, ObjectStoreFolder)
+                else None
+            ),
         )
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
@@ -102,7 +107,7 @@ class Checkpoints:
         self.wait()
         arrays = flatten_with_names(merge_rounds(eqx.filter(state, eqx.is_array)))
         self._saved_bytes = sum(x.nbytes for x in arrays.values())
-        if obstacle := run_on_first(lambda: self._folder.make_room(step, self._saved_bytes)):
+        if obstacle := run_on_first(lambda: self.folder.make_room(step, self._saved_bytes)):
             raise UnwrittenCheckpointError(obstacle)
         about = dict(step=step, data=data, config=config or {}, leaves=describe_arrays(arrays), frozen=self._frozen)
         args = self._orbax.args
@@ -138,7 +143,7 @@ class Checkpoints:
         Warns once about each damaged one, with the reason.
         """
         self.wait()
-        return run_on_first(self._folder.list_whole_steps)
+        return run_on_first(self.folder.list_whole_steps)
 
     def latest_step(self) -> int | None:
         """Return the newest step all of whose files have their digests, or None if there is no checkpoint at all.
@@ -146,7 +151,7 @@ class Checkpoints:
         Warns about the damaged ones that it passes over. **Raises** `FileNotFoundError` if all are damaged.
         """
         self.wait()
-        return run_on_first(self._folder.find_newest)
+        return run_on_first(self.folder.find_newest)
 
     def verify(self, step: int) -> int:
         """Return `step` if all files of its checkpoint have their digests.
@@ -154,7 +159,7 @@ class Checkpoints:
         **Raises** `FileNotFoundError`, with the steps that there are, if it is absent or damaged.
         """
         self.wait()
-        return run_on_first(lambda: self._folder.require_whole(step))
+        return run_on_first(lambda: self.folder.require_whole(step))
 
     def restore(self, like: PyTree, step: int | None = None) -> RestoredCheckpoint:
         """Restore the checkpoint of `step`, by default the newest whole one.
@@ -190,14 +195,12 @@ class Checkpoints:
         """Wait until the checkpoint has its final name, then delete those that it makes superfluous."""
         self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            self._folder.delete(self._folder.find_superfluous(self._saving[0], **self._keep))
+            self.folder.delete(self.folder.find_superfluous(self._saving[0], **self._keep))
 
-    def _write_manifest(self) -> None:
-        """Write the manifest of a complete checkpoint, just before Orbax renames it to its final name."""
+    def _finish_files(self) -> None:
+        """Add to a complete checkpoint, before Orbax makes it count."""
         if jax.process_index() == 0:
-            step, metric = self._saving
-            for folder in self.directory.glob(f"{step}{UNFINISHED_SUFFIX}*"):
-                write_manifest(folder, metric)
+            self.folder.finish(*self._saving)
 
     def _explain_failed_write(self, error: Exception) -> Exception:
         """Delete what a failed save has written, and return the error to raise: itself, if no fault of the disk."""
@@ -205,9 +208,9 @@ class Checkpoints:
         if not isinstance(error, OSError) and "OS error" not in text and "No space left" not in text:
             return error
         if jax.process_index() == 0:
-            self._folder.delete_unfinished()
+            self.folder.delete_unfinished()
         reason = "no space was left on the disk" if "No space left" in text else text.splitlines()[0]
-        room = self._folder.describe_room(self._saved_bytes)
+        room = self.folder.describe_room(self._saved_bytes)
         return UnwrittenCheckpointError(
             f"{self.directory}: the checkpoint of step {self._saving[0]} was not written ({reason}): {room}"
         )
@@ -222,13 +225,13 @@ class Checkpoints:
                 return read(found)
             except _UnreadableError as error:
                 # Digests are right, so that it is no damage that the next checkpoint would be free of.
-                if self._folder.has_digests(found):
+                if self.folder.has_digests(found):
                     raise error.__cause__ or error from None
-                self._folder.mark_unreadable(found, str(error))
+                self.folder.mark_unreadable(found, str(error))
 
     def _read_metadata(self, step: int) -> dict[str, Any]:
         try:
-            about = read_json(self.directory / str(step) / "about" / "metadata")
+            about = self.folder.read_metadata(step)
             return {name: about[name] for name in ("data", "config", "leaves")} | {"frozen": about.get("frozen", {})}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise _UnreadableError(f"its metadata cannot be read ({type(error).__name__}: {error})") from error
@@ -256,7 +259,7 @@ class Checkpoints:
         state = jax.tree_util.tree_map_with_path(fill_leaf, like)
         return RestoredCheckpoint(step, state, about["data"], about["config"])
 
-    def _read_arrays(self, folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_arrays(self, folder: Any, targets: Mapping[str, Any]) -> dict[str, Any]:
         orbax, epath = self._orbax, import_optional("etils.epath", "pip install 'equizoo[train]'")
         read = orbax.args.PyTreeRestore(targets, restore_args=orbax.checkpoint_utils.construct_restore_args(targets))
         try:
@@ -266,6 +269,14 @@ class Checkpoints:
             raise
         except Exception as error:
             raise _UnreadableError(f"its arrays cannot be read ({type(error).__name__}: {error})") from error
+
+
+def open_checkpoint_folder(location: Path | str) -> CheckpointFolder | ObjectStoreFolder:
+    """Return the folder of checkpoints at a path, or at a URL of `gs://` or `file://`."""
+    if "://" in str(location):
+        return ObjectStoreFolder(str(location))
+    refuse_url(Path(location))
+    return CheckpointFolder(Path(location).absolute())
 
 
 def _to_shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -5,15 +5,18 @@ With several processes, the first one alone looks into the folder, and the other
 
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from .manifest import find_damage, read_manifest
+from zoo._files import read_json
+
+from .manifest import find_damage, read_manifest, write_manifest
 from .progress import format_si
 
 _log = logging.getLogger("zoo")
 
-UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
+_UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
 _DELETED_SUFFIX = ".deleted"
 
 
@@ -68,6 +71,10 @@ class CheckpointFolder:
             raise FileNotFoundError(f"{self.path}: no whole checkpoint of step {step} here{reason}; it holds {others}")
         return step
 
+    def read_metadata(self, step: int) -> Any:
+        """Read the JSON that was saved beside the arrays of a checkpoint."""
+        return read_json(self.path / str(step) / "about" / "metadata")
+
     def mark_unreadable(self, step: int, reason: str) -> None:
         """Count a checkpoint without digests as damaged, because reading it failed."""
         self._unreadable[step] = reason
@@ -100,16 +107,9 @@ class CheckpointFolder:
         )
 
     def find_superfluous(self, newest: int, *, keep_last: int, keep_best: int) -> list[int]:
-        """List the steps to delete after `newest` was saved: later ones, and all but the last and the best.
-
-        The best are those with the lowest metric in their manifests; of equal ones, the later.
-        """
+        """List the steps to delete after `newest` was saved: later ones, and all but the last and the best."""
         steps = self.list_steps()
-        earlier = [step for step in steps if step <= newest]
-        metrics = {step: metric for step in earlier if (metric := self._read_metric(step)) is not None}
-        best = sorted(metrics, key=lambda step: (metrics[step], -step))[:keep_best]
-        last = sorted(earlier, reverse=True)[:keep_last]
-        return sorted({*steps} - {*best} - {*last})
+        return choose_superfluous(steps, self._read_metric, newest, keep_last=keep_last, keep_best=keep_best)
 
     def delete(self, steps: Iterable[int]) -> None:
         """Delete the checkpoints of `steps`."""
@@ -122,9 +122,14 @@ class CheckpointFolder:
 
     def delete_unfinished(self) -> None:
         """Delete what interrupted saves and deletions left."""
-        for suffix in (UNFINISHED_SUFFIX, _DELETED_SUFFIX):
+        for suffix in (_UNFINISHED_SUFFIX, _DELETED_SUFFIX):
             for folder in self.path.glob(f"*{suffix}*"):
                 _remove(folder)
+
+    def finish(self, step: int, metric: float | None) -> None:
+        """Write the manifest of a complete checkpoint, just before Orbax renames it to its final name."""
+        for folder in self.path.glob(f"{step}{_UNFINISHED_SUFFIX}*"):
+            write_manifest(folder, metric)
 
     def _find_damage(self, step: int, *, by_digest: bool = False) -> str | None:
         folder = self.path / str(step)
@@ -139,7 +144,7 @@ class CheckpointFolder:
         return damage
 
     def _warn_of_unfinished(self) -> None:
-        for path in sorted(self.path.glob(f"*{UNFINISHED_SUFFIX}*")):
+        for path in sorted(self.path.glob(f"*{_UNFINISHED_SUFFIX}*")):
             self._warn_once(f"{path}: passed over, it was never finished")
 
     def _read_metric(self, step: int) -> float | None:
@@ -152,6 +157,25 @@ class CheckpointFolder:
         if text not in self._warned:
             _log.warning("%s", text)
             self._warned.add(text)
+
+
+def choose_superfluous(
+    steps: Sequence[int],
+    read_metric: Callable[[int], float | None],
+    newest: int,
+    *,
+    keep_last: int,
+    keep_best: int,
+) -> list[int]:
+    """List the steps to delete after `newest` was saved: later ones, and all but the last and the best.
+
+    The best are those with the lowest metric; of equal ones, the later.
+    """
+    earlier = [step for step in steps if step <= newest]
+    metrics = {step: metric for step in earlier if (metric := read_metric(step)) is not None}
+    best = sorted(metrics, key=lambda step: (metrics[step], -step))[:keep_best]
+    last = sorted(earlier, reverse=True)[:keep_last]
+    return sorted({*steps} - {*best} - {*last})
 
 
 def _remove(path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import functools
 import inspect
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +17,7 @@ from zoo.distributed import announce_failure, initialize, is_first_process
 
 from .directory import check_directory
 from .environment import require_deterministic_kernels
+from .interrupt import Interrupt
 from .options import MeshOptions, RunOptions, flatten_config
 from .resume import parse_resumed
 
@@ -32,7 +34,8 @@ def run_cli(
     takes the flags of its `config.json`, unless they are given. Connects the processes of a cluster, if there is one
     (`zoo.distributed.initialize`). Compiled programs are kept for the next start, except with `--no-compile-cache`. Bad
     input ends the program with one line on standard error and status 2: every error that this library, or the recipe
-    itself, raises on purpose. Other errors keep their traceback.
+    itself, raises on purpose. Other errors keep their traceback. A run that SIGTERM stopped ends with status 143, so
+    that a scheduler starts it again.
     """
     presets = presets or {}
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -49,7 +52,8 @@ def run_cli(
         initialize()
         is_first = is_first_process()
         if options is not None and is_first:
-            check_directory(options.out, resume=options.resume)  # now, rather than once data and model are made
+            # Now, rather than once data and model are made.
+            check_directory(options.out, resume=options.resume, checkpoints=options.checkpoints)
         if options is not None and options.resume is not False:
             defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
             flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
@@ -61,7 +65,11 @@ def run_cli(
             enable_compile_cache(exact_names=options is not None and options.profile)
         if options is not None and is_first:
             show(f"loading data and model; the run's folder is {options.out}")
-        return main(**flags)
+        Interrupt.ended_by_sigterm = False
+        result = main(**flags)
+        if Interrupt.ended_by_sigterm:
+            sys.exit(128 + signal.SIGTERM)
+        return result
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
         if not _is_user_error(error, main):
             raise

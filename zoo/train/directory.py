@@ -7,9 +7,13 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from .checkpoint_folder import CheckpointFolder
+from zoo._files import read_json
+
+from .checkpoint import open_checkpoint_folder
+from .object_store import parse_url
 
 try:
     import fcntl
@@ -91,12 +95,15 @@ class DirectoryLock:
             return False
 
 
-def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
+def claim_directory(lock: DirectoryLock, *, resume: bool | int = False, checkpoints: Path | str | None = None) -> None:
     """Make the directory of a run, if need be, try to write into it, and lock it.
+
+    - `checkpoints`: their folder or URL, by default `checkpoints` in the directory.
 
     **Raises** `OSError` if that is impossible; `FileExistsError` if there are other things in it, or, unless `resume`,
     checkpoints; `FileNotFoundError` if there are checkpoints, and none of the step that `resume` names;
-    `BlockingIOError` if another run is in it.
+    `BlockingIOError` if another run is in it; `ValueError` for a run to resume whose checkpoints are at a URL that is
+    not given.
     """
     directory = lock.directory
     _check_writable(directory)
@@ -106,22 +113,24 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False) -> None:
         shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
         raise FileExistsError(f"{directory} holds other things than a run ({shown}): choose another folder (--out)")
     lock.acquire()
-    checkpoints = CheckpointFolder(directory / "checkpoints")
-    steps = checkpoints.list_steps()
     try:
+        if resume is not False and not isinstance(checkpoints, str):
+            _require_url(directory)
+        folder = open_checkpoint_folder(checkpoints or directory / "checkpoints")
+        steps = folder.list_steps()
         if steps and resume is False:
             raise FileExistsError(
-                f"{directory} holds a run of {steps[-1]} steps: resume it (--resume), or choose another folder "
-                "(--out), or delete this one"
+                f"{checkpoints if isinstance(checkpoints, str) else directory} holds a run of {steps[-1]} steps: "
+                "resume it (--resume), or choose another folder (--out), or delete this one"
             )
         if steps and not isinstance(resume, bool) and resume not in steps:
-            checkpoints.require_whole(resume)
-    except OSError:
+            folder.require_whole(resume)
+    except (OSError, ValueError, ImportError):
         lock.release()
         raise
 
 
-def check_directory(directory: Path, *, resume: bool | int = False) -> None:
+def check_directory(directory: Path, *, resume: bool | int = False, checkpoints: Path | str | None = None) -> None:
     """Raise the errors of `claim_directory`, and leave nothing behind.
 
     Makes no directory, so that several processes may check a new one at the same time: what is written into is the
@@ -129,10 +138,23 @@ def check_directory(directory: Path, *, resume: bool | int = False) -> None:
     """
     if os.path.isdir(directory):
         lock = DirectoryLock(directory)
-        claim_directory(lock, resume=resume)
+        claim_directory(lock, resume=resume, checkpoints=checkpoints)
         lock.release()
     else:
         _check_writable(directory)
+        if isinstance(checkpoints, str):
+            parse_url(checkpoints)
+
+
+def _require_url(directory: Path) -> None:
+    """**Raises** `ValueError` if the run of `directory` keeps its checkpoints at a URL: it would start anew without."""
+    try:
+        config = read_json(directory / "config.json")
+    except (OSError, ValueError):
+        return  # none, or damaged, which is said where its flags are read
+    url = config.get("checkpoint_url") if isinstance(config, Mapping) else None
+    if url is not None:
+        raise ValueError(f"{directory} keeps its checkpoints at a URL: resume it with --checkpoint-url {url}")
 
 
 def _check_writable(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -32,10 +33,10 @@ def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> 
     return directory
 
 
-def export_result(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int, weights: Path | None) -> None:
+def export_result(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int, weights: Any) -> None:
     """Export the model of a finished run, and print where to; for a model that no family holds, where its weights are.
 
-    - `weights`: the run's newest checkpoint, None without one.
+    - `weights`: path of the run's newest checkpoint, None without one.
 
     **Raises** as `export` does in all other cases.
     """

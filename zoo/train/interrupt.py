@@ -22,10 +22,14 @@ class Interrupt:
                     save and break
 
     Restores the previous handlers on exit. Does nothing outside the main thread, where Python allows no handlers.
+    `ended_by_sigterm` tells whether one was left after a request that was not Ctrl-C's, in this process or another.
     """
+
+    ended_by_sigterm = False
 
     def __init__(self):
         self.requested = False
+        self._number: int = signal.SIGTERM
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -38,11 +42,13 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
+        if self.requested and self._number == signal.SIGTERM:
+            Interrupt.ended_by_sigterm = True
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._number = True, number
 
 
 def is_set_on_any_process(flag: bool) -> bool:

@@ -12,6 +12,7 @@ from zoo.models import set_implementations
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, RematPolicy, Schedule, make_mesh
 
 from .loss_scale import dynamic_loss_scale
+from .object_store import refuse_url
 from .remat import rematerialize
 
 _Model = TypeVar("_Model")
@@ -104,20 +105,31 @@ class RunOptions:
     """Compile anew: neither read compiled programs from the user's cache folder nor keep them there."""
     deterministic: bool = False
     """On GPUs, take only kernels that give the same bits in every run; slower. CPUs and TPUs always do."""
+    checkpoint_url: str | None = None
+    """Checkpoints below a URL, `gs://bucket/run`, instead of in `out`/checkpoints."""
+
+    def __post_init__(self):
+        refuse_url(self.out)
+
+    @property
+    def checkpoints(self) -> Path | str:
+        """Folder of the checkpoints, or its URL."""
+        return self.out / "checkpoints" if self.checkpoint_url is None else self.checkpoint_url
 
     def subrun(self, name: str) -> "RunOptions":
         """Return the options of one of several runs, in the subdirectory `name` of `out`."""
-        return dataclasses.replace(self, out=self.out / name)
+        url = None if self.checkpoint_url is None else f"{self.checkpoint_url.rstrip('/')}/{name}"
+        return dataclasses.replace(self, out=self.out / name, checkpoint_url=url)
 
 
-_LEFT_OUT = ("resume", "profile", "no_compile_cache", "deterministic")
+_LEFT_OUT = ("resume", "profile", "no_compile_cache", "deterministic", "checkpoint_url")
 
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with the fields of option groups in place of the groups, by the names of their flags.
 
-    `resume`, `profile`, `no_compile_cache` and `deterministic` are left out: they are no properties of a run, and both
-    halves of a resumed one agree.
+    `resume`, `profile`, `no_compile_cache`, `deterministic` and `checkpoint_url` are left out: they are no properties
+    of a run, and both halves of a resumed one agree.
     """
     flat: dict[str, Any] = {}
     for name, value in config.items():

@@ -12,7 +12,7 @@ from zoo._terminal import show
 
 from .options import flatten_config
 
-_NOT_TAKEN = ("out", "resume", "profile")  # the folder may have moved, and the others are no properties of a run
+_NOT_TAKEN = ("out", "checkpoint_url", "resume", "profile")  # a folder may have moved; the others are of no run
 
 Parse = Callable[[Sequence[str]], dict[str, Any]]
 """Parser of a recipe's command line: the words to the arguments of `main`. It exits for words that are no flags."""

@@ -30,7 +30,6 @@ from zoo.text.batches import BatchIterator
 from zoo.text.corpus import Corpus
 
 from .checkpoint import Checkpoints, UnwrittenCheckpointError, diff_configs
-from .checkpoint_folder import CheckpointFolder
 from .directory import DirectoryLock, claim_directory
 from .environment import collect_environment
 from .export import export_result
@@ -88,6 +87,8 @@ class Run:
         options = options if isinstance(options, RunOptions) else RunOptions(Path(options))
         self.directory = options.out
         self.config = flatten_config(config)
+        if options.checkpoint_url is not None:
+            self.config["checkpoint_url"] = options.checkpoint_url
         self.step = 0
         self.total = 0
         self.stopped = False
@@ -107,9 +108,9 @@ class Run:
         with contextlib.ExitStack() as exits:
             lock = DirectoryLock(self.directory)
             exits.callback(lock.release)
-            run_on_first(lambda: claim_directory(lock, resume=options.resume))
+            run_on_first(lambda: claim_directory(lock, resume=options.resume, checkpoints=options.checkpoints))
             self.checkpoints = exits.enter_context(
-                Checkpoints(self.directory / "checkpoints", keep_last=keep_last, keep_best=keep_best, frozen=frozen)
+                Checkpoints(options.checkpoints, keep_last=keep_last, keep_best=keep_best, frozen=frozen)
             )
             self._newest = (
                 self.checkpoints.latest_step() if self._named is None else self.checkpoints.verify(self._named)
@@ -210,7 +211,7 @@ class Run:
                 self.step += 1
                 # Read once a step, before its body: whoever asks within the step gets the same answer.
                 if jax.process_count() == 1 or self.step % self._every == 0:
-                    self.stopped = is_set_on_any_process(self._interrupt.requested)
+                    self.stopped = self._interrupt.requested = is_set_on_any_process(self._interrupt.requested)
                 yield batch
             if self.step == first:  # after compilation: the only step that the loop waits for
                 self._show_finite_metrics(self.metrics.flush())
@@ -301,7 +302,7 @@ class Run:
                 report_result(self.directory, title, model, mesh, corpus, steps=self.step, **options, **sections)
         if export_seq_len is not None:
             newest = max(self.checkpoints.restorable_steps(), default=None)
-            weights = None if newest is None else self.directory / "checkpoints" / str(newest)
+            weights = None if newest is None else self.checkpoints.directory / str(newest)
             export_result(model, corpus, self.directory / "export", seq_len=export_seq_len, weights=weights)
 
     def _show_metrics(self, lines: Sequence[Record]) -> None:
@@ -324,7 +325,7 @@ class Run:
             self.stopped = True  # so that `report` writes nothing
             with contextlib.suppress(UnwrittenCheckpointError):
                 self.checkpoints.wait()
-            steps = CheckpointFolder(self.checkpoints.directory).list_whole_steps()
+            steps = self.checkpoints.folder.list_whole_steps()
             raise FloatingPointError(f"{self.directory}: {found}; {describe_retry(steps)}")
 
     def _close_metrics(self, kind: type[BaseException] | None, *_: object) -> None:

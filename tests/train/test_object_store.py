@@ -1,0 +1,128 @@
+"""Checkpoints below a URL, as on an object store that renames nothing: whole, kept, deleted and resumed."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zoo
+from zoo import train
+from zoo.train.checkpoint import open_checkpoint_folder
+from zoo.train.object_store import ObjectStoreFolder, parse_url
+
+
+def place(devices, value):
+    mesh = zoo.make_mesh(fsdp=devices, data=1, devices=jax.devices()[:devices]).devices
+    return {"table": jax.device_put(jnp.full((8, 4), value), NamedSharding(mesh, PartitionSpec("fsdp")))}
+
+
+def test_checkpoints_below_a_url(tmp_path, caplog):
+    url = f"file://{tmp_path}/runs/7/"
+    with train.Checkpoints(url, keep_last=1, keep_best=1) as checkpoints:
+        for step, metric in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            checkpoints.save(step, place(8, float(step)), data={"row": step}, config={"width": 4}, metric=metric)
+        assert checkpoints.restorable_steps() == [2, 3]
+    folder = tmp_path / "runs" / "7"
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3"], "nothing is renamed, nothing is left"
+    assert sorted(path.name for path in (folder / "2").iterdir() if path.is_dir()) == ["about", "state"]
+
+    with train.Checkpoints(url) as checkpoints:
+        step, state, data, config = checkpoints.restore(place(2, 0.0))
+        assert (step, data, config) == (3, {"row": 3}, {"width": 4})
+        assert np.all(np.asarray(state["table"]) == 3) and len(state["table"].sharding.device_set) == 2
+        with pytest.raises(FileNotFoundError, match=r"no whole checkpoint of step 1 here.*it holds \[2, 3\]"):
+            checkpoints.verify(1)
+        with pytest.raises(ValueError, match="table"):
+            checkpoints.restore({"table": jnp.zeros((8, 5))})
+
+        (folder / "3" / "commit_success.txt").unlink()  # as if a process had died while it wrote
+        assert checkpoints.latest_step() == 2
+        assert f"{url.rstrip('/')}/3: passed over, it was never finished" in caplog.text
+        checkpoints.save(4, place(1, 4.0))
+        checkpoints.wait()
+        assert checkpoints.folder.list_steps() == [2, 4]
+        checkpoints.save(2, place(1, 5.0))  # replaces it, and deletes what came later
+        assert checkpoints.restore(place(1, 0.0)).state["table"][0, 0] == 5
+        assert checkpoints.folder.list_steps() == [2]
+
+        for file in (folder / "2" / "state").rglob("*"):
+            if file.is_file():
+                file.write_bytes(b"")
+        with pytest.raises(FileNotFoundError, match=r"all are damaged:\n  2: its arrays cannot be read"):
+            checkpoints.restore(place(1, 0.0))
+
+
+class Counter:
+    """A data iterator: 1, 2, 3, ..."""
+
+    state = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.state += 1
+        return self.state
+
+    def restore(self, state):
+        self.state = state
+
+
+def add_up(out, steps, **flags):
+    """Add up the batches, and save every other sum."""
+    options, batches = train.RunOptions(out, **flags), Counter()
+    with train.Run(options, config={"run_options": options, "width": 1}) as run:
+        total = run.restore(jnp.zeros(()), batches)
+        for batch in run.steps(batches, steps):
+            total = total + batch
+            run.log(total=total)
+            if run.due(2):
+                run.save(total, batches)
+    return float(total)
+
+
+def test_run_with_checkpoints_below_a_url(tmp_path):
+    out, url = tmp_path / "out", f"file://{tmp_path}/bucket"
+    assert add_up(out, 4, checkpoint_url=url) == 10
+    assert not (out / "checkpoints").exists()
+    with pytest.raises(FileExistsError, match=r"bucket holds a run of 4 steps: resume it"):
+        add_up(tmp_path / "other", 4, checkpoint_url=url)
+    with pytest.raises(ValueError, match=f"resume it with --checkpoint-url {url}"):
+        add_up(out, 6, resume=True)
+    assert add_up(out, 6, resume=True, checkpoint_url=url) == 21
+    assert add_up(tmp_path / "elsewhere", 8, resume=True, checkpoint_url=url) == 36  # the checkpoints alone are needed
+    assert [line["step"] for line in train.read_metrics(tmp_path / "elsewhere" / "metrics.jsonl")] == [7, 8]
+    assert train.RunOptions(out, checkpoint_url=url).subrun("moe").checkpoints == f"{url}/moe"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3://bucket/run", r"gs://BUCKET/FOLDER or file:///FOLDER\. Orbax writes to Google's store alone: mount"),
+        ("file://run", r"'file://run' was expected to be gs://BUCKET/FOLDER or file:///FOLDER$"),
+        ("gs://", r"'gs://' was expected"),
+    ],
+)
+def test_url_of_another_kind_is_refused(url, says):
+    with pytest.raises(ValueError, match=says):
+        parse_url(url)
+
+
+def test_google_storage_asks_for_its_package():
+    if importlib.util.find_spec("gcsfs"):
+        assert str(ObjectStoreFolder("gs://bucket/run/").path) == "gs://bucket/run"
+    else:
+        with pytest.raises(ImportError, match="pip install gcsfs"):
+            ObjectStoreFolder("gs://bucket/run")
+
+
+def test_url_for_the_folder_of_a_run_is_refused():
+    says = r"gs://bucket/run is a URL.*--out runs/run --checkpoint-url gs://bucket/run"
+    with pytest.raises(ValueError, match=says):
+        train.RunOptions(Path("gs://bucket/run"))
+    with pytest.raises(ValueError, match=says):
+        open_checkpoint_folder(Path("gs://bucket/run"))
