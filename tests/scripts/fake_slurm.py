@@ -1,7 +1,7 @@
 """Stand-ins of srun, scancel and scontrol: the name under which this file is called says which.
 
-`srun` starts FAKE_TASKS processes with the variables that Slurm sets in a step, one per node of FAKE_NODES, and ends all
-if one fails, as `--kill-on-bad-exit` asks. As the real one does, it kills its tasks when it gets SIGTERM itself.
+`srun` starts FAKE_TASKS processes with the variables that Slurm sets in a step, one per node of FAKE_NODES, and ends
+all if one fails, as `--kill-on-bad-exit` asks. As the real one does, it kills its tasks when it gets SIGTERM itself.
 `scancel --signal=TERM` signals the tasks. All append their words to FAKE_LOG.
 """
 
