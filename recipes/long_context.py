@@ -16,6 +16,7 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import zoo
 from zoo import layers, train
@@ -90,7 +91,9 @@ def main(
     train.check_names("mixers", pattern, MIXERS)
     needles = partial(train.NeedleRetrieval, vocab, num_pairs=num_pairs, num_queries=num_queries)
     tests = {length: train.stack_rows(needles(length, seed=2 * seed + 1), eval_rows) for length in eval_seq_lens}
-    batches = train.ShuffledBatches(needles(seq_len, min_seq_len=min_seq_len, seed=2 * seed), batch_size, seed=seed)
+    index, count = reader = zoo.parallel.reader(mesh)
+    rows = needles(seq_len, min_seq_len=min_seq_len, seed=2 * seed)
+    batches = train.ShuffledBatches(rows, batch_size, seed=seed, process=reader)
     mixers, kinds = mixer_factories(embed, heads), dict.fromkeys(pattern)
     options = {"vocab": vocab, "embed": embed, "layers": num_layers, "pattern": [mixers[name] for name in pattern]}
     make = lambda key: mesh_options.apply(zoo.models.Hybrid(**options, tied=False, key=key))
@@ -113,8 +116,9 @@ def main(
 
     def recall(model, test):
         """Accuracy of all queries, and by the depth of their needles."""
-        logits = predict(model, zoo.place_batch(test["tokens"], mesh))
-        correct = np.asarray(logits.argmax(-1) == test["targets"])[:, 1 - 2 * num_queries :: 2]
+        own = np.split(np.asarray(test["tokens"]), count)[index]
+        guesses = multihost_utils.process_allgather(predict(model, zoo.place_batch(own, mesh)).argmax(-1), tiled=True)
+        correct = (guesses == np.asarray(test["targets"]))[:, 1 - 2 * num_queries :: 2]
         depths = train.NeedleRetrieval.measure_depths(np.asarray(test["tokens"]), num_queries)
         by_depth = [float(correct[(depths >= low) & (depths < high)].mean()) for low, high in pairwise(DEPTHS)]
         return {"accuracy": float(correct.mean()), "by_depth": by_depth}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -105,3 +106,34 @@ def test_cli_prints_a_run_of_nan_and_a_full_disk_on_one_line(capsys):
             train.run_cli(main, arguments=[])
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
+
+
+def test_cli_ends_with_143_after_sigterm(tmp_path):
+    """A scheduler takes 0 for the end of the training."""
+
+    def main(*, number: int = signal.SIGTERM):
+        with train.Interrupt():
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(SystemExit) as caught:
+        train.run_cli(main, arguments=[])
+    assert caught.value.code == 143
+    train.run_cli(main, arguments=["--number", str(int(signal.SIGINT))])
+
+
+def test_cli_refuses_several_processes_without_a_mesh(tmp_path, monkeypatch, capsys):
+    def alone(*, run_options: train.RunOptions = train.RunOptions(tmp_path / "run")):
+        return 1
+
+    def meshed(
+        *,
+        mesh_options: train.MeshOptions = train.MeshOptions(),
+        run_options: train.RunOptions = train.RunOptions(tmp_path / "run"),
+    ):
+        return 2
+
+    monkeypatch.setattr("zoo.train.command.count_processes", lambda: 2)
+    with pytest.raises(SystemExit, match="2"):
+        train.run_cli(alone, arguments=[])
+    assert "has no mesh, so that 2 processes would do the same: start one" in capsys.readouterr().err
+    assert train.run_cli(meshed, arguments=[]) == 2

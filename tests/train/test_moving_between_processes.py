@@ -70,9 +70,12 @@ def read_metrics(out):
 
 def finish(*processes):
     outputs = []
-    for process in processes:
-        with process:
-            outputs.append(process.communicate(timeout=120)[0])
+    try:
+        for process in processes:
+            outputs.append(process.communicate(timeout=240)[0])
+    finally:
+        for process in processes:
+            process.kill()
     return outputs, [process.returncode for process in processes]
 
 

@@ -79,6 +79,13 @@ def is_first_process() -> bool:
     return global_state.process_id in (None, 0)
 
 
+def count_processes() -> int:
+    """Return the number of processes. Starts no backend, as `jax.process_count` does."""
+    from jax._src.distributed import global_state
+
+    return global_state.num_processes or 1
+
+
 def _require_unstarted() -> None:
     from jax._src import xla_bridge  # no public function tells without starting a backend
 

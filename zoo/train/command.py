@@ -13,7 +13,7 @@ from typing import Any
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show, show_error
 from zoo._workarounds import schedule_cpu_permutes
-from zoo.distributed import announce_failure, initialize, is_first_process
+from zoo.distributed import announce_failure, count_processes, initialize, is_first_process
 
 from .directory import check_directory
 from .environment import require_deterministic_kernels
@@ -50,6 +50,11 @@ def run_cli(
         options = next((value for value in flags.values() if isinstance(value, RunOptions)), None)
         _require_positive(flags)
         initialize()
+        has_mesh = any(isinstance(value, MeshOptions) for value in flags.values())
+        if options is not None and not has_mesh and count_processes() > 1:
+            raise ValueError(
+                f"{program} has no mesh, so that {count_processes()} processes would do the same: start one"
+            )
         is_first = is_first_process()
         if options is not None and is_first:
             # Now, rather than once data and model are made.
