@@ -1,6 +1,6 @@
 """Import order: a package of the library imports packages of lower levels only.
 
-    shapes, _checks, _files, _optional, _terminal, _workarounds, distributed < _compile_cache, ops < parallel
+    shapes, _checks, _files, _optional, _terminal, _workarounds < distributed < _compile_cache, ops < parallel
         < layers < models < weights, text, generate < adapters, precision, train, inspect, testing
         < planning, drawing < cli, recipes
 
@@ -17,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("shapes", "_checks", "_files", "_optional", "_terminal", "_workarounds", "distributed"),
+    ("shapes", "_checks", "_files", "_optional", "_terminal", "_workarounds"),
+    ("distributed",),
     ("_compile_cache", "ops"),
     ("parallel",),
     ("layers",),
