@@ -26,6 +26,7 @@ from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES, families
+from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family
 from zoo.models.hf.support import FamilySupport
 from zoo.models.presets.published import PRESETS, Preset
@@ -39,14 +40,6 @@ QUANTIZED = {
     "qwen3_moe": ["fp8"],
 }
 """Formats by the family of their cases."""
-LEFT_OUT = {
-    "Gemma 4's mixture of experts": "`enable_moe_block` is refused by name.",
-    "DeBERTa v2 xlarge and xxlarge": "their convolution (`conv_kernel_size`) is refused by name.",
-    "OPT-350m": "norms after the residual sums, and a projected embedding, are refused by name.",
-    "Hybrids of attention and state spaces (Jamba, Zamba2, Bamba, Falcon-H1, Qwen3-Next, LFM2)": "not yet.",
-    "T5 and other encoder-decoders, LFM2's and Qwen3.5's mixtures": "not yet.",
-}
-"""Families that people ask for, and why they are not read."""
 
 
 def build_families_page(note: str) -> str:
@@ -78,8 +71,10 @@ def build_families_page(note: str) -> str:
                 f"| `{name}` | `{FAMILIES[name].architecture}` | {format_support(support)} |"
                 for name, support in families().items()
             ),
-            "\n## Not here\n",
-            *(f"- {name}: {reason}" for name, reason in LEFT_OUT.items()),
+            "\n## Not read yet\n",
+            "`zoo.load` refuses these by name, with the reason.\n",
+            *(f"- {', '.join(f'`{name}`' for name in names)}: {reason}." for names, reason in list_reasons()),
+            *(f"- {name}: {reason}" for name, reason in REFUSED_VARIANTS.items()),
             "\n## Published sizes\n",
             '`zoo.models.preset("llama3-8b", key=key)` initializes a model of a published size.\n',
             "| preset | family | parameters | active per token | config from |",

@@ -14,6 +14,7 @@ import jax
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
+from zoo.models.hf.not_read import find_reason
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import TEXT_CONFIG, WRAPPERS, read_text_config, rename, rename_all, unwrap_config
 from zoo.models.parameter_paths import list_parameter_paths
@@ -74,7 +75,8 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
     """Return the family that the config's `model_type` names, or is an alias of; of a multimodal checkpoint, that of
     its language model.
 
-    **Raises** `CheckpointError` for an unknown `model_type`, with the nearest known one.
+    **Raises** `CheckpointError` for an unknown `model_type`, with the reason why it is not read, or the nearest one
+    that is.
     """
     try:
         text = read_text_config(config)
@@ -85,9 +87,11 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
         return family
     problem = f"has the model_type {name!r}" if name is not None else "has no model_type"
     hint = suggest_nearest(str(name), [*FAMILIES, *ALIASES, *WRAPPERS]) or "."
-    if text.get("model_type") != config.get("model_type"):
-        problem = f"wraps a language model that {problem}"
-    elif TEXT_CONFIG in config:
+    wraps = name != config.get("model_type")
+    problem = f"wraps a language model that {problem}" if wraps else problem
+    if reason := find_reason(name):
+        hint = f", which is not read: {reason}."
+    elif TEXT_CONFIG in config and not wraps:
         hint = f". Language models are read out of {', '.join(WRAPPERS)}."
     raise CheckpointError(f"{path} {problem}{hint} Families that can be read: {', '.join(sorted(FAMILIES))}")
 
