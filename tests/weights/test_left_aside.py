@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -12,11 +13,13 @@ import pytest
 import zoo
 from zoo.cli.info import info
 from zoo.layers import GroupQuantizedLinear
+from zoo.models.hf.wrappers import WRAPPERS
 from zoo.weights.safetensors import open_safetensors, open_tensors, write_safetensors
 
 from .damage import CONFIG, INDEX, LLAMA, WHOLE, catch_error
 from .formats.encoders import write_quantized
 
+MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 VISION = {
     "vision_tower.patch.weight": np.arange(6, dtype=np.uint8).reshape(2, 3),
     "vision_tower.layers.0.scale": np.float32(3).reshape(()),
@@ -78,6 +81,23 @@ def test_wrapper_round_trip_is_bitwise(plain, tmp_path, caplog, layout):
         assert (out / name).read_bytes() == (source / name).read_bytes(), name
     zoo.save(model, source, source=source)  # over the very files that are read
     assert (out / WHOLE).read_bytes() == (source / WHOLE).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama4", "mistral3", "qwen3_5"])
+def test_wrapped_fixture_opens_as_its_language_model(tmp_path, name):
+    plain = MODELS / WRAPPERS[name].text
+    config, tensors = (
+        config_of(plain),
+        {RENAMED(key) if "lm_head" not in key else key: x for key, x in read(plain).items()},
+    )
+    tie = {"tie_word_embeddings": config.pop("tie_word_embeddings", WRAPPERS[name].tied)}
+    around = {"model_type": name, "dtype": config.pop("dtype"), "text_config": config, "vision_config": None} | tie
+    store(tmp_path / "in", tensors | VISION, around)
+    model = zoo.load(tmp_path / "in")
+    assert bits(model) == bits(zoo.load(plain))
+    zoo.save(jax.tree.map(np.asarray, model), tmp_path / "out", source=tmp_path / "in")
+    for file in (CONFIG, WHOLE):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "in" / file).read_bytes(), file
 
 
 def test_wrapper_saves_in_shards_with_an_index(plain, tmp_path):

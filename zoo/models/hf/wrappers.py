@@ -33,6 +33,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "aya_vision": Wrapper("cohere2"),
     "gemma3": Wrapper("gemma3_text"),
     "gemma3n": Wrapper("gemma3n_text"),
+    "gemma4": Wrapper("gemma4_text"),
     "internvl": Wrapper("qwen2"),
     "kimi_k25": Wrapper("deepseek_v3"),
     "llama4": Wrapper("llama4_text", tied=False),
