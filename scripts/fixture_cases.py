@@ -252,6 +252,13 @@ CASES = {
         | {"use_double_wide_mlp": True, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
         | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "final_logit_softcapping": 3.0},
     ),
+    "gemma4_text_moe": Case(
+        "gemma4_text", "a mixture of experts beside the MLP, no inputs of layers, keys as values, tied",
+        SIZES | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 4}
+        | {"global_head_dim": 8, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0, "enable_moe_block": True}
+        | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12},
+    ),
     "glm": Case(
         "glm", "half of each head rotated, interleaved, gate and up fused, no biases, tied",
         SIZES | rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": False} | TIED,

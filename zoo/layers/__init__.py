@@ -28,12 +28,14 @@ from .laurel import Laurel
 from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
 from .moe.attention import AttentionExpert, MixtureOfAttention
+from .moe.beside_mlp import MixtureBesideMLP
 from .moe.input_weighted import InputWeightedMixture
 from .moe.mixture import MixtureOfExperts
 from .moe.output_bias import OutputBias
 from .moe.router import (
     AbstractRouter,
     BiasedRouter,
+    ScaledSoftmaxRouter,
     SoftmaxRouter,
     SparseMixerRouter,
     TopSigmoidRouter,
@@ -133,6 +135,7 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "MambaState",
+    "MixtureBesideMLP",
     "MixtureOfAttention",
     "MixtureOfExperts",
     "NF4Linear",
@@ -153,6 +156,7 @@ __all__ = [
     "Retention",
     "Routing",
     "RoutingSums",
+    "ScaledSoftmaxRouter",
     "SharedKeyValues",
     "ShortConvolution",
     "SoftmaxRouter",

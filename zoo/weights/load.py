@@ -53,9 +53,9 @@ def load(
       and then rounded to `dtype`, by default that of the other tensors. The model is then like any other: `save` writes
       plain tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
 
-    A multimodal directory (Gemma 3 and 4, Mistral 3, Llama 4, Qwen3.5: `zoo.models.hf.wrappers`) is read as its language
-    model. Tensors that this does not use, and modules of multi-token prediction, are left aside, which one line in the
-    log says; `save(source=)` writes them back.
+    A multimodal directory (Gemma 3 and 4, Mistral 3, Llama 4, Qwen3.5: `zoo.models.hf.wrappers`) is read as its
+    language model. Tensors that this does not use, and modules of multi-token prediction, are left aside, which one
+    line in the log says; `save(source=)` writes them back.
 
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.

@@ -113,6 +113,9 @@ ANOTHER = {
     "intermediate_size_by_layer": [12, 20, 12],
     "activation_sparsity_pattern": [0.5, 0.0, 0.9],
     "num_kv_shared_layers": 1,
+    "top_k_experts": 3,
+    "num_experts": 16,
+    "moe_intermediate_size": 6,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -133,6 +136,7 @@ CONTEXTS = [
     RELATIVE,
     {"architectures": ["DebertaV2ForSequenceClassification"]},
     {"attention_k_eq_v": True},
+    {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 4},
     {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
 ]
 """Some keys have an effect only together with others."""

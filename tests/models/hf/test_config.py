@@ -200,7 +200,8 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
     if family.name == "deberta-v2":
         needed |= RELATIVE | {"architectures": ["DebertaV2ForSequenceClassification"]}
     if "num_kv_shared_layers" in family.defaults:  # some keys count in layers that see all tokens, or that reuse keys
-        needed |= {"attention_k_eq_v": True, "num_kv_shared_layers": 1}
+        needed |= {"attention_k_eq_v": True, "num_kv_shared_layers": 1, "enable_moe_block": True}
+        needed |= {"num_experts": 4, "top_k_experts": 2}
         needed |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     given = small(family, **needed, topk_method="group_limited_greedy")
     for value in BAD:

@@ -103,6 +103,26 @@ class TopSigmoidRouter(AbstractRouter):
         return jax.nn.sigmoid(values), chosen
 
 
+class ScaledSoftmaxRouter(AbstractRouter):
+    """Top-k of softmax(W x), divided by their sum, each times a learned scale of its expert (Gemma team, "Gemma 4",
+    2026)."""
+
+    scores: AbstractLinear = full_precision()
+    expert_scale: Float[Array, "choices"]
+
+    top: int = eqx.field(static=True)
+
+    def __init__(self, embed: int, experts: int, top: int, *, key: Key[Array, ""]):
+        """**Raises** `ValueError` if `top` exceeds the number of experts."""
+        check_routing_sizes(experts, top, 1, 1)
+        self.scores, self.top = _make_score_projection(embed, experts, False, key), top
+        self.expert_scale = jnp.ones(experts)
+
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
+        weights, chosen = softmax_top_k(logits, self.top, renormalize=True)
+        return weights * self.expert_scale.astype(jnp.float32)[chosen], chosen
+
+
 class SparseMixerRouter(AbstractRouter):
     """Top 2 of W x, each weighted by a softmax over the experts near it (GRIN, arXiv:2409.12136): see
     `zoo.ops.moe.routing.sparse_mixer`. Experts are chosen as at inference, in training too."""

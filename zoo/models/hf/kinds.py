@@ -34,7 +34,7 @@ _COUNT_KEYS = (
 _OPTIONAL_COUNT_KEYS = (
     *("sliding_window_size", "rotary_dim", "word_embed_proj_dim", "num_ln_in_parallel_attn", "pooler_output_size"),
     *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
-    *("num_global_key_value_heads", "attention_head_size", "pooler_hidden_size"),
+    *("num_global_key_value_heads", "attention_head_size", "pooler_hidden_size", "top_k_experts"),
 )
 """Whole numbers above 0, or null."""
 _NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")

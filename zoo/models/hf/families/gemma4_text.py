@@ -1,6 +1,6 @@
 """Gemma 4, text (Gemma team, 2026): Gemma 3's layer with norms of values and unscaled scores, larger heads and
-proportional RoPE in layers that see all tokens, inputs of each layer besides the residual stream, and keys and values
-that later layers reuse. Its mixture of experts beside the MLP is not read."""
+proportional RoPE in layers that see all tokens, inputs of each layer besides the residual stream, keys and values that
+later layers reuse, and in some models a mixture of experts beside the MLP."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import CrossLayerAttention
+from zoo.layers import AbstractFeedForward, CrossLayerAttention, IdentityNorm, MixtureBesideMLP, ScaledSoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -32,14 +32,15 @@ from . import gemma, gemma2, llama
 
 def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
     types, width, embed = _read_types(config), config["hidden_size_per_layer_input"], config["hidden_size"]
-    norm, activation = make_rms_norm_factory(config), find_activation(config)
+    norm, activation, moe = make_rms_norm_factory(config), find_activation(config), config["enable_moe_block"]
     first, wide = config["num_hidden_layers"] - config["num_kv_shared_layers"], config["use_double_wide_mlp"]
-    ffn = make_gated_mlp_factory(config)
-    later = make_gated_mlp_factory(config, width=2 * config["intermediate_size"]) if wide else ffn
+    ffn = _make_feed_forward_factory(config, config["intermediate_size"])
+    later = _make_feed_forward_factory(config, 2 * config["intermediate_size"]) if wide else ffn
     layers = [(mixer, ffn if n < first else later) for n, mixer in enumerate(make_sharing_mixers(config, types, first))]
 
     def make_block(inputs: LayerInputProjection | None = None, **parts) -> LayerInputBlock:
         norms = {"mixer_post_norm": norm(), "ffn_post_norm": norm()}
+        parts |= {"ffn_norm": IdentityNorm()} if moe else {}
         return LayerInputBlock(inputs=inputs, layer_scale=jnp.ones(1), **norms, **parts)
 
     sizes = config["vocab_size_per_layer_input"], embed, config["num_hidden_layers"], width
@@ -50,6 +51,27 @@ def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
         "soft_cap": config["final_logit_softcapping"],
     }
     return build_config_decoder(config, layers, norm, block=make_block, key=key, **options)
+
+
+def _make_feed_forward_factory(config: Config, width: int) -> Callable[..., AbstractFeedForward]:
+    """Return a factory of gated MLPs, with a mixture of experts beside them if the config says so.
+
+    **Raises** `ConfigError` for a mixture whose sizes are not given, and for fewer experts than a token needs.
+    """
+    dense = make_gated_mlp_factory(config, width=width)
+    if not config["enable_moe_block"]:
+        return dense
+    experts, top, expert_width = sizes = [config[key] for key in _MIXTURE_SIZES]
+    if None in sizes:
+        raise ConfigError(f"enable_moe_block needs {', '.join(_MIXTURE_SIZES)}, and they are {sizes}")
+    if top > experts:
+        raise ConfigError(f"top_k_experts = {top}, and num_experts = {experts}")
+    router = partial(ScaledSoftmaxRouter, config["hidden_size"], experts, top)
+    expert = make_gated_mlp_factory(config, width=expert_width)
+    return partial(MixtureBesideMLP, dense, router, expert, experts, make_rms_norm_factory(config))
+
+
+_MIXTURE_SIZES = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 def _read_types(config: Config) -> list[str]:
@@ -130,9 +152,25 @@ INPUT_NAMES: NameMap = {
 
 
 def _map_gemma4_text_names(config: Config) -> NameMap:
-    feed_forward = prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES)
-    layers = llama.map_llama_layers(feed_forward, {**MIXER_NAMES, "layer_scalar": "layer_scale"}, gemma2.NORM_NAMES)
+    norms, feed_forward = gemma2.NORM_NAMES, prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES)
+    if config["enable_moe_block"]:
+        norms = {name: part for name, part in norms.items() if part != "ffn_norm"}
+        feed_forward = prefixed("", "mixture_beside_mlp", _MIXTURE_NAMES)
+    layers = llama.map_llama_layers(feed_forward, {**MIXER_NAMES, "layer_scalar": "layer_scale"}, norms)
     return {**layers, **prefixed("", "layer_inputs", INPUT_NAMES)}
+
+
+_MIXTURE_NAMES: NameMap = {
+    **prefixed("mlp", "dense", llama.GATED_MLP_NAMES),
+    **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES),
+    "router.proj": "router.scores",
+    "router.scale": "router_norm.weight",
+    "router.per_expert_scale": "router.expert_scale",
+    "pre_feedforward_layernorm": "dense_norm",
+    "post_feedforward_layernorm_1": "dense_post_norm",
+    "pre_feedforward_layernorm_2": "experts_norm",
+    "post_feedforward_layernorm_2": "experts_post_norm",
+}
 
 
 def find_reused_projections(config: Config, tensors: Collection[str]) -> list[str]:
@@ -172,10 +210,11 @@ GEMMA4_TEXT = Family(
         "global_head_dim": 512,
         "num_global_key_value_heads": None,
         "per_layer_config": None,
+        "enable_moe_block": False,
+        **dict.fromkeys(_MIXTURE_SIZES),
     },
     aliases={"hidden_activation": "hidden_act"},
-    required_values={"enable_moe_block": (False,), "use_bidirectional_attention": (None, "vision")},
-    ignored_keys=frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"}),  # of the mixture of experts
+    required_values={"use_bidirectional_attention": (None, "vision")},
     ignored_tensors=llama.LLAMA.ignored_tensors,
     find_ignored_tensors=find_reused_projections,
 )
