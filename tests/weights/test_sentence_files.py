@@ -8,10 +8,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import zoo
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "encoders" / "bert_features"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURE = FIXTURES / "encoders" / "bert_features"
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
@@ -24,6 +26,22 @@ def make_directory(folder, *more, **config):
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.mark.parametrize("folder", sorted((FIXTURES / "embeddings").iterdir()), ids=lambda folder: folder.name)
+def test_embeddings_equal_those_of_sentence_transformers(folder, tmp_path):
+    """Of texts padded on the right, as its tokenizer does, and on the left."""
+    expected, model = load_file(folder / "expected.safetensors"), zoo.load(folder)
+    tokens, mask = expected["input_ids"], expected["attention_mask"] > 0
+    order = np.argsort(mask, axis=1, kind="stable")  # padding first
+    left = [np.take_along_axis(x, order, axis=1) for x in (tokens, mask)]
+    for rows in ((tokens, mask), left):
+        np.testing.assert_allclose(zoo.embed(model, *map(jnp.asarray, rows)), expected["embeddings"], atol=2e-6)
+    zoo.save(model, tmp_path)
+    written = {file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()}
+    assert written >= {file.relative_to(folder) for file in folder.rglob("*.json")}
+    for file in written - {Path("config.json")}:
+        assert (tmp_path / file).read_bytes() == (folder / file).read_bytes(), file
 
 
 def test_sentence_files_make_a_round_trip(tmp_path):
