@@ -76,3 +76,19 @@ def test_published_bert_names_are_read_and_written(tmp_path: Path):
     saved = load_file(tmp_path / "again" / "model.safetensors")
     assert saved.keys() == published.keys()
     assert all(saved[name].tobytes() == published[name].tobytes() for name in saved)
+
+
+def test_copies_of_the_tied_head_are_read_and_checked(tmp_path: Path):
+    """Modules in memory and older files have one."""
+    folder = FIXTURES / "bert_masked"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    for x, y in zip(jax.tree.leaves(zoo.load(tmp_path)), jax.tree.leaves(zoo.load(folder)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    save_file(
+        tensors | {"cls.predictions.decoder.weight": np.ones((40, 16), np.float32)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(zoo.CheckpointError, match="says that they are tied"):
+        zoo.load(tmp_path)

@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 FIXTURES = sorted((Path(__file__).parents[1] / "fixtures" / "models").iterdir())
+ENCODERS = sorted((Path(__file__).parents[1] / "fixtures" / "encoders").iterdir())
 SIZES = {"vocab": 40, "embed": 16, "layers": 2, "heads": 4, "mlp": 24}
 MIXTRAL = "model.layers.1.block_sparse_moe.{}.weight"
 MADE = {
@@ -75,6 +76,30 @@ def test_from_torch_equals_load(folder, dtype):
     for ours, wanted in zip(jax.tree.leaves(live), jax.tree.leaves(loaded), strict=True):
         assert ours.dtype in (wanted.dtype, jnp.float32), "transformers keeps what routers choose with in float32"
         np.testing.assert_array_equal(ours.astype(wanted.dtype), wanted)
+
+
+@pytest.mark.parametrize("folder", ENCODERS, ids=lambda folder: folder.name)
+def test_from_torch_of_encoders_equals_load(folder):
+    """Of the head that the module's class has, whatever its config says."""
+    (name,) = read_json(folder / "config.json")["architectures"]
+    module = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32)
+    module.config.architectures = None
+    loaded, live = zoo.load(folder), zoo.from_torch(module)
+    assert not list(find_differences(live, loaded))
+    for ours, wanted in zip(jax.tree.leaves(live), jax.tree.leaves(loaded), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+
+
+def test_from_torch_reads_the_language_model_of_a_multimodal_module():
+    text = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, vocab_size=40)
+    vision = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, image_size=8)
+    config = transformers.Mistral3Config(
+        text_config=text | {"model_type": "mistral", "num_key_value_heads": 2},
+        vision_config=vision | {"model_type": "pixtral", "patch_size": 4, "head_dim": 8},
+        image_token_index=39,
+    )
+    module = transformers.Mistral3ForConditionalGeneration(config).eval()
+    agree(zoo.from_torch(module), module)
 
 
 def test_from_torch_state_dict_shares_memory(tmp_path):

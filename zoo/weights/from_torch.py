@@ -45,6 +45,8 @@ def from_torch(
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"a module or a state dict was expected, not {type(weights).__name__}")
     config_json = _to_config_dict(getattr(weights, "config", None) if config is None else config)
+    if hasattr(weights, "state_dict"):  # as `save_pretrained` writes: its class says which head it has
+        config_json["architectures"] = [type(weights).__name__]
     family = find_family(config_json, Path(CONFIG_NAME)) if family is None else family
     tensors = {_to_file_name(name, family): _view_torch_tensor(name, x) for name, x in state_dict.items()}
     checkpoint = resolve_checkpoint(
@@ -59,9 +61,11 @@ def from_torch(
 def _with_memory_names(family: Family, names: Collection[str]) -> Family:
     """Return the family with the name map of modules in memory.
 
-    Since version 5 of transformers a module has all experts in one tensor; before, one tensor per expert, as in files.
+    Since version 5 of transformers a module has all experts in one tensor, and layers of ViT have other names; before,
+    both were as in files.
     """
-    if family.memory_names is None or any(".experts.0." in name for name in names):
+    is_as_in_files = any(mark in name for name in names for mark in (".experts.0.", ".attention.attention."))
+    if family.memory_names is None or is_as_in_files:
         return family
     return dataclasses.replace(family, names=family.memory_names)
 

@@ -16,7 +16,7 @@ from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.not_read import find_reason
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
-from zoo.models.hf.wrappers import TEXT_CONFIG, WRAPPERS, read_text_config, rename, rename_all, unwrap_config
+from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename, rename_all, unwrap_config
 from zoo.models.parameter_paths import list_parameter_paths
 
 from .directory import CONFIG_NAME, resolve_directory
@@ -155,7 +155,8 @@ def resolve_checkpoint(
     _check_tensor_count(model, name_map, len(tensors), location)
     tensor_plans = plan_tensors(model, name_map)
     head, embedding = (rename(f"{module}.weight", wrapping) for module in (family.head, family.embedding))
-    is_tied_head_stored = config.get("tie_word_embeddings") and {head, embedding} <= tensors.keys()
+    always_ties = family.required_values.get(TIE) == (True,)
+    is_tied_head_stored = config.get(TIE, always_ties) and {head, embedding} <= tensors.keys()
     _check_tensors(tensor_plans, tensors, family, location, (head,) if is_tied_head_stored else ())
     tied = (head, embedding) if is_tied_head_stored else None
     return Checkpoint(location, family, config, model, name_map, tensor_plans, tensors, tied)

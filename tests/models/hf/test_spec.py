@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import TensorMapping, fused, prefixed
-from zoo.weights.plan import invert_name_map
+from zoo.weights.plan import invert_name_map, plan_tensors
+
+from .configs import build, small
 
 SIZES = st.sampled_from([1, 2, 3, 5])
 
@@ -141,3 +144,12 @@ def test_modules_of_their_own_are_not_among_ignored_tensors():
     for family in FAMILIES.values():
         wrong = [name for name in names if any(re.search(pattern, name) for pattern in family.ignored_tensors)]
         assert not wrong, f"{family.name}: name {wrong} in other_modules, so that saving can write them back"
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES.values() if family.memory_names], ids=str)
+def test_names_in_memory_cover_every_parameter(family):
+    given = small(family)
+    config, model = read_config(family, given), build(family, given)
+    files, memory = (plan_tensors(model, names(config)) for names in (family.names, family.memory_names))
+    list_leaves = lambda plans: sorted({piece.leaf for plan in plans.values() for piece in plan.slices})
+    assert list_leaves(memory) == list_leaves(files) and memory.keys() != files.keys()

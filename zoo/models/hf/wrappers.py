@@ -27,13 +27,15 @@ class Wrapper:
     """The default of `tie_word_embeddings`, which counts at the top of the config and not in `text_config`."""
     reads_inner_tie: bool = False
     """True if `tie_word_embeddings: true` in `text_config` ties, too."""
+    scales_logits: bool = False
+    """True if its class caps and scales logits as that of the language model does. Others apply the head alone."""
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "aya_vision": Wrapper("cohere2"),
     "gemma3": Wrapper("gemma3_text"),
     "gemma3n": Wrapper("gemma3n_text"),
-    "gemma4": Wrapper("gemma4_text"),
+    "gemma4": Wrapper("gemma4_text", scales_logits=True),
     "internvl": Wrapper("qwen2"),
     "kimi_k25": Wrapper("deepseek_v3"),
     "llama4": Wrapper("llama4_text", tied=False),
@@ -46,8 +48,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
 masks of its own for text, are not among them."""
 
 TEXT_CONFIG = "text_config"
-_TIE = "tie_word_embeddings"
-_INHERITED = (_TIE, "quantization_config")
+_PLAIN_LOGITS: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+TIE = "tie_word_embeddings"
+_INHERITED = (TIE, "quantization_config")
 _DTYPES = ("dtype", "torch_dtype")
 _BASES = ("model.language_model.", "language_model.model.")
 
@@ -69,10 +72,10 @@ def read_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text |= {key: config[key] for key in _INHERITED if config.get(key) is not None}
     if not any(key in inner for key in _DTYPES):
         text |= {key: config[key] for key in _DTYPES if key in config}
-    if config.get(_TIE) is None:
-        text[_TIE] = wrapper.tied or (wrapper.reads_inner_tie and inner.get(_TIE) is True)
-    elif wrapper.reads_inner_tie and inner.get(_TIE) is True:
-        text[_TIE] = True
+    if config.get(TIE) is None:
+        text[TIE] = wrapper.tied or (wrapper.reads_inner_tie and inner.get(TIE) is True)
+    elif wrapper.reads_inner_tie and inner.get(TIE) is True:
+        text[TIE] = True
     return text
 
 
@@ -88,21 +91,24 @@ def unwrap_config(
     """Return the config of the language model, and what is needed to write it back into its wrapper: None for a config
     that is no wrapper's.
 
-    A head among `tensors` is a head of its own unless the config says at the top that it is tied.
+    A head among `tensors` is a head of its own unless the config says at the top that it is tied. Caps and scales of
+    logits that the wrapper's class leaves out are set to none.
 
     **Raises** `ConfigError` as `read_text_config` does, and if no tensor has a language model's name.
     """
-    text = read_text_config(config)
-    if find_wrapper(config) is None:
+    text, wrapper = read_text_config(config), find_wrapper(config)
+    if wrapper is None:
         return text, None
+    if not wrapper.scales_logits:
+        text |= {key: value for key, value in _PLAIN_LOGITS.items() if key in family.defaults}
     base = next((base for base in _BASES if any(name.startswith(base) for name in tensors)), None)
     if base is None:
         raise ConfigError(f"the names of the language model's tensors should begin with {' or '.join(_BASES)}")
     inner_head = any(name.startswith(f"language_model.{family.head}.") for name in tensors)
     outer_head = any(name.startswith(f"{family.head}.") for name in tensors)
     rest = "language_model." if inner_head or (base == _BASES[1] and not outer_head) else ""
-    if config.get(_TIE) is None and (inner_head or outer_head):
-        text[_TIE] = False
+    if config.get(TIE) is None and (inner_head or outer_head):
+        text[TIE] = False
     return text, Wrapping(json.dumps(config), json.dumps(text), base, rest)
 
 

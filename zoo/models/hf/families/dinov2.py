@@ -15,7 +15,7 @@ from zoo.models.hf.builders import (
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
 
 from .. import encoder_heads, vision
-from . import vit
+from . import llama, vit
 
 
 def _build_dinov2(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
@@ -41,12 +41,12 @@ def _build_dinov2(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
 LAYER_SCALE_NAMES: NameMap = {"layer_scale1.lambda1": "mixer_scale", "layer_scale2.lambda1": "ffn_scale"}
 
 
-def _map_dinov2_names(config: Config) -> NameMap:
+def _map_dinov2_names(config: Config, attention: NameMap = vit.ATTENTION_NAMES) -> NameMap:
     block = {
         "norm1": "mixer_norm",
         "norm2": "ffn_norm",
         **LAYER_SCALE_NAMES,
-        **prefixed("attention", "bidirectional_attention", vit.ATTENTION_NAMES),
+        **prefixed("attention", "bidirectional_attention", attention),
         **prefixed("mlp", "mlp", {"fc1": "up", "fc2": "down"}),
         **prefixed("mlp", "gated_mlp", {"weights_in": fused("gate", "up"), "weights_out": "down"}),
     }
@@ -57,6 +57,10 @@ def _map_dinov2_names(config: Config) -> NameMap:
         "layernorm": "norm",
     }
     return {**prefixed("dinov2", "", shell), "classifier": "head.linear"}
+
+
+def _map_dinov2_memory_names(config: Config) -> NameMap:
+    return _map_dinov2_names(config, llama.ATTENTION_NAMES)
 
 
 DINOV2 = Family(
@@ -76,4 +80,5 @@ DINOV2 = Family(
     },
     required_values=vision.ONLY_BIDIRECTIONAL,
     ignored_keys=vision.BACKBONE_KEYS | {"layerscale_value", "drop_path_rate"},
+    memory_names=_map_dinov2_memory_names,
 )

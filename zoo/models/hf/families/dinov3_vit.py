@@ -88,4 +88,5 @@ DINOV3_VIT = Family(
     required_values=vision.ONLY_BIDIRECTIONAL,
     ignored_keys=vision.BACKBONE_KEYS
     | {"image_size", "layerscale_value", "drop_path_rate", "pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift"},
+    memory_modules={"model.layer": "layer"},
 )

@@ -22,6 +22,7 @@ from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 
 from .. import encoder_heads, vision
 from ..describe import check_type, has_bias
+from . import llama
 
 
 def _build_vit(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
@@ -82,14 +83,22 @@ ATTENTION_NAMES: NameMap = {
 
 
 def _map_vit_names(config: Config) -> NameMap:
+    mlp = {"intermediate.dense": "mlp.up", "output.dense": "mlp.down"}
+    return _map_vit_layers("encoder.layer.*", ATTENTION_NAMES, mlp)
+
+
+def _map_vit_memory_names(config: Config) -> NameMap:
+    return _map_vit_layers("layers.*", llama.ATTENTION_NAMES, {"mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"})
+
+
+def _map_vit_layers(layers: str, attention: NameMap, mlp: NameMap) -> NameMap:
     block = {
         "layernorm_before": "mixer_norm",
         "layernorm_after": "ffn_norm",
-        **prefixed("attention", "bidirectional_attention", ATTENTION_NAMES),
-        "intermediate.dense": "mlp.up",
-        "output.dense": "mlp.down",
+        **prefixed("attention", "bidirectional_attention", attention),
+        **mlp,
     }
-    shell = {**CLASS_AND_POSITIONS, **prefixed("encoder.layer.*", "layers.*", block), "layernorm": "norm"}
+    shell = {**CLASS_AND_POSITIONS, **prefixed(layers, "layers.*", block), "layernorm": "norm"}
     heads = {"pooler.dense": "head.pooler.linear"}
     return {**prefixed("vit", "", {**shell, **heads}), "classifier": "head.linear"}
 
@@ -110,5 +119,6 @@ VIT = Family(
     },
     required_values=vision.ONLY_BIDIRECTIONAL,
     ignored_keys=frozenset({"encoder_stride"}),
+    memory_names=_map_vit_memory_names,
     describe=_describe_vit,
 )
