@@ -199,14 +199,14 @@ class ProportionalScaling(RopeScaling):
 @dataclasses.dataclass(frozen=True)
 class ReversedRotation(RopeScaling):
     """Rotation in the other direction, (a, b) -> (a cos + b sin, b cos - a sin), with the frequencies of `scaling`, or
-    those without any (Karpathy, "nanochat", 2025)."""
+    those without any (Karpathy, "nanochat", 2025). The magnitude is 1: a norm follows, which undoes any other."""
 
     scaling: RopeScaling | None = None
 
     def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
-        unscaled = _inverse_frequencies(dim, base), 1.0
-        frequencies, magnitude = unscaled if self.scaling is None else self.scaling(dim, base, length)
-        return -frequencies, magnitude
+        scaling = LinearScaling(1) if self.scaling is None else self.scaling
+        frequencies, _ = scaling(dim, base, length)
+        return -frequencies, 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,3 +122,12 @@ def test_config_phimoe_scales_of_cos_and_sin():
             build(family, given | {"rope_scaling": wrong})
     with pytest.raises(ConfigError, match="has no key 'short_mscale'"):
         read_config(FAMILIES["phi3"], {"rope_scaling": rope | {"short_mscale": 1.25}})
+
+
+def test_magnitude_of_rope_is_undone_by_the_norm_after_it():
+    """nanochat's norm of queries and keys, computed here before the rotation, comes after it in transformers."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+    rotary = rotary_of(build(FAMILIES["nanochat"], small(FAMILIES["nanochat"]) | {"rope_parameters": yarn}))
+    frequencies, magnitude = rotary.scaling(rotary.dim, rotary.base, 9)
+    wanted, other = rotary.scaling.scaling(rotary.dim, rotary.base, 9)
+    assert magnitude == 1.0 < other and (frequencies == -wanted).all()

@@ -34,7 +34,7 @@ class Wrapper:
 WRAPPERS: Mapping[str, Wrapper] = {
     "aya_vision": Wrapper("cohere2"),
     "gemma3": Wrapper("gemma3_text"),
-    "gemma3n": Wrapper("gemma3n_text"),
+    "gemma3n": Wrapper("gemma3n_text", scales_logits=True),
     "gemma4": Wrapper("gemma4_text", scales_logits=True),
     "internvl": Wrapper("qwen2"),
     "kimi_k25": Wrapper("deepseek_v3"),
