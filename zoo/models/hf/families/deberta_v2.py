@@ -1,5 +1,6 @@
 """DeBERTa v2 and v3 (He et al., arXiv:2006.03654 and 2111.09543): BERT's layers with disentangled attention, which
-reads relative positions in logarithmic buckets from a table that all layers share."""
+reads relative positions in logarithmic buckets from a table that all layers share. Files of v3 name the masked-LM head
+otherwise, which `"legacy": false` in the config reads."""
 
 from functools import partial
 from typing import Any

@@ -28,7 +28,7 @@ def _build_eurobert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     transform = partial(DenseTransform, config["hidden_size"], activation=gelu)
     pooling = config["classifier_pooling"]
     heads = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, None, bias=False),
+        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, None, bias=config["mlp_bias"]),
         "SequenceClassification": text_encoders.make_pooled_head_factory(config, transform, pooling=pooling),
         "TokenClassification": text_encoders.make_token_head_factory(config),
         "Model": encoder_heads.make_feature_head_factory(),
@@ -44,7 +44,7 @@ def _map_eurobert_names(config: Config) -> NameMap:
     )
     head = "head.tokens" if config["classifier_pooling"] == "late" else "head"
     heads: dict[str, NameMap] = {
-        "MaskedLM": {"lm_head": "head.decoder"},
+        "MaskedLM": {"lm_head": "head.decoder", "lm_head.bias": "head.bias"},
         "SequenceClassification": prefixed("", head, {"dense": "transform.linear", "classifier": "linear"}),
         "TokenClassification": {"classifier": "head.linear"},
         "Model": {},

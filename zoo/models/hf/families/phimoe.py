@@ -1,5 +1,6 @@
 """Phi-3.5-MoE (Abdin et al., arXiv:2404.14219; GRIN, arXiv:2409.12136): Mixtral's layer with LayerNorm, and two experts
-chosen by SparseMixer, as at inference."""
+chosen by SparseMixer, as at inference. Texts longer than the original length are rotated by the long factors, as the
+model was trained; transformers 5 takes the short ones for any length."""
 
 from functools import partial
 
@@ -28,8 +29,7 @@ def _build_phimoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 def _read_magnitude(config: Config) -> dict:
     """Return `rope_parameters` with `short_mscale` and `long_mscale`, which scale cos and sin up to the original length
-    and beyond, as `attention_factor`. Beyond the original length RoPE takes the long factors, as in transformers 4 and
-    vLLM; transformers 5 keeps the short ones.
+    and beyond, as `attention_factor`.
 
     **Raises** `ConfigError` if the two differ, and for another `rope_type` with them than "longrope".
     """
