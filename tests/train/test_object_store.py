@@ -1,12 +1,15 @@
 """Checkpoints below a URL, as on an object store that renames nothing: whole, kept, deleted and resumed."""
 
-import importlib.util
+import sys
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils.epath import backend
+from fsspec.implementations.memory import MemoryFileSystem
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zoo
@@ -112,12 +115,43 @@ def test_url_of_another_kind_is_refused(url, says):
         parse_url(url)
 
 
-def test_google_storage_asks_for_its_package():
-    if importlib.util.find_spec("gcsfs"):
-        assert str(ObjectStoreFolder("gs://bucket/run/").path) == "gs://bucket/run"
-    else:
-        with pytest.raises(ImportError, match="pip install gcsfs"):
-            ObjectStoreFolder("gs://bucket/run")
+def test_google_storage_asks_for_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ImportError, match="pip install gcsfs"):
+        ObjectStoreFolder("gs://bucket/run")
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A store in memory for `gs://`, in place of Google's."""
+
+    class Bucket(MemoryFileSystem):
+        protocol, store, pseudo_dirs, cachable = ("gcs", "gs"), {}, [""], False
+
+    monkeypatch.setitem(sys.modules, "gcsfs", types.ModuleType("gcsfs"))
+    monkeypatch.setattr(type(backend.fsspec_backend), "_get_filesystem", lambda self, name: Bucket())
+    return Bucket
+
+
+def test_folder_of_a_bucket_lists_finishes_and_deletes(bucket):
+    folder = open_checkpoint_folder("gs://bucket/run/")
+    assert str(folder.path / "3") == "gs://bucket/run/3", "as Orbax gets it"
+    assert folder.list_steps() == [] and folder.find_newest() is None and folder.make_room(3, 10**15) is None
+    for step, metric in ((3, 1.0), (5, 2.0), (7, None), (9, 3.0)):
+        path = folder.path / str(step)
+        path.mkdir(parents=True)
+        (path / "about").mkdir()
+        (path / "about" / "metadata").write_text(f'{{"step": {step}}}')
+        folder.finish(step, metric)
+        if step < 9:
+            (path / "commit_success.txt").write_text("whole")
+    assert folder.list_steps() == [3, 5, 7, 9] and folder.list_whole_steps() == [3, 5, 7]
+    assert folder.find_newest() == folder.require_whole(7) == 7 and folder.read_metadata(5) == {"step": 5}
+    assert folder.find_superfluous(7, keep_last=1, keep_best=1) == [5, 9]
+    assert folder.make_room(7, 1) is None  # it takes the place of the one before; the unfinished one goes
+    assert folder.list_steps() == [3, 5]
+    folder.delete([3])
+    assert not any("/3/" in name for name in bucket.store) and folder.list_steps() == [5]
 
 
 def test_url_for_the_folder_of_a_run_is_refused():
