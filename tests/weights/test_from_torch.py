@@ -90,7 +90,7 @@ def test_from_torch_of_encoders_equals_load(folder):
         np.testing.assert_array_equal(ours, wanted)
 
 
-def test_from_torch_reads_the_language_model_of_a_multimodal_module():
+def test_from_torch_reads_a_multimodal_module():
     text = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, vocab_size=40)
     vision = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, image_size=8)
     config = transformers.Mistral3Config(
