@@ -1,0 +1,227 @@
+"""Write the tables of docs/plan.md and docs/choose_mesh.md from the planner: chips, models by number of devices, meshes.
+
+    python scripts/plan_tables.py                  # every table: ten minutes of one core
+    python scripts/plan_tables.py --only chips     # one of them
+
+A test holds the tables that take no trace, and a row of those that do, against the planner.
+"""
+
+import dataclasses
+import datetime
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+
+import tyro
+
+import zoo
+from zoo import planning
+from zoo.cli.devices import use_cpu
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
+from zoo.parallel.topology import parse_topology
+from zoo.planning import CHIPS, Chip, Plan, TrainingOptions
+
+from scripts.plan_table_cases import BATCHES, COMPARISONS, REFUSED, SCREEN, SIZES, Case
+
+DOCS = Path(__file__).parents[1] / "docs"
+COMMAND = "python scripts/plan_tables.py"
+END = "<!-- until here -->"
+
+
+def make_options(case: Case) -> TrainingOptions:
+    return TrainingOptions(case.rows, case.seq, microbatches=case.microbatches)
+
+
+def make_layout(case: Case) -> Layout:
+    layout = (ZERO1, ZERO2, ZERO3)[case.zero_stage - 1]
+    return layout.with_dims(tokens=SEQUENCE.axes("tokens")) if case.sequence else layout
+
+
+@cache
+def count_model_flops(preset: str, seq: int) -> int:
+    """Return the FLOPs of one row."""
+    return planning.count_model_flops(partial(zoo.models.preset, preset), TrainingOptions(1, seq))
+
+
+def plan_case(case: Case) -> Plan:
+    make, topology = partial(zoo.models.preset, case.preset), parse_topology(case.topology)
+    flops = case.rows * count_model_flops(case.preset, case.seq)
+    return planning.plan_training(make, case.mesh, topology, make_options(case), make_layout(case), model_flops=flops)
+
+
+def format_mesh(case: Case) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in case.mesh.items() if size > 1)
+
+
+def format_step(plan: Plan) -> list[str]:
+    """Return the cells of a plan: peak memory, seconds by resource, and the range of MFU."""
+    peak = f"{plan.peak / 1e9:,.1f} GB" if plan.fits else f"**{plan.peak / 1e9:,.0f} GB**"
+    seconds = [format_seconds(plan.seconds[name]) for name in ("products", "links", "network")]
+    low, high = (plan.mfu(x) or 0.0 for x in (plan.sequential, plan.overlapped))
+    return [peak, *seconds, f"{low:.0%} to {high:.0%}"]
+
+
+def format_seconds(seconds: float) -> str:
+    return "" if seconds < 5e-4 else f"{seconds:.3g}" if seconds < 100 else f"{seconds:.0f}"
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+    rule = ["--:" if number in right else "---" for number in range(len(header))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+
+
+def build_screen() -> str:
+    return f"```text\n{plan_case(SCREEN)}\n```"
+
+
+def build_refused() -> str:
+    try:
+        plan_case(REFUSED).require_fit()
+    except planning.BudgetError as error:
+        return f"```text\nzoo plan: {error}\n```"
+    raise AssertionError(f"{REFUSED} fits: choose a larger model")
+
+
+def build_chips() -> str:
+    def row(chip: Chip) -> list[str]:
+        fp8 = f"{chip.flops['float8'] / 1e12:,.0f}" if chip.flops["float8"] > chip.flops["bfloat16"] else "-"
+        rates = [f"{chip.flops[dtype] / 1e12:,.4g}" for dtype in ("bfloat16", "float32", "float32 highest")]
+        links = [f"{rate / 1e9:,.4g}" for rate in (chip.bandwidth, chip.link, chip.network)]
+        return [f"`{chip.name}`", f"{chip.memory / 1e9:.0f}", *rates, fp8, *links, link(chip.source)]
+
+    def link(source: str) -> str:
+        return f"[{source}](https://{source})" if source.startswith("docs.") else source
+
+    header = ["chip", "HBM, GB", "BF16, TFLOP/s", "float32", "float32 highest", "FP8"]
+    header += ["HBM, GB/s", "link, GB/s", "network, GB/s", "source"]
+    return format_table(header, map(row, CHIPS.values()), right=range(1, 9))
+
+
+def build_balance() -> str:
+    """Tokens per device at which collectives of parameters take as long as the products: FLOP/s over bytes/s."""
+
+    def row(chip: Chip) -> list[str]:
+        rate = chip.rate("bfloat16")
+        across = rate / chip.network / 8 if chip.platform == "gpu" else None
+        cells = [f"{rate / chip.link:,.0f}", f"{rate / chip.network:,.0f}", "-" if across is None else f"{across:,.0f}"]
+        return [f"`{chip.name}`", *cells]
+
+    header = ["chip", "within the fast domain", "across it, one device per host", "across it, 8 devices per host"]
+    return format_table(header, map(row, CHIPS.values()), right=(1, 2, 3))
+
+
+def build_sizes() -> str:
+    header = ["model", "devices", "tokens", "micro-batches", "mesh", "peak", "products, s", "links, s", "network, s"]
+    header += ["MFU", "planned in, s"]
+    return format_table(header, map(build_size_row, SIZES), right=(2, 3, 5, 6, 7, 8, 10))
+
+
+def build_size_row(case: Case) -> list[str]:
+    count_model_flops(case.preset, case.seq)
+    start = time.process_time()
+    plan = plan_case(case)
+    seconds = f"{time.process_time() - start:.1f}"
+    return [*describe(case), format_mesh(case) + format_layout(case), *format_step(plan), seconds]
+
+
+def describe(case: Case) -> list[str]:
+    tokens = case.rows * case.seq
+    return [NAMES[case.preset], f"`{case.topology}`", f"{tokens / 2**20:g}M", str(case.microbatches)]
+
+
+NAMES = {
+    "llama3.2-1b": "Llama 3.2 1B",
+    "llama3-8b": "Llama 3 8B",
+    "llama3-70b": "Llama 3 70B",
+    "llama3.1-405b": "Llama 3.1 405B",
+    "mixtral-8x22b": "Mixtral 8x22B",
+    "deepseek-v3": "DeepSeek-V3",
+}
+
+
+def format_layout(case: Case) -> str:
+    parts = [f"ZeRO-{case.zero_stage}"] * (case.zero_stage != 3) + ["sequence parallel"] * case.sequence
+    return "".join(f", {part}" for part in parts)
+
+
+def build_comparison(cases: Sequence[Case]) -> str:
+    header = ["devices", "micro-batches", "mesh", "peak", "products, s", "links, s", "network, s", "MFU"]
+    return format_table(header, map(build_comparison_row, cases), right=(1, 3, 4, 5, 6))
+
+
+def build_comparison_row(case: Case) -> list[str]:
+    mesh = format_mesh(case) + format_layout(case)
+    return [f"`{case.topology}`", str(case.microbatches), mesh, *format_step(plan_case(case))]
+
+
+def build_batches() -> str:
+    header = ["devices", "tokens", "tokens per device", "mesh", "peak", "products, s", "links, s", "network, s", "MFU"]
+    return format_table(header, map(build_batch_row, BATCHES), right=(1, 2, 4, 5, 6, 7))
+
+
+def build_batch_row(case: Case) -> list[str]:
+    tokens, devices = case.rows * case.seq, parse_topology(case.topology).devices
+    counts = [f"{tokens / 2**20:g}M", f"{tokens // devices:,}"]
+    return [f"`{case.topology}`", *counts, format_mesh(case) + format_layout(case), *format_step(plan_case(case))]
+
+
+TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
+    "screen": ("plan.md", build_screen),
+    "refused": ("plan.md", build_refused),
+    "chips": ("plan.md", build_chips),
+    "sizes": ("plan.md", build_sizes),
+    "balance": ("choose_mesh.md", build_balance),
+    "batches": ("choose_mesh.md", build_batches),
+    **{name: ("choose_mesh.md", partial(build_comparison, cases)) for name, cases in COMPARISONS.items()},
+}
+"""The page of each table, and the function that builds it."""
+UNTRACED = ("chips", "balance")
+"""Tables that follow from the data sheets alone."""
+
+
+def find_start(name: str) -> str:
+    return f"<!-- Written by `{COMMAND}`: {name} -->"
+
+
+def replace_table(page: str, name: str, table: str) -> str:
+    """Return a page with another table between its marks. **Raises** `ValueError` without the marks."""
+    start = find_start(name)
+    if start not in page:
+        raise ValueError(f"the page has no line {start}")
+    before, _, rest = page.partition(start)
+    return f"{before}{start}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+
+
+def read_table(page: str, name: str) -> str:
+    """Return what is between the marks of a table, without the line that dates it."""
+    inner = page.partition(find_start(name))[2].partition(END)[0]
+    return re.sub(r"\nPlanned on .*", "", inner).strip()
+
+
+def date_table(table: str) -> str:
+    """Append when, and with which versions, a table was made."""
+    day = datetime.datetime.now(tz=datetime.UTC).date()
+    return f"{table}\n\nPlanned on {day} with equizoo {zoo.__version__} and jax {version('jax')}."
+
+
+def main(*, only: str = "") -> None:
+    """Write the tables into their pages.
+
+    Args:
+        only: Part of the names of the tables to write.
+    """
+    use_cpu()
+    for name, (page, build) in TABLES.items():
+        if only not in name:
+            continue
+        table = build() if name in UNTRACED else date_table(build())
+        path = DOCS / page
+        path.write_text(replace_table(path.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+        print(f"{path.relative_to(DOCS.parent)}: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
