@@ -19,7 +19,14 @@ class Case:
     seq: int = 4096
 
 
-_1B, _8B, _70B, _405B, _8X22B, _V3 = "llama3.2-1b", "llama3-8b", "llama3-70b", "llama3.1-405b", "mixtral-8x22b", "deepseek-v3"
+_1B, _8B, _70B, _405B, _8X22B, _V3 = (
+    "llama3.2-1b",
+    "llama3-8b",
+    "llama3-70b",
+    "llama3.1-405b",
+    "mixtral-8x22b",
+    "deepseek-v3",
+)
 SCREEN = Case(_8B, "h100:8x8", 256, {"fsdp": 64})
 REFUSED = Case(_70B, "h100:8", 8, {"fsdp": 8})
 SIZES = (
@@ -36,85 +43,77 @@ SIZES = (
     Case(_70B, "v5p:16x16x16", 4096, {"fsdp": 1024, "tensor": 4}, 1, True),
     Case(_70B, "h100:8x8", 1024, {"fsdp": 64}, 8),
     Case(_70B, "h100:64x8", 1024, {"fsdp": 512}),
-    Case(_70B, "h100:512x8", 4096, {"fsdp": 1024, "tensor": 4}, 1, True),
+    Case(_70B, "h100:512x8", 4096, {"fsdp": 512, "tensor": 8}, 1, True),
     Case(_8X22B, "v5p:4x4x4", 1024, {"fsdp": 8, "expert": 8}, 8),
     Case(_8X22B, "v5p:8x8x8", 1024, {"fsdp": 64, "expert": 8}),
     Case(_8X22B, "v5p:16x16x16", 4096, {"fsdp": 512, "expert": 8}),
     Case(_8X22B, "h100:8x8", 1024, {"fsdp": 8, "expert": 8}, 8),
     Case(_8X22B, "h100:64x8", 1024, {"fsdp": 64, "expert": 8}),
     Case(_8X22B, "h100:512x8", 4096, {"fsdp": 512, "expert": 8}),
-    Case(_405B, "v5p:8x8x8", 1024, {"fsdp": 128, "tensor": 4}, 2, True),
+    Case(_405B, "v5p:8x8x8", 1024, {"fsdp": 128, "tensor": 4}, 1, True),
     Case(_405B, "v5p:16x16x16", 4096, {"fsdp": 512, "tensor": 8}, 1, True),
-    Case(_405B, "h100:64x8", 1024, {"fsdp": 64, "tensor": 8}, 4, True),
-    Case(_405B, "h100:512x8", 4096, {"fsdp": 512, "tensor": 8}, 2, True),
-    Case(_V3, "v5p:8x8x8", 1024, {"fsdp": 4, "expert": 32, "tensor": 4}, 2),
+    Case(_405B, "h100:64x8", 1024, {"fsdp": 64, "tensor": 8}, 2, True),
+    Case(_405B, "h100:512x8", 4096, {"fsdp": 512, "tensor": 8}, 1, True),
+    Case(_V3, "v5p:8x16x16", 2048, {"fsdp": 32, "expert": 64}),
     Case(_V3, "v5p:16x16x16", 4096, {"fsdp": 64, "expert": 64}),
-    Case(_V3, "h100:64x8", 1024, {"fsdp": 2, "expert": 32, "tensor": 8}, 4),
+    Case(_V3, "h100:256x8", 2048, {"fsdp": 32, "expert": 64}),
     Case(_V3, "h100:512x8", 4096, {"fsdp": 64, "expert": 64}),
 )
-"""Each model on 64 to 4,096 devices, where its parameters, gradients and moments have room."""
+"""Each model on 8 to 4,096 devices, where its parameters, gradients and moments have room."""
 COMPARISONS: dict[str, tuple[Case, ...]] = {
     "1b": (
         Case(_1B, "h100:8x8", 256, {"data": 64}),
         Case(_1B, "h100:8x8", 256, {"data": 8, "fsdp": 8}),
-        Case(_1B, "h100:8x8", 256, {"fsdp": 64}),
-        Case(_1B, "h100:8x8", 256, {"fsdp": 8, "tensor": 8}, sequence=True),
+        Case(_1B, "h100:8x8", 256, {"fsdp": 8, "tensor": 8}, 1, True),
         Case(_1B, "v5p:4x4x4", 256, {"data": 64}),
         Case(_1B, "v5p:4x4x4", 256, {"fsdp": 64}),
-        Case(_1B, "v5p:4x4x4", 256, {"fsdp": 16, "tensor": 4}, sequence=True),
+        Case(_1B, "v5p:4x4x4", 256, {"fsdp": 16, "tensor": 4}, 1, True),
     ),
     "8b": (
         Case(_8B, "h100:8x8", 256, {"data": 8, "fsdp": 8}),
-        Case(_8B, "h100:8x8", 256, {"fsdp": 64}),
+        SCREEN,
         Case(_8B, "h100:8x8", 256, {"fsdp": 64}, 4),
-        Case(_8B, "h100:8x8", 256, {"fsdp": 8, "tensor": 8}, sequence=True),
-        Case(_8B, "h100:8x8", 256, {"pipe": 4, "fsdp": 16}, 16, zero_stage=1),
+        Case(_8B, "h100:8x8", 256, {"fsdp": 8, "tensor": 8}, 1, True),
+        Case(_8B, "h100:8x8", 256, {"pipe": 4, "data": 16}, 16, zero_stage=1),
         Case(_8B, "v5p:4x4x4", 256, {"fsdp": 64}),
-        Case(_8B, "v5p:4x4x4", 256, {"fsdp": 16, "tensor": 4}, sequence=True),
+        Case(_8B, "v5p:4x4x4", 256, {"fsdp": 16, "tensor": 4}, 1, True),
     ),
     "70b": (
         Case(_70B, "h100:64x8", 1024, {"fsdp": 512}),
-        Case(_70B, "h100:64x8", 1024, {"data": 8, "fsdp": 64}),
-        Case(_70B, "h100:64x8", 1024, {"fsdp": 64, "tensor": 8}, 2),
-        Case(_70B, "h100:64x8", 1024, {"fsdp": 64, "tensor": 8}, sequence=True),
-        Case(_70B, "h100:64x8", 1024, {"pipe": 4, "fsdp": 16, "tensor": 8}, 16, True, 1),
+        Case(_70B, "h100:64x8", 1024, {"fsdp": 64, "tensor": 8}, 1, True),
+        Case(_70B, "h100:64x8", 256, {"fsdp": 64, "tensor": 8}, 1, True),
+        Case(_70B, "h100:64x8", 256, {"pipe": 4, "fsdp": 16, "tensor": 8}, 16, True, 1),
         Case(_70B, "v5p:8x8x8", 1024, {"fsdp": 512}),
-        Case(_70B, "v5p:8x8x8", 1024, {"fsdp": 128, "tensor": 4}, sequence=True),
+        Case(_70B, "v5p:8x8x8", 1024, {"fsdp": 128, "tensor": 4}, 1, True),
     ),
-    "400b, 16M": (
+    "400b": (
         Case(_405B, "h100:512x8", 4096, {"fsdp": 4096}),
-        Case(_405B, "h100:512x8", 4096, {"fsdp": 512, "tensor": 8}, 2, True),
-        Case(_405B, "h100:512x8", 4096, {"pipe": 2, "fsdp": 256, "tensor": 8}, 16, True, 1),
-        Case(_405B, "v5p:16x16x16", 4096, {"fsdp": 512, "tensor": 8}, 1, True),
-    ),
-    "400b, 4M": (
+        Case(_405B, "h100:512x8", 4096, {"fsdp": 512, "tensor": 8}, 1, True),
         Case(_405B, "h100:512x8", 1024, {"fsdp": 512, "tensor": 8}, 1, True),
-        Case(_405B, "h100:512x8", 1024, {"pipe": 8, "data": 4, "fsdp": 16, "tensor": 8}, 16, True, 1),
+        Case(_405B, "h200:512x8", 1024, {"pipe": 8, "fsdp": 64, "tensor": 8}, 16, True, 1),
+        Case(_405B, "v5p:16x16x16", 4096, {"fsdp": 512, "tensor": 8}, 1, True),
         Case(_405B, "v5p:16x16x16", 1024, {"fsdp": 512, "tensor": 8}, 1, True),
     ),
     "deepseek": (
         Case(_V3, "h100:256x8", 2048, {"fsdp": 256, "expert": 8}),
         Case(_V3, "h100:256x8", 2048, {"fsdp": 32, "expert": 64}),
-        Case(_V3, "h100:256x8", 2048, {"fsdp": 32, "expert": 8, "tensor": 8}),
-        Case(_V3, "h100:256x8", 2048, {"fsdp": 4, "expert": 64, "tensor": 8}),
         Case(_V3, "v5p:8x16x16", 2048, {"fsdp": 32, "expert": 64}),
     ),
     "mixtral": (
         Case(_8X22B, "h100:64x8", 1024, {"fsdp": 512}),
         Case(_8X22B, "h100:64x8", 1024, {"fsdp": 64, "expert": 8}),
-        Case(_8X22B, "h100:64x8", 1024, {"fsdp": 64, "tensor": 8}),
+        Case(_8X22B, "v5p:8x8x8", 1024, {"fsdp": 64, "expert": 8}),
     ),
     "long": (
-        Case(_8B, "h100:8x8", 64, {"fsdp": 64}, seq=131072),
-        Case(_8B, "h100:8x8", 64, {"fsdp": 8, "context": 8}, 8, seq=131072),
+        Case(_8B, "h100:8x8", 64, {"fsdp": 64}, 1, seq=131072),
         Case(_8B, "h100:8x8", 64, {"fsdp": 8, "tensor": 8}, 8, True, seq=131072),
-        Case(_8B, "v5p:4x4x4", 64, {"fsdp": 8, "context": 8}, 8, seq=131072),
+        Case(_8B, "h100:8x8", 64, {"fsdp": 8, "context": 8}, 8, seq=131072),
     ),
 }
 """Meshes of one model beside one another, on the same devices."""
 BATCHES = (
     *(Case(_70B, "h100:64x8", rows, {"fsdp": 512}) for rows in (512, 1024, 2048)),
-    *(Case(_70B, "h100:64x8", rows, {"fsdp": 64, "tensor": 8}, 1, True) for rows in (256, 512, 1024)),
-    *(Case(_70B, "v5p:8x8x8", rows, {"fsdp": 512}) for rows in (512, 1024, 2048)),
+    *(Case(_70B, "h100:64x8", rows, {"fsdp": 64, "tensor": 8}, 1, True) for rows in (256, 1024)),
+    Case(_70B, "h100:64x8", 256, {"pipe": 4, "fsdp": 16, "tensor": 8}, 16, True, 1),
 )
 """One model by the size of its batch."""

@@ -47,6 +47,8 @@ def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[
         else:
             name, inner = ("head", "") if word == "_Unembedding" else (word or "loss", ".".join(move.modules[1:]))
             number = next((n for n, sections in enumerate(of_sections) if name in sections), last)
+            if name not in of_sections[number] and "head" in of_sections[last]:  # a tied matrix
+                name, inner = "head", ".".join(move.modules)
             of_sections[number].setdefault(name, _Collector()).add(move, inner)
     attached = []
     for group, collector, sections in zip(groups, of_groups, of_sections, strict=True):

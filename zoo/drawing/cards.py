@@ -102,8 +102,10 @@ def _make_box(section: Section, axis_sizes: Mapping[str, int], width: Number) ->
     """Lay a section out at most `width` wide."""
     rows: list[list[ParameterPicture]] = []
     used = width
-    for picture in (ParameterPicture(x, section.name, axis_sizes) for x in section.parameters):
-        if rows and used + _CELL_GAP + picture.width <= width - 20:
+    pictures = [ParameterPicture(x, section.name, axis_sizes) for x in section.parameters]
+    for picture in sorted(pictures, key=lambda picture: picture.is_number):
+        same = rows and rows[-1][0].is_number == picture.is_number
+        if same and used + _CELL_GAP + picture.width <= width - 20:
             rows[-1].append(picture)
             used += _CELL_GAP + picture.width
         else:

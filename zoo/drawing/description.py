@@ -14,12 +14,12 @@ from zoo.models.decoder import AbstractBlock
 from zoo.models.encoders.image import ImageEncoder
 from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
 from zoo.models.stack import is_stack
-from zoo.parallel import AXES, Mesh, merge_rounds
+from zoo.parallel import AXES, Mesh, merge_rounds, trainable
 from zoo.parallel.mesh import is_array_or_shape
 
 from .attach import attach_moves
 from .parts import AxisUse, Drawing, DrawnParameter, Group, Section
-from .traced_moves import TracedMove, choose_seq_len, find_image_shape, trace_moves
+from .traced_moves import TracedMove, choose_seq_len, find_image_shape, trace_step
 
 _LAYER = "layers.*."
 
@@ -40,16 +40,16 @@ def describe_layout(
     shapes = merge_rounds(jax.tree.map(_to_shape, model))
     kinds = _find_kinds(shapes)
     groups = _make_groups(shapes, kinds, mesh)
-    moves = trace_moves(shapes, mesh, kinds.find_label, loss_fn=loss_fn, batch=batch, seq_len=seq_len)
-    groups, rest = attach_moves(groups, moves)
+    step = trace_step(shapes, mesh, kinds.find_label, loss_fn=loss_fn, batch=batch, seq_len=seq_len)
+    groups, rest = attach_moves(_sort_sections(groups, step.calls), step.moves)
     return Drawing(
         title=title or type(model).__name__,
         mesh=str(mesh),
         axis_sizes=mesh.shape,
-        axes=tuple(_describe_axis(axis, mesh, groups, moves) for axis in AXES if mesh.shape[axis] > 1),
+        axes=tuple(_describe_axis(axis, mesh, groups, step.moves) for axis in AXES if mesh.shape[axis] > 1),
         groups=tuple(groups),
         moves=tuple(rest),
-        batch=_describe_batch(shapes, mesh, batch, seq_len) if moves else "",
+        batch=_describe_batch(shapes, mesh, batch, seq_len) if step.moves else "",
     )
 
 
@@ -108,8 +108,10 @@ def _make_groups(model: PyTree, kinds: _LayerKinds, mesh: Mesh) -> list[Group]:
     after: list[DrawnParameter] = []
     in_layers: list[dict[str, DrawnParameter]] = [{} for _ in kinds.keys]
     layer_axes: tuple[str, ...] = ()
+    trained = {id(x) for x in jax.tree.leaves(trainable(model))}
     for path, x in zip(list_parameter_paths(model), arrays, strict=True):
         parameter, axes = _describe_parameter(path, x, mesh)
+        parameter = dataclasses.replace(parameter, trainable=id(x) in trained)
         if not path.name.startswith(_LAYER):
             (before if _is_input(path.name) else after).append(parameter)
             continue
@@ -140,6 +142,21 @@ def _split_sections(parameters: Sequence[DrawnParameter]) -> tuple[Section, ...]
     return tuple(Section(name, tuple(found)) for name, found in sections.items())
 
 
+def _sort_sections(groups: Sequence[Group], calls: Sequence[tuple[int | None, str]]) -> list[Group]:
+    """Return the groups with their sections in the order of the calls, where all of them are called by name: a norm
+    comes before its attention, after it, or on both sides."""
+    labels = iter(range(len(groups)))
+    sorted_groups = []
+    for group in groups:
+        label = next(labels) if group.layers else None
+        order = {name: number for number, (layer, name) in enumerate(calls) if layer == label}
+        sections = group.sections
+        if order.keys() >= {section.name for section in sections}:
+            sections = tuple(sorted(sections, key=lambda section: order[section.name]))
+        sorted_groups.append(dataclasses.replace(group, sections=sections))
+    return sorted_groups
+
+
 def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnParameter, tuple[str, ...]]:
     """Return a parameter, and the mesh axes that shard its layers."""
     spec = tuple(mesh.spec(path.dims, x.shape, path.name)) if path.dims else ()
@@ -163,7 +180,6 @@ def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnP
         dtype=str(x.dtype),
         bytes=size,
         bytes_per_device=size // shards,
-        trainable=path.leaf.trainable,
     ), (sharded[0] if first else ())
 
 

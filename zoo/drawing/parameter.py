@@ -12,11 +12,11 @@ from html import escape
 
 from zoo._terminal import format_bytes
 
-from .elements import Number, estimate_width, rectangles, spans
+from .elements import Number, estimate_width, rectangles, spans, text
 from .parts import DrawnParameter
 
 _LONGEST_ACROSS, _LONGEST_DOWN, _SHORTEST, _THIN = 120.0, 76.0, 10.0, 10.0
-_BAND, _BAND_GAP, _LINE = 4.0, 2.0, 13.0
+_BAND, _BAND_GAP, _LINE, _DOT = 4.0, 2.0, 13.0, 8.0
 _MOST_PIECES = 4096
 _DOWN = "embed"
 
@@ -33,18 +33,25 @@ class ParameterPicture:
     axis_sizes: Mapping[str, int]
 
     @property
+    def is_number(self) -> bool:
+        """Return True for a single number, of which a dot and a name are drawn."""
+        return not self.parameter.shape
+
+    @property
     def width(self) -> Number:
+        if self.is_number:
+            return _DOT + 6 + estimate_width(self._label)
         widths = [estimate_width(self._label, bold=True), estimate_width(self._caption)]
         widths += [estimate_width("".join(words for words, _ in line)) for line in self._dim_lines()]
         return max(self._bands_left + self._across, *widths)
 
     @property
     def picture_height(self) -> Number:
-        return self._bands_above + self._down
+        return _DOT if self.is_number else self._bands_above + self._down
 
     @property
     def text_height(self) -> Number:
-        return _LINE * (bool(self._label) + 1 + len(self._dim_lines())) + 4
+        return 0.0 if self.is_number else _LINE * (bool(self._label) + 1 + len(self._dim_lines())) + 4
 
     @property
     def _down_dim(self) -> int | None:
@@ -95,7 +102,7 @@ class ParameterPicture:
 
     @property
     def _caption(self) -> str:
-        return format_bytes(self.parameter.bytes_per_device)
+        return format_bytes(self.parameter.bytes_per_device) + ("" if self.parameter.trainable else ", frozen")
 
     def _dim_lines(self) -> list[list[tuple[str, str]]]:
         """Return a line per dim: its name, its size, and the axes that shard it, in their colors."""
@@ -120,6 +127,10 @@ class ParameterPicture:
     def draw(self, x: Number, y: Number, row_height: Number) -> list[str]:
         """Draw it with its left edge at x, and its lower edge `row_height` below y; captions follow."""
         base = y + row_height
+        if self.is_number:
+            dot = rectangles([(x, base - _DOT, _DOT, _DOT)], "piece stored")
+            words = text(x + _DOT + 6, base, self._label)
+            return [f'<g class="parameter"><title>{escape(self.describe())}</title>', dot, words, "</g>"]
         top, left = base - self._down, x + self._bands_left
         parts = [f'<g class="parameter"><title>{escape(self.describe())}</title>']
         parts += self._draw_pieces(left, top)

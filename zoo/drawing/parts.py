@@ -27,6 +27,7 @@ class DrawnParameter:
     """Bytes of all layers, over all devices but each shard once."""
     bytes_per_device: int
     trainable: bool = True
+    """False of buffers, and of what adapters freeze."""
 
     def count_shards(self, axis_sizes: Mapping[str, int]) -> int:
         """Return the number of shards of one layer's array."""

@@ -88,7 +88,7 @@ def _describe(drawing: Drawing) -> Iterable[str]:
 
 def _summarize_bytes(drawing: Drawing) -> str:
     size, own = format_bytes(drawing.bytes), format_bytes(drawing.bytes_per_device)
-    dtypes = " and ".join(dict.fromkeys(parameter.dtype for parameter in drawing.parameters))
+    dtypes = " and ".join(dict.fromkeys(parameter.dtype for parameter in drawing.parameters if parameter.shape))
     if drawing.num_devices == 1:
         return f"{size} of parameters in {dtypes}, on one device"
     return f"{size} of parameters in {dtypes}, {own} on each of {drawing.num_devices:,} devices"

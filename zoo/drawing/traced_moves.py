@@ -7,6 +7,7 @@ nothing here knows any model.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -62,6 +63,15 @@ class TracedMove(NamedTuple):
     """Executions in a step; loops without a known number of iterations count once."""
 
 
+class TracedStep(NamedTuple):
+    """Result of `trace_step`."""
+
+    moves: list[TracedMove]
+    """Collectives in the order of the program."""
+    calls: list[tuple[int | None, str]]
+    """Label of the layer and name of each module that it, or the model, calls itself, in the order of the calls."""
+
+
 class _LabeledBlock(AbstractBlock):
     """A block whose collectives have a label in their name scopes."""
 
@@ -77,7 +87,7 @@ class _LabeledBlock(AbstractBlock):
         return self.block.init_state(batch, length, dtype)
 
 
-def trace_moves(
+def trace_step(
     model: PyTree,
     mesh: Mesh,
     label_block: Callable[[AbstractBlock], int],
@@ -85,8 +95,9 @@ def trace_moves(
     loss_fn: Callable | None = None,
     batch: Mapping[str, Any] | None = None,
     seq_len: int = 1024,
-) -> list[TracedMove]:
-    """Trace the loss and gradient of a batch, and return their collectives in the order of the program.
+) -> TracedStep:
+    """Trace the loss and gradient of a batch for their collectives, and for the order in which modules run. On one
+    device nothing is traced.
 
     - `model`: in shapes, with its layers in one round.
     - `label_block`: the number of the kind of layer that a stacked block belongs to.
@@ -97,7 +108,7 @@ def trace_moves(
     unknown kind without `loss_fn` and `batch`.
     """
     if mesh.devices.size == 1:
-        return []
+        return TracedStep([], [])
     if (loss_fn is None) != (batch is None):
         raise ValueError("loss_fn and batch belong together: pass both, or neither")
     microbatches = 4 * mesh.shape["pipe"] if mesh.shape["pipe"] > 1 else 1
@@ -107,9 +118,11 @@ def trace_moves(
     labeled = split_rounds(labeled, mesh.layout.rounds)
     step = value_and_grad(loss_fn, mesh, microbatches=microbatches)
     jaxpr = eqx.filter_make_jaxpr(lambda model, batch: step(model, batch))(labeled, dict(batch))[0]
-    moves = [_read_move(*found) for found in _iterate_collectives(jaxpr.jaxpr, (), 1)]
+    found = [(equation, _read_place(scopes), times) for equation, scopes, times in _iterate(jaxpr.jaxpr, (), 1)]
+    moves = [_read_move(*each) for each in found if each[0].primitive.name in _COLLECTIVES]
     moves = [move._replace(axes=tuple(axis for axis in move.axes if mesh.shape[axis] > 1)) for move in moves]
-    return [move for move in moves if move.axes]
+    calls = [(place.layer, place.modules[0]) for _, place, _ in found if place.modules]
+    return TracedStep([move for move in moves if move.axes], list(dict.fromkeys(calls)))
 
 
 def _label_stack(stack: Any, label_block: Callable[[AbstractBlock], int]) -> Any:
@@ -167,18 +180,18 @@ def find_image_shape(model: ImageEncoder) -> tuple[int, int, int]:
     return patches.weight.shape[1], height, width
 
 
-def _iterate_collectives(jaxpr: Any, scopes: tuple[str, ...], times: int) -> Iterator[tuple[Any, tuple[str, ...], int]]:
-    """Yield the collectives of a jaxpr and its inner jaxprs, their name scopes, and how often a device runs each."""
+def _iterate(jaxpr: Any, scopes: tuple[str, ...], times: int) -> Iterator[tuple[Any, tuple[str, ...], int]]:
+    """Yield the equations of a jaxpr and its inner jaxprs, their name scopes, and how often a device runs each."""
     for equation in jaxpr.eqns:
         here = (*scopes, *_split_scopes(str(equation.source_info.name_stack)))
-        if equation.primitive.name in _COLLECTIVES:
-            yield equation, here, times
+        yield equation, here, times
         repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in jaxprs_in_params(equation.params):
-            yield from _iterate_collectives(inner, here, times * repeats)
+            yield from _iterate(inner, here, times * repeats)
 
 
-def _split_scopes(name_stack: str) -> list[str]:
+@cache
+def _split_scopes(name_stack: str) -> tuple[str, ...]:
     """Split at the slashes that no parentheses enclose: a scope may be `transpose(jvp(a/b))`."""
     parts, depth = [""], 0
     for character in name_stack:
@@ -187,15 +200,20 @@ def _split_scopes(name_stack: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += character
-    return [part for part in parts if part]
+    return tuple(part for part in parts if part)
 
 
-def _read_move(equation: Any, scopes: tuple[str, ...], times: int) -> TracedMove:
-    options = equation.params
-    axes = options.get("axes", options.get("axis_name", ()))
-    axes = (axes,) if isinstance(axes, str) else tuple(axis for axis in axes if isinstance(axis, str))
-    avals = [x.aval for x in (*equation.invars, *equation.outvars)]
-    largest = max(avals, key=lambda aval: aval.size * aval.dtype.itemsize)
+class _Place(NamedTuple):
+    """Where an equation is: see the fields of `TracedMove` by these names."""
+
+    layer: int | None
+    modules: tuple[str, ...]
+    transforms: frozenset[str]
+    in_model: bool
+
+
+@cache
+def _read_place(scopes: tuple[str, ...]) -> _Place:
     words, transforms = [], set()
     for scope in scopes:
         while match := _WRAPPER.match(scope):
@@ -208,14 +226,24 @@ def _read_move(equation: Any, scopes: tuple[str, ...], times: int) -> TracedMove
         words = words[words.index(f"{_LABEL}{layer}") + 2 :]  # after the label comes the field `block`
     elif words and words[0][0].isupper():
         words = words[1:]
+    modules = tuple(to_snake_case(word.rpartition(".")[2]) if "." in word else word for word in words)
+    return _Place(layer, modules, frozenset(transforms), in_model)
+
+
+def _read_move(equation: Any, place: _Place, times: int) -> TracedMove:
+    options = equation.params
+    axes = options.get("axes", options.get("axis_name", ()))
+    axes = (axes,) if isinstance(axes, str) else tuple(axis for axis in axes if isinstance(axis, str))
+    avals = [x.aval for x in (*equation.invars, *equation.outvars)]
+    largest = max(avals, key=lambda aval: aval.size * aval.dtype.itemsize)
     return TracedMove(
         collective=_COLLECTIVES[equation.primitive.name],
         axes=axes,
-        layer=layer,
-        modules=tuple(to_snake_case(word.rpartition(".")[2]) if "." in word else word for word in words),
-        backward="transpose" in transforms,
-        in_model=in_model,
-        differentiated=bool(transforms),
+        layer=place.layer,
+        modules=place.modules,
+        backward="transpose" in place.transforms,
+        in_model=place.in_model,
+        differentiated=bool(place.transforms),
         size=largest.size,
         bytes=largest.size * largest.dtype.itemsize,
         times=times,
