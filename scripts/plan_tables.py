@@ -1,4 +1,4 @@
-"""Write the tables of docs/plan.md and docs/choose_mesh.md from the planner: chips, models by number of devices, meshes.
+"""Write the tables of docs/plan.md and docs/choose_mesh.md from the planner: chips, models by devices, meshes.
 
     python scripts/plan_tables.py                  # every table: ten minutes of one core
     python scripts/plan_tables.py --only chips     # one of them
@@ -17,13 +17,12 @@ from pathlib import Path
 import tyro
 
 import zoo
+from scripts.plan_table_cases import BATCHES, COMPARISONS, REFUSED, SCREEN, SIZES, Case
 from zoo import planning
 from zoo.cli.devices import use_cpu
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
 from zoo.parallel.topology import parse_topology
 from zoo.planning import CHIPS, Chip, Plan, TrainingOptions
-
-from scripts.plan_table_cases import BATCHES, COMPARISONS, REFUSED, SCREEN, SIZES, Case
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python scripts/plan_tables.py"

@@ -117,6 +117,15 @@ def test_moves_of_a_ring_and_of_experts(describe):
     check_totals(drawing)
 
 
+def test_sections_are_in_the_order_of_their_calls():
+    drawing = describe_layout(read_shapes(CHECKPOINTS["bert_masked"]), make(tensor=2))
+    (block,) = [group for group in drawing.groups if group.layers]
+    assert [section.name for section in block.sections] == ["bidirectional_attention", "mixer_norm", "mlp", "ffn_norm"]
+    head = next(section for section in drawing.groups[-1].sections if section.name == "head")
+    assert [(move.collective, move.subject, move.phase) for move in head.moves] == [("all-reduce", "table", "backward")]
+    check_totals(drawing)
+
+
 def test_one_device_moves_nothing():
     drawing = describe_layout(make_shapes(), zoo.make_mesh(devices=jax.devices()[:1]))
     assert not drawing.axes and not list_moves(drawing) and drawing.bytes == drawing.bytes_per_device

@@ -2,6 +2,7 @@
 
 import xml.etree.ElementTree as ElementTree
 
+import equinox as eqx
 import jax
 import pytest
 
@@ -9,8 +10,9 @@ import zoo
 from zoo.drawing import draw_layout, render_drawing
 from zoo.drawing.elements import estimate_width
 
-from .conftest import make_shapes
+from .conftest import SIZES, make_shapes
 
+KEY = jax.random.key(0)
 SVG = "{http://www.w3.org/2000/svg}"
 MESHES = {
     "data x fsdp x tensor": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -69,6 +71,16 @@ def test_svg_names_every_collective(drawing):
             if move.bytes > 64 * move.count:
                 assert f"{move.collective} over {' x '.join(move.axes)}" in svg
     assert f"{len(drawing.groups[1].layers)} x " in svg
+
+
+def test_svg_of_adapters_marks_what_is_frozen():
+    model = eqx.filter_eval_shape(lambda: zoo.adapters.lora(zoo.models.Transformer(**SIZES, key=KEY), rank=4, key=KEY))
+    root = ElementTree.fromstring(draw_layout(model, zoo.make_mesh(devices=jax.devices()[:1])))
+    pictures = {x.findtext(f"{SVG}title", "").partition(":")[0]: x for x in root.iter(f"{SVG}g")}
+    words = {name.removeprefix("layers.*.attention."): "".join(x.itertext()) for name, x in pictures.items()}
+    assert "frozen" in words["query.weight"] and "frozen" not in words["query.lora.down.weight"]
+    assert words["query.lora.scale"].endswith("query.lora.scale"), "of a number its name is shown, and no size"
+    assert "float32, on one device" in "".join(root.itertext())
 
 
 def test_svg_escapes_its_title_and_checks_its_width():

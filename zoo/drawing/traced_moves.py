@@ -121,7 +121,8 @@ def trace_step(
     found = [(equation, _read_place(scopes), times) for equation, scopes, times in _iterate(jaxpr.jaxpr, (), 1)]
     moves = [_read_move(*each) for each in found if each[0].primitive.name in _COLLECTIVES]
     moves = [move._replace(axes=tuple(axis for axis in move.axes if mesh.shape[axis] > 1)) for move in moves]
-    calls = [(place.layer, place.modules[0]) for _, place, _ in found if place.modules]
+    # What is not differentiated, as casts of parameters are, may have been moved out of the loop over layers.
+    calls = [(place.layer, place.modules[0]) for _, place, _ in found if place.modules and place.transforms]
     return TracedStep([move for move in moves if move.axes], list(dict.fromkeys(calls)))
 
 
