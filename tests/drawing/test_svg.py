@@ -79,7 +79,7 @@ def test_svg_of_adapters_marks_what_is_frozen():
     pictures = {x.findtext(f"{SVG}title", "").partition(":")[0]: x for x in root.iter(f"{SVG}g")}
     words = {name.removeprefix("layers.*.attention."): "".join(x.itertext()) for name, x in pictures.items()}
     assert "frozen" in words["query.weight"] and "frozen" not in words["query.lora.down.weight"]
-    assert words["query.lora.scale"].endswith("query.lora.scale"), "of a number its name is shown, and no size"
+    assert words["query.lora.scale"].strip().endswith("query.lora.scale"), "of a number its name is shown, and no size"
     assert "float32, on one device" in "".join(root.itertext())
 
 

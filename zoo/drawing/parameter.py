@@ -122,7 +122,9 @@ class ParameterPicture:
             for dim, size, axes in zip(*self._dims(), strict=True)
         ]
         sharding = "" if any(self.parameter.sharded_axes) else "; replicated"
-        return f"{self.parameter.name}: {', '.join(dims) or 'a number'}; {self._caption} per device{sharding}"
+        sharding += "" if self.parameter.trainable else "; frozen"
+        size = format_bytes(self.parameter.bytes_per_device)
+        return f"{self.parameter.name}: {', '.join(dims) or 'a number'}; {size} per device{sharding}"
 
     def draw(self, x: Number, y: Number, row_height: Number) -> list[str]:
         """Draw it with its left edge at x, and its lower edge `row_height` below y; captions follow."""
