@@ -104,13 +104,14 @@ COMPARISONS: dict[str, tuple[Case, ...]] = {
         Case(_8X22B, "h100:64x8", 1024, {"fsdp": 64, "expert": 8}),
         Case(_8X22B, "v5p:8x8x8", 1024, {"fsdp": 64, "expert": 8}),
     ),
-    "long": (
-        Case(_8B, "h100:8x8", 64, {"fsdp": 64}, 1, seq=131072),
-        Case(_8B, "h100:8x8", 64, {"fsdp": 8, "tensor": 8}, 8, True, seq=131072),
-        Case(_8B, "h100:8x8", 64, {"fsdp": 8, "context": 8}, 8, seq=131072),
-    ),
 }
 """Meshes of one model beside one another, on the same devices."""
+LONG = (
+    Case(_8B, "h100:8x8", 64, {"fsdp": 64}, 1, seq=131072),
+    Case(_8B, "h100:8x8", 64, {"fsdp": 8, "tensor": 8}, 8, True, seq=131072),
+    Case(_8B, "h100:8x8", 64, {"fsdp": 8, "context": 8}, 8, seq=131072),
+)
+"""Rows of 131,072 tokens, by their memory alone."""
 BATCHES = (
     *(Case(_70B, "h100:64x8", rows, {"fsdp": 512}) for rows in (512, 1024, 2048)),
     *(Case(_70B, "h100:64x8", rows, {"fsdp": 64, "tensor": 8}, 1, True) for rows in (256, 1024)),

@@ -8,6 +8,7 @@ A test holds the tables that take no trace, and a row of those that do, against 
 
 import datetime
 import re
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -17,7 +18,7 @@ from pathlib import Path
 import tyro
 
 import zoo
-from scripts.plan_table_cases import BATCHES, COMPARISONS, REFUSED, SCREEN, SIZES, Case
+from scripts.plan_table_cases import BATCHES, COMPARISONS, LONG, REFUSED, SCREEN, SIZES, Case
 from zoo import planning
 from zoo.cli.devices import use_cpu
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
@@ -71,7 +72,7 @@ def format_step(plan: Plan) -> list[str]:
     peak = f"{plan.peak / 1e9:,.1f} GB" if plan.fits else f"**{plan.peak / 1e9:,.0f} GB**"
     seconds = [format_seconds(plan.seconds[name]) for name in ("products", "links", "network")]
     low, high = (plan.mfu(x) or 0.0 for x in (plan.sequential, plan.overlapped))
-    return [peak, *seconds, f"{low:.0%} to {high:.0%}"]
+    return [peak, *seconds, f"{100 * low:.0f}-{high:.0%}"]
 
 
 def format_seconds(seconds: float) -> str:
@@ -91,7 +92,8 @@ def build_refused() -> str:
     try:
         plan_case(REFUSED).require_fit()
     except planning.BudgetError as error:
-        return f"```text\nzoo plan: {error}\n```"
+        lines = [line for row in f"zoo plan: {error}".splitlines() for line in textwrap.wrap(row, 118)]
+        return "\n".join(["```text", *lines, "```"])
     raise AssertionError(f"{REFUSED} fits: choose a larger model")
 
 
@@ -161,6 +163,13 @@ def build_comparison_row(case: Case) -> list[str]:
     return [*describe(case)[1:], format_mesh(case), *format_step(plan_case(case))]
 
 
+def build_long() -> str:
+    def row(case: Case) -> list[str]:
+        return [*describe(case)[1:], format_mesh(case), format_step(plan_case(case))[0]]
+
+    return format_table(["devices", "tokens", "micro-batches", "mesh", "peak"], map(row, LONG), right=(1, 2, 4))
+
+
 def build_batches() -> str:
     header = ["devices", "tokens", "tokens per device", "micro-batches", "mesh", "peak", "products, s", "links, s"]
     return format_table([*header, "network, s", "MFU"], map(build_batch_row, BATCHES), right=(1, 2, 3, 5, 6, 7, 8))
@@ -179,6 +188,7 @@ TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "chips": ("plan.md", build_chips),
     "sizes": ("plan.md", build_sizes),
     "balance": ("choose_mesh.md", build_balance),
+    "long": ("choose_mesh.md", build_long),
     "batches": ("choose_mesh.md", build_batches),
     **{name: ("choose_mesh.md", partial(build_comparison, cases)) for name, cases in COMPARISONS.items()},
 }

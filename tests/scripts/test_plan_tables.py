@@ -3,7 +3,7 @@
 import pytest
 
 from scripts import plan_tables
-from scripts.plan_table_cases import BATCHES, COMPARISONS, SCREEN, SIZES
+from scripts.plan_table_cases import BATCHES, COMPARISONS, LONG, SCREEN, SIZES
 
 
 def read(name):
@@ -18,7 +18,7 @@ def test_tables_of_data_sheets_are_current(name):
 
 
 def test_planned_tables_are_those_of_the_cases():
-    for name, cases in {"sizes": SIZES, "batches": BATCHES, **COMPARISONS}.items():
+    for name, cases in {"sizes": SIZES, "batches": BATCHES, "long": LONG, **COMPARISONS}.items():
         rows = read(name)[0].splitlines()[2:]
         assert len(rows) == len(cases), (name, plan_tables.COMMAND)
         for row, case in zip(rows, cases, strict=True):
