@@ -72,6 +72,7 @@ def test_describe_any_family(name):
 
 def test_moves_of_zero3_and_tensor_parallelism(describe):
     drawing = describe(data=2, fsdp=2, tensor=2)
+    assert [x.name for x in drawing.groups[-1].sections] == ["norm", "head", "loss"]
     block = next(group for group in drawing.groups if group.layers)
     sections = {section.name: section for section in block.sections}
     (forward, backward) = sections["attention"].moves
@@ -114,6 +115,8 @@ def test_moves_of_a_ring_and_of_experts(describe):
     assert {"all-to-all", "all-gather", "reduce-scatter"} & {move.collective for move in to_experts}
     experts = [x for x in drawing.parameters if ".experts." in x.name]
     assert len(experts) == 3 and all(x.sharded_axes[0] == ("expert",) for x in experts)
+    (block,) = [group for group in drawing.groups if group.layers]
+    assert [x.name for x in block.sections] == ["mixer_norm", "attention", "ffn_norm", "mixture_of_experts"]
     check_totals(drawing)
 
 

@@ -37,7 +37,8 @@ _COLLECTIVES = {
 """Name of the collective of each primitive of JAX."""
 _LABEL = "drawn-layer-"
 _WRAPPER = re.compile(r"^(\w+)\((.*)\)$")
-_CALLS = ("jit", "pjit", "shard_map", "rematted_computation", "checkpoint", "remat", "custom_vjp_call", "while", "body")
+_CALLS = frozenset("jit pjit shard_map rematted_computation checkpoint remat custom_vjp_call while body logits".split())
+"""Scopes that are no modules: calls of JAX, and of the loss around the head."""
 
 
 class TracedMove(NamedTuple):
@@ -121,9 +122,10 @@ def trace_step(
     found = [(equation, _read_place(scopes), times) for equation, scopes, times in _iterate(jaxpr.jaxpr, (), 1)]
     moves = [_read_move(*each) for each in found if each[0].primitive.name in _COLLECTIVES]
     moves = [move._replace(axes=tuple(axis for axis in move.axes if mesh.shape[axis] > 1)) for move in moves]
-    # What is not differentiated, as casts of parameters are, may have been moved out of the loop over layers.
-    calls = [(place.layer, place.modules[0]) for _, place, _ in found if place.modules and place.transforms]
-    return TracedStep([move for move in moves if move.axes], list(dict.fromkeys(calls)))
+    forward = [place for _, place, _ in found if place.modules and place.transforms and not place.backward]
+    # The last operation of each: first ones, as of constants, may have been moved out of the loop over layers.
+    last = {(place.layer, place.modules[0]): index for index, place in enumerate(forward)}
+    return TracedStep([move for move in moves if move.axes], sorted(last, key=lambda call: last[call]))
 
 
 def _label_stack(stack: Any, label_block: Callable[[AbstractBlock], int]) -> Any:
@@ -212,6 +214,10 @@ class _Place(NamedTuple):
     transforms: frozenset[str]
     in_model: bool
 
+    @property
+    def backward(self) -> bool:
+        return "transpose" in self.transforms
+
 
 @cache
 def _read_place(scopes: tuple[str, ...]) -> _Place:
@@ -242,7 +248,7 @@ def _read_move(equation: Any, place: _Place, times: int) -> TracedMove:
         axes=axes,
         layer=place.layer,
         modules=place.modules,
-        backward="transpose" in place.transforms,
+        backward=place.backward,
         in_model=place.in_model,
         differentiated=bool(place.transforms),
         size=largest.size,
