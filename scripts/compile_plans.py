@@ -34,26 +34,30 @@ def main(*, out: Path = OUT, only: str = "", limit: int = 1000) -> None:
     known = {row["name"] for row in rows}
     for name in [name for name in CASES if only in name and name not in known][:limit]:
         start = time.perf_counter()
-        step, shapes = make_case(name, zoo.parallel.imagined(CASES[name].topology))
-        program = zoo.inspect.compiled(step, *shapes)
-        assert program.memory is not None
-        memory = program.memory
-        rows.append(
-            {
-                "name": name,
-                "arguments": memory.arguments,
-                "outputs": memory.outputs,
-                "aliased": memory.aliased,
-                "temporaries": memory.temporaries,
-                "peak": memory.peak,
-                "flops": program.flops.total,
-                "collectives": [[c.kind, list(c.axes or ()), c.arrays, c.bytes] for c in program.collectives],
-                "jaxlib": version("jaxlib"),
-            }
-        )
+        rows.append(compile_case(name))
+        rows.sort(key=lambda row: list(CASES).index(row["name"]))
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        print(f"{name:60} peak {memory.peak or 0:>12,}  {time.perf_counter() - start:6.1f} s", flush=True)
+        out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+        print(f"{name:60} peak {rows[-1]['peak'] or 0:>12,}  {time.perf_counter() - start:6.1f} s", flush=True)
+
+
+def compile_case(name: str) -> dict[str, Any]:
+    """Compile a case, and return what its row in the file says."""
+    step, shapes = make_case(name, zoo.parallel.imagined(CASES[name].topology))
+    program = zoo.inspect.compiled(step, *shapes)
+    memory = program.memory
+    assert memory is not None
+    return {
+        "name": name,
+        "arguments": memory.arguments,
+        "outputs": memory.outputs,
+        "aliased": memory.aliased,
+        "temporaries": memory.temporaries,
+        "peak": memory.peak,
+        "flops": program.flops.total,
+        "collectives": [[c.kind, list(c.axes or ()), c.arrays, c.bytes] for c in program.collectives],
+        "jaxlib": version("jaxlib"),
+    }
 
 
 if __name__ == "__main__":

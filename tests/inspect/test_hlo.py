@@ -273,3 +273,19 @@ def test_collectives_of_a_tpu_count_once_however_many_pieces(mesh):
 def test_loops_that_do_not_count_up_have_no_trip_count(old, new):
     module = hlo.parse_module(TPU_MODULE.replace(old, new))
     assert list_executions(module)[1] == ["layers"]
+
+
+def test_parser_reads_on_after_a_kernel_of_several_lines():
+    """A TPU kernel's text has lines of its own, one of which begins like the end of a computation."""
+    text = """HloModule step
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %kernel = f32[8]{0} custom-call(%x), backend_config={"custom_call_config": {
+"block": 512
+}}, metadata={op_name="step"}
+  ROOT %sum = f32[8]{0} add(%x, %kernel)
+}
+"""
+    module = hlo.parse_module(text)
+    assert list(module.computations["main"]) == ["x", "kernel", "sum"] and module.roots["main"] == "sum"

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import equinox as eqx
+import jax
 import pytest
 
 import zoo
@@ -29,3 +31,31 @@ def test_plan_of_a_model_that_is_too_large():
     assert not plan.fits
     with pytest.raises(planning.BudgetError, match="at the peak, and v5e has 16 GB"):
         plan.require_fit()
+
+
+def test_plan_of_a_decoding_step_counts_its_cache():
+    """One token for two rows, with a cache of 32 tokens."""
+    make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=2, heads=4, mlp=64)
+    mesh = zoo.make_mesh(data=1, devices=jax.devices("cpu")[:1])
+    model = zoo.place(eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0)), mesh)
+    states = eqx.filter_eval_shape(lambda model: model.init_state(2, 32), model)
+    tokens = zoo.place_batch({"tokens": jax.ShapeDtypeStruct((2, 1), "int32")}, mesh)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def decode(model, states, batch):
+        hidden, states = model.hidden(batch["tokens"], zoo.layers.TokenInfo(batch["tokens"]), states)
+        return model.logits(hidden.x), states
+
+    plan = planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:1")
+    assert plan.memory["cache"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+    assert sum(plan.memory.values()) == plan.peak
+
+
+def test_plan_names_logits_and_the_largest_arrays():
+    """A vocabulary of 2,048 over few and narrow layers: the peak is in the loss, in one chunk of logits."""
+    make = partial(zoo.models.Transformer, vocab=2048, embed=16, layers=1, heads=1, mlp=16)
+    plan = planning.plan_training(make, {}, parse_topology("h100:1"), planning.TrainingOptions(2, 1024), model_flops=1)
+    chunk = 1024 * 2048
+    assert chunk * 4 <= plan.memory["logits"] <= chunk * 12, "at least one chunk in float32"
+    name, size = plan.list_largest(1)[0]
+    assert "logits" in name and "[1024,2048]" in name and size >= chunk * 2

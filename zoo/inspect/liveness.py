@@ -113,7 +113,7 @@ class _Analysis:
                 live[variable] = self.count(variable)
                 total += live[variable]
             reused = self._reuse(equation, made, ends)
-            if total - sum(live[x] for x in reused) > peak.bytes:
+            if not inner and total - sum(live[x] for x in reused) > peak.bytes:  # that of a call has its results
                 peak = self.describe({x: size for x, size in live.items() if x not in reused})
             for variable in ends.union(x for x in made if last.get(x, index) <= index):
                 total -= live.pop(variable)
