@@ -14,7 +14,7 @@ class Case:
     mesh: Mapping[str, int]
     microbatches: int = 1
     sequence: bool = False
-    """Whether hidden states are sharded over tensor, too."""
+    """Shard hidden states over tensor, too."""
     zero_stage: int = 3
     seq: int = 4096
 
