@@ -75,8 +75,8 @@ def _format_axes(collective: Any) -> str:
 
 def format_decimal_prefix(value: float | int) -> str:
     """Format three digits and a decimal prefix, for a unit to follow: `12.3 M`."""
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(value) < 999.5 or prefix == "P":
+    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
+        if abs(value) < 999.5 or prefix == "Z":
             break
         value /= 1000
     return f"{value:.3g} {prefix}"

@@ -10,6 +10,8 @@ from zoo.parallel.topology import Topology
 
 from .chips import Chip
 
+_EXCHANGES = ("all-to-all", "ragged-all-to-all")
+
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
@@ -26,17 +28,23 @@ class Transfer:
 def time_transfer(collective: Collective, shape: Mapping[str, int], topology: Topology, chip: Chip) -> Transfer:
     """Return what a collective takes at least: bytes sent in a ring over the bandwidth of the links.
 
-    Devices stand in the order of the mesh, so that inner axes lie on fast links. Where a group of n devices has m of
-    them in each host or slice, the others receive what those have together: each sends 1 / m of the bytes over the
-    network, and all of them over the fast links.
+    Devices stand in the order of the mesh, so that inner axes lie on fast links. Of a group of n devices m are in each
+    host or slice, and of the bytes that a device sends cross the network
+
+    - to gather, scatter or sum, 1 / m: the others receive what those m devices have together, once;
+    - in an all-to-all, (n - m) / (n - 1): each other device receives its own part;
+    - in a permutation, all of those at the border of a host, for which the rest wait.
     """
     inside = count_inside(collective.axes or (), shape, topology.domain)
     size = math.prod(shape[axis] for axis in collective.axes or ())
     sent = count_sent_bytes(collective, shape)
     crosses = inside < size
-    slow = sent / inside / chip.network if crosses else 0.0
-    fast = sent / chip.link if inside > 1 else 0.0
-    return Transfer(collective, sent, crosses, max(fast, slow))
+    on_links, on_network = float(inside > 1), float(crosses)
+    if collective.kind in _EXCHANGES:
+        on_links, on_network = ((peers / max(size - 1, 1)) for peers in (inside - 1, size - inside))
+    elif collective.kind != "collective-permute":
+        on_network /= inside
+    return Transfer(collective, sent, crosses, max(on_links * sent / chip.link, on_network * sent / chip.network))
 
 
 def count_inside(axes: tuple[str, ...], shape: Mapping[str, int], domain: int) -> int:

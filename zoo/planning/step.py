@@ -98,8 +98,8 @@ class Plan:
         kind = max(self.memory, key=lambda name: self.memory[name])
         raise BudgetError(
             f"{_format(self.peak)} at the peak, and {self.topology.kind} has {_format(self.chip.memory)}. "
-            f"{kind.capitalize()} take {_format(self.memory[kind])}: {_ADVICE.get(kind, 'shard them')}. The largest "
-            "arrays per device:\n" + "\n".join(lines)
+            f"The largest part, {_format(self.memory[kind])}, is for {kind}: {_ADVICE.get(kind, 'shard it')}. "
+            "The largest arrays per device:\n" + "\n".join(lines)
         )
 
     def list_largest(self, count: int) -> list[tuple[str, int]]:
@@ -155,9 +155,9 @@ _ADVICE = {
     "cache": "fewer rows or a shorter context; tensor shards the heads of keys and values",
     "logits": "a smaller `chunk` of zoo.cross_entropy; tensor shards the vocabulary",
     "activations": "fewer rows per micro-batch, remat='full', or context and tensor, which shard them",
-    "parameters": "fsdp shards them over its devices, tensor and pipe as well",
-    "optimizer state": "fsdp shards it over its devices, with layout=zoo.parallel.ZERO1 as well",
-    "gradients": "fsdp shards them over its devices, with layout=zoo.parallel.ZERO2 as well",
+    "parameters": "more devices along fsdp, tensor or pipe, which shard them",
+    "optimizer state": "more devices along fsdp, tensor or pipe, which shard it",
+    "gradients": "more devices along tensor, pipe or, from ZeRO-2 on, fsdp, which shard them",
 }
 
 
