@@ -88,7 +88,7 @@ def list_pairs():
     """Pair every method with every kind of model; most pairs are slow: `pytest -m slow tests/adapters`."""
     for kind in MODELS:
         for method in METHODS:
-            quick = kind == "transformer" or method == "lora" or (kind, method) == ("mixture", "dora")
+            quick = kind == "transformer" or (kind, method) in (("mixture", "lora"), ("mamba2", "lora"))
             yield pytest.param(kind, method, marks=() if quick else (pytest.mark.slow,))
 
 
@@ -143,10 +143,10 @@ LAYOUTS = {
 
 
 def list_meshes():
-    """Eight methods in one program are quick for two kinds of models. Where tokens or experts are sharded, two are."""
+    """Eight methods in one program are quick for one kind of model. Where tokens or experts are sharded, two are."""
     for kind in MODELS:
         for layout in LAYOUTS if kind == "mixture" else ("tensor", "tokens"):
-            is_small = kind in ("transformer", "mamba2") and layout == "tensor"
+            is_small = kind == "transformer" and layout == "tensor"
             yield pytest.param(kind, ALL, layout, marks=() if is_small else (pytest.mark.slow,))
     yield from (("transformer", ("lora", "dora"), "tokens"), ("mixture", ("lora", "dora"), "experts"))
 

@@ -83,6 +83,7 @@ def test_finetune_starts_from_the_export_of_transformer(start, tmp_path, monkeyp
     assert "old 8." in printed and "→" in printed
 
 
+@pytest.mark.slow  # its code is that of test_transformer_combines_the_other_options
 def test_finetune_combines_the_other_options_on_byte_pairs(text, tmp_path):
     corpus = train.load_text((text,), vocab=300)
     sizes = {"vocab": 300, "embed": 16, "layers": 2, "heads": 4, "mlp": 32}

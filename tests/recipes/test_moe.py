@@ -122,6 +122,7 @@ def test_moe_fork_gives_the_same_numbers_on_one_device(text, unbroken, tmp_path,
         assert list(Path("runs/mine", name).glob("profile/plugins/profile/*/perfetto_trace.json.gz"))
 
 
+@pytest.mark.slow  # its code is that of test_transformer_combines_the_other_options
 def test_moe_combines_the_other_options(text, tmp_path):
     options = {"router": "biased", "shared_mlp_dim": 8, "capacity_factor": 1.25, "dtype": "bfloat16", "microbatches": 2}
     options |= {

@@ -22,7 +22,7 @@ def run_methods(text, out, **options):
     return {name: train.read_metrics(out / name / "metrics.jsonl") for name in options["methods"]}
 
 
-def test_precision_compares_and_resumes(text, tmp_path, capsys):
+def test_precision_compares(text, tmp_path, capsys):
     methods, out = ("fp8-delayed", "stochastic"), tmp_path / "run"
     records = run_methods(text, out, methods=methods)
     for lines in records.values():
@@ -34,10 +34,17 @@ def test_precision_compares_and_resumes(text, tmp_path, capsys):
     sizes = {name: float(re.search(rf"{name} +[\d.]+ +([\d.]+)", printed)[1]) for name in methods}
     assert sizes == pytest.approx({"stochastic": 6, "fp8-delayed": 12}, abs=0.3)
     assert "Rounding errors of each layer alone" in report and "units of the last place" in report
-    before = (out / "fp8-delayed" / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow  # tests/train/test_checkpoint.py restores arrays of any tree, as these histories are
+def test_precision_resumes_bitwise(text, tmp_path):
+    out, methods = tmp_path / "run", ("fp8-delayed",)
+    run_methods(text, out, methods=methods)
+    metrics = out / "fp8-delayed" / "metrics.jsonl"
+    before = metrics.read_bytes()
     shutil.rmtree(out / "fp8-delayed" / "checkpoints" / "4")
-    run_methods(text, out, methods=("fp8-delayed",), resume=True)
-    assert (out / "fp8-delayed" / "metrics.jsonl").read_bytes() == before  # histories and keys are in the checkpoint
+    run_methods(text, out, methods=methods, resume=True)
+    assert metrics.read_bytes() == before  # histories and keys are in the checkpoint
 
 
 @pytest.mark.slow

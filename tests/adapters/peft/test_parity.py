@@ -18,9 +18,12 @@ from zoo.weights.safetensors import open_safetensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLDER = Path(os.environ.get("ZOO_PARITY", "nowhere")) / "adapters"
-CASES = [(path, path, FIXTURES / "models") for path in sorted((FIXTURES / "adapters").iterdir())]
-CASES += [(path.parent, path, FOLDER / "bases") for path in sorted(FOLDER.glob("*/adapter"))]
-"""Folders of the expected results, of the adapter, and of the bases."""
+OWN = [(path, path, FIXTURES / "models") for path in sorted((FIXTURES / "adapters").iterdir())]
+MORE = [(path.parent, path, FOLDER / "bases") for path in sorted(FOLDER.glob("*/adapter"))]
+QUICK = ("lora_rslora", "lora_layer1")
+CASES = [*OWN, *(x if x[0].name in QUICK else pytest.param(*x, marks=pytest.mark.slow) for x in MORE)]
+"""Folders of the expected results, of the adapter, and of the bases. Of `ZOO_PARITY`, all but the quick ones have the
+methods and options of the project's own: `pytest -m slow tests/adapters/peft/test_parity.py` runs them."""
 REFUSED = {
     "lora_embedding_alone": "ensure_weight_tying",
 }
