@@ -22,14 +22,14 @@ _LAYOUT = frozenset("broadcast_in_dim convert_element_type slice transpose".spli
 
 @dataclasses.dataclass(frozen=True)
 class FusionRules:
-    """What the compiler of a platform fuses."""
+    """Fusions of a platform's compiler."""
 
     arithmetic_into_products: bool = False
-    """Whether a matrix product computes its operands: the TPU's compiler fuses elementwise operations into it, while a
+    """True if a matrix product computes its operands: the TPU's compiler fuses elementwise operations into it, while a
     GPU's kernel takes operands from memory, and changes no more than their dtype and layout."""
 
     peels: bool = False
-    """Whether the first iteration of a loop that reduce-scatters is taken out of it (`zoo.inspect.peeling`)."""
+    """True if the first iteration of a loop that reduce-scatters is taken out of it (`zoo.inspect.peeling`)."""
     tiles: int = 0
     """Tiles of 128 x 128 results that occupy the device. A product of fewer is cut along its contraction into a power
     of two of partial sums, in float32, which its reader adds up: split-K. 0 for a compiler that does not."""

@@ -31,7 +31,7 @@ class LiveArray:
 
     bytes: int
     shape: tuple[int, ...]
-    """Of one device's shard inside `shard_map`, of the whole array outside of it."""
+    """Sizes of one device's shard inside `shard_map`, of the whole array outside of it."""
     dtype: str
     primitive: str
     """The operation that made it, as JAX names it."""
