@@ -92,7 +92,7 @@ def build_refused() -> str:
     try:
         plan_case(REFUSED).require_fit()
     except planning.BudgetError as error:
-        lines = [line for row in f"zoo plan: {error}".splitlines() for line in textwrap.wrap(row, 118)]
+        lines = [line for row in f"zoo plan: {error}".splitlines() for line in textwrap.wrap(row, 96)]
         return "\n".join(["```text", *lines, "```"])
     raise AssertionError(f"{REFUSED} fits: choose a larger model")
 
