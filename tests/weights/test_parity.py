@@ -48,8 +48,8 @@ DECODED = {
     *("deepseek_v2_yarn", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4", "mixtral", "gemma2", "olmo2"),
     *("mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv_rescaled", "qwen3_5_text", "mpt"),
 }
-"""Cases that decode without `-m slow`: every mixer and block, and what differs in a cache. The tokens of all others are
-compared as one forward pass in `test_parity_with_pytorch`."""
+"""Cases that run whole, and decode, without `-m slow`: every mixer and block, and what differs in a cache. Of the other
+fixtures `test_logits_and_files_match_pytorch` takes logits and files."""
 
 
 QUICK = {
@@ -63,8 +63,7 @@ QUICK = {
     ),
     *("deepseek_v2_yarn", "phi3_longrope", "gemma3_5to1", "gemma2_usual_caps"),
 }
-"""Reference cases that compute otherwise than the fixtures of their family, or are stored otherwise. The others are run
-by `pytest -m slow tests/weights/test_parity.py`."""
+"""Reference cases that compute otherwise than the fixtures of their family, or are stored otherwise."""
 
 
 FLOAT64_NORMS = {
@@ -91,14 +90,16 @@ def list_case_folders(kind: str = "causal") -> list[Path]:
     return [folder for folder in ours if is_encoder(folder) == (kind == "encoder")]
 
 
-def list_cases(quick: Collection[str] | None = None) -> list:
-    """All cases as parameters. Quick are fixtures and the references in QUICK; with `quick`, those that it names."""
-    ours = list_case_folders()
-    is_quick = lambda folder: (
-        folder.parent == FIXTURES or folder.name in QUICK if quick is None else folder.name in quick
-    )
-    marks = lambda folder: () if is_quick(folder) else pytest.mark.slow
-    return [pytest.param(folder, id=folder.name, marks=marks(folder)) for folder in ours]
+def list_cases(quick: Collection[str] = DECODED | QUICK) -> list:
+    """All cases as parameters. Those that `quick` does not name are run by `pytest -m slow tests/weights`."""
+    marks = lambda folder: () if folder.name in quick else pytest.mark.slow
+    return [pytest.param(folder, id=folder.name, marks=marks(folder)) for folder in list_case_folders()]
+
+
+def list_other_fixtures() -> list:
+    """The project's own cases whose gradients, padding and decoding are slow, as parameters."""
+    folders = [x for x in list_case_folders() if x.parent == FIXTURES and x.name not in DECODED | QUICK]
+    return [pytest.param(folder, id=folder.name) for folder in folders]
 
 
 def read(path: Path) -> dict:
@@ -134,6 +135,16 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
     if folder.parent == FIXTURES:  # once per family, since `compare` checks the gradients of every case
         check_saved_gradients(model, expected, tmp_path / "gradients")
+
+
+@pytest.mark.parametrize("folder", list_other_fixtures())
+def test_logits_and_files_match_pytorch(folder: Path, tmp_path: Path):
+    """Every family in every run: `test_parity_with_pytorch` without what compiles for long."""
+    expected = read_expectations(folder / "expected.safetensors")
+    report = compare(folder, {name: expected[name] for name in ("input_ids", "logits")})
+    assert report.passed, report.first_failure
+    loaded = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
+    check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
 
 
 @pytest.mark.parametrize("folder", list_cases(quick=DECODED))
