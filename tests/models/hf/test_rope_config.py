@@ -127,7 +127,9 @@ def test_config_phimoe_scales_of_cos_and_sin():
 def test_magnitude_of_rope_is_undone_by_the_norm_after_it():
     """nanochat's norm of queries and keys, computed here before the rotation, comes after it in transformers."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-    rotary = rotary_of(build(FAMILIES["nanochat"], small(FAMILIES["nanochat"]) | {"rope_parameters": yarn}))
+    model = build(FAMILIES["nanochat"], small(FAMILIES["nanochat"]) | {"rope_parameters": yarn, "rms_norm_eps": 0.5})
+    rotary = rotary_of(model)
     frequencies, magnitude = rotary.scaling(rotary.dim, rotary.base, 9)
     wanted, other = rotary.scaling.scaling(rotary.dim, rotary.base, 9)
     assert magnitude == 1.0 < other and (frequencies == -wanted).all()
+    assert next(model.stack.iter_blocks()).mixer.query_norm.epsilon == 0.5 / other**2  # m x / rms(m x), in terms of x

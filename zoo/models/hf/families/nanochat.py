@@ -1,6 +1,7 @@
 """nanochat (Karpathy, "nanochat", 2025): norms without parameters, one of them after the embedding; an MLP of squared
 ReLUs; RoPE in the other direction; soft-capped logits. Queries and keys are normalized after RoPE in transformers: as
-that norm has no parameters and a rotation keeps lengths, it is the same before."""
+that norm has no parameters and a rotation keeps lengths, it is the same before. A magnitude m of scaled RoPE is undone
+but for the norm's epsilon, which is that of the file over m ** 2 before the rotation."""
 
 import dataclasses
 
@@ -23,8 +24,9 @@ from . import llama
 
 def _build_nanochat(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm, bias, rotary = make_rms_norm_factory(config, scaled=False), config["attention_bias"], build_rotary(config)
+    epsilon = config["rms_norm_eps"] / getattr(rotary.scaling, "magnitude", 1.0) ** 2
     rotary = dataclasses.replace(rotary, scaling=ReversedRotation(rotary.scaling))
-    qk_norm = make_head_norm_factory(config, scaled=False)
+    qk_norm = make_head_norm_factory(config, scaled=False, epsilon=epsilon)
     mixer = make_attention_factory(config, rotary=rotary, qk_norm=qk_norm, bias=bias, out_bias=bias)
     layers = [(mixer, make_mlp_factory(config, bias=False))] * config["num_hidden_layers"]
     options = {"embedding_norm": norm, "soft_cap": config["final_logit_softcapping"]}
