@@ -59,7 +59,7 @@ def find_classes(model, classes=(Linear, NF4Linear, Int8Linear, MXFP4Linear)):
         ("nf4", "lora", "transformer", (None, SEQUENCE)),
         pytest.param("nf4", "dora", "mixture", (), marks=pytest.mark.slow),
         pytest.param("int8", "dora", "transformer", (), marks=pytest.mark.slow),
-        ("int8", "lora", "mixture", (None,)),
+        pytest.param("int8", "lora", "mixture", (None,), marks=pytest.mark.slow),
     ],
 )
 def test_quantized_base_gradients_match_dequantized_base(format, method, model, layouts):

@@ -62,6 +62,7 @@ def list_collectives(program):
     return {(row.kind, row.axes): (row.count, row.bytes) for row in program.collectives}
 
 
+@pytest.mark.slow
 def test_zero_stages_have_the_memory_of_their_names(gradients):
     """With n devices and P bytes of parameters: parameters P, P, P / n; sums of gradients P, P / n, P / n; optimizer
     state 2 P / n. A micro-batch has gradients as large as the sums beside them, and `ZERO2` gathers an update of P."""

@@ -157,12 +157,13 @@ def test_transformer_saves_on_ctrl_c(text, tmp_path):
     assert (out / "checkpoints" / str(last)).is_dir()
 
 
-@pytest.mark.slow  # on one device below, and on a mesh with the other options
+@pytest.mark.slow  # in small on a mesh with the other options
 def test_transformer_two_default_steps_on_eight_devices(tmp_path):
     call(transformer.main, steps=2, out=tmp_path / "run")
     assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.slow  # the sizes of `make demo`; smaller ones above
 def test_transformer_two_default_steps_on_one_device(tmp_path):
     status, printed, errors = finish(start([sys.executable, str(RECIPE), "--steps", "2", "--out", str(tmp_path)]))
     assert status == 0, errors

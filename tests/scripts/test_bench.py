@@ -65,6 +65,7 @@ def test_grouped_products_have_equal_rows(monkeypatch):
             run()
 
 
+@pytest.mark.slow
 def test_bench_runs_and_writes_its_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ours, "Sizes", lambda: TINY)
     monkeypatch.setattr(entrants, "NEW_TOKENS", 4)
