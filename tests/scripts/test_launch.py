@@ -1,5 +1,7 @@
 """Launchers: parsed, and dry-run with stand-ins of Slurm's commands and the variables that Kubernetes would set."""
 
+import contextlib
+import itertools
 import os
 import random
 import re
@@ -21,21 +23,22 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
 BATCH = LAUNCH / "slurm.sbatch"
 PROGRAM = """
-import sys, time
+import os, sys, time
 import zoo
 from zoo.train import Interrupt
 zoo.distributed.initialize(timeout=60)
 import jax
 with Interrupt() as interrupt:
-    print("ready", jax.process_index(), jax.process_count(), *sys.argv[1:], flush=True)
+    line = " ".join(map(str, ("ready", jax.process_index(), jax.process_count(), *sys.argv[1:])))
+    os.write(1, f"\\n{line}\\n".encode())  # at once: both write into one pipe
     while not interrupt.requested:
         time.sleep(0.05)
-print("stopped", flush=True)
+os.write(1, b"stopped ")
 sys.exit(143)
 """
 
 
-def start(tmp_path, *words, program=PROGRAM, **variables):
+def start(tmp_path, *words, program=PROGRAM, start_new_session=False, **variables):
     """Start the batch script, as `sbatch` would, with the stand-ins in its path."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -51,7 +54,7 @@ def start(tmp_path, *words, program=PROGRAM, **variables):
     command = ["bash", str(BATCH), str(tmp_path / "program.py"), *words]
     environment = kept | path | job | {"PYTHON": sys.executable} | variables
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes)
+    return subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=start_new_session, **pipes)
 
 
 def read_log(tmp_path):
@@ -59,14 +62,19 @@ def read_log(tmp_path):
 
 
 def test_slurm_stops_before_the_limit_and_requeues(tmp_path):
-    with start(tmp_path, "--out", "runs/a b") as process:
+    with start(tmp_path, "--out", "runs/a b", start_new_session=True) as process:
         assert process.stdout is not None
-        ready = sorted(process.stdout.readline() for _ in range(2))  # empty if they have ended
-        assert ready == [f"ready {index} 2 --out runs/a b\n" for index in range(2)], ready
-        process.send_signal(signal.SIGUSR1)
-        printed, errors = process.communicate(timeout=60)
-        assert printed.count("stopped") == 2, errors
-        assert process.returncode == 143
+        try:
+            lines = iter(process.stdout.readline, "")  # until they have ended; Gloo prints lines of its own
+            ready = sorted(itertools.islice((line for line in lines if line.startswith("ready")), 2))
+            assert ready == [f"ready {index} 2 --out runs/a b\n" for index in range(2)], ready
+            process.send_signal(signal.SIGUSR1)
+            printed, errors = process.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert printed.count("stopped") == 2, errors
+    assert process.returncode == 143
     job = read_log(tmp_path)[1][2]
     assert "2 processes, found by Slurm: 0 on" in errors
     srun, *others = read_log(tmp_path)
