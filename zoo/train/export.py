@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -33,10 +32,10 @@ def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> 
     return directory
 
 
-def export_result(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int, weights: Any) -> None:
+def export_result(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int, weights: str | None) -> None:
     """Export the model of a finished run, and print where to; for a model that no family holds, where its weights are.
 
-    - `weights`: path of the run's newest checkpoint, None without one.
+    - `weights`: path or URL of the run's newest checkpoint, None without one.
 
     **Raises** as `export` does in all other cases.
     """

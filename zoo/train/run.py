@@ -105,6 +105,7 @@ class Run:
         self._pace = Throughput(0)
         self._progress: Progress = LineProgress(0) if jax.process_index() == 0 else SilentProgress()
         self._named = None if isinstance(options.resume, bool) else options.resume
+        self._checkpoint_folder = options.checkpoints
         with contextlib.ExitStack() as exits:
             lock = DirectoryLock(self.directory)
             exits.callback(lock.release)
@@ -302,7 +303,7 @@ class Run:
                 report_result(self.directory, title, model, mesh, corpus, steps=self.step, **options, **sections)
         if export_seq_len is not None:
             newest = max(self.checkpoints.restorable_steps(), default=None)
-            weights = None if newest is None else self.checkpoints.directory / str(newest)
+            weights = None if newest is None else f"{self._checkpoint_folder}/{newest}"
             export_result(model, corpus, self.directory / "export", seq_len=export_seq_len, weights=weights)
 
     def _show_metrics(self, lines: Sequence[Record]) -> None:

@@ -114,7 +114,7 @@ ANOTHER = {
     "activation_sparsity_pattern": [0.5, 0.0, 0.9],
     "num_kv_shared_layers": 1,
     "top_k_experts": 3,
-    "num_experts": 16,
+    "num_experts": 12,
     "moe_intermediate_size": 6,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
