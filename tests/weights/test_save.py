@@ -26,8 +26,6 @@ from zoo.weights.safetensors import open_safetensors
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 KEY = jax.random.key(0)
 EACH = pytest.mark.parametrize("family", FAMILIES)
-DRAWN = pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3n_text"])
-"""Families of which most drawn configs can be built: Gemma 3n's fixture has its own."""
 
 PAIRS = 4
 """RoPE pairs of a head of dim 8."""
@@ -93,8 +91,12 @@ def configs(draw, family):
     if "index_topk" in drawn:  # the indexer reads the latent of queries
         drawn |= {"q_lora_rank": 8, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4}
     if "num_kv_shared_layers" in drawn:  # layers that reuse keys follow one of their own type
-        drawn |= {"num_kv_shared_layers": 0, "rope_parameters": None, "head_dim": 8, "global_head_dim": 16}
+        drawn |= {"num_kv_shared_layers": 0, "rope_parameters": None, "head_dim": 8}
+        drawn |= {"global_head_dim": 16} if "global_head_dim" in drawn else {}
         drawn |= {"layer_types": None, "sliding_window": 4}
+    if "altup_active_idx" in drawn:  # one of the streams
+        drawn |= {"altup_active_idx": draw(st.integers(0, drawn["altup_num_inputs"] - 1))}
+        drawn |= {"hidden_act": "gelu_pytorch_tanh", "activation_sparsity_pattern": None}
     if "num_heads" in drawn:  # as wide together as `expand` says
         drawn |= {"head_dim": 8, "expand": 2, "num_heads": drawn["hidden_size"] // 4}
     if drawn.get("layer_types"):
@@ -136,7 +138,7 @@ def in_blocks(model, name, **statics):
     return eqx.tree_at(where, model, [altered(part, **statics) for part in where(model)])
 
 
-@DRAWN
+@EACH
 @settings(max_examples=2)
 @given(data=st.data())
 def test_save_and_load_every_config_of_every_family(make, family, data):
