@@ -56,7 +56,6 @@ COLLECTIVES: dict[str, str] = {
     "h100:8 pipe": _PIPE,
     "h100:8 pipe x fsdp x tensor": _PIPE,
     "v5e:2x4 pipe": _PIPE,
-    "v5e:2x4 pipe x fsdp x tensor": _PIPE,
     "v5e:2x4 hybrid": "a part of the gathers is repeated in the backward pass",
     "v5e:2x4 context": "half of the keys' and values' gathers are not repeated in the backward pass",
 }

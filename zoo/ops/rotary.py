@@ -44,6 +44,11 @@ class RopeScaling(abc.ABC):
     def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
         """Return the frequencies for a sequence of `length` tokens, and the magnitude of cos and sin."""
 
+    @property
+    def magnitude(self) -> float:
+        """Factor of cos and sin, whatever the length."""
+        return 1.0
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling(RopeScaling):
