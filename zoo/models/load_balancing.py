@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from zoo.layers import InputWeightedMixture, MixtureOfAttention, MixtureOfExperts, RoutingSums
+from zoo.layers import (
+    InputWeightedMixture,
+    MixtureBesideMLP,
+    MixtureOfAttention,
+    MixtureOfExperts,
+    RoutingSums,
+)
 from zoo.parallel import reduce, trainable
 
 from .parameter_paths import list_parameter_paths
@@ -125,4 +131,4 @@ def count_active_parameters(model: PyTree) -> int:
 
 
 def _is_mixture(x: Any) -> bool:
-    return isinstance(x, MixtureOfExperts | InputWeightedMixture | MixtureOfAttention)
+    return isinstance(x, MixtureOfExperts | InputWeightedMixture | MixtureBesideMLP | MixtureOfAttention)

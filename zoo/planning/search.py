@@ -8,7 +8,9 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from zoo.models.parameter_paths import list_parameter_paths
 from zoo.parallel import Layout, Mesh, make_mesh
+from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.topology import Topology
 
 from .chips import CHIPS
@@ -76,7 +78,7 @@ def search_meshes(
     """
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
     parameters = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
-    experts = max((x.shape[1] for x in _find_experts(model)), default=1)
+    experts = _count_experts(model)
     layers = sum(1 for _ in model.stack.iter_blocks())
     kept = [
         sizes
@@ -140,10 +142,9 @@ def _estimate_traffic(sizes: Mapping[str, int], topology: Topology, options: Tra
     return seconds + compute * (1 + bubble) + compute * 0.05 * (sizes["context"] > 1)
 
 
-def _find_experts(model: Any) -> Iterator[Any]:
-    """Yield the arrays of experts, which are stacked by layer and then by expert."""
-    from zoo.layers import MixtureOfExperts
-
-    is_mixture = lambda node: isinstance(node, MixtureOfExperts)
-    for mixture in filter(is_mixture, jax.tree.leaves(model, is_leaf=is_mixture)):
-        yield from (x for x in jax.tree.leaves(mixture.experts) if hasattr(x, "shape") and len(x.shape) > 2)
+def _count_experts(model: Any) -> int:
+    """Return the number of experts that `expert` may share out, by the dims of parameters: 1 for a dense model."""
+    arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
+    pairs = zip(list_parameter_paths(model), arrays, strict=True)
+    sizes = [size for path, x in pairs for dim, size in zip(path.dims, x.shape, strict=False) if dim.name == "experts"]
+    return max(sizes, default=1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from zoo.layers import GatedMLP, MixtureBesideMLP, RMSNorm, ScaledSoftmaxRouter
+from zoo.models import count_active_parameters
 
 EMBED, EXPERTS, TOP = 8, 4, 2
 
@@ -37,3 +38,8 @@ def test_mixture_beside_mlp_equals_formula_on_meshes():
     mesh = zoo.make_mesh(1, expert=2, tensor=2, devices=jax.devices()[:4])
     sharded = zoo.spmd(run, mesh, out="batch seq embed")(zoo.place(layer, mesh), x)
     assert relative_error(sharded, expected) < 1e-5
+
+
+def test_active_parameters_count_the_chosen_experts():
+    layer = make(jax.random.key(0))
+    assert zoo.count(layer) - count_active_parameters(layer) == (EXPERTS - TOP) * 3 * EMBED * 6

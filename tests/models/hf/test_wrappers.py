@@ -72,6 +72,7 @@ def test_names_follow_the_layout_of_the_file(names, norm, head):
     "name, family, key",
     [
         ("gemma3", "gemma3_text", "final_logit_softcapping"),
+        ("gemma3n", "gemma3n_text", "final_logit_softcapping"),
         ("gemma4", "gemma4_text", "final_logit_softcapping"),
         ("aya_vision", "cohere2", "logit_scale"),
         ("llava_next", "granite", "logits_scaling"),
@@ -81,7 +82,7 @@ def test_logits_are_capped_and_scaled_as_the_wrapper_does(name, family, key):
     config = {"model_type": name, "text_config": {"model_type": family, key: 3.0}}
     text, wrapping = unwrap_config(config, FAMILIES[family], NAMES)
     scales = WRAPPERS[name].scales_logits
-    assert scales == (name == "gemma4") and (read_config(FAMILIES[family], text)[key] == 3.0) == scales
+    assert scales == (name in ("gemma3n", "gemma4")) and (read_config(FAMILIES[family], text)[key] == 3.0) == scales
     assert wrap_config(text, wrapping) == config
     if not scales:  # nor by the default of the language model's class
         text, _ = unwrap_config({"model_type": name, "text_config": {}}, FAMILIES[family], NAMES)
