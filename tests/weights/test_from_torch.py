@@ -37,9 +37,11 @@ MADE = {
 
 def theirs(directory: Path, dtype=torch.float32):
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    if "quantization_config" in read_json(directory / "config.json"):
+    config = read_json(directory / "config.json")
+    if "quantization_config" in config:
         options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options)
+    kind = getattr(transformers, config["architectures"][0])  # not all are among the automatic classes
+    return kind.from_pretrained(directory, dtype=dtype, **options)
 
 
 def agree(model: zoo.models.Decoder, module) -> None:
