@@ -1,5 +1,6 @@
 """What the processes of a program tell one another when one of them ends."""
 
+import contextlib
 import json
 import os
 import socket
@@ -25,16 +26,22 @@ def statuses(monkeypatch):
     return ended
 
 
-def start_watch(process_id, *others):
-    """Return a watch, and the other ends of its connections."""
-    ours, theirs = {}, []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        for other in others:
-            theirs.append(socket.create_connection(server.getsockname(), timeout=10))
-            ours[other] = server.accept()[0]
-    made = watch.Watch(process_id, NAMES, ours, timeout=30)
-    made.start()
-    return made, theirs
+@pytest.fixture
+def start_watch():
+    """Return a function that starts a watch and returns it with the other ends of its connections."""
+    with contextlib.ExitStack() as opened:
+
+        def start(process_id, *others):
+            ours, theirs = {}, []
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                for other in others:
+                    theirs.append(opened.enter_context(socket.create_connection(server.getsockname(), timeout=10)))
+                    ours[other] = server.accept()[0]
+            made = watch.Watch(process_id, NAMES, ours, timeout=30)
+            made.start()
+            return made, theirs
+
+        yield start
 
 
 def read(connection):
@@ -52,7 +59,7 @@ def close(*connections):
         connection.close()
 
 
-def test_first_process_passes_on_which_one_failed(statuses, capsys):
+def test_first_process_passes_on_which_one_failed(start_watch, statuses, capsys):
     _, (first, second) = start_watch(0, 1, 2)
     first.sendall(b'{"failed": [1, "OSError: no ')
     first.sendall(b'room"]}\n{"odd\n')
@@ -65,7 +72,7 @@ def test_first_process_passes_on_which_one_failed(statuses, capsys):
     assert lines[1:] == ["  process 0 on a (process 10) ends with it"]
 
 
-def test_connection_closed_without_a_word_is_a_death(statuses, capsys):
+def test_connection_closed_without_a_word_is_a_death(start_watch, statuses, capsys):
     _, (first, second) = start_watch(0, 1, 2)
     second.close()
     assert read(first) == {"failed": [2, None]}
@@ -75,18 +82,26 @@ def test_connection_closed_without_a_word_is_a_death(statuses, capsys):
     assert "process 2 on c (process 12) ended without a word" in capsys.readouterr().err
 
 
-def test_goodbye_is_no_death(statuses):
+def test_goodbye_is_no_death(start_watch, statuses):
     made, (coordinator,) = start_watch(1, 0)
     coordinator.sendall(b'{"left": true}\n')
     coordinator.shutdown(socket.SHUT_WR)
-    made._leave()
-    assert read(coordinator) == {"left": True}
-    close(coordinator)
-    time.sleep(0.3)
+    assert coordinator.recv(1) == b""  # it has read both, and closed its end
+    assert not made._failure.wait(0.3)
     assert statuses == []
 
 
-def test_error_that_the_end_of_another_causes_is_not_announced(statuses, capsys):
+def test_process_that_has_said_goodbye_does_not_wait_for_the_others(start_watch, statuses):
+    made, (coordinator,) = start_watch(1, 0)
+    made._leave()
+    assert read(coordinator) == {"left": True}
+    coordinator.shutdown(socket.SHUT_WR)
+    assert coordinator.recv(1) == b""
+    assert not made._failure.wait(0.3)
+    assert statuses == []
+
+
+def test_error_that_the_end_of_another_causes_is_not_announced(start_watch, statuses, capsys):
     made, (coordinator,) = start_watch(1, 0)
     coordinator.sendall(b'{"failed": [2, null]}\n')
     assert made._failure.wait(10)
@@ -97,11 +112,10 @@ def test_error_that_the_end_of_another_causes_is_not_announced(statuses, capsys)
     with pytest.raises(TimeoutError):
         coordinator.recv(1)
     assert "process 2 on c (process 12) ended without a word" in capsys.readouterr().err
-    close(coordinator)
 
 
 @pytest.mark.parametrize("own", ["ValueError: wrong", "ValueError: other"])
-def test_same_error_in_all_processes_is_printed_once(statuses, capsys, own):
+def test_same_error_in_all_processes_is_printed_once(start_watch, statuses, capsys, own):
     made, (coordinator,) = start_watch(1, 0)
     made.announce_failure(own, status=2)
     assert read(coordinator) == {"failed": [1, own]}
@@ -109,4 +123,3 @@ def test_same_error_in_all_processes_is_printed_once(statuses, capsys, own):
     wait_for(statuses)
     assert statuses == [2]
     assert capsys.readouterr().err.count("ValueError: wrong") == (own != "ValueError: wrong")
-    close(coordinator)
