@@ -1,35 +1,27 @@
 """Eight virtual CPU devices, a compilation cache that outlives the run, and calm property tests."""
 
 import gc
-import importlib.metadata
+import itertools
 import os
 from pathlib import Path
 
-DEVICES = "--xla_force_host_platform_device_count=8"
-# What is tested is what XLA makes of a program (its layout, its collectives), at sizes where the time goes into LLVM.
-COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones refuse to start with a flag they do not know
-    COMPILE_FAST += " --xla_cpu_use_fusion_emitters=false"  # a quarter less of a test's time
-    # Each part of a split module is set up and optimized alone, and the other core has the other worker: a fifth less.
-    COMPILE_FAST += " --xla_cpu_parallel_codegen_split_count=1"
+from tests.processes import CACHE, CACHED_FROM, make_xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES} {COMPILE_FAST}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {make_xla_flags(8)}".strip()
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import jaxtyping  # noqa: E402
-import pytest  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+from jax._src.interpreters import mlir
 
-from tests import quick_checks  # noqa: E402
-
-CACHE = Path(os.environ.get("ZOO_TEST_CACHE") or Path(__file__).parents[1] / ".jax_cache")
+from tests import quick_checks
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 os.environ.setdefault("ZOO_COMPILE_CACHE", "off")  # processes that tests start write nothing into a user's own
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_FROM)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Where in the source each operation was traced is asked by no test; and what tracing allocates is seldom garbage.
 jax.config.update("jax_traceback_in_locations_limit", 0)
@@ -59,13 +51,15 @@ quick_checks.install()
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 20_000
+TESTS = itertools.count()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
     """Let go of compiled programs while there is room for more. Each takes some mappings of memory; Linux allows a
-    process 65,530 of them (vm.max_map_count), a whole run made more, and jaxlib then ended in a segmentation fault."""
-    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    process 65,530 of them (vm.max_map_count), a whole run made more, and jaxlib then ended in a segmentation fault.
+    To list them takes 10 ms, so that only some tests ask."""
+    if next(TESTS) % 20 == 0 and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
 
 

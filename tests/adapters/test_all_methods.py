@@ -12,6 +12,7 @@ import pytest
 
 import zoo
 from tests.adapters.perturb import perturb
+from tests.quick import mark_slow
 from zoo import adapters
 from zoo.layers import GatedDeltaNet, Mamba2
 from zoo.models.parameter_paths import list_parameter_paths
@@ -65,10 +66,10 @@ def loss_fn(model, batch):
     return zoo.cross_entropy(model, batch)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mark_slow(METHODS, but=("lora", "oft", "ia3")))
 def test_adapters_do_not_depend_on_rounds(method):
     """Made, merged and removed in rounds as in one."""
-    kind = "mixture" if method in ("lora", "dora") else "transformer"
+    kind = "mixture" if method == "dora" else "transformer"
     model, wrapped = wrap(kind, method)
     dealt = METHODS[method](split_rounds(model, 2), targets=MODELS[kind][1], key=jax.random.key(1))
     assert count_rounds(dealt) == 2 and eqx.tree_equal(zoo.parallel.merge_rounds(dealt), wrapped)
@@ -88,7 +89,7 @@ def list_pairs():
     """Pair every method with every kind of model; most pairs are slow: `pytest -m slow tests/adapters`."""
     for kind in MODELS:
         for method in METHODS:
-            quick = kind == "transformer" or (kind, method) in (("mixture", "lora"), ("mamba2", "lora"))
+            quick = kind == "transformer" or (kind, method) == ("mamba2", "lora")
             yield pytest.param(kind, method, marks=() if quick else (pytest.mark.slow,))
 
 
@@ -143,12 +144,13 @@ LAYOUTS = {
 
 
 def list_meshes():
-    """Eight methods in one program are quick for one kind of model. Where tokens or experts are sharded, two are."""
+    """Eight methods in one program are quick for one kind of model. Where experts are sharded, one is."""
     for kind in MODELS:
         for layout in LAYOUTS if kind == "mixture" else ("tensor", "tokens"):
             is_small = kind == "transformer" and layout == "tensor"
             yield pytest.param(kind, ALL, layout, marks=() if is_small else (pytest.mark.slow,))
-    yield from (("transformer", ("lora", "dora"), "tokens"), ("mixture", ("lora", "dora"), "experts"))
+    yield "mixture", ("lora",), "experts"
+    yield pytest.param("transformer", ("lora", "dora"), "tokens", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_adapters_on_a_mesh_match_one_device(kind, methods, layout):
         np.testing.assert_allclose(y, x, atol=5e-5 * max(1e-3, float(jnp.abs(x).max())), err_msg=path.name)
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("method", mark_slow(["lora", "dora", "ia3"], but=["dora"]))
 def test_generate_with_adapter_matches_forward(method):
     """Greedy decoding with a state gives the argmax of a forward pass over the text."""
     wrapped = perturb(wrap("delta", method)[1])

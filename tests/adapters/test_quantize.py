@@ -56,7 +56,8 @@ def find_classes(model, classes=(Linear, NF4Linear, Int8Linear, MXFP4Linear)):
 @pytest.mark.parametrize(
     ("format", "method", "model", "layouts"),
     [
-        ("nf4", "lora", "transformer", (None, SEQUENCE)),
+        ("nf4", "lora", "transformer", (None,)),
+        pytest.param("nf4", "lora", "transformer", (None, SEQUENCE), marks=pytest.mark.slow),
         pytest.param("nf4", "dora", "mixture", (), marks=pytest.mark.slow),
         pytest.param("int8", "dora", "transformer", (), marks=pytest.mark.slow),
         pytest.param("int8", "lora", "mixture", (None,), marks=pytest.mark.slow),

@@ -3,18 +3,16 @@
 import ast
 import importlib
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
+from tests.processes import ROOT, make_environment
 from tests.recipes.test_transformer import TINY
 from zoo import train
 
-ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.py"))}
 module = importlib.import_module("zoo.cli.fork")
 
@@ -155,13 +153,7 @@ def test_fork_copy_runs_in_any_directory(run, tmp_path):
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("the cat sat on the mat and saw that it was flat " * 20)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
+    environment = make_environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
     command = [sys.executable, "my_experiment.py", "--data=text", *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

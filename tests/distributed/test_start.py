@@ -79,6 +79,7 @@ def test_processes_meet_or_name_the_missing():
     assert (other[0], other[2]) == (output, status) == (output, 3)
 
 
+@pytest.mark.slow
 def test_number_that_comes_twice_is_named():
     port = find_port()
     results = run_all(*(start(index, port, count=3) for index in (0, 1, 1)))

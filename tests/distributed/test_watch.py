@@ -91,7 +91,7 @@ def test_goodbye_is_no_death(start_watch, statuses):
     assert statuses == []
 
 
-def test_process_that_has_said_goodbye_does_not_wait_for_the_others(start_watch, statuses):
+def test_own_goodbye_is_the_end(start_watch, statuses):
     made, (coordinator,) = start_watch(1, 0)
     made._leave()
     assert read(coordinator) == {"left": True}

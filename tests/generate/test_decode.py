@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.layers import Attention, GatedDeltaNet, KeyValueCache, LatentAttention, LatentCache, TokenInfo
 from zoo.ops.rotary import Rotary
 from zoo.parallel import all_gather, scan, shard, varying
@@ -76,8 +77,9 @@ def run_on_mesh(kind, axes):
     return model, tokens, positions, *run(zoo.place(model, mesh), tokens, positions)
 
 
-@pytest.mark.parametrize("kind, sizes", CASES.items(), ids=CASES)
-def test_logits_equal_one_device_and_caches_are_shared(kind, sizes):
+@pytest.mark.parametrize("kind", mark_slow(CASES, but=("parallel blocks", "hybrid")))
+def test_logits_equal_one_device_and_caches_are_shared(kind):
+    sizes = CASES[kind]
     model, tokens, positions, found, states = run_on_mesh(kind, tuple(sizes.items()))
     expected = eqx.filter_jit(lambda model, tokens, mask: model(tokens, mask=mask))(model, tokens, jnp.asarray(MASK))
     assert np.allclose(found[MASK], expected[MASK], atol=1e-5)

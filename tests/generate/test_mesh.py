@@ -42,7 +42,7 @@ def generate_tokens(model, rows=ROWS, **options):
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param(sizes, id=str(make_mesh(**sizes)), marks=pytest.mark.slow if "fsdp" in sizes else ())
+        pytest.param(sizes, id=str(make_mesh(**sizes)), marks=() if "context" in sizes else pytest.mark.slow)
         for sizes in MESHES
     ],
 )
@@ -57,6 +57,7 @@ def test_mesh_samples_equal_those_of_one_device(sizes):
     assert (np.stack(received, 1) == expected).all()
 
 
+@pytest.mark.slow
 def test_fsdp_generates_one_prompt_on_eight_devices():
     """Greedy, with an indivisible vocabulary and parameters sharded at rest."""
     mesh = make_mesh(fsdp=8)

@@ -65,6 +65,7 @@ def test_greedy_tokens_equal_those_of_a_full_forward_pass(kind, seq, new, pads, 
     assert jnp.array_equal(greedy[:, LENGTH - new - 1 : -1], got)
 
 
+@pytest.mark.slow
 def test_generate_takes_bfloat16_and_unstacked_models():
     model = zoo.cast(make_model(), jnp.bfloat16)
     unstacked = swap_stack(model, Stack.unstack)

@@ -73,6 +73,7 @@ def test_planted_bad_layer_is_the_worst_one(sizes):
     assert errors["layers.2"].output > 3 * errors["layers.2"].local_output  # it arrives, and is not made, in layer 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

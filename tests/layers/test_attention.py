@@ -149,6 +149,7 @@ def make_decoder_with_biases(key):
     return Decoder(Embedding(48, 32, key=embedding_key), stack, LayerNorm(32), head, Dropout(0.0), soft_cap=20.0)
 
 
+@pytest.mark.slow
 def test_decoder_with_biases_and_sinks_on_a_mesh():
     tokens = jax.random.randint(KEY, (8, 7), 0, 48)
     batch = {"tokens": tokens, "targets": tokens}

@@ -139,6 +139,7 @@ def test_zigzag_of_two_shards_keeps_the_half_that_stays():
     assert all(source != target for pair in pairs for source, target in (pair[:2], pair[2:]))
 
 
+@pytest.mark.slow
 def test_other_forms_and_latents_move_their_bytes():
     """Per token: with "heads" queries, keys, values and outputs once forward, and their gradients once backward; with
     "gathered" the keys and values of all devices, and the sums of their gradients. Of latent attention, latents and

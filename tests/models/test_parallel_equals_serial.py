@@ -109,6 +109,7 @@ def preference_loss(model, batch, key=None):
     return -jax.nn.log_sigmoid(margin).sum(), jnp.float32(len(margin))
 
 
+@pytest.mark.slow
 def test_mesh_loss_that_calls_the_model_twice_and_transformed():
     model = make_unsharded(layers=1, windows=(None,), dropout=0.0)
     text = jax.random.randint(DATA_KEY, (2, 8, SEQ + 1), 0, VOCAB)

@@ -185,6 +185,7 @@ def test_score_and_hidden_states_are_the_same_on_a_mesh(sizes):
     assert np.allclose(found, zoo.hidden_states(model, tokens, **options)[-1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_score_gradient_is_the_same_on_a_sharded_sequence(model):
     tokens, mesh = random_tokens((2, 16)), zoo.make_mesh(data=2, context=4)
 

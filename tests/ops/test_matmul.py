@@ -61,6 +61,7 @@ def test_einsum_fp32_accum_multiplies_weights_by_few_rows(rows, swapped):
     assert ("optimization_barrier" in str(jax.make_jaxpr(step)(x, weight))) == swapped
 
 
+@pytest.mark.slow
 def test_einsum_fp32_accum_aligns_varying_operands_on_a_mesh():
     """Sharded weights with replicated rows, and the reverse: gradients are all-reduced where needed."""
     make = lambda key: zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=16, key=key)

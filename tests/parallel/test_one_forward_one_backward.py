@@ -61,6 +61,7 @@ def make_step(mesh, microbatches, *, rows=4, seq=SEQ, embed=32, loss=plain_loss,
     return eqx.filter_jit(lambda *args: run(*args)), zoo.place(model, mesh), zoo.place_batch(batch, mesh)
 
 
+@pytest.mark.slow
 def test_memory_and_collectives_by_formula():
     """From twice as many micro-batches as stages to eight times as many, temporaries grow by less than 1%. Over `pipe`
     go two activations in each tick, forward and backward; summed over it are what enters and leaves the stages and the
@@ -86,6 +87,7 @@ def half_precision_loss(model, batch):
     return plain_loss(zoo.cast(model, jnp.bfloat16), batch)
 
 
+@pytest.mark.slow
 def test_residuals_of_micro_batches_hold_no_weights():
     """What depends on parameters alone, such as their copies in another dtype, is not among what has slots."""
     mesh = make_any_mesh(pipe=4, data=2)

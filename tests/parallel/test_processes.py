@@ -3,7 +3,6 @@ rows, or the same where they share them; they resume from the same checkpoint, a
 and `context` may cross their border."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import make_environment
 from zoo._workarounds import SCHEDULER_FLAG
-
-ROOT = Path(__file__).parents[2]
 
 
 def run_worker(process, processes, port, folder):
@@ -134,13 +132,7 @@ def run_processes(processes, folder, *flags):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {
-        "XLA_FLAGS": " ".join(
-            [f"--xla_force_host_platform_device_count={8 // processes}", "--xla_backend_optimization_level=0", *flags]
-        ),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = make_environment(8 // processes, *flags)
     words = [[sys.executable, __file__, str(i), str(processes), str(port), str(folder)] for i in range(processes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen(command, env=environment, **pipes) for command in words]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.parallel import Layout, TrainableCopy, leaves, merge_rounds, rounds
 from zoo.parallel.rounds import count_rounds, in_one_round, reshape_layers, split_rounds
 
@@ -39,7 +40,7 @@ def assert_same(first, second):
         assert isinstance(x, jax.ShapeDtypeStruct) or np.array_equal(x, y)
 
 
-@pytest.mark.parametrize("rounds", [2, 4])
+@pytest.mark.parametrize("rounds", mark_slow([2, 4], but=[2]))
 def test_merge_rounds_undoes_place(model, rounds):
     placed, mesh = zoo.place(model, make_mesh(rounds)), make_mesh()
     assert count_rounds(placed) == rounds and count_rounds(model) == 1

@@ -112,6 +112,7 @@ def check_equals_one_device(result, loss_fn, model):
         np.testing.assert_allclose(grad, reference, atol=2e-5 * np.abs(reference).max() + 1e-12, rtol=0)
 
 
+@pytest.mark.slow
 def test_sequence_parallel_layer_gathers_and_scatters():
     """A layer enters two sublayers by an all-gather and leaves them by a reduce-scatter, and so in the backward pass.
     The gradients of norms are all-reduced after the loop."""

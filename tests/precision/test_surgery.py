@@ -71,6 +71,7 @@ def test_other_layouts_and_schedules_equal_one_device():
         assert largest_difference(results[name][1], results[reference][1]) < 1e-5, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "sizes"),
     [(4, MESH), pytest.param(2, {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow)],

@@ -54,6 +54,7 @@ def test_finetune_learns_exports_and_reports(unbroken, start):
         assert part in report
 
 
+@pytest.mark.slow
 def test_finetune_resumes_bitwise(text, start, unbroken, tmp_path):
     out = shutil.copytree(unbroken, tmp_path / "run")
     shutil.rmtree(out / "checkpoints" / "4")

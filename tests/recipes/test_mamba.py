@@ -27,7 +27,17 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("generation", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_mamba_exports_and_reports(text, tmp_path):
+    call(mamba.main, data=(text,), out=tmp_path / "run", **TINY)
+    check_optimization(tmp_path / "run")
+    assert "bytes of decoding state" in (tmp_path / "run" / "report.html").read_text()
+    model = zoo.load(tmp_path / "run" / "export")
+    assert type(model.stack.segments[0].blocks[0].mixer).__name__ == "Mamba2"
+    assert jnp.isfinite(model(jnp.zeros((1, 5), int))).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", [1, 2])
 def test_mamba_resumes_bitwise_and_exports(generation, text, tmp_path, monkeypatch):
     """Stopped after two steps and resumed, it is the unbroken run bit for bit; and the export is the model."""
     log = train.Run.log

@@ -9,17 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from recipes import moe
+from tests.processes import make_environment
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.cli import main as command
 
-ROOT = Path(__file__).parents[2]
 TINY = {
     "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 16, "experts": 4, "seq_len": 16, "batch_size": 8, "steps": 4,
     "warmup_steps": 1, "eval_every": 2, "remat": "none",
@@ -102,16 +101,10 @@ def test_moe_stopped_in_the_second_run_resumes_bitwise(text, unbroken, tmp_path,
 def test_moe_fork_gives_the_same_numbers_on_one_device(text, unbroken, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command(["fork", "moe", "mine.py"])
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-        "PYTHONPATH": str(ROOT),
-    }
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
     words = ["--runs", "dense", "loss-free", "--data", str(text), "--bias-rate", "0.5", "--profile", *flags]
     done = subprocess.run(
-        [sys.executable, "mine.py", *words], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "mine.py", *words], env=make_environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "wrote the report to runs/mine/report.html" in done.stdout and "on one device" in done.stdout

@@ -48,6 +48,7 @@ def test_recall_of_two_mixers(unbroken):
     assert flag_names(recall.main)[-len(RUN_FLAGS) - 1 :] == ["eval_every", *RUN_FLAGS]
 
 
+@pytest.mark.slow
 def test_recall_stopped_in_the_second_mixer_resumes_bitwise(unbroken, tmp_path, monkeypatch, capsys):
     out, log = tmp_path / "run", train.Run.log
     shutil.copytree(unbroken / "attention-8", out / "attention-8")

@@ -4,14 +4,12 @@ import gzip
 import importlib.util
 import inspect
 import json
-import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -19,11 +17,11 @@ import pytest
 
 import zoo
 from recipes import transformer
+from tests.processes import ROOT, make_environment
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "transformer.py"
 TINY = {
     "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 32, "seq_len": 16, "batch_size": 8, "steps": 60,
@@ -48,14 +46,8 @@ def command(text, out, *more, **changes):
 
 def start(words, **options):
     """On one device, with the compiled programs of the other tests, and what it prints."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, env=environment, cwd=ROOT, **pipes, **options)
+    return subprocess.Popen(words, env=make_environment(), cwd=ROOT, **pipes, **options)
 
 
 def finish(process):

@@ -54,6 +54,7 @@ def test_model_flops_of_a_mixture_count_active_experts():
     assert zoo.models.count_active_parameters(shapes) == ours.count(dense) + routers
 
 
+@pytest.mark.slow
 def test_grouped_products_have_equal_rows(monkeypatch):
     monkeypatch.setattr(ours.GroupedMatmul, "ROWS", 64)
     runs, facts = entrants.grouped_products()

@@ -97,6 +97,7 @@ def test_wrong_options_of_a_loss_scale_raise(options, message):
         train.dynamic_loss_scale(optax.sgd(1.0), **options)
 
 
+@pytest.mark.slow
 def test_presets_compute_in_float16():
     """Attention, a mixture, Mamba and a delta rule: finite, and as near float32 as its 11 bits are."""
     layers = zoo.layers

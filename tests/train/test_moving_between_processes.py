@@ -2,17 +2,16 @@
 another mesh, and back."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, make_environment
+
 WORDS = (
     "--embed",
     "16",
@@ -34,10 +33,7 @@ STILL = ("--learning-rate", "0")
 def start(index, port, out, *words, devices=2):
     """Start process `index` of two, or, without a port, one process alone."""
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-    }
+    environment = make_environment(devices)
     command = [
         sys.executable,
         "recipes/transformer.py",

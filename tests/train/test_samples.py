@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import pytest
 
 import zoo
 from zoo import train
@@ -10,6 +11,7 @@ from zoo import train
 PROMPTS = ["a", "abc"]
 
 
+@pytest.mark.slow
 def test_pipelined_model_samples_as_on_one_device():
     corpus = train.load_text({str(number): "abc " * number for number in range(1, 40)})
     model = zoo.models.Transformer(vocab=256, embed=16, layers=4, heads=4, mlp=32, key=jax.random.key(0))

@@ -200,6 +200,7 @@ def test_checkpoint_of_a_mesh_goes_on_on_others(first, then, tmp_path):
     np.testing.assert_allclose(losses, expected_losses(make)[: len(losses)], rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     seed=st.integers(0, 999),

@@ -14,6 +14,7 @@ TOKENS = jax.random.randint(KEY, (8, 6), 0, 32)
 BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_lora_dropout_on_a_mesh_matches_one_device(method):
     """The mask depends only on the row's key and the position of the value; without a key there is no dropout."""

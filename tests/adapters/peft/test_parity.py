@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo import adapters
 from zoo.adapters.peft.write import collect_tensors
 from zoo.weights.safetensors import open_safetensors
@@ -20,10 +21,11 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLDER = Path(os.environ.get("ZOO_PARITY", "nowhere")) / "adapters"
 OWN = [(path, path, FIXTURES / "models") for path in sorted((FIXTURES / "adapters").iterdir())]
 MORE = [(path.parent, path, FOLDER / "bases") for path in sorted(FOLDER.glob("*/adapter"))]
-QUICK = ("lora_rslora", "lora_layer1")
-CASES = [*OWN, *(x if x[0].name in QUICK else pytest.param(*x, marks=pytest.mark.slow) for x in MORE)]
-"""Folders of the expected results, of the adapter, and of the bases. Of `ZOO_PARITY`, all but the quick ones have the
-methods and options of the project's own: `pytest -m slow tests/adapters/peft/test_parity.py` runs them."""
+QUICK = ("lora", "dora", "ia3", "oft", "lokr", "loha", "vera", "adalora", "lora_experts", "lora_saved_head")
+QUICK += ("lora_embedding_alone", "lora_patterns", "lora_gpt2", "lora_bias_all")
+CASES = mark_slow([*OWN, *MORE], but=QUICK, name=lambda case: case[0].name if case in OWN else "slow")
+"""Folders of the expected results, of the adapter, and of the bases. The quick ones have each method once, and what is
+written in a way of its own: `pytest -m slow tests/adapters/peft/test_parity.py` runs the others."""
 REFUSED = {
     "lora_embedding_alone": "ensure_weight_tying",
 }

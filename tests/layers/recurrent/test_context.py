@@ -97,6 +97,7 @@ def mix_each(layers, x):
     return jnp.concatenate([layer(x, TokenInfo())[0] for layer in layers], axis=-1)
 
 
+@pytest.mark.slow
 def test_communication_of_elementwise_and_stabilized_recurrences():
     """A convolution needs width - 1 tokens, a token shift one, an elementwise map two states, and a stabilized one its
     sums, their maximum and a log factor."""

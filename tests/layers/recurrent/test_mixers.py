@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.layers import (
     HGRN2,
     MLSTM,
@@ -67,7 +68,10 @@ MIXERS = {
 }
 
 
-@pytest.mark.parametrize("name", MIXERS)
+QUICK_MIXERS = MIXERS_ON_A_MESH | {"gated_linear_attention", "rwkv7", "mlstm", "rg_lru", "mamba2"}
+
+
+@pytest.mark.parametrize("name", mark_slow(MIXERS, but=QUICK_MIXERS & MIXERS.keys()))
 def test_mixer_keeps_its_promises(name):
     """Two mixers also on a mesh; presets of the others are compared on meshes by tests of models."""
     meshes = [zoo.make_mesh(data=2, fsdp=2, tensor=2)] if name in MIXERS_ON_A_MESH else ()

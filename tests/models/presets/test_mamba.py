@@ -49,6 +49,7 @@ def test_mamba_save_refuses_options_without_a_config(name, tmp_path):
         zoo.save(normed, tmp_path / "refused")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "mamba2"])
 def test_mamba_learns_the_previous_token(name):
     """On a mesh, with the loss of one device."""

@@ -123,6 +123,7 @@ def test_moe_packed_equals_separate_and_ignores_padding(model):
     assert jnp.allclose(padded[:, 4:], separate[:, :6], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_moe_generation_equals_full_passes(model):
     tokens = random_tokens((2, 6))
     new = zoo.generate(model, tokens, max_new_tokens=4)

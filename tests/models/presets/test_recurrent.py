@@ -139,6 +139,7 @@ def test_recurrent_models_are_the_same_with_context(name, axes):
     check_mesh(name, zoo.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())]))
 
 
+@pytest.mark.slow
 def test_recurrent_generation_on_a_mesh_and_with_padding():
     """Rows of different lengths in one batch give the same tokens as row by row."""
     model = eqx.filter_jit(make)("token shift", KEY)

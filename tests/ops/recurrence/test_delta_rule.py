@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.quick import mark_slow
 from tests.recurrences import BATCH, HEADS, VALUE_DIM, all_close, draw_delta
 from zoo.ops.recurrence.delta_rule import (
     delta_rule,
@@ -73,7 +74,7 @@ def value_and_gradients(op, inputs, cotangents):
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-@pytest.mark.parametrize("seq", [1, 7, 70])
+@pytest.mark.parametrize("seq", mark_slow([1, 7, 70], but=[70]))
 def test_delta_rules_equal_their_references_with_gradients(op, seq):
     decays, steps, names = OPS[op]
     inputs = draw_delta(seq, decays, steps, seed=5)

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo import train
 
 FORMATS = {
@@ -76,7 +77,7 @@ def test_factored_update_is_that_of_adafactor():
         np.testing.assert_allclose(updates["w"], gradient / np.sqrt(second), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "blocks", "factored"])
+@pytest.mark.parametrize("name", mark_slow(["bfloat16", "blocks", "factored"], but=["blocks"]))
 def test_formats_come_near_float32_in_the_bytes_promised(name, tmp_path):
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     model, opt_state = run(name, mesh)
@@ -95,7 +96,7 @@ def test_formats_come_near_float32_in_the_bytes_promised(name, tmp_path):
         assert x.dtype == y.dtype and np.array_equal(x, y)
 
 
-@pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.slow), "blocks", "factored"])
+@pytest.mark.parametrize("name", mark_slow(["bfloat16", "blocks", "factored"], but=["blocks"]))
 def test_formats_are_the_same_on_any_mesh(name):
     serial = run(name, zoo.make_mesh(devices=jax.devices()[:1]), steps=3)
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2, devices=jax.devices()[:8])

@@ -60,6 +60,7 @@ def test_packed_numbers_and_bytes_are_those_of_the_file(name, make, tmp_path):
 SLOW = ("fp8 blocks", "gptq reordered", "int4 with zeros", "awq", "llm.int8", "nf4 in rows of one level")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4 in rows", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
 def test_adapted_packed_model_equals_decoded_on_mesh(name, make, tmp_path):
     """Packed on a mesh, packed on one device, and decoded. Blocks of 12 inputs are cut by shards of 24 of the 48 that
