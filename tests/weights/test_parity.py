@@ -47,7 +47,7 @@ DECODED = {
     *("stablelm_parallel", "deepseek_v3", "deepseek_v32", "mixtral", "olmo2"),
     *("mamba", "mamba2", "rwkv", "qwen3_5_text"),
 }
-"""Cases that run whole, and decode, without `-m slow`: every mixer and block, and what differs in a cache. Of the other
+"""Cases that run whole, and decode, without `-m slow`: attention, mixtures and recurrences of each kind. Of the other
 fixtures `test_logits_and_files_match_pytorch` takes logits and files."""
 
 

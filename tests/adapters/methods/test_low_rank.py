@@ -15,7 +15,7 @@ BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["lora", "dora"])
 def test_lora_dropout_on_a_mesh_matches_one_device(method):
     """The mask depends only on the row's key and the position of the value; without a key there is no dropout."""
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, tied=False, key=KEY)

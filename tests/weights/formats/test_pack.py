@@ -61,7 +61,7 @@ SLOW = ("fp8 blocks", "gptq reordered", "int4 with zeros", "awq", "llm.int8", "n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nf4 in rows", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
+@pytest.mark.parametrize("name", ["nf4 in rows", *SLOW])
 def test_adapted_packed_model_equals_decoded_on_mesh(name, make, tmp_path):
     """Packed on a mesh, packed on one device, and decoded. Blocks of 12 inputs are cut by shards of 24 of the 48 that
     `down` has, and NF4's of 64 by shards of 96. The file is written from the mesh."""
