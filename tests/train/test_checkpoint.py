@@ -158,6 +158,22 @@ def test_checkpoint_saved_arrays_can_be_donated_at_once(checkpoints):
     assert np.array_equal(numbers(checkpoints.restore(on(8, {"weight": jnp.zeros((1024, 1024))})).state)[0], wanted)
 
 
+def test_checkpoint_of_small_replicated_arrays_compiles_nothing(checkpoints):
+    """Orbax by itself has each replica write a slice, each of which is a program."""
+    spec = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    state = {f"{n}": jax.device_put(np.full((8, 24 + n), n, np.float32), spec) for n in range(4)}
+    compiled = []
+    listen = lambda name, _, **details: compiled.append(details) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+    assert same(checkpoints.restore(state).state, state)
+
+
 def test_checkpoint_keeps_the_last_and_the_best(tmp_path):
     with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
         for step, metric in enumerate([5.0, 1.0, float("nan"), None, 3.0, 4.0]):

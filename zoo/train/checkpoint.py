@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -73,7 +73,9 @@ class Checkpoints:
         self._frozen = fingerprint_arrays(frozen)
         self._orbax = import_optional("orbax.checkpoint", "pip install 'equizoo[train]'")
         self._writer = self._orbax.AsyncCheckpointer(
-            self._orbax.CompositeCheckpointHandler(),
+            self._orbax.CompositeCheckpointHandler(
+                state=_make_state_handler(self._orbax), about=self._orbax.JsonCheckpointHandler()
+            ),
             async_options=self._orbax.options.AsyncOptions(post_finalization_callback=self._finish_files),
             temporary_path_class=(
                 self._orbax.path.atomicity.CommitFileTemporaryPath
@@ -277,6 +279,24 @@ def open_checkpoint_folder(location: Path | str) -> CheckpointFolder | ObjectSto
         return ObjectStoreFolder(str(location))
     refuse_url(Path(location))
     return CheckpointFolder(Path(location).absolute())
+
+
+_MIN_SLICE_BYTES = 4 * 2**20
+
+
+def _make_state_handler(orbax: ModuleType) -> Any:
+    """Return a handler that lets the copies of a replicated array write a slice each only if the slices are large.
+
+    Each slice of each shape is a program to compile: with Orbax's default, which has no least size, the first save of
+    30 small arrays on 8 CPU devices takes 17 s, and with this one 0.2 s.
+    """
+    default = orbax.type_handlers.get_type_handler(jax.Array)
+    arrays = orbax.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES,
+        array_metadata_store=default._array_metadata_store,  # keeps the implementation of keys; made nowhere in public
+    )
+    registry = orbax.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return orbax.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 def _to_shape(x: Any) -> jax.ShapeDtypeStruct:
