@@ -313,9 +313,11 @@ def list_patterned_types(config: Config) -> list[str]:
     """Return the default `layer_types` of a config with a `sliding_window_pattern` n: every n-th layer attends to all
     tokens, and the others to a sliding window. "LLLG" spells the pattern 4 out, in local and global layers."""
     pattern, count = config["sliding_window_pattern"], config["num_hidden_layers"]
-    word = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
-    kinds = {"L": "sliding_attention", "G": "full_attention"}
-    return [kinds[word[number % len(word)]] for number in range(count)]
+    if isinstance(pattern, str):
+        is_global = [pattern[number % len(pattern)] == "G" for number in range(count)]
+    else:
+        is_global = [number % pattern == pattern - 1 for number in range(count)]
+    return ["full_attention" if sees_all else "sliding_attention" for sees_all in is_global]
 
 
 def list_layer_windows(types: Sequence[str], window: int | None) -> list[int | None]:
