@@ -89,7 +89,7 @@ def list_pairs():
     """Pair every method with every kind of model; most pairs are slow: `pytest -m slow tests/adapters`."""
     for kind in MODELS:
         for method in METHODS:
-            quick = kind == "transformer" or (kind, method) == ("mamba2", "lora")
+            quick = kind == "transformer" and method in ("lora", "dora", "ia3", "vera")
             yield pytest.param(kind, method, marks=() if quick else (pytest.mark.slow,))
 
 

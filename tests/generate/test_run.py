@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import zoo
+from tests.quick import mark_slow
 from zoo.generate.buckets import pad_prompt
 from zoo.layers import PositionEmbedding
 from zoo.models import Stack, swap_stack
@@ -96,7 +97,13 @@ def test_samples_depend_on_the_key_and_not_on_other_rows():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9, "min_p": 0.1}], ids=str
+    "options",
+    mark_slow(
+        [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9, "min_p": 0.1}],
+        but=["", "top_k, top_p, min_p"],
+        name=", ".join,
+    ),
+    ids=str,
 )
 def test_samples_follow_their_distribution(options):
     """p(a, b) = p(a) p(b | a), by chi-square over 4,000 rows of one prompt."""

@@ -83,7 +83,7 @@ def make_mesh(form="ring", **sizes):
     [
         ("gathered", {"fsdp": 2, "context": 4}),
         ("heads", {"data": 2, "context": 2, "tensor": 2}),
-        ("ring", {"context": 8}),
+        pytest.param("ring", {"context": 8}, marks=pytest.mark.slow),
         ("ring", {"data": 2, "context": 2, "tensor": 2}),
     ],
     ids=str,

@@ -103,7 +103,12 @@ def make_packed_batch():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "context": 4}, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}], ids=("context", "SEQUENCE")
+    "sizes",
+    [
+        pytest.param({"data": 2, "context": 4}, marks=pytest.mark.slow),
+        {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
+    ],
+    ids=("context", "SEQUENCE"),
 )
 def test_balance_losses_equal_one_device_under_context(sizes):
     """The second mesh also shards the tokens between sublayers over `tensor`."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import zoo
 from tests.parallel.any_mesh import make_any_mesh
+from tests.quick import mark_slow
 from zoo.models.loss import chunked_cross_entropy, token_losses
 from zoo.ops.cross_entropy import cross_entropy
 from zoo.parallel import Dim
@@ -155,7 +156,12 @@ def test_loss_of_a_vocabulary_that_one_of_its_two_axes_divides():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tensor": 2, "devices": jax.devices()[:2]}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+    "sizes",
+    mark_slow(
+        [{"tensor": 2, "devices": jax.devices()[:2]}, {"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}],
+        but=["data, fsdp, tensor"],
+        name=", ".join,
+    ),
 )
 def test_cross_entropy_ignores_negative_targets_on_any_mesh(sizes):
     model = zoo.models.Transformer(vocab=16, embed=16, layers=1, heads=2, mlp=16, key=KEY)

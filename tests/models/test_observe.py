@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.models import find_first_nonfinite, observe, tabulate_observations, unobserve
 from zoo.parallel import SEQUENCE
 
@@ -60,8 +61,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", mark_slow(MESHES, but=("sequence",)))
+@pytest.mark.parametrize("microbatches", mark_slow([1, 2], but=[1]))
 def test_observations_are_the_maxima_on_any_mesh(name, microbatches, expected):
     count = int(np.prod([size for size in MESHES[name].values() if isinstance(size, int)]))
     mesh = zoo.make_mesh(**MESHES[name], devices=jax.devices()[:count])

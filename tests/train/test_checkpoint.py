@@ -97,7 +97,10 @@ def place_layers(state, rounds, sizes):
     return zoo.place(state, mesh)
 
 
-@pytest.mark.parametrize("first", [(1, {"fsdp": 2}), (2, {"pipe": 2, "fsdp": 2, "tensor": 2})])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param((1, {"fsdp": 2}), marks=pytest.mark.slow), (2, {"pipe": 2, "fsdp": 2, "tensor": 2})],
+)
 def test_checkpoint_restores_in_the_rounds_of_any_mesh(checkpoints, first):
     """Saved in rounds or not: restored by meshes with and without pipe, in turn, from arrays or from shapes."""
     saved, whole, other = place_layers(make_layers(), *first), make_layers(), make_layers(seed=1)

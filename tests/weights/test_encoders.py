@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import zoo
+from tests.quick import mark_slow
 from tests.weights.test_parity import (
     check_hub_config_loads_the_same_model,
     check_saved_files_equal_loaded_files,
@@ -22,18 +23,16 @@ from zoo.models.scoring import unstack_blocks
 from zoo.weights.parity import compare, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
-SLOW = ("deberta_features", "deberta_tokens", "eurobert_means", "vit_features", "xlm_roberta_tokens")
-"""Cases whose parts are in others."""
-OWN = [
-    pytest.param(folder, id=folder.name, marks=[pytest.mark.slow] * (folder.name in SLOW))
-    for folder in sorted(FIXTURES.iterdir())
-]
+QUICK = ("bert_texts", "deberta_masked", "dinov3_features", "eurobert_masked", "modernbert_tokens", "roberta_masked")
+QUICK += ("siglip_features", "vit_classes")
+"""A case of each kind of layers and of each head; the others combine them otherwise."""
+NAME = lambda folder: folder.name
 REFERENCES = list_case_folders("encoder")
 TEXTS = [folder for folder in REFERENCES if "vocab_size" in read(folder / "config.json")]
-CASES = [*OWN, *[pytest.param(folder, id=folder.name, marks=pytest.mark.slow) for folder in REFERENCES]]
+CASES = mark_slow([*sorted(FIXTURES.iterdir()), *REFERENCES], but=QUICK, name=NAME)
 
 
-@pytest.mark.parametrize("folder", CASES)
+@pytest.mark.parametrize("folder", CASES, ids=NAME)
 def test_encoders_match_pytorch(folder: Path, tmp_path: Path):
     expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
     report = compare(folder, expected, gradient_norms=norms)

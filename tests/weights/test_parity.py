@@ -43,16 +43,14 @@ REQUIRED_CASES = {
 
 
 DECODED = {
-    *("llama", "gemma3_text", "gpt2", "gpt_oss", "bloom", "falcon", "llama4_text", "mimo_v2_flash"),
-    *("stablelm_parallel", "deepseek_v3", "deepseek_v32", "mixtral", "olmo2"),
-    *("mamba", "mamba2", "rwkv", "qwen3_5_text"),
+    *("llama", "gemma3_text", "gpt2", "bloom", "deepseek_v3", "mixtral", "mamba", "rwkv", "qwen3_5_text"),
 }
 """Cases that run whole, and decode, without `-m slow`: attention, mixtures and recurrences of each kind. Of the other
 fixtures `test_logits_and_files_match_pytorch` takes logits and files."""
 
 
 QUICK = {
-    *("llama_dynamic", "llama_fp16_sharded", "qwen3_moe_sparse", "deepseek_v2_yarn", "phi3_longrope"),
+    *("llama_dynamic", "llama_fp16_sharded", "phi3_longrope"),
 }
 """Reference cases that compute otherwise than the fixtures of their family, or are stored otherwise."""
 

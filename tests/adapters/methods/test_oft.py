@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo import adapters
 from zoo.adapters.methods.oft import cayley_transform, skew_symmetric
 from zoo.layers import Linear
@@ -50,7 +51,12 @@ def test_cayley_transform_matches_closed_form_and_series():
 
 
 @pytest.mark.parametrize(
-    "options", [{"block_size": 4}, {"blocks": 3, "neumann_terms": None}, {"blocks": 2, "shared": True}]
+    "options",
+    mark_slow(
+        [{"block_size": 4}, {"blocks": 3, "neumann_terms": None}, {"blocks": 2, "shared": True}],
+        but=["blocks, shared"],
+        name=", ".join,
+    ),
 )
 def test_oft_products_match_dense_weight(options):
     oft = make_oft(**options)

@@ -21,11 +21,10 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLDER = Path(os.environ.get("ZOO_PARITY", "nowhere")) / "adapters"
 OWN = [(path, path, FIXTURES / "models") for path in sorted((FIXTURES / "adapters").iterdir())]
 MORE = [(path.parent, path, FOLDER / "bases") for path in sorted(FOLDER.glob("*/adapter"))]
-QUICK = ("lora", "dora", "ia3", "oft", "lokr", "loha", "vera", "adalora", "lora_experts", "lora_saved_head")
-QUICK += ("lora_embedding_alone", "lora_patterns", "lora_gpt2", "lora_bias_all")
+QUICK = ("lora", "dora", "ia3", "oft", "lokr", "vera", "lora_embedding_alone", "lora_patterns", "lora_gpt2")
 CASES = mark_slow([*OWN, *MORE], but=QUICK, name=lambda case: case[0].name if case in OWN else "slow")
-"""Folders of the expected results, of the adapter, and of the bases. The quick ones have each method once, and what is
-written in a way of its own: `pytest -m slow tests/adapters/peft/test_parity.py` runs the others."""
+"""Folders of the expected results, of the adapter, and of the bases. The quick ones are those whose
+products or names have least in common: `pytest -m slow tests/adapters/peft/test_parity.py` runs the others."""
 REFUSED = {
     "lora_embedding_alone": "ensure_weight_tying",
 }

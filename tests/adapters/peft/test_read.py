@@ -12,6 +12,7 @@ import pytest
 
 import zoo
 from tests.adapters.perturb import perturb
+from tests.quick import mark_slow
 from zoo import adapters
 from zoo.weights.safetensors import open_safetensors, write_safetensors
 
@@ -83,7 +84,9 @@ def write_copy(path, source, tensors, **config):
     write_safetensors(path / "adapter_model.safetensors", shapes, tensors.__getitem__)
 
 
-@pytest.mark.parametrize("case", [*METHODS, *TRAINED])
+@pytest.mark.parametrize(
+    "case", mark_slow([*METHODS, *TRAINED], but=("lora_patterns", "oft", "vera", "lora_bias_only"))
+)
 def test_load_without_some_tensors_raises(case, tmp_path):
     """Each kind of tensor of one module, a module, a layer, and all tensors."""
     base, tensors, source = read_fixture(case)

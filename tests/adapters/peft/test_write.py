@@ -11,6 +11,7 @@ import pytest
 
 import zoo
 from tests.adapters.perturb import perturb
+from tests.quick import mark_slow
 from zoo import adapters
 from zoo.parallel import merge_rounds
 from zoo.parallel.rounds import split_rounds
@@ -28,7 +29,7 @@ def adapted():
     return adapters.lora(make_model(), targets=("query", "down"), rank=2, key=jax.random.key(1))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mark_slow(METHODS, but=("lora", "oft", "vera")))
 def test_save_and_load_round_trip(method, tmp_path):
     model = make_model()
     options = {"block_size": 8} if method == "oft" else {}
@@ -40,7 +41,7 @@ def test_save_and_load_round_trip(method, tmp_path):
     assert adapters.adapter_names(loaded) == ["default"]
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("init", mark_slow(["pissa", "olora"], but=["pissa"]))
 def test_save_after_pissa_or_olora_doubles_the_rank(init, tmp_path):
     """The initial output is the base's. After training, the file is for the original base, with twice the rank."""
     model = make_model()

@@ -68,7 +68,7 @@ MIXERS = {
 }
 
 
-QUICK_MIXERS = MIXERS_ON_A_MESH | {"gated_linear_attention", "rwkv7", "mlstm", "rg_lru", "mamba2"}
+QUICK_MIXERS = MIXERS_ON_A_MESH | {"mlstm", "rg_lru"}
 
 
 @pytest.mark.parametrize("name", mark_slow(MIXERS, but=QUICK_MIXERS & MIXERS.keys()))

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import pytest
 
+from tests.quick import mark_slow
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 
@@ -142,6 +143,15 @@ CONTEXTS = [
 """Some keys have an effect only together with others."""
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
+VARIED = (
+    *("llama", "gpt2", "glm_moe_dsa", "gemma4_text", "mimo_v2_flash", "modernbert", "deberta-v2", "dinov3_vit"),
+    *("mamba2", "qwen3_5_text", "llama4_text", "gemma3n_text"),
+)
+"""Families that have most of all keys between them."""
+EACH_AT_LENGTH = pytest.mark.parametrize(
+    "family", mark_slow(FAMILIES.values(), but=VARIED, name=lambda family: family.name), ids=str
+)
+"""Every family, in tests that build a model for each key; `pytest -m slow tests/models/hf` runs those not above."""
 ROTARY_FAMILIES = [
     family
     for family in FAMILIES.values()

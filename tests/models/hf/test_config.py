@@ -12,6 +12,7 @@ from zoo.models.parameter_paths import find_differences
 from .configs import (
     CONTEXTS,
     EACH,
+    EACH_AT_LENGTH,
     HAS_ROPE_BY_TYPE,
     RELATIVE,
     alias_of,
@@ -22,7 +23,7 @@ from .configs import (
 )
 
 
-@EACH
+@EACH_AT_LENGTH
 def test_config_keys_are_honored_or_refused(family):
     """Changing a key changes the model, or raises with its name, alone or together with another key."""
     for key, default in family.defaults.items():
@@ -135,7 +136,7 @@ def test_config_ignored_keys_keep_their_defaults():
 NEEDS_KV_HEADS = [(name, "num_key_value_heads") for name in ("jetmoe", "mimo_v2_flash")]
 
 
-@EACH
+@EACH_AT_LENGTH
 def test_config_null_equals_absent(family):
     absent = {"num_key_value_heads", "head_dim", "sliding_window", "rope_parameters", "layer_types", "q_lora_rank"}
     absent |= {"attn_logit_softcapping", "final_logit_softcapping", "attention_value_scale"}

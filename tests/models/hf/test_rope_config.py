@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.quick import mark_slow
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import FAMILIES
@@ -12,6 +13,11 @@ from zoo.ops.rotary import ReversedRotation, YarnScaling
 from .configs import ANOTHER, HAS_ROPE_BY_TYPE, ROTARY_FAMILIES, alias_of, build, small
 
 ROTARY = pytest.mark.parametrize("family", ROTARY_FAMILIES, ids=str)
+QUICK = ("llama", "deepseek_v3", "gpt_neox", "qwen3_5_text")
+ROTARY_AT_LENGTH = pytest.mark.parametrize(
+    "family", mark_slow(ROTARY_FAMILIES, but=QUICK, name=lambda family: family.name), ids=str
+)
+"""`pytest -m slow tests/models/hf` runs the other families: they read rope_parameters with the same function."""
 SCALINGS = [
     {},
     {"rope_type": "linear", "factor": 2.0},
@@ -96,7 +102,7 @@ def test_config_rope_of_each_layer_type_is_read_and_honored(family):
             read_config(family, {"rope_parameters": wrong})
 
 
-@ROTARY
+@ROTARY_AT_LENGTH
 def test_config_rope_scaling_parameters_change_the_model(family):
     for scaling in (expand_factors(family, scaling) for scaling in SCALINGS[1:]):
         given = small(family) | {"rope_parameters": {"rope_theta": 500.0} | scaling}

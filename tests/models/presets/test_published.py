@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import FAMILIES
@@ -17,6 +18,8 @@ from zoo.models.presets.published import PRESETS, preset
 KEY = jax.random.key(0)
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
 ONE_PER_FAMILY = {entry.family: name for name, entry in PRESETS.items()}
+VARIED = [ONE_PER_FAMILY[family] for family in ("llama", "deepseek_v3", "gpt_oss", "qwen3_moe", "mamba2")]
+"""Presets whose layers have least in common; `pytest -m slow tests/models/presets` runs one of each family."""
 
 
 def small(name, **changes):
@@ -77,7 +80,7 @@ def first_child(module, *names):
     return next(child for name in names if (child := getattr(module, name, None)) is not None)
 
 
-@pytest.mark.parametrize("name", ONE_PER_FAMILY.values())
+@pytest.mark.parametrize("name", mark_slow(ONE_PER_FAMILY.values(), but=VARIED))
 def test_preset_initialization_scales(name):
     model = small(name)
     *_, block = model.stack.iter_blocks()
@@ -103,7 +106,7 @@ def test_preset_initialization_scales(name):
     assert (norm.weight + getattr(norm, "offset", 0.0) == 1).all()
 
 
-@pytest.mark.parametrize("name", ONE_PER_FAMILY.values())
+@pytest.mark.parametrize("name", mark_slow(ONE_PER_FAMILY.values(), but=VARIED))
 def test_preset_save_and_load_roundtrip(name, tmp_path):
     model = small(name)
     zoo.save(model, tmp_path)
