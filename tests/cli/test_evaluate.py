@@ -52,6 +52,7 @@ def test_evaluate_passes_windows_through_a_pipeline(run, bytes_model, file):
     assert pipelined["tokens"] == serial["tokens"]
 
 
+@pytest.mark.slow
 def test_evaluate_many_windows_and_a_mesh(run, bytes_model, file):
     words = ["evaluate", bytes_model, "--data", file, "--length", 16, "--batch", 4]
     windows = split_into_windows(TEXT, RawByteTokenizer(), 16)

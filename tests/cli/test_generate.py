@@ -38,6 +38,7 @@ def test_generate_batch_equals_single_prompts(run, bytes_model):
     assert out == "".join(f"--- {i}\n{text}" for i, text in enumerate(alone, start=1))
 
 
+@pytest.mark.slow
 def test_generate_shares_a_prompt_over_devices(run, bytes_model):
     words = ["generate", bytes_model, "A text for two devices", "--max-new-tokens", 8]
     assert run(*words, "--context", 2)[0] == run(*words)[0]

@@ -104,6 +104,7 @@ def test_a_cache_is_the_same_array_on_any_mesh():
         assert x.shape == y.shape and np.allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.slow  # the logits are compared above
 def test_generates_the_tokens_of_one_device():
     """Greedily, from prompts of three lengths that are read in several pieces."""
     model, mesh = MODELS["hybrid"](), zoo.make_mesh(**{"data": 1, **CASES["hybrid"]})

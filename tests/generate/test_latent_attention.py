@@ -37,6 +37,7 @@ def generate_uncached(model, prompt):
     return tokens[:, PROMPT:]
 
 
+@pytest.mark.slow  # weights/test_parity.py decodes DeepSeek-V3 from its cache
 def test_latent_attention_decodes_as_uncached_and_on_a_mesh():
     model, prompt = make_model(Rotary(4)), np.random.default_rng(0).integers(0, VOCAB, (4, PROMPT))
     expected = generate_uncached(model, prompt)

@@ -92,6 +92,7 @@ def make_decoder_with_norm_over_heads(key):
     return eqx.tree_at(scales, model, [x + jax.random.uniform(scale_key, x.shape) for x in scales(model)])
 
 
+@pytest.mark.slow
 def test_attention_norm_over_sharded_heads_equals_one_device():
     """Values and gradients; with tensor=4 the two KV heads and their norm are replicated."""
     tokens = jax.random.randint(KEY, (8, 7), 0, 48)

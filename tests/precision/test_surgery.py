@@ -27,6 +27,7 @@ def find_classes(model):
     return {site.name: type(site.module) for site in adapters.find_linears(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "current" else pytest.mark.slow) for name in RECIPES]
 )

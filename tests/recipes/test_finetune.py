@@ -27,7 +27,6 @@ def unbroken(text, start, tmp_path_factory):
         out=out,
         fsdp=2,
         tensor=2,
-        profile=True,
         **TINY,
     )
     return out
@@ -42,7 +41,6 @@ def test_finetune_learns_exports_and_reports(unbroken, start):
     assert not np.array_equal(before.embedding.weight, after.embedding.weight)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (start / name).read_bytes() == (unbroken / "export" / name).read_bytes()
-    assert list(unbroken.glob("profile/plugins/profile/*/perfetto_trace.json.gz"))
     check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
     for part in (

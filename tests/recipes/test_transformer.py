@@ -18,6 +18,7 @@ import pytest
 import zoo
 from recipes import transformer
 from tests.processes import ROOT, make_environment
+from tests.quick import mark_slow
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
@@ -137,6 +138,7 @@ def test_transformer_resumes_on_another_mesh(text, unbroken, killed, tmp_path):
         assert line == pytest.approx(other, rel=2e-3)
 
 
+@pytest.mark.slow  # train/test_moving_between_processes.py sends a signal to the recipe
 def test_transformer_saves_on_ctrl_c(text, tmp_path):
     out = tmp_path / "run"
     process = start(command(text, out, steps=100_000))
@@ -162,6 +164,7 @@ def test_transformer_two_default_steps_on_one_device(tmp_path):
     assert "886,400 parameters on one device" in printed and (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_transformer_combines_the_other_options(text, tmp_path):
     options = {
         "fsdp": 2,
@@ -257,7 +260,7 @@ def test_transformer_refuses_binary_data_and_other_checkpoints(text, killed, tmp
     assert checkpoints(out) == [out / "checkpoints" / path.name for path in checkpoints(killed)], "nothing is lost"
 
 
-@pytest.mark.parametrize("missing", ["optax", "grain", "orbax"])
+@pytest.mark.parametrize("missing", mark_slow(["optax", "grain", "orbax"], but=["orbax"]))
 def test_transformer_without_train_extra_says_what_to_install(missing):
     blocked = (
         "import importlib.util as util, runpy, sys; find = util.find_spec; "

@@ -22,6 +22,7 @@ def mesh():
     return zoo.make_mesh(data=2, fsdp=2, tensor=2)
 
 
+@pytest.mark.slow  # docs/port.md calls it for one
 @pytest.mark.parametrize(
     "folder",
     [

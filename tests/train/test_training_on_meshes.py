@@ -161,6 +161,7 @@ def expected_losses(make):
     return losses
 
 
+@pytest.mark.slow  # models/test_parallel_equals_serial.py takes ten steps on data x fsdp x tensor
 @pytest.mark.parametrize(
     "name",
     [
@@ -174,6 +175,7 @@ def test_ten_steps_equal_one_device(name):
     np.testing.assert_allclose(losses, expected_losses(make), rtol=TOLERANCE)
 
 
+@pytest.mark.slow  # test_checkpoint.py restores in the rounds of any mesh
 @pytest.mark.parametrize(
     ("first", "then"),
     [

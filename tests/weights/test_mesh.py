@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.parallel import SEQUENCE, ZERO2, Layout
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,10 @@ MESHES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+QUICK = ("llama", "gpt_neox", "deepseek_v2", "mamba2")
+
+
+@pytest.fixture(scope="module", params=mark_slow(CASES, but=QUICK), ids=str)
 def checkpoint(request, make, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     zoo.save(make(request.param, CASES[request.param]), path, shard_bytes=6000)

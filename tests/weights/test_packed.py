@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.layers import Linear, MXFP4Linear
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, dequantize_mxfp4_numpy
@@ -21,7 +22,8 @@ from zoo.weights.safetensors import open_tensors, write_safetensors
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "models" / "gpt_oss_mxfp4"
 PARITY = os.environ.get("ZOO_PARITY")
-CASES = [FIXTURE, *([Path(PARITY) / "models" / FIXTURE.name] if PARITY else [])]
+REFERENCES = [Path(PARITY) / "models" / FIXTURE.name] if PARITY else []
+CASES = mark_slow([FIXTURE, *REFERENCES], but=[FIXTURE])
 CONFIG, WHOLE = "config.json", "model.safetensors"
 EXPERTS = "model.layers.1.mlp.experts"
 KEY = jax.random.key(0)

@@ -45,6 +45,7 @@ def test_orthogonality_is_equation_4_of_the_paper(model):
         adapters.orthogonality(adapters.remove(model))
 
 
+@pytest.mark.slow
 def test_orthogonality_and_ranks_of_layers_in_rounds():
     """Equal to one round, in any order of the layers; not while a pipeline runs one round."""
     model = zoo.models.Transformer(vocab=32, embed=16, layers=4, heads=2, mlp=24, key=KEY)

@@ -46,6 +46,7 @@ def loss_fn(model, batch, key=None):
     return total, len(batch["images"])
 
 
+@pytest.mark.slow  # weights/test_families_on_meshes.py has one
 def test_image_encoder_on_meshes_equals_one_device():
     batch = {"images": IMAGES, "masked": jnp.arange(48).reshape(8, 6) % 4 == 0}
     model = make_features(dropout=0.2, remat="dots")

@@ -127,6 +127,7 @@ def check_mesh(name, mesh):
         assert np.abs(a - b).max() <= max(allowed, rounding), leaf.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_recurrent_models_are_the_same_on_a_mesh(name):
     check_mesh(name, zoo.make_mesh(data=2, fsdp=2, tensor=2))

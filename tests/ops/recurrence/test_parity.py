@@ -64,6 +64,7 @@ def test_parity_raises_for_an_empty_folder(tmp_path):
         check_folder(tmp_path)
 
 
+@pytest.mark.slow  # computed as the cases of tests/fixtures are
 @pytest.mark.skipif(not MORE, reason="ZOO_PARITY names no folder")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", OPS)
