@@ -52,7 +52,8 @@ def command(words: list[str], fails: bool) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_runs(page, tmp_path, monkeypatch):
+def test_page_runs(page, tmp_path, monkeypatch, no_type_checks):
+    """As readers run them, who have no checks of annotations."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")  # commands run in the repository
     names = {"__name__": "__main__", "command": command}

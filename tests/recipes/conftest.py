@@ -3,6 +3,7 @@
 import random
 
 import jax
+import numpy as np
 import pytest
 
 import zoo
@@ -13,6 +14,16 @@ from zoo import train
 def token_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def without_samples():
+    """Let reports show one letter for each token: lora.py and transformer.py are tested with samples, and to decode
+    takes programs of its own, before training and after."""
+    with pytest.MonkeyPatch.context() as patch:
+        repeat = lambda model, tokens, *, max_new_tokens, **options: np.full((len(tokens), max_new_tokens), ord("a"))
+        patch.setattr("zoo.train.samples.generate", repeat)
         yield
 
 

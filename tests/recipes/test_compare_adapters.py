@@ -20,7 +20,7 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def unbroken(text, start, tmp_path_factory):
+def unbroken(text, start, tmp_path_factory, without_samples):
     out = tmp_path_factory.mktemp("unbroken") / "run"
     call(compare_adapters.main, checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
     return out

@@ -17,7 +17,7 @@ TINY = {"seq_len": 16, "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_eve
 
 
 @pytest.fixture(scope="module")
-def unbroken(text, start, tmp_path_factory):
+def unbroken(text, start, tmp_path_factory, without_samples):
     out = tmp_path_factory.mktemp("unbroken") / "run"
     call(
         finetune.main,

@@ -27,7 +27,7 @@ def start(text, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def unbroken(text, start, tmp_path_factory):
+def unbroken(text, start, tmp_path_factory, without_samples):
     out = tmp_path_factory.mktemp("unbroken") / "run"
     call(qlora.main, checkpoint=start, data=(text,), pretraining_data=(text,), out=out, **TINY)
     return out
