@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.ops.stochastic_rounding import stochastic_round
+from zoo.ops.stochastic_rounding import _round_by_spacing, stochastic_round
 
 FORMATS = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 
@@ -18,9 +18,21 @@ def test_values_of_the_format_stay_as_they_are(name):
     finite = values[np.isfinite(values)]
     for bits in (0, 2**32 - 1):
         rounded = stochastic_round(jnp.asarray(finite), jnp.full(finite.shape, bits, jnp.uint32), name)
-        # XLA's CPU flushes float32 subnormals, which bfloat16 shares, to zero.
-        expected = np.where(np.abs(finite) < np.finfo(np.float32).tiny, 0, finite)
-        assert (np.asarray(rounded).astype(np.float32) == expected).all()
+        assert (np.asarray(rounded).astype(np.float32) == finite).all()
+
+
+def test_bfloat16_equals_the_formula():
+    """Bit for bit, but for zeros, which keep their sign, and for subnormals, which arithmetic flushes on a CPU."""
+    words = np.random.default_rng(0).integers(0, 2**32, 2**16, np.uint32)
+    words = np.concatenate([words, words & 0xFFFF0000, words | 0xFFFF])  # none, and all but one, of the spacing
+    x, tiny = jnp.asarray(words.view(np.float32)), np.finfo(np.float32).tiny
+    for bits in (jax.random.bits(jax.random.key(0), x.shape, jnp.uint32), jnp.uint32(0), jnp.uint32(2**32 - 1)):
+        bits = jnp.broadcast_to(bits, x.shape)
+        y = stochastic_round(x, bits, "bfloat16").astype(jnp.float32)
+        expected = _round_by_spacing(x, bits, "bfloat16").astype(jnp.float32)
+        is_normal = np.abs(words.view(np.float32)) >= tiny
+        np.testing.assert_array_equal(np.asarray(y)[is_normal], np.asarray(expected)[is_normal])
+        assert np.isnan(y).sum() == np.isnan(words.view(np.float32)).sum() > 0
 
 
 @pytest.mark.parametrize("name", FORMATS)

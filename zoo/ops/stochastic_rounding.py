@@ -10,7 +10,8 @@ nearest, a term below half the spacing is lost every time.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, UInt32
 
 _NOISE_BITS = 16
 """Random bits per value: x / q + u then fits the 24 bits of a float32 for formats of up to 8 significant bits."""
@@ -32,6 +33,23 @@ def stochastic_round(x: Float[Array, "*dims"], bits: UInt32[Array, "*dims"], dty
             f"{jnp.dtype(dtype).name} has {info.nmant + 1} significant bits, and 8 or fewer can be rounded"
         )
     x = x.astype(jnp.float32)
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return _round_to_bfloat16(x, bits)
+    return _round_by_spacing(x, bits, dtype)
+
+
+def _round_to_bfloat16(x: Float[Array, "*dims"], bits: UInt32[Array, "*dims"]) -> BFloat16[Array, "*dims"]:
+    """Add the random bits to the 16 that a bfloat16 lacks, and cut these off: `_round_by_spacing` in a tenth
+    of its operations. It compares the bits of a negative value from the other side, as the floor does."""
+    word, noise = lax.bitcast_convert_type(x, jnp.uint32), bits >> (32 - _NOISE_BITS)
+    noise = jnp.where(x < 0, 0xFFFF - noise, noise)
+    y = lax.bitcast_convert_type(((word + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), y, x.astype(jnp.bfloat16))
+
+
+def _round_by_spacing(x: Float[Array, "*dims"], bits: UInt32[Array, "*dims"], dtype: Any) -> Float[Array, "*dims"]:
+    """Compute the formula above, for any format of at most 8 significant bits."""
+    info = jnp.finfo(dtype)
     _, exponent = jnp.frexp(x)  # x = m 2^exponent with 1/2 <= m < 1
     spacing_exponent = jnp.maximum(exponent - 1, int(info.minexp)) - info.nmant
     # Two exact steps: the spacing of a subnormal bfloat16 is itself subnormal, and its inverse not finite.
