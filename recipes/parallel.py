@@ -109,7 +109,8 @@ def main(
             "optimizer": bytes_per_device(opt_state),
         }
         batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
-        abstract = {name: jax.ShapeDtypeStruct((batch_size, seq_len), "int32") for name in ("tokens", "targets")}
+        kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+        abstract = {name: jax.ShapeDtypeStruct((batch_size, seq_len), kind) for name, kind in kinds.items()}
         program = zoo.inspect.compiled(step, (zoo.place_batch(abstract, mesh), mesh), model, opt_state)
         if program.memory is not None:
             row |= {"temporaries": program.memory.temporaries, "all bytes": program.memory.total}

@@ -117,7 +117,8 @@ def main(
         model, table = zoo.init(make, key, mesh), tables[name]
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
         batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
-        like = {name: jax.ShapeDtypeStruct((batch_size, seq_len), "int32") for name in ("tokens", "targets")}
+        kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+        like = {name: jax.ShapeDtypeStruct((batch_size, seq_len), kind) for name, kind in kinds.items()}
         program = zoo.inspect.compiled(step, (zoo.place_batch(like, mesh), mesh, RUNS[name]), model, opt_state)
         with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
             run.print_line(f"{name}: {zoo.count(model):,} parameters on {mesh}; {corpus}\n{program}")

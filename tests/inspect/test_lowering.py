@@ -3,13 +3,14 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import zoo
 from tests.aot import imagine
 from zoo import train
-from zoo.inspect import compiled
+from zoo.inspect import compiled, lowering
 from zoo.ops.platform import current_platform
 
 
@@ -100,3 +101,23 @@ def test_training_step_compiles_without_hardware(topology, platform):
     assert total("all-reduce", "tensor") >= 4 * LAYERS * activations
     assert all(row.axes for row in found.collectives)
     assert total("all-gather", "fsdp", of="asynchronous") >= LAYERS
+
+
+def test_program_of_shapes_is_that_of_the_call():
+    """Text for text, so that the compilation cache has the call's program once its shapes were compiled."""
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    make = lambda key: zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=4, mlp=32, key=key)
+    model = zoo.init(make, jax.random.key(0), mesh)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, model):
+        loss, grads = zoo.value_and_grad(lambda model, batch: zoo.cross_entropy(model, batch), mesh)(model, batch)
+        return {"model": zoo.place(eqx.apply_updates(model, grads), mesh), "loss": loss}
+
+    tokens = np.zeros((8, 8), np.int32)
+    arrays = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (arrays, model))
+    leaves = jax.tree.leaves(shapes)
+    stage = lowering.lower(step, *lowering.trace(step, shapes, {}, leaves), shapes, {}, leaves)
+    expected = step.lower(arrays, model).lowered.as_text()
+    assert stage.as_text() == expected and 'norm.weight"' in expected

@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.extend.core
 from jax.sharding import Mesh
 
 from zoo.ops.platform import Platform, current_platform, normalize_platform, stand_in_platform, target_platform
@@ -40,13 +41,37 @@ def lower(step: Any, closed: Any, call: Any, args: tuple, kwargs: dict, leaves: 
         known = dict(zip(map(id, closed.jaxpr.invars + closed.jaxpr.constvars), [*leaves, *closed.consts], strict=True))
         arguments = [known.get(id(variable), variable.aval) for variable in call.invars]  # a number has no variable
 
+        jaxpr = call.params["jaxpr"]
+        paths = jaxpr.jaxpr.debug_info.result_paths or ()
+
         def run(*arrays):
-            return call.primitive.bind(*arrays, **call.params)
+            return _NamedResults(jax.extend.core.jaxpr_as_fun(jaxpr)(*arrays), paths)
 
         run.__name__ = get_step_name(step)
         donated = tuple(index for index, is_donated in enumerate(call.params["donated_invars"]) if is_donated)
         with target_platform(_choose_platform(leaves)):
-            return jax.jit(run, donate_argnums=donated).lower(*arguments)
+            return jax.jit(run, donate_argnums=donated, keep_unused=call.params["keep_unused"]).lower(*arguments)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _NamedResults:
+    """Results of a traced call, with the paths that they have in the result of its function. JAX writes the paths into
+    the program, so that with them the compilation cache takes it for that of the call itself."""
+
+    def __init__(self, arrays: Sequence[Any], paths: Sequence[str]):
+        self.arrays, self.paths = arrays, paths
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        names = [path.removeprefix("result") for path in self.paths] or range(len(self.arrays))
+        return list(zip(map(_Path, names), self.arrays, strict=True)), self.paths
+
+    @classmethod
+    def tree_unflatten(cls, paths: Any, arrays: Any) -> "_NamedResults":
+        return cls(arrays, paths)
+
+
+class _Path(str):
+    """A key of a pytree that is printed as it stands."""
 
 
 def compile_lowered(stage: Any, leaves: Sequence[Any]) -> Any:
