@@ -26,12 +26,12 @@ test: $(VENV)/.dev ## everything that a change must pass: style, types, tests, d
 	$(call say,style)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	$(call say,types)
-	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(call say,types and documentation, side by side)
+	@$(mkdocs) >$(VENV)/mkdocs.log 2>&1 & documentation=$$!; \
+	$(BIN)/basedpyright --pythonpath $(BIN)/python; types=$$?; \
+	wait $$documentation; built=$$?; cat $(VENV)/mkdocs.log; exit $$((types | built))
 	$(call say,tests and the code of the documentation)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(ARGS)
-	$(call say,documentation)
-	@$(mkdocs)
 	$(call say,all passed)
 
 format: $(VENV)/.dev ## let ruff format and correct what it can

@@ -149,7 +149,7 @@ def list_meshes():
         for layout in LAYOUTS if kind == "mixture" else ("tensor", "tokens"):
             is_small = kind == "transformer" and layout == "tensor"
             yield pytest.param(kind, ALL, layout, marks=() if is_small else (pytest.mark.slow,))
-    yield "mixture", ("lora",), "experts"
+    yield pytest.param("mixture", ("lora",), "experts", marks=pytest.mark.slow)
     yield pytest.param("transformer", ("lora", "dora"), "tokens", marks=pytest.mark.slow)
 
 

@@ -60,6 +60,7 @@ def test_drift_equals_that_of_numpy():
     assert [len(values) for values in report.curves().values()] == [5, 5, 5, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)])
 def test_planted_bad_layer_is_the_worst_one(sizes):
     model, mesh = make(), zoo.make_mesh(**sizes, devices=jax.devices()[: 8 if sizes else 1])

@@ -150,7 +150,10 @@ def prefill_and_decode(layer, x):
     return jnp.concatenate(outputs, 1)
 
 
-@pytest.mark.parametrize(("name", "fsdp_dims"), [("small", ["embed"]), ("biased", ["embed", "latent"])])
+@pytest.mark.parametrize(
+    ("name", "fsdp_dims"),
+    [pytest.param("small", ["embed"], marks=pytest.mark.slow), ("biased", ["embed", "latent"])],
+)
 def test_latent_attention_on_a_mesh_equals_one_device(name, fsdp_dims):
     layout = Layout(parameters=dict.fromkeys(fsdp_dims, ("fsdp",)))
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2, layout=layout)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
+from tests.quick import mark_slow
 from zoo.text.tokenizers import BPETokenizer, ByteTokenizer
 from zoo.train import export, load_text, read_tokenizer, rematerialize
 
@@ -34,7 +35,7 @@ def checkpoint(directory, tokenizer, **config):
     return directory
 
 
-@pytest.mark.parametrize("vocab", [256, 300])
+@pytest.mark.parametrize("vocab", mark_slow([256, 300], but=[300]))
 def test_export_round_trips_a_model_from_scratch(folder, tmp_path, vocab):
     corpus = load_text((folder,), vocab=vocab, cache=tmp_path / "cache")
     model = zoo.models.Transformer(vocab=vocab, qk_norm=True, **SIZES, key=jax.random.key(0))

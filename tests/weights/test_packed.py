@@ -129,6 +129,7 @@ def test_packed_model_is_saved_byte_for_byte(tmp_path):
     assert bits(zoo.load(tmp_path, packed=True)) == bits(model)
 
 
+@pytest.mark.slow  # layers/quantized has packed products on a mesh
 def test_packed_model_on_mesh_equals_one_device(tmp_path):
     """Each device reads its shards, packed or dequantized. A packed model has the same loss and gradients on a mesh."""
     zoo.save(random_model(), tmp_path)

@@ -15,6 +15,7 @@ from zoo.models.scoring import unstack_blocks
 FOLDER = FIXTURES / "encoders" / "deberta_masked"
 
 
+@pytest.mark.slow
 def test_packed_rows_in_a_scan_on_a_mesh_equal_rows_alone():
     """In value, and in the gradient of every parameter, of the table, too."""
     model, runs = zoo.models.set_loop(zoo.load(FOLDER, dtype=jnp.float32), "plain"), []

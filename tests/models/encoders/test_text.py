@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.models import classification_loss
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "encoders"
@@ -25,7 +26,10 @@ def test_packed_texts_equal_rows_of_their_own(name):
     np.testing.assert_allclose(logits[:, 3:], alone, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["bert_texts", "roberta_texts", "modernbert_texts", "eurobert_texts"])
+TEXTS = ["bert_texts", "roberta_texts", "modernbert_texts", "eurobert_texts"]
+
+
+@pytest.mark.parametrize("name", mark_slow(TEXTS, but=["roberta_texts", "modernbert_texts"]))
 def test_padding_of_classified_texts_changes_nothing(name):
     model = zoo.load(FIXTURES / name)
     for widths in ((3, 0), (0, 3)):

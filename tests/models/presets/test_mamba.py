@@ -68,6 +68,7 @@ def test_mamba_learns_the_previous_token(name):
     assert loss < 0.7 * losses[0]
 
 
+@pytest.mark.slow  # weights/test_parity.py decodes recurrent models
 def test_mamba2_generation_equals_full_passes():
     """Rows of different lengths, padded on the left; on a mesh too."""
     model = MODELS["mamba2"](key=KEY)

@@ -5,6 +5,7 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,7 @@ def compare(op, cuts, inputs, often, seed):
     all_close(found[1], expected[1], 5e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     kind=st.sampled_from(sorted(GATED)),

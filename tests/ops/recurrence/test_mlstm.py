@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.quick import mark_slow
 from tests.recurrences import BATCH, assert_shards_equal_one_device, draw_documents, draw_gated, far
 from zoo.ops.recurrence.mlstm import mlstm
 
 
-@pytest.mark.parametrize("mode", ["recurrent", "chunked"])
+@pytest.mark.parametrize("mode", mark_slow(["recurrent", "chunked"], but=["chunked"]))
 def test_mlstm_is_finite_for_gates_of_any_size(mode):
     """Gates of exp(±80) and beyond give finite outputs and gradients, and segments are independent."""
     query, key, value, _, _ = draw_gated(20, "none")
