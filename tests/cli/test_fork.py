@@ -146,6 +146,7 @@ def test_fork_with_the_mixer_of_the_page_reaches_its_report(run, tmp_path, monke
     assert Path("runs/my_experiment/checkpoints/2").is_dir() and not Path("runs/my_experiment/export").exists()
 
 
+@pytest.mark.slow  # the fork above runs, in this process
 def test_fork_copy_runs_in_any_directory(run, tmp_path):
     """Uses the sizes of tests/recipes, and so their compiled programs."""
     run("fork", "transformer", "my_experiment.py")

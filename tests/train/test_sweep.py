@@ -84,6 +84,7 @@ def test_sweep_map_vmaps_over_runs(swept, batches):
     assert not jnp.allclose(logits[0], logits[1]) and not jnp.allclose(logits[0], logits[2])
 
 
+@pytest.mark.slow
 def test_sweep_step_keeps_frozen_leaves_and_donates(batches):
     router = zoo.layers.BiasedRouter
     sizes = {"vocab": 11, "embed": 8, "layers": 1, "heads": 2, "mlp": 8, "experts": 2, "top": 1}

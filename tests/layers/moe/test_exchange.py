@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from tests.aot import imagine
+from tests.quick import mark_slow
 from zoo.layers import BiasedRouter, GatedMLP, MixtureOfExperts
 from zoo.layers.moe.exchange import EXPERT_EXCHANGE, SLACK
 from zoo.parallel import Layout
@@ -60,8 +61,13 @@ def assert_equal_to_one_device(layer, mesh):
 MESHES = ({"data": 1, "expert": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "expert": 4})
 
 
+QUICK = ("balanced", "on one device")
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("load, sizes", [*zip(LOADS, MESHES, strict=True)], ids=[*LOADS])
+@pytest.mark.parametrize(
+    "load, sizes", mark_slow(zip(LOADS, MESHES, strict=True), but=QUICK, name=lambda pair: pair[0]), ids=[*LOADS]
+)
 def test_experts_on_devices_equal_one_device(form, load, sizes):
     """Loads of up to 8 / SLACK rounds; tokens in several pieces where they are gathered."""
     assert_equal_to_one_device(make_mixture(load), zoo.make_mesh(**sizes, layout=Layout(expert=form)))

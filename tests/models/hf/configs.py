@@ -147,7 +147,7 @@ VARIED = (
     *("llama", "gpt2", "glm_moe_dsa", "gemma4_text", "mimo_v2_flash", "modernbert", "deberta-v2", "dinov3_vit"),
     *("mamba2", "qwen3_5_text", "llama4_text", "gemma3n_text"),
 )
-"""Families that have most of all keys between them."""
+"""Families with two thirds of all keys between them."""
 EACH_AT_LENGTH = pytest.mark.parametrize(
     "family", mark_slow(FAMILIES.values(), but=VARIED, name=lambda family: family.name), ids=str
 )

@@ -133,6 +133,7 @@ def test_recurrent_models_are_the_same_on_a_mesh(name):
     check_mesh(name, zoo.make_mesh(data=2, fsdp=2, tensor=2))
 
 
+@pytest.mark.slow  # test_mixers.py has mixers on a mesh, docs/ideas.md one with context
 @pytest.mark.parametrize(("name", "axes"), SHARDED)
 def test_recurrent_models_are_the_same_with_context(name, axes):
     """Documents of ragged lengths, and padding, begin and end on any device."""

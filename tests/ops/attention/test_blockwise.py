@@ -200,6 +200,7 @@ def make_decoder(key, implementation):
     return Decoder(Embedding(32, 16, key=key), stack, RMSNorm(16), None, Dropout(0.0))
 
 
+@pytest.mark.slow
 def test_blockwise_attention_on_a_mesh_equals_one_device():
     tokens = jax.random.randint(jax.random.key(0), (8, 20), 0, 32)
     segments = jnp.broadcast_to(jnp.arange(20) // 9 + 1, (8, 20))

@@ -98,6 +98,7 @@ def test_pieces_of_gated_linear_equal_the_whole(kind, often, strength, seed):
     compare(gated_with_bonus if kind == "bonus" else gated, GATED[kind], inputs, often, seed)
 
 
+@pytest.mark.slow  # docs/ideas.md joins the pieces of four devices
 @settings(max_examples=6)
 @given(
     case=st.sampled_from(sorted(DELTA)),

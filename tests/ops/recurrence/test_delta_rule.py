@@ -55,7 +55,10 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+QUICK = ("gated_delta_rule", "rwkv7")
+
+
+@pytest.mark.parametrize("op", mark_slow(OPS, but=QUICK, name=lambda op: op.__name__), ids=lambda op: op.__name__)
 def test_delta_rules_equal_their_equations(op):
     decays, steps, names = OPS[op]
     inputs = draw_delta(5, decays, steps, seed=1)
