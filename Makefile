@@ -26,7 +26,7 @@ test: $(VENV)/.dev ## everything that a change must pass: style, types, tests, d
 	$(call say,style)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	$(call say,types and documentation, side by side)
+	$(call say,types and documentation side by side)
 	@$(mkdocs) >$(VENV)/mkdocs.log 2>&1 & documentation=$$!; \
 	$(BIN)/basedpyright --pythonpath $(BIN)/python; types=$$?; \
 	wait $$documentation; built=$$?; cat $(VENV)/mkdocs.log; exit $$((types | built))
