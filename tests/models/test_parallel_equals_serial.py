@@ -269,6 +269,7 @@ def test_donated_step_updates_in_place(sizes):
     assert program.compiled.memory_analysis().alias_size_in_bytes >= state_bytes
 
 
+@pytest.mark.slow  # inspect/test_program.py counts them
 def test_data_parallel_all_reduces_gradients_outside_the_scan():
     _, step = compiled(zoo.make_mesh(data=8))
     moved = collectives(step)
@@ -277,6 +278,7 @@ def test_data_parallel_all_reduces_gradients_outside_the_scan():
     assert not all_reduces_inside_loops(step)
 
 
+@pytest.mark.slow  # inspect/test_program.py counts them
 def test_tensor_parallel_all_reduces_twice_per_layer_and_pass():
     """Two sublayers contract a sharded dim forward, two backward. The sharded vocabulary is all-reduced in the
     embedding, in the loss (max, sum, target) and in the gradient of the head's input."""

@@ -43,7 +43,7 @@ REQUIRED_CASES = {
 
 
 DECODED = {
-    *("llama", "gemma3_text", "gpt2", "bloom", "deepseek_v3", "mixtral", "mamba", "rwkv", "qwen3_5_text"),
+    *("llama", "gemma3_text", "gpt2", "bloom", "deepseek_v3", "rwkv", "qwen3_5_text"),
 }
 """Cases that run whole, and decode, without `-m slow`: attention, mixtures and recurrences of each kind. Of the other
 fixtures `test_logits_and_files_match_pytorch` takes logits and files."""
