@@ -14,7 +14,7 @@ from tests.recipes.optimization import check_optimization
 from zoo import train
 
 TINY = {
-    "mixers": ("attention", "gated-delta-net"), "embed": 16, "layers": 1, "heads": 2, "mlp_dim": 96, "seq_len": 16,
+    "mixers": ("gated-delta-net",), "embed": 16, "layers": 1, "heads": 2, "mlp_dim": 96, "seq_len": 16,
     "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 2, "remat": "none", "tensor": 2,
 }  # fmt: skip
 
