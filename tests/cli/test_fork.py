@@ -153,7 +153,7 @@ def test_fork_copy_runs_in_any_directory(run, tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("the cat sat on the mat and saw that it was flat " * 20)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (TINY | {"steps": 2}).items()]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
     environment = make_environment(XDG_CACHE_HOME=str(tmp_path / "cache"))
     command = [sys.executable, "my_experiment.py", "--data=text", *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -61,7 +61,7 @@ def test_drift_equals_that_of_numpy():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_planted_bad_layer_is_the_worst_one(sizes):
     model, mesh = make(), zoo.make_mesh(**sizes, devices=jax.devices()[: 8 if sizes else 1])
     blocks = list(zoo.cast(model, "bfloat16").stack.iter_blocks())

@@ -42,7 +42,7 @@ def test_interleaved_with_dropout_equals_one_device():
     assert_equal_to_one_device(make_transformer, mesh, dropout=True, **options)
 
 
-@pytest.mark.slow  # test_processes.py compares loss and gradient of 1F1B with one device
+@pytest.mark.slow  # recipes/test_pipeline.py trains by it; test_processes.py has the gradient's norm
 def test_1f1b_that_keeps_residuals_equals_one_device():
     mesh = make_any_mesh(pipe=4, data=2)
     options = {"microbatches": 8, "schedule": Schedule("1f1b", "residuals")}

@@ -10,7 +10,6 @@ from zoo.models.hf.families import FAMILIES
 from zoo.testing import check_family
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
-QUICK = ("llama",)  # a state that has all of embed, which fsdp shards, is in models/presets/test_recurrent.py
 CHECKS = {
     *("causal", "rows separate", "padding", "packed = separate", "pieces = whole", "decode = read", "gradients"),
     *("dtype", "modes agree", "mesh = one device", "generate = read", "save = load", "config", "PyTorch"),
@@ -23,13 +22,7 @@ def mesh():
 
 
 @pytest.mark.slow  # docs/port.md calls it for one
-@pytest.mark.parametrize(
-    "folder",
-    [
-        pytest.param(folder, id=folder.name, marks=() if folder.name in QUICK else pytest.mark.slow)
-        for folder in sorted(FIXTURES.iterdir())
-    ],
-)
+@pytest.mark.parametrize("folder", sorted(FIXTURES.iterdir()), ids=lambda folder: folder.name)
 def test_check_family_passes_a_checkpoint(folder, mesh):
     report = check_family(folder, meshes=[mesh])
     assert {check.name for check in report.checks} == CHECKS

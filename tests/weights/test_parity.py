@@ -42,16 +42,12 @@ REQUIRED_CASES = {
 }
 
 
-DECODED = {
-    *("llama", "gemma3_text", "gpt2", "bloom", "deepseek_v3", "rwkv", "qwen3_5_text"),
-}
+DECODED = {"llama", "gemma3_text", "gpt2", "bloom", "deepseek_v3", "rwkv", "qwen3_5_text"}
 """Cases that run whole, and decode, without `-m slow`: attention, mixtures and recurrences of each kind. Of the other
 fixtures `test_logits_and_files_match_pytorch` takes logits and files."""
 
 
-QUICK = {
-    *("llama_dynamic", "llama_fp16_sharded", "phi3_longrope"),
-}
+QUICK = {"llama_dynamic", "llama_fp16_sharded", "phi3_longrope"}
 """Reference cases that compute otherwise than the fixtures of their family, or are stored otherwise."""
 
 

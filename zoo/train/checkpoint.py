@@ -293,7 +293,7 @@ def _make_state_handler(orbax: ModuleType) -> Any:
     default = orbax.type_handlers.get_type_handler(jax.Array)
     arrays = orbax.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES,
-        array_metadata_store=default._array_metadata_store,  # keeps the implementation of keys; made nowhere in public
+        array_metadata_store=default._array_metadata_store,  # keys need one, and no public function makes it
     )
     registry = orbax.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return orbax.PyTreeCheckpointHandler(type_handler_registry=registry)

@@ -71,7 +71,7 @@ MIXERS = {
 QUICK_MIXERS = MIXERS_ON_A_MESH | {"mlstm", "rg_lru"}
 
 
-@pytest.mark.parametrize("name", mark_slow(MIXERS, but=QUICK_MIXERS & MIXERS.keys()))
+@pytest.mark.parametrize("name", mark_slow(MIXERS, but=QUICK_MIXERS))
 def test_mixer_keeps_its_promises(name):
     """Two mixers also on a mesh; presets of the others are compared on meshes by tests of models."""
     meshes = [zoo.make_mesh(data=2, fsdp=2, tensor=2)] if name in MIXERS_ON_A_MESH else ()

@@ -50,7 +50,7 @@ def test_mamba_save_refuses_options_without_a_config(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "mamba2"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_mamba_learns_the_previous_token(name):
     """On a mesh, with the loss of one device."""
     tokens = np.random.default_rng(0).integers(0, 12, (8, 9))
