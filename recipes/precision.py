@@ -106,8 +106,8 @@ def main(
         gradient = zoo.value_and_grad(partial(loss_fn, method.dtype), mesh, observe=True, **mesh_options.accumulation)
         loss, grads, seen = gradient(model, batch, key=key, loss_scale=train.loss_scale(opt_state))
         updates, opt_state = make_optimizer(method).update(grads, opt_state, zoo.trainable(model))
-        apply = partial(train.apply_updates, key=key) if method.rounding == "stochastic" else eqx.apply_updates
-        model, opt_state = zoo.place(apply(model, updates), mesh), zoo.place(opt_state, mesh.optimizer)
+        model = train.apply_updates(model, updates, key=key if method.rounding == "stochastic" else None)
+        model, opt_state = zoo.place(model, mesh), zoo.place(opt_state, mesh.optimizer)
         if isinstance(method.recipe, precision.DelayedScaling):
             model = precision.update_amax(model, seen)
         return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}

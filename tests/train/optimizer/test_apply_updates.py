@@ -37,7 +37,7 @@ def test_small_updates_arrive_with_stochastic_rounding_alone():
     exact = train_on(start, None)
     stochastic = train_on(start.astype(jnp.bfloat16), KEY)
     nearest = jax.jit(
-        lambda w: jax.lax.scan(lambda w, _: (optax.apply_updates(w, jnp.full(256, 1e-3)), None), w, length=600)[0]
+        lambda w: jax.lax.scan(lambda w, _: (train.apply_updates(w, jnp.full(256, 1e-3)), None), w, length=600)[0]
     )
     assert np.abs(exact - target).max() < 2e-3
     assert np.abs(stochastic.mean() - 1.25) < 2e-3 and np.abs(stochastic - target).max() < 0.05
@@ -51,6 +51,11 @@ def test_dtypes_and_untouched_leaves_stay():
     assert (new.weight.dtype, new.scale.dtype) == (jnp.bfloat16, jnp.float32)
     assert (new.scale == 1 + 2.0**-10).all()
     assert set(np.unique(new.weight.astype(jnp.float32))) <= {1.0, 1 + 2.0**-7}
+    nearest = train.apply_updates(
+        model, eqx.tree_at(lambda pair: pair.weight, updates, jnp.full((4, 8), 2.0**-7 * 0.7))
+    )
+    assert nearest.weight.dtype == jnp.bfloat16 and (nearest.weight == 1 + 2.0**-7).all()
+    assert (nearest.scale == new.scale).all()
     same = train.apply_updates(model, eqx.tree_at(lambda pair: pair.weight, updates, None), key=KEY)
     assert same.weight is model.weight
     with pytest.raises(ValueError, match="weight is float16: keep parameters in float32"):
@@ -59,6 +64,7 @@ def test_dtypes_and_untouched_leaves_stay():
         )
 
 
+@pytest.mark.slow
 def test_rounding_is_bitwise_the_same_on_any_mesh():
     make = lambda key: zoo.cast(
         zoo.models.Transformer(vocab=16, embed=16, layers=2, heads=2, mlp=16, key=key), "bfloat16"

@@ -1,4 +1,4 @@
-"""Apply an optimizer's updates to parameters, with stochastic rounding where these are bfloat16."""
+"""Apply an optimizer's updates to parameters, which keep their dtypes: bfloat16 ones are rounded stochastically."""
 
 import zlib
 from typing import TypeVar
@@ -14,9 +14,9 @@ from zoo.parallel import Leaf, map_leaves
 _Model = TypeVar("_Model")
 
 
-def apply_updates(model: _Model, updates: PyTree, *, key: Key[Array, ""]) -> _Model:
-    """Add updates to parameters: to bfloat16 ones in float32, with the sum rounded stochastically
-    (`zoo.ops.stochastic_rounding`); to any other as `eqx.apply_updates` does.
+def apply_updates(model: _Model, updates: PyTree, *, key: Key[Array, ""] | None = None) -> _Model:
+    """Add updates to parameters, which keep their dtypes: sums with bfloat16 ones are float32, and rounded
+    stochastically (`zoo.ops.stochastic_rounding`), or to nearest without a `key`.
 
         model = zoo.cast(zoo.models.Transformer(...), "bfloat16")     # no float32 master weights
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
@@ -24,7 +24,8 @@ def apply_updates(model: _Model, updates: PyTree, *, key: Key[Array, ""]) -> _Mo
 
     A bfloat16 has 8 significant bits: rounded to nearest, an update below 1/512 of its parameter is lost. Rounded
     stochastically it arrives on average (Zamirai et al., arXiv:2010.06192, section 3). Updates should be float32, as
-    those of `zoo.train.adamw`: optax keeps them in the dtype of the parameters.
+    those of `zoo.train.adamw`: optax keeps them in the dtype of the parameters. `eqx.apply_updates` adds such an update
+    to a bfloat16 parameter, too, and returns a float32 one.
 
     The random bits of a parameter depend on `key`, its path and the index in the global array alone, so that it is
     rounded the same on any mesh. **Raises** `ValueError` for float16 parameters, which have too many significant bits:
@@ -35,10 +36,11 @@ def apply_updates(model: _Model, updates: PyTree, *, key: Key[Array, ""]) -> _Mo
     def add(leaf: Leaf, parameter: Array, update: Array) -> Array:
         if parameter.dtype == jnp.float16:
             raise ValueError(f"{leaf.name} is float16: keep parameters in float32, and cast them inside the loss")
-        if parameter.dtype != jnp.bfloat16:
-            return (parameter + update).astype(parameter.dtype)
+        total = parameter.astype(jnp.promote_types(parameter.dtype, jnp.float32)) + update
+        if parameter.dtype != jnp.bfloat16 or key is None:
+            return total.astype(parameter.dtype)
         bits = jax.random.bits(fold_in_path(key, leaf), parameter.shape, jnp.uint32)
-        return stochastic_round(parameter.astype(jnp.float32) + update, bits, jnp.bfloat16)
+        return stochastic_round(total, bits, jnp.bfloat16)
 
     return eqx.combine(map_leaves(add, parameters, updates), rest)
 
