@@ -64,7 +64,7 @@ define install
 	if command -v uv >/dev/null && uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[$(1)]'; then \
 		touch $@; \
 	else \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]' && touch $@; \
+		$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(1)]' && touch $@; \
 	fi
 endef
 

@@ -50,7 +50,7 @@ if hasattr(mlir, "make_ir_context"):
 quick_checks.install()
 
 MAPPINGS = Path("/proc/self/maps")
-MOST_MAPPINGS = 20_000
+MOST_MAPPINGS = 40_000
 TESTS = itertools.count()
 
 
@@ -74,7 +74,7 @@ hypothesis.settings.register_profile(
     "zoo",
     derandomize=True,
     deadline=None,
-    max_examples=15,
+    max_examples=10,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("zoo")

@@ -66,7 +66,7 @@ def loss_fn(model, batch):
     return zoo.cross_entropy(model, batch)
 
 
-@pytest.mark.parametrize("method", mark_slow(METHODS, but=("lora", "oft", "ia3")))
+@pytest.mark.parametrize("method", mark_slow(METHODS, but=("lora",)))
 def test_adapters_do_not_depend_on_rounds(method):
     """Made, merged and removed in rounds as in one."""
     kind = "mixture" if method == "dora" else "transformer"
@@ -89,7 +89,7 @@ def list_pairs():
     """Pair every method with every kind of model; most pairs are slow: `pytest -m slow tests/adapters`."""
     for kind in MODELS:
         for method in METHODS:
-            quick = kind == "transformer" and method in ("lora", "dora", "ia3", "vera")
+            quick = kind == "transformer" and method in ("lora", "dora")
             yield pytest.param(kind, method, marks=() if quick else (pytest.mark.slow,))
 
 
@@ -179,6 +179,7 @@ def test_adapters_on_a_mesh_match_one_device(kind, methods, layout):
         np.testing.assert_allclose(y, x, atol=5e-5 * max(1e-3, float(jnp.abs(x).max())), err_msg=path.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", mark_slow(["lora", "dora", "ia3"], but=["dora"]))
 def test_generate_with_adapter_matches_forward(method):
     """Greedy decoding with a state gives the argmax of a forward pass over the text."""
@@ -189,7 +190,7 @@ def test_generate_with_adapter_matches_forward(method):
     np.testing.assert_array_equal(text, expected[:, SEQ - 1 : -1])
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("method", mark_slow(["lora", "dora", "ia3"], but=["dora"]))
 def test_cast_keeps_adapter_vectors_in_float32(method):
     wrapped = perturb(wrap("transformer", method)[1])
     half = zoo.cast(wrapped, jnp.bfloat16)

@@ -11,6 +11,7 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from tests.jaxprs import arrays
+from tests.quick import mark_slow
 from zoo import adapters
 from zoo.layers import Int8Linear, Linear, MXFP4Linear, NF4Linear
 from zoo.models.parameter_paths import list_parameter_paths
@@ -95,6 +96,7 @@ def test_quantize_excludes_layers_in_full_precision():
         assert len(classes) == 7 and all(found == {NF4Linear} for found in classes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_quantize_on_a_mesh_keeps_the_sharding(rounds):
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2, layout=Layout(rounds=rounds))
@@ -157,7 +159,7 @@ def blockwise_max(matrix):
     return jnp.broadcast_to(blocks.max(-1, keepdims=True), blocks.shape).reshape(matrix.shape)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mark_slow(METHODS, but=["dora"]))
 def test_quantize_beneath_adapters(method):
     """The base is quantized, the adapters do not change, and a DoRA stores the row norms of its new base."""
     make, _, targets = MODELS["transformer"]

@@ -13,6 +13,7 @@ from zoo.text.checkpoint_tokenizers import HuggingFaceTokenizer, RawByteTokenize
 from .conftest import BOS, EOS
 
 
+@pytest.mark.slow
 def test_generate_streams_one_prompt(run, text_model, capsys):
     text = HuggingFaceTokenizer(text_model / "tokenizer.json")
     prompt = [BOS, *text.encode("Où?")[0].tolist()]
@@ -30,6 +31,7 @@ def test_generate_continues_words_after_the_directory(run, refused, text_model):
     assert "not both" in refused("generate", text_model, "Où", "--prompt", "est")
 
 
+@pytest.mark.slow
 def test_generate_batch_equals_single_prompts(run, bytes_model):
     prompts = ("A", "longer text")
     words = [word for prompt in prompts for word in ("--prompt", prompt)]

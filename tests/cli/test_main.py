@@ -119,6 +119,7 @@ def test_info_mesh_needs_no_devices(bytes_model):
     assert "P('tensor', 'fsdp')" in done.stdout
 
 
+@pytest.mark.slow
 def test_closed_pipe_prints_no_error():
     read, write = os.pipe()
     os.close(read)

@@ -97,6 +97,7 @@ def test_logits_equal_one_device_and_caches_are_shared(kind):
         assert all(shard.data.shape[-2] == slots // sizes["context"] for x in arrays for shard in x.addressable_shards)
 
 
+@pytest.mark.slow
 def test_a_cache_is_the_same_array_on_any_mesh():
     kind = "parallel blocks"
     alone, shared = (run_on_mesh(kind, axes)[-1] for axes in (None, tuple(CASES[kind].items())))

@@ -47,6 +47,7 @@ def test_latent_attention_decodes_as_uncached_and_on_a_mesh():
     assert (on_mesh == expected).all()
 
 
+@pytest.mark.slow
 def test_cache_length_of_length_dependent_rope_is_exact():
     """A cache for 11 tokens must not be rounded up, which would change the RoPE angles."""
     dynamic, unscaled = make_model(Rotary(4, scaling=DynamicScaling(2.0, 8))), make_model(Rotary(4))
@@ -54,6 +55,7 @@ def test_cache_length_of_length_dependent_rope_is_exact():
     assert choose_cache_length(unscaled, PROMPT, NEW, None) == 128
 
 
+@pytest.mark.slow
 def test_latent_decode_step_updates_caches_in_place():
     model, options = make_model(Rotary(4)), SamplingOptions.from_arguments(0, None, None, None, None, (), VOCAB)
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 4096)

@@ -74,6 +74,7 @@ def test_generate_takes_bfloat16_and_unstacked_models():
     assert jnp.array_equal(*(zoo.generate(m, tokens, max_new_tokens=9) for m in (model, unstacked)))
 
 
+@pytest.mark.slow
 def test_generate_runs_under_jit():
     model, tokens = make_model(), random_tokens((2, 6))
     draw = lambda model, tokens, mask, key: zoo.generate(
@@ -187,6 +188,7 @@ def test_decode_step_updates_caches_in_place():
     assert cache.key.is_deleted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", [DynamicScaling(2.0, 8), LongRopeScaling((1.0, 1.5), (2.0, 4.0), 8, 4.0)])
 def test_length_dependent_rope_uses_the_cache_length(scaling):
     """A capacity of 11 tokens must not be rounded up, which would change the RoPE angles. An uncached row of 11

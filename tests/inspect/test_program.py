@@ -59,6 +59,7 @@ def total(report, kind, *axes, of="count"):
     return sum(getattr(row, of) for row in report.collectives if (row.kind, row.axes) == (kind, axes))
 
 
+@pytest.mark.slow
 def test_tensor_all_reduces_are_those_of_the_layers(shallow, deep):
     # In the forward pass attention and MLP each end with one. In the backward pass each begins with one, of the
     # gradients of its input: several arrays, which XLA combines.

@@ -42,6 +42,7 @@ def test_attention_norm_over_heads_and_clip_equal_formula():
             Attention(16, 4, **options | invalid, key=KEY)
 
 
+@pytest.mark.slow
 def test_attention_window_and_partial_rotary_through_a_cache():
     options = {"window": 3, "soft_cap": 5.0, "scale": 0.2, "bias": True, "sinks": True}
     attention = Attention(16, 4, kv_heads=2, head_dim=8, rotary=Rotary(4, interleaved=True), **options, key=KEY)
@@ -120,6 +121,7 @@ def test_attention_selects_kv_heads_by_their_number():
     assert jnp.allclose(y, attention(x, TokenInfo())[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_decoder_multipliers_of_residuals_and_logits():
     model = make_decoder_with_norm_over_heads(KEY)
     tokens, block = jnp.arange(6)[None], next(model.stack.iter_blocks())

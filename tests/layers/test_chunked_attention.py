@@ -64,6 +64,7 @@ def test_chunked_attention_equals_formula_packed_and_cached():
     assert relative_error(cached, expected[1:]) < 1e-5, "a ring buffer of one chunk"
 
 
+@pytest.mark.slow
 def test_chunked_attention_on_meshes_equals_one_device():
     """Heads over `tensor`, and rows of several chunks over `context`."""
     layer, x = make(), activations(2, 16, EMBED)

@@ -150,6 +150,7 @@ def prefill_and_decode(layer, x):
     return jnp.concatenate(outputs, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fsdp_dims"),
     [pytest.param("small", ["embed"], marks=pytest.mark.slow), ("biased", ["embed", "latent"])],

@@ -85,6 +85,7 @@ def make_batch(rows):
     return (*activity, INFO.positions[:rows], SEGMENTS[:rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [SLOW({"data": 2, "fsdp": 2, "tensor": 2}), {"context": 2}], ids=str)
 def test_sparse_attention_on_a_mesh_equals_one_device(axes):
     mesh = zoo.make_mesh(**axes, layout=Layout(context="gathered"), devices=jax.devices()[: np.prod([*axes.values()])])

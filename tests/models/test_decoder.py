@@ -56,6 +56,7 @@ def test_decoder_is_causal_by_gradient(model):
     assert (jnp.diag(flow) > 0).all()
 
 
+@pytest.mark.slow
 @given(first=st.integers(1, 9), seed=st.integers(0, 99))
 def test_decoder_packed_equals_separate(model, first, seed):
     tokens = random_tokens((2, 10), seed)
@@ -78,6 +79,7 @@ def test_decoder_ignores_padding(model, padding, seed, side):
     assert jnp.allclose(padded[1], run(model, tokens)[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_decoder_attention_implementations_agree(model):
     tokens = random_tokens((2, 10))
     for implementation in (reference_attention, fused_attention):
@@ -86,6 +88,7 @@ def test_decoder_attention_implementations_agree(model):
         assert jnp.allclose(run(other, tokens), run(model, tokens), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_decoder_generation_equals_full_passes(model):
     """Prompts of different lengths, padded on the left; more tokens than the windows hold."""
     tokens, mask = random_tokens((2, 6)), jnp.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], bool)

@@ -22,6 +22,7 @@ def collect(model, name="implementation"):
     return sorted(getattr(x, name) for x in nodes if hasattr(x, name))
 
 
+@pytest.mark.slow
 def test_replacement_reaches_stacked_layers_and_keeps_values():
     layers = [partial(GatedDeltaNet, heads=2)] * 2 + [partial(Attention, heads=2)]
     model = Hybrid(vocab=32, embed=16, layers=3, mlp=32, pattern=layers, key=jax.random.key(0))
@@ -33,6 +34,7 @@ def test_replacement_reaches_stacked_layers_and_keeps_values():
     np.testing.assert_allclose(other(TOKENS), model(TOKENS), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_replacement_reaches_experts_under_adapters():
     model = MixtureOfExperts(
         vocab=32, embed=16, heads=2, layers=2, mlp=8, experts=4, top=2, remat="none", key=jax.random.key(0)

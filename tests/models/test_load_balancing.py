@@ -102,6 +102,7 @@ def make_packed_batch():
     return {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)} | batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -85,6 +85,7 @@ def test_cross_entropy_weights_default_to_one():
     assert none == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"data": 2, "tensor": 4}])
 def test_cross_entropy_implementations_agree(sizes):
     mesh = zoo.make_mesh(**sizes) if sizes else zoo.make_mesh(devices=jax.devices()[:1])

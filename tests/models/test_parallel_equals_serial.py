@@ -26,8 +26,8 @@ MESHES = [
     for tensor in (1, 2, 4, 8)
     if data * fsdp * tensor == 8
 ]
-QUICK = {(8, 1, 1), (2, 2, 2)}
-"""Sizes that run without `-m slow`: `data` alone, and all three axes."""
+QUICK = {(2, 2, 2)}
+"""Sizes that run without `-m slow`: all three axes."""
 EACH_MESH = [
     pytest.param(i, id=str(zoo.make_mesh(**sizes)), marks=() if tuple(sizes.values()) in QUICK else pytest.mark.slow)
     for i, sizes in enumerate(MESHES)
@@ -127,6 +127,7 @@ def test_mesh_loss_that_calls_the_model_twice_and_transformed():
     assert largest_relative_difference(grads, expected_grads) < 2e-5
 
 
+@pytest.mark.slow
 def test_mesh_with_uneven_vocabulary_and_bfloat16():
     """An uneven vocabulary is replicated; bfloat16 results on a mesh agree to the precision of bfloat16."""
 
@@ -148,6 +149,7 @@ def test_mesh_with_uneven_vocabulary_and_bfloat16():
     assert largest_relative_difference(grads, expected_grads) < 0.03  # 8 bits of mantissa, summed in another order
 
 
+@pytest.mark.slow
 def test_mesh_dynamic_rope_uses_the_longest_row_of_the_batch():
     """One device has the long row; all devices scale RoPE by its length."""
 
@@ -259,7 +261,9 @@ def test_zero1_shards_optimizer_state_and_gradients():
     assert grads < sum(x.nbytes for x in jax.tree.leaves(model)) / 8 * 1.1
 
 
-@pytest.mark.parametrize("sizes", [{"devices": 1}, {"devices": 8, "fsdp": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"devices": 1}, marks=pytest.mark.slow), {"devices": 8, "fsdp": 4, "tensor": 2}], ids=str
+)
 def test_donated_step_updates_in_place(sizes):
     """Model and optimizer state are updated in the same memory: a failed donation would be silent."""
     mesh = zoo.make_mesh(**sizes | {"devices": jax.devices()[: sizes["devices"]]})

@@ -103,6 +103,7 @@ def test_score_equals_log_probabilities(model, seed, chunk):
     assert np.allclose(found, score_numpy(model, tokens), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tied": True}, {"tied": True, "soft_cap": 2.0}, {"windows": (2,)}])
 def test_score_of_tied_capped_and_windowed_models(options):
     model = zoo.models.Transformer(**SIZES, **options, key=KEY)
@@ -156,6 +157,7 @@ def test_score_gradient_equals_that_of_all_logits(model):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

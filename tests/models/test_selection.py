@@ -33,6 +33,7 @@ def make_batch(rows):
     return {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "weights": jnp.ones(tokens.shape)}
 
 
+@pytest.mark.slow
 def test_shared_selections_scan_on_a_mesh_as_in_a_plain_loop():
     """The second scan begins with layers that take what the first has selected."""
     model, batch = make_model("FFSSS"), make_batch(4)

@@ -50,6 +50,7 @@ def test_embeddings_equal_formulas_with_any_padding(make):
     np.testing.assert_allclose(single, mean / np.linalg.norm(mean), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_embeddings_on_a_mesh_equal_serial():
     """Outside of `zoo.spmd` and inside."""
     model, (tokens, mask) = zoo.models.Transformer(**SIZES), pad("left")

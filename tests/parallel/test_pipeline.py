@@ -34,6 +34,7 @@ GPIPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make, schedule, rounds", GPIPES)
 def test_gpipe_of_any_loss_equals_one_device(make, schedule, rounds):
     """Of mixtures of experts also with a layer before the stages that has a router."""
@@ -42,6 +43,7 @@ def test_gpipe_of_any_loss_equals_one_device(make, schedule, rounds):
     assert_equal_to_one_device(make, mesh, loss=contrastive_loss, **options)
 
 
+@pytest.mark.slow
 def test_scores_and_validation_loss_equal_one_device():
     """No number of micro-batches is given, and the rows of a device are prime."""
     mesh, model = make_any_mesh(pipe=2, tensor=2), make_model(make_transformer)

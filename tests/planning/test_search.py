@@ -24,7 +24,7 @@ def test_experts_are_counted_by_their_dim(make, experts):
 
 
 def test_search_returns_the_best_mesh_first():
-    found = planning.search_meshes(MIXTURE, TOPOLOGY, OPTIONS, limit=2)
+    found = planning.search_meshes(partial(zoo.models.Transformer, **SIZES), TOPOLOGY, OPTIONS, limit=2)
     ranks = [candidate.rank for candidate in found]
     assert len(ranks) == 2 and ranks == sorted(ranks)
     for candidate in found:

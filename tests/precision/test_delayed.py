@@ -42,6 +42,7 @@ def test_update_prepends_maxima_and_repeats_the_last_for_none():
         precision.update_amax(precision.fp8(make_model()), None)
 
 
+@pytest.mark.slow
 def test_delayed_scaling_on_a_mesh_equals_one_device():
     """Two steps: the first with the scale 1, the second with those of what the first has seen."""
     results = []

@@ -129,6 +129,7 @@ def test_fp8_is_undone_and_saved_as_master_weights(tmp_path):
     assert zoo.inspect.implementations(trained, seq_len=8).rows
 
 
+@pytest.mark.slow
 def test_lora_around_a_frozen_fp8_base():
     """The base multiplies in FP8, adapters in high precision, and merging gives an FP8 layer of the merged weight."""
     adapted = adapters.lora(precision.fp8(make_model()), rank=2, key=KEY)

@@ -3,6 +3,7 @@
 import random
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -14,6 +15,14 @@ from zoo import train
 def token_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_type_checks():
+    """Recipes run as users run them, who have no checks of annotations; tests of what they call have these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
         yield
 
 

@@ -41,6 +41,7 @@ def test_compare_adapters_one_row_per_method(unbroken):
         assert part in report
 
 
+@pytest.mark.slow
 def test_compare_adapters_exports_the_best_merged(unbroken, start):
     """Full training leaves no adapter."""
     tuned = zoo.adapters.load(zoo.load(start), unbroken / "vera-48" / "adapter")

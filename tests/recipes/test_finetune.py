@@ -73,6 +73,7 @@ def test_finetune_resumes_bitwise(text, start, unbroken, tmp_path):
         assert (out / "export" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 def test_finetune_starts_from_the_export_of_transformer(start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(start, finetune.START)

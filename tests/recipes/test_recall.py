@@ -25,14 +25,18 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
+    """Runs of both mixers."""
     out = tmp_path_factory.mktemp("unbroken") / "run"
     call(recall.main, out=out, **TINY)
     return out
 
 
-def test_recall_of_two_mixers(unbroken):
-    for mixer in TINY["mixers"]:
-        lines = train.read_metrics(unbroken / f"{mixer}-8" / "metrics.jsonl")
+@pytest.mark.parametrize("mixers", [("delta-net",), pytest.param(TINY["mixers"], marks=pytest.mark.slow)], ids="+".join)
+def test_recall_runs_and_their_report(mixers, tmp_path):
+    out = tmp_path / "run"
+    call(recall.main, out=out, **TINY | {"mixers": mixers})
+    for mixer in mixers:
+        lines = train.read_metrics(out / f"{mixer}-8" / "metrics.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert all(np.shape(line["losses"]) == (4,) and np.shape(line["accuracies"]) == (2, 2) for line in lines)
         # Runs of one seed start alike, whatever their rate; those of two seeds do not.
@@ -41,9 +45,9 @@ def test_recall_of_two_mixers(unbroken):
         assert abs(first[0] - first[1]) > 1e-3
         assert abs(lines[-1]["losses"][0] - lines[-1]["losses"][2]) > 1e-3
         assert lines[-1]["accuracy"] == pytest.approx(np.mean(lines[-1]["accuracies"], axis=1).max())
-        assert json.loads((unbroken / f"{mixer}-8" / "config.json").read_text())["run"] == f"{mixer}-8"
-    check_optimization(unbroken, *(f"{mixer}-8" for mixer in TINY["mixers"]))
-    report = (unbroken / "report.html").read_text()
+        assert json.loads((out / f"{mixer}-8" / "config.json").read_text())["run"] == f"{mixer}-8"
+    check_optimization(out, *(f"{mixer}-8" for mixer in mixers))
+    report = (out / "report.html").read_text()
     assert "bytes of state per row" in report and "<title>delta-net: " in report and "http" not in report
     assert flag_names(recall.main)[-len(RUN_FLAGS) - 1 :] == ["eval_every", *RUN_FLAGS]
 

@@ -27,21 +27,27 @@ NAMES = ("s3-attention", "s3-delta-net-negative")
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
+    """Runs of both mixers."""
     out = tmp_path_factory.mktemp("unbroken") / "run"
     call(state_tracking.main, out=out, **TINY)
     return out
 
 
-def test_state_tracking_of_two_mixers(unbroken):
-    for name in NAMES:
-        lines = train.read_metrics(unbroken / name / "metrics.jsonl")
+@pytest.mark.parametrize(
+    "mixers", [TINY["mixers"][1:], pytest.param(TINY["mixers"], marks=pytest.mark.slow)], ids="+".join
+)
+def test_state_tracking_runs_and_their_report(mixers, tmp_path):
+    out, names = tmp_path / "run", [f"s3-{mixer}" for mixer in mixers]
+    call(state_tracking.main, out=out, **TINY | {"mixers": mixers})
+    for name in names:
+        lines = train.read_metrics(out / name / "metrics.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert all(np.shape(line["losses"]) == (4,) and np.shape(line["places"]) == (4, 40) for line in lines)
         beyond = np.mean(lines[-1]["places"], axis=1, where=np.arange(40) >= 4)
         assert lines[-1]["beyond"] == pytest.approx(beyond.max())
         assert lines[-1]["trained"] == pytest.approx(np.mean(lines[-1]["places"][beyond.argmax()][:4]))
-    check_optimization(unbroken, *NAMES)
-    report = (unbroken / "report.html").read_text()
+    check_optimization(out, *names)
+    report = (out / "report.html").read_text()
     for part in ("Accuracy by place: s3", "chance 0.167", "up to 4 tokens", "4 to 40", "median run"):
         assert part in report
     assert "http" not in report

@@ -121,6 +121,7 @@ def killed(text, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_transformer_killed_and_resumed_is_bitwise_equal(text, unbroken, killed, tmp_path):
     out = shutil.copytree(killed, tmp_path / "run")
     status, _, errors = finish(start(command(text, out, "--resume")))
@@ -235,6 +236,7 @@ def test_transformer_bad_input_is_one_line(text, tmp_path, capsys, more, message
     assert "Traceback" not in errors and "10/60" not in printed
 
 
+@pytest.mark.slow
 def test_transformer_bad_input_ends_a_process_with_status_2(text, tmp_path):
     status, printed, errors = finish(start([*command(text, tmp_path / "run"), "--heads", "3"]))
     assert status == 2
@@ -260,6 +262,7 @@ def test_transformer_refuses_binary_data_and_other_checkpoints(text, killed, tmp
     assert checkpoints(out) == [out / "checkpoints" / path.name for path in checkpoints(killed)], "nothing is lost"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", mark_slow(["optax", "grain", "orbax"], but=["orbax"]))
 def test_transformer_without_train_extra_says_what_to_install(missing):
     blocked = (

@@ -29,6 +29,7 @@ def test_check_family_passes_a_checkpoint(folder, mesh):
     assert [check.name for check in report.checks if check.difference is None] == ["modes agree"]
 
 
+@pytest.mark.slow
 def test_check_family_refuses_swapped_names(mesh):
     """Gate and up have one shape, so that a wrong order loads, and writes the file that it has read."""
     llama = FAMILIES["llama"]

@@ -97,6 +97,7 @@ def place_layers(state, rounds, sizes):
     return zoo.place(state, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [pytest.param((1, {"fsdp": 2}), marks=pytest.mark.slow), (2, {"pipe": 2, "fsdp": 2, "tensor": 2})],

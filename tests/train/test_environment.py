@@ -92,6 +92,7 @@ def test_deterministic_kernels_are_a_flag_of_xla(monkeypatch):
         require_deterministic_kernels()
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_bits():
     """Three steps with dropout, compiled twice, on four devices that all-reduce."""
     mesh = zoo.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])

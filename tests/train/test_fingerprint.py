@@ -32,6 +32,7 @@ def query(model):
     return model.stack.segments[0].blocks[0].mixer.query
 
 
+@pytest.mark.slow
 def test_fingerprint_is_the_same_on_any_mesh(base, tuned):
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     for model in (base, tuned):
@@ -39,6 +40,7 @@ def test_fingerprint_is_the_same_on_any_mesh(base, tuned):
     assert len(train.fingerprint(tuned)) == 64
 
 
+@pytest.mark.slow
 def test_fingerprint_does_not_depend_on_rounds():
     four = zoo.models.Transformer(**SIZES | {"layers": 4}, key=jax.random.key(0))
     mesh = zoo.make_mesh(data=1, pipe=2, tensor=4, layout=Layout(rounds=2))

@@ -41,6 +41,7 @@ def run_float16(mesh, optimizer, *, steps, weight=1.0, initial=None):
     return np.array(history).T, jax.device_get(eqx.filter(model, eqx.is_array))
 
 
+@pytest.mark.slow
 def test_loss_scale_is_one_decision_on_any_mesh():
     """A scale that overflows is halved until it fits, on one device and on eight. Just below the largest value, sums
     over the tokens of one device may overflow where those of eight do not: the scale does not grow back to there."""

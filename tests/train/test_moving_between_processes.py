@@ -1,5 +1,5 @@
-"""A recipe on two processes, with checkpoints at a URL: SIGTERM to one saves on both; one process goes on from it, on
-another mesh, and back."""
+"""A recipe on two processes, with checkpoints at a URL: SIGTERM to one saves on both; one process, that of the tests,
+goes on from it on another mesh, and two on a third."""
 
 import json
 import signal
@@ -19,14 +19,14 @@ SIZES = {"embed": 16, "mlp_dim": 16, "layers": 1, "seq_len": 16, "batch_size": 8
 STILL = {"learning_rate": 0.0}
 
 
-def start(index, port, out, *words, devices=2):
-    """Start process `index` of two, or, without a port, one process alone."""
+def start(index, port, out, *words):
+    """Start process `index` of two, each with two devices."""
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
-    environment = make_environment(devices)
+    environment = make_environment(2)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | STILL).items()]
     command = [sys.executable, "recipes/transformer.py", *flags, "--data=zoo/train", f"--out={out}", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment | (place if port else {}), **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=environment | place, **pipes)
 
 
 def find_port():
@@ -55,7 +55,7 @@ def finish(*processes):
     return outputs, [process.returncode for process in processes]
 
 
-def test_run_moves_between_processes_and_meshes(tmp_path):
+def test_run_moves_between_processes_and_meshes(tmp_path, capfd):
     out, bucket, port = tmp_path / "moved", tmp_path / "bucket", find_port()
     url = ("--checkpoint-url", f"file://{bucket}")
     both = [start(index, port, out, "--fsdp", "4", "--steps", "100000", *url) for index in range(2)]
@@ -69,15 +69,15 @@ def test_run_moves_between_processes_and_meshes(tmp_path):
     assert "parameters on fsdp 4" in outputs[0], outputs
     assert "parameters on" not in outputs[1], outputs  # the first alone prints
 
-    (text,), statuses = finish(start(0, None, out, "--resume", "--fsdp", "1", "--steps", str(saved + 20), *url))
-    assert statuses == [0], text
-    assert "data 2" in text, text
+    alone = {"data": (ROOT / "zoo/train",)} | SIZES | STILL
+    call(transformer.main, out=out, resume=True, steps=saved + 20, checkpoint_url=f"file://{bucket}", **alone)
+    assert "parameters on data 8" in capfd.readouterr().out
 
     port = find_port()
     words = ("--resume", "--fsdp", "2", "--steps", str(saved + 40), *url)
     outputs, statuses = finish(*(start(index, port, out, *words) for index in range(2)))
     assert statuses == [0, 0], outputs
-    call(transformer.main, data=(ROOT / "zoo/train",), out=tmp_path / "whole", steps=saved + 40, **SIZES, **STILL)
+    call(transformer.main, out=tmp_path / "whole", steps=saved + 40, **alone)
     losses, expected = read_metrics(out), read_metrics(tmp_path / "whole")
     assert max(losses) == max(expected) == saved + 40
     assert len({round(loss, 3) for loss in expected.values()}) > 20  # one step's rows are told from another's

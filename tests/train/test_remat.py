@@ -47,6 +47,7 @@ def test_policies_agree_in_gradients_and_keep_what_is_counted(sizes):
         assert temporaries[0] > temporaries[1] > temporaries[3] > temporaries[5]
 
 
+@pytest.mark.slow
 def test_budget_takes_the_least_recomputation_that_fits(caplog):
     mesh, shapes = zoo.make_mesh(devices=jax.devices()[:1]), eqx.filter_eval_shape(make, jax.random.key(0))
     count = lambda remat: train.count_residual_bytes(train.rematerialize(shapes, remat), loss_fn, BATCH, mesh)

@@ -23,8 +23,7 @@ from zoo.models.scoring import unstack_blocks
 from zoo.weights.parity import compare, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
-QUICK = ("bert_texts", "deberta_masked", "dinov3_features", "eurobert_masked", "modernbert_tokens", "roberta_masked")
-QUICK += ("siglip_features", "vit_classes")
+QUICK = ("bert_texts", "deberta_masked", "dinov3_features", "modernbert_tokens", "vit_classes")
 """A case of each kind of layers and of each head; the others combine them otherwise."""
 NAME = lambda folder: folder.name
 REFERENCES = list_case_folders("encoder")

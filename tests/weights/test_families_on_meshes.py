@@ -16,7 +16,7 @@ from zoo.models.parameter_paths import list_parameter_paths
 from zoo.weights.parity import make_loss, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-QUICK = ("deepseek_v3", "gpt2", "mamba2", "modernbert_texts", "vit_classes")
+QUICK = ("deepseek_v3", "mamba2", "modernbert_texts")
 """Families whose layers have nothing in common. The others are run by
 `pytest -m slow tests/weights/test_families_on_meshes.py`."""
 LENGTHS = (6, 9)

@@ -53,7 +53,7 @@ MESHES = [
 ]
 
 
-QUICK = ("llama", "gpt_neox", "deepseek_v2", "mamba2")
+QUICK = ("gpt_neox", "deepseek_v2")
 
 
 @pytest.fixture(scope="module", params=mark_slow(CASES, but=QUICK), ids=str)
@@ -129,7 +129,7 @@ def test_save_from_mesh_equals_save_from_one_device(checkpoint, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(zoo.load(path)), whole))
 
 
-@pytest.mark.parametrize("family", ["llama", "olmoe", "gpt2"])
+@pytest.mark.parametrize("family", mark_slow(["llama", "olmoe", "gpt2"], but=["olmoe"]))
 def test_load_and_save_in_rounds_equal_one_round(make, family, tmp_path, monkeypatch):
     """Each device reads its own shards, into the rounds of the layout; the saved files are the same."""
     layers = "n_layer" if family == "gpt2" else "num_hidden_layers"

@@ -61,6 +61,7 @@ def test_orthogonality_and_ranks_of_layers_in_rounds():
     assert eqx.tree_equal(jax.device_get(merge_rounds(kept)), jax.device_get(adapters.keep_top_ranks(model, scores, 5)))
 
 
+@pytest.mark.slow
 def test_orthogonality_on_a_mesh_matches_one_device(model):
     def mean(parameters):
         total, count = loss_fn(eqx.combine(parameters, model), BATCH)

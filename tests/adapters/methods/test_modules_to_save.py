@@ -31,6 +31,7 @@ def model():
     return eqx.filter_jit(make)(key=KEY)
 
 
+@pytest.mark.slow
 def test_modules_to_save_with_lora_of_embedding(model):
     """Initial output, strength 0, `remove`, `merge` and `unmerge`."""
     options = {"targets": ("query", "embedding"), "modules_to_save": ("norm", r"layers\.1\.mixer_norm"), "rank": 2}

@@ -5,6 +5,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
@@ -30,6 +31,7 @@ def compute_formula(layer, x):
     return layer.dense_post_norm(layer.dense(layer.dense_norm(x))[0]) + layer.experts_post_norm(mixed)
 
 
+@pytest.mark.slow
 def test_mixture_beside_mlp_equals_formula_on_meshes():
     layer, x = randomize(make), activations(4, 5, EMBED)
     run = lambda layer, x: layer(x)[0]

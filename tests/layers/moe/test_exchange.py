@@ -61,7 +61,7 @@ def assert_equal_to_one_device(layer, mesh):
 MESHES = ({"data": 1, "expert": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "expert": 4})
 
 
-QUICK = ("balanced", "on one device")
+QUICK = ("balanced",)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -107,7 +107,7 @@ def test_exchange_sends_the_bytes_of_its_formula(form):
         assert moved["all-gather"] == n * pieces * size * (vector + 2 * top * 4)  # with weights and choices
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mark_slow(FORMS, but=FORMS[:1]))
 def test_memory_is_that_of_a_balanced_load(form):
     """There is one program for every load. Room for the worst one would be five times as much."""
     seq = 64
@@ -120,6 +120,7 @@ def test_memory_is_that_of_a_balanced_load(form):
     assert program.memory.temporaries < 16 * rows * 4 * EMBED  # 15: rows, their gradients, and those in boxes
 
 
+@pytest.mark.slow
 def test_frozen_experts_have_no_gradient_and_no_sums():
     """Where only tokens are differentiated, the backward pass holds no float32 sums of experts' gradients."""
     mesh = zoo.make_mesh(data=1, expert=8, layout=Layout(expert="boxes"))
@@ -169,6 +170,7 @@ def emulate_ragged(x, into, input_offsets, send_sizes, output_offsets, recv_size
     return into
 
 
+@pytest.mark.slow
 def test_ragged_exchange_equals_one_device(monkeypatch):
     sizes = {"data": 1, "expert": 4, "tensor": 2}
     mesh, layer = zoo.make_mesh(**sizes, layout=Layout(expert="ragged")), make_mixture("on two devices")

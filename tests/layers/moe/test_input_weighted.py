@@ -5,6 +5,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
@@ -31,6 +32,7 @@ def compute_formula(layer, x):
     return y
 
 
+@pytest.mark.slow
 def test_input_weighted_mixture_equals_loop_on_meshes():
     layer, x = randomize(make), activations(4, 5, EMBED)
     run = lambda layer, x: layer(x)[0]

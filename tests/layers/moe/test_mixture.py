@@ -66,6 +66,7 @@ def test_mixture_equals_weighted_sum_of_chosen_experts(router):
     np.testing.assert_allclose(layer(tokens)[0], naive_mixture(layer, tokens), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top, experts", [(1, 1), (4, 4), (1, 4)])
 def test_mixture_of_one_expert_and_of_all(top, experts):
     layer = make_mixture(top=top, experts=experts)

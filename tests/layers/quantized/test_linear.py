@@ -92,8 +92,11 @@ def compute_loss_and_grads(layers, mesh):
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [({}, {}), ({}, {"capacity_factor": 1.0}), ({"data": 2, "fsdp": 2, "tensor": 2}, {})],
-    ids=["one device", "with a capacity", "on a mesh"],
+    [
+        pytest.param({}, {}, id="one device", marks=pytest.mark.slow),
+        pytest.param({}, {"capacity_factor": 1.0}, id="with a capacity", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, {}, id="on a mesh"),
+    ],
 )
 def test_mxfp4_experts_equal_dequantized(sizes, options):
     """Loss and gradients of trainable parameters before and after the experts equal those with dequantized weights."""

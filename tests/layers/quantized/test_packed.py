@@ -94,6 +94,7 @@ def loss_fn(layers, x):
     return (out(inner) ** 2).sum() + (up.transposed(inner) ** 2).sum() + transposed, jnp.float32(len(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_class", FORMATS)
 def test_quantized_linear_on_a_mesh_equals_one_device(layer_class):
     """Sharded over the contracted dim and over the output dim, forward and transposed."""

@@ -84,6 +84,7 @@ def test_mamba_equals_its_formula_in_both_modes(name):
     assert relative_error(forward(make_layer(name, implementation="recurrent"), x), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor"),
     mark_slow([("mamba with norms", 2), ("mamba2", 4), ("mamba2 with dt_limit", 4)], but=[("mamba with norms", 2)]),

@@ -68,7 +68,7 @@ MIXERS = {
 }
 
 
-QUICK_MIXERS = MIXERS_ON_A_MESH | {"mlstm", "rg_lru"}
+QUICK_MIXERS = MIXERS_ON_A_MESH | {"rg_lru"}
 
 
 @pytest.mark.parametrize("name", mark_slow(MIXERS, but=QUICK_MIXERS))

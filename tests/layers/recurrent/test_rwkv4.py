@@ -53,6 +53,7 @@ def test_rwkv4_equals_its_formula_in_both_modes():
     assert relative_error(forward(make_time_mixing(implementation="recurrent"), x), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_rwkv4_on_a_mesh_equals_one_device():
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     check_mesh_equals_one_device(make_time_mixing(), activations(4, SEQ, EMBED), mesh)

@@ -19,6 +19,7 @@ MODELS = {
 EACH = pytest.mark.parametrize("name", MODELS)
 
 
+@pytest.mark.slow
 @EACH
 def test_mamba_save_and_load_roundtrip(name, tmp_path):
     model = MODELS[name](key=KEY)

@@ -73,6 +73,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, over, layout, sizes",
     [
@@ -92,6 +93,7 @@ def test_moe_is_the_same_on_a_mesh(variant, over, layout, sizes):
     assert all(load.sum() == 2 * sum(LENGTHS) for load in loads)
 
 
+@pytest.mark.slow
 def test_moe_micro_batches_change_balance_over_batch_only():
     mesh = zoo.make_mesh(1, devices=jax.devices()[:1])
     losses = {
@@ -114,6 +116,7 @@ def run(model, tokens, **options):
     return model(tokens, **options)
 
 
+@pytest.mark.slow
 def test_moe_packed_equals_separate_and_ignores_padding(model):
     tokens = random_tokens((2, 10))
     packed = run(model, tokens, segment_ids=jnp.where(jnp.arange(10) < 4, 3, 7) * jnp.ones((2, 1), int))

@@ -154,6 +154,7 @@ def test_recurrent_generation_on_a_mesh_and_with_padding():
     assert zoo.generate(zoo.place(model, mesh), tokens, mask=mask, max_new_tokens=6).tolist() == text.tolist()
 
 
+@pytest.mark.slow
 def test_recurrent_presets_build_and_run():
     sizes = {"vocab": VOCAB, "embed": 16, "layers": 4, "heads": 2, "mlp": 24}
     names = {name for name in zoo.models.__all__ if getattr(zoo.models, name).__module__ == recurrent.__name__}

@@ -100,6 +100,7 @@ def test_blockwise_attention_equals_the_reference(case, seed):
     check_equal(case, seed, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["one key head, a window, narrow values", "cached"])
 def test_blockwise_attention_of_all_heads_at_once_equals_it_too(case):
     """The form for accelerators."""

@@ -252,6 +252,7 @@ def test_attention_over_a_kv_cache_in_any_slot_order(implementation):
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grouped", "fused", "blockwise"])
 def test_attention_on_a_mesh_equals_one_device(name):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

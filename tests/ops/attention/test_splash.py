@@ -58,6 +58,7 @@ def test_splash_equals_the_reference(rules, soft_cap):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), ours, theirs)
 
 
+@pytest.mark.slow
 def test_splash_runs_over_a_mesh():
     operands = draw()
     rows, whole = PartitionSpec("data"), PartitionSpec()

@@ -126,6 +126,7 @@ def test_grouped_packed_matmul_refuses_a_named_implementation():
         grouped_packed_matmul(jnp.zeros((3, 32)), arrays, dequantize_mxfp4, jnp.array([1, 2]))
 
 
+@pytest.mark.slow
 def test_grouped_packed_matmul_on_a_mesh():
     """Rows and groups are sharded, and gradients flow to parameters before the product."""
     model = PackedExperts(*matrices(2, 5, 32), jnp.linspace(0.5, 2, 32))

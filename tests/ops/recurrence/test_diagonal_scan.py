@@ -157,6 +157,7 @@ def test_chunked_diagonal_saves_factors_and_outputs_alone():
     assert kept <= 3 * x.size + 4 * state.size
 
 
+@pytest.mark.slow
 def test_diagonal_ops_on_a_mesh_equal_one_device():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     log_decay, x, state, ids = draw_diagonal(17, 10)

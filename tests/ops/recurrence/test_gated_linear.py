@@ -99,6 +99,7 @@ def test_chunked_gated_linear_of_strong_decays_is_finite():
             assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["number", "vector"])
 def test_chunked_gated_linear_of_bfloat16(kind):
     """Bound: bfloat16 rounds by 2 ** -8; sums of dozens of such terms stay within four times that."""

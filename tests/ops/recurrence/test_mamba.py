@@ -127,6 +127,7 @@ def test_chunked_selective_scan_saves_boundary_states_alone():
     assert memory.temp_size_in_bytes < 4 * every  # what the states of all tokens would be
 
 
+@pytest.mark.slow
 def test_selective_scan_on_a_mesh_equals_one_device():
     x, dt, A, B, C, D, _, ids = case(17, 6)
 

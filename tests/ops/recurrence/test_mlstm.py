@@ -31,6 +31,7 @@ def mlstm_on_shard(tokens, fixed, ids, state, fresh):
     return mlstm(*tokens, state=state, segment_ids=ids)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), packed=st.booleans(), strength=st.sampled_from([0.1, 3, 100]))
 def test_mlstm_of_shards_equals_one_device(seed, packed, strength):

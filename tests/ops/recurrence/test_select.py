@@ -60,6 +60,7 @@ def test_pallas_is_opt_in():
         DELTA_RULE.select("pallas", request)
 
 
+@pytest.mark.slow
 def test_pallas_kernels_equal_chunks_behind_the_door():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 20, 1, 8))
     log_decay, beta = -jnp.ones((1, 20, 1)), jnp.full((1, 20, 1), 0.5)

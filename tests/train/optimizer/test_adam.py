@@ -96,6 +96,7 @@ def test_formats_come_near_float32_in_the_bytes_promised(name, tmp_path):
         assert x.dtype == y.dtype and np.array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_slow(["bfloat16", "blocks", "factored"], but=["blocks"]))
 def test_formats_are_the_same_on_any_mesh(name):
     serial = run(name, zoo.make_mesh(devices=jax.devices()[:1]), steps=3)

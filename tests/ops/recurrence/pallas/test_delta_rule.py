@@ -74,6 +74,7 @@ def test_pallas_delta_rule_equals_recurrent_with_gradients(case, often, strength
     all_close(found, expected, 5e-6)
 
 
+@pytest.mark.slow
 def test_pallas_delta_rule_of_bfloat16():
     """Bound: operands are rounded to 2^-9 several times between input and output, and errors of rows propagate."""
     inputs, cotangents = draw(CASES[1], seed=3, dtype=jnp.bfloat16), draw_cotangents(33, 3, jnp.bfloat16)

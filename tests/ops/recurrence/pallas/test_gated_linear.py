@@ -68,6 +68,7 @@ def test_pallas_gated_linear_equals_recurrent_with_gradients(case, strength, oft
     all_close(found, value_and_gradients(recurrent_gated_linear, *operands), 2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["shared keys", "vector"])
 def test_pallas_gated_linear_of_bfloat16(case):
     """Bound: operands are rounded to 2^-9 several times between input and output."""
