@@ -59,7 +59,6 @@ def compile_squares(seed=0):
         return jnp.sum(jnp.tanh(x @ x.T), axis=0)
 
     x = jax.random.normal(jax.random.key(seed), (7, 5))
-    jax.clear_caches()
     step = jax.jit(squares)
     is_cached = compiled(step, x).seconds.cached
     return np.asarray(step(x)), is_cached

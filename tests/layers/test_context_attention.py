@@ -187,6 +187,7 @@ def test_implementations_name_the_form():
     assert {row.operation: row.chosen for row in decoding.rows}["attention to some of the keys"] == "grouped"
 
 
+@pytest.mark.slow
 def test_adapter_dropout_of_latents_follows_places_in_the_row():
     """Dropout masks of latents depend on their place in the row, so devices then exchange keys, not latents. Shards of
     three tokens go round in the order of the row."""

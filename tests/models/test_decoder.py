@@ -67,6 +67,7 @@ def test_decoder_packed_equals_separate(model, first, seed):
     assert jnp.allclose(packed[:, :first], run(model, tokens)[:, :first], atol=1e-5)
 
 
+@pytest.mark.slow
 @given(padding=st.integers(0, 6), seed=st.integers(0, 99), side=st.sampled_from(["left", "right"]))
 def test_decoder_ignores_padding(model, padding, seed, side):
     tokens = random_tokens((2, 10), seed)

@@ -115,6 +115,7 @@ def test_check_mixer_compares_names_and_says_what_it_leaves_out():
     assert values == {"pallas": True, "chunked": False, "recurrent": False}
 
 
+@pytest.mark.slow
 def test_check_mixer_passes_attention_in_all_implementations():
     others = {"implementation": [reference_attention]}
     report = check_mixer(partial(Attention, 16, 4, kv_heads=2, window=3, sinks=True), implementations=others)

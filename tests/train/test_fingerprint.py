@@ -47,7 +47,7 @@ def test_fingerprint_does_not_depend_on_rounds():
     assert fingerprint_arrays(zoo.place(four, mesh)) == fingerprint_arrays(four)
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fingerprint_gathers_no_array(base, rounds):
     sizes = {"data": 2} if rounds == 1 else {"data": 1, "pipe": 1, "context": 2}
     placed = zoo.place(base, zoo.make_mesh(**sizes, fsdp=2, tensor=2, layout=Layout(rounds=rounds)))

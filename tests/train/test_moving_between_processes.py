@@ -64,7 +64,7 @@ def test_run_moves_between_processes_and_meshes(tmp_path, capfd):
         time.sleep(0.2)
     both[1].send_signal(signal.SIGTERM)
     outputs, statuses = finish(*both)
-    assert statuses == [143, 143], outputs
+    assert statuses == [143, 143], "\n".join(outputs)
     saved = max(int(path.name) for path in bucket.iterdir() if path.name.isdecimal())
     assert "parameters on fsdp 4" in outputs[0], outputs
     assert "parameters on" not in outputs[1], outputs  # the first alone prints
@@ -76,7 +76,7 @@ def test_run_moves_between_processes_and_meshes(tmp_path, capfd):
     port = find_port()
     words = ("--resume", "--fsdp", "2", "--steps", str(saved + 40), *url)
     outputs, statuses = finish(*(start(index, port, out, *words) for index in range(2)))
-    assert statuses == [0, 0], outputs
+    assert statuses == [0, 0], "\n".join(outputs)
     call(transformer.main, out=tmp_path / "whole", steps=saved + 40, **alone)
     losses, expected = read_metrics(out), read_metrics(tmp_path / "whole")
     assert max(losses) == max(expected) == saved + 40

@@ -74,6 +74,15 @@ def test_config_with_unsupported_options_raises(keys, message, base, saved, tmp_
         adapters.load(base, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def saved_others(tmp_path_factory):
+    """A model, and a folder with an adapter of it for each of two methods."""
+    model, out = make_model(layers=1), tmp_path_factory.mktemp("saved")
+    adapters.save(adapters.oft(model, key=jax.random.key(1), block_size=8), out / "oft")
+    adapters.save(adapters.adalora(model, key=jax.random.key(1)), out / "adalora")
+    return model, out
+
+
 @pytest.mark.parametrize(
     ("method", "keys", "message"),
     [
@@ -88,10 +97,8 @@ def test_config_with_unsupported_options_raises(keys, message, base, saved, tmp_
         ("adalora", {"use_dora": True}, "use_dora = True is not computed here"),
     ],
 )
-def test_config_of_oft_and_adalora_raises(method, keys, message, tmp_path):
-    model = make_model(layers=1)
-    options = {"block_size": 8} if method == "oft" else {}
-    adapters.save(getattr(adapters, method)(model, key=jax.random.key(1), **options), tmp_path)
-    change_config(tmp_path, **keys)
+def test_config_of_oft_and_adalora_raises(method, keys, message, saved_others, tmp_path):
+    model, out = saved_others
+    change_config(shutil.copytree(out / method, tmp_path / method), **keys)
     with pytest.raises(zoo.CheckpointError, match=message):
-        adapters.load(model, tmp_path)
+        adapters.load(model, tmp_path / method)

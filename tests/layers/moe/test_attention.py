@@ -5,6 +5,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
@@ -36,6 +37,7 @@ def compute_formula(layer, x, info):
     return y
 
 
+@pytest.mark.slow
 def test_mixture_of_attention_equals_loop_on_meshes():
     layer, x, weights = randomize(make), activations(2, 6, EMBED), activations(2, 6, EMBED, seed=2)
     segment_ids = jnp.asarray([[1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1]])

@@ -154,6 +154,7 @@ def test_moe_returns_routing_decisions_with_hidden_states(model):
     assert not isinstance(next(model.stack.iter_blocks()).ffn, MixtureOfExperts)
 
 
+@pytest.mark.slow
 def test_moe_dense_layers_are_as_wide_as_active_experts():
     dense, sparse = make(KEY, dense_layers=3, shared=4), make(KEY, shared=4)
     routers = 3 * 16 * 4

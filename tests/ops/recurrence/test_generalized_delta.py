@@ -67,6 +67,7 @@ def test_chunked_delta_equals_recurrent_with_gradients(case, often, strength, se
     all_close(found[1], expected[1], 1e-4)
 
 
+@pytest.mark.slow
 def test_chunked_delta_of_bfloat16():
     """Bound: operands are rounded to 2^-9 several times between input and output, and errors of rows propagate."""
     inputs = draw_delta(33, "number", 1, seed=3, dtype=jnp.bfloat16)
