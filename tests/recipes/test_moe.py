@@ -58,8 +58,8 @@ def test_moe_runs_and_their_report(text, tmp_path, runs):
         assert json.loads((unbroken / name / "config.json").read_text())["run"] == name
     check_optimization(unbroken, *runs)
     report = (unbroken / "report.html").read_text()
-    for part in ("loss-free, layer 2, expert 4: ", f"{runs[1]} after 512 tokens: ", "mixture_of_experts.router"):
-        assert part in report
+    drawn = "loss-free, layer 2, expert 4: ", f"{runs[1]} after 512 tokens: "
+    assert all(part in report for part in (*drawn, "layers.*.mixture_of_experts.router"))
     assert "http" not in report
 
 
