@@ -180,7 +180,7 @@ def test_adapters_on_a_mesh_match_one_device(kind, methods, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", mark_slow(["lora", "dora", "ia3"], but=["dora"]))
+@pytest.mark.parametrize("method", ["lora", "dora", "ia3"])
 def test_generate_with_adapter_matches_forward(method):
     """Greedy decoding with a state gives the argmax of a forward pass over the text."""
     wrapped = perturb(wrap("delta", method)[1])

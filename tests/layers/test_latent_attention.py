@@ -153,7 +153,7 @@ def prefill_and_decode(layer, x):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fsdp_dims"),
-    [pytest.param("small", ["embed"], marks=pytest.mark.slow), ("biased", ["embed", "latent"])],
+    [("small", ["embed"]), ("biased", ["embed", "latent"])],
 )
 def test_latent_attention_on_a_mesh_equals_one_device(name, fsdp_dims):
     layout = Layout(parameters=dict.fromkeys(fsdp_dims, ("fsdp",)))

@@ -106,7 +106,7 @@ def make_packed_batch():
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({"data": 2, "context": 4}, marks=pytest.mark.slow),
+        {"data": 2, "context": 4},
         {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
     ],
     ids=("context", "SEQUENCE"),

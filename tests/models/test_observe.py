@@ -62,8 +62,8 @@ MESHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mark_slow(MESHES, but=("sequence",)))
-@pytest.mark.parametrize("microbatches", mark_slow([1, 2], but=[1]))
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("microbatches", [1, 2])
 def test_observations_are_the_maxima_on_any_mesh(name, microbatches, expected):
     count = int(np.prod([size for size in MESHES[name].values() if isinstance(size, int)]))
     mesh = zoo.make_mesh(**MESHES[name], devices=jax.devices()[:count])

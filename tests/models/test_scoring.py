@@ -161,8 +161,8 @@ def test_score_gradient_equals_that_of_all_logits(model):
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"data": 1, "tensor": 8}, marks=pytest.mark.slow),
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"data": 1, "tensor": 8},
         {"data": 2, "context": 2, "tensor": 2},
     ],
 )

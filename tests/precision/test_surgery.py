@@ -28,9 +28,7 @@ def find_classes(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "current" else pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.parametrize("name", RECIPES)
 def test_gradient_on_a_mesh_equals_one_device(name):
     """The scales are those of global tensors, so that only float32 sums are in another order: 1e-5 of each array's
     largest gradient. A value that such a difference takes across a rounding boundary of FP8 would show as more."""
@@ -75,7 +73,7 @@ def test_other_layouts_and_schedules_equal_one_device():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "sizes"),
-    [(4, MESH), pytest.param(2, {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow)],
+    [(4, MESH), (2, {"data": 2, "expert": 2, "tensor": 2})],
 )
 def test_experts_on_a_mesh_equal_one_device(experts, sizes):
     """Each expert's rows have one scale, over all devices that hold some; along `expert` in each round of an exchange,

@@ -49,15 +49,15 @@ def read_runs(out, runs=moe.RUNS):
 
 @pytest.mark.parametrize("runs", [("dense", "loss-free"), pytest.param(moe.RUNS, marks=pytest.mark.slow)])
 def test_moe_runs_and_their_report(text, tmp_path, runs):
-    unbroken = train_runs(text, tmp_path / "run", runs)
-    for name, lines in read_runs(unbroken, runs).items():
+    out = train_runs(text, tmp_path / "run", runs)
+    for name, lines in read_runs(out, runs).items():
         assert [line["step"] for line in lines if "validation" in line] == [2, 4]
         assert lines[-1]["loss"] < lines[0]["loss"]
         assert all(np.sum(line["visits"], -1).tolist() == [8 * 16 * 2] * 2 for line in lines if "visits" in line)
         assert all(("visits" in line) == (name != "dense") for line in lines)
-        assert json.loads((unbroken / name / "config.json").read_text())["run"] == name
-    check_optimization(unbroken, *runs)
-    report = (unbroken / "report.html").read_text()
+        assert json.loads((out / name / "config.json").read_text())["run"] == name
+    check_optimization(out, *runs)
+    report = (out / "report.html").read_text()
     drawn = "loss-free, layer 2, expert 4: ", f"{runs[1]} after 512 tokens: "
     assert all(part in report for part in (*drawn, "layers.*.mixture_of_experts.router"))
     assert "http" not in report

@@ -18,7 +18,6 @@ import pytest
 import zoo
 from recipes import transformer
 from tests.processes import ROOT, make_environment
-from tests.quick import mark_slow
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
@@ -263,7 +262,7 @@ def test_transformer_refuses_binary_data_and_other_checkpoints(text, killed, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("missing", mark_slow(["optax", "grain", "orbax"], but=["orbax"]))
+@pytest.mark.parametrize("missing", ["optax", "grain", "orbax"])
 def test_transformer_without_train_extra_says_what_to_install(missing):
     blocked = (
         "import importlib.util as util, runpy, sys; find = util.find_spec; "

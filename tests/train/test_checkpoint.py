@@ -100,7 +100,7 @@ def place_layers(state, rounds, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
-    [pytest.param((1, {"fsdp": 2}), marks=pytest.mark.slow), (2, {"pipe": 2, "fsdp": 2, "tensor": 2})],
+    [(1, {"fsdp": 2}), (2, {"pipe": 2, "fsdp": 2, "tensor": 2})],
 )
 def test_checkpoint_restores_in_the_rounds_of_any_mesh(checkpoints, first):
     """Saved in rounds or not: restored by meshes with and without pipe, in turn, from arrays or from shapes."""

@@ -24,7 +24,7 @@ from zoo.weights.parity import compare, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
 QUICK = ("bert_texts", "deberta_masked", "dinov3_features", "modernbert_tokens", "vit_classes")
-"""A case of each kind of layers and of each head; the others combine them otherwise."""
+"""A case of each head, on layers that have least in common."""
 NAME = lambda folder: folder.name
 REFERENCES = list_case_folders("encoder")
 TEXTS = [folder for folder in REFERENCES if "vocab_size" in read(folder / "config.json")]

@@ -43,8 +43,8 @@ REQUIRED_CASES = {
 
 
 DECODED = {"llama", "gemma3_text", "deepseek_v3", "rwkv", "qwen3_5_text"}
-"""Cases that run whole, and decode, without `-m slow`: attention, mixtures and recurrences of each kind. Of the other
-fixtures `test_logits_and_files_match_pytorch` takes logits and files."""
+"""Cases that run whole, and decode, without `-m slow`: attention, a mixture of experts and two recurrences. Of the
+other fixtures `test_logits_and_files_match_pytorch` takes logits and files."""
 
 
 QUICK = {"llama_dynamic", "llama_fp16_sharded", "phi3_longrope"}

@@ -123,7 +123,7 @@ def test_save_needs_the_name_of_one_adapter(adapted, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules_to_save", [pytest.param((), marks=pytest.mark.slow), ("mixer_norm",)])
+@pytest.mark.parametrize("modules_to_save", [(), ("mixer_norm",)])
 def test_save_and_load_in_rounds_equal_one_round(modules_to_save, tmp_path):
     """The same files, and the same adapter from them."""
     model, key = make_model(layers=4), jax.random.key(1)

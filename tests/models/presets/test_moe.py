@@ -77,7 +77,7 @@ MESHES = [
 @pytest.mark.parametrize(
     "variant, over, layout, sizes",
     [
-        pytest.param(*case, *mesh, id=case[0], marks=pytest.mark.slow if case[0] != "a capacity" else ())
+        pytest.param(*case, *mesh, id=case[0])
         for case, mesh in zip(zip(VARIANTS, ("batch", "row", "layers"), strict=True), MESHES, strict=True)
     ],
 )

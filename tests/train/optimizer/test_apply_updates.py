@@ -46,7 +46,7 @@ def test_small_updates_arrive_with_stochastic_rounding_alone():
 
 def test_dtypes_and_untouched_leaves_stay():
     model = Pair(jnp.ones((4, 8), jnp.bfloat16), jnp.ones(4))
-    updates = Pair(jnp.full((4, 8), 2.0**-10), jnp.full(4, 2.0**-10))
+    updates = Pair(jnp.full((4, 8), 2.0**-10, jnp.float32), jnp.full(4, 2.0**-10, jnp.float32))
     new = train.apply_updates(model, updates, key=KEY)
     assert (new.weight.dtype, new.scale.dtype) == (jnp.bfloat16, jnp.float32)
     assert (new.scale == 1 + 2.0**-10).all()
@@ -56,6 +56,7 @@ def test_dtypes_and_untouched_leaves_stay():
     )
     assert nearest.weight.dtype == jnp.bfloat16 and (nearest.weight == 1 + 2.0**-7).all()
     assert (nearest.scale == new.scale).all()
+    assert eqx.apply_updates(model, updates).weight.dtype == jnp.float32, "as the docstring says"
     same = train.apply_updates(model, eqx.tree_at(lambda pair: pair.weight, updates, None), key=KEY)
     assert same.weight is model.weight
     with pytest.raises(ValueError, match="weight is float16: keep parameters in float32"):

@@ -1,4 +1,4 @@
-"""Apply an optimizer's updates to parameters, which keep their dtypes: bfloat16 ones are rounded stochastically."""
+"""Apply an optimizer's updates to parameters, and round bfloat16 ones stochastically or to nearest."""
 
 import zlib
 from typing import TypeVar
@@ -15,7 +15,7 @@ _Model = TypeVar("_Model")
 
 
 def apply_updates(model: _Model, updates: PyTree, *, key: Key[Array, ""] | None = None) -> _Model:
-    """Add updates to parameters, which keep their dtypes: sums with bfloat16 ones are float32, and rounded
+    """Add updates to parameters in float32, and round the sums to the dtypes of the parameters: to bfloat16
     stochastically (`zoo.ops.stochastic_rounding`), or to nearest without a `key`.
 
         model = zoo.cast(zoo.models.Transformer(...), "bfloat16")     # no float32 master weights
@@ -24,8 +24,8 @@ def apply_updates(model: _Model, updates: PyTree, *, key: Key[Array, ""] | None 
 
     A bfloat16 has 8 significant bits: rounded to nearest, an update below 1/512 of its parameter is lost. Rounded
     stochastically it arrives on average (Zamirai et al., arXiv:2010.06192, section 3). Updates should be float32, as
-    those of `zoo.train.adamw`: optax keeps them in the dtype of the parameters. `eqx.apply_updates` adds such an update
-    to a bfloat16 parameter, too, and returns a float32 one.
+    those of `zoo.train.adamw`: optax keeps them in the dtype of the parameters. With such updates, `eqx.apply_updates`
+    turns bfloat16 parameters into float32 ones.
 
     The random bits of a parameter depend on `key`, its path and the index in the global array alone, so that it is
     rounded the same on any mesh. **Raises** `ValueError` for float16 parameters, which have too many significant bits:
