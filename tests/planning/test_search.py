@@ -8,6 +8,7 @@ import pytest
 
 import zoo
 from zoo import planning
+from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import parse_topology
 from zoo.planning.search import _count_experts, iterate_sizes
 
@@ -24,8 +25,12 @@ def test_experts_are_counted_by_their_dim(make, experts):
 
 
 def test_search_returns_the_best_mesh_first():
-    found = planning.search_meshes(partial(zoo.models.Transformer, **SIZES), TOPOLOGY, OPTIONS, limit=2)
+    lines: list[str] = []
+    make = partial(zoo.models.Transformer, **SIZES)
+    found = planning.search_meshes(make, TOPOLOGY, OPTIONS, limit=2, progress=lines.append)
     ranks = [candidate.rank for candidate in found]
     assert len(ranks) == 2 and ranks == sorted(ranks)
+    assert lines[0].startswith("mesh 1 of 2: ") and len(lines) == 2
+    assert {line.split(": ")[1] for line in lines} == {format_sizes(candidate.sizes) for candidate in found}
     for candidate in found:
         assert {axis: candidate.plan.program.shape[axis] for axis in candidate.sizes} == candidate.sizes

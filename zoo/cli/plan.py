@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -13,6 +13,7 @@ import zoo
 from zoo._terminal import show, show_error
 from zoo.models.presets.published import find_preset
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
+from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology
 
 from .devices import use_cpu
@@ -83,11 +84,16 @@ def plan(
     shards = topology.devices if search else sizes["data"] * sizes["fsdp"] * sizes["expert"]
     options = planning.TrainingOptions(rows or microbatches * shards, seq_len, dtype, remat, microbatches)
     make = partial(zoo.models.preset, preset)
-    if search:
-        found = planning.search_meshes(make, topology, options, layout)
-    else:
-        found = [planning.Candidate(sizes, planning.plan_training(make, sizes, topology, options, layout))]
-    programs = [planning.compile_training(make, x.sizes, topology, options, layout) for x in found[:3] if compiled]
+    programs = []
+    with _Progress() as progress:
+        if search:
+            found = planning.search_meshes(make, topology, options, layout, progress=progress.show)
+        else:
+            progress.show(f"the step on {format_sizes(sizes)}")
+            found = [planning.Candidate(sizes, planning.plan_training(make, sizes, topology, options, layout))]
+        for candidate in found[:3] if compiled else ():
+            progress.show(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
+            programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
     if as_json:
         plans = [candidate.plan.as_dict() for candidate in found]
         for described, program in zip(plans, programs, strict=False):
@@ -97,8 +103,8 @@ def plan(
         if search:
             show("\n".join(_format_candidates(found)) + "\n")
         show(str(found[0].plan))
-        for program in programs:
-            show(f"\nCompiled for {on}:\n{program}")
+        for candidate, program in zip(found, programs, strict=False):
+            show(f"\nCompiled for {format_sizes(candidate.sizes)} on {on}:\n{program}")
     try:
         found[0].plan.require_fit()
     except planning.BudgetError as error:
@@ -124,14 +130,38 @@ def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]
     return {axis: topology.devices // given if size == -1 else size for axis, size in sizes.items()}
 
 
+class _Progress:
+    """What is being planned, on standard error, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._status: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("")
+
+    def __enter__(self) -> "_Progress":
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, message: str) -> None:
+        if self._status is not None:
+            self._status.update(message)
+
+
 def _format_candidates(found: Sequence["Candidate"]) -> list[str]:
     lines = [["mesh", "peak", "fits", "overlapped", "sequential", "MFU", "bound by"]]
     for candidate in found:
-        plan, axes = candidate.plan, (f"{axis} {size}" for axis, size in candidate.sizes.items() if size > 1)
+        plan = candidate.plan
         between = (plan.mfu(seconds) or 0.0 for seconds in (plan.sequential, plan.overlapped))
         lines.append(
             [
-                " x ".join(axes) or "one device",
+                format_sizes(candidate.sizes),
                 format_bytes(plan.peak),
                 "yes" if plan.fits else "no",
                 f"{plan.overlapped:.3g} s",

@@ -163,8 +163,12 @@ class Mesh:
         return jax.tree.map(lambda spec: NamedSharding(self.devices, spec), specs, is_leaf=_is_spec)
 
     def __str__(self) -> str:
-        sizes = [f"{axis} {size}" for axis, size in self.shape.items() if size > 1]
-        return " x ".join(sizes) or "one device"
+        return format_sizes(self.shape)
+
+
+def format_sizes(sizes: Mapping[str, int]) -> str:
+    """Return the axes that shard something, as in "data 4 x tensor 2"."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def is_array_or_shape(x: Any) -> bool:

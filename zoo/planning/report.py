@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zoo.inspect.report import format_decimal_prefix
+from zoo.parallel.mesh import format_sizes
 
 if TYPE_CHECKING:
     from .step import Plan
@@ -17,8 +18,7 @@ def format_plan(plan: "Plan") -> str:
 
 
 def _iter_lines(plan: "Plan") -> Iterator[tuple[str, str]]:
-    axes = " x ".join(f"{axis} {size}" for axis, size in plan.program.shape.items() if size > 1)
-    yield plan.program.name, f"{axes or 'one device'} on {plan.topology}: {plan.topology.devices:,} devices"
+    yield plan.program.name, f"{format_sizes(plan.program.shape)} on {plan.topology}: {plan.topology.devices:,} devices"
     share = plan.peak / plan.chip.memory
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield "memory", f"{_format(plan.peak)}B at the peak, {share:.0%} of {_format(plan.chip.memory)}B: {verdict}"

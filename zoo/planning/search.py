@@ -10,7 +10,7 @@ import jax
 
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.parallel import Layout, Mesh, make_mesh
-from zoo.parallel.mesh import is_array_or_shape
+from zoo.parallel.mesh import format_sizes, is_array_or_shape
 from zoo.parallel.topology import Topology
 
 from .chips import CHIPS
@@ -69,12 +69,14 @@ def search_meshes(
     layout: Layout | None = None,
     *,
     limit: int = 12,
+    progress: Callable[[str], object] = lambda message: None,
 ) -> list[Candidate]:
     """Return the plans on the most promising meshes of a topology, the best first.
 
     Axes are powers of two, apart from what remains for `data` or `fsdp`. Parameters, gradients and moments must fit;
     `tensor` stays within a host or 16 devices; rows, tokens and experts must divide. Of what is left the `limit` with
-    the least traffic by a rule of thumb are traced. **Raises** `ValueError` if none can be built.
+    the least traffic by a rule of thumb are traced, which takes seconds each; `progress` is called with a line before
+    each. **Raises** `ValueError` if none can be built.
     """
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
     parameters = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
@@ -87,7 +89,8 @@ def search_meshes(
     ]
     kept = sorted(kept, key=lambda sizes: _estimate_traffic(sizes, topology, options, parameters))
     flops, found, refused = count_model_flops(make_model, options), [], []
-    for sizes in kept[:limit]:
+    for number, sizes in enumerate(kept[:limit], start=1):
+        progress(f"mesh {number} of {len(kept[:limit])}: {format_sizes(sizes)}")
         try:
             found.append(
                 Candidate(sizes, plan_training(make_model, sizes, topology, options, layout, model_flops=flops))

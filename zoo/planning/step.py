@@ -7,6 +7,7 @@ from typing import Any
 
 from zoo.inspect.report import format_decimal_prefix
 from zoo.inspect.traced import TracedProgram, trace_program
+from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology
 
 from .chips import CHIPS, Chip
@@ -187,7 +188,7 @@ def plan(step: Callable, *args: Any, on: str | Topology, model_flops: int | None
     for size in program.shape.values():
         devices *= size
     if devices != topology.devices:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in program.shape.items() if size > 1) or "one device"
+        mesh = format_sizes(program.shape)
         raise ValueError(
             f"the arguments are on a mesh of {devices} devices, {mesh}, and {topology} has {topology.devices}"
         )
