@@ -16,8 +16,7 @@ TOKENS = jax.random.randint(KEY, (8, 6), 0, 32)
 BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
 
 
-def run(model, tokens=TOKENS):
-    return eqx.filter_jit(lambda model: model(tokens))(model)
+run = eqx.filter_jit(lambda model: model(TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +41,50 @@ def test_nested_adapters_keep_names_and_base(model):
             wrong()
 
 
-def test_select_per_row_matches_each_adapter_alone(model):
-    """Rows with one of three adapters, or none; by name, and inside a loss by index, on a mesh too."""
+ROWS = ["french", None, "german", "tone", "french", None, None, "german"]
+
+
+@pytest.fixture(scope="module")
+def both(model):
+    """The model with three adapters."""
     both = adapters.lora(model, targets=("query", "down"), adapter_name="french", key=KEY)
     both = perturb(adapters.dora(both, targets="value", adapter_name="german", key=KEY))
-    both = perturb(adapters.ia3(both, targets="key", inputs=None, adapter_name="tone"))
-    keep_only = lambda name: adapters.set_strength(
-        both, {other: 0 for other in adapters.adapter_names(both) if other != name}
-    )
-    alone = {name: run(keep_only(name)) for name in ("french", "german", "tone")}
-    rows = ["french", None, "german", "tone", "french", None, None, "german"]
-    mixed = run(adapters.select_per_row(both, rows))
-    for row, name in enumerate(rows):
-        expected = run(model)[row] if name is None else alone[name][row]
-        np.testing.assert_allclose(mixed[row], expected, atol=1e-5)
+    return perturb(adapters.ia3(both, targets="key", inputs=None, adapter_name="tone"))
 
+
+def keep_only(both, name):
+    return adapters.set_strength(both, {other: 0 for other in adapters.adapter_names(both) if other != name})
+
+
+def index_rows(both):
+    return jnp.asarray([-1 if name is None else adapters.adapter_names(both).index(name) for name in ROWS])
+
+
+def test_select_per_row_matches_each_adapter_alone(model, both):
+    """Rows with one of three adapters, or none, by name or by index."""
+    alone = {name: run(keep_only(both, name)) for name in ("french", "german", "tone")} | {None: run(model)}
+    selected = adapters.select_per_row(both, ROWS)
+    assert eqx.tree_equal(selected, adapters.select_per_row(both, index_rows(both)))
+    mixed = run(selected)
+    for row, name in enumerate(ROWS):
+        np.testing.assert_allclose(mixed[row], alone[name][row], atol=1e-5)
+
+
+@pytest.mark.slow  # the test above holds the products by default
+def test_select_per_row_decodes_and_runs_on_a_mesh(both):
     text = zoo.generate(adapters.select_per_row(both, ["french", "german"]), TOKENS[:2], max_new_tokens=3)
     for row, name in enumerate(("french", "german")):
-        expected = zoo.generate(keep_only(name), TOKENS[:2], max_new_tokens=3)
+        expected = zoo.generate(keep_only(both, name), TOKENS[:2], max_new_tokens=3)
         np.testing.assert_array_equal(text[row], expected[row])
 
     def loss_fn(model, batch):
         selected = adapters.select_per_row(model, batch["adapter"])
         return zoo.cross_entropy(selected, {name: x for name, x in batch.items() if name != "adapter"})
 
-    indices = jnp.asarray([-1 if name is None else adapters.adapter_names(both).index(name) for name in rows])
+    mixed = run(adapters.select_per_row(both, ROWS))
     log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(mixed), BATCH["targets"][..., None], -1)
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
-    batch = zoo.place_batch({**BATCH, "adapter": indices}, mesh)
+    batch = zoo.place_batch({**BATCH, "adapter": index_rows(both)}, mesh)
     np.testing.assert_allclose(
         zoo.value(loss_fn, mesh)(zoo.place(both, mesh), batch), -log_probabilities.mean(), rtol=1e-5
     )

@@ -1,6 +1,6 @@
 """Adapters of quantized bases: losses and gradients are those of the dequantized base."""
 
-from functools import partial
+from functools import cache, partial
 
 import equinox as eqx
 import jax
@@ -31,10 +31,16 @@ TOKENS = jax.random.randint(KEY, (8, 4), 0, 16)
 BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
 
 
+@cache
 def wrap(format, method, model="transformer"):
     make, quantized_targets, targets = MODELS[model]
-    quantized = adapters.quantize(eqx.filter_jit(make)(), format, targets=quantized_targets)
-    return perturb(METHODS[method](quantized, targets=targets, key=jax.random.key(1)))
+
+    @eqx.filter_jit
+    def wrap():
+        quantized = adapters.quantize(make(), format, targets=quantized_targets)
+        return perturb(METHODS[method](quantized, targets=targets, key=jax.random.key(1)))
+
+    return wrap()
 
 
 def value_and_grad(trainable, model):

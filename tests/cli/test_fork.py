@@ -115,6 +115,8 @@ def test_fork_requirements_are_those_of_training():
     assert tuple(ast.literal_eval(argument) for argument in call.args) == module._TRAIN_REQUIREMENTS
 
 
+# test_fork_copy_uses_its_own_name: the copy is the recipe; tests/train/report/test_result.py: a model without a family
+@pytest.mark.slow
 def test_fork_with_the_mixer_of_the_page_reaches_its_report(run, tmp_path, monkeypatch, capsys):
     """Nothing but the export needs a family: the mixer of docs/add-a-layer.md has none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -146,7 +148,7 @@ def test_fork_with_the_mixer_of_the_page_reaches_its_report(run, tmp_path, monke
     assert Path("runs/my_experiment/checkpoints/2").is_dir() and not Path("runs/my_experiment/export").exists()
 
 
-@pytest.mark.slow  # the fork above runs, in this process
+@pytest.mark.slow  # test_fork_copy_uses_its_own_name: the copy is the recipe, which tests/recipes run
 def test_fork_copy_runs_in_any_directory(run, tmp_path):
     """Uses the sizes of tests/recipes, and so their compiled programs."""
     run("fork", "transformer", "my_experiment.py")

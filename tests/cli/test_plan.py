@@ -4,12 +4,22 @@ import json
 
 import pytest
 
+from zoo import planning
 from zoo.cli import main
 
 SMALL = ("plan", "--preset", "qwen3-0.6b", "--seq-len", 128)
 
 
-def test_plan_of_one_mesh(run, tmp_path):
+def test_plan_of_one_mesh(run, monkeypatch):
+    plans, plan_training = {}, planning.plan_training
+
+    def plan_once(make, sizes, *rest):
+        """Plan a mesh, whose plan is then shown as text and as JSON."""
+        name = str(sizes)
+        plans[name] = plans[name] if name in plans else plan_training(make, sizes, *rest)
+        return plans[name]
+
+    monkeypatch.setattr(planning, "plan_training", plan_once)
     text = run(*SMALL, "--on", "v5p:2x2x2", "--fsdp", -1)[0]
     assert "fsdp 8 on v5p:2x2x2: 8 devices" in text and "fits" in text and "optimizer state" in text
     assert "reduce-scatter" in text and "MFU" in text

@@ -17,7 +17,16 @@ KEY = jax.random.key(0)
 VOCAB, WIDTH, ROWS, NEW = 64, 160, 8, 60
 MODELS = {
     "transformer": functools.partial(
-        zoo.models.Transformer, vocab=VOCAB, embed=16, layers=1, heads=2, mlp=24, windows=(40,)
+        zoo.models.Transformer,
+        vocab=VOCAB,
+        embed=16,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        mlp=24,
+        windows=(40,),
+        soft_cap=5.0,
+        tied=False,
     ),
     "mamba": functools.partial(zoo.models.Mamba, vocab=VOCAB, embed=16, layers=1),
 }
@@ -111,13 +120,13 @@ def check_against_full_forward(model, tokens, new, options):
 
 
 @pytest.mark.parametrize(
-    "kind, max_new",
-    [("transformer", 28), *(pytest.param(kind, NEW, marks=pytest.mark.slow) for kind in MODELS)],
+    "kind, count, max_new",
+    [("transformer", 30, 28), *(pytest.param(kind, 60, NEW, marks=pytest.mark.slow) for kind in MODELS)],
 )
-def test_sixty_mixed_calls_compile_few_programs_and_are_exact(kind, max_new):
+def test_mixed_calls_compile_few_programs_and_are_exact(kind, count, max_new):
     """Rows end, options come and go, and new weights of the same structure compile nothing."""
     model, other = (eqx.filter_jit(lambda key: MODELS[kind](key=key))(key) for key in jax.random.split(KEY))
-    calls = list(make_mixed_calls(60, max_new))
+    calls = list(make_mixed_calls(count, max_new))
     with count_compilations() as compiled:
         results = [np.asarray(zoo.generate(model, tokens, **options)) for tokens, options in calls]
     assert 1 <= len(compiled) <= 9  # a program per number of rows and cache length, and those that make a key

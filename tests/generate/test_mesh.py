@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ MESHES = [
 def make_model(**options):
     """A model with sliding-window and full attention, and fewer kv heads than `tensor` has devices on some meshes."""
     sizes = {"vocab": VOCAB, "embed": 32, "layers": 2, "heads": 8, "kv_heads": 2, "mlp": 32} | options
-    return zoo.models.Transformer(**sizes, windows=(5, None), key=MODEL_KEY)
+    return eqx.filter_jit(functools.partial(zoo.models.Transformer, **sizes, windows=(5, None)))(key=MODEL_KEY)
 
 
 def generate_tokens(model, rows=ROWS, **options):

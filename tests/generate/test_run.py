@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import zoo
-from tests.quick import mark_slow
 from zoo.generate.buckets import pad_prompt
 from zoo.layers import PositionEmbedding
 from zoo.models import Stack, swap_stack
@@ -47,7 +46,8 @@ def forward_greedy(model, tokens, mask):
     return model(tokens, mask=mask).argmax(-1)
 
 
-@pytest.mark.parametrize("kind", mark_slow(KINDS, but=["windows, shared keys, capped"]))
+@pytest.mark.slow  # test_buckets.py::test_mixed_calls_compile_few_programs_and_are_exact holds it by default
+@pytest.mark.parametrize("kind", KINDS)
 @given(
     seq=st.sampled_from([1, 5, 16, 20]),
     new=st.sampled_from([1, 2, 17, 28]),
@@ -86,6 +86,7 @@ def test_generate_runs_under_jit():
         eqx.filter_jit(lambda *a: zoo.generate(*a, max_new_tokens=2, callback=print))(model, tokens)
 
 
+@pytest.mark.slow  # each sample's key, by row and step, is that of the reference in test_buckets.py
 def test_samples_depend_on_the_key_and_not_on_other_rows():
     model, tokens = make_model(), random_tokens((3, 6))
     draw = lambda tokens, seed: zoo.generate(model, tokens, max_new_tokens=9, temperature=1.5, key=jax.random.key(seed))
@@ -97,14 +98,9 @@ def test_samples_depend_on_the_key_and_not_on_other_rows():
     assert not jnp.array_equal(same[0], same[1])
 
 
+@pytest.mark.slow  # test_buckets.py compares filtered samples with their reference, token for token
 @pytest.mark.parametrize(
-    "options",
-    mark_slow(
-        [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9, "min_p": 0.1}],
-        but=["", "top_k, top_p, min_p"],
-        name=", ".join,
-    ),
-    ids=str,
+    "options", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9, "min_p": 0.1}], ids=str
 )
 def test_samples_follow_their_distribution(options):
     """p(a, b) = p(a) p(b | a), by chi-square over 4,000 rows of one prompt."""
@@ -165,6 +161,7 @@ def test_generate_ends_when_every_row_has():
     assert len(received) == 1 and (got[:, 1:] == -1).all() and (got[:, 0] >= 0).all()
 
 
+@pytest.mark.slow  # test_mesh.py::test_mesh_shards_caches_and_updates_them_in_place holds it by default
 def test_decode_step_updates_caches_in_place():
     """Donated caches are aliased to the outputs, and temporaries are smaller than they are."""
     from zoo.generate.decode import decode_until, prefill, unstack_layers

@@ -15,8 +15,14 @@ from zoo.parallel import SEQUENCE, named_by_class
 KEY = jax.random.key(0)
 
 
+@eqx.filter_jit
 def make(layers=3):
     return zoo.models.Transformer(vocab=32, embed=32, layers=layers, heads=2, mlp=32, key=KEY)
+
+
+@eqx.filter_jit
+def states_and_loss(model, batch):
+    return zoo.hidden_states(model, batch["tokens"]), zoo.cross_entropy(model, batch)
 
 
 def make_batch():
@@ -43,8 +49,8 @@ def test_drift_equals_that_of_numpy():
     """The embedding's rounding in float64, the losses, and the accumulated output from hidden states."""
     model, batch = make(), make_batch()
     report = drift(model, batch)
-    states = zoo.hidden_states(model, batch["tokens"])
-    low = zoo.hidden_states(zoo.cast(model, "bfloat16"), batch["tokens"])
+    states, loss = jax.device_get(states_and_loss(model, batch))
+    low, low_loss = jax.device_get(states_and_loss(zoo.cast(model, "bfloat16"), batch))
     error = lambda x, y: np.sqrt(np.mean((np.float64(x) - np.float64(y)) ** 2) / np.mean(np.float64(y) ** 2)) * 2**8
     rounded = np.asarray(states[0]).astype(ml_dtypes.bfloat16)
     assert report.layers[0].output == pytest.approx(error(rounded, states[0]), rel=1e-3)
@@ -52,9 +58,8 @@ def test_drift_equals_that_of_numpy():
     for number in (1, 2):
         assert report.layers[number].output == pytest.approx(error(low[number], states[number]), rel=0.1)
     assert report.layers[-1].output == pytest.approx(error(low[-1], states[-1]), rel=0.1)
-    for model_, loss in ((model, report.loss), (zoo.cast(model, "bfloat16"), report.low_loss)):
-        total, count = zoo.cross_entropy(model_, batch)
-        assert loss == pytest.approx(float(total / count), rel=1e-3)
+    for (total, count), found in ((loss, report.loss), (low_loss, report.low_loss)):
+        assert found == pytest.approx(float(total / count), rel=1e-3)
     assert [layer.name for layer in report.layers] == ["embedding", "layers.0", "layers.1", "layers.2", "norm"]
     assert "units of the last place" in str(report) and "layers.2" in str(report)
     assert [len(values) for values in report.curves().values()] == [5, 5, 5, 4]

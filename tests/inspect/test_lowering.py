@@ -106,7 +106,7 @@ def test_training_step_compiles_without_hardware(topology, platform):
 def test_program_of_shapes_is_that_of_the_call():
     """Text for text, so that the compilation cache has the call's program once its shapes were compiled."""
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
-    make = lambda key: zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=4, mlp=32, key=key)
+    make = lambda key: zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=4, mlp=32, key=key)
     model = zoo.init(make, jax.random.key(0), mesh)
 
     @eqx.filter_jit(donate="all-except-first")

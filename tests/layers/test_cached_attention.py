@@ -76,7 +76,7 @@ def run_pieces(mixer, x, positions):
 
 @pytest.mark.parametrize(
     "rows",
-    [{}, {"slots": ()}, {"seq": (), "tokens": (), "key_seq": ()}],
+    [{}, pytest.param({"slots": ()}, marks=pytest.mark.slow), {"seq": (), "tokens": (), "key_seq": ()}],
     ids=["tokens and slots", "tokens", "slots"],
 )
 def test_pieces_equal_one_device_whatever_is_sharded(rows):

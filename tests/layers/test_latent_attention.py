@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
+from tests.quick import mark_slow
 from zoo.layers import Attention, LatentAttention, TokenInfo
 from zoo.ops.attention import AttentionMask, reference_attention
 from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary, YarnScaling
@@ -85,7 +86,9 @@ def run_both_modes(layer, x, cotangent, segments):
     return outputs_and_grads(LatentAttention.attend_expanded), outputs_and_grads(LatentAttention.attend_absorbed)
 
 
-@given(name=st.sampled_from(sorted(SIZES)), seed=st.integers(0, 2**20), segmented=st.booleans())
+@pytest.mark.parametrize("name", mark_slow(SIZES, but=("small", "compressed")))
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**20), segmented=st.booleans())
 def test_latent_attention_absorbed_equals_expanded(name, seed, segmented):
     layer, x = make_layer(name, seed), activations(2, SEQ, EMBED, seed=seed + 1)
     heads, value_dim = SIZES[name]["heads"], SIZES[name].get("value_dim", SIZES[name]["head_dim"])
@@ -102,7 +105,7 @@ def decode(layer, state, x, positions):
     return layer(x, TokenInfo(positions), state)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", mark_slow(SIZES, but=("small", "compressed")))
 def test_latent_attention_with_a_cache_equals_without(name):
     """One token at a time and in unequal chunks; one row is padded on the left."""
     layer, x = make_layer(name), activations(2, SEQ, EMBED)
@@ -202,7 +205,12 @@ def test_latent_cache_is_updated_in_place():
 
 
 @pytest.mark.parametrize(
-    "scaling", [DynamicScaling(2.0, 8), LongRopeScaling((1.0, 1.5), (2.0, 4.0), 8, 4.0)], ids=["dynamic", "long"]
+    "scaling",
+    [
+        DynamicScaling(2.0, 8),
+        pytest.param(LongRopeScaling((1.0, 1.5), (2.0, 4.0), 8, 4.0), marks=pytest.mark.slow),
+    ],
+    ids=["dynamic", "long"],
 )
 def test_latent_attention_length_dependent_rope_with_a_cache(scaling):
     rotary = Rotary(4, scaling=scaling)

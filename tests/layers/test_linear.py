@@ -1,5 +1,7 @@
 """Linear layers: matmul, transpose, per-head matmul, and initialization."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 from zoo.layers import Embedding, Linear
 from zoo.parallel import Dim, num_shards, reduce, shard_offset
 
@@ -40,8 +43,10 @@ def naive_per_head(linear, x, transposed):
     return jnp.stack(outputs, -2)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("transposed", "bias"),
+    mark_slow(itertools.product((False, True), repeat=2), but=[(False, True), (True, True)]),
+)
 def test_linear_per_head_equals_a_loop_over_heads(transposed, bias):
     """Values and gradients, with replicated and with sharded heads."""
     linear = Linear(5, 4 * 3, in_=Dim("latent"), out=Dim("heads", 3), bias=bias, key=KEY)

@@ -180,7 +180,7 @@ def recipe_step(mesh, traces):
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
-    model = zoo.init(lambda key: make(key, dropout=0.0), MODEL_KEY, mesh)
+    model = zoo.init(lambda key: make(key, dropout=0.0, layers=2, windows=(5,)), MODEL_KEY, mesh)
     return step, model, zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
 
@@ -212,16 +212,21 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_mesh_ten_clipped_steps_equal_one_device_and_trace_once():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        # parallel/test_gradient.py has the gradients of ZERO1, and test_zero1_shards_optimizer_state_and_gradients more
+        pytest.param({"data": 2, "fsdp": 4, "layout": ZERO1}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_mesh_ten_clipped_steps_equal_one_device_and_trace_once(options):
     expected_losses, *_ = train(zoo.make_mesh(devices=jax.devices()[:1]))
     assert expected_losses[0] - expected_losses[-1] > 1
-    for mesh in (
-        zoo.make_mesh(data=2, fsdp=2, tensor=2),
-        zoo.make_mesh(data=2, fsdp=4, layout=ZERO1),
-    ):
-        losses, traces, compiled, moved = train(mesh)
-        assert jnp.allclose(losses, expected_losses, rtol=1e-4), mesh
-        assert (traces, compiled, moved) == (1, 1, [])
+    losses, traces, compiled, moved = train(zoo.make_mesh(**options))
+    assert jnp.allclose(losses, expected_losses, rtol=1e-4)
+    assert (traces, compiled, moved) == (1, 1, [])
 
 
 def compiled(mesh, remat="none", **sizes):
@@ -261,9 +266,9 @@ def test_zero1_shards_optimizer_state_and_gradients():
     assert grads < sum(x.nbytes for x in jax.tree.leaves(model)) / 8 * 1.1
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param({"devices": 1}, marks=pytest.mark.slow), {"devices": 8, "fsdp": 4, "tensor": 2}], ids=str
-)
+# inspect/test_program.py::test_donated_buffers_are_reused requires it by default
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"devices": 1}, {"devices": 8, "fsdp": 4, "tensor": 2}], ids=str)
 def test_donated_step_updates_in_place(sizes):
     """Model and optimizer state are updated in the same memory: a failed donation would be silent."""
     mesh = zoo.make_mesh(**sizes | {"devices": jax.devices()[: sizes["devices"]]})
@@ -305,7 +310,7 @@ def test_bfloat16_gradients_are_reduced_in_float32():
         return loss_fn(zoo.cast(model, jnp.bfloat16), batch)
 
     mesh = zoo.make_mesh(data=2, fsdp=4)
-    model = zoo.place(make_unsharded(dropout=0.0), mesh)
+    model = zoo.place(eqx.filter_eval_shape(make, MODEL_KEY, dropout=0.0), mesh)
     program = str(jax.make_jaxpr(lambda m, b: zoo.value_and_grad(rounded, mesh)(m, b))(model, make_batch()))
     results = re.findall(r":(\w+)\[[^\]]*\]\S* = (all_gather|reduce_scatter|psum\w*)\[", program)
     kinds = collections.Counter((kind, dtype) for dtype, kind in results)

@@ -65,6 +65,8 @@ def test_split_ends_moves_whole_patterns():
     assert windows == [4, None] * 5 + [4]
 
 
+# the numbered parameters are compared above, and test_stack.py::test_layers_run_in_order_under_pipe has the order
+@pytest.mark.slow
 def test_split_ends_changes_no_results(model):
     np.testing.assert_array_equal(*(eqx.filter_jit(lambda m: m(TOKENS))(m) for m in (model, split_ends(model, 4))))
 

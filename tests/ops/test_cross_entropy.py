@@ -9,7 +9,7 @@ from zoo.ops.cross_entropy import cross_entropy
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("tokens", [(), (5,), (2, 3)])
+@pytest.mark.parametrize("tokens", [(), pytest.param((5,), marks=pytest.mark.slow), (2, 3)])
 def test_cross_entropy_equals_its_formula(tokens, z_loss):
     random = np.random.default_rng(0)
     logits = random.normal(0, 4, (*tokens, 11)).astype(np.float32)

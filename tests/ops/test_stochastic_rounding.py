@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.quick import mark_slow
 from zoo.ops.stochastic_rounding import _round_by_spacing, stochastic_round
 
 FORMATS = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", mark_slow(FORMATS, but=("bfloat16", "float8_e4m3fn", "float4_e2m1fn")))
 def test_values_of_the_format_stay_as_they_are(name):
     width = 4 if name.startswith("float4") else jnp.dtype(name).itemsize * 8
     codes = np.arange(2**width).astype(f"uint{max(width, 8)}")
@@ -35,7 +36,7 @@ def test_bfloat16_equals_the_formula():
         assert np.isnan(y).sum() == np.isnan(words.view(np.float32)).sum() > 0
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", mark_slow(FORMATS, but=("bfloat16", "float8_e4m3fn", "float4_e2m1fn")))
 def test_rounding_is_unbiased_by_chi_square(name):
     """The counts of both neighbors agree with the distances to them: chi-square with one degree of freedom per value,
     40 values of all magnitudes, below its 99.99% quantile of 85.6."""

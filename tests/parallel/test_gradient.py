@@ -13,8 +13,17 @@ from zoo.layers import Linear
 from zoo.parallel import ZERO1, ZERO2, ZERO3, Dim, Layout, Module, all_gather, gather, reduce, shard_offset
 
 
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("microbatches", "sizes"),
+    [
+        pytest.param(1, {"data": 8}, marks=pytest.mark.slow),
+        pytest.param(1, {"fsdp": 8}, marks=pytest.mark.slow),
+        (1, {"data": 2, "fsdp": 2, "tensor": 2}),
+        (2, {"data": 8}),
+        (2, {"fsdp": 8}),
+        pytest.param(2, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_is_the_total_over_the_count_of_all_devices(sizes, microbatches):
     mesh, model, batch = make_problem(16, **sizes)
     loss, grads = zoo.value_and_grad(loss_fn, mesh, microbatches=microbatches)(model, batch)

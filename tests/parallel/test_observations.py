@@ -50,7 +50,9 @@ def make_problem(**sizes):
     return mesh, zoo.place(Watched(jnp.arange(16.0), jnp.zeros(1)), mesh), batch
 
 
-@pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"data": 1}, marks=pytest.mark.slow), {"data": 2, "fsdp": 2, "tensor": 2}]
+)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_observation_is_a_maximum_over_all_rows(sizes, microbatches):
     devices = jax.devices()[: np.prod(list(sizes.values()))]

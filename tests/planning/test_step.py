@@ -11,6 +11,7 @@ from zoo import planning
 from zoo.parallel.topology import parse_topology
 
 
+@pytest.mark.slow  # test_compiled.py compares arguments to the byte by default
 def test_plan_equals_compiled_program():
     """Arguments to the byte."""
     make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=2, heads=4, mlp=64)
@@ -49,12 +50,15 @@ def test_plan_of_a_decoding_step_counts_its_cache():
     plan = planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:1")
     assert plan.memory["cache"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
     assert sum(plan.memory.values()) == plan.peak
+    with pytest.raises(ValueError, match="mesh of 1 devices, one device, and h100:2x8 has 16"):
+        planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:2x8")
 
 
 def test_plan_names_logits_and_the_largest_arrays():
     """A vocabulary of 2,048 over few and narrow layers: the peak is in the loss, in one chunk of logits."""
     make = partial(zoo.models.Transformer, vocab=2048, embed=16, layers=1, heads=1, mlp=16)
     plan = planning.plan_training(make, {}, parse_topology("h100:1"), planning.TrainingOptions(2, 1024), model_flops=1)
+    assert plan.fits and 0 < plan.overlapped <= plan.sequential
     chunk = 1024 * 2048
     assert chunk * 4 <= plan.memory["logits"] <= chunk * 12, "at least one chunk in float32"
     name, size = plan.list_largest(1)[0]

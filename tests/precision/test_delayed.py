@@ -17,11 +17,12 @@ def test_cotangent_of_a_history_is_the_amax_of_the_call():
     history = AmaxArrays(*(jnp.array([1.0, 2.0, 0.5]) * scale for scale in (2, 3, 4)))
     x, weight, gradient = jnp.ones((1, 4, 8)) * 7, jnp.ones((16, 8)) * 3, jnp.ones((1, 4, 16)) * 3
     apply = lambda history: scaled_matmul(x, weight, 1, DelayedScaling(history=3), history=history)
-    y, pull_back = jax.vjp(apply, history)
+    y, pull_back = jax.vjp(jax.jit(apply), history)
     (seen,) = pull_back(gradient)
     assert [z.tolist() for z in seen] == [[7, 0, 0], [3, 0, 0], [3, 0, 0]]
     np.testing.assert_allclose(y, 8 * 4 * 3, rtol=1e-6)  # 7 saturates at the largest maximum before, 4
-    wide = scaled_matmul(x, weight, 1, DelayedScaling(history=3, margin=1), history=history)
+    recipe = DelayedScaling(history=3, margin=1)
+    wide = jax.jit(lambda history: scaled_matmul(x, weight, 1, recipe, history=history))(history)
     np.testing.assert_allclose(wide, 8 * 7 * 3, rtol=0.13)
 
 
@@ -30,13 +31,13 @@ def test_update_prepends_maxima_and_repeats_the_last_for_none():
     is_history = lambda node: isinstance(node, AmaxHistory)
 
     def fill(tree, row):
-        spread = lambda node: jax.tree.map(lambda x: jnp.broadcast_to(jnp.array(row), x.shape), node)
+        spread = lambda node: jax.tree.map(lambda x: jnp.asarray(np.broadcast_to(np.float32(row), x.shape)), node)
         return jax.tree.map(lambda node: spread(node) if is_history(node) else node, tree, is_leaf=is_history)
 
     for latest, expected in ((5.0, [5, 1, 2]), (0.0, [1, 1, 2]), (np.inf, [1, 1, 2]), (np.nan, [1, 1, 2])):
         updated = precision.update_amax(fill(model, [1.0, 2.0, 9.0]), fill(model, [latest, 0.0, 0.0]))
         histories = filter(is_history, jax.tree.leaves(updated, is_leaf=is_history))
-        assert all((x == jnp.array(expected)).all() for history in histories for x in jax.tree.leaves(history))
+        assert all((np.asarray(x) == expected).all() for history in histories for x in jax.tree.leaves(history))
     assert eqx.tree_equal(precision.remove_fp8(updated), make_model())
     with pytest.raises(ValueError, match="no histories of maxima"):
         precision.update_amax(precision.fp8(make_model()), None)

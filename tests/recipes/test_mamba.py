@@ -27,7 +27,7 @@ def text(tmp_path_factory):
     return folder
 
 
-def test_mamba_exports_and_reports(text, tmp_path):
+def test_mamba_exports_and_reports(text, tmp_path, without_samples):
     call(mamba.main, data=(text,), out=tmp_path / "run", **TINY)
     check_optimization(tmp_path / "run")
     assert "bytes of decoding state" in (tmp_path / "run" / "report.html").read_text()

@@ -249,16 +249,16 @@ def test_transformer_indivisible_batch_raises_early(text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_transformer_refuses_binary_data_and_other_checkpoints(text, killed, tmp_path):
+def test_transformer_refuses_binary_data_and_other_checkpoints(text, unbroken, tmp_path):
     (tmp_path / "binary").write_bytes(b"\0\1\2")
     with pytest.raises(ValueError, match="binary: no text there"):
         call(transformer.main, data=(tmp_path / "binary",), out=tmp_path / "run", **TINY)
     with pytest.raises(FileExistsError, match="holds a run of .* resume it"):
-        call(transformer.main, data=(text,), out=killed, **TINY)
-    out = shutil.copytree(killed, tmp_path / "other")
+        call(transformer.main, data=(text,), out=unbroken[0], **TINY)
+    out = shutil.copytree(unbroken[0], tmp_path / "other")
     with pytest.raises(ValueError, match="embedding.weight"):
         call(transformer.main, data=(text,), out=out, resume=True, **TINY | {"embed": 32})
-    assert checkpoints(out) == [out / "checkpoints" / path.name for path in checkpoints(killed)], "nothing is lost"
+    assert checkpoints(out) == [out / "checkpoints" / path.name for path in checkpoints(unbroken[0])], "nothing is lost"
 
 
 @pytest.mark.slow

@@ -23,16 +23,16 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
 BATCH = LAUNCH / "slurm.sbatch"
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 import zoo
-from zoo.train import Interrupt
 zoo.distributed.initialize(timeout=60)
 import jax
-with Interrupt() as interrupt:
-    line = " ".join(map(str, ("ready", jax.process_index(), jax.process_count(), *sys.argv[1:])))
-    os.write(1, f"\\n{line}\\n".encode())  # at once: both write into one pipe
-    while not interrupt.requested:
-        time.sleep(0.05)
+requested = []
+signal.signal(signal.SIGTERM, lambda *_: requested.append(True))
+line = " ".join(map(str, ("ready", jax.process_index(), jax.process_count(), *sys.argv[1:])))
+os.write(1, f"\\n{line}\\n".encode())  # at once: both write into one pipe
+while not requested:
+    time.sleep(0.05)
 os.write(1, b"stopped ")
 sys.exit(143)
 """

@@ -72,7 +72,7 @@ def reopened(checkpoints: Checkpoints) -> Checkpoints:
     return Checkpoints(checkpoints.directory)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_checkpoint_restores_exactly_on_another_sharding(checkpoints, devices):
     state = on(8, make_state(seed=3))
     checkpoints.save(7, state, data={"windows": 56}, config={"embed": 16, "data": (Path("a"),)}, metric=2.5)

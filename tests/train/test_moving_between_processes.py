@@ -19,10 +19,10 @@ SIZES = {"embed": 16, "mlp_dim": 16, "layers": 1, "seq_len": 16, "batch_size": 8
 STILL = {"learning_rate": 0.0}
 
 
-def start(index, port, out, *words):
-    """Start process `index` of two, each with two devices."""
+def start(index, port, out, *words, devices=2):
+    """Start process `index` of two, each with so many devices."""
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
-    environment = make_environment(2)
+    environment = make_environment(devices)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | STILL).items()]
     command = [sys.executable, "recipes/transformer.py", *flags, "--data=zoo/train", f"--out={out}", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -55,7 +55,7 @@ def finish(*processes):
     return outputs, [process.returncode for process in processes]
 
 
-def test_run_moves_between_processes_and_meshes(tmp_path, capfd):
+def test_run_moves_between_processes_and_meshes(tmp_path, capfd, monkeypatch):
     out, bucket, port = tmp_path / "moved", tmp_path / "bucket", find_port()
     url = ("--checkpoint-url", f"file://{bucket}")
     both = [start(index, port, out, "--fsdp", "4", "--steps", "100000", *url) for index in range(2)]
@@ -69,13 +69,14 @@ def test_run_moves_between_processes_and_meshes(tmp_path, capfd):
     assert "parameters on fsdp 4" in outputs[0], outputs
     assert "parameters on" not in outputs[1], outputs  # the first alone prints
 
+    monkeypatch.setattr(transformer, "PROMPTS", [])  # the second pair samples
     alone = {"data": (ROOT / "zoo/train",)} | SIZES | STILL
     call(transformer.main, out=out, resume=True, steps=saved + 20, checkpoint_url=f"file://{bucket}", **alone)
     assert "parameters on data 8" in capfd.readouterr().out
 
     port = find_port()
     words = ("--resume", "--fsdp", "2", "--steps", str(saved + 40), *url)
-    outputs, statuses = finish(*(start(index, port, out, *words) for index in range(2)))
+    outputs, statuses = finish(*(start(index, port, out, *words, devices=1) for index in range(2)))
     assert statuses == [0, 0], "\n".join(outputs)
     call(transformer.main, out=tmp_path / "whole", steps=saved + 40, **alone)
     losses, expected = read_metrics(out), read_metrics(tmp_path / "whole")

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,14 +66,18 @@ def test_sweep_step_equals_single_runs(swept, batches):
     model = zoo.init(make, jax.random.key((SEEDS * 2)[run]), mesh)
     optimizer = optimizer_of(np.repeat(RATES, 2)[run])
     opt_state = optimizer.init(zoo.trainable(model))
-    gradient = zoo.value_and_grad(zoo.cross_entropy, mesh)
-    for number, batch in enumerate(batches):
-        loss, grads = gradient(model, zoo.place_batch(batch, mesh))
-        assert float(loss) == pytest.approx(swept[1]["losses"][number, run], abs=1e-5)
-        norm = optax.tree.norm(grads)  # before clipping
-        assert float(norm) == pytest.approx(swept[1]["gradient_norm"][number, run], rel=1e-4)
+
+    @eqx.filter_jit
+    def step(batch, model, opt_state):
+        loss, grads = zoo.value_and_grad(zoo.cross_entropy, mesh)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        model = jax.tree.map(lambda p, u: p + u, model, updates)
+        norm = optax.tree.norm(grads)  # before clipping
+        return jax.tree.map(lambda p, u: p + u, model, updates), opt_state, loss, norm
+
+    for number, batch in enumerate(batches):
+        model, opt_state, loss, norm = step(zoo.place_batch(batch, mesh), model, opt_state)
+        assert float(loss) == pytest.approx(swept[1]["losses"][number, run], abs=1e-5)
+        assert float(norm) == pytest.approx(swept[1]["gradient_norm"][number, run], rel=1e-4)
     for alone, stacked in zip(jax.tree.leaves(model), jax.tree.leaves(swept[0]), strict=True):
         np.testing.assert_allclose(stacked[run], alone, atol=2e-5)
 

@@ -23,8 +23,10 @@ from zoo.models.scoring import unstack_blocks
 from zoo.weights.parity import compare, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
-QUICK = ("bert_texts", "deberta_masked", "dinov3_features", "modernbert_tokens", "vit_classes")
-"""A case of each head, on layers that have least in common."""
+QUICK = ("bert_texts", "deberta_masked", "dinov3_features")
+OUTPUTS = ("modernbert_tokens", "vit_classes")
+"""With QUICK, a case of each head, on layers that have least in common: `test_outputs_and_files_match_pytorch` takes
+them without the layers alone and gradients."""
 NAME = lambda folder: folder.name
 REFERENCES = list_case_folders("encoder")
 TEXTS = [folder for folder in REFERENCES if "vocab_size" in read(folder / "config.json")]
@@ -43,6 +45,16 @@ def test_encoders_match_pytorch(folder: Path, tmp_path: Path):
     if (folder / "config_hub.json").exists():
         model = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
     check_saved_files_equal_loaded_files(model, folder, tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_and_files_match_pytorch(name: str, tmp_path: Path):
+    expected = read_expectations(FIXTURES / name / "expected.safetensors")
+    kept = {key: x for key, x in expected.items() if key != "loss" and not key.startswith(("hidden_states.", "grad."))}
+    report = compare(FIXTURES / name, kept)
+    assert report.passed, report.first_failure
+    assert [line.name for line in report.comparisons] == ["logits"]
+    check_saved_files_equal_loaded_files(zoo.load(FIXTURES / name), FIXTURES / name, tmp_path)
 
 
 @pytest.mark.parametrize("folder", [pytest.param(x, id=x.name, marks=pytest.mark.slow) for x in TEXTS])

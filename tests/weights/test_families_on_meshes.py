@@ -16,9 +16,10 @@ from zoo.models.parameter_paths import list_parameter_paths
 from zoo.weights.parity import make_loss, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-QUICK = ("deepseek_v3", "mamba2", "modernbert_texts")
-"""Families whose layers have nothing in common. The others are run by
-`pytest -m slow tests/weights/test_families_on_meshes.py`."""
+QUICK = ("deepseek_v3", "modernbert_texts")
+"""A decoder with latent attention and a mixture of experts, and an encoder. The others are run by
+`pytest -m slow tests/weights/test_families_on_meshes.py`; layers/recurrent/test_mixers.py has a recurrence on a mesh by
+default."""
 LENGTHS = (6, 9)
 
 

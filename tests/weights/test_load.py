@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import mark_slow
 
 from .damage import LLAMA, NORM, QUERY, alter_tensors, bits_of
 
@@ -26,7 +27,7 @@ def test_load_compares_tied_weights(make, tmp_path, attempt):
     assert "lm_head.weight is not model.embed_tokens.weight" in message
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", mark_slow(["float32", "float16", "bfloat16", "float64"], but=["float32", "bfloat16"]))
 def test_load_refuses_non_finite_numbers(checkpoint, tmp_path, attempt, dtype):
     for value, name in itertools.product((np.nan, np.inf, -np.inf), (QUERY, NORM, "model.embed_tokens.weight")):
 

@@ -51,6 +51,9 @@ norms sharded with the heads; a mixer's four projections in one tensor, two of t
 MESHES = [
     {"data": d, "fsdp": f, "tensor": t} for d, f, t in itertools.product((1, 2, 4, 8), repeat=3) if d * f * t == 8
 ]
+QUICK_MESHES = ({"data": 8, "fsdp": 1, "tensor": 1}, {"data": 1, "fsdp": 8, "tensor": 1})
+QUICK_MESHES += ({"data": 1, "fsdp": 1, "tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2})
+"""Each axis alone, and all."""
 
 
 QUICK = ("gpt_neox", "deepseek_v2")
@@ -63,7 +66,10 @@ def checkpoint(request, make, tmp_path_factory):
     return path, [np.asarray(x) for x in jax.tree.leaves(zoo.load(path))]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "x".join(map(str, sizes.values())))
+EACH_MESH = [pytest.param(x, marks=() if x in QUICK_MESHES else pytest.mark.slow) for x in MESHES]
+
+
+@pytest.mark.parametrize("sizes", EACH_MESH, ids=lambda sizes: "x".join(map(str, sizes.values())))
 def test_load_on_mesh_reads_each_shard_once(checkpoint, sizes, monkeypatch):
     path, whole = checkpoint
     mesh = zoo.make_mesh(**sizes)
@@ -110,6 +116,7 @@ def test_load_on_mesh_equals_load_then_place(checkpoint):
         assert np.array_equal(np.asarray(one), numbers.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("checkpoint", mark_slow(CASES, but=["deepseek_v2"]), indirect=True)
 def test_save_from_mesh_equals_save_from_one_device(checkpoint, tmp_path):
     """From one mesh to the next, and back to one device."""
     path, whole = checkpoint

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import zoo
 from zoo._terminal import escape_controls
@@ -34,17 +35,20 @@ from .damage import (
 )
 
 
-def test_resolve_names_wrong_tensors(checkpoint, tmp_path, attempt):
-    def rename(old, new):
-        return lambda arrays: arrays.update({new: arrays.pop(old)})
+def rename(old, new):
+    return lambda arrays: arrays.update({new: arrays.pop(old)})
 
-    def replace(name, change):
-        return lambda arrays: arrays.update({name: change(arrays[name])})
 
-    def unlike(arrays):
-        arrays["lm_head.weight"] = arrays["lm_head.weight"][:-1]
+def replace(name, change):
+    return lambda arrays: arrays.update({name: change(arrays[name])})
 
+
+@pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["first", "second"])
+def test_resolve_names_each_wrong_tensor(checkpoint, tmp_path, attempt, is_first):
+    """Of the first layer and outside of layers, or of the second layer."""
     names = [name for name in parse_file(checkpoint / WHOLE)[0] if name != "__metadata__"]
+    names = [name for name in names if (".layers.1." not in name) == is_first]
+    assert len(names) > 8
     for name in names:
         message = attempt(
             f"{name} lacks", alter_tensors(checkpoint, tmp_path / "t", lambda arrays, name=name: arrays.pop(name))
@@ -59,6 +63,9 @@ def test_resolve_names_wrong_tensors(checkpoint, tmp_path, attempt):
         assert f"{name} is [" in message and "the config asks for [" in message
         message = attempt(f"{name} of integers", alter_tensors(checkpoint, tmp_path / "t", replace(name, to(np.int32))))
         assert name in message and "int32" in message
+
+
+def test_resolve_names_wrong_tensors(checkpoint, tmp_path, attempt):
     for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight"):
         message = attempt(f"{name} transposed", alter_tensors(checkpoint, tmp_path / "t", replace(name, np.transpose)))
         assert f"{name} is [" in message
@@ -192,10 +199,16 @@ def test_resolve_refuses_config_values_of_wrong_type(checkpoint, tmp_path, attem
             assert key not in sizes or absent
 
 
-def test_resolve_refuses_config_sizes_unlike_the_tensors(checkpoint, make, tmp_path, attempt):
+LARGE = (10**3, 10**12, 2**63, 10**300)
+MORE_LARGE = (10**6, 10**9, 2**31, 2**32, 2**63 - 1, 2**64, 10**30)
+
+
+@pytest.mark.parametrize(
+    "large", [LARGE, pytest.param(MORE_LARGE, marks=pytest.mark.slow)], ids=["of each magnitude", "more"]
+)
+def test_resolve_refuses_config_sizes_unlike_the_tensors(checkpoint, make, tmp_path, attempt, large):
     """Wrong sizes, however large, are found from shapes alone."""
     config = json.loads((checkpoint / CONFIG).read_text())
-    large = (10**3, 10**6, 10**9, 10**12, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30, 10**300)
     for key, near in {
         "num_hidden_layers": (1, 3, 20, 21, 22),
         "vocab_size": (1, 10, 12),

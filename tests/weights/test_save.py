@@ -27,10 +27,7 @@ from zoo.weights.safetensors import open_safetensors
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 KEY = jax.random.key(0)
 EACH = pytest.mark.parametrize("family", FAMILIES)
-VARIED = (
-    *("llama", "gpt2", "gpt_neox", "deepseek_v3", "gpt_oss", "mamba2", "rwkv", "qwen3_5_text", "gemma3n_text"),
-    *("falcon", "mixtral", "bert", "vit", "deberta-v2", "jetmoe", "hunyuan_v1_moe"),
-)
+VARIED = ("llama", "gpt2", "gpt_neox", "falcon", "deepseek_v3", "gpt_oss", "mamba2", "bert")
 """Families whose files differ most: fused or split in other ways, tied, per expert, transposed. The configs of the
 others are drawn by `pytest -m slow tests/weights/test_save.py`; one file of each is compared in test_parity."""
 
@@ -434,7 +431,10 @@ def test_save_removes_files_of_an_older_checkpoint(two, tmp_path):
         assert {name: (tmp_path / name).read_bytes() for name in kept} == kept, "other files are not touched"
 
 
-@pytest.mark.parametrize("before, after", [(10**9, 10**9), (10**9, 2000), (2000, 10**9), (2000, 6000)])
+CHANGES = [(10**9, 10**9), (10**9, 2000), (2000, 10**9), (2000, 6000)]
+
+
+@pytest.mark.parametrize("before, after", mark_slow(CHANGES, but=[CHANGES[0], CHANGES[3]]))
 def test_save_that_fails_keeps_the_old_checkpoint(two, tmp_path, monkeypatch, before, after):
     zoo.save(two[0], tmp_path, shard_bytes=before)
     there, saving = files(tmp_path), sys.modules[zoo.save.__module__]

@@ -25,8 +25,13 @@ def loss_fn(model, batch):
 @pytest.fixture(scope="module")
 def model():
     """AdaLoRAs of the output projections of both layers, and of the second layer's query."""
-    model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=KEY)
-    return perturb(adapters.adalora(model, targets=("layers.1.attention.query", "out"), rank=3, key=KEY), scale=0.3)
+
+    @eqx.filter_jit
+    def make():
+        model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=KEY)
+        return perturb(adapters.adalora(model, targets=("layers.1.attention.query", "out"), rank=3, key=KEY), scale=0.3)
+
+    return make()
 
 
 def test_orthogonality_is_equation_4_of_the_paper(model):

@@ -24,7 +24,8 @@ def make_oft(in_size=24, out_size=6, in_=Dim("in"), experts=None, **options):
         oft = adapters.OFT(Linear(in_size, out_size, in_=in_, bias=experts is None, key=keys[0]), **options)
         return eqx.combine(jax.tree.map(lambda x: 0.3 * jax.random.normal(keys[1], x.shape), zoo.trainable(oft)), oft)
 
-    return make(KEY) if experts is None else eqx.filter_vmap(make)(jax.random.split(KEY, experts))
+    make = make if experts is None else eqx.filter_vmap(make)
+    return eqx.filter_jit(make)(KEY if experts is None else jax.random.split(KEY, experts))
 
 
 def test_cayley_transform_matches_closed_form_and_series():

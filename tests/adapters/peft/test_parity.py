@@ -21,10 +21,11 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOLDER = Path(os.environ.get("ZOO_PARITY", "nowhere")) / "adapters"
 OWN = [(path, path, FIXTURES / "models") for path in sorted((FIXTURES / "adapters").iterdir())]
 MORE = [(path.parent, path, FOLDER / "bases") for path in sorted(FOLDER.glob("*/adapter"))]
-QUICK = ("lora", "dora", "oft", "lora_embedding_alone", "lora_patterns")
+QUICK = ("dora", "oft", "lora_embedding_alone", "lora_patterns")
 CASES = mark_slow([*OWN, *MORE], but=QUICK, name=lambda case: case[0].name if case in OWN else "slow")
 """Folders of the expected results, of the adapter, and of the bases. The quick ones are those whose
-products or names have least in common: `pytest -m slow tests/adapters/peft/test_parity.py` runs the others."""
+products or names have least in common, of which `lora_patterns` holds what `lora` does; the others run by
+`pytest -m slow tests/adapters/peft/test_parity.py`."""
 REFUSED = {
     "lora_embedding_alone": "ensure_weight_tying",
 }

@@ -1,6 +1,7 @@
 """Saving PEFT files: a round trip of every method, initial factors, and the choice of the adapter."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import equinox as eqx
@@ -19,6 +20,12 @@ from zoo.parallel.rounds import split_rounds
 METHODS = ("lora", "dora", "vera", "ia3", "loha", "lokr", "oft", "adalora")
 
 
+@eqx.filter_jit
+def run(model):
+    return model(jnp.arange(10).reshape(2, 5))
+
+
+@cache
 def make_model(layers=2, embed=16, **options):
     sizes = {"vocab": 32, "embed": embed, "layers": layers, "heads": 2, "mlp": 24, **options}
     return zoo.models.Transformer(**sizes, key=jax.random.key(0))
@@ -29,15 +36,16 @@ def adapted():
     return adapters.lora(make_model(), targets=("query", "down"), rank=2, key=jax.random.key(1))
 
 
-@pytest.mark.parametrize("method", mark_slow(METHODS, but=("lora", "oft", "vera")))
+@pytest.mark.parametrize("method", mark_slow(METHODS, but=("vera",)))
 def test_save_and_load_round_trip(method, tmp_path):
+    """LoRA, DoRA and OFT are held by test_parity.py by default: the files of PEFT, byte for byte."""
     model = make_model()
     options = {"block_size": 8} if method == "oft" else {}
-    wrapped = perturb(getattr(adapters, method)(model, key=jax.random.key(1), **options))
+    adapt = lambda model: perturb(getattr(adapters, method)(model, key=jax.random.key(1), **options))
+    wrapped = eqx.filter_jit(adapt)(model)
     adapters.save(wrapped, tmp_path)
     loaded = adapters.load(model, tmp_path)
-    tokens = jnp.arange(10).reshape(2, 5)
-    np.testing.assert_allclose(loaded(tokens), wrapped(tokens), atol=1e-5)
+    np.testing.assert_allclose(run(loaded), run(wrapped), atol=1e-5)
     assert adapters.adapter_names(loaded) == ["default"]
 
 
@@ -47,17 +55,18 @@ def test_save_after_pissa_or_olora_doubles_the_rank(init, tmp_path):
     model = make_model()
     options = {"rank": 4, "alpha": 8, "rank_pattern": {"layers.1.attention.query": 2}}
     wrapped = adapters.lora(model, init=init, key=jax.random.key(1), **options)
-    tokens = jnp.arange(10).reshape(2, 5)
-    np.testing.assert_allclose(wrapped(tokens), model(tokens), atol=1e-5)
+    plain = run(model)
+    np.testing.assert_allclose(run(wrapped), plain, atol=1e-5)
     noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape) * (x != 0)  # padding stays zero
     trained = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
-    assert jnp.abs(trained(tokens) - model(tokens)).max() > 0.1
-    np.testing.assert_allclose(adapters.merge(trained)(tokens), trained(tokens), atol=1e-5)
-    np.testing.assert_allclose(adapters.remove(trained)(tokens), model(tokens), atol=1e-5)
+    after = run(trained)
+    assert np.abs(after - plain).max() > 0.1
+    np.testing.assert_allclose(run(eqx.filter_jit(adapters.merge)(trained)), after, atol=1e-5)
+    np.testing.assert_allclose(run(adapters.remove(trained)), plain, atol=1e-5)
     adapters.save(trained, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["r"] == 8 and set(config["rank_pattern"].values()) == {4}
-    np.testing.assert_allclose(adapters.load(model, tmp_path)(tokens), trained(tokens), atol=2e-5)
+    np.testing.assert_allclose(run(adapters.load(model, tmp_path)), after, atol=2e-5)
     with pytest.raises(ValueError, match="no 17 directions"):
         adapters.lora(model, init=init, rank=17, key=jax.random.key(1))
     with pytest.raises(ValueError, match="take a LoRA"):
@@ -81,11 +90,15 @@ def test_save_lokr_writes_the_options_of_its_shapes(adapted, tmp_path):
     """PEFT makes its own factors from rank, factor and decompose_both, and reads no others."""
     model = adapters.remove(adapted)
     read = lambda: json.loads((tmp_path / "adapter_config.json").read_text())
-    options = {"targets": ("query", "down"), "key": jax.random.key(1)}
+
+    def adapt(**options):
+        make = lambda model: adapters.lokr(model, targets=("query", "down"), key=jax.random.key(1), **options)
+        return eqx.filter_jit(make)(model)
+
     for factor, expected in {2: [1, 2, False], 4: [1, -1, True]}.items():  # 4 x 4 and 4 x 6 are the squarest
-        adapters.save(adapters.lokr(model, rank=1, factor=factor, decompose_both=True, **options), tmp_path)
+        adapters.save(adapt(rank=1, factor=factor, decompose_both=True), tmp_path)
         assert [read()[key] for key in ("r", "decompose_factor", "decompose_both")] == expected
-    adapters.save(adapters.lokr(model, rank=50, **options), tmp_path)
+    adapters.save(adapt(rank=50), tmp_path)
     assert read()["r"] >= 3 and (read()["decompose_factor"], read()["decompose_both"]) == (-1, False)
     adapters.load(model, tmp_path)
 
@@ -105,9 +118,9 @@ def test_save_dora_of_some_layers(tmp_path):
     wrapped = adapters.dora(model, targets=r"layers\.1\..*\.query", rank=2, key=jax.random.key(1))
     wrapped = eqx.combine(jax.tree.map(lambda x: 1.3 * x, zoo.trainable(wrapped)), wrapped)
     adapters.save(wrapped, tmp_path)
-    tokens = jnp.arange(10).reshape(2, 5)
-    np.testing.assert_allclose(adapters.load(model, tmp_path)(tokens), wrapped(tokens), atol=1e-5)
-    assert jnp.abs(wrapped(tokens) - model(tokens)).max() > 1e-3
+    expected = run(wrapped)
+    np.testing.assert_allclose(run(adapters.load(model, tmp_path)), expected, atol=1e-5)
+    assert np.abs(expected - run(model)).max() > 1e-3
 
 
 def test_save_needs_the_name_of_one_adapter(adapted, tmp_path):

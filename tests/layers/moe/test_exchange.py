@@ -73,7 +73,11 @@ def test_experts_on_devices_equal_one_device(form, load, sizes):
     assert_equal_to_one_device(make_mixture(load), zoo.make_mesh(**sizes, layout=Layout(expert=form)))
 
 
-@pytest.mark.parametrize("load, sizes", [*zip([*LOADS][1:], MESHES, strict=False)], ids=[*LOADS][1:])
+@pytest.mark.parametrize(
+    "load, sizes",
+    mark_slow(zip([*LOADS][1:], MESHES, strict=False), but=["on two devices"], name=lambda pair: pair[0]),
+    ids=[*LOADS][1:],
+)
 def test_experts_with_a_capacity_equal_one_device(load, sizes):
     assert_equal_to_one_device(make_mixture(load, capacity_factor=1.0), zoo.make_mesh(**sizes))
 

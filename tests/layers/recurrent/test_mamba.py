@@ -5,6 +5,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import zoo
@@ -94,7 +95,7 @@ def test_mamba_on_a_mesh_equals_one_device(name, tensor):
     check_mesh_equals_one_device(make_layer(name), activations(4, SEQ, EMBED), mesh)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "mamba2"])
 def test_mamba_in_bfloat16_keeps_a_float32_state(name):
     layer, x = zoo.cast(make_layer(name), jnp.bfloat16), activations(2, SEQ, EMBED)
     positions = jnp.arange(SEQ)[None].repeat(2, 0)
@@ -106,13 +107,13 @@ def test_mamba_in_bfloat16_keeps_a_float32_state(name):
 
 
 def test_mamba_initialization_is_that_of_the_papers():
-    mamba, mamba2 = Mamba(EMBED, inner=512, key=KEY), Mamba2(256, key=KEY)
+    mamba, mamba2 = eqx.filter_jit(lambda key: (Mamba(EMBED, inner=512, key=key), Mamba2(256, key=key)))(KEY)
     for layer in (mamba, mamba2):
-        dt = jax.nn.softplus(layer.dt_bias)
+        dt = np.logaddexp(layer.dt_bias, 0)
         assert 0.00099 < dt.min() < 0.01 < dt.max() < 0.101
-        assert (layer.D == 1).all()
-    assert jnp.allclose(jnp.exp(mamba.A_log), jnp.arange(1.0, 17.0))
-    assert ((jnp.exp(mamba2.A_log) >= 1) & (jnp.exp(mamba2.A_log) <= 16)).all()
+        assert (np.asarray(layer.D) == 1).all()
+    assert np.allclose(np.exp(mamba.A_log), np.arange(1.0, 17.0))
+    assert ((np.exp(mamba2.A_log) >= 1) & (np.exp(mamba2.A_log) <= 16)).all()
     assert (mamba2.dt.out_size, mamba2.out.out_size, mamba.dt_down.out_size) == (8, 256, 1)
 
 

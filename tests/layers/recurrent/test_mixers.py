@@ -34,7 +34,7 @@ from zoo.testing import check_mixer
 
 KEY = jax.random.key(0)
 EMBED, HEADS = 12, 2
-MIXERS_ON_A_MESH = {"gated_delta_net", "mamba2"}
+MIXERS_ON_A_MESH = {"gated_delta_net"}
 
 
 def without_heads(mixer, **options):
@@ -68,12 +68,12 @@ MIXERS = {
 }
 
 
-QUICK_MIXERS = MIXERS_ON_A_MESH | {"rg_lru"}
+QUICK_MIXERS = MIXERS_ON_A_MESH | {"mamba2"}
 
 
 @pytest.mark.parametrize("name", mark_slow(MIXERS, but=QUICK_MIXERS))
 def test_mixer_keeps_its_promises(name):
-    """Two mixers also on a mesh; presets of the others are compared on meshes by tests of models."""
+    """One mixer also on a mesh; presets of the others are compared on meshes by tests of models."""
     meshes = [zoo.make_mesh(data=2, fsdp=2, tensor=2)] if name in MIXERS_ON_A_MESH else ()
     report = check_mixer(partial(MIXERS[name], EMBED, HEADS), meshes=meshes)
     assert max(check.difference.error for check in report.checks if check.difference is not None) < 2e-5

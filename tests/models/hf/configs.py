@@ -2,9 +2,11 @@
 
 import json
 from functools import lru_cache, partial
+from unittest import mock
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.quick import mark_slow
@@ -143,11 +145,8 @@ CONTEXTS = [
 """Some keys have an effect only together with others."""
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
-VARIED = (
-    *("llama", "gpt2", "gemma4_text", "modernbert", "deberta-v2", "dinov3_vit", "mamba2", "qwen3_5_text"),
-    "llama4_text",
-)
-"""Families with half of all keys between them."""
+VARIED = ("llama", "gpt2", "modernbert", "deberta-v2", "dinov3_vit", "mamba2")
+"""Families that differ most; every key of all has a test of its invalid values."""
 EACH_AT_LENGTH = pytest.mark.parametrize(
     "family", mark_slow(FAMILIES.values(), but=VARIED, name=lambda family: family.name), ids=str
 )
@@ -185,7 +184,13 @@ def small(family, **more):
 def build_from_text(name, text):
     family = FAMILIES[name]
     config = read_config(family, json.loads(text))
-    return eqx.filter_eval_shape(partial(family.build, config), key=jax.random.key(0))
+    with mock.patch("jax.random.truncated_normal", zeros_of_draw):  # shapes do not depend on values
+        return eqx.filter_eval_shape(partial(family.build, config), key=jax.random.key(0))
+
+
+def zeros_of_draw(key, lower, upper, shape):
+    """Stand in for a draw, which takes a third of the time to trace a model."""
+    return jnp.zeros(shape)
 
 
 def build(family, given):

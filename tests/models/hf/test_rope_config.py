@@ -13,7 +13,7 @@ from zoo.ops.rotary import ReversedRotation, YarnScaling
 from .configs import ANOTHER, HAS_ROPE_BY_TYPE, ROTARY_FAMILIES, alias_of, build, small
 
 ROTARY = pytest.mark.parametrize("family", ROTARY_FAMILIES, ids=str)
-QUICK = ("llama", "deepseek_v3", "gpt_neox", "qwen3_5_text")
+QUICK = ("llama", "deepseek_v3", "gpt_neox")
 ROTARY_AT_LENGTH = pytest.mark.parametrize(
     "family", mark_slow(ROTARY_FAMILIES, but=QUICK, name=lambda family: family.name), ids=str
 )
@@ -51,7 +51,7 @@ def list_spellings():
     """Yield every family with one kind of scaling in turn, and a few families with all kinds; the rest is slow."""
     for number, family in enumerate(ROTARY_FAMILIES):
         for turn, scaling in enumerate(SCALINGS):
-            quick = number % len(SCALINGS) == turn or family.name in ("llama", "gpt_neox", "phi3", "deepseek_v3")
+            quick = number % len(SCALINGS) == turn or family.name in ("llama", "deepseek_v3")
             name = f"{family.name}-{scaling.get('rope_type', 'default')}"
             yield pytest.param(family, scaling, id=name, marks=() if quick else pytest.mark.slow)
 

@@ -35,7 +35,7 @@ def test_mamba_save_and_load_roundtrip(name, tmp_path):
 
 @EACH
 def test_mamba_save_refuses_options_without_a_config(name, tmp_path):
-    model = MODELS[name](key=KEY)
+    model = eqx.filter_jit(MODELS[name])(key=KEY)
     for family, message in (
         ("llama", "block is MixerBlock, not Block"),
         ("falcon_mamba", "only models that were read"),

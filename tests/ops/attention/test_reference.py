@@ -141,6 +141,11 @@ ROUNDED = (
     *("causal", "cap", "packed", "cached", "in blocks, and a window"),
     *("sinks", "sinks, cached", "sinks, packed", "sinks, in blocks, and a window"),
 )
+QUICK = (
+    *("one key head per query head, and a scale", "one key head, and a window", "cross-attention", "cap"),
+    *("narrow values", "packed, bidirectional in a window", "cached", "in blocks, packed"),
+    *("sinks above all scores", "sinks, cached", "sinks, packed", "sinks, in blocks, and a window"),
+)
 BEYOND_FUSED = ("cap", "narrow values", *(case for case in CASES if case.startswith("sinks")))
 
 
@@ -159,7 +164,7 @@ def run(implementation, options, arrays, cotangent):
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        *((case, jnp.float32) for case in CASES),
+        *mark_slow(((case, jnp.float32) for case in CASES), but=QUICK, name=lambda pair: pair[0]),
         *mark_slow(((case, jnp.bfloat16) for case in ROUNDED), but=("sinks, packed",), name=lambda pair: pair[0]),
     ],
     ids=[*CASES, *(f"{case}, bfloat16" for case in ROUNDED)],
@@ -196,7 +201,11 @@ def test_make_query_blocks_skips_masked_keys(window, first_keys):
 @pytest.mark.parametrize(
     ("implementation", "sinks"),
     [
-        *((implementation, None) for implementation in IMPLEMENTATIONS.values()),
+        *mark_slow(
+            [(implementation, None) for implementation in IMPLEMENTATIONS.values()],
+            but=[IMPLEMENTATIONS["fused"]],  # which takes no sinks
+            name=lambda pair: pair[0],
+        ),
         *((IMPLEMENTATIONS[name], SINKS) for name in ("reference", "grouped", "blockwise")),
     ],
     ids=[*IMPLEMENTATIONS, "reference, sinks", "grouped, sinks", "blockwise, sinks"],
@@ -216,7 +225,7 @@ def test_attention_of_a_masked_query_is_zero_without_gradient(implementation, si
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", mark_slow([None, 3], but=[3]))
 def test_attention_is_causal_by_gradient(implementation, window):
     arrays, _ = inputs()
     outputs = lambda arrays: implementation(*arrays, causal=True, window=window).sum((0, 2, 3))
@@ -228,7 +237,7 @@ def test_attention_is_causal_by_gradient(implementation, window):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", mark_slow([True, False], but=[True]))
 def test_attention_of_packed_sequences_equals_separate(implementation, causal):
     arrays, _ = inputs()
     attend = jax.jit(partial(implementation, causal=causal, window=2))

@@ -45,7 +45,7 @@ def with_gradients(attend, rules, soft_cap):
     ("rules", "soft_cap"),
     [
         ({"causal": True, "segments": True}, 3.0),
-        ({"causal": True, "window": 40}, None),
+        pytest.param({"causal": True, "window": 40}, None, marks=pytest.mark.slow),
         ({"causal": False, "segments": True, "window": 40}, None),
     ],
 )

@@ -41,7 +41,7 @@ def test_transform_is_orthogonal_and_spreads_outliers():
     )
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("axis", [pytest.param(-1, marks=pytest.mark.slow), -2])
 def test_gradients_are_rounded_without_bias(axis):
     """The mean of 4,096 roundings is within five standard errors of the value, which is at most half a spacing wide."""
     gradient = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 16)), jnp.float32)

@@ -55,17 +55,25 @@ OPS = {
 }
 
 
-QUICK = ("gated_delta_rule", "rwkv7")
-
-
-@pytest.mark.parametrize("op", mark_slow(OPS, but=QUICK, name=lambda op: op.__name__), ids=lambda op: op.__name__)
-def test_delta_rules_equal_their_equations(op):
+def draw_with_equations(op):
+    """Return inputs, and what the equations make of them."""
     decays, steps, names = OPS[op]
     inputs = draw_delta(5, decays, steps, seed=1)
     inputs["beta"] = jnp.abs(inputs["value"][..., 0])
     given = {name: inputs[name] for name in ("query", "key", "value", *names, "state")}
-    expected = equations_in_numpy(op, **{name: np.asarray(x, np.float64) for name, x in given.items()})
-    all_close(REFERENCES[op](**given), expected, 5e-6)
+    return given, equations_in_numpy(op, **{name: np.asarray(x, np.float64) for name, x in given.items()})
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_references_equal_their_equations(op):
+    given, expected = draw_with_equations(op)
+    all_close(jax.jit(REFERENCES[op])(**given), expected, 5e-6)
+
+
+@pytest.mark.slow  # test_parity.py compares both modes with float64 by default
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_delta_rules_equal_their_equations(op):
+    given, expected = draw_with_equations(op)
     all_close(op(**given, implementation="recurrent"), expected, 5e-6)
     all_close(op(**given, implementation="chunked"), expected, 2e-5)
 
@@ -76,8 +84,15 @@ def value_and_gradients(op, inputs, cotangents):
     return outputs, back(cotangents)[0]
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-@pytest.mark.parametrize("seq", mark_slow([1, 7, 70], but=[70]))
+QUICK = ((70, gated_delta_product),)
+"""Several chunks of two rows per token; test_parity.py has all operations in one chunk."""
+
+
+@pytest.mark.parametrize(
+    ("seq", "op"),
+    mark_slow([(seq, op) for seq in (1, 7, 70) for op in OPS], but=QUICK),
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_delta_rules_equal_their_references_with_gradients(op, seq):
     decays, steps, names = OPS[op]
     inputs = draw_delta(seq, decays, steps, seed=5)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from tests.quick import mark_slow
 from tests.recurrences import (
     BATCH,
     CHANNELS,
@@ -65,9 +66,9 @@ def operations():
     return compiled
 
 
-@settings(max_examples=10)
+@pytest.mark.parametrize("seq", mark_slow(LENGTHS, but=[33]))
+@settings(max_examples=6)
 @given(
-    seq=st.sampled_from(LENGTHS),
     seed=st.integers(0, 99),
     segments=st.booleans(),
     strength=st.sampled_from([0.1, 2, 20, 1e4]),
@@ -99,6 +100,7 @@ def test_recurrent_diagonal_equals_its_equation():
     np.testing.assert_allclose(last, h, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # by default chunked equals recurrent, and recurrent its equation, with segments and states
 @pytest.mark.parametrize("mode", MODES)
 def test_diagonal_scan_of_packed_sequences_equals_separate(mode):
     log_decay, x, _, _ = draw_diagonal(33, 3)
@@ -109,6 +111,7 @@ def test_diagonal_scan_of_packed_sequences_equals_separate(mode):
     close((packed[:, :10], packed[:, 10:], last), (first, second, end))
 
 
+@pytest.mark.slow  # as above
 @pytest.mark.parametrize("mode", MODES)
 def test_diagonal_scan_continues_from_a_state(mode):
     log_decay, x, _, _ = draw_diagonal(33, 4)
@@ -122,6 +125,7 @@ def hgrn_on_shard(tokens, fixed, ids, state, fresh):
     return hgrn(*tokens, state=state, segment_ids=ids)
 
 
+@pytest.mark.slow  # test_rg_lru_of_shards_equals_one_device has the scan by default
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), packed=st.booleans(), strength=st.sampled_from([0.1, 2, 1e4]))
 def test_diagonal_scan_of_shards_equals_one_device(seed, packed, strength):
@@ -129,7 +133,7 @@ def test_diagonal_scan_of_shards_equals_one_device(seed, packed, strength):
     assert_shards_equal_one_device(hgrn_on_shard, (x, log_decay), (), draw_documents(40, seed, packed=packed))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mark_slow(MODES, but=["chunked"]))
 def test_diagonal_scan_of_bfloat16_computes_in_float32(mode):
     log_decay, x, state, ids = draw_diagonal(33, 7)
     low = x.astype(jnp.bfloat16)
@@ -143,9 +147,9 @@ def test_diagonal_scan_of_bfloat16_computes_in_float32(mode):
 def test_diagonal_scan_of_any_feature_dims():
     log_decay, x, state, _ = draw_diagonal(17, 8)
     several = lambda x: x[..., None] * jnp.ones(2)
-    ours, last = MODES["chunked"](several(log_decay), several(x), state=several(state))
-    alone, end = MODES["chunked"](log_decay[..., 0], x[..., 0], state=state[..., 0])
-    theirs, _ = diagonal_scan.recurrent_diagonal(log_decay, x, state=state)
+    ours, last = jax.jit(MODES["chunked"])(several(log_decay), several(x), state=several(state))
+    alone, end = jax.jit(MODES["chunked"])(log_decay[..., 0], x[..., 0], state=state[..., 0])
+    theirs, _ = jax.jit(MODES["recurrent"])(log_decay, x, state=state)
     close((ours[..., 1], alone, last[:, 0, 0]), (theirs, theirs[..., 0], end))
 
 

@@ -27,6 +27,7 @@ def with_gradients(run_mode, parts, bonus, segments, cotangents):
     return out, back(cotangents)
 
 
+@pytest.mark.slow  # two kinds are in the next test
 @settings(max_examples=8)
 @given(
     seq=st.sampled_from([1, 15, 33]),
@@ -35,7 +36,17 @@ def with_gradients(run_mode, parts, bonus, segments, cotangents):
     strength=st.sampled_from([1.0, 20.0]),
     seed=st.integers(0, 99),
 )
-def test_chunked_gated_linear_equals_recurrent_with_gradients(seq, kind, segments, strength, seed):
+def test_chunked_gated_linear_of_any_kind_equals_recurrent_with_gradients(seq, kind, segments, strength, seed):
+    check_chunked_equals_recurrent(seq, kind, segments, strength, seed)
+
+
+@pytest.mark.parametrize("kind", ["number", "bonus"])
+def test_chunked_gated_linear_equals_recurrent_with_gradients(kind):
+    for segments, strength, seed in (("one", 1.0, 0), ("several", 20.0, 1), ("each token", 1.0, 2)):
+        check_chunked_equals_recurrent(33, kind, segments, strength, seed)
+
+
+def check_chunked_equals_recurrent(seq, kind, segments, strength, seed):
     parts = draw_gated(seq, "vector" if kind == "bonus" else kind, seed=seed, strength=strength)
     bonus = jnp.asarray(np.random.default_rng(seed).normal(size=(2, KEY_DIM)), jnp.float32) if kind == "bonus" else None
     ids = jnp.broadcast_to(SEGMENTS[segments](jnp.arange(seq)), (BATCH, seq))
@@ -62,13 +73,13 @@ def test_recurrent_gated_linear_equals_its_equation():
         assert far(output, np.stack(expected, 1)) < 1e-6 and far(after, s) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["none", "number"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "number"])
 def test_gated_linear_of_shared_keys_equals_repeated_keys(kind):
     query, key, value, decay, state = draw_gated(21, kind, heads=6, groups=2)
     repeated = [jnp.repeat(x, 3, axis=2) for x in (query, key)]
     for run_mode in (recurrent_gated_linear, partial(chunked_gated_linear, chunk_size=CHUNK)):
-        shared = run_mode(query, key, value, decay, state=state)
-        apart = run_mode(*repeated, value, decay, state=state)
+        run = jax.jit(lambda *keys, run_mode=run_mode: run_mode(*keys, value, decay, state=state))
+        shared, apart = run(query, key), run(*repeated)
         assert all(far(a, b) < 1e-6 for a, b in zip(shared, apart, strict=True))
 
 
@@ -93,9 +104,9 @@ def test_chunked_gated_linear_of_strong_decays_is_finite():
     """Log decays of -20 per step and below, in one chunk with mild ones: neither inf nor NaN, forward or backward."""
     for strength in (20.0, 1e4):
         for kind in ("number", "vector"):
-            parts = draw_gated(40, kind, strength=strength)
+            parts = draw_gated(33, kind, strength=strength)
             cotangents = parts[2], parts[4]
-            out = with_gradients(chunked_gated_linear, parts, None, jnp.zeros((BATCH, 40), jnp.int32), cotangents)
+            out = with_gradients(chunked_gated_linear, parts, None, jnp.zeros((BATCH, 33), jnp.int32), cotangents)
             assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(out))
 
 

@@ -22,6 +22,7 @@ CASES = [
     (33, "vector", 1, False),
 ]
 """Tokens, decays, steps, read_before_decay: one chunk of 16 rows, several, and partial ones."""
+QUICK = [(17, "number", 2, False), (33, "vector", 1, True)]
 
 
 def segments(seq, often, seed):
@@ -44,6 +45,7 @@ def value_and_gradients(delta, steps, before, inputs, segment_ids, cotangents):
 small_chunks = partial(generalized_delta.chunked_delta, chunk_size=16)
 
 
+@pytest.mark.slow  # two cases are in the next test
 @settings(max_examples=6)
 @given(
     case=st.sampled_from(CASES),
@@ -53,7 +55,17 @@ small_chunks = partial(generalized_delta.chunked_delta, chunk_size=16)
 )
 @example(case=CASES[4], often=0.1, strength=1.0, seed=0)
 @example(case=CASES[5], often=0.1, strength=1.0, seed=0)
-def test_chunked_delta_equals_recurrent_with_gradients(case, often, strength, seed):
+def test_chunked_delta_of_any_case_equals_recurrent_with_gradients(case, often, strength, seed):
+    check_chunked_equals_recurrent(case, often, strength, seed)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_chunked_delta_equals_recurrent_with_gradients(case):
+    for often, strength, seed in ((0.1, 1.0, 0), (0.0, 20.0, 1), (0.6, 0.1, 2)):
+        check_chunked_equals_recurrent(case, often, strength, seed)
+
+
+def check_chunked_equals_recurrent(case, often, strength, seed):
     seq, decays, steps, before = case
     inputs, segment_ids = draw_delta(seq, decays, steps, seed, strength), segments(seq, often, seed)
     keys = jax.random.split(jax.random.key(seed))

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from scripts.make_op_fixtures import case
 from tests.parity_ops import MODES, OPS, check_folder, evaluate, failures, files
+from tests.quick import mark_slow
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "ops"
 MORE = os.environ.get("ZOO_PARITY")
@@ -36,7 +37,7 @@ def test_parity_of_ops_with_float64(op, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("op", ["hgrn", "rg_lru", "rwkv4", "mamba1"])
+@pytest.mark.parametrize("op", mark_slow(["hgrn", "rg_lru", "rwkv4", "mamba1"], but=["rg_lru", "mamba1"]))
 def test_parity_of_ops_without_jit(op, mode):
     arrays = load_file(FIXTURES / f"{op}.base.safetensors")
     inputs = {key.removeprefix("in."): jnp.asarray(x) for key, x in arrays.items() if key.startswith("in.")}
