@@ -36,7 +36,7 @@ def with_gradients(run_mode, parts, bonus, segments, cotangents):
     strength=st.sampled_from([1.0, 20.0]),
     seed=st.integers(0, 99),
 )
-def test_chunked_gated_linear_of_any_kind_equals_recurrent_with_gradients(seq, kind, segments, strength, seed):
+def test_chunked_gated_linear_of_any_kind_equals_recurrent(seq, kind, segments, strength, seed):
     check_chunked_equals_recurrent(seq, kind, segments, strength, seed)
 
 

@@ -55,7 +55,7 @@ small_chunks = partial(generalized_delta.chunked_delta, chunk_size=16)
 )
 @example(case=CASES[4], often=0.1, strength=1.0, seed=0)
 @example(case=CASES[5], often=0.1, strength=1.0, seed=0)
-def test_chunked_delta_of_any_case_equals_recurrent_with_gradients(case, often, strength, seed):
+def test_chunked_delta_of_any_case_equals_recurrent(case, often, strength, seed):
     check_chunked_equals_recurrent(case, often, strength, seed)
 
 
