@@ -69,7 +69,7 @@ def search_meshes(
     layout: Layout | None = None,
     *,
     limit: int = 12,
-    progress: Callable[[str], object] = lambda message: None,
+    progress: Callable[[str], object] | None = None,
 ) -> list[Candidate]:
     """Return the plans on the most promising meshes of a topology, the best first.
 
@@ -90,7 +90,8 @@ def search_meshes(
     kept = sorted(kept, key=lambda sizes: _estimate_traffic(sizes, topology, options, parameters))
     flops, found, refused = count_model_flops(make_model, options), [], []
     for number, sizes in enumerate(kept[:limit], start=1):
-        progress(f"mesh {number} of {len(kept[:limit])}: {format_sizes(sizes)}")
+        if progress is not None:
+            progress(f"mesh {number} of {len(kept[:limit])}: {format_sizes(sizes)}")
         try:
             found.append(
                 Candidate(sizes, plan_training(make_model, sizes, topology, options, layout, model_flops=flops))
