@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parents[1]
 LONGEST = 500
 
@@ -59,6 +61,18 @@ def test_no_absolute_paths_of_one_machine():
         lines = path.read_bytes().decode("utf-8", errors="ignore").splitlines()
         found += [f"{path.relative_to(ROOT)}:{n}" for n, line in enumerate(lines, start=1) if MACHINE.search(line)]
     assert not found
+
+
+def test_every_slow_test_is_scheduled():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "slow.yml").read_text(encoding="utf-8"))
+    jobs = workflow["jobs"]["slow"]["strategy"]["matrix"]["tests"]
+    scheduled = [ROOT / name for job in jobs for name in job.split()]
+    assert all(path.exists() for path in scheduled) and len(set(scheduled)) == len(scheduled)
+    marks = re.compile(r"mark\.slow|mark_slow")
+    others = sorted({*ROOT.glob("tests/**/test_*.py")} - {Path(__file__)})
+    slow = [path for path in others if marks.search(path.read_text(encoding="utf-8"))]
+    assert len(slow) > 50
+    assert not [path for path in slow if not any(path.is_relative_to(place) for place in scheduled)]
 
 
 def test_wheel_contains_recipes_and_types(tmp_path):
