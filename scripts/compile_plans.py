@@ -34,11 +34,12 @@ def main(*, out: Path = OUT, only: str = "", limit: int = 1000) -> None:
     known = {row["name"] for row in rows}
     for name in [name for name in CASES if only in name and name not in known][:limit]:
         start = time.perf_counter()
-        rows.append(compile_case(name))
+        row = compile_case(name)
+        rows.append(row)
         rows.sort(key=lambda row: list(CASES).index(row["name"]))
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
-        print(f"{name:60} peak {rows[-1]['peak'] or 0:>12,}  {time.perf_counter() - start:6.1f} s", flush=True)
+        print(f"{name:60} peak {row['peak'] or 0:>12,}  {time.perf_counter() - start:6.1f} s", flush=True)
 
 
 def compile_case(name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
 from jax.extend.core import Literal
 
 from .operations import find_subjaxprs
@@ -47,6 +48,8 @@ class Equation:
     params: dict[str, Any]
     scope: str
     """The modules and transformations that it was traced in."""
+    has_effects: bool = False
+    """True if it does something beside computing its results, as a callback does."""
 
     @property
     def name(self) -> str:
@@ -68,15 +71,15 @@ class FlatJaxpr:
     eqns: Sequence[Equation]
 
 
-def inline_calls(jaxpr: Any, scope: str = "") -> FlatJaxpr:
-    """Inline the calls of a jaxpr that was traced in a scope."""
+def inline_calls(jaxpr: Any, scope: str = "", *, loops_of_one: bool = False) -> FlatJaxpr:
+    """Inline the calls of a jaxpr that was traced in a scope, and if asked loops of one iteration."""
     inner, equations = getattr(jaxpr, "jaxpr", jaxpr), []
-    names = _inline(inner, {}, equations, scope, is_called=False)
+    names = _inline(inner, {}, equations, scope, is_called=False, loops_of_one=loops_of_one)
     return FlatJaxpr(inner.invars, [rename(x, names) for x in inner.outvars], equations)
 
 
 def _inline(
-    jaxpr: Any, names: dict[Any, Any], equations: list[Equation], scope: str, *, is_called: bool
+    jaxpr: Any, names: dict[Any, Any], equations: list[Equation], scope: str, *, is_called: bool, loops_of_one: bool
 ) -> dict[Any, Any]:
     """Append the equations of a jaxpr, and return what its variables are called in them."""
     for equation in jaxpr.eqns:
@@ -87,14 +90,36 @@ def _inline(
         if len(inner) == 1:
             called = getattr(inner[0], "jaxpr", inner[0])
             given = dict(zip(called.invars, invars[len(invars) - len(called.invars) :], strict=True))
-            given = _inline(called, given, equations, inside, is_called=True)
+            given = _inline(called, given, equations, inside, is_called=True, loops_of_one=loops_of_one)
             names.update((x, rename(y, given)) for x, y in zip(equation.outvars, called.outvars, strict=True))
+            continue
+        if loops_of_one and name == "scan" and equation.params["length"] == 1:
+            names.update(_inline_iteration(equation, invars, equations, inside))
             continue
         if is_called:
             names.update((x, Value(x.aval)) for x in equation.outvars)
         outvars = [names.get(x, x) for x in equation.outvars]
-        equations.append(Equation(equation.primitive, invars, outvars, equation.params, inside))
+        # A collective has the effect of naming its axis, which is none.
+        effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+        equations.append(Equation(equation.primitive, invars, outvars, equation.params, inside, effects))
     return names
+
+
+def _inline_iteration(scan: Any, invars: list[Any], equations: list[Equation], scope: str) -> dict[Any, Any]:
+    """Append the equations of a loop of one iteration, and return what its results are called in them."""
+    body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
+    carries = scan.params["num_carry"]
+    first = scan.params["num_consts"] + carries
+    given = dict(zip(body.invars[:first], invars, strict=False))
+    for x, stacked in zip(body.invars[first:], invars[first:], strict=True):
+        given[x] = Value(x.aval)
+        equations.append(Equation(lax.squeeze_p, [stacked], [given[x]], {"dimensions": (0,)}, scope))
+    given = _inline(body, given, equations, scope, is_called=True, loops_of_one=True)
+    results = [rename(x, given) for x in body.outvars]
+    stacks = {x: Value(x.aval) for x in scan.outvars[carries:]}
+    for x, (stack, value) in zip(results[carries:], stacks.items(), strict=True):
+        equations.append(Equation(lax.reshape_p, [x], [value], {"new_sizes": stack.aval.shape}, scope))
+    return dict(zip(scan.outvars[:carries], results, strict=False)) | stacks
 
 
 def rename(x: Any, names: dict[Any, Any]) -> Any:

@@ -5,6 +5,7 @@ none before it, is peeled off. What the peeled iteration computes from the loop'
 backward pass that recomputes, this is the recomputation, which then runs before the loss.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,13 +44,8 @@ def _peel(loop: Equation) -> tuple[list[Equation], list[Equation], Equation]:
     late, dependent = [], set(body.invars[consts : consts + carries])
     for equation in body.eqns:
         names.update((x, Value(x.aval)) for x in equation.outvars)
-        copy = Equation(
-            equation.primitive,
-            [rename(x, names) for x in equation.invars],
-            [names[x] for x in equation.outvars],
-            equation.params,
-            equation.scope,
-        )
+        invars = [rename(x, names) for x in equation.invars]
+        copy = dataclasses.replace(equation, invars=invars, outvars=[names[x] for x in equation.outvars])
         if dependent.isdisjoint(equation.operands):
             early.append(copy)
         else:

@@ -2,13 +2,14 @@
 
 Inside `shard_map` shapes are those of one device, and every collective stands in the jaxpr, with its mesh axes. Outside
 of it XLA adds gathers of what a constraint replicates, which are counted, and the sums of a few numbers, as of a global
-norm, which are not. Collectives that XLA leaves out are left out (`zoo.inspect.combining`).
+norm, which are not. What XLA leaves out is left out (`zoo.inspect.needed`,
+`zoo.inspect.combining`).
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.extend.core import Literal
 from .collectives import Collective
 from .combining import find_left_out
 from .inlining import Equation, inline_calls
+from .needed import NeededValues, is_needed
 from .operations import OPAQUE_PRIMITIVES, count_flops, count_product_flops, find_subjaxprs
 from .resharding import iterate_gathers
 
@@ -56,7 +58,8 @@ def count_work(jaxpr: Any, shape: Mapping[str, int], specs: Mapping[Any, Any] | 
     flops: Counter[str] = Counter()
     sums: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     moved = 0
-    for equation, times, local, left_out in _iterate_device_equations(jaxpr):
+    results = [True] * len(getattr(jaxpr, "jaxpr", jaxpr).outvars)
+    for equation, times, local, left_out in _iterate_device_equations(jaxpr, results, NeededValues()):
         if (products := count_product_flops(equation)) is not None:
             share = 1 if local else math.prod(shape.values())
             flops[_find_precision(equation)] += products * times // share
@@ -102,19 +105,22 @@ def count_sent_bytes(collective: Collective, shape: Mapping[str, int]) -> float:
 
 
 def _iterate_device_equations(
-    jaxpr: Any, times: int = 1, local: bool = False
+    jaxpr: Any, kept: Sequence[bool], values: NeededValues, times: int = 1, local: bool = False
 ) -> Iterator[tuple[Equation, int, bool, set[Any]]]:
-    """Yield the innermost equations with how often a device runs each, True for those whose shapes are its own, and the
-    results of collectives that a compiler leaves out."""
-    flat = inline_calls(jaxpr)
-    left_out = find_left_out(flat)
+    """Yield the innermost equations that the results in `kept` need, with how often a device runs each, True for those
+    whose shapes are its own, and the results of collectives that a compiler leaves out."""
+    flat, needed = values.find(jaxpr, kept)
+    left_out = find_left_out(flat) | {x for equation in flat.eqns for x in equation.outvars if x not in needed}
     for equation in flat.eqns:
+        if not is_needed(equation, needed):
+            continue
         inner = [] if equation.name in OPAQUE_PRIMITIVES else list(find_subjaxprs(equation.params))
         repeats = equation.params["length"] if equation.name == "scan" else 1
         if equation.name == "cond":
             inner = [max(inner, key=lambda branch: count_flops(branch).total)]
         for subjaxpr in inner:
-            yield from _iterate_device_equations(subjaxpr, times * repeats, local or equation.name == "shard_map")
+            results, is_local = values.find_results(equation, needed, subjaxpr), local or equation.name == "shard_map"
+            yield from _iterate_device_equations(subjaxpr, results, values, times * repeats, is_local)
         if not inner:
             yield equation, times, local, left_out
 
