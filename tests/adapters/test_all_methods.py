@@ -66,7 +66,8 @@ def loss_fn(model, batch):
     return zoo.cross_entropy(model, batch)
 
 
-@pytest.mark.parametrize("method", mark_slow(METHODS, but=("lora",)))
+@pytest.mark.slow  # models/test_parameter_paths.py has rounds
+@pytest.mark.parametrize("method", METHODS)
 def test_adapters_do_not_depend_on_rounds(method):
     """Made, merged and removed in rounds as in one."""
     kind = "mixture" if method == "dora" else "transformer"

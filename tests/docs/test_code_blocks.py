@@ -8,10 +8,16 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+FOR_EIGHT_DEVICES = (
+    *("README.md", "docs/ideas.md", "docs/layout.md", "docs/parallelism.md", "docs/pipelines.md", "docs/profile.md"),
+    *("docs/add-a-layer.md", "docs/tutorials/devices.md"),
+)
+"""Pages that ask for eight devices, or are about them."""
 FENCE = re.compile(r"^( *)(`{3,})(?P<info>[^\n`]*)\n(?P<code>.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (no-run|fails)\b(?P<reason>.*?)-->\s*$")
 
@@ -51,15 +57,36 @@ def command(words: list[str], fails: bool) -> None:
     assert bool(code) == fails, f"zoo {shlex.join(words)} ended with {code}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_runs(page, tmp_path, monkeypatch, no_type_checks):
+def list_cases():
+    """Each page, on one device as most readers have; where it says so on eight, and the others on eight too if slow."""
+    for page in PAGES:
+        name, code = str(page.relative_to(ROOT)), blocks(page.read_text(encoding="utf-8"))
+        if name in FOR_EIGHT_DEVICES:
+            yield pytest.param(page, 8, id=name)
+            continue
+        yield pytest.param(page, 1, id=name)
+        if any("mesh" in source for _, source in code):
+            yield pytest.param(page, 8, id=f"{name} on eight devices", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("page, devices", list(list_cases()))
+def test_page_runs(page, devices, tmp_path, monkeypatch, no_type_checks):
     """As readers run them, who have no checks of annotations."""
+    show_devices(monkeypatch, devices)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")  # commands run in the repository
     names = {"__name__": "__main__", "command": command}
     for line, source in blocks(page.read_text(encoding="utf-8")):
         # Empty lines in front give the traceback, and a failing assertion, the page's own line numbers.
         exec(compile("\n" * (line - 1) + source, str(page), "exec", dont_inherit=True), names)
+
+
+def show_devices(monkeypatch, count):
+    """Let JAX list so many of the emulated devices."""
+    for name in ("devices", "local_devices"):
+        listed = getattr(jax, name)
+        monkeypatch.setattr(jax, name, lambda *args, listed=listed, **options: listed(*args, **options)[:count])
+        monkeypatch.setattr(jax, f"{name.removesuffix('s')}_count", lambda *args: count)
 
 
 def test_blocks_finds_python_and_console():

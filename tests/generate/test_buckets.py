@@ -138,6 +138,7 @@ def test_mixed_calls_compile_few_programs_and_are_exact(kind, count, max_new):
         check_against_full_forward(model, tokens, new, options)
 
 
+@pytest.mark.slow  # weights/test_parity.py decodes with a recurrence
 def test_prompts_in_pieces_are_exact_for_a_recurrent_model():
     """The first pieces of a row may be padding only, which must leave its state as it is."""
     model, tokens = MODELS["mamba"](key=KEY), jax.random.randint(KEY, (3, 90), 0, VOCAB)

@@ -40,13 +40,8 @@ def generate_tokens(model, rows=ROWS, **options):
     return np.asarray(zoo.generate(model, tokens, max_new_tokens=12, mask=mask, **options))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(sizes, id=str(make_mesh(**sizes)), marks=() if "context" in sizes else pytest.mark.slow)
-        for sizes in MESHES
-    ],
-)
+@pytest.mark.slow  # test_decode.py compares logits on a mesh, and test_buckets.py samples
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: str(make_mesh(**sizes)))
 def test_mesh_samples_equal_those_of_one_device(sizes):
     """Three rows, which only one of these meshes divides; a callback receives the same tokens."""
     mesh = make_mesh(**sizes)

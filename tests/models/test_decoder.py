@@ -40,6 +40,7 @@ def test_decoder_is_one_file_from_tokens_to_logits():
     assert imported == {"hf.spec"}
 
 
+@pytest.mark.slow  # ops/attention/test_reference.py has it of attention
 def test_decoder_is_causal_by_gradient(model):
     @eqx.filter_jit
     def influence(model, tokens):

@@ -152,6 +152,7 @@ def test_update_expert_bias_moves_toward_underused_experts():
         update_expert_bias(zoo.models.MixtureOfExperts(**SIZES, key=KEY), [loads[0]] * 3)
 
 
+@pytest.mark.slow  # of layers without rounds below
 def test_update_expert_bias_of_layers_in_rounds():
     model = zoo.models.MixtureOfExperts(**SIZES | {"layers": 4}, router=BiasedRouter, key=KEY)
     loads = list(jax.random.normal(KEY, (4, 4)))

@@ -41,6 +41,7 @@ def score_numpy(model, tokens, **options):
     return np.take_along_axis(log_p, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
 
 
+@pytest.mark.slow  # weights/test_parity.py compares hidden states
 def test_hidden_states_equal_a_loop_over_layers(model):
     tokens = random_tokens((2, 9))
     states = zoo.hidden_states(model, tokens)

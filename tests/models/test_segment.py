@@ -42,9 +42,9 @@ def number_parameters(model):
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        (1, [(1, 1, "ends"), (1, 7, "layers")]),
+        pytest.param(1, [(1, 1, "ends"), (1, 7, "layers")], marks=pytest.mark.slow),
         (7, [(1, 1, "ends"), (1, 7, "layers")]),
-        (2, [(1, 1, "ends"), (1, 6, "layers"), (1, 1, "ends")]),
+        pytest.param(2, [(1, 1, "ends"), (1, 6, "layers"), (1, 1, "ends")], marks=pytest.mark.slow),
         (4, [(1, 1, "ends"), (1, 4, "layers"), (1, 3, "ends")]),
     ],
 )

@@ -52,6 +52,7 @@ def mesh():
     return zoo.make_mesh(1, fsdp=2, tensor=2, devices=jax.devices()[:4])
 
 
+@pytest.mark.slow  # layers/recurrent/test_mixers.py has mixers that pass
 def test_check_mixer_passes_the_mixer_without_fault(mesh):
     report = check_mixer(Planted, meshes=[mesh])
     assert report.passed

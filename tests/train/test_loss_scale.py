@@ -57,6 +57,7 @@ def test_loss_scale_is_one_decision_on_any_mesh():
     np.testing.assert_allclose(parallel[2], losses, rtol=2e-3)
 
 
+@pytest.mark.slow  # docs/precision.md trains with one
 def test_small_gradients_train_with_a_loss_scale_alone():
     """Token weights of 1e-8 leave the mean as it is, and gradients in the backward pass below float16's smallest."""
     mesh = zoo.make_mesh(devices=jax.devices()[:1])

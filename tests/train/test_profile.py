@@ -69,6 +69,7 @@ def test_trace_can_be_read_again(traced):
     assert events(traced) == before
 
 
+@pytest.mark.slow  # the first steps of a process are counted above
 def test_profile_counts_steps_of_this_process_after_resume(traced, tmp_path, capsys):
     out = shutil.copytree(traced, tmp_path / "run")
     toy(out, 16, resume=True)

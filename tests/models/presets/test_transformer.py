@@ -12,6 +12,7 @@ KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
 
 
+@pytest.mark.slow  # test_published.py has the scales
 def test_transformer_initial_logits_do_not_depend_on_depth():
     """Their standard deviation is of the order of 1."""
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, SIZES["vocab"])
