@@ -27,6 +27,7 @@ def unbroken(text, start, tmp_path_factory, without_samples):
     return out
 
 
+@pytest.mark.slow  # test_lora.py trains an adapter; movements are tested below
 def test_dora_learns_exports_and_reports(unbroken, start):
     lines = train.read_metrics(unbroken / "metrics.jsonl")
     assert [line["step"] for line in lines if "new" in line and "old" in line] == [1, 2]
