@@ -49,7 +49,12 @@ def print_unused_sum(x):
     return lax.psum(2 * x, "data")
 
 
-SUMS = {scan_with_unused_sums: 3, scan_that_reads_its_carry: 3, scan_of_one_iteration: 0, print_unused_sum: 6}
+SUMS = {
+    scan_with_unused_sums: 3,
+    scan_that_reads_its_carry: 3,
+    scan_of_one_iteration: 0,
+    print_unused_sum: 6,
+}
 """Arrays of 4 x 8 that each sums: as many as there are iterations, or steps in `STEPS`."""
 
 

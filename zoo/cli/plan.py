@@ -3,9 +3,10 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -85,14 +86,14 @@ def plan(
     options = planning.TrainingOptions(rows or microbatches * shards, seq_len, dtype, remat, microbatches)
     make = partial(zoo.models.preset, preset)
     programs = []
-    with _Progress() as progress:
+    with _show_progress() as progress:
         if search:
-            found = planning.search_meshes(make, topology, options, layout, progress=progress.show)
+            found = planning.search_meshes(make, topology, options, layout, progress=progress)
         else:
-            progress.show(f"the step on {format_sizes(sizes)}")
+            progress(f"the step on {format_sizes(sizes)}")
             found = [planning.Candidate(sizes, planning.plan_training(make, sizes, topology, options, layout))]
         for candidate in found[:3] if compiled else ():
-            progress.show(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
+            progress(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
             programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
     if as_json:
         plans = [candidate.plan.as_dict() for candidate in found]
@@ -130,28 +131,16 @@ def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]
     return {axis: topology.devices // given if size == -1 else size for axis, size in sizes.items()}
 
 
-class _Progress:
-    """What is being planned, on standard error, if that is a terminal."""
+@contextmanager
+def _show_progress() -> Iterator[Callable[[str], object]]:
+    """Yield a function that says what is being planned, on standard error if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda message: None
+        return
+    from rich.console import Console
 
-    def __init__(self) -> None:
-        self._status: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-
-            self._status = Console(stderr=True).status("")
-
-    def __enter__(self) -> "_Progress":
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def show(self, message: str) -> None:
-        if self._status is not None:
-            self._status.update(message)
+    with Console(stderr=True).status("") as status:
+        yield status.update
 
 
 def _format_candidates(found: Sequence["Candidate"]) -> list[str]:

@@ -63,6 +63,6 @@ class NeededValues:
 
 
 def is_needed(equation: Equation, needed: set[Any]) -> bool:
-    """Return True for an equation with an effect, or with a result that is needed; and for a `while` loop, which the
-    compiler keeps, as it does not know that it ends."""
+    """Return True for an equation with an effect, or with a result that is needed. `while` loops count always, so that
+    FLOPs are those of `zoo.inspect.count_flops`; XLA drops some that nothing uses."""
     return equation.has_effects or equation.name == "while" or not needed.isdisjoint(equation.outvars)

@@ -2,8 +2,7 @@
 
 Inside `shard_map` shapes are those of one device, and every collective stands in the jaxpr, with its mesh axes. Outside
 of it XLA adds gathers of what a constraint replicates, which are counted, and the sums of a few numbers, as of a global
-norm, which are not. What XLA leaves out is left out (`zoo.inspect.needed`,
-`zoo.inspect.combining`).
+norm, which are not. What XLA leaves out is left out (`zoo.inspect.needed`, `zoo.inspect.combining`).
 """
 
 import dataclasses

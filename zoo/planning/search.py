@@ -87,11 +87,11 @@ def search_meshes(
         for sizes in iterate_sizes(topology, options, experts, layers)
         if _BYTES_AT_REST * parameters / _count_shards(sizes) < 0.9 * CHIPS[topology.kind].memory
     ]
-    kept = sorted(kept, key=lambda sizes: _estimate_traffic(sizes, topology, options, parameters))
+    kept = sorted(kept, key=lambda sizes: _estimate_traffic(sizes, topology, options, parameters))[:limit]
     flops, found, refused = count_model_flops(make_model, options), [], []
-    for number, sizes in enumerate(kept[:limit], start=1):
+    for number, sizes in enumerate(kept, start=1):
         if progress is not None:
-            progress(f"mesh {number} of {len(kept[:limit])}: {format_sizes(sizes)}")
+            progress(f"mesh {number} of {len(kept)}: {format_sizes(sizes)}")
         try:
             found.append(
                 Candidate(sizes, plan_training(make_model, sizes, topology, options, layout, model_flops=flops))
