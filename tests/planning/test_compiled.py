@@ -3,8 +3,8 @@
 `compiled.json` has what `scripts/compile_plans.py` read from the compilers. Of each case this compares
 
 - the arguments, to the byte; a TPU pads the smallest, of norms and decays, to tiles of 8 x 128;
-- FLOPs, which both count in a jaxpr, and no compiler: on GPUs equal; on TPUs that of the compiled step has attention's kernel,
-  with an estimate of its own;
+- FLOPs, which both count in a jaxpr, and no compiler: on GPUs equal; on TPUs attention's kernel in the compiled step
+  states an estimate of its own;
 - collectives: bytes by axes, of gathers, of sums, of permutations and of exchanges. Compilers combine several arrays
   into one collective, split one, and make of a reduce-scatter an all-reduce and a slice: numbers and kinds are theirs;
 - the peak, within 10%, or within the bound of a case that is named below with its reason.
