@@ -2,8 +2,10 @@
 
 jaxtyping binds the arguments of every call to the signature, and generates two functions that beartype decorates for
 every function that is defined, inner ones at each call of the outer. Here a function without array annotations has
-beartype alone, and generated functions are kept. A body that asks `isinstance(x, Float[...])` needs an array in its
-signature; no function of the library does that.
+beartype alone: one of a module is decorated, and of inner functions and generators, which beartype would decorate at
+each call, or check when they are iterated, the arguments and the result are passed to functions of the same signature,
+made once for each piece of code. A body that asks `isinstance(x, Float[...])` needs an array in its signature; no
+function of the library does that.
 """
 
 import functools
@@ -42,27 +44,79 @@ def check_without_arrays(fn: Callable, hints: dict, typechecker: Callable) -> Ca
     return call
 
 
+def check_beside(fn: Callable, checks: tuple[Callable, Callable | None]) -> Callable:
+    """Let functions of the same signature check the arguments and the result of `fn`."""
+    check_arguments, check_result = checks
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        if jaxtyping.config.jaxtyping_disable:
+            return fn(*args, **kwargs)
+        check_arguments(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        if check_result is not None:
+            check_result(result)
+        return result
+
+    return call
+
+
+def make_checks(fn: Callable, hints: dict, typechecker: Callable) -> tuple[Callable, Callable | None]:
+    """Return what checks the arguments of a function with these annotations, and what checks its result, which that of
+    a generator is not."""
+    signature = inspect.signature(fn)
+    parameters = [x.replace(annotation=hints.get(x.name, x.empty)) for x in signature.parameters.values()]
+    make, where = _decorator._make_fn_with_signature, (fn.__name__, fn.__qualname__, fn.__module__)
+    check_arguments = make(*where, inspect.Signature(parameters), output=False)
+    check_result = None
+    if "return" in hints and not inspect.isgeneratorfunction(fn):
+        result = inspect.Parameter("result", inspect.Parameter.POSITIONAL_ONLY, annotation=hints["return"])
+        check_result = typechecker(make(*where, inspect.Signature([result]), output=False), conf=CONF)
+    return typechecker(check_arguments, conf=CONF), check_result
+
+
 def quicken(jaxtyped: Callable) -> Callable:
     """Return a `jaxtyped` that does less for functions without array annotations."""
+    made: dict[tuple, tuple[Callable, Callable | None] | None] = {}
+
+    def find_checks(fn, typechecker):
+        """Return the checks of an inner function or a generator; None if it has array annotations."""
+        key = fn.__code__, tuple(fn.__annotations__.items())
+        if key not in made:
+            hints = resolve_hints(fn)
+            made[key] = None if mention_arrays(hints) else make_checks(fn, hints, typechecker)
+        return made[key]
 
     def decorate(fn, *, typechecker):
-        if not isinstance(fn, types.FunctionType) or inspect.isgeneratorfunction(fn):  # that beartype checks later
+        if not isinstance(fn, types.FunctionType):
             return jaxtyped(fn, typechecker=typechecker)
         if not fn.__annotations__:
             return fn
-        if "<locals>" in fn.__qualname__:  # defined often, and cheaply by what was kept
-            return jaxtyped(fn, typechecker=typechecker)
-        resolve = _decorator._destring_annotation
-        hints = {name: resolve(hint, fn.__globals__) for name, hint in fn.__annotations__.items()}
-        if any(map(mentions_jaxtyping, hints.values())):
+        if "<locals>" in fn.__qualname__ or inspect.isgeneratorfunction(fn):
+            try:
+                checks = find_checks(fn, typechecker)
+            except TypeError:  # an annotation without a hash
+                checks = None
+            return jaxtyped(fn, typechecker=typechecker) if checks is None else check_beside(fn, checks)
+        hints = resolve_hints(fn)
+        if mention_arrays(hints):
             return jaxtyped(fn, typechecker=typechecker)
         return check_without_arrays(fn, hints, typechecker)
 
     def quick(*args, **options):
-        is_import_hook = not args and options.get("typechecker") is not None
-        return functools.partial(decorate, **options) if is_import_hook else jaxtyped(*args, **options)
+        if options.get("typechecker") is None:
+            return jaxtyped(*args, **options)
+        return decorate(*args, **options) if args else functools.partial(decorate, **options)
 
     return quick
+
+
+def resolve_hints(fn: Callable) -> dict:
+    return {name: _decorator._destring_annotation(hint, fn.__globals__) for name, hint in fn.__annotations__.items()}
+
+
+def mention_arrays(hints: dict) -> bool:
+    return any(map(mentions_jaxtyping, hints.values()))
 
 
 def keep(function: Callable) -> Callable:
@@ -84,6 +138,6 @@ def install() -> None:
     """Take effect for modules that are imported from now on; for none if jaxtyping has other internals."""
     if not all(hasattr(_decorator, name) for name in ("_destring_annotation", "_make_fn_with_signature")):
         return
-    jaxtyping.jaxtyped = quicken(_decorator.jaxtyped)
+    jaxtyping.jaxtyped = _decorator.jaxtyped = quicken(_decorator.jaxtyped)  # the latter for methods of classes
     _decorator._make_fn_with_signature = keep(_decorator._make_fn_with_signature)
     _decorator._apply_typechecker = keep(_decorator._apply_typechecker)
