@@ -8,13 +8,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import jax
-
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.not_read import find_reason
+from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename, rename_all, unwrap_config
 from zoo.models.parameter_paths import list_parameter_paths
@@ -127,7 +125,7 @@ def resolve_checkpoint(
         layers = config["num_hidden_layers"]
         if layers > len(tensors):  # refused here: building 10^9 layers, if only in shapes, would never end
             raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
-        model = eqx.filter_eval_shape(lambda: family.build(config, key=jax.random.key(0)))
+        model = build_shapes(family, config)
         name_map = rename_all(family.names(config), wrapping)
     except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
