@@ -1,11 +1,15 @@
 """Check annotations in a fraction of jaxtyping's time, which was half of the time of tests that compile nothing.
 
 jaxtyping binds the arguments of every call to the signature, and generates two functions that beartype decorates for
-every function that is defined, inner ones at each call of the outer. Here a function without array annotations has
-beartype alone: one of a module is decorated, and of inner functions and generators, which beartype would decorate at
-each call, or check when they are iterated, the arguments and the result are passed to functions of the same signature,
-made once for each piece of code. A body that asks `isinstance(x, Float[...])` needs an array in its signature; no
-function of the library does that.
+every function that is defined, inner ones at each call of the outer. Here
+
+- a function is decorated when it is first called, and many never are;
+- one without array annotations has beartype alone;
+- an inner function, or a generator, without array annotations has its arguments and its result passed to functions of
+  the same signature, made once for its code: beartype would decorate the one at each call of the outer function, and
+  check the other when it is iterated.
+
+A body that asks `isinstance(x, Float[...])` needs an array in its signature; no function of the library does that.
 """
 
 import functools
@@ -28,30 +32,37 @@ def mentions_jaxtyping(hint) -> bool:
     return any(str(name).startswith("jaxtyping") for name in modules) or any(map(mentions_jaxtyping, parts))
 
 
+def check_later(fn: Callable, make_checked: Callable[[], Callable]) -> Callable:
+    """Return a function that is `fn`, checked as `make_checked` says, which it asks when it is first called."""
+    checked = None
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        nonlocal checked
+        if jaxtyping.config.jaxtyping_disable:
+            return fn(*args, **kwargs)
+        if checked is None:
+            checked = make_checked()
+        return checked(*args, **kwargs)
+
+    return call
+
+
 def check_without_arrays(fn: Callable, hints: dict, typechecker: Callable) -> Callable:
     """Let beartype check a function whose annotations are resolved in `hints`."""
     written = fn.__annotations__
     fn.__annotations__ = hints
     try:
-        checked = typechecker(fn, conf=CONF)
+        return typechecker(fn, conf=CONF)
     finally:
         fn.__annotations__ = written
-
-    @functools.wraps(fn)
-    def call(*args, **kwargs):
-        return (fn if jaxtyping.config.jaxtyping_disable else checked)(*args, **kwargs)
-
-    return call
 
 
 def check_beside(fn: Callable, checks: tuple[Callable, Callable | None]) -> Callable:
     """Let functions of the same signature check the arguments and the result of `fn`."""
     check_arguments, check_result = checks
 
-    @functools.wraps(fn)
     def call(*args, **kwargs):
-        if jaxtyping.config.jaxtyping_disable:
-            return fn(*args, **kwargs)
         check_arguments(*args, **kwargs)
         result = fn(*args, **kwargs)
         if check_result is not None:
@@ -87,21 +98,26 @@ def quicken(jaxtyped: Callable) -> Callable:
             made[key] = None if mention_arrays(hints) else make_checks(fn, hints, typechecker)
         return made[key]
 
-    def decorate(fn, *, typechecker):
-        if not isinstance(fn, types.FunctionType):
-            return jaxtyped(fn, typechecker=typechecker)
-        if not fn.__annotations__:
-            return fn
-        if "<locals>" in fn.__qualname__ or inspect.isgeneratorfunction(fn):
-            try:
-                checks = find_checks(fn, typechecker)
-            except TypeError:  # an annotation without a hash
-                checks = None
-            return jaxtyped(fn, typechecker=typechecker) if checks is None else check_beside(fn, checks)
+    def check_inner(fn, typechecker):
+        try:
+            checks = find_checks(fn, typechecker)
+        except TypeError:  # an annotation without a hash
+            checks = None
+        return jaxtyped(fn, typechecker=typechecker) if checks is None else check_beside(fn, checks)
+
+    def check(fn, typechecker):
         hints = resolve_hints(fn)
         if mention_arrays(hints):
             return jaxtyped(fn, typechecker=typechecker)
         return check_without_arrays(fn, hints, typechecker)
+
+    def decorate(fn, *, typechecker):
+        if not isinstance(fn, types.FunctionType):
+            return jaxtyped(fn, typechecker=typechecker)
+        if not fn.__annotations__ or fn.__globals__ is globals():  # an `__init__` that a class inherits
+            return fn
+        is_inner = "<locals>" in fn.__qualname__ or inspect.isgeneratorfunction(fn)
+        return check_later(fn, lambda: (check_inner if is_inner else check)(fn, typechecker))
 
     def quick(*args, **options):
         if options.get("typechecker") is None:

@@ -8,6 +8,7 @@ import jaxtyping
 import pytest
 
 SOURCE = """
+import dataclasses
 from collections.abc import Iterator
 from jaxtyping import Array, Float
 
@@ -32,6 +33,17 @@ class Box:
     @property
     def size(self) -> int:
         return "large"
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+class Named:
+    def __init__(self, name: str):
+        self.name = name
+
+class Titled(Named):
+    pass
 """
 
 
@@ -50,6 +62,7 @@ def test_right_types_pass(module):
     assert module.add(jnp.ones(2), jnp.ones(2)).shape == (2,)
     box = module.Box()
     assert box.take(box) is box
+    assert module.Point(1).x == 1 and module.Titled("a").name == "a"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +77,8 @@ def test_right_types_pass(module):
         lambda m: m.make("m")("1"),
         lambda m: m.make("m")(0.0),
         lambda m: m.Box().size,
+        lambda m: m.Point("1"),
+        lambda m: m.Titled(1),
     ],
 )
 def test_wrong_types_raise(module, call):
