@@ -55,7 +55,7 @@ def compile_case(name: str) -> dict[str, Any]:
         "aliased": memory.aliased,
         "temporaries": memory.temporaries,
         "peak": memory.peak,
-        "flops": program.flops.total,
+        "flops": program.compiled_flops,
         "collectives": [[c.kind, list(c.axes or ()), c.arrays, c.bytes] for c in program.collectives],
         "jaxlib": version("jaxlib"),
     }

@@ -68,3 +68,15 @@ def test_sums_are_those_that_xla_compiles(function):
     assert sum(row.bytes for row in traced) == SUMS[function] * 4 * 8 * 4
     compiled = zoo.inspect.compiled(step, jax.device_put(STEPS, jax.NamedSharding(mesh.devices, PartitionSpec())))
     assert sum(row.bytes for row in compiled.collectives) == SUMS[function] * 4 * 8 * 4
+
+
+def test_products_of_loops_without_a_reader_do_not_count():
+    def multiply(x):
+        unread = lax.while_loop(lambda y: y.sum() < 9, lambda y: y @ x, x)
+        read = lax.while_loop(lambda y: y.sum() < 8, lambda y: x @ y, x)
+        return unread @ x, read @ x
+
+    step = jax.jit(lambda x: multiply(x)[1])
+    x = jnp.ones((8, 8))
+    traced = count_work(jax.make_jaxpr(step)(x), {}).total_flops
+    assert traced == zoo.inspect.compiled(step, x).compiled_flops == 2 * 2 * 8**3

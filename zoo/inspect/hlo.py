@@ -140,6 +140,12 @@ def count_shape_bytes(shape: str) -> int:
     return total
 
 
+def list_dims(shape: str) -> list[int]:
+    """Return the sizes of the dims of an array's shape: [4, 8] of `f32[4,8]{1,0}`."""
+    found = _ARRAY_SHAPE.search(shape)
+    return [] if found is None else [int(size) for size in re.findall(r"\d+", found[2])]
+
+
 def count_parameters(module: HloModule) -> int:
     """Count the parameters of the entry computation."""
     return sum(i.opcode == "parameter" for i in module.computations[module.entry].values())

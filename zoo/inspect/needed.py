@@ -63,6 +63,5 @@ class NeededValues:
 
 
 def is_needed(equation: Equation, needed: set[Any]) -> bool:
-    """Return True for an equation with an effect, or with a result that is needed. `while` loops count always, so that
-    FLOPs are those of `zoo.inspect.count_flops`; XLA drops some that nothing uses."""
-    return equation.has_effects or equation.name == "while" or not needed.isdisjoint(equation.outvars)
+    """Return True for an equation with an effect, or with a result that is needed."""
+    return equation.has_effects or not needed.isdisjoint(equation.outvars)

@@ -18,6 +18,7 @@ from . import hlo, lowering
 from .collectives import Collective, sum_collectives
 from .executions import count_bytes_moved, list_executions
 from .operations import Flops, count_flops
+from .products import count_compiled_flops
 from .report import format_program
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -87,7 +88,10 @@ class CompiledProgram:
     """The platform that it was compiled for: cpu, gpu or tpu."""
     seconds: CompileTimes
     flops: Flops
-    """FLOPs of matrix products and convolutions, summed over all devices."""
+    """FLOPs of matrix products and convolutions in the jaxpr, summed over all devices."""
+    compiled_flops: int | None
+    """FLOPs of the matrix products in the optimized HLO, of one device: without what XLA leaves out, and with what it
+    computes again. None if some are convolutions, as all are on TPUs, or calls of a library."""
     bytes_moved: int
     """Main memory traffic per device, in bytes: an upper bound that assumes no cache hits."""
     endless: tuple[str, ...]
@@ -141,8 +145,8 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         batch = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
         print(zoo.inspect.compiled(step, batch, model, opt_state))
 
-    FLOPs are counted in the jaxpr, everything else in the optimized HLO. XLA's `cost_analysis()` is not used: it counts
-    a loop's body once, and the layers of a model are a loop.
+    FLOPs are counted in the jaxpr, and like everything else in the optimized HLO, if that says what its products are.
+    XLA's `cost_analysis()` is not used: it counts a loop's body once, and the layers of a model are a loop.
 
     **Raises** `TypeError` for an object that has a `lower` but is not jitted.
     """
@@ -170,6 +174,7 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         platform=lowering.find_platform(mesh, leaves),
         seconds=seconds,
         flops=count_flops(jaxpr),
+        compiled_flops=count_compiled_flops(module, executions),
         bytes_moved=count_bytes_moved(module, executions),
         endless=tuple(endless),
         memory=_read_memory_stats(executable),

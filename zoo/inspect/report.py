@@ -22,6 +22,8 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     each = f", {format_decimal_prefix(program.flops.total / program.devices)}FLOP per device"
     each = each if program.devices > 1 else ""
     yield "compute", f"{bound}{format_decimal_prefix(program.flops.total)}FLOP in matrix products{each}"
+    if program.compiled_flops is not None and round(program.flops.total / program.devices) != program.compiled_flops:
+        yield "", f"{format_decimal_prefix(program.compiled_flops)}FLOP per device in the compiled program"
     yield from (("", f"not counted: {operation}") for operation in program.flops.uncounted)
     yield "traffic", f"at most {format_decimal_prefix(program.bytes_moved)}B per device, to and from memory"
     if program.endless:

@@ -1,0 +1,49 @@
+"""FLOPs of the matrix products of a compiled program, counted in its HLO: those that a device computes.
+
+They differ from those of the jaxpr (`zoo.inspect.count_flops`) by what XLA leaves out, or computes again.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from .executions import Execution
+from .hlo import Computation, HloModule, Instruction, list_dims
+
+_LIBRARY_CALL = re.compile(r"custom_call_target=\"[^\"]*(gemm|matmul|dot|conv|fmha|tpu_custom_call|triton)")
+
+
+def count_compiled_flops(module: HloModule, executions: Sequence[Execution]) -> int | None:
+    """Count the FLOPs of all products that a device executes, 2 m n k each.
+
+    None if one of them is a convolution, as all are on TPUs, or a kernel of a library, whose HLO does not say what it
+    computes. A loop without a known trip count counts once.
+    """
+    total = 0
+    for execution in executions:
+        for instruction, computation in _iterate_fused(module, execution.instruction, execution.computation):
+            if instruction.opcode == "dot":
+                total += execution.times * _count_dot(instruction, computation)
+            elif instruction.opcode == "convolution" or _LIBRARY_CALL.search(instruction.attributes):
+                return None
+    return total
+
+
+def _iterate_fused(
+    module: HloModule, instruction: Instruction, computation: Computation
+) -> Iterator[tuple[Instruction, Computation]]:
+    """Yield an instruction; of a fusion, those inside it."""
+    if instruction.opcode != "fusion":
+        yield instruction, computation
+        return
+    for name in instruction.called_computations("calls"):
+        fused = module.computations[name]
+        for inner in fused.values():
+            yield from _iterate_fused(module, inner, fused)
+
+
+def _count_dot(dot: Instruction, computation: Computation) -> int:
+    contracted = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+    left = list_dims(computation[dot.operands[0]].shape)
+    depth = math.prod(left[int(dim)] for dim in re.findall(r"\d+", contracted[1] if contracted else ""))
+    return 2 * math.prod(list_dims(dot.shape)) * depth
