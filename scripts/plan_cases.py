@@ -12,20 +12,20 @@ from zoo.ops.rotary import Rotary
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, Layout
 from zoo.planning.training import TrainingOptions, make_training_step
 
-SIZES = {"vocab": 8192, "embed": 512, "layers": 4, "heads": 8, "mlp": 1536}
+SIZES = {"vocab": 32768, "embed": 2048, "layers": 4, "heads": 16, "mlp": 5632}
 MODELS: dict[str, Callable] = {
-    "dense": partial(zoo.models.Transformer, **SIZES, kv_heads=4, rotary=Rotary(64), tied=False),
-    "tied": partial(zoo.models.Transformer, **SIZES, rotary=Rotary(64)),
-    "deep": partial(zoo.models.Transformer, **SIZES | {"layers": 8}, kv_heads=4, rotary=Rotary(64), tied=False),
-    "mixture": partial(zoo.models.MixtureOfExperts, **SIZES | {"mlp": 512}, experts=8, top=2, rotary=Rotary(64)),
-    "mamba2": partial(zoo.models.Mamba2, vocab=8192, embed=512, layers=4),
+    "dense": partial(zoo.models.Transformer, **SIZES, kv_heads=8, rotary=Rotary(128), tied=False),
+    "tied": partial(zoo.models.Transformer, **SIZES, rotary=Rotary(128)),
+    "deep": partial(zoo.models.Transformer, **SIZES | {"layers": 8}, kv_heads=8, rotary=Rotary(128), tied=False),
+    "mixture": partial(zoo.models.MixtureOfExperts, **SIZES | {"mlp": 1408}, experts=8, top=2, rotary=Rotary(128)),
+    "mamba2": partial(zoo.models.Mamba2, vocab=32768, embed=2048, layers=4),
     "hybrid": partial(
         zoo.models.Hybrid,
-        vocab=8192,
-        embed=512,
+        vocab=32768,
+        embed=2048,
         layers=4,
-        mlp=1536,
-        pattern=[partial(GatedDeltaNet, heads=4), partial(Attention, heads=8, rotary=Rotary(64))],
+        mlp=5632,
+        pattern=[partial(GatedDeltaNet, heads=16), partial(Attention, heads=16, rotary=Rotary(128))],
     ),
 }
 
@@ -41,7 +41,7 @@ class Case:
     layout: Layout | None = None
 
 
-_BASE = TrainingOptions(rows=32, seq=512)
+_BASE = TrainingOptions(rows=32, seq=2048)
 _STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], Layout | None]] = {
     "data": ("dense", {"data": 8}, {}, None),
     "data, no remat": ("dense", {"data": 8}, {"remat": "none"}, None),

@@ -3,8 +3,8 @@
 `compiled.json` has what `scripts/compile_plans.py` read from the compilers. Of each case this compares
 
 - the arguments, to the byte; a TPU pads the smallest, of norms and decays, to tiles of 8 x 128;
-- FLOPs, which both count in a jaxpr, and no compiler: on GPUs equal; on TPUs attention's kernel in the compiled step
-  states an estimate of its own;
+- FLOPs of the products in the step as it is traced for GPUs with those in the compiled program, where both count loops
+  of unknown length, as of causal attention, once; on TPUs products are convolutions and kernels, which are not counted;
 - collectives: bytes by axes, of gathers, of sums, of permutations and of exchanges. Compilers combine several arrays
   into one collective, split one, and make of a reduce-scatter an all-reduce and a slice: numbers and kinds are theirs;
 - the peak, within 10%, or within the bound of a case that is named below with its reason.
@@ -22,6 +22,9 @@ from scripts.compile_plans import compile_case
 from scripts.plan_cases import CASES, make_case
 from tests.aot import imagine
 from zoo import planning
+from zoo.inspect.lowering import trace
+from zoo.inspect.work import count_work
+from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.topology import parse_topology
 
 ROWS = {row["name"]: row for row in json.loads(Path(__file__).with_name("compiled.json").read_text(encoding="utf-8"))}
@@ -36,38 +39,46 @@ FAMILIES = {
     "all-to-all": "exchange",
 }
 
-_AHEAD = "which parts of a peeled layer run before the loss is the scheduler's choice; the estimate takes all"
+_ORDER = "the compiler's order keeps more arrays alive: operands of the products that make gradients of parameters"
 _GROUPED = "grouped products of experts are loops of unknown length, whose buffers the compiler keeps apart"
-_ON_CHIP = "128 MiB of on-chip memory hold residuals that the estimate counts in HBM: as much as this small step has"
-_RECURRENT = "chunked recurrences take more on a TPU than the trace has; padding to tiles of 8 x 128 is not modeled"
+_PHASES = "peeled phases of the pipeline each have accumulators of the gradients"
+_PADDED = "chunked recurrences have sizes of 64, which a TPU pads to 128, and copies between layouts"
+_EARLY = "zeros that gradients are added to are made before the forward pass, and gathers for the next layer during one"
 PEAKS: dict[str, tuple[float, str]] = {
-    "h100:8 fsdp, float32": (1.101, _AHEAD),
-    "h100:8 expert": (0.867, _GROUPED),
-    "h100:8 expert x fsdp": (0.882, _GROUPED),
-    "h100:8 pipe x fsdp x tensor": (0.756, "peeled phases of the pipeline each have accumulators of the gradients"),
-    "v5e:2x4 expert": (0.893, _GROUPED),
-    "v5e:2x4 zero2, micro-batches": (0.792, "not explained: the compiler's temporaries are 47 MB larger"),
-    "v5e:2x4 fsdp, no remat": (1.144, _ON_CHIP),
-    "v5e:2x4 fsdp, dots": (1.448, _ON_CHIP),
-    "v5e:2x4 fsdp, float32": (1.259, _ON_CHIP),
-    "v5e:2x4 fsdp, micro-batches": (1.226, _ON_CHIP),
-    "v5e:2x4 sequence": (1.160, _ON_CHIP),
-    "v5e:2x4 fsdp x tensor": (1.270, _ON_CHIP),
-    "v5e:2x4 pipe x fsdp x tensor": (1.140, _ON_CHIP),
-    "v5e:2x4 mamba2": (0.711, _RECURRENT),
-    "v5e:2x4 hybrid": (0.737, _RECURRENT),
+    "h100:8 context": (0.707, _ORDER),
+    "h100:8 expert": (0.826, _GROUPED),
+    "h100:8 expert x fsdp": (0.781, _GROUPED),
+    "h100:8 pipe": (0.892, _PHASES),
+    "h100:8 pipe x fsdp x tensor": (0.705, _PHASES),
+    "h100:8 mamba2": (0.833, _ORDER),
+    "v5e:2x4 zero2, micro-batches": (0.801, "not explained"),
+    "v5e:2x4 fsdp": (0.847, _EARLY),
+    "v5e:2x4 fsdp x tensor": (0.896, _EARLY),
+    "v5e:2x4 expert x fsdp": (0.887, _GROUPED),
+    "v5e:2x4 pipe x fsdp x tensor": (0.822, _PHASES),
+    "v5e:2x4 mamba2": (0.502, _PADDED),
+    "v5e:2x4 hybrid": (0.548, _PADDED),
 }
-"""Estimate over compiled peak where it is not within 10%, and why."""
+"""Estimate over compiled peak where it is not within 10%, and why: read off the arrays that are alive at the compiled
+peak on GPUs, inferred on TPUs."""
+FLOPS = {"h100:8 mamba2": 1e-4, "h100:8 hybrid": 1e-4}
+"""Relative differences of FLOPs: a compiler may make of a small product a sum of elementwise ones."""
 _LOOKUP = "constants folded, two lookups of tokens are one; indices are not computed here"
 _ADDED = "gradients of several micro-batches are added before they are summed"
+_PERMUTED = "a part of the sums is made of permutations"
 COLLECTIVES: dict[str, str] = {
     "h100:8 pipe x fsdp x tensor": _LOOKUP,
-    "v5e:2x4 pipe x fsdp x tensor": f"{_LOOKUP}; {_ADDED}",
-    "v5e:2x4 zero2, micro-batches": _ADDED,
-    "v5e:2x4 fsdp, float32": "parameters that are gathered for the forward pass are not all gathered again",
-    "v5e:2x4 fsdp, micro-batches": "the arrays of norms, of four micro-batches, are more than SMALL in all",
+    "v5e:2x4 pipe x fsdp x tensor": f"{_LOOKUP}; {_ADDED}; {_PERMUTED}",
+    "v5e:2x4 zero2, micro-batches": f"{_ADDED}; {_PERMUTED}",
+    "v5e:2x4 fsdp": _PERMUTED,
+    "v5e:2x4 fsdp, no remat": _PERMUTED,
+    "v5e:2x4 fsdp, dots": _PERMUTED,
+    "v5e:2x4 fsdp, float32": f"not all that is gathered for the forward pass is gathered again; {_PERMUTED}",
+    "v5e:2x4 fsdp, micro-batches": _PERMUTED,
+    "v5e:2x4 data x fsdp x tensor": _PERMUTED,
+    "v5e:2x4 context": f"half of the keys' and values' gathers are not repeated in the backward pass; {_PERMUTED}",
+    "v5e:2x4 expert x fsdp": "the arrays of norms are more than SMALL in all",
     "v5e:2x4 hybrid": "a part of the gathers is repeated in the backward pass",
-    "v5e:2x4 context": "half of the keys' and values' gathers are not repeated in the backward pass",
 }
 """Cases whose collectives differ, and how."""
 
@@ -86,8 +97,8 @@ def test_plan_equals_compiled_case(name):
     assert difference == 0 if not topology.is_tpu else -0.005 * row["arguments"] < difference <= 0
     assert row["outputs"] - row["aliased"] < 4096, "all but the loss is donated"
 
-    flops = plan.program.work.total_flops * topology.devices / row["flops"]
-    assert flops == 1 if not topology.is_tpu else 1 <= flops < 1.15
+    if row["flops"] is not None:
+        assert count_own_flops(step, args) == pytest.approx(row["flops"], rel=FLOPS.get(name, 0))
 
     ours = sum_families([(x.kind, x.axes or (), x.bytes) for x in plan.program.work.collectives])
     theirs = sum_families([(kind, axes, size) for kind, axes, _, size in row["collectives"]])
@@ -96,6 +107,12 @@ def test_plan_equals_compiled_case(name):
 
     expected, tolerance = (PEAKS[name][0], 0.02) if name in PEAKS else (1, 0.1)
     assert plan.peak / row["peak"] == pytest.approx(expected, abs=tolerance)
+
+
+def count_own_flops(step, args) -> int:
+    """Count the FLOPs of a device as traced for GPUs, where a plan counts those of an implementation without loops."""
+    leaves = [x for x in jax.tree.leaves(args) if is_array_or_shape(x)]
+    return count_work(trace(step, args, {}, leaves, "gpu")[0].jaxpr, {}).total_flops
 
 
 def sum_families(collectives: list[tuple[str, Any, int]]) -> Counter:

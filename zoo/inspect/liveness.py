@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from zoo.ops.platform import Platform
 
 from .fusion import IN_PLACE, RULES, FusionRules, count_partial_sums, find_roots
-from .inlining import ELEMENTWISE, Equation, FlatJaxpr, inline_calls, name_values
+from .inlining import Equation, FlatJaxpr, inline_calls, name_values
 from .operations import find_subjaxprs
 from .peeling import peel_loops
 from .work import count_aval_bytes
@@ -120,9 +120,12 @@ class _Analysis:
         return peak
 
     def _reuse(self, equation: Equation, made: Sequence[Any], ends: Iterable[Any]) -> list[Any]:
-        """Return the array whose place a result takes that is computed element by element: one that ends, of the same
-        size."""
-        if not made or equation.name not in ELEMENTWISE | IN_PLACE:
+        """Return the array that an equation changes in place: one that ends, of the size of its result.
+
+        Elementwise results could take the place of an operand too. In the programs that the compilers make of whole
+        steps both are alive more often than not.
+        """
+        if not made or equation.name not in IN_PLACE:
             return []
         return [x for x in ends if self.count(x) == self.count(made[0])][:1]
 
