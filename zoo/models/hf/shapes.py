@@ -1,5 +1,6 @@
 """Build the model of a config in shapes."""
 
+import dataclasses
 import json
 from functools import lru_cache
 from typing import Any
@@ -16,9 +17,20 @@ def build_shapes(family: Family, config: Config) -> Any:
     Loading and saving ask for the same ones again, so that the last few are kept: they hold no array. **Raises** what
     `family.build` does.
     """
-    return _build(family, json.dumps(config))
+    text = json.dumps(config, default=repr)
+    return _build(_Request(family, text, bool(jax.config.read("jax_enable_x64")), config))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What the shapes of a model follow from."""
+
+    family: Family
+    text: str
+    with_float64: bool
+    config: Config = dataclasses.field(compare=False)
 
 
 @lru_cache(maxsize=16)
-def _build(family: Family, text: str) -> Any:
-    return eqx.filter_eval_shape(family.build, Config(json.loads(text)), key=jax.random.key(0))
+def _build(request: _Request) -> Any:
+    return eqx.filter_eval_shape(request.family.build, request.config, key=jax.random.key(0))
