@@ -52,7 +52,7 @@ def test_report_names_both_counts_where_they_differ():
     assert "compiled program" not in str(zoo.inspect.compiled(jax.jit(multiply_in_a_loop), X, W))
 
 
-def test_products_that_the_text_does_not_describe_are_not_counted():
+def test_products_of_kernels_are_not_counted():
     text = """HloModule jit_f
 
 ENTRY %main (x: f32[16,32], w: f32[32,32]) -> f32[16,32] {
