@@ -4,7 +4,7 @@
     python scripts/compile_plans.py                       # every case that the file lacks
     python scripts/compile_plans.py --only v5e --limit 2
 
-Needs the extras aot-tpu and aot-cuda, and JAX_PLATFORMS=cpu. A case takes half a minute to two minutes on one core;
+Needs the extras aot-tpu and aot-cuda, and JAX_PLATFORMS=cpu. A case takes ten seconds to four minutes on one core;
 each is written when it is done.
 """
 

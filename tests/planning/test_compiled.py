@@ -46,7 +46,7 @@ _PADDED = "chunked recurrences have sizes of 64, which a TPU pads to 128, and co
 _EARLY = "zeros that gradients are added to are made before the forward pass, and gathers for the next layer during one"
 PEAKS: dict[str, tuple[float, str]] = {
     "h100:8 context": (0.707, _ORDER),
-    "h100:8 expert": (0.826, _GROUPED),
+    "h100:8 expert": (0.826, f"{_EARLY}; {_GROUPED}"),
     "h100:8 expert x fsdp": (0.781, _GROUPED),
     "h100:8 pipe": (0.892, _PHASES),
     "h100:8 pipe x fsdp x tensor": (0.705, _PHASES),
@@ -59,9 +59,9 @@ PEAKS: dict[str, tuple[float, str]] = {
     "v5e:2x4 mamba2": (0.502, _PADDED),
     "v5e:2x4 hybrid": (0.548, _PADDED),
 }
-"""Estimate over compiled peak where it is not within 10%, and why: read off the arrays that are alive at the compiled
-peak on GPUs, inferred on TPUs."""
-FLOPS = {"h100:8 mamba2": 1e-4, "h100:8 hybrid": 1e-4}
+"""Estimate over compiled peak where it is not within 10%, and why: inferred, but for context and expert on H100s, of
+which XLA's list of the arrays alive at the peak was read, and for padding, which the layouts of arrays show."""
+FLOPS = {"h100:8 mamba2": 5e-5, "h100:8 hybrid": 2e-5}
 """Relative differences of FLOPs: a compiler may make of a small product a sum of elementwise ones."""
 _LOOKUP = "constants folded, two lookups of tokens are one; indices are not computed here"
 _ADDED = "gradients of several micro-batches are added before they are summed"
@@ -94,7 +94,7 @@ def test_plan_equals_compiled_case(name):
     plan = planning.plan(step, *args, on=topology)
 
     difference = sum(plan.program.arguments.values()) - row["arguments"]
-    assert difference == 0 if not topology.is_tpu else -0.005 * row["arguments"] < difference <= 0
+    assert difference == 0 if not topology.is_tpu else -10_000 < difference <= 0
     assert row["outputs"] - row["aliased"] < 4096, "all but the loss is donated"
 
     if row["flops"] is not None:
