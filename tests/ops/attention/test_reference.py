@@ -324,3 +324,18 @@ def test_attention_to_selected_keys_or_refused():
         IMPLEMENTATIONS["blockwise"](query, key, value, causal=True, selected=jnp.asarray(selected))
     with pytest.raises(ValueError, match="splash_attention cannot compute this, because queries select their keys"):
         with_mask_options(attention.splash_attention)(query, key, value, causal=True, selected=jnp.asarray(selected))
+
+
+def test_no_constant_as_large_as_the_scores_is_kept_for_a_scan_over_layers():
+    """JAX computes once, and keeps, what an iteration computes from constants alone: the score of masked keys, too, if
+    it were broadcast to all of them. The mask is one byte for each score."""
+    (query, key, value), _ = inputs()
+
+    def loss(query):
+        attend = lambda x, _: (IMPLEMENTATIONS["grouped"](x, key, value, causal=True), None)
+        return jax.lax.scan(attend, query, length=3)[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(query).jaxpr
+    (forward, _) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+    constants = forward.invars[: forward.params["num_consts"]]
+    assert constants and all(x.aval.dtype == bool or x.aval.size < BATCH * HEADS * SEQ**2 for x in constants)

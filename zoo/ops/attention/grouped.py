@@ -69,10 +69,13 @@ def _attend_in_groups(
         rows = rearrange(
             query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
         )
+        # The barrier ties the constant to this layer. Otherwise JAX makes an array of it, as large as the scores, once
+        # for all layers of a scan, and keeps it for the whole step.
+        rows, masked_score = lax.optimization_barrier((rows, jnp.float32(MASK_VALUE)))
         scores = einsum_fp32_accum("bnrd,bnkd->bnrk", rows, key[:, :, keys], dtype=jnp.float32)
         scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
         if mask is not None:
-            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, MASK_VALUE)
+            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, masked_score)
         row_sinks = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
         weights, lse = _softmax_with_sinks(scores, row_sinks)
         output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights.astype(value.dtype), value[:, :, keys])
