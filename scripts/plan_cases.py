@@ -1,4 +1,4 @@
-"""Training steps that the estimate of `zoo.plan` and the compilers are compared on: 20 meshes and options, of eight TPU
+"""Training steps that the estimate of `zoo.plan` and the compilers are compared on: 25 meshes and options, of eight TPU
 v5e chips and of eight H100s."""
 
 import dataclasses
@@ -17,6 +17,18 @@ MODELS: dict[str, Callable] = {
     "dense": partial(zoo.models.Transformer, **SIZES, kv_heads=8, rotary=Rotary(128), tied=False),
     "tied": partial(zoo.models.Transformer, **SIZES, rotary=Rotary(128)),
     "deep": partial(zoo.models.Transformer, **SIZES | {"layers": 8}, kv_heads=8, rotary=Rotary(128), tied=False),
+    "narrow heads": partial(zoo.models.Transformer, **SIZES | {"heads": 32}, kv_heads=8, rotary=Rotary(64), tied=False),
+    "wide": partial(
+        zoo.models.Transformer,
+        vocab=128256,
+        embed=4096,
+        layers=2,
+        heads=32,
+        kv_heads=8,
+        mlp=14336,
+        rotary=Rotary(128),
+        tied=False,
+    ),
     "mixture": partial(zoo.models.MixtureOfExperts, **SIZES | {"mlp": 1408}, experts=8, top=2, rotary=Rotary(128)),
     "mamba2": partial(zoo.models.Mamba2, vocab=32768, embed=2048, layers=4),
     "hybrid": partial(
@@ -52,11 +64,16 @@ _STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], Layout | None]] = {
     "fsdp, dots": ("tied", {"fsdp": 8}, {"remat": "dots"}, None),
     "fsdp, float32": ("dense", {"fsdp": 8}, {"dtype": "float32"}, None),
     "fsdp, micro-batches": ("tied", {"fsdp": 8}, {"microbatches": 4}, None),
+    "fsdp, heads of 64": ("narrow heads", {"fsdp": 8}, {}, None),
+    "fsdp, wide": ("wide", {"fsdp": 8}, {"rows": 8}, None),
     "tensor": ("dense", {"tensor": 4, "data": 2}, {}, None),
+    "tensor, micro-batches": ("tied", {"tensor": 4, "data": 2}, {"microbatches": 4}, None),
     "sequence": ("dense", {"tensor": 4, "data": 2}, {"remat": "none"}, SEQUENCE),
     "fsdp x tensor": ("dense", {"fsdp": 4, "tensor": 2}, {"remat": "dots"}, None),
+    "fsdp x tensor, sequence": ("dense", {"fsdp": 2, "tensor": 4}, {}, SEQUENCE),
     "data x fsdp x tensor": ("tied", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "none"}, None),
     "context": ("dense", {"fsdp": 2, "context": 4}, {}, Layout(context="gathered")),
+    "ring": ("dense", {"fsdp": 2, "context": 4}, {}, None),
     "expert": ("mixture", {"data": 2, "expert": 4}, {}, None),
     "expert x fsdp": ("mixture", {"fsdp": 2, "expert": 4}, {"remat": "none"}, None),
     "pipe": ("deep", {"pipe": 4, "data": 2}, {"microbatches": 8}, None),

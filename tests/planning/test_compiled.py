@@ -1,4 +1,4 @@
-"""The estimate of a plan, by trace alone, against XLA's compilers for TPU v5e and H100: 20 training steps on each.
+"""The estimate of a plan, by trace alone, against XLA's compilers for TPU v5e and H100: 25 training steps on each.
 
 `compiled.json` has what `scripts/compile_plans.py` read from the compilers. Of each case this compares
 
@@ -7,7 +7,7 @@
   of unknown length, as of causal attention, once; on TPUs products are convolutions and kernels, which are not counted;
 - collectives: bytes by axes, of gathers, of sums, of permutations and of exchanges. Compilers combine several arrays
   into one collective, split one, and make of a reduce-scatter an all-reduce and a slice: numbers and kinds are theirs;
-- the peak, within 10%, or within the bound of a case that is named below with its reason.
+- the peak, within 10% for at least twenty of each; the others are named below with a bound and a reason.
 """
 
 import json
@@ -39,48 +39,40 @@ FAMILIES = {
     "all-to-all": "exchange",
 }
 
-_ORDER = "the compiler's order keeps more arrays alive: operands of the products that make gradients of parameters"
-_GROUPED = "grouped products of experts are loops of unknown length, whose buffers the compiler keeps apart"
-_PHASES = "peeled phases of the pipeline each have accumulators of the gradients"
-_PADDED = "chunked recurrences have sizes of 64, which a TPU pads to 128, and copies between layouts"
-_EARLY = "zeros that gradients are added to are made before the forward pass, and gathers for the next layer during one"
+_ORDER = "more results of the recurrences' products are alive at once than in the order of the trace"
 PEAKS: dict[str, tuple[float, str]] = {
-    "h100:8 context": (0.707, _ORDER),
-    "h100:8 expert": (0.826, f"{_EARLY}; {_GROUPED}"),
-    "h100:8 expert x fsdp": (0.781, _GROUPED),
-    "h100:8 pipe": (0.892, _PHASES),
-    "h100:8 pipe x fsdp x tensor": (0.705, _PHASES),
-    "h100:8 mamba2": (0.833, _ORDER),
-    "v5e:2x4 zero2, micro-batches": (0.801, "not explained"),
-    "v5e:2x4 fsdp": (0.847, _EARLY),
-    "v5e:2x4 fsdp x tensor": (0.896, _EARLY),
-    "v5e:2x4 expert x fsdp": (0.887, _GROUPED),
-    "v5e:2x4 pipe x fsdp x tensor": (0.822, _PHASES),
-    "v5e:2x4 mamba2": (0.502, _PADDED),
-    "v5e:2x4 hybrid": (0.548, _PADDED),
+    "h100:8 fsdp x tensor, sequence": (1.116, "products for the feed-forward's gradients do not wait for attention's"),
+    "h100:8 mamba2": (0.837, _ORDER),
+    "v5e:2x4 ring": (1.163, "tiles of scores stay on the chip"),
+    "v5e:2x4 pipe x fsdp x tensor": (0.892, "gathers and permutations of the next tick have buffers of their own"),
+    "v5e:2x4 mamba2": (0.878, f"{_ORDER}; a layout whose last dims are not those of the trace pads more"),
+    "v5e:2x4 hybrid": (0.858, _ORDER),
 }
-"""Estimate over compiled peak where it is not within 10%, and why: inferred, but for context and expert on H100s, of
-which XLA's list of the arrays alive at the peak was read, and for padding, which the layouts of arrays show."""
+"""Estimate over compiled peak where it is not within 10%, and why: by XLA's buffers on H100s, and by the arrays of the
+program in its order on TPUs, where the reasons for ring and pipe are inferred."""
 FLOPS = {"h100:8 mamba2": 5e-5, "h100:8 hybrid": 2e-5}
 """Relative differences of FLOPs: a compiler may make of a small product a sum of elementwise ones."""
 _LOOKUP = "constants folded, two lookups of tokens are one; indices are not computed here"
 _ADDED = "gradients of several micro-batches are added before they are summed"
 _PERMUTED = "a part of the sums is made of permutations"
-COLLECTIVES: dict[str, str] = {
-    "h100:8 pipe x fsdp x tensor": _LOOKUP,
-    "v5e:2x4 pipe x fsdp x tensor": f"{_LOOKUP}; {_ADDED}; {_PERMUTED}",
-    "v5e:2x4 zero2, micro-batches": f"{_ADDED}; {_PERMUTED}",
-    "v5e:2x4 fsdp": _PERMUTED,
-    "v5e:2x4 fsdp, no remat": _PERMUTED,
-    "v5e:2x4 fsdp, dots": _PERMUTED,
-    "v5e:2x4 fsdp, float32": f"not all that is gathered for the forward pass is gathered again; {_PERMUTED}",
-    "v5e:2x4 fsdp, micro-batches": _PERMUTED,
-    "v5e:2x4 data x fsdp x tensor": _PERMUTED,
-    "v5e:2x4 context": f"half of the keys' and values' gathers are not repeated in the backward pass; {_PERMUTED}",
-    "v5e:2x4 expert x fsdp": "the arrays of norms are more than SMALL in all",
-    "v5e:2x4 hybrid": "a part of the gathers is repeated in the backward pass",
+COLLECTIVES: dict[str, tuple[float, str]] = {
+    "h100:8 pipe x fsdp x tensor": (0.997, _LOOKUP),
+    "v5e:2x4 pipe x fsdp x tensor": (0.956, f"{_LOOKUP}; {_ADDED}; {_PERMUTED}"),
+    "v5e:2x4 zero2, micro-batches": (0.777, f"{_ADDED}; {_PERMUTED}"),
+    "v5e:2x4 fsdp": (1.019, _PERMUTED),
+    "v5e:2x4 fsdp, no remat": (1.019, _PERMUTED),
+    "v5e:2x4 fsdp, dots": (1.021, _PERMUTED),
+    "v5e:2x4 fsdp, float32": (0.747, f"not all that is gathered forward is gathered again; {_PERMUTED}"),
+    "v5e:2x4 fsdp, micro-batches": (1.021, _PERMUTED),
+    "v5e:2x4 fsdp, heads of 64": (1.019, _PERMUTED),
+    "v5e:2x4 fsdp x tensor, sequence": (0.847, f"a third of the tokens' gathers are not repeated; {_PERMUTED}"),
+    "v5e:2x4 data x fsdp x tensor": (1.001, _PERMUTED),
+    "v5e:2x4 context": (0.884, f"half of the keys' and values' gathers are not repeated; {_PERMUTED}"),
+    "v5e:2x4 ring": (0.994, f"the last permutation is left out, some gathers are repeated; {_PERMUTED}"),
+    "v5e:2x4 expert x fsdp": (1, "the arrays of norms are more than SMALL in all"),
+    "v5e:2x4 hybrid": (1.212, "a part of the gathers is repeated in the backward pass"),
 }
-"""Cases whose collectives differ, and how."""
+"""Cases whose collectives differ: bytes of all that are compiled over those of the trace, and why."""
 
 
 def choose(cases):
@@ -104,9 +96,17 @@ def test_plan_equals_compiled_case(name):
     theirs = sum_families([(kind, axes, size) for kind, axes, _, size in row["collectives"]])
     equal = all(abs(ours[key] - theirs[key]) < SMALL for key in {*ours, *theirs})
     assert equal == (name not in COLLECTIVES), f"{dict(ours)} by trace, {dict(theirs)} compiled"
+    ratio = COLLECTIVES[name][0] if name in COLLECTIVES else 1
+    assert theirs.total() / ours.total() == pytest.approx(ratio, abs=0.001)
 
     expected, tolerance = (PEAKS[name][0], 0.02) if name in PEAKS else (1, 0.1)
     assert plan.peak / row["peak"] == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize("topology", ("v5e:2x4", "h100:8"))
+def test_peaks_are_within_10_percent_for_twenty_steps(topology):
+    """The others have a bound of their own above."""
+    assert sum(name.startswith(topology) and name not in PEAKS for name in ROWS) >= 20
 
 
 def count_own_flops(step, args) -> int:

@@ -1,14 +1,12 @@
 """The arrays that a compiler keeps in memory: values of a jaxpr that no kernel computes where it reads them."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Literal
 
-from zoo.ops.platform import Platform
-
+from .compilers import CompilerRules
 from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, name_values
 
 _REDUCTIONS = frozenset("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_sum".split())
@@ -20,30 +18,10 @@ _LAYOUT = frozenset("broadcast_in_dim convert_element_type slice transpose".spli
 """Elementwise primitives that a GPU's kernel of products applies to what it loads."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FusionRules:
-    """Fusions of a platform's compiler."""
-
-    arithmetic_into_products: bool = False
-    """True if a matrix product computes its operands: the TPU's compiler fuses elementwise operations into it, while a
-    GPU's kernel takes operands from memory, and changes no more than their dtype and layout."""
-
-    peels: bool = False
-    """True if the first iteration of a loop that reduce-scatters is taken out of it (`zoo.inspect.peeling`)."""
-    tiles: int = 0
-    """Tiles of 128 x 128 results that occupy the device. A product of fewer is cut along its contraction into a power
-    of two of partial sums, in float32, which its reader adds up: split-K. 0 for a compiler that does not."""
-
-
-RULES: dict[Platform, FusionRules] = {
-    "tpu": FusionRules(arithmetic_into_products=True),
-    "gpu": FusionRules(peels=True, tiles=132),  # multiprocessors of an H100
-    "cpu": FusionRules(),
-}
 _TILE, _LEAST_DEPTH = 128 * 128, 256
 
 
-def count_partial_sums(flat: FlatJaxpr, rules: FusionRules) -> dict[Any, int]:
+def count_partial_sums(flat: FlatJaxpr, rules: CompilerRules) -> dict[Any, int]:
     """Return for each result of a matrix product that is split into partial sums the bytes of these.
 
     Products that share an operand, as those of queries, keys and values, are one product.
@@ -74,7 +52,7 @@ def _name_sides(equation: Equation, names: dict[int, Any]) -> list[tuple]:
 
 
 def find_roots(
-    flat: FlatJaxpr, rules: FusionRules, count: Callable[[Any], int], *, in_place: bool = False
+    flat: FlatJaxpr, rules: CompilerRules, count: Callable[[Any], int], *, in_place: bool = False
 ) -> dict[Any, frozenset]:
     """Return for each variable the arrays in memory that it is made of: itself, or those that its fused operation
     reads.
@@ -82,7 +60,7 @@ def find_roots(
     An elementwise result is fused into its readers, which compute it again each, if that moves no more bytes than
     writing it once and reading it from each. With `in_place`, so is one that is a result of the jaxpr.
     """
-    readers, results = _find_readers(flat)
+    readers, results = find_readers(flat)
     roots: dict[Any, frozenset] = {x: frozenset([x]) for x in flat.invars}
     for equation in flat.eqns:
         made_of = frozenset().union(*(roots.get(x, ()) for x in equation.operands))
@@ -98,7 +76,7 @@ def find_roots(
     return roots
 
 
-def _find_readers(flat: FlatJaxpr) -> tuple[dict[Any, list[Equation]], set[Any]]:
+def find_readers(flat: FlatJaxpr) -> tuple[dict[Any, list[Equation]], set[Any]]:
     """Return the equations that read each variable, or a view of it, and the variables that are results or have a view
     that is one."""
     readers: dict[Any, list[Equation]] = {}
@@ -113,7 +91,7 @@ def _find_readers(flat: FlatJaxpr) -> tuple[dict[Any, list[Equation]], set[Any]]
     return readers, results
 
 
-def _can_fuse(equation: Equation, reader: Equation, made_of: frozenset, rules: FusionRules) -> bool:
+def _can_fuse(equation: Equation, reader: Equation, made_of: frozenset, rules: CompilerRules) -> bool:
     if reader.name in ("dot_general", "conv_general_dilated"):
         return rules.arithmetic_into_products or (equation.name in _LAYOUT and len(made_of) <= 1)
     return any(reader.name in names for names in (ELEMENTWISE, VIEWS, _REDUCTIONS, _PICKS))

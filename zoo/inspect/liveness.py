@@ -4,10 +4,11 @@ An array lives from the equation that makes it to the last one that reads it. Of
 
 - results of elementwise operations are fused into their readers, and keep alive what they are made of;
 - reshapes are the array that they reshape, and equal residuals of a loop are one;
-- a loop has one buffer for its carry, writes stacked results in place, and reads slices of its inputs where they lie;
-- donated arguments are updated in place.
+- a loop has one buffer for its carry, in which it adds up, and writes stacked results in place;
+- sums over devices, and donated arguments, are updated in place;
+- order, copies and padding of each compiler, as `compilers.py` describes them.
 
-It does not know the order that XLA schedules in, copies for layouts, nor buffers of collectives.
+It does not know the order that XLA schedules in beyond that, nor buffers of collectives.
 """
 
 import dataclasses
@@ -18,11 +19,17 @@ from jax.extend.core import Literal
 
 from zoo.ops.platform import Platform
 
-from .fusion import IN_PLACE, RULES, FusionRules, count_partial_sums, find_roots
-from .inlining import Equation, FlatJaxpr, inline_calls, name_values
+from .compilers import RULES, CompilerRules
+from .copies import copy_rows, copy_stacks, find_copies_for_loops, find_initial_zeros, find_whole_sums
+from .fusion import IN_PLACE, count_partial_sums, find_roots
+from .inlining import ELEMENTWISE, Equation, FlatJaxpr, inline_calls, name_values
 from .operations import find_subjaxprs
-from .peeling import peel_loops
+from .peeling import find_pipelined
+from .scheduling import order_as_compiled
 from .work import count_aval_bytes
+
+_SUMS = frozenset("psum psum2 psum_invariant".split())
+_TILE = 8, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +75,10 @@ class _Analysis:
     """Liveness of jaxprs whose variables may be of whole arrays: `shares` has the part of each that a device holds, or
     is None inside `shard_map`, where shapes are of one device."""
 
-    def __init__(self, rules: FusionRules, shares: dict[Any, float] | None = None):
+    def __init__(self, rules: CompilerRules, shares: dict[Any, float] | None = None, *, is_loop: bool = False):
         self.rules = rules
         self.shares = shares
+        self.is_loop = is_loop
         self.makers: dict[Any, Equation] = {}
         self.partial_sums: dict[Any, int] = {}
 
@@ -79,23 +87,28 @@ class _Analysis:
             return 0
         if variable in self.partial_sums:
             return self.partial_sums[variable]
-        share = 1.0 if self.shares is None else self.shares.get(variable, 1.0)
-        return round(count_aval_bytes(variable) * share)
+        if self.shares is not None:
+            return round(count_aval_bytes(variable) * self.shares.get(variable, 1.0))
+        return _count_padded_bytes(variable) if self.rules.pads else count_aval_bytes(variable)
 
-    def measure(self, flat: FlatJaxpr, owned: Iterable[Any], *, in_place: bool = False) -> Peak:
+    def measure(
+        self, flat: FlatJaxpr, owned: Iterable[Any], *, carry: Mapping[Any, Any] | None = None, in_place: bool = False
+    ) -> Peak:
         """Return the peak of a jaxpr, its results and the `owned` among its inputs included.
 
-        Owned inputs are freed after their last use. With `in_place`, elementwise results overwrite arguments.
+        Owned inputs are freed after their last use. `carry` has for each carried result of a loop's body the input
+        whose place it takes. With `in_place`, elementwise results overwrite arguments.
         """
-        flat = peel_loops(flat) if self.rules.peels and self.shares is None else flat
+        flat = order_as_compiled(flat, self.rules) if self.shares is None else flat
         for equation in flat.eqns:
             self._share_outputs(equation)
         self.partial_sums = count_partial_sums(flat, self.rules)
         roots = find_roots(flat, self.rules, self.count, in_place=in_place)
         last = self._find_last_uses(flat, roots)
-        live = {variable: self.count(variable) for variable in owned}
+        copies = find_copies_for_loops(flat, roots, last) if self.rules.copies_for_loops else {}
+        live = {variable: self.count(variable) for variable in owned} | self._make_early(flat, roots)
         dying: dict[int, list[Any]] = {}
-        for variable, index in last.items():
+        for variable, index in [*last.items(), *(copy for found in copies.values() for copy in found)]:
             dying.setdefault(index, []).append(variable)
         total = sum(live.values())
         peak = self.describe(live)
@@ -109,25 +122,49 @@ class _Analysis:
                 extra = max(found, key=lambda peak: peak.bytes)
                 if total - sum(live[x] for x in taken) + extra.bytes > peak.bytes:
                     peak = self.describe({x: size for x, size in live.items() if x not in taken}) + extra
-            for variable in made:
-                live[variable] = self.count(variable)
-                total += live[variable]
-            reused = self._reuse(equation, made, ends)
+            for variable in [*made, *(copy for x in made for copy, _ in copies.get(x, ()))]:
+                if variable not in live:
+                    live[variable] = self.count(variable)
+                    total += live[variable]
+            reused = self._reuse(equation, made, ends, carry or {})
             if not inner and total - sum(live[x] for x in reused) > peak.bytes:  # that of a call has its results
                 peak = self.describe({x: size for x, size in live.items() if x not in reused})
             for variable in ends.union(x for x in made if last.get(x, index) <= index):
                 total -= live.pop(variable)
         return peak
 
-    def _reuse(self, equation: Equation, made: Sequence[Any], ends: Iterable[Any]) -> list[Any]:
-        """Return the array that an equation changes in place: one that ends, of the size of its result.
+    def _make_early(self, flat: FlatJaxpr, roots: Mapping[Any, frozenset]) -> dict[Any, int]:
+        """Return the arrays that a compiler makes before the first equation."""
+        early: dict[Any, int] = {}
+        if self.rules.early_zeros:
+            for x, maker in find_initial_zeros(flat, roots):
+                early[x], self.makers[x] = self.count(x), maker
+        invariant = set(flat.invars) if self.is_loop else set()
+        copies: dict[Any, tuple[Equation, float]] = {}
+        for loop in flat.eqns:
+            if loop.name == "scan":
+                body = inline_calls(loop.params["jaxpr"], loop.scope)
+                copies |= copy_stacks(loop, body, self.rules, invariant)
+        for stacked, (copy, ratio) in copies.items():
+            early[copy.outvars[0]] = round(self.count(stacked) * ratio)
+            self.makers[copy.outvars[0]] = copy
+        return early
 
-        Elementwise results could take the place of an operand too. It is not assumed: with it fewer peaks of compiled
-        training steps come out right (`tests/planning/test_compiled.py`).
+    def _reuse(
+        self, equation: Equation, made: Sequence[Any], ends: Collection[Any], carry: Mapping[Any, Any]
+    ) -> list[Any]:
+        """Return the array whose place the result of an equation takes: one that ends, of the size of its result, if
+        the equation changes it, sums it over devices or adds to the carry of a loop.
+
+        Other elementwise results could take the place of an operand too. It is not assumed: compilers do so for fewer
+        than the trace would allow.
         """
-        if not made or equation.name not in IN_PLACE:
+        if not made:
             return []
-        return [x for x in ends if self.count(x) == self.count(made[0])][:1]
+        if equation.name in IN_PLACE or equation.name in _SUMS:
+            return [x for x in ends if self.count(x) == self.count(made[0])][:1]
+        carried = carry.get(made[0])
+        return [carried] if equation.name in ELEMENTWISE and carried in ends else []
 
     def describe(self, live: Mapping[Any, int]) -> Peak:
         """Return the arrays of these variables."""
@@ -189,14 +226,25 @@ class _Analysis:
         consts, carries = equation.params["num_consts"], equation.params["num_carry"]
         carry = equation.invars[consts : consts + carries]
         stacked = {x: self.count(x) for x, first in _match_repeats(equation) if x is first}
-        analysis = _Analysis(self.rules, None if self.shares is None else {})
-        body = analysis.measure(inline_calls(inner, equation.scope), inner.invars[consts : consts + carries])
+        flat = inline_calls(inner, equation.scope)
+        flat = copy_rows(flat, consts + carries) if self.rules.copies_rows else flat
+        carried_in = inner.invars[consts : consts + carries]
+        places = {x: given for x, given in zip(flat.outvars, carried_in, strict=False) if not isinstance(x, Literal)}
+        analysis = _Analysis(self.rules, None if self.shares is None else {}, is_loop=True)
+        body = analysis.measure(flat, carried_in, carry=places)
         rows = sum(map(count_aval_bytes, inner.outvars[carries:]))
         carried = set(map(id, carry))
         kept = {root: self.count(root) for root, x in taken.items() if id(x) not in carried}
         at_rest = self.describe({x: self.count(x) for x in carry if not isinstance(x, Literal)})
-        inside = Peak(body.bytes - rows, body.arrays)
+        inside = Peak(body.bytes - rows, body.arrays) + analysis.describe(self._find_carried(equation, flat))
         return self.describe({**stacked, **kept}) + max(inside, at_rest, key=lambda peak: peak.bytes)
+
+    def _find_carried(self, loop: Equation, body: FlatJaxpr) -> dict[Any, int]:
+        """Return what a compiled loop carries beside the carry of the trace, which is yet to be scattered."""
+        if self.rules.scatters_after_loops:
+            return {x: self.count(x) - self.count(y) for x, y in find_whole_sums(loop, body)}
+        pipelined = find_pipelined(body, loop.params["num_carry"]) if self.rules.pipelines_scatters else []
+        return {x: self.count(x) for x in pipelined}
 
 
 def _is_view(x: Any, root: Any, arrays: Collection[Any]) -> bool:
@@ -210,3 +258,13 @@ def _match_repeats(scan: Equation) -> list[tuple[Any, Any]]:
     names, first = name_values(flat), {}
     rows = zip(flat.outvars[carries:], scan.outvars[carries:], strict=True)
     return [(x, first.setdefault(names.get(id(row), id(row)), x)) for row, x in rows]
+
+
+def _count_padded_bytes(variable: Any) -> int:
+    """Return the bytes of an array whose last two dims, but for those of size 1, are padded to tiles of 8 x 128."""
+    size, shape = count_aval_bytes(variable), [x for x in getattr(variable.aval, "shape", ()) if x != 1]
+    if len(shape) < 2 or not size:
+        return size
+    (rows, columns), (tile_rows, tile_columns) = shape[-2:], _TILE
+    padded = -(-rows // tile_rows) * tile_rows * -(-columns // tile_columns) * tile_columns
+    return size // (rows * columns) * padded

@@ -1,8 +1,7 @@
 """Take the first iteration out of loops that reduce-scatter, as XLA's compiler for GPUs does.
 
-It pipelines a reduce-scatter: each iteration computes beside that of the one before, so that the first one, which has
-none before it, is peeled off. What the peeled iteration computes from the loop's inputs alone waits for nothing; of a
-backward pass that recomputes, this is the recomputation, which then runs before the loss.
+It pipelines a reduce-scatter whose results are stacked: each iteration scatters what the one before computed, beside
+its own products, so that the first one, which has none before it, is peeled off.
 """
 
 import dataclasses
@@ -10,51 +9,52 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax import lax
+from jax.extend.core import Literal
 
-from .inlining import Equation, FlatJaxpr, Value, inline_calls, rename
+from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, Value, inline_calls, rename
 from .operations import find_subjaxprs
 
 
 def peel_loops(flat: FlatJaxpr) -> FlatJaxpr:
-    """Peel the first iteration off each loop with a reduce-scatter, and move its independent part to where its inputs
-    are known."""
+    """Peel the first iteration off each loop with a reduce-scatter."""
     equations: list[Equation] = []
     for equation in flat.eqns:
-        if equation.name != "scan" or equation.params["length"] < 2 or not _scatters(equation.params["jaxpr"]):
-            equations.append(equation)
-            continue
-        early, late, rest = _peel(equation)
-        needed = {x for one in early for x in one.operands}
-        places = [index for index, one in enumerate(equations) if not needed.isdisjoint(one.outvars)]
-        start = max(places, default=-1) + 1
-        equations = [*equations[:start], *early, *equations[start:], *late, rest]
+        is_peeled = equation.name == "scan" and equation.params["length"] > 1 and _scatters(equation.params["jaxpr"])
+        equations += _peel(equation) if is_peeled else [equation]
     return FlatJaxpr(flat.invars, flat.outvars, equations)
 
 
-def _peel(loop: Equation) -> tuple[list[Equation], list[Equation], Equation]:
-    """Return the equations of the first iteration that do not depend on the carry, those that do, and the loop without
-    it."""
+def find_pipelined(body: FlatJaxpr, carries: int) -> list[Any]:
+    """Return the operands of reduce-scatters in a loop's body whose results it stacks: they are scattered an iteration
+    later."""
+    scattered: dict[Any, Any] = {}
+    for equation in body.eqns:
+        if equation.name == "reduce_scatter":
+            scattered.update(dict.fromkeys(equation.outvars, equation.operands[0]))
+        elif equation.name in ELEMENTWISE | VIEWS:
+            operands = [scattered[x] for x in equation.operands if x in scattered]
+            scattered.update(dict.fromkeys(equation.outvars, operands[0]) if operands else {})
+    stacked = [x for x in body.outvars[carries:] if not isinstance(x, Literal)]
+    return list(dict.fromkeys(scattered[x] for x in stacked if x in scattered))
+
+
+def _peel(loop: Equation) -> list[Equation]:
+    """Return the equations of the first iteration, and the loop without it."""
     body = inline_calls(loop.params["jaxpr"], loop.scope)
     consts, carries = loop.params["num_consts"], loop.params["num_carry"]
     names: dict[Any, Any] = dict(zip(body.invars[: consts + carries], loop.invars, strict=False))
-    early: list[Equation] = []
+    equations: list[Equation] = []
     for x, stacked in zip(body.invars[consts + carries :], loop.invars[consts + carries :], strict=True):
         names[x] = Value(x.aval)
-        early.append(Equation(lax.slice_p, [stacked], [names[x]], {}, loop.scope))
-    late, dependent = [], set(body.invars[consts : consts + carries])
+        equations.append(Equation(lax.slice_p, [stacked], [names[x]], {}, loop.scope))
     for equation in body.eqns:
         names.update((x, Value(x.aval)) for x in equation.outvars)
         invars = [rename(x, names) for x in equation.invars]
-        copy = dataclasses.replace(equation, invars=invars, outvars=[names[x] for x in equation.outvars])
-        if dependent.isdisjoint(equation.operands):
-            early.append(copy)
-        else:
-            late.append(copy)
-            dependent.update(equation.outvars)
+        equations.append(dataclasses.replace(equation, invars=invars, outvars=[names[x] for x in equation.outvars]))
     carry = [rename(x, names) for x in body.outvars[:carries]]
     invars = [*loop.invars[:consts], *carry, *loop.invars[consts + carries :]]
     params = loop.params | {"length": loop.params["length"] - 1}
-    return early, late, Equation(loop.primitive, invars, loop.outvars, params, loop.scope)
+    return [*equations, Equation(loop.primitive, invars, loop.outvars, params, loop.scope)]
 
 
 def _scatters(jaxpr: Any) -> bool:

@@ -1,0 +1,70 @@
+"""What XLA's compilers do with a step that decides how much memory it takes, by platform.
+
+Read off XLA's list of buffers for H100s (`--xla_dump_to`), and off the order and layouts of compiled programs for TPU
+v5e: of training steps, by jaxlib 0.10.2 and libtpu 0.0.42.1.
+"""
+
+import dataclasses
+
+from zoo.ops.platform import Platform
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilerRules:
+    """Fusions, order and copies of a platform's compiler."""
+
+    arithmetic_into_products: bool = False
+    """Whether a matrix product computes its operands: the TPU's compiler fuses elementwise operations into it, while a
+    GPU's kernel takes operands from memory, and changes no more than their dtype and layout."""
+    tiles: int = 0
+    """Tiles of 128 x 128 results that occupy the device. A product of fewer is cut along its contraction into a power
+    of two of partial sums, in float32, which its reader adds up: split-K. 0 for a compiler that does not."""
+    pads: bool = False
+    """Whether the last two dims of an array are padded to tiles of 8 x 128."""
+
+    postpones: bool = False
+    """Whether a reduce-scatter, and what needs its result, waits for all other operations outside of loops."""
+    postpones_weight_gradients: bool = False
+    """Whether products that only results need wait for all others: the gradients of parameters in a backward pass."""
+    postpones_beside_loops: bool = False
+    """The same, but only where there is a loop and a reduce-scatter: the loop does not hide it, so that products have
+    to."""
+    early_zeros: bool = False
+    """Whether zeros that a loop starts from are made when the computation around it begins."""
+
+    pipelines_scatters: bool = False
+    """Whether a loop reduce-scatters what the iteration before computed: its first iteration is peeled off, and the
+    operands are carried. For results that are stacked."""
+    scatters_after_loops: bool = False
+    """Whether `sum += reduce_scatter(x)` in a loop becomes a reduce-scatter of the sum of x, which is whole."""
+    copies_rows: bool = False
+    """Whether a row of a stacked array is copied for a product or a loop that reads it."""
+    copies_for_loops: bool = False
+    """Whether an array that several loops of unknown length read is copied for each."""
+    transposes_gathered: bool = False
+    """Whether stacked arrays that are gathered along a later dim are transposed before the loop that gathers rows."""
+    casts_before_loops: bool = False
+    """Whether stacked parameters that a loop inside a loop casts are cast before the outer one."""
+
+
+RULES: dict[Platform, CompilerRules] = {
+    "tpu": CompilerRules(
+        arithmetic_into_products=True,
+        pads=True,
+        postpones=True,
+        postpones_beside_loops=True,
+        scatters_after_loops=True,
+        casts_before_loops=True,
+    ),
+    "gpu": CompilerRules(
+        tiles=132,  # multiprocessors of an H100
+        postpones=True,
+        postpones_weight_gradients=True,
+        early_zeros=True,
+        pipelines_scatters=True,
+        copies_rows=True,
+        copies_for_loops=True,
+        transposes_gathered=True,
+    ),
+    "cpu": CompilerRules(),
+}
