@@ -11,8 +11,10 @@ from zoo.inspect.liveness import find_peak
 
 SIDE = 128
 UNIT = 4 * SIDE**2
-"""Bytes of a float32 square, of which an argument has one and a stack four."""
-SQUARE, STACK = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((SIDE, SIDE), (4, SIDE, SIDE)))
+"""Bytes of a float32 square, of which an argument has one, a stack four, and halves two."""
+SQUARE, STACK, HALVES = (
+    jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((SIDE, SIDE), (4, SIDE, SIDE), (4, SIDE, SIDE // 2))
+)
 
 
 def narrow_product(a, b):
@@ -53,6 +55,16 @@ def loop_of_stacked_scatters(stack):
     return lax.scan(lambda _, row: (None, lax.psum_scatter(row @ row, "fsdp", tiled=True)), None, stack)[1]
 
 
+def loop_of_scatters_that_it_needs(stack):
+    """What the next iteration needs, too, is not scattered an iteration later."""
+
+    def scatter(half, row):
+        half = half + lax.psum_scatter(row @ row, "fsdp", tiled=True)
+        return half, half
+
+    return lax.scan(scatter, jnp.zeros((SIDE // 2, SIDE)), stack)[1]
+
+
 def loop_of_added_scatters(stack):
     def add(total, row):
         return total + lax.psum_scatter(row @ row, "fsdp", tiled=True), None
@@ -77,7 +89,7 @@ def loop_of_gathered_columns(stack):
     def add(total, row):
         return total + lax.all_gather(row, "fsdp", axis=1, tiled=True), None
 
-    return lax.scan(add, jnp.zeros((SIDE, SIDE)), stack[..., : SIDE // 2])[0]
+    return lax.scan(add, jnp.zeros((SIDE, SIDE)), stack)[0]
 
 
 def loop_of_loops_of_casts(stack):
@@ -109,10 +121,12 @@ def loop_of_loops_of_casts(stack):
         ),
         (loop_from_zeros_after_sorts, (SQUARE, STACK), 2, {"early_zeros": True}, 1),
         (loop_of_stacked_scatters, (STACK,), 3, {"pipelines_scatters": True}, 1),
+        (loop_of_stacked_scatters, (STACK,), 3, {"pipelines_scatters": True, "postpones": True}, 1),
+        (loop_of_scatters_that_it_needs, (STACK,), 3.5, {"pipelines_scatters": True}, 0),
         (loop_of_added_scatters, (STACK,), 2, {"scatters_after_loops": True}, 0.5),
         (loop_of_products, (STACK,), 2, {"copies_rows": True}, 1),
         (two_loops_of_unknown_length, (SQUARE, SQUARE), 1, {"copies_for_loops": True}, 1),
-        (loop_of_gathered_columns, (STACK,), 4, {"transposes_gathered": True}, 2),
+        (loop_of_gathered_columns, (HALVES,), 2, {"transposes_gathered": True}, 2),
         (loop_of_loops_of_casts, (STACK,), 1.5, {"casts_before_loops": True}, 2),
     ],
 )

@@ -20,29 +20,28 @@ class CompilerRules:
     """Tiles of 128 x 128 results that occupy the device. A product of fewer is cut along its contraction into a power
     of two of partial sums, in float32, which its reader adds up: split-K. 0 for a compiler that does not."""
     pads: bool = False
-    """Whether the last two dims of an array are padded to tiles of 8 x 128."""
+    """Whether the last two dims of arrays in `shard_map`, but for those of size 1, are padded to tiles of 8 x 128."""
 
     postpones: bool = False
-    """Whether a reduce-scatter, and what needs its result, waits for all other operations outside of loops."""
+    """Whether a reduce-scatter, and what needs its result, waits for all other operations around it."""
     postpones_weight_gradients: bool = False
     """Whether products that only results need wait for all others: the gradients of parameters in a backward pass."""
     postpones_beside_loops: bool = False
-    """The same, but only where there is a loop and a reduce-scatter: the loop does not hide it, so that products have
-    to."""
+    """As `postpones_weight_gradients`, but only beside a loop and a reduce-scatter, which these products then hide."""
     early_zeros: bool = False
-    """Whether zeros that a loop starts from are made when the computation around it begins."""
+    """Whether constants that a loop starts from, as zeros to add to, are made when the computation around it begins."""
 
     pipelines_scatters: bool = False
-    """Whether a loop reduce-scatters what the iteration before computed: its first iteration is peeled off, and the
-    operands are carried. For results that are stacked."""
+    """Whether a loop that stacks the results of reduce-scatters does them an iteration later: the first iteration is
+    peeled off, and the operands are carried."""
     scatters_after_loops: bool = False
     """Whether `sum += reduce_scatter(x)` in a loop becomes a reduce-scatter of the sum of x, which is whole."""
     copies_rows: bool = False
     """Whether a row of a stacked array is copied for a product or a loop that reads it."""
     copies_for_loops: bool = False
-    """Whether an array that several loops of unknown length read is copied for each."""
+    """Whether a loop of unknown length reads a copy of an array that is needed after it."""
     transposes_gathered: bool = False
-    """Whether stacked arrays that are gathered along a later dim are transposed before the loop that gathers rows."""
+    """Whether stacked inputs that a loop gathers along a later dim are transposed, once for the whole computation."""
     casts_before_loops: bool = False
     """Whether stacked parameters that a loop inside a loop casts are cast before the outer one."""
 

@@ -34,7 +34,7 @@ def find_copies_for_loops(
     flat: FlatJaxpr, roots: Mapping[Any, frozenset], last: Mapping[Any, int]
 ) -> dict[Any, list[tuple[Any, int]]]:
     """Return the copies of arrays that loops of unknown length read before their last reader does, each with the index
-    of its loop."""
+    of its loop. Inputs are not copied: what made them made the copy."""
     copies: dict[Any, list[tuple[Any, int]]] = {}
     for index, equation in enumerate(flat.eqns):
         arrays = {root for x in equation.operands for root in roots.get(x, ())} if equation.name == "while" else ()
@@ -44,15 +44,21 @@ def find_copies_for_loops(
     return copies
 
 
-def find_initial_zeros(flat: FlatJaxpr, roots: Mapping[Any, frozenset]) -> list[tuple[Any, Equation]]:
-    """Return the constant arrays that loops start from, and the equations that make them."""
-    readers, _ = find_readers(flat)
+def find_initial_constants(flat: FlatJaxpr, roots: Mapping[Any, frozenset]) -> list[tuple[Any, Equation]]:
+    """Return the constant arrays that loops start from, as zeros to add to, and the equations that make them."""
+    first: set[Any] = set()
+    for equation in reversed(flat.eqns):
+        if equation.name == "scan":
+            consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+            first.update(x for x in equation.invars[consts : consts + carries] if not isinstance(x, Literal))
+        elif equation.name == "while" or (equation.name in VIEWS and not first.isdisjoint(equation.outvars)):
+            first.update(equation.operands)
     return [
         (x, equation)
         for equation in flat.eqns
         if equation.name in ELEMENTWISE and not any(roots.get(operand) for operand in equation.operands)
         for x in equation.outvars
-        if roots.get(x) == frozenset([x]) and any(one.name in ("scan", "while") for one in readers.get(x, []))
+        if x in first and roots.get(x) == frozenset([x])
     ]
 
 

@@ -68,6 +68,7 @@ def find_roots(
             uses = readers.get(x, [])
             is_fused = equation.name in ELEMENTWISE and (in_place or x not in results)
             is_fused = is_fused and all(_can_fuse(equation, reader, made_of, rules) for reader in uses)
+            is_fused = is_fused and not _is_gathered(equation, count)
             if is_fused and len(uses) > 1:
                 kept = count(x)
                 again = sum(min(count(root), kept * _get_width(root) // _get_width(x)) for root in made_of)
@@ -95,6 +96,11 @@ def _can_fuse(equation: Equation, reader: Equation, made_of: frozenset, rules: C
     if reader.name in ("dot_general", "conv_general_dilated"):
         return rules.arithmetic_into_products or (equation.name in _LAYOUT and len(made_of) <= 1)
     return any(reader.name in names for names in (ELEMENTWISE, VIEWS, _REDUCTIONS, _PICKS))
+
+
+def _is_gathered(equation: Equation, count: Callable[[Any], int]) -> bool:
+    """Return True where a device gets more of an array than it has."""
+    return equation.name == "sharding_constraint" and count(equation.outvars[0]) > count(equation.invars[0])
 
 
 def _get_width(x: Any) -> int:

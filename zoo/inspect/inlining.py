@@ -99,6 +99,10 @@ def _inline(
         if is_called:
             names.update((x, Value(x.aval)) for x in equation.outvars)
         outvars = [names.get(x, x) for x in equation.outvars]
+        if name == "optimization_barrier":  # each result is its own operand alone
+            pairs = zip(invars, outvars, strict=True)
+            equations += [Equation(equation.primitive, [x], [y], equation.params, inside) for x, y in pairs]
+            continue
         # A collective has the effect of naming its axis, which is none.
         effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
         equations.append(Equation(equation.primitive, invars, outvars, equation.params, inside, effects))

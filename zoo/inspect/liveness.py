@@ -12,6 +12,7 @@ It does not know the order that XLA schedules in beyond that, nor buffers of col
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.extend.core import Literal
 from zoo.ops.platform import Platform
 
 from .compilers import RULES, CompilerRules
-from .copies import copy_rows, copy_stacks, find_copies_for_loops, find_initial_zeros, find_whole_sums
+from .copies import copy_rows, copy_stacks, find_copies_for_loops, find_initial_constants, find_whole_sums
 from .fusion import IN_PLACE, count_partial_sums, find_roots
 from .inlining import ELEMENTWISE, Equation, FlatJaxpr, inline_calls, name_values
 from .operations import find_subjaxprs
@@ -28,8 +29,8 @@ from .peeling import find_pipelined
 from .scheduling import order_as_compiled
 from .work import count_aval_bytes
 
-_SUMS = frozenset("psum psum2 psum_invariant".split())
-_TILE = 8, 128
+_SUMS_IN_PLACE = frozenset("psum psum2 psum_invariant".split())
+_LAYOUT_TILE = 8, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +76,23 @@ class _Analysis:
     """Liveness of jaxprs whose variables may be of whole arrays: `shares` has the part of each that a device holds, or
     is None inside `shard_map`, where shapes are of one device."""
 
-    def __init__(self, rules: CompilerRules, shares: dict[Any, float] | None = None, *, is_loop: bool = False):
+    def __init__(
+        self, rules: CompilerRules, shares: dict[Any, float] | None = None, *, invariant: Collection[Any] = ()
+    ):
+        """`invariant` are the inputs of a loop's body that are the same in each iteration."""
         self.rules = rules
         self.shares = shares
-        self.is_loop = is_loop
+        self.invariant = set(invariant)
         self.makers: dict[Any, Equation] = {}
         self.partial_sums: dict[Any, int] = {}
 
     def count(self, variable: Any) -> int:
         if isinstance(variable, Literal):
             return 0
-        if variable in self.partial_sums:
-            return self.partial_sums[variable]
+        return self.partial_sums[variable] if variable in self.partial_sums else self.count_whole(variable)
+
+    def count_whole(self, variable: Any) -> int:
+        """Count the bytes of an array, which for a product may be made of several partial sums."""
         if self.shares is not None:
             return round(count_aval_bytes(variable) * self.shares.get(variable, 1.0))
         return _count_padded_bytes(variable) if self.rules.pads else count_aval_bytes(variable)
@@ -122,6 +128,8 @@ class _Analysis:
                 extra = max(found, key=lambda peak: peak.bytes)
                 if total - sum(live[x] for x in taken) + extra.bytes > peak.bytes:
                     peak = self.describe({x: size for x, size in live.items() if x not in taken}) + extra
+            for copy, _ in [copy for x in made for copy in copies.get(x, ())]:
+                self.makers[copy] = equation
             for variable in [*made, *(copy for x in made for copy, _ in copies.get(x, ()))]:
                 if variable not in live:
                     live[variable] = self.count(variable)
@@ -137,14 +145,14 @@ class _Analysis:
         """Return the arrays that a compiler makes before the first equation."""
         early: dict[Any, int] = {}
         if self.rules.early_zeros:
-            for x, maker in find_initial_zeros(flat, roots):
+            for x, maker in find_initial_constants(flat, roots):
                 early[x], self.makers[x] = self.count(x), maker
-        invariant = set(flat.invars) if self.is_loop else set()
-        copies: dict[Any, tuple[Equation, float]] = {}
+        inputs, copies = set(flat.invars), {}
         for loop in flat.eqns:
-            if loop.name == "scan":
+            if loop.name == "scan" and (self.rules.transposes_gathered or self.rules.casts_before_loops):
                 body = inline_calls(loop.params["jaxpr"], loop.scope)
-                copies |= copy_stacks(loop, body, self.rules, invariant)
+                found = copy_stacks(loop, body, self.rules, self.invariant)
+                copies = {x: copy for x, copy in found.items() if x in inputs} | copies
         for stacked, (copy, ratio) in copies.items():
             early[copy.outvars[0]] = round(self.count(stacked) * ratio)
             self.makers[copy.outvars[0]] = copy
@@ -161,7 +169,7 @@ class _Analysis:
         """
         if not made:
             return []
-        if equation.name in IN_PLACE or equation.name in _SUMS:
+        if equation.name in IN_PLACE or equation.name in _SUMS_IN_PLACE:
             return [x for x in ends if self.count(x) == self.count(made[0])][:1]
         carried = carry.get(made[0])
         return [carried] if equation.name in ELEMENTWISE and carried in ends else []
@@ -190,14 +198,19 @@ class _Analysis:
         return last
 
     def _share_outputs(self, equation: Equation) -> None:
-        """Record which part of its results a device holds: of `shard_map` as the shapes within say, of others that of
-        the operand of their size."""
+        """Record which part of its results a device holds: of `shard_map` as the shapes within say, of a sharding
+        constraint as it says, of others that of the operand of their size."""
         if self.shares is None:
             return
         if equation.name == "shard_map":
             inner = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
             for x, local in zip(equation.outvars, inner.outvars, strict=True):
                 self.shares[x] = count_aval_bytes(local) / max(count_aval_bytes(x), 1)
+            return
+        if equation.name == "sharding_constraint":
+            (x,) = equation.outvars
+            local = equation.params["sharding"].shard_shape(x.aval.shape)
+            self.shares[x] = math.prod(local) / max(x.aval.size, 1)
             return
         known = [(count_aval_bytes(x), self.shares[x]) for x in equation.operands if x in self.shares]
         for x in equation.outvars:
@@ -230,9 +243,9 @@ class _Analysis:
         flat = copy_rows(flat, consts + carries) if self.rules.copies_rows else flat
         carried_in = inner.invars[consts : consts + carries]
         places = {x: given for x, given in zip(flat.outvars, carried_in, strict=False) if not isinstance(x, Literal)}
-        analysis = _Analysis(self.rules, None if self.shares is None else {}, is_loop=True)
+        analysis = _Analysis(self.rules, None if self.shares is None else {}, invariant=inner.invars[:consts])
         body = analysis.measure(flat, carried_in, carry=places)
-        rows = sum(map(count_aval_bytes, inner.outvars[carries:]))
+        rows = sum(analysis.count_whole(x) for x in flat.outvars[carries:] if not isinstance(x, Literal))
         carried = set(map(id, carry))
         kept = {root: self.count(root) for root, x in taken.items() if id(x) not in carried}
         at_rest = self.describe({x: self.count(x) for x in carry if not isinstance(x, Literal)})
@@ -243,8 +256,10 @@ class _Analysis:
         """Return what a compiled loop carries beside the carry of the trace, which is yet to be scattered."""
         if self.rules.scatters_after_loops:
             return {x: self.count(x) - self.count(y) for x, y in find_whole_sums(loop, body)}
-        pipelined = find_pipelined(body, loop.params["num_carry"]) if self.rules.pipelines_scatters else []
-        return {x: self.count(x) for x in pipelined}
+        if not loop.params.get("is_pipelined"):
+            return {}
+        pipelined = find_pipelined(body, loop.params["num_carry"])
+        return {x: self.count(x) for equation in pipelined for x in equation.operands}
 
 
 def _is_view(x: Any, root: Any, arrays: Collection[Any]) -> bool:
@@ -265,6 +280,6 @@ def _count_padded_bytes(variable: Any) -> int:
     size, shape = count_aval_bytes(variable), [x for x in getattr(variable.aval, "shape", ()) if x != 1]
     if len(shape) < 2 or not size:
         return size
-    (rows, columns), (tile_rows, tile_columns) = shape[-2:], _TILE
+    (rows, columns), (tile_rows, tile_columns) = shape[-2:], _LAYOUT_TILE
     padded = -(-rows // tile_rows) * tile_rows * -(-columns // tile_columns) * tile_columns
     return size // (rows * columns) * padded

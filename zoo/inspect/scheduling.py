@@ -7,7 +7,7 @@ from .fusion import find_readers
 from .inlining import ELEMENTWISE, VIEWS, FlatJaxpr
 from .peeling import peel_loops
 
-_PRODUCTS = frozenset("dot_general while".split())
+_PRODUCTS = frozenset("dot_general ragged_dot_general while".split())
 """Matrix products, and those of groups of unknown size, which are loops."""
 
 
@@ -22,13 +22,13 @@ def order_as_compiled(flat: FlatJaxpr, rules: CompilerRules) -> FlatJaxpr:
 
 
 def _postpone(flat: FlatJaxpr, late: set[int]) -> FlatJaxpr:
-    """Move the equations with these ids to the end."""
+    """Move the equations with these ids to the end, in their order."""
     first = [equation for equation in flat.eqns if id(equation) not in late]
     return FlatJaxpr(flat.invars, flat.outvars, [*first, *(x for x in flat.eqns if id(x) in late)])
 
 
 def _find_weight_gradients(flat: FlatJaxpr) -> set[int]:
-    """Return the products that only results need, and what is between."""
+    """Return the ids of products that only results need, and of what is between."""
     readers, results = find_readers(flat)
     late: set[int] = set()
     for equation in reversed(flat.eqns):
@@ -41,7 +41,7 @@ def _find_weight_gradients(flat: FlatJaxpr) -> set[int]:
 
 
 def _find_after_scatters(flat: FlatJaxpr) -> set[int]:
-    """Return the reduce-scatters, and what needs their results."""
+    """Return the ids of reduce-scatters, and of what needs their results."""
     found: set[Any] = set()
     late: set[int] = set()
     for equation in flat.eqns:

@@ -69,9 +69,11 @@ def _attend_in_groups(
         rows = rearrange(
             query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
         )
-        # The barrier ties the constant to this layer. Otherwise JAX makes an array of it, as large as the scores, once
-        # for all layers of a scan, and keeps it for the whole step.
-        rows, masked_score = lax.optimization_barrier((rows, jnp.float32(MASK_VALUE)))
+        if mask is not None:
+            # The barrier ties the constant to this layer. Otherwise JAX makes an array of it, as large as the scores,
+            # once for all layers of a scan, and keeps it for the whole step.
+            rows, masked_score = lax.optimization_barrier((rows, jnp.float32(MASK_VALUE)))
+            masked_score = lax.stop_gradient(masked_score)
         scores = einsum_fp32_accum("bnrd,bnkd->bnrk", rows, key[:, :, keys], dtype=jnp.float32)
         scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
         if mask is not None:
