@@ -128,9 +128,9 @@ class _Analysis:
                 extra = max(found, key=lambda peak: peak.bytes)
                 if total - sum(live[x] for x in taken) + extra.bytes > peak.bytes:
                     peak = self.describe({x: size for x, size in live.items() if x not in taken}) + extra
-            for copy, _ in [copy for x in made for copy in copies.get(x, ())]:
-                self.makers[copy] = equation
-            for variable in [*made, *(copy for x in made for copy, _ in copies.get(x, ()))]:
+            copied = [copy for x in made for copy, _ in copies.get(x, ())]
+            self.makers.update(dict.fromkeys(copied, equation))
+            for variable in [*made, *copied]:
                 if variable not in live:
                     live[variable] = self.count(variable)
                     total += live[variable]
