@@ -326,7 +326,7 @@ def test_attention_to_selected_keys_or_refused():
         with_mask_options(attention.splash_attention)(query, key, value, causal=True, selected=jnp.asarray(selected))
 
 
-def test_no_constant_as_large_as_the_scores_is_kept_for_a_scan_over_layers():
+def test_no_constant_for_all_layers_is_as_large_as_the_scores():
     """JAX computes once, and keeps, what an iteration computes from constants alone: the score of masked keys, too, if
     it were broadcast to all of them. The mask is one byte for each score."""
     (query, key, value), _ = inputs()
