@@ -20,12 +20,8 @@ MODELS: dict[str, Callable] = {
     "narrow heads": partial(zoo.models.Transformer, **SIZES | {"heads": 32}, kv_heads=8, rotary=Rotary(64), tied=False),
     "wide": partial(
         zoo.models.Transformer,
-        vocab=128256,
-        embed=4096,
-        layers=2,
-        heads=32,
+        **SIZES | {"vocab": 128256, "embed": 4096, "layers": 2, "heads": 32, "mlp": 14336},
         kv_heads=8,
-        mlp=14336,
         rotary=Rotary(128),
         tied=False,
     ),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from zoo.inspect.compilers import RULES, CompilerRules
 from zoo.inspect.liveness import find_peak
@@ -135,6 +135,22 @@ def test_each_rule_changes_the_peak_by_what_it_says(function, arguments, base, r
     without = measure(function, *arguments)
     monkeypatch.setitem(RULES, "cpu", CompilerRules(**rule))
     assert (without / UNIT, measure(function, *arguments) / UNIT) == pytest.approx((base, base + change), abs=1e-3)
+
+
+def test_sum_over_devices_takes_the_place_of_its_operand():
+    assert measure(lambda a, b: lax.psum(a @ b, "fsdp"), SQUARE, SQUARE) == UNIT
+
+
+def test_gathered_parameters_take_their_whole_size():
+    """Of the update of a parameter that each device has a half of, both get all."""
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def update(parameter, spec):
+        return lax.with_sharding_constraint(2 * parameter, NamedSharding(mesh, spec))
+
+    for spec, size in ((PartitionSpec("fsdp"), 0), (PartitionSpec(), UNIT)):
+        jaxpr = jax.make_jaxpr(update, static_argnums=1)(SQUARE, spec).jaxpr
+        assert find_peak(jaxpr, [UNIT // 2], in_place=True).bytes == size
 
 
 def measure(function, *arguments):

@@ -5,6 +5,7 @@ its own products, so that the first one, which has none before it, is peeled off
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from jax import lax
@@ -19,10 +20,8 @@ def peel_loops(flat: FlatJaxpr) -> FlatJaxpr:
     for equation in flat.eqns:
         is_loop = equation.name == "scan" and equation.params["length"] > 1
         body = inline_calls(equation.params["jaxpr"], equation.scope) if is_loop else None
-        if body is not None and find_pipelined(body, equation.params["num_carry"]):
-            equations += _peel(equation, body)
-        else:
-            equations.append(equation)
+        pipelined = find_pipelined(body, equation.params["num_carry"]) if body is not None else []
+        equations += _peel(equation, body, pipelined) if body is not None and pipelined else [equation]
     return FlatJaxpr(flat.invars, flat.outvars, equations)
 
 
@@ -43,7 +42,7 @@ def find_pipelined(body: FlatJaxpr, carries: int) -> list[Equation]:
     return found
 
 
-def _peel(loop: Equation, body: FlatJaxpr) -> list[Equation]:
+def _peel(loop: Equation, body: FlatJaxpr, pipelined: Iterable[Equation]) -> list[Equation]:
     """Return the equations of the first iteration, and the loop without it, which scatters what the first computed."""
     consts, carries = loop.params["num_consts"], loop.params["num_carry"]
     names: dict[Any, Any] = dict(zip(body.invars[: consts + carries], loop.invars, strict=False))
@@ -51,7 +50,7 @@ def _peel(loop: Equation, body: FlatJaxpr) -> list[Equation]:
     for x, stacked in zip(body.invars[consts + carries :], loop.invars[consts + carries :], strict=True):
         names[x] = Value(x.aval)
         equations.append(Equation(lax.slice_p, [stacked], [names[x]], {}, loop.scope))
-    later = {x for equation in find_pipelined(body, carries) for x in equation.outvars}
+    later = {x for equation in pipelined for x in equation.outvars}
     for equation in body.eqns:
         if not later.isdisjoint((*equation.operands, *equation.outvars)):
             later.update(equation.outvars)
