@@ -1,4 +1,4 @@
-"""How tests compile, in their own process and in those that they start: fast, and into one cache.
+"""How tests compile, in their own process and in those that they start: fast, and into one cache where that is safe.
 
 `conftest.py` imports this module before JAX, which reads the flags once.
 """
@@ -26,10 +26,15 @@ def make_xla_flags(devices: int, *more: str) -> str:
 
 
 def make_environment(devices: int = 1, *flags: str, **variables: str) -> dict[str, str]:
-    """Return the environment of a process that a test starts; `flags` are XLA's, and `variables` come on top."""
+    """Return the environment of a process that a test starts; `flags` are XLA's, and `variables` come on top.
+
+    Processes with one device share a compilation cache. XLA:CPU misorders collectives of cached programs
+    (`zoo._compile_cache`), so processes with several devices have none.
+    """
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": make_xla_flags(devices, *flags),
+        "JAX_ENABLE_COMPILATION_CACHE": str(devices == 1).lower(),
         "JAX_COMPILATION_CACHE_DIR": str(CACHE),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(CACHED_FROM),
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

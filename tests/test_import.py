@@ -71,8 +71,7 @@ def test_import_is_a_fraction_of_that_of_jax(probed):
 def test_import_of_train_is_at_first_use():
     probe = "import sys, jax, zoo; before = 'zoo.train' in sys.modules; print(before, zoo.train.Run.__name__)"
     probe += "; print('train' in dir(zoo), hasattr(zoo, 'trane'), jax.config.jax_compilation_cache_dir)"
-    environment = {name: value for name, value in os.environ.items() if name != "ZOO_COMPILE_CACHE"}
-    process = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=environment)
+    process = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert process.stdout == "False Run\nTrue False None\n", process.stderr
 
 

@@ -8,13 +8,7 @@ import sys
 import jax
 import pytest
 
-from zoo._workarounds import (
-    AFFECTED_VERSIONS,
-    SCHEDULER_FLAG,
-    XLA_FLAG,
-    disable_cpu_reduce_fusion,
-    schedule_cpu_permutes,
-)
+from zoo._workarounds import AFFECTED_VERSIONS, XLA_FLAG, disable_cpu_reduce_fusion
 
 SUMS = """
 import zoo, jax, jax.numpy as jnp
@@ -46,15 +40,3 @@ def test_workaround_extends_xla_flags_unless_set(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     disable_cpu_reduce_fusion()
     assert os.environ["XLA_FLAGS"] == f"--mine --{XLA_FLAG}=-LIBRARY_FUSION_TYPE_REDUCE"
-
-
-def test_schedule_cpu_permutes_adds_its_flag_once(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--given")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.10.2")
-    for _ in range(2):
-        schedule_cpu_permutes()
-    assert os.environ["XLA_FLAGS"] == f"--given --{SCHEDULER_FLAG}=false"
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.12.0")
-    schedule_cpu_permutes()
-    assert os.environ["XLA_FLAGS"] == ""

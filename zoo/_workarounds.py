@@ -1,11 +1,10 @@
-"""Workarounds for bugs in jaxlib that give wrong results, or none."""
+"""Workarounds for bugs in jaxlib that give wrong results."""
 
 import importlib.metadata
 import os
 import warnings
 
 XLA_FLAG = "xla_cpu_experimental_ynn_fusion_type"
-SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 AFFECTED_VERSIONS = ("0.10.2",)
 
 
@@ -30,16 +29,3 @@ def disable_cpu_reduce_fusion() -> None:
         )
         return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-
-
-def schedule_cpu_permutes() -> None:
-    """Schedule operations on emulated CPU devices for least memory, in which permutes of a sharded sequence end.
-
-    All collectives of a program have one channel in jaxlib 0.10.2. Permutes that run at once can meet each other's
-    participants: the program stops with "Unexpected number of participants", or waits until it is ended. Programs that
-    all-gather and reduce-scatter alone were seen to wait in the order of least memory, and not in the other, which is
-    the default. Adds a flag to `XLA_FLAGS`, unless you have set it. Call it before the first computation.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if importlib.metadata.version("jaxlib") in AFFECTED_VERSIONS and SCHEDULER_FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{SCHEDULER_FLAG}=false".strip()

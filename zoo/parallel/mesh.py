@@ -12,6 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from zoo._compile_cache import disable_cache_for_cpu_mesh
 from zoo.ops.platform import Platform, normalize_platform, stand_in_platform
 
 from .layout import AXES, Layout
@@ -193,7 +194,8 @@ def make_mesh(
 ) -> Mesh:
     """Make a mesh over `devices` (default: all). One axis may be -1: its size is inferred from the number of devices.
 
-    All six axes exist whatever their sizes; an axis of size 1 shards nothing.
+    All six axes exist whatever their sizes; an axis of size 1 shards nothing. Over several CPU devices, the process no
+    longer uses JAX's persistent compilation cache, which returns wrong programs for them.
 
     **Raises** `ValueError` if the product of the sizes is not the number of devices, or if other axes than `pipe` and
     `data` would span slices of TPUs, between which the network is slow.
@@ -214,6 +216,7 @@ def make_mesh(
             f"{asked} asks for {'a multiple of ' if inferred else ''}{fixed} devices, there are {len(devices)}. "
             f"Let the sizes multiply to {len(devices)}, or pass devices=jax.devices()[:{fixed}]."
         )
+    disable_cache_for_cpu_mesh(devices)
     auto = (AxisType.Auto,) * len(AXES)
     arranged = _arrange_devices(list(sizes.values()), devices)
     return Mesh(jax.sharding.Mesh(arranged, AXES, axis_types=auto), layout or Layout())

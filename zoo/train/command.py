@@ -12,7 +12,6 @@ from typing import Any
 
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show, show_error
-from zoo._workarounds import schedule_cpu_permutes
 from zoo.distributed import announce_failure, count_processes, initialize, is_first_process
 
 from .directory import check_directory
@@ -62,8 +61,6 @@ def run_cli(
         if options is not None and options.resume is not False:
             defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
             flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
-        if any(isinstance(value, MeshOptions) and value.context > 1 for value in flags.values()):
-            schedule_cpu_permutes()  # before the first computation, which reads XLA's flags
         if options is not None and options.deterministic:
             require_deterministic_kernels()
         if options is None or not options.no_compile_cache:
