@@ -2,7 +2,6 @@
 
 import compileall
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
