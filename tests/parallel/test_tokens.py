@@ -12,6 +12,7 @@ import pytest
 import zoo
 from tests.jaxprs import equations
 from zoo import adapters
+from zoo.inspect.inlining import Scan
 from zoo.layers import (
     MLP,
     RWKV4,
@@ -148,7 +149,7 @@ def count_residual_bytes(mesh, **options):
     gradient = eqx.filter_make_jaxpr(make_gradient(dense_loss, mesh))(model, make_batch())[0]
     loops = [eqn for eqn in equations(gradient) if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS]
     forward = next(eqn for eqn in loops if not eqn.params["reverse"])
-    saved = forward.outvars[forward.params["num_carry"] :]
+    saved = forward.outvars[Scan.of(forward).carries :]
     return sum(x.aval.size * x.aval.dtype.itemsize for x in saved)
 
 
@@ -167,7 +168,7 @@ def test_sequence_parallel_refuses_by_name():
 
     def trace(make, tokens):
         model = zoo.place(eqx.filter_eval_shape(make, KEY), mesh)
-        batch = jax.ShapeDtypeStruct((2, tokens), int)
+        batch = jax.ShapeDtypeStruct((2, tokens), jnp.int32)
         eqx.filter_eval_shape(zoo.value(dense_loss, mesh), model, {"tokens": batch, "targets": batch})
 
     with pytest.raises(ValueError, match="6 tokens do not share out over tensor=4, .* use a multiple of 4 tokens"):

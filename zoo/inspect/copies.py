@@ -9,7 +9,7 @@ from jax.extend.core import Literal
 
 from .compilers import CompilerRules
 from .fusion import find_readers
-from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, Value, rename
+from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, Scan, Value, rename
 
 _READERS_OF_COPIES = frozenset("dot_general ragged_dot_general scan while".split())
 
@@ -49,8 +49,8 @@ def find_initial_constants(flat: FlatJaxpr, roots: Mapping[Any, frozenset]) -> l
     first: set[Any] = set()
     for equation in reversed(flat.eqns):
         if equation.name == "scan":
-            consts, carries = equation.params["num_consts"], equation.params["num_carry"]
-            first.update(x for x in equation.invars[consts : consts + carries] if not isinstance(x, Literal))
+            scan = Scan.of(equation)
+            first.update(x for x in equation.invars[scan.consts : scan.first_row] if not isinstance(x, Literal))
         elif equation.name == "while" or (equation.name in VIEWS and not first.isdisjoint(equation.outvars)):
             first.update(equation.operands)
     return [
@@ -69,7 +69,7 @@ def copy_stacks(
 
     `invariant` are those that do not change in a loop around it.
     """
-    first = loop.params["num_consts"] + loop.params["num_carry"]
+    first = Scan.of(loop).first_row
     copies: dict[Any, tuple[Equation, float]] = {}
     for stacked, row in zip(loop.invars[first:], body.invars[first:], strict=True):
         copy = [Value(stacked.aval)]
@@ -83,9 +83,9 @@ def copy_stacks(
 def find_whole_sums(loop: Equation, body: FlatJaxpr) -> list[tuple[Any, Any]]:
     """Return operand and result of each reduce-scatter whose results a loop adds up in its carry."""
     makers = {x: equation for equation in body.eqns for x in equation.outvars}
-    consts, carries = loop.params["num_consts"], loop.params["num_carry"]
+    scan = Scan.of(loop)
     found = []
-    for x, carried in zip(body.outvars[:carries], body.invars[consts : consts + carries], strict=True):
+    for x, carried in zip(body.outvars[: scan.carries], body.invars[scan.consts : scan.first_row], strict=True):
         total = None if isinstance(x, Literal) else _skip_views(x, makers)
         if total is None or total.name not in ("add", "add_any"):
             continue

@@ -63,6 +63,36 @@ class Equation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Scan:
+    """How a scan's operands and results divide: (constants, carry, rows) -> (carry, rows).
+
+    The names of a scan's parameters change with JAX's version, this order does not. A row has one dim less inside the
+    loop than outside, so dims are counted.
+    """
+
+    body: Any
+    consts: int
+    carries: int
+
+    @classmethod
+    def of(cls, equation: Any) -> "Scan":
+        """Divide the operands and results of a scan."""
+        body = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+        carries = len(body.outvars) - _count_rows(equation.outvars, body.outvars)
+        consts = len(body.invars) - _count_rows(equation.invars, body.invars) - carries
+        return cls(body, consts, carries)
+
+    @property
+    def first_row(self) -> int:
+        """Position of the first stacked operand."""
+        return self.consts + self.carries
+
+
+def _count_rows(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(x.aval.ndim > row.aval.ndim for x, row in zip(outside, inside, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
 class FlatJaxpr:
     """A jaxpr with the equations of what it calls in place of the calls."""
 
@@ -111,9 +141,8 @@ def _inline(
 
 def _inline_iteration(scan: Any, invars: list[Any], equations: list[Equation], scope: str) -> dict[Any, Any]:
     """Append the equations of a loop of one iteration, and return what its results are called in them."""
-    body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
-    carries = scan.params["num_carry"]
-    first = scan.params["num_consts"] + carries
+    parts = Scan.of(scan)
+    body, carries, first = parts.body, parts.carries, parts.first_row
     given = dict(zip(body.invars[:first], invars, strict=False))
     for x, stacked in zip(body.invars[first:], invars[first:], strict=True):
         given[x] = Value(x.aval)

@@ -23,7 +23,7 @@ from zoo.ops.platform import Platform
 from .compilers import RULES, CompilerRules
 from .copies import copy_rows, copy_stacks, find_copies_for_loops, find_initial_constants, find_whole_sums
 from .fusion import IN_PLACE, count_partial_sums, find_roots
-from .inlining import ELEMENTWISE, Equation, FlatJaxpr, inline_calls, name_values
+from .inlining import ELEMENTWISE, Equation, FlatJaxpr, Scan, inline_calls, name_values
 from .operations import find_subjaxprs
 from .peeling import find_pipelined
 from .scheduling import order_as_compiled
@@ -236,16 +236,16 @@ class _Analysis:
 
     def _measure_scan(self, equation: Equation, inner: Any, taken: Mapping[Any, Any]) -> Peak:
         """Stacked results are whole from the first iteration on; a row of them is written where it belongs."""
-        consts, carries = equation.params["num_consts"], equation.params["num_carry"]
-        carry = equation.invars[consts : consts + carries]
+        scan = Scan.of(equation)
+        carry = equation.invars[scan.consts : scan.first_row]
         stacked = {x: self.count(x) for x, first in _match_repeats(equation) if x is first}
         flat = inline_calls(inner, equation.scope)
-        flat = copy_rows(flat, consts + carries) if self.rules.copies_rows else flat
-        carried_in = inner.invars[consts : consts + carries]
+        flat = copy_rows(flat, scan.first_row) if self.rules.copies_rows else flat
+        carried_in = inner.invars[scan.consts : scan.first_row]
         places = {x: given for x, given in zip(flat.outvars, carried_in, strict=False) if not isinstance(x, Literal)}
-        analysis = _Analysis(self.rules, None if self.shares is None else {}, invariant=inner.invars[:consts])
+        analysis = _Analysis(self.rules, None if self.shares is None else {}, invariant=inner.invars[: scan.consts])
         body = analysis.measure(flat, carried_in, carry=places)
-        rows = sum(analysis.count_whole(x) for x in flat.outvars[carries:] if not isinstance(x, Literal))
+        rows = sum(analysis.count_whole(x) for x in flat.outvars[scan.carries :] if not isinstance(x, Literal))
         carried = set(map(id, carry))
         kept = {root: self.count(root) for root, x in taken.items() if id(x) not in carried}
         at_rest = self.describe({x: self.count(x) for x in carry if not isinstance(x, Literal)})
@@ -258,7 +258,7 @@ class _Analysis:
             return {x: self.count(x) - self.count(y) for x, y in find_whole_sums(loop, body)}
         if not loop.params.get("is_pipelined"):
             return {}
-        pipelined = find_pipelined(body, loop.params["num_carry"])
+        pipelined = find_pipelined(body, Scan.of(loop).carries)
         return {x: self.count(x) for equation in pipelined for x in equation.operands}
 
 
@@ -269,7 +269,7 @@ def _is_view(x: Any, root: Any, arrays: Collection[Any]) -> bool:
 
 def _match_repeats(scan: Equation) -> list[tuple[Any, Any]]:
     """Return each stacked result of a scan with the first one that is equal to it."""
-    flat, carries = inline_calls(scan.params["jaxpr"]), scan.params["num_carry"]
+    flat, carries = inline_calls(scan.params["jaxpr"]), Scan.of(scan).carries
     names, first = name_values(flat), {}
     rows = zip(flat.outvars[carries:], scan.outvars[carries:], strict=True)
     return [(x, first.setdefault(names.get(id(row), id(row)), x)) for row, x in rows]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from .inlining import Equation, FlatJaxpr, inline_calls
+from .inlining import Equation, FlatJaxpr, Scan, inline_calls
 
 _BODIES = frozenset({"scan", "shard_map"})
 """Primitives whose inner jaxpr has their operands and results, in order."""
@@ -44,11 +44,11 @@ class NeededValues:
         kept = [x in needed for x in equation.outvars]
         if equation.name != "scan":
             return kept
-        first, carried = equation.params["num_consts"], equation.params["num_carry"]
+        scan = Scan.of(equation)
         while True:
             body, found = self.find(jaxpr, kept)
-            carry = body.invars[first : first + carried]
-            wider = [keep or x in found for keep, x in zip(kept, carry, strict=False)] + kept[carried:]
+            carry = body.invars[scan.consts : scan.first_row]
+            wider = [keep or x in found for keep, x in zip(kept, carry, strict=False)] + kept[scan.carries :]
             if wider == kept:
                 return kept
             kept = wider

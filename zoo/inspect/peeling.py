@@ -11,7 +11,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Literal
 
-from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, Value, inline_calls, rename
+from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, Scan, Value, inline_calls, rename
 
 
 def peel_loops(flat: FlatJaxpr) -> FlatJaxpr:
@@ -20,7 +20,7 @@ def peel_loops(flat: FlatJaxpr) -> FlatJaxpr:
     for equation in flat.eqns:
         is_loop = equation.name == "scan" and equation.params["length"] > 1
         body = inline_calls(equation.params["jaxpr"], equation.scope) if is_loop else None
-        pipelined = find_pipelined(body, equation.params["num_carry"]) if body is not None else []
+        pipelined = find_pipelined(body, Scan.of(equation).carries) if body is not None else []
         equations += _peel(equation, body, pipelined) if body is not None and pipelined else [equation]
     return FlatJaxpr(flat.invars, flat.outvars, equations)
 
@@ -44,10 +44,10 @@ def find_pipelined(body: FlatJaxpr, carries: int) -> list[Equation]:
 
 def _peel(loop: Equation, body: FlatJaxpr, pipelined: Iterable[Equation]) -> list[Equation]:
     """Return the equations of the first iteration, and the loop without it, which scatters what the first computed."""
-    consts, carries = loop.params["num_consts"], loop.params["num_carry"]
-    names: dict[Any, Any] = dict(zip(body.invars[: consts + carries], loop.invars, strict=False))
+    scan = Scan.of(loop)
+    names: dict[Any, Any] = dict(zip(body.invars[: scan.first_row], loop.invars, strict=False))
     equations: list[Equation] = []
-    for x, stacked in zip(body.invars[consts + carries :], loop.invars[consts + carries :], strict=True):
+    for x, stacked in zip(body.invars[scan.first_row :], loop.invars[scan.first_row :], strict=True):
         names[x] = Value(x.aval)
         equations.append(Equation(lax.slice_p, [stacked], [names[x]], {}, loop.scope))
     later = {x for equation in pipelined for x in equation.outvars}
@@ -58,7 +58,7 @@ def _peel(loop: Equation, body: FlatJaxpr, pipelined: Iterable[Equation]) -> lis
         names.update((x, Value(x.aval)) for x in equation.outvars)
         invars = [rename(x, names) for x in equation.invars]
         equations.append(dataclasses.replace(equation, invars=invars, outvars=[names[x] for x in equation.outvars]))
-    carry = [rename(x, names) for x in body.outvars[:carries]]
-    invars = [*loop.invars[:consts], *carry, *loop.invars[consts + carries :]]
+    carry = [rename(x, names) for x in body.outvars[: scan.carries]]
+    invars = [*loop.invars[: scan.consts], *carry, *loop.invars[scan.first_row :]]
     params = loop.params | {"length": loop.params["length"] - 1, "is_pipelined": True}
     return [*equations, Equation(loop.primitive, invars, loop.outvars, params, loop.scope)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from tests.quick import mark_slow
+from zoo.inspect.inlining import Scan
 from zoo.ops import attention
 from zoo.ops.attention.grouped import make_query_blocks
 
@@ -337,5 +338,5 @@ def test_no_constant_for_all_layers_is_as_large_as_the_scores():
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(query).jaxpr
     (forward, _) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
-    constants = forward.invars[: forward.params["num_consts"]]
+    constants = forward.invars[: Scan.of(forward).consts]
     assert constants and all(x.aval.dtype == bool or x.aval.size < BATCH * HEADS * SEQ**2 for x in constants)
