@@ -19,7 +19,7 @@ import jax
 import zoo
 from zoo import layers as zl
 from zoo import train
-from zoo.drawing import draw_layout
+from zoo.tools.draw import draw_layout
 
 import optax
 

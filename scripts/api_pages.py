@@ -18,20 +18,17 @@ import zoo
 
 PACKAGES = (
     *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train"),
-    *("distributed", "inspect", "planning", "drawing", "testing"),
+    *("distributed", "inspect", "tools.plan", "tools.draw", "tools.parity", "tools.testing"),
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
-UNLISTED = ("cli", "generate", "shapes", "text")
-"""Modules without public names of their own: `zoo.train` exports those of `text`, and `zoo` that of `generate`."""
+UNLISTED = ("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing", "drawing", "planning")
+"""Modules without public names of their own: `zoo.train` exports those of `text`, `zoo` that of `generate`."""
 ALSO_SHOWN = (
     "zoo.models.hf.builders",
     "zoo.models.hf.config.read_config",
     "zoo.models.parameter_paths.find_differences",
     "zoo.parallel.sequence",
     "zoo.parallel.tokens",
-    "zoo.weights.parity.Comparison",
-    "zoo.weights.parity.ParityReport",
-    "zoo.weights.parity.compare",
     "zoo.weights.plan.plan_tensors",
 )
 """Names that no package exports, but that porting a model or writing a mixer needs."""
@@ -114,8 +111,15 @@ def list_pages() -> dict[str, list[Entry]]:
         value = getattr(importlib.import_module(module), last)
         pages.setdefault(_find_package(value, zoo), []).append(Entry(name, value))
     order = {package.__name__: i for i, package in enumerate(packages)}
-    ordered = sorted(pages, key=lambda page: (order.get(".".join(page.split(".")[:2]), len(order)), page))
+    ordered = sorted(pages, key=lambda page: (_find_position(page, order), page))
     return {page: sorted(pages[page], key=lambda x: x.name.lower()) for page in ordered}
+
+
+def _find_position(page: str, order: dict[str, int]) -> int:
+    """Return the position of a package, or that of the closest package around it."""
+    while page not in order and "." in page:
+        page = page.rpartition(".")[0]
+    return order[page]
 
 
 def _list_entries(package: ModuleType) -> Iterator[Entry]:

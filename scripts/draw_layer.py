@@ -19,8 +19,8 @@ import tyro
 
 import zoo
 from scripts.picture import Picture
-from zoo.cli.devices import make_abstract_mesh, use_cpu
 from zoo.parallel import AXES, Dim, Mesh, leaves
+from zoo.parallel.devices import make_abstract_mesh, use_cpu
 
 _MAX_DEVICES = 64
 

@@ -20,8 +20,8 @@ import tyro
 from scripts.api_pages import build_api_pages, list_packages, list_public_names, locate, resolve_name
 from scripts.draw_layer import draw
 from scripts.families_page import build_families_page, build_support
-from zoo.cli.devices import make_abstract_mesh, use_cpu
 from zoo.parallel import Schedule
+from zoo.parallel.devices import make_abstract_mesh, use_cpu
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python scripts/make_pages.py"
@@ -32,12 +32,6 @@ FOLDER_CAPTIONS = {
     "scripts": "Tools around the library.",
 }
 """Captions of folders that are not packages."""
-IMPORT_ORDER = " < ".join(
-    (
-        *("ops", "parallel", "layers", "models", "(weights, text, generate)"),
-        *("(adapters, precision, train, inspect, testing)", "drawing", "(cli, recipes)"),
-    )
-)
 HEAD = "---\nsearch:\n  exclude: true\n---\n\n"
 """Front matter of lists whose entries the search finds in the API."""
 NOTE = f"<!-- Written by `{COMMAND}`. -->\n\n"
@@ -56,8 +50,9 @@ def build_tree_page() -> str:
 
     rows = "\n".join(row for name in FOLDERS for row in listing(ROOT / name, 0))
     return (
-        f"{HEAD}# The tree\n\n{NOTE}Every file with the first paragraph of its docstring. Imports go down only: "
-        f"`{IMPORT_ORDER}`.\n\n"
+        f"{HEAD}# The tree\n\n{NOTE}Every file with the first paragraph of its docstring. `zoo/tools` plans, draws, "
+        "compares and reports; the core, which trains, loads and adapts models, never imports it. Imports go down "
+        "only, `ops < ... < cli`: `tests/test_import_order.py` has the order.\n\n"
         f'<div class="tree" markdown>\n\n{rows}\n\n</div>\n'
     )
 

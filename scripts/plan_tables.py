@@ -19,11 +19,11 @@ import tyro
 
 import zoo
 from scripts.plan_table_cases import BATCHES, COMPARISONS, LONG, REFUSED, SCREEN, SIZES, Case
-from zoo import planning
-from zoo.cli.devices import use_cpu
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
+from zoo.parallel.devices import use_cpu
 from zoo.parallel.topology import parse_topology
-from zoo.planning import CHIPS, Chip, Plan, TrainingOptions
+from zoo.tools import plan as planning
+from zoo.tools.plan import CHIPS, Chip, Plan, TrainingOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python scripts/plan_tables.py"

@@ -67,6 +67,29 @@ def test_import_is_a_fraction_of_that_of_jax(probed):
     assert of_zoo <= LIMIT * of_jax, f"import zoo makes {of_zoo:,} calls, import jax and equinox {of_jax:,}"
 
 
+def test_core_needs_no_tools():
+    """Training, loading, adapting and every family work in an installation without `zoo.tools` and matplotlib."""
+    probe = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] == "matplotlib" or (name + ".").startswith("zoo.tools."):
+            raise ImportError(f"the core imports {name}")
+
+sys.meta_path.insert(0, Refuse())
+import importlib, pkgutil, zoo, zoo.adapters, zoo.inspect, zoo.train
+zoo.load, zoo.save, zoo.families()
+for package in (zoo.models, zoo.weights, zoo.adapters, zoo.train, zoo.inspect, zoo.layers, zoo.ops, zoo.parallel):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+print(len(zoo.families()))
+"""
+    process = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) > 70
+
+
 def test_import_of_train_is_at_first_use():
     probe = "import sys, jax, zoo; before = 'zoo.train' in sys.modules; print(before, zoo.train.Run.__name__)"
     probe += "; print('train' in dir(zoo), hasattr(zoo, 'trane'), jax.config.jax_compilation_cache_dir)"

@@ -1,8 +1,9 @@
 """Import order: a package of the library imports packages of lower levels only.
 
     shapes, _checks, _files, _optional, _terminal, _workarounds < distributed < _compile_cache, ops < parallel
-        < layers < models < weights, text, generate < adapters, precision, train, inspect, testing
-        < planning, drawing < cli, recipes
+        < layers < models < weights, text, generate < adapters, precision, train, inspect
+        < tools.plan, tools.draw, tools.report, tools.parity < tools.testing, tools.commands < tools
+        < testing, cli, recipes
 
 Modules of one package may import one another; packages of one level may not. Imports inside functions and under
 `TYPE_CHECKING` count, because dependencies matter, not when they are loaded. `zoo/__init__.py` collects the public
@@ -24,12 +25,16 @@ LEVELS = (
     ("layers",),
     ("models",),
     ("weights", "text", "generate"),
-    ("adapters", "precision", "train", "inspect", "testing"),
-    ("planning", "drawing"),
-    ("cli", "recipes"),
+    ("adapters", "precision", "train", "inspect"),
+    ("tools.plan", "tools.draw", "tools.report", "tools.parity"),
+    ("tools.testing", "tools.commands"),
+    ("tools",),
+    ("testing", "cli", "recipes"),
+    ("drawing", "planning"),
 )
 LEVEL = {package: number for number, packages in enumerate(LEVELS) for package in packages}
-TOP = len(LEVELS) - 1
+PUBLIC = LEVEL["cli"]
+"""The level from which on the public names of zoo may be imported."""
 
 
 def find_imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -43,6 +48,12 @@ def find_imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int,
             yield from ((node.lineno, (*base, alias.name)) for alias in node.names)
 
 
+def find_package(name: tuple[str, ...]) -> str:
+    """Return the package of a dotted name below `zoo`: its second word, or two words of a package of tools."""
+    inner = ".".join(name[1:3])
+    return inner if inner in LEVEL else name[1]
+
+
 def find_violations(root: Path) -> list[str]:
     """Return the forbidden imports in `root/zoo` and `root/recipes`, as "file:line: reason"."""
     found = []
@@ -51,7 +62,7 @@ def find_violations(root: Path) -> list[str]:
         parts = file.with_suffix("").parts
         if parts == ("zoo", "__init__"):
             continue
-        package = parts[0] if parts[0] == "recipes" else parts[1].removesuffix(".py")
+        package = parts[0] if parts[0] == "recipes" else find_package(parts[:-1] if parts[-1] == "__init__" else parts)
         if package not in LEVEL:
             found.append(f"{file}:1: {package!r} is on no level; add it to one in {Path(__file__).name}")
             continue
@@ -60,9 +71,9 @@ def find_violations(root: Path) -> list[str]:
                 target = "recipes"
             elif name[0] != "zoo":
                 continue
-            elif len(name) > 1 and name[1] in LEVEL:
-                target = name[1]
-            elif LEVEL[package] < TOP:
+            elif len(name) > 1 and find_package(name) in LEVEL:
+                target = find_package(name)
+            elif LEVEL[package] < PUBLIC:
                 found.append(f"{file}:{line}: {package} imports the public names of zoo, which are above it")
                 continue
             else:
@@ -97,6 +108,8 @@ PLANTED = {
     "a public name": ("zoo/layers/a.py", "from zoo import make_mesh", 1, "public names"),
     "a recipe": ("zoo/train/a.py", "import recipes.transformer", 1, "upward"),
     "a recipe, from the command line": ("zoo/cli.py", "from recipes import transformer", 1, "sideways"),
+    "tools, from the core": ("zoo/train/a.py", "from zoo.tools.report import write", 1, "upward"),
+    "one tool from another": ("zoo/tools/plan/a.py", "from ..draw.svg import draw_layout", 1, "sideways"),
     "an unknown package": ("zoo/utils.py", "import jax", 1, "no level"),
 }
 

@@ -1,7 +1,10 @@
 """The promised names and their signatures: a change here is a change for every user."""
 
+import importlib
 import inspect
 from pathlib import Path
+
+import pytest
 
 import zoo
 
@@ -11,9 +14,10 @@ NAMES = {
     *("trainable", "cast", "count"),
     *("load", "save", "from_torch", "families", "hidden_states", "score", "embed", "CheckpointError", "weights"),
     "set_implementations",
-    *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "__version__"),
-    *("distributed", "drawing", "plan", "planning"),
+    *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "tools", "__version__"),
+    *("distributed", "plan"),
 }
+MOVED = {"drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
 SIGNATURES = {
     zoo.make_mesh: "data fsdp expert context tensor pipe devices layout",
     zoo.init: "make key mesh",
@@ -44,6 +48,15 @@ SIGNATURES = {
 def test_public_names():
     assert set(zoo.__all__) == NAMES
     assert all(hasattr(zoo, name) for name in NAMES)
+
+
+@pytest.mark.parametrize(("name", "path"), MOVED.items())
+def test_moved_names_say_where_to(name, path):
+    with pytest.raises(AttributeError, match=f"zoo.{name} has moved to {path}"):
+        getattr(zoo, name)
+    with pytest.raises(ImportError, match=f"zoo.{name} has moved to {path}"):
+        importlib.import_module(f"zoo.{name}")
+    importlib.import_module(path)
 
 
 def test_signatures():

@@ -12,14 +12,13 @@ from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, 
 if TYPE_CHECKING:
     from . import adapters as adapters
     from . import distributed as distributed
-    from . import drawing as drawing
     from . import inspect as inspect
-    from . import planning as planning
     from . import testing as testing
+    from . import tools as tools
     from . import train as train
     from . import weights as weights
     from .models.hf.families import families as families
-    from .planning import plan as plan
+    from .tools.plan import plan as plan
     from .weights import CheckpointError as CheckpointError
     from .weights import from_torch as from_torch
     from .weights import load as load
@@ -36,7 +35,6 @@ __all__ = [
     "count",
     "cross_entropy",
     "distributed",
-    "drawing",
     "embed",
     "families",
     "from_torch",
@@ -53,25 +51,26 @@ __all__ = [
     "place",
     "place_batch",
     "plan",
-    "planning",
     "precision",
     "save",
     "score",
     "set_implementations",
     "spmd",
     "testing",
+    "tools",
     "trainable",
     "value",
     "value_and_grad",
     "weights",
 ]
 
-_LAZY = ("adapters", "distributed", "drawing", "inspect", "planning", "testing", "train", "weights")
+_LAZY = ("adapters", "distributed", "inspect", "testing", "tools", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
+_MOVED = {"drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
 _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),
     "families": "models.hf.families",
-    "plan": "planning",
+    "plan": "tools.plan",
 }
 """Names of packages imported at first use."""
 
@@ -81,6 +80,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _LAZY_NAMES:
         return getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
+    if name in _MOVED:
+        raise AttributeError(f"zoo.{name} has moved to {_MOVED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,6 +6,7 @@ and not obeyed; so are the characters that reverse the order of a line or hide i
 
 import re
 import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
 _CONTROLS = re.compile(
@@ -43,3 +44,22 @@ def format_bytes(count: float | int) -> str:
             return f"{count:.3g} {unit}"
         count = count / 1000
     return f"{count:.3g} TB"
+
+
+def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: str = "  ") -> list[str]:
+    """Return one line per row with aligned columns; those in `right` are aligned right.
+
+    A row may have fewer cells than the others; its last cell then does not widen its column.
+    """
+    widths: dict[int, int] = {}
+    for row in rows:
+        for column, cell in enumerate(row if len(row) == max(map(len, rows)) else row[:-1]):
+            widths[column] = max(widths.get(column, 0), len(cell))
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(widths.get(column, 0)) if column in right else cell.ljust(widths.get(column, 0))
+            for column, cell in enumerate(row)
+        ]
+        lines.append(gap.join(cells).rstrip())
+    return lines

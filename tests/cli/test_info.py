@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import zoo
-from zoo.cli.terminal import align_columns, format_bytes
+from zoo._terminal import align_columns, format_bytes
 from zoo.inspect.implementations import format_ranges
 from zoo.weights import safetensors
 

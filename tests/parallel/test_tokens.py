@@ -12,7 +12,6 @@ import pytest
 import zoo
 from tests.jaxprs import equations
 from zoo import adapters
-from zoo.inspect.inlining import Scan
 from zoo.layers import (
     MLP,
     RWKV4,
@@ -30,6 +29,7 @@ from zoo.models.blocks import ParallelBlock, TwoMixerBlock
 from zoo.models.build import build_decoder
 from zoo.ops.rotary import Rotary
 from zoo.parallel import SEQUENCE, ZERO2, Dim
+from zoo.tools.plan.inlining import Scan
 
 KEY, DROP_KEY = jax.random.split(jax.random.key(0))
 ROWS, SEQ, LAYERS = 8, 16, 12

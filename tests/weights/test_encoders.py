@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import zoo
 from tests.quick import mark_slow
-from tests.weights.test_parity import (
+from tests.tools.parity.test_compare import (
     check_hub_config_loads_the_same_model,
     check_saved_files_equal_loaded_files,
     list_case_folders,
@@ -20,7 +20,7 @@ from zoo.models import Encoder
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import replace_ending
 from zoo.models.scoring import unstack_blocks
-from zoo.weights.parity import compare, read_expectations
+from zoo.tools.parity.compare import compare, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
 QUICK = ("bert_texts", "deberta_masked", "dinov3_features")

@@ -12,8 +12,8 @@ import pytest
 import zoo
 from zoo.layers import BiasedRouter
 from zoo.models.parameter_paths import find_differences
+from zoo.tools.parity.compare import compare
 from zoo.weights.from_torch import compute_expectations
-from zoo.weights.parity import compare
 from zoo.weights.safetensors import read_json
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

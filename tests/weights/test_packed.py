@@ -17,7 +17,7 @@ from tests.quick import mark_slow
 from zoo.layers import Linear, MXFP4Linear
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, dequantize_mxfp4_numpy
-from zoo.weights.parity import compare, read_expectations
+from zoo.tools.parity.compare import compare, read_expectations
 from zoo.weights.safetensors import open_tensors, write_safetensors
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "models" / "gpt_oss_mxfp4"

@@ -16,16 +16,13 @@ import tyro
 
 import zoo
 from zoo._terminal import show, show_error
+from zoo.tools.commands import draw, evaluate, parity, plan
 
 from .convert import convert
-from .draw import draw
-from .evaluate import evaluate
 from .families import families
 from .fork import fork
 from .generate import generate
 from .info import info
-from .parity import parity
-from .plan import plan
 from .presets import presets
 
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -11,14 +11,13 @@ import tyro
 
 import zoo
 from zoo._files import copy_file
-from zoo._terminal import escape_controls, show
+from zoo._terminal import escape_controls, format_bytes, show
+from zoo.parallel.devices import use_cpu
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import PICKLE_SUFFIXES, SAFE_WEIGHTS_INDEX_NAME
 from zoo.weights.sentence_files import list_saved_files
 
-from .devices import use_cpu
 from .parts import list_weight_files
-from .terminal import format_bytes
 
 _COPIED_FILE_PATTERNS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),

@@ -4,13 +4,11 @@ import shutil
 import sys
 from types import ModuleType
 
-from zoo._terminal import show
+from zoo._terminal import align_columns, show
 from zoo.models.hf import families as families_package
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families import families as find_families
 from zoo.models.hf.spec import Family
-
-from .terminal import align_columns
 
 
 def families() -> None:

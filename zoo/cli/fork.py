@@ -12,9 +12,7 @@ from typing import Annotated
 import tyro
 
 from zoo._files import write_text
-from zoo._terminal import show
-
-from .terminal import align_columns
+from zoo._terminal import align_columns, show
 
 _TRAIN_REQUIREMENTS = ("optax", "grain", "orbax.checkpoint")
 """Dependencies of `zoo.train`, which is not imported here because that takes seconds."""

@@ -16,11 +16,10 @@ from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.models.hf.values import integer, list_of
 from zoo.models.hf.wrappers import read_text_config
+from zoo.parallel.devices import make_device_mesh
 from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import CheckpointError, read_json
-
-from .devices import make_device_mesh
 
 _GENERATION_CONFIG_FILE = "generation_config.json"
 

@@ -7,16 +7,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from zoo._terminal import show
+from zoo._terminal import align_columns, format_bytes, show
 from zoo.inspect.implementations import format_ranges
 from zoo.models.hf.families import families
 from zoo.models.presets.published import find_preset
 from zoo.ops.platform import Platform
 from zoo.parallel import ZERO1, ZERO2, ZERO3
+from zoo.parallel.devices import make_abstract_mesh, use_cpu
 
-from .devices import make_abstract_mesh, use_cpu
 from .parts import ParameterSummary, Summary, summarize, summarize_preset
-from .terminal import align_columns, format_bytes
 
 
 def info(

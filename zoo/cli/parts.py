@@ -22,8 +22,9 @@ from zoo.ops.platform import Platform
 from zoo.parallel import Mesh
 from zoo.weights.directory import resolve_directory
 from zoo.weights.plan import find_mapping, invert_name_map
-from zoo.weights.resolve import Checkpoint, open_checkpoint
+from zoo.weights.resolve import open_checkpoint
 from zoo.weights.safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, LazyTensor, open_tensors, read_json
+from zoo.weights.shapes import list_stored_dtypes, set_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,7 @@ def summarize(directory: Path, mesh: Mesh | None = None, platform: Platform | No
     """
     path = resolve_directory(directory)
     checkpoint = open_checkpoint(path)
-    dtypes = _list_stored_dtypes(checkpoint)
+    dtypes = list_stored_dtypes(checkpoint)
     files, tensors = list_weight_files(path), open_tensors(path)
     size, left_aside = sum(file.stat().st_size for file in files), checkpoint.model.origin.left_aside
     stored = _StoredFiles(len(files), size, len(tensors), left_aside)
@@ -116,22 +117,6 @@ def summarize(directory: Path, mesh: Mesh | None = None, platform: Platform | No
         *(mesh, platform),
     )
     return dataclasses.replace(summary, stored=stored, dtypes=_count_by_dtype(tensors.values()))
-
-
-def _list_stored_dtypes(checkpoint: Checkpoint) -> list[list[np.dtype]]:
-    """Return the dtypes of each array of a checkpoint's model, as stored."""
-    dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(checkpoint.model)]
-    for name, tensor in checkpoint.tensor_plans.items():
-        for part in tensor.slices:
-            dtypes[part.leaf][checkpoint.tensors[name].dtype] = None
-    return [*map(list, dtypes)]
-
-
-def read_shapes(directory: Path) -> Any:
-    """Return the model of a checkpoint in shapes, with dtypes as stored. Reads headers only. **Raises** as
-    `summarize`."""
-    checkpoint = open_checkpoint(resolve_directory(directory))
-    return _set_dtypes(checkpoint.model, [array_dtypes[0] for array_dtypes in _list_stored_dtypes(checkpoint)])
 
 
 def make_preset_shapes(name: str) -> Any:
@@ -161,7 +146,7 @@ def _summarize_shapes(
     platform: Platform | None,
 ) -> Summary:
     """Summarize a model in shapes. `dtypes` are those of each array, as stored or as initialized."""
-    stored_model = _set_dtypes(model, [array_dtypes[0] for array_dtypes in dtypes])
+    stored_model = set_dtypes(model, [array_dtypes[0] for array_dtypes in dtypes])
     return Summary(
         family=family.name,
         architecture=family.architecture,
@@ -259,13 +244,6 @@ def _format_tensor_name(path: ParameterPath, mappings: Mapping[str, Any]) -> str
     is_matrix = len(path.dims) - path.name.count("*") == 2  # the mapping also covers biases, which are not transposed
     notes += ["transposed"] if mapping.transposed and is_matrix else []
     return name + (f" ({', '.join(notes)})" if notes else "")
-
-
-def _set_dtypes(model: Any, dtypes: Sequence[np.dtype]) -> Any:
-    """Return a model in shapes with the dtypes of its arrays replaced."""
-    leaves, treedef = jax.tree.flatten(model)
-    retyped = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-    return jax.tree.unflatten(treedef, retyped)
 
 
 def _list_implementations(model: Any, platform: Platform) -> ModelImplementations | None:

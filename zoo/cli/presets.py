@@ -1,9 +1,7 @@
 """Implement `zoo presets`."""
 
-from zoo._terminal import show
+from zoo._terminal import align_columns, show
 from zoo.models.presets.published import PRESETS
-
-from .terminal import align_columns
 
 
 def presets() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from zoo.layers import GatedDeltaNet, GroupedGatedDeltaNet, TokenInfo
-from zoo.testing import check_mixer
+from zoo.tools.testing import check_mixer
 
 EMBED, HEADS, GROUPS, KEY_DIM, VALUE_DIM = 12, 4, 2, 3, 5
 SIZES = {"groups": GROUPS, "key_dim": KEY_DIM, "value_dim": VALUE_DIM}

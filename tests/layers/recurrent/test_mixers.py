@@ -1,4 +1,4 @@
-"""Every recurrent mixer: the promises of `zoo.testing.check_mixer`, sizes of states and invalid sizes."""
+"""Every recurrent mixer: the promises of `zoo.tools.testing.check_mixer`, sizes of states and invalid sizes."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ from zoo.layers import (
     RMSNorm,
 )
 from zoo.ops.rotary import DynamicScaling, Rotary
-from zoo.testing import check_mixer
+from zoo.tools.testing import check_mixer
 
 KEY = jax.random.key(0)
 EMBED, HEADS = 12, 2

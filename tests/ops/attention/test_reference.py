@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from tests.quick import mark_slow
-from zoo.inspect.inlining import Scan
 from zoo.ops import attention
 from zoo.ops.attention.grouped import make_query_blocks
+from zoo.tools.plan.inlining import Scan
 
 
 def with_mask_options(implementation):

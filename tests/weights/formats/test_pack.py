@@ -13,7 +13,7 @@ import pytest
 import zoo
 from tests.quick import mark_slow
 from zoo.layers import AbstractGroupLinear, Linear
-from zoo.weights.parity import compare, read_expectations
+from zoo.tools.parity.compare import compare, read_expectations
 from zoo.weights.safetensors import open_tensors
 
 from .encoders import FORMATS, SIZES, write_quantized

@@ -1,0 +1,114 @@
+"""`zoo evaluate`: bits per byte equal those of the model's logits, with each token scored once."""
+
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo.text.checkpoint_tokenizers import HuggingFaceTokenizer, RawByteTokenizer
+from zoo.tools.commands.evaluate import read_texts, split_into_windows
+
+TEXT = "Un été à Paris: 東京 is far. " * 3
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    return tmp_path / "a.txt"
+
+
+def run_json(run, *words) -> dict:
+    return json.loads(run("evaluate", *words, "--json")[0])
+
+
+def nats(model, tokens) -> np.ndarray:
+    """-log p of every token but the first."""
+    logs = jax.nn.log_softmax(model(jnp.array([tokens])).astype(jnp.float32))[0]
+    return -np.asarray(logs)[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+@pytest.mark.parametrize("kind", ["text_model", "bytes_model"])
+def test_evaluate_one_window_matches_the_logits(run, request, file, kind):
+    directory = request.getfixturevalue(kind)
+    text = RawByteTokenizer() if kind == "bytes_model" else HuggingFaceTokenizer(directory / "tokenizer.json")
+    tokens = [*text.prefix, *text.encode(TEXT)[0].tolist()]
+    expected = nats(zoo.load(directory), tokens)
+    found = run_json(run, directory, "--data", file, "--batch", 2)
+    assert found["windows"] == 1 and found["bytes"] == len(TEXT.encode()) == found["tokens"] == len(expected)
+    assert found["nats_per_token"] == pytest.approx(expected.mean(), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(expected.sum() / math.log(2) / len(TEXT.encode()), rel=1e-5)
+
+
+def test_evaluate_passes_windows_through_a_pipeline(run, bytes_model, file):
+    words = [bytes_model, "--data", file, "--length", 16, "--batch", 4]
+    pipelined, serial = run_json(run, *words, "--pipe", 2), run_json(run, *words)
+    assert pipelined["nats_per_token"] == pytest.approx(serial["nats_per_token"], rel=1e-5)
+    assert pipelined["tokens"] == serial["tokens"]
+
+
+@pytest.mark.slow
+def test_evaluate_many_windows_and_a_mesh(run, bytes_model, file):
+    words = ["evaluate", bytes_model, "--data", file, "--length", 16, "--batch", 4]
+    windows = split_into_windows(TEXT, RawByteTokenizer(), 16)
+    rows = np.array([np.pad(window.tokens, (0, 16 - len(window.tokens))) for window in windows])
+    scores = np.asarray(zoo.score(zoo.load(bytes_model), jnp.asarray(rows)))
+    counted = [scores[i, window.first - 1 : len(window.tokens) - 1] for i, window in enumerate(windows)]
+    found = run_json(run, *words[1:])
+    assert found["windows"] == len(windows) > 4 and found["tokens"] == found["bytes"] == len(TEXT.encode())
+    assert found["nats_per_token"] == pytest.approx(-np.concatenate(counted).mean(), rel=1e-5)
+    split = run_json(run, *words[1:], "--data-axis", 2, "--tensor", 2)
+    assert split["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
+    odd = [*words[1:4], "--length", 15, "--batch", 4]
+    whole, shared = run_json(run, *odd), run_json(run, *odd, "--context", 2)  # windows are padded to 16 tokens
+    assert shared["tokens"] == whole["tokens"]
+    assert shared["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-5)
+    few = run_json(run, *words[1:], "--limit", 2)
+    assert few["windows"] == 2 and few["tokens"] == len(counted[0]) + len(counted[len(windows) // 2])
+    assert f"{found['bits_per_byte']:.4f} bits per byte, perplexity" in run(*words)[0]
+
+
+class NoPrefix(RawByteTokenizer):
+    prefix = ()
+
+
+@pytest.mark.parametrize("text", [RawByteTokenizer(), NoPrefix()])
+@pytest.mark.parametrize("length", [3, 7, 8, 500])
+def test_windows_tile_the_text(text, length):
+    tokens = list(TEXT.encode())
+    windows = split_into_windows(TEXT, text, length)
+    scored = [token for window in windows for token in window.tokens[window.first :].tolist()]
+    lost = 0 if text.prefix else 1  # the first token has no context
+    assert scored == tokens[lost:] and sum(window.bytes for window in windows) == len(tokens) - lost
+    start = lost
+    for window in windows:
+        assert 1 <= window.first < len(window.tokens) <= length
+        before = tokens[max(start - 1, 0) : start]
+        assert window.tokens[: window.first].tolist() == [*text.prefix, *before]
+        start += len(window.tokens) - window.first
+
+
+def test_read_texts_in_directories(tmp_path):
+    for name, content in {"b.txt": b"two", "a/c.txt": b"one", ".hidden": b"x", "d.bin": b"\xff\xfe", "e": b""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert read_texts([tmp_path]) == ["one", "two"] and read_texts([tmp_path / "b.txt"]) == ["two"]
+    with pytest.raises(ValueError, match="no text: files are empty"):
+        read_texts([tmp_path / "d.bin"])
+
+
+def test_evaluate_errors_name_the_problem(refused, text_model, bytes_model, gpt2, file, tmp_path):
+    assert "no such file or directory" in refused("evaluate", bytes_model, "--data", tmp_path / "nowhere")
+    assert "--length must be at least 2" in refused("evaluate", bytes_model, "--data", file, "--length", 1)
+    assert "too short" in refused("evaluate", text_model, "--data", file, "--length", 2)
+    assert "text cannot be tokenized" in refused("evaluate", gpt2, "--data", file)
+    shutil.copytree(gpt2, tmp_path / "other")
+    shutil.copy(text_model / "tokenizer.json", tmp_path / "other")
+    assert "gives token 254, and the model's vocabulary has 30" in refused(
+        "evaluate", tmp_path / "other", "--data", file
+    )

@@ -1,0 +1,36 @@
+"""Search for a mesh: its sizes share out devices and experts, and the best plan comes first."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import pytest
+
+import zoo
+from zoo.parallel.mesh import format_sizes
+from zoo.parallel.topology import parse_topology
+from zoo.tools import plan as planning
+from zoo.tools.plan.search import _count_experts, iterate_sizes
+
+SIZES = {"vocab": 64, "embed": 16, "layers": 2, "heads": 2, "mlp": 16}
+MIXTURE = partial(zoo.models.MixtureOfExperts, **SIZES, experts=4, top=2)
+TOPOLOGY, OPTIONS = parse_topology("h100:2"), planning.TrainingOptions(rows=8, seq=16)
+
+
+@pytest.mark.parametrize(("make", "experts"), [(partial(zoo.models.Transformer, **SIZES), 1), (MIXTURE, 4)])
+def test_experts_are_counted_by_their_dim(make, experts):
+    shapes = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
+    assert _count_experts(shapes) == experts
+    assert any(sizes["expert"] == 2 for sizes in iterate_sizes(TOPOLOGY, OPTIONS, experts)) == (experts > 1)
+
+
+def test_search_returns_the_best_mesh_first():
+    lines: list[str] = []
+    make = partial(zoo.models.Transformer, **SIZES)
+    found = planning.search_meshes(make, TOPOLOGY, OPTIONS, limit=2, progress=lines.append)
+    ranks = [candidate.rank for candidate in found]
+    assert len(ranks) == 2 and ranks == sorted(ranks)
+    assert lines[0].startswith("mesh 1 of 2: ") and len(lines) == 2
+    assert {line.split(": ")[1] for line in lines} == {format_sizes(candidate.sizes) for candidate in found}
+    for candidate in found:
+        assert {axis: candidate.plan.program.shape[axis] for axis in candidate.sizes} == candidate.sizes

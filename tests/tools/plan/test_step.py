@@ -1,0 +1,65 @@
+"""Plans: memory at rest equals that of the compiled program, and what does not fit is refused."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import pytest
+
+import zoo
+from zoo.parallel.topology import parse_topology
+from zoo.tools import plan as planning
+
+
+@pytest.mark.slow  # test_compiled.py compares arguments to the byte by default
+def test_plan_equals_compiled_program():
+    """Arguments to the byte."""
+    make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=2, heads=4, mlp=64)
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    step, args = planning.make_training_step(make, mesh, planning.TrainingOptions(8, 16, dtype="float32", remat="none"))
+    plan = planning.plan(step, *args, on="h100:8")
+    program = zoo.inspect.compiled(step, *args)
+    assert program.memory is not None and sum(plan.program.arguments.values()) == program.memory.arguments
+    assert plan.fits and 0 < plan.overlapped <= plan.sequential
+    with pytest.raises(ValueError, match="mesh of 8 devices, .* and h100:2x8 has 16"):
+        planning.plan(step, *args, on="h100:2x8")
+
+
+def test_plan_of_a_model_that_is_too_large():
+    make = partial(zoo.models.preset, "llama3-8b", num_hidden_layers=2)
+    topology = parse_topology("v5e:1x1")
+    plan = planning.plan_training(make, {}, topology, planning.TrainingOptions(1, 128), model_flops=1)
+    assert not plan.fits
+    with pytest.raises(planning.BudgetError, match="at the peak, and v5e has 16 GB"):
+        plan.require_fit()
+
+
+def test_plan_of_a_decoding_step_counts_its_cache():
+    """One token for two rows, with a cache of 32 tokens."""
+    make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=2, heads=4, mlp=64)
+    mesh = zoo.make_mesh(data=1, devices=jax.devices("cpu")[:1])
+    model = zoo.place(eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0)), mesh)
+    states = eqx.filter_eval_shape(lambda model: model.init_state(2, 32), model)
+    tokens = zoo.place_batch({"tokens": jax.ShapeDtypeStruct((2, 1), "int32")}, mesh)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def decode(model, states, batch):
+        hidden, states = model.hidden(batch["tokens"], zoo.layers.TokenInfo(batch["tokens"]), states)
+        return model.logits(hidden.x), states
+
+    plan = planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:1")
+    assert plan.memory["cache"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+    assert sum(plan.memory.values()) == plan.peak
+    with pytest.raises(ValueError, match="mesh of 1 devices, one device, and h100:2x8 has 16"):
+        planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:2x8")
+
+
+def test_plan_names_logits_and_the_largest_arrays():
+    """A vocabulary of 2,048 over few and narrow layers: the peak is in the loss, in one chunk of logits."""
+    make = partial(zoo.models.Transformer, vocab=2048, embed=16, layers=1, heads=1, mlp=16)
+    plan = planning.plan_training(make, {}, parse_topology("h100:1"), planning.TrainingOptions(2, 1024), model_flops=1)
+    assert plan.fits and 0 < plan.overlapped <= plan.sequential
+    chunk = 1024 * 2048
+    assert chunk * 4 <= plan.memory["logits"] <= chunk * 12, "at least one chunk in float32"
+    name, size = plan.list_largest(1)[0]
+    assert "logits" in name and "[1024,2048]" in name and size >= chunk * 2

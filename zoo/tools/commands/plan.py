@@ -1,0 +1,160 @@
+"""Implement `zoo plan`."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from zoo import models
+from zoo._terminal import align_columns, format_bytes, show, show_error
+from zoo.models.presets.published import find_preset
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
+from zoo.parallel.devices import use_cpu
+from zoo.parallel.mesh import format_sizes
+from zoo.parallel.topology import Topology, parse_topology
+
+if TYPE_CHECKING:
+    from zoo.tools.plan import Candidate
+
+
+def plan(
+    *,
+    preset: Annotated[str, tyro.conf.arg(metavar="NAME")],
+    on: Annotated[str, tyro.conf.arg(metavar="TOPOLOGY")],
+    data: int = 1,
+    fsdp: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    pipe: int = 1,
+    rows: int | None = None,
+    seq_len: int = 4096,
+    microbatches: int = 1,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    remat: Literal["none", "elementwise", "dots", "full"] = "full",
+    zero_stage: Literal[1, 2, 3] = 3,
+    sequence_parallel: bool = False,
+    search: bool = False,
+    compiled: Annotated[bool, tyro.conf.arg(name="compile")] = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Plan a training run: memory, collectives and time of a step, before there is hardware.
+
+    The step is that of the recipes, with AdamW and float32 parameters. It is traced in shapes, which takes seconds for
+    any model on any number of devices; --compile then gives it to the compiler of the devices, which need not be here.
+
+    Exits with status 1 if the step needs more memory than a device has, and says what takes it.
+
+    Args:
+        preset: Model of a published size; `zoo presets` lists them.
+        on: Devices: v5e:16x16, v5p:4x4x4, v5p:4x4x4*2 for two slices, v6e:16x16, tpu7x:4x4x4; h100:64x8 for hosts x
+            GPUs, and a100, h200 and b200 likewise.
+        data: Data parallelism: number of devices that shard the batch. -1 for all that are left, of one axis.
+        fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
+        expert: Expert parallelism: devices that share the experts of mixtures out, and the rows.
+        context: Context parallelism: number of devices that shard the tokens of a sequence.
+        tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        pipe: Pipeline parallelism: number of devices that share the layers out, as stages, by 1F1B.
+        rows: Rows of the global batch; by default one per device that shards rows, and micro-batch.
+        seq_len: Tokens per row.
+        microbatches: Micro-batches that a step takes one after the other.
+        dtype: Dtype of activations and products.
+        remat: What the backward pass computes again.
+        zero_stage: With fsdp, 1 shards the optimizer state, 2 gradients as well, 3 parameters too.
+        sequence_parallel: Shard hidden states over tensor, too.
+        search: Plan the most promising meshes instead of one, and show the best.
+        compiled: Compile the step, or the best three of a search, which takes minutes each.
+        as_json: Print a JSON object.
+    """
+    find_preset(preset)
+    use_cpu()
+    from zoo.tools import plan as planning
+
+    topology = parse_topology(on)
+    sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
+    layout = (ZERO1, ZERO2, ZERO3)[zero_stage - 1]
+    layout = layout.with_dims(tokens=SEQUENCE.axes("tokens")) if sequence_parallel else layout
+    sizes = sizes if search else _complete_sizes(sizes, topology)
+    shards = topology.devices if search else sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    options = planning.TrainingOptions(rows or microbatches * shards, seq_len, dtype, remat, microbatches)
+    make = partial(models.preset, preset)
+    programs = []
+    with _show_progress() as progress:
+        if search:
+            found = planning.search_meshes(make, topology, options, layout, progress=progress)
+        else:
+            progress(f"the step on {format_sizes(sizes)}")
+            found = [planning.Candidate(sizes, planning.plan_training(make, sizes, topology, options, layout))]
+        for candidate in found[:3] if compiled else ():
+            progress(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
+            programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
+    if as_json:
+        plans = [candidate.plan.as_dict() for candidate in found]
+        for described, program in zip(plans, programs, strict=False):
+            described["compiled"] = program.as_dict()
+        show(json.dumps(plans if search else plans[0], indent=2))
+    else:
+        if search:
+            show("\n".join(_format_candidates(found)) + "\n")
+        show(str(found[0].plan))
+        for candidate, program in zip(found, programs, strict=False):
+            show(f"\nCompiled for {format_sizes(candidate.sizes)} on {on}:\n{program}")
+    try:
+        found[0].plan.require_fit()
+    except planning.BudgetError as error:
+        show_error(f"zoo plan: {error}")
+        sys.exit(1)
+
+
+def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]:
+    """Replace a size of -1 by what is left of the devices.
+
+    **Raises** `ValueError` for two of them, and for sizes that do not multiply to the number of devices.
+    """
+    given = math.prod(size for size in sizes.values() if size != -1)
+    left = [axis for axis, size in sizes.items() if size == -1]
+    if len(left) > 1:
+        raise ValueError(f"only one axis may take all devices that are left, not {' and '.join(left)}")
+    if any(size < 1 and size != -1 for size in sizes.values()):
+        raise ValueError(f"sizes of mesh axes are at least 1, or -1 for what is left: {sizes}")
+    if topology.devices % given or (not left and given != topology.devices):
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "data 1"
+        hint = "" if left or topology.devices % given else f"; --data {topology.devices // given} would take them all"
+        raise ValueError(f"{product} are {given} devices, and {topology} has {topology.devices}{hint}")
+    return {axis: topology.devices // given if size == -1 else size for axis, size in sizes.items()}
+
+
+@contextmanager
+def _show_progress() -> Iterator[Callable[[str], object]]:
+    """Yield a function that says what is being planned, on standard error if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda message: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
+def _format_candidates(found: Sequence["Candidate"]) -> list[str]:
+    lines = [["mesh", "peak", "fits", "overlapped", "sequential", "MFU", "bound by"]]
+    for candidate in found:
+        plan = candidate.plan
+        between = (plan.mfu(seconds) or 0.0 for seconds in (plan.sequential, plan.overlapped))
+        lines.append(
+            [
+                format_sizes(candidate.sizes),
+                format_bytes(plan.peak),
+                "yes" if plan.fits else "no",
+                f"{plan.overlapped:.3g} s",
+                f"{plan.sequential:.3g} s",
+                "-".join(f"{mfu:.0%}" for mfu in between),
+                plan.bound,
+            ]
+        )
+    return align_columns(lines, right=(1, 3, 4, 5))

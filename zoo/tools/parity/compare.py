@@ -1,0 +1,259 @@
+"""Compare a model with PyTorch, layer by layer, to find the layer that a port got wrong.
+
+Each layer is compared twice: in the forward pass from the tokens, where errors accumulate, and alone, on PyTorch's own
+input to it. The second comparison singles out the wrong layer from those after it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zoo.models import Decoder
+from zoo.models.hf.spec import Family
+from zoo.models.parameter_paths import to_snake_case
+from zoo.models.scoring import unstack_blocks
+from zoo.parallel import array_fields, make_mesh, place, value_and_grad
+from zoo.parallel.module import NAMED_BY_CLASS
+from zoo.weights.load import load
+from zoo.weights.packed import BLOCKS_SUFFIX
+from zoo.weights.plan import plan_tensors
+from zoo.weights.resolve import LoadedModel
+from zoo.weights.safetensors import CheckpointError, open_safetensors
+from zoo.weights.save import export_tensors, read_name_map
+
+from .activations import TextInputs, join_streams
+from .kinds import LossAndBatch, ModelKind, find_model_kind
+
+TOLERANCE = 1e-4
+"""Largest relative error of activations and logits (see `relative_error`); twice that for gradients, by norm."""
+GRADIENT_FLOOR = 1e-7
+"""Rounding error of a gradient that is zero (a router with top-1 weight 1), relative to the largest gradient norm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Errors of one activation, loss or gradient."""
+
+    name: str
+    error: float
+    """`relative_error` of activations; of gradients, norm of the difference / norm."""
+    tolerance: float
+    own: float | None = None
+    """Error of the layer alone, on PyTorch's input to it."""
+    bfloat16: float | None = None
+    """Our error in bfloat16, against PyTorch in float32."""
+    theirs: float | None = None
+    """PyTorch's error in bfloat16, against PyTorch in float32."""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance and (self.own is None or self.own <= self.tolerance)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityReport:
+    """All comparisons, in the order of the forward pass."""
+
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(line.passed for line in self.comparisons)
+
+    @property
+    def first_failure(self) -> Comparison | None:
+        """The first layer that is wrong alone, or else the first comparison out of tolerance."""
+        alone = [line for line in self.comparisons if line.own is not None and not line.own <= line.tolerance]
+        return next(iter([*alone, *(line for line in self.comparisons if not line.passed)]), None)
+
+
+def compare(
+    directory: str | Path,
+    expected: Mapping[str, np.ndarray],
+    *,
+    gradient_norms: Mapping[str, float] | None = None,
+    tolerance: float = TOLERANCE,
+    family: Family | None = None,
+    packed: bool = False,
+) -> ParityReport:
+    """Compare the model in a directory with results of PyTorch.
+
+    - `expected`: `input_ids`, of an encoder also `attention_mask`, `token_type_ids` and `labels`; or, for images,
+      `pixel_values` and `labels`; and any of `logits`, `last_hidden_state`, `pooler_output`, `loss`, `hidden_states.N`,
+      `router_logits.N` (of the N-th layer that has a router, "tokens experts") and `grad.NAME`; of PyTorch in bfloat16,
+      `bfloat16.logits` and `bfloat16.hidden_states.N`.
+    - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
+      and the gradient of any quantized matrix is that of the dequantized one.
+    - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
+
+    The loss is the mean next-token cross-entropy; of an encoder of texts, that of every token itself; of images, that
+    over `labels`, or `feature_loss` without labels.
+
+    **Raises** `CheckpointError` as `load` does, and for expectations without the inputs of the model.
+    """
+    load_as = partial(load, directory, family=family, packed=packed)
+    model = load_as(dtype=jnp.float32)
+    kind = find_model_kind(model)
+    if kind.inputs not in expected:
+        raise CheckpointError(f"expectations need {kind.inputs}, which the other results were computed from")
+    bfloat16_model = load_as(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
+    with jax.default_matmul_precision("highest"):
+        expected = join_streams(model, expected)
+        comparisons = [*_compare_activations(kind, model, bfloat16_model, expected, tolerance)]
+        comparisons += _compare_gradients(kind, model, expected, gradient_norms or {}, 2 * tolerance)
+    return ParityReport(tuple(comparisons))
+
+
+def make_loss(model: LoadedModel, expected: Mapping[str, np.ndarray]) -> LossAndBatch:
+    """Return the loss whose gradients `compare` compares, and its batch."""
+    return find_model_kind(model).make_loss(expected)
+
+
+_unstack_blocks = eqx.filter_jit(unstack_blocks)
+
+
+def _compare_activations(
+    kind: ModelKind,
+    model: LoadedModel,
+    bfloat16_model: LoadedModel | None,
+    expected: Mapping[str, np.ndarray],
+    tolerance: float,
+) -> Iterator[Comparison]:
+    """Compare hidden states, outputs and router logits, and each layer alone on PyTorch's input to it."""
+    blocks, model_inputs = _unstack_blocks(model), kind.read(expected)
+    if isinstance(model_inputs, TextInputs):  # what transformers computes at padding is no result
+        no_padding = lambda name, x: np.asarray(model_inputs.zero_padding(x)) if _has_tokens(name) else x
+        expected = {name: no_padding(name, x) for name, x in expected.items()}
+    inputs = {
+        number: expected[f"hidden_states.{number}"]
+        for number in range(len(blocks))
+        if f"hidden_states.{number}" in expected
+    }
+    ours = kind.run(model, blocks, model_inputs, inputs)
+    in_bfloat16 = None
+    if bfloat16_model is not None:
+        in_bfloat16 = kind.run(bfloat16_model, _unstack_blocks(bfloat16_model), model_inputs, {})
+    for number, state in enumerate(ours.hidden_states):
+        name = f"hidden_states.{number}"
+        if name in expected:
+            state_in_bfloat16 = None if in_bfloat16 is None else in_bfloat16.hidden_states[number]
+            alone = ours.layers_alone.get(number)
+            yield Comparison(
+                _name_hidden_state(model, blocks, number),
+                relative_error(state, expected[name]),
+                tolerance,
+                None if alone is None else relative_error(alone, expected[name]),
+                *_compute_bfloat16_errors(name, state_in_bfloat16, expected),
+            )
+    for name in ("logits", "last_hidden_state", "pooler_output"):
+        if name in expected:
+            in_half = None if in_bfloat16 is None else in_bfloat16.outputs.get(name)
+            error = relative_error(ours.outputs[name], expected[name]) if name in ours.outputs else float("inf")
+            yield Comparison(name, error, tolerance, None, *_compute_bfloat16_errors(name, in_half, expected))
+    numbers = [int(name.partition(".")[2]) for name in expected if name.startswith("router_logits.")]
+    for number in sorted(numbers):
+        name, router_logits = f"router_logits.{number}", ours.router_logits
+        error = relative_error(router_logits[number], expected[name]) if number < len(router_logits) else float("inf")
+        yield Comparison(name, error, tolerance)
+
+
+def _has_tokens(name: str) -> bool:
+    return name in ("logits", "last_hidden_state") or name.startswith("hidden_states.")
+
+
+def _name_hidden_state(model: LoadedModel, blocks: Sequence[Any], number: int) -> str:
+    """Name the layer that computes a hidden state: `layer 1 (attention, gated_mlp)`."""
+    skips_embedding = isinstance(model, Decoder) and model.hidden_states_skip_embedding
+    layer = number if skips_embedding else number - 1
+    if layer == len(blocks):
+        return "the final norm"
+    if layer < 0:
+        return "embedding"
+    block = blocks[layer]
+    parts = [getattr(block, field.name) for field in array_fields(block) if NAMED_BY_CLASS in field.metadata]
+    words = ", ".join(to_snake_case(type(part).__name__) for part in parts)
+    is_normed = number == len(blocks) and isinstance(model, Decoder)
+    return f"layer {layer} ({words})" + (" and the final norm" if is_normed else "")
+
+
+def _compute_bfloat16_errors(
+    name: str, ours: Any, expected: Mapping[str, np.ndarray]
+) -> tuple[float | None, float | None]:
+    """Return our error in bfloat16, and PyTorch's."""
+    theirs = expected.get(f"bfloat16.{name}")
+    if ours is None or theirs is None:
+        return None, None
+    return relative_error(ours, expected[name]), relative_error(theirs, expected[name])
+
+
+def relative_error(ours: Any, expected: np.ndarray) -> float:
+    """Return max |ours - expected| / max |expected|; infinite if shapes differ or `ours` is not finite."""
+    ours = np.asarray(ours, np.float32)
+    if ours.shape != expected.shape or not np.isfinite(ours).all():
+        return float("inf")
+    return float(np.abs(ours - expected).max() / np.abs(expected).max())
+
+
+def _compare_gradients(
+    kind: ModelKind,
+    model: LoadedModel,
+    expected: Mapping[str, np.ndarray],
+    gradient_norms: Mapping[str, float],
+    tolerance: float,
+) -> Iterator[Comparison]:
+    """Compare the loss, and its gradients or their norms."""
+    stored = {name.removeprefix("grad."): x for name, x in expected.items() if name.startswith("grad.")}
+    if not stored and not gradient_norms and "loss" not in expected:
+        return
+    loss, find_gradient, frozen = _compute_loss_and_gradients(model, *kind.make_loss(expected))
+    stored = {name: x for name, x in stored.items() if name not in frozen}
+    gradient_norms = {name: norm for name, norm in gradient_norms.items() if name not in frozen}
+    stored_norms = {name: float(np.linalg.norm(x)) for name, x in stored.items()}
+    smallest = max({**gradient_norms, **stored_norms}.values(), default=0.0) * GRADIENT_FLOOR / tolerance
+    if "loss" in expected:
+        expected_loss = float(expected["loss"])
+        yield Comparison("loss", abs(float(loss) - expected_loss) / abs(expected_loss), tolerance / 2)
+    for name, gradient in stored.items():
+        ours, error = find_gradient(name), float("inf")
+        if ours is not None:
+            error = float(np.linalg.norm(ours - gradient)) / max(stored_norms[name], smallest)
+        yield Comparison(f"gradient of {name}", error, tolerance)
+    for name in sorted(gradient_norms.keys() - stored.keys()):
+        ours, error = find_gradient(name), float("inf")
+        if ours is not None:
+            norm = gradient_norms[name]
+            error = abs(float(np.linalg.norm(ours)) - norm) / max(norm, smallest)
+        yield Comparison(f"norm of the gradient of {name}", error, tolerance)
+
+
+def _compute_loss_and_gradients(
+    model: LoadedModel, loss_fn: Callable, batch: dict[str, np.ndarray]
+) -> tuple[Any, Callable[[str], np.ndarray | None], Collection[str]]:
+    """Return the loss; a function from a parameter's checkpoint name to its gradient; and the names of the tensors that
+    have none because they are not trainable."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    loss, grads = value_and_grad(loss_fn, mesh)(place(model, mesh), batch)
+    origin = model.origin
+    assert origin is not None  # it was loaded
+    name_map = read_name_map(dataclasses.replace(origin, lacks_base_prefix=False))
+    specs, assemble_tensor = export_tensors(jax.tree.map(np.asarray, grads), name_map)
+
+    def find_gradient(name: str) -> np.ndarray | None:
+        base = next(iter(name_map)).partition(".")[0]  # absent from names of a model without its head
+        names = (name, name.removesuffix(BLOCKS_SUFFIX), f"{base}.{name}")
+        return next((assemble_tensor(name) for name in names if name in specs), None)
+
+    frozen = plan_tensors(model, name_map).keys() - specs.keys()
+    return loss, find_gradient, frozen | {f"{name.removesuffix('.codes')}.weight" for name in frozen}
+
+
+def read_expectations(file: str | Path) -> dict[str, np.ndarray]:
+    """Read the arrays of a safetensors file, by name."""
+    return {name: tensor.read() for name, tensor in open_safetensors(Path(file)).items()}

@@ -1,0 +1,117 @@
+"""Inputs, activations and losses of decoders, and of encoders of texts and of images."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from zoo.models import (
+    Encoder,
+    EncoderFeatures,
+    ImageEncoder,
+    MaskedLMHead,
+    classification_loss,
+    cross_entropy,
+    token_losses,
+)
+from zoo.weights.resolve import LoadedModel
+
+from .activations import Activations, TextInputs, run_decoder, run_encoder, run_image_encoder
+
+LossAndBatch = tuple[Callable, dict[str, np.ndarray]]
+
+
+class ModelKind(NamedTuple):
+    """The functions that compare one kind of model."""
+
+    inputs: str
+    """Name of the inputs in the expectations."""
+    read: Callable[[Mapping[str, np.ndarray]], Any]
+    run: Callable[..., Activations]
+    make_loss: Callable[[Mapping[str, np.ndarray]], LossAndBatch]
+    """Returns a loss function and its batch."""
+
+
+def find_model_kind(model: LoadedModel) -> ModelKind:
+    """Return the kind of a model."""
+    return _IMAGES if isinstance(model, ImageEncoder) else _TEXTS if isinstance(model, Encoder) else _TOKENS
+
+
+def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:
+    """Return a batch whose targets are the next tokens. The last token of a row has no target, so its weight is 0."""
+    tokens = np.asarray(tokens)
+    weights = np.ones(tokens.shape, np.float32)
+    weights[:, -1] = 0
+    return {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": weights}
+
+
+def feature_loss(
+    model: ImageEncoder, batch: Mapping[str, Array], *, key: Any = None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return mean(last_hidden_state²) / 2 + mean(pooler_output²) / 2 of each image, summed, and the number of images: a
+    loss for comparing gradients of features."""
+    return _sum_feature_squares(model(batch["images"], key=key), len(batch["images"]))
+
+
+def _sum_feature_squares(features: Any, rows: int) -> tuple[Array, Array]:
+    assert isinstance(features, EncoderFeatures)  # the expectations have no labels
+    total = jnp.square(features.last_hidden_state).mean((1, 2)).sum() / 2
+    if features.pooler_output is not None:
+        total = total + jnp.square(features.pooler_output).mean(1).sum() / 2
+    return total, jnp.float32(rows)
+
+
+def _make_image_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
+    batch = {"images": expected["pixel_values"]}
+    if "labels" not in expected:
+        return feature_loss, batch
+    return classification_loss, {**batch, "labels": expected["labels"].astype(np.int32)}
+
+
+def _read_texts(expected: Mapping[str, np.ndarray]) -> TextInputs:
+    read = lambda name: jnp.asarray(expected[name]) if name in expected else None
+    mask = read("attention_mask")
+    return TextInputs(jnp.asarray(expected["input_ids"]), None if mask is None else mask > 0, read("token_type_ids"))
+
+
+def _make_text_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
+    batch: dict[str, np.ndarray] = {"tokens": expected["input_ids"]}
+    if "attention_mask" in expected:
+        batch["mask"] = expected["attention_mask"] > 0
+    if "token_type_ids" in expected:
+        batch["token_types"] = expected["token_type_ids"]
+    if "last_hidden_state" in expected:
+        return text_feature_loss, batch
+    labels = expected.get("labels", expected["input_ids"]).astype(np.int32)
+    return text_loss, {**batch, "labels": labels}
+
+
+def text_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) -> tuple[Array, Array]:
+    """Return `classification_loss`, of a masked LM the cross-entropy of `labels`: of texts with padding and types."""
+    if not isinstance(model.head, MaskedLMHead):
+        return classification_loss(model, batch, key=key)
+    inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
+    logits: Any = model(batch["tokens"], key=key, **inputs)
+    losses = token_losses(logits, batch["labels"])
+    return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)
+
+
+def text_feature_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) -> tuple[Array, Array]:
+    """Return the loss of `feature_loss`, of texts, with features of padding as 0."""
+    inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
+    features: Any = model(batch["tokens"], key=key, **inputs)
+    mask = batch.get("mask", jnp.ones(batch["tokens"].shape, bool))
+    hidden = features.last_hidden_state * mask[..., None]
+    return _sum_feature_squares(EncoderFeatures(hidden, features.pooler_output), len(hidden))
+
+
+_TOKENS = ModelKind(
+    "input_ids",
+    lambda x: jnp.asarray(x["input_ids"]),
+    run_decoder,
+    lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])),
+)
+_TEXTS = ModelKind("input_ids", _read_texts, run_encoder, _make_text_loss)
+_IMAGES = ModelKind("pixel_values", lambda x: jnp.asarray(x["pixel_values"]), run_image_encoder, _make_image_loss)

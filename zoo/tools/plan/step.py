@@ -1,0 +1,200 @@
+"""The plan of a step: memory, traffic and time on a topology, from its trace alone."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from zoo.inspect.report import format_decimal_prefix
+from zoo.parallel.mesh import format_sizes
+from zoo.parallel.topology import Topology, parse_topology
+
+from .chips import CHIPS, Chip
+from .links import Transfer, time_transfer
+from .traced import TracedProgram, trace_program
+
+
+class BudgetError(ValueError):
+    """A step that needs more memory than a device has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Result of `plan`. `print(plan)` prints a screen, `plan.as_dict()` is for JSON."""
+
+    topology: Topology
+    chip: Chip
+    program: TracedProgram
+    transfers: tuple[Transfer, ...]
+    model_flops: int | None = None
+    """FLOPs of the model per step over all devices, without recomputation and pipeline bubbles."""
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes per device at the peak, which they sum to.
+
+        Arguments of the step by name: `model` are `parameters`, `opt_state` is `optimizer state`, `states` are the
+        `cache` of a step that decodes. Of the rest, `logits` are arrays of the loss over the vocabulary, in chunks of
+        tokens: none, if the peak is in the backward pass of the layers. `gradients` are those that the step's
+        `shard_map` returns, and `activations` all others, of which the option `remat` decides.
+        """
+        kinds: dict[str, int] = {}
+        for name, size in self.program.arguments.items():
+            kind = _KINDS.get(name.partition(".")[0], name.partition(".")[0])
+            kinds[kind] = kinds.get(kind, 0) + size
+        temporaries = self.program.live
+        logits = sum(x.bytes for x in temporaries.arrays if _LOGITS.search(x.scope))
+        gradients = min(self.program.gradients, temporaries.bytes - logits)
+        kinds |= {"gradients": gradients, "logits": logits, "activations": temporaries.bytes - logits - gradients}
+        return {kind: size for kind, size in kinds.items() if size}
+
+    @property
+    def peak(self) -> int:
+        """Estimate of the peak memory of a device, in bytes."""
+        return self.program.peak
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.chip.memory
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Least seconds that a step takes on each resource: products, main memory, fast links and the network."""
+        work = self.program.work
+        moved = work.product_bytes + 2 * sum(self.program.arguments.values())
+        times = {"products": sum(count / self.chip.rate(dtype) for dtype, count in work.flops.items())}
+        times["memory"] = moved / self.chip.bandwidth
+        for name, crosses in (("links", False), ("network", True)):
+            times[name] = sum(transfer.seconds for transfer in self.transfers if transfer.crosses == crosses)
+        return times
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of a step if everything runs at once: a bound from below."""
+        return max(self.seconds.values())
+
+    @property
+    def sequential(self) -> float:
+        """Seconds of a step if collectives hide behind nothing."""
+        seconds = self.seconds
+        return max(seconds["products"], seconds["memory"]) + seconds["links"] + seconds["network"]
+
+    @property
+    def bound(self) -> str:
+        """The resource that takes longest."""
+        return max(self.seconds, key=lambda name: self.seconds[name])
+
+    def mfu(self, seconds: float) -> float | None:
+        """Return the model FLOPs utilization (PaLM, arXiv:2204.02311, appendix B) of a step of so many seconds."""
+        if self.model_flops is None:
+            return None
+        return self.model_flops / self.topology.devices / self.chip.rate("bfloat16") / seconds
+
+    def require_fit(self) -> None:
+        """**Raises** `BudgetError`, with the largest arrays and what would make room, if a device has too little
+        memory."""
+        if self.fits:
+            return
+        lines = [f"  {name}: {_format(size)}" for name, size in self.list_largest(6)]
+        kind = max(self.memory, key=lambda name: self.memory[name])
+        raise BudgetError(
+            f"{_format(self.peak)} at the peak, and {self.topology.kind} has {_format(self.chip.memory)}. "
+            f"The largest part, {_format(self.memory[kind])}, is for {kind}: {_ADVICE.get(kind, 'shard it')}. "
+            "The largest arrays per device:\n" + "\n".join(lines)
+        )
+
+    def list_largest(self, count: int) -> list[tuple[str, int]]:
+        """Return names and bytes per device of the largest arrays at the peak: arguments by their path, others by the
+        operation and the modules that made them, with equal ones added up."""
+        arrays = dict(self.program.arguments)
+        for x in self.program.live.arrays:
+            name = f"{x.dtype}[{','.join(map(str, x.shape))}] of {x.primitive} in {x.scope or 'the step'}"
+            arrays[name] = arrays.get(name, 0) + x.bytes
+        return sorted(arrays.items(), key=lambda item: -item[1])[:count]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert to plain values."""
+        transfers = [
+            {
+                "kind": x.collective.kind,
+                "axes": list(x.collective.axes or ()),
+                "count": x.collective.count,
+                "bytes": x.collective.bytes,
+                "sent": x.sent,
+                "network": x.crosses,
+                "seconds": x.seconds,
+            }
+            for x in self.transfers
+        ]
+        times = {"overlapped": self.overlapped, "sequential": self.sequential}
+        return {
+            "topology": str(self.topology),
+            "devices": self.topology.devices,
+            "mesh": self.program.shape,
+            "memory": self.memory,
+            "peak": self.peak,
+            "budget": self.chip.memory,
+            "fits": self.fits,
+            "flops": self.program.work.flops,
+            "model_flops": self.model_flops,
+            "collectives": transfers,
+            "seconds": {**self.seconds, **times},
+            "mfu": {name: self.mfu(value) for name, value in times.items()},
+            "bound": self.bound,
+        }
+
+    def __str__(self) -> str:
+        from .format import format_plan
+
+        return format_plan(self)
+
+
+_KINDS = {"model": "parameters", "opt_state": "optimizer state", "batch": "batch", "states": "cache"}
+_LOGITS = re.compile(r"\blogits\b")
+"""The name scope of `zoo.models.loss`."""
+_ADVICE = {
+    "cache": "fewer rows or a shorter context; tensor shards the heads of keys and values",
+    "logits": "a smaller `chunk` of zoo.cross_entropy; tensor shards the vocabulary",
+    "activations": "fewer rows per micro-batch, remat='full', or context and tensor, which shard them",
+    "parameters": "more devices along fsdp, tensor or pipe, which shard them",
+    "optimizer state": "more devices along fsdp, tensor or pipe, which shard it",
+    "gradients": "more devices along tensor, pipe or, from ZeRO-2 on, fsdp, which shard them",
+}
+
+
+def plan(step: Callable, *args: Any, on: str | Topology, model_flops: int | None = None) -> Plan:
+    """Plan a step on a topology: what it takes, and how long at least. Nothing is compiled, and no array is made.
+
+        mesh = zoo.make_mesh(fsdp=16, tensor=4, devices=jax.devices("cpu")[:1] * 64)
+        model = zoo.place(eqx.filter_eval_shape(make, jax.random.key(0)), mesh)
+        opt_state = zoo.place(jax.eval_shape(optimizer.init, zoo.trainable(model)), mesh.optimizer)
+        print(zoo.plan(step, batch, model, opt_state, on="v5p:4x4x4"))
+
+    - `step`: a jitted function, such as the training step of a recipe.
+    - `args`: its arguments, as `jax.ShapeDtypeStruct`s or arrays, placed on a mesh as large as the topology. One CPU
+      device, so many times, stands in for devices that are not here.
+    - `on`: the topology, as `zoo.parallel.imagined` names it: "v5p:4x4x4", "h100:8x8". No compiler for it is needed.
+    - `model_flops`: FLOPs of the model per step, for `Plan.mfu`.
+
+    Memory at rest is exact, and so are FLOPs and bytes of collectives inside `shard_map`. The peak is a liveness
+    analysis, and times are those of a roofline (Williams, Waterman & Patterson, doi:10.1145/1498765.1498785).
+
+    **Raises** `ValueError` for an unknown topology, and for one of another size than the mesh.
+    """
+    topology = parse_topology(on) if isinstance(on, str) else on
+    chip = CHIPS[topology.kind]
+    program = trace_program(step, *args, platform=chip.platform)
+    devices = 1
+    for size in program.shape.values():
+        devices *= size
+    if devices != topology.devices:
+        mesh = format_sizes(program.shape)
+        raise ValueError(
+            f"the arguments are on a mesh of {devices} devices, {mesh}, and {topology} has {topology.devices}"
+        )
+    transfers = [time_transfer(row, program.shape, topology, chip) for row in program.work.collectives]
+    return Plan(topology, chip, program, tuple(transfers), model_flops)
+
+
+def _format(size: float | int) -> str:
+    return f"{format_decimal_prefix(size)}B"

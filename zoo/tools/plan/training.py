@@ -1,0 +1,80 @@
+"""The training step that `zoo plan` costs: AdamW with clipping, as the recipes write it, in shapes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from zoo._optional import require_installed
+from zoo.models import cross_entropy, split_ends
+from zoo.parallel import Mesh, Remat, Schedule, cast, make_mesh, place, place_batch, trainable, value, value_and_grad
+
+from .traced import trace_program
+
+ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOptions:
+    """Options of a training step that its cost depends on, beside the model and the mesh."""
+
+    rows: int
+    """Rows of the global batch."""
+    seq: int
+    """Tokens per row."""
+    dtype: str = "bfloat16"
+    """Dtype of activations and of the parameters in products. Parameters, gradients and moments stay in float32."""
+    remat: Remat = "full"
+    microbatches: int = 1
+    schedule: Schedule = ONE_FORWARD_ONE_BACKWARD
+    """Schedule of the pipeline, on meshes with `pipe`."""
+
+
+def make_training_step(
+    make_model: Callable[..., Any], mesh: Mesh, options: TrainingOptions
+) -> tuple[Callable, tuple[Any, Any, Any]]:
+    """Return a jitted step, and the shapes of its arguments: batch, model and optimizer state.
+
+    `make_model(key=)` is called in shapes, so that any size will do. Layers that the stages of a pipeline do not divide
+    become ends. **Raises** `MissingExtraError` without optax, and `ValueError` for sizes that do not fit the mesh.
+    """
+    require_installed("optax", extra="train")
+    import optax
+
+    from zoo.train import rematerialize
+
+    model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
+    stages = mesh.shape["pipe"] * mesh.layout.rounds
+    model = split_ends(model, stages) if stages > 1 else model
+    model = place(rematerialize(model, options.remat), mesh)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
+    opt_state = place(jax.eval_shape(optimizer.init, trainable(model)), mesh.optimizer)
+    tokens = jax.ShapeDtypeStruct((options.rows, options.seq), jnp.int32)
+    batch = place_batch({"tokens": tokens, "targets": tokens}, mesh)
+    schedule = options.schedule if mesh.shape["pipe"] > 1 else Schedule("gpipe")
+
+    def loss_fn(model, batch):
+        return cross_entropy(cast(model, options.dtype), batch)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def train_step(batch, model, opt_state):
+        gradient = value_and_grad(loss_fn, mesh, microbatches=options.microbatches, schedule=schedule)
+        loss, grads = gradient(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, trainable(model))
+        return place(eqx.apply_updates(model, updates), mesh), opt_state, loss
+
+    return train_step, (batch, model, opt_state)
+
+
+def count_model_flops(make_model: Callable[..., Any], options: TrainingOptions) -> int:
+    """Count the FLOPs of a step over all devices that the model itself takes: three times those of the forward pass of
+    all rows, on one device that recomputes nothing."""
+    mesh = make_mesh(data=1, devices=jax.devices("cpu")[:1])
+    model = place(eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0)), mesh)
+    tokens = jax.ShapeDtypeStruct((1, options.seq), jnp.int32)
+    batch = place_batch({"tokens": tokens, "targets": tokens}, mesh)
+    loss = eqx.filter_jit(value(lambda model, batch: cross_entropy(cast(model, options.dtype), batch), mesh))
+    return 3 * options.rows * trace_program(loss, model, batch, platform="cpu").work.total_flops
