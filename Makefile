@@ -49,11 +49,12 @@ clean: ## remove the environment, the caches and what was built; runs/ stays
 # --strict does not stop at a failure under -q, so never -q.
 mkdocs = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+, := ,
 say = @printf '\n== %s\n' "$(1)"
 
 # An environment with the tests' packages serves the demo too.
 $(VENV)/.train: pyproject.toml constraints.txt $(VENV)/.created
-	@if [ $(VENV)/.dev -nt pyproject.toml ] && [ $(VENV)/.dev -nt constraints.txt ]; then touch $@; else $(call install,train); fi
+	@if [ $(VENV)/.dev -nt pyproject.toml ] && [ $(VENV)/.dev -nt constraints.txt ]; then touch $@; else $(call install,train$(,)tools); fi
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.created
 	@$(call install,dev)

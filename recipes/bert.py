@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -119,9 +119,16 @@ def main(
         show = lambda i, j: "█" if targets[i, j] >= 0 else corpus.decode(tokens[i, j : j + 1])
         holes, filled = lambda i: "".join(show(i, j) for j in range(seq_len)), jnp.where(targets < 0, tokens, guesses)
         samples = [(holes(i), "\n\n" + corpus.decode(filled[i])) for i in range(min(held_out, 6))]
-        report = {"curves": {"loss": "training", "validation": "held out"}, "unit": "nats per masked token"}
-        report |= {"summary": result, "samples": samples, "parameters": train.tabulate_parameters(model, mesh)}
-        path = train.write_report(run_options.out, title="A masked language model from scratch", **report)
+        path = tools.report.write_report(
+            run_options.out,
+            title="A masked language model from scratch",
+            model=tools.report.describe_model(model),
+            summary=result,
+            curves={"loss": "training", "validation": "held out"},
+            unit="nats per masked token",
+            samples=samples,
+            parameters=tools.report.tabulate_parameters(model, mesh),
+        )
         print(f"\n{result}\nwrote the report to {path}")
 
 

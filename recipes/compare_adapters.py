@@ -23,7 +23,7 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import adapters, train
+from zoo import adapters, tools, train
 
 import optax
 
@@ -160,11 +160,19 @@ def main(
     if merged is not None:
         samples += train.continue_prompts(merged, corpus, PROMPTS, mesh=mesh, key=key)
         train.export(merged, corpus, out / "export", seq_len=seq_len)
-    series = train.group_series(rows, "method", x="parameters", values="new")
-    draw = partial(train.draw_scatter, series, unit="bits per byte", x_label="trainable parameters")
-    report = {"curves": {}, "unit": "bits per byte", "samples": samples, "plots": {"Trainable parameters": draw}}
+    chart = tools.report.ScatterChart.of_rows(
+        rows, "method", x="parameters", values="new", unit="bits per byte", x_label="trainable parameters"
+    )
     description = f"Bits per byte after {steps} steps; before: {before['new']:.3f} new, {before['old']:.3f} old"
-    train.report_runs(out, "Adapters at equal trainable parameters", rows, description=description, **report)
+    tools.report_runs(
+        out,
+        "Adapters at equal trainable parameters",
+        rows,
+        description=description,
+        curves={},
+        samples=samples,
+        plots={"Trainable parameters": chart},
+    )
 
 
 if __name__ == "__main__":

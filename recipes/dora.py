@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -108,13 +108,28 @@ def main(
     merged = zoo.adapters.merge(model)
     moved = movements(zoo.load(checkpoint, mesh=mesh, dtype="float32"), merged)
     magnitudes, directions = np.array([*moved.values()]).T
-    points = train.ScatterSeries("dora", *zip(*sorted(zip(directions, magnitudes, strict=True)), strict=True))
-    draw = functools.partial(train.draw_scatter, [points], unit="change of magnitude", x_label="change of direction")
+    pairs = sorted(zip(directions, magnitudes, strict=True))
+    points = tools.report.Curve("dora", [x for x, _ in pairs], [y for _, y in pairs])
+    chart = tools.report.ScatterChart([points], unit="change of magnitude", x_label="change of direction")
     rows = [{"matrix": name, "magnitude": change[0], "direction": change[1]} for name, change in moved.items()]
-    report = {"before": before, "samples": samples, "prompts": PROMPTS, "key": key, "export_seq_len": seq_len}
-    report["headline"] = {"correlation of magnitude and direction": f"{np.corrcoef(magnitudes, directions)[0, 1]:.2f}"}
-    report |= {"plots": {"Magnitudes against directions, one point per matrix": draw}, "tables": {"Changes": rows}}
-    run.report("DoRA on new text", merged, mesh, corpus, parameters=zoo.trainable(model), **report)
+    correlation = np.corrcoef(magnitudes, directions)[0, 1]
+    tools.report_run(
+        run,
+        "DoRA on new text",
+        merged,
+        mesh,
+        corpus,
+        before=before,
+        headline={"correlation of magnitude and direction": f"{correlation:.2f}"},
+        samples=samples,
+        prompts=PROMPTS,
+        key=key,
+        export_seq_len=seq_len,
+        parameters=zoo.trainable(model),
+        plots={"Magnitudes against directions, one point per matrix": chart},
+        tables={"Changes": rows},
+        recipe=main,
+    )
 
 
 def movements(before, after):

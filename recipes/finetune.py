@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -91,8 +91,19 @@ def main(
                 run.log(**evaluate(model))
             if run.due(eval_every):
                 run.save((model, opt_state), batches)
-    report = {"before": before, "samples": samples, "prompts": PROMPTS, "key": key, "export_seq_len": seq_len}
-    run.report("A checkpoint on new text", model, mesh, corpus, **report)
+    tools.report_run(
+        run,
+        "A checkpoint on new text",
+        model,
+        mesh,
+        corpus,
+        before=before,
+        samples=samples,
+        prompts=PROMPTS,
+        key=key,
+        export_seq_len=seq_len,
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import jax
 
 import zoo
 from zoo import layers as zl
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -91,7 +91,7 @@ def main(
         widths[name] = unit + round(spare / (3 * embed * layers * unit)) * unit
         if widths[name] < unit:
             raise ValueError(f"{name} has more parameters without an MLP than attention with one: raise mlp={mlp_dim}")
-        train.tabulate_parameters(abstract(name, widths[name]), mesh)  # sizes that do not fit raise now, not in an hour
+        mesh.specs(abstract(name, widths[name]))  # sizes that do not fit raise now, not in an hour
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
@@ -129,9 +129,15 @@ def main(
         last, row = train.summary(run.directory), {"run": name, "parameters": zoo.count(model)}
         row |= {"bits per byte": last["validation"], "tokens/s": round(last["tokens_per_second"])}
         rows.append(row | {f"bytes of state after {n:,} tokens": zoo.inspect.state_bytes(model, n) for n in lengths})
-    report = {"description": f"{steps} steps on {mesh}", "tokens_per_step": tokens}
-    report |= {"parameters": train.tabulate_parameters(model, mesh)}
-    train.report_runs(run_options.out, "Recurrent mixers and attention", rows, **report)
+    tools.report_runs(
+        run_options.out,
+        "Recurrent mixers and attention",
+        rows,
+        description=f"{steps} steps on {mesh}",
+        tokens_per_step=tokens,
+        parameters=tools.report.tabulate_parameters(model, mesh),
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import zoo
-from zoo import layers, train
+from zoo import layers, tools, train
 from zoo.parallel import Dim
 
 import optax
@@ -141,11 +141,19 @@ def main(
         row |= {f"depth {low:.0%}": value for low, value in zip(DEPTHS[:-1], recalled["by_depth"], strict=True)}
         row |= {f"bytes, {name}": count_bytes(mixers[name], embed, batch_size, length, mesh) for name in kinds}
         rows.append(row)
-    curves = [train.Curve(f"{n:,} tokens", [int(100 * x) for x in DEPTHS[:-1]], found[n]["by_depth"]) for n in found]
-    draw = partial(train.draw_line_chart, curves, {"chance": 4 / vocab}, unit="accuracy", x_label="depth in percent")
-    report = {"curves": {"loss": "training"}, "unit": "nats per query", "plots": {"Retrieval by depth": draw}}
-    report["description"] = f"{num_pairs} needles on {mesh}; bytes that a device sends in a layer's forward pass"
-    train.report_runs(run_options.out, "Needles in a long context", rows, **report)
+    depths = [int(100 * x) for x in DEPTHS[:-1]]
+    curves = [tools.report.Curve(f"{n:,} tokens", depths, found[n]["by_depth"]) for n in found]
+    chart = tools.report.LineChart(curves, "accuracy", "depth in percent", baselines={"chance": 4 / vocab})
+    tools.report_runs(
+        run_options.out,
+        "Needles in a long context",
+        rows,
+        description=f"{num_pairs} needles on {mesh}; bytes that a device sends in a layer's forward pass",
+        curves={"loss": "training"},
+        unit="nats per query",
+        plots={"Retrieval by depth": chart},
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

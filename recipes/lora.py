@@ -18,7 +18,7 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -103,8 +103,20 @@ def main(
             if run.due(eval_every):
                 run.save((zoo.trainable(model), opt_state), batches)
     zoo.adapters.save(model, run.directory / "adapter", base=checkpoint)
-    report = {"before": before, "samples": samples, "prompts": PROMPTS, "key": key, "export_seq_len": seq_len}
-    run.report("LoRA on new text", zoo.adapters.merge(model), mesh, corpus, parameters=zoo.trainable(model), **report)
+    tools.report_run(
+        run,
+        "LoRA on new text",
+        zoo.adapters.merge(model),
+        mesh,
+        corpus,
+        before=before,
+        samples=samples,
+        prompts=PROMPTS,
+        key=key,
+        export_seq_len=seq_len,
+        parameters=zoo.trainable(model),
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -98,8 +98,18 @@ def main(
                 run.log(**evaluate(model))
             if run.due(eval_every):
                 run.save((model, opt_state), batches)
-    report = {"headline": {"bytes of decoding state": f"{zoo.inspect.state_bytes(model, 1):,}"}, "prompts": PROMPTS}
-    run.report(f"Mamba-{generation} from scratch", model, mesh, corpus, key=key, export_seq_len=seq_len, **report)
+    tools.report_run(
+        run,
+        f"Mamba-{generation} from scratch",
+        model,
+        mesh,
+        corpus,
+        headline={"bytes of decoding state": f"{zoo.inspect.state_bytes(model, 1):,}"},
+        prompts=PROMPTS,
+        key=key,
+        export_seq_len=seq_len,
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -95,7 +95,7 @@ def main(
         return mesh_options.apply(zoo.models.MixtureOfExperts(**options, capacity_factor=capacity_factor, key=key))
 
     for name in runs:  # sizes that do not fit the mesh raise now, not after an hour
-        train.tabulate_parameters(eqx.filter_eval_shape(make, name, key), mesh)
+        mesh.specs(eqx.filter_eval_shape(make, name, key))
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
@@ -143,9 +143,16 @@ def main(
         last, row = train.summary(run.directory), {"run": name, "parameters": zoo.count(model), "active": active}
         row |= {"bits per byte": last["validation"], "largest load": last.get("largest_load", "none")}
         rows.append(row | {"tokens/s": round(last["tokens_per_second"])})
-    report = {"description": f"Held-out text after {steps * tokens:,} tokens on {mesh}", "tokens_per_step": tokens}
-    report |= {"heatmaps": {"visits": "The load of each expert"}, "parameters": train.tabulate_parameters(model, mesh)}
-    train.report_runs(run_options.out, "A mixture of experts and a dense model", rows, **report)
+    tools.report_runs(
+        run_options.out,
+        "A mixture of experts and a dense model",
+        rows,
+        description=f"Held-out text after {steps * tokens:,} tokens on {mesh}",
+        tokens_per_step=tokens,
+        loads={"visits": "The load of each expert"},
+        parameters=tools.report.tabulate_parameters(model, mesh),
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

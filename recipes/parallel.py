@@ -18,7 +18,7 @@ import jax
 
 import zoo
 from zoo import layers as zl
-from zoo import train
+from zoo import tools, train
 from zoo.tools.draw import draw_layout
 
 import optax
@@ -84,7 +84,7 @@ def main(
         sizes: dict[str, Any] = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "mlp": mlp_dim}
         return mesh_options.apply(zoo.models.Hybrid(**sizes, pattern=pattern, key=key))
 
-    train.tabulate_parameters(eqx.filter_eval_shape(make, key), mesh)  # sizes that do not fit raise now
+    mesh.specs(eqx.filter_eval_shape(make, key))  # sizes that do not fit raise now
     schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
     optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
@@ -136,16 +136,16 @@ def main(
              "times": each.count, "bytes": each.bytes, "of": "; ".join(REASONS[axis] for axis in each.axes or ())}
             for each in program.collectives
         ]  # fmt: skip
-    train.report_runs(
+    tools.report_runs(
         run_options.out,
         "One model on one device and on a mesh",
         rows,
         description=f"{steps} steps on one device and on {mesh}; bytes are those of one device in one step",
         curves={"loss": "loss"},
         unit="nats per token",
-        plots={"The layout": lambda width, **_: draw_layout(model, mesh, seq_len=seq_len, width=width)},
+        plots={"The layout": tools.report.Picture.of(partial(draw_layout, model, mesh, seq_len=seq_len))},
         tables={"Collectives of a step": collectives},
-        parameters=train.tabulate_parameters(model, mesh),
+        parameters=tools.report.tabulate_parameters(model, mesh),
         tokens_per_step=tokens,
     )
 

@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import precision, train
+from zoo import precision, tools, train
 
 import optax
 
@@ -123,7 +123,7 @@ def main(
             batch = zoo.place_batch(next(iter(text.with_process(zoo.parallel.reader(mesh)))), mesh)
             low = zoo.cast(lower(method, make(key)), method.dtype)
             errors = zoo.inspect.drift(make(key), batch, low, mesh=mesh, key=key).curves()["local_output"]
-            drifts.append(train.Curve(name, range(len(errors)), errors))
+            drifts.append(tools.report.Curve(name, range(len(errors)), errors))
         with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
             run.print_line(f"{name}: {zoo.count(model):,} parameters on {mesh}; {corpus}")
             model, opt_state = run.restore((model, opt_state), batches)
@@ -141,9 +141,15 @@ def main(
         row = {"run": name, "bits per byte": last["validation"]}
         row |= {"bytes per parameter": sum(x.nbytes for x in arrays) / zoo.count(model)}
         rows.append(row | {"tokens/s": round(last["tokens_per_second"])})
-    draw = partial(train.draw_line_chart, drifts, {}, unit="units of the last place", x_label="layers")
-    report = {"description": f"{steps} steps on {mesh}", "plots": {"Rounding errors of each layer alone": draw}}
-    train.report_runs(run_options.out, "Precisions of training", rows, **report)
+    chart = tools.report.LineChart(drifts, "units of the last place", "layers")
+    tools.report_runs(
+        run_options.out,
+        "Precisions of training",
+        rows,
+        description=f"{steps} steps on {mesh}",
+        plots={"Rounding errors of each layer by itself": chart},
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -108,8 +108,20 @@ def main(
                 run.save((zoo.trainable(model), opt_state), batches)
     zoo.adapters.save(model, run.directory / "adapter", base=checkpoint)
     merged = zoo.adapters.merge(model, quantized="decode")
-    report = {"before": before, "samples": samples, "prompts": PROMPTS, "key": key, "export_seq_len": seq_len}
-    run.report("QLoRA on new text", merged, mesh, corpus, parameters=zoo.trainable(model), **report)
+    tools.report_run(
+        run,
+        "QLoRA on new text",
+        merged,
+        mesh,
+        corpus,
+        before=before,
+        samples=samples,
+        prompts=PROMPTS,
+        key=key,
+        export_seq_len=seq_len,
+        parameters=zoo.trainable(model),
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import zoo
-from zoo import layers, train
+from zoo import layers, tools, train
 from zoo.parallel import Dim
 
 import optax
@@ -125,12 +125,19 @@ def main(
         row = {"run": name, "mixer": mixer, "parameters": zoo.count(shapes), "bytes of state": state_bytes}
         row |= {"accuracy": last["accuracy"], "best rate": rates[by_rate.argmax()]}
         rows.append(row | {"at all rates": " ".join(f"{accuracy:.2f}" for accuracy in by_rate)})
-    points = {mixer: [(r["bytes of state"], r["accuracy"]) for r in rows if r["mixer"] == mixer] for mixer in mixers}
-    series = [train.ScatterSeries(mixer, *zip(*pairs, strict=True)) for mixer, pairs in points.items()]
-    draw = partial(train.draw_scatter, series, unit="accuracy", x_label="bytes of state per row")
-    report = {"curves": {}, "unit": "accuracy", "plots": {"Accuracy": draw}}
-    report["description"] = f"{num_pairs} pairs in {seq_len} tokens; best learning rate, mean of {num_seeds} seeds"
-    train.report_runs(run_options.out, "Recall and bytes of state", rows, **report)
+    chart = tools.report.ScatterChart.of_rows(
+        rows, "mixer", x="bytes of state", values="accuracy", unit="accuracy", x_label="bytes of state per row"
+    )
+    tools.report_runs(
+        run_options.out,
+        "Recall and bytes of state",
+        rows,
+        description=f"{num_pairs} pairs in {seq_len} tokens; best learning rate, mean of {num_seeds} seeds",
+        curves={},
+        unit="accuracy",
+        plots={"Accuracy": chart},
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

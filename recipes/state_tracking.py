@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import zoo
-from zoo import train
+from zoo import tools, train
 from zoo.layers import Attention, DeltaNet, GatedDeltaProduct, Mamba, Mamba2, RMSNorm
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim
@@ -134,11 +134,21 @@ def main(
         row = {"run": name, f"up to {seq_len} tokens": best[:seq_len].mean()}
         row |= {f"{seq_len} to {eval_seq_len}": beyond.max(), "median run": np.median(beyond), "best rate": rate}
         rows.append(row)
-        curves[group].append(train.Curve(mixer, [int(x[-1]) + 1 for x in bins], [best[x].mean() for x in bins]))
-    draw = partial(train.draw_line_chart, unit="accuracy", x_label="tokens")
-    plots = {f"Accuracy by place: {g}": partial(draw, curves[g], {"chance": 1 / len(GROUPS[g])}) for g in groups}
-    report = {"curves": {}, "unit": "accuracy", "plots": plots, "description": f"The best run of {len(keys)} per mixer"}
-    train.report_runs(run_options.out, "State tracking", rows, **report)
+        curves[group].append(tools.report.Curve(mixer, [int(x[-1]) + 1 for x in bins], [best[x].mean() for x in bins]))
+    plots = {}
+    for group in groups:
+        chance = {"chance": 1 / len(GROUPS[group])}
+        plots[f"Accuracy by place: {group}"] = tools.report.LineChart(curves[group], "accuracy", "tokens", chance)
+    tools.report_runs(
+        run_options.out,
+        "State tracking",
+        rows,
+        description=f"The best run of {len(keys)} per mixer",
+        curves={},
+        unit="accuracy",
+        plots=plots,
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":

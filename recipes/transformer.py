@@ -15,10 +15,11 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
+TITLE = "A Transformer from scratch"
 PROMPTS = ["def main(", "class Node:\n    ", "import os\n"]
 PRESETS = {"cpu": {}, "1b": {
     "vocab": 32768, "embed": 2048, "layers": 20, "heads": 16, "mlp_dim": 5632, "seq_len": 4096, "batch_size": 64,
@@ -105,8 +106,8 @@ def main(
                 run.log(**evaluate(model))
             if run.due(eval_every):
                 run.save((model, opt_state), batches)
-    title = "A Transformer from scratch"
-    run.report(title, model, mesh, corpus, prompts=PROMPTS, key=sample_key, export_seq_len=seq_len)
+    about = {"prompts": PROMPTS, "key": sample_key, "export_seq_len": seq_len, "recipe": main}
+    tools.report_run(run, TITLE, model, mesh, corpus, **about)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import zoo
-from zoo import train
+from zoo import tools, train
 
 import optax
 
@@ -113,13 +113,21 @@ def main(
     guesses, labels = likely.argmax(-1), test.labels
     hardest, missed = np.take_along_axis(likely, labels[:, None], 1)[:, 0].argsort()[:48], guesses != labels
     captions = [f"{guesses[i]}, not {labels[i]}" if missed[i] else f"{guesses[i]}" for i in hardest]
-    shown = (test.images[hardest, 0] + 1) / 2, captions, missed[hardest]
-    plots = {"The hardest held-out digits": partial(train.draw_image_grid, *shown, title="Digits with predictions")}
+    grid = tools.report.ImageGrid(
+        (test.images[hardest, 0] + 1) / 2, captions, missed[hardest], description="Digits with predictions"
+    )
     result = f"{np.mean(~missed):.1%} of {held_out} held-out digits right after {steps} steps on {mesh}"
     if jax.process_index() == 0:
-        report = {"curves": {"loss": "training", "validation": "held out"}, "unit": "nats", "plots": plots}
-        report |= {"summary": result, "parameters": train.tabulate_parameters(model, mesh)}
-        path = train.write_report(run_options.out, title="A vision Transformer from scratch", **report)
+        path = tools.report.write_report(
+            run_options.out,
+            title="A vision Transformer from scratch",
+            model=tools.report.describe_model(model),
+            summary=result,
+            curves={"loss": "training", "validation": "held out"},
+            unit="nats",
+            plots={"The hardest held-out digits": grid},
+            parameters=tools.report.tabulate_parameters(model, mesh),
+        )
         print(f"\n{result}\nwrote the report to {path}")
 
 

@@ -18,7 +18,7 @@ import zoo
 
 PACKAGES = (
     *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train"),
-    *("distributed", "inspect", "tools.plan", "tools.draw", "tools.parity", "tools.testing"),
+    *("distributed", "inspect", "tools.plan", "tools.report", "tools.draw", "tools.parity", "tools.testing"),
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
 UNLISTED = ("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing", "drawing", "planning")

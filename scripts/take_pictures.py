@@ -11,9 +11,9 @@ from pathlib import Path
 
 import tyro
 
-from zoo.train.report.style import CHART, COLORS
+from zoo.tools.report.style import CHART, COLORS
 
-PICTURE = re.compile(r'<div class="(wide|narrow)">(<svg class="chart" .*?</svg>)</div>', re.DOTALL)
+PICTURE = re.compile(r'<figure class="(wide|narrow)">(<svg class="chart" .*?</svg>)</figure>', re.DOTALL)
 SITE_COLORS = {"train": "own", "held-out": "moves"}
 """Names in docs/stylesheets/site.css of the report's colors, where they differ."""
 FONT = '.chart { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }'

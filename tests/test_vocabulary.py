@@ -74,7 +74,7 @@ def find_common_function_names(root: Path) -> list[str]:
     modules = defaultdict(set)
     for path, tree in parse(root, "zoo/**/*.py"):
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):  # Python's own, as __getattr__
                 modules[node.name].add(path)
     return [
         f"{name}: {', '.join(sorted(where))}" for name, where in sorted(modules.items()) if len(where) > MOST_MODULES

@@ -104,7 +104,7 @@ def test_fork_names_missing_packages(run, monkeypatch):
     assert "pip install" not in run("fork", "transformer")[0]
     monkeypatch.setattr(module, "_TRAIN_REQUIREMENTS", ("optax", "no_such_package", "nor.this"))
     printed, _ = run("fork", "transformer", "x.py")
-    assert 'it needs no_such_package, nor.this: pip install "equizoo[train]"\n' in printed
+    assert 'it needs no_such_package, nor.this: pip install "equizoo[train,tools]"\n' in printed
 
 
 def test_fork_requirements_are_those_of_training():

@@ -67,7 +67,7 @@ def test_linear_attention_resumes_bitwise(text, unbroken, tmp_path, monkeypatch)
 def test_linear_attention_equalizes_parameters(text, tmp_path, monkeypatch):
     """And is laid out on a mesh, before anything is computed."""
     counts = []
-    monkeypatch.setattr(train, "tabulate_parameters", lambda model, mesh: counts.append(zoo.count(model)))
+    monkeypatch.setattr(zoo.parallel.Mesh, "specs", lambda mesh, model, *_: counts.append(zoo.count(model)))
     monkeypatch.setattr(zoo, "init", lambda *_: pytest.fail("reached on purpose", pytrace=False))
     options = TINY | {
         "mixers": tuple(linear_attention.mixer_factories(32, 2)),

@@ -37,7 +37,7 @@ def test_precision_compares(methods, text, tmp_path, capsys):
     sizes = {name: float(re.search(rf"{name} +[\d.]+ +([\d.]+)", printed)[1]) for name in methods}
     expected = {"bfloat16": 12, "nearest": 10, "fp8-delayed": 12, "stochastic": 6}
     assert sizes == pytest.approx({name: expected[name] for name in methods}, abs=0.3)
-    assert "Rounding errors of each layer alone" in report and "units of the last place" in report
+    assert "Rounding errors of each layer by itself" in report and "units of the last place" in report
 
 
 @pytest.mark.slow  # tests/train/test_checkpoint.py restores arrays of any tree, as these histories are

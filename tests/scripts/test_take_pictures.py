@@ -6,20 +6,16 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from scripts import take_pictures
-from zoo.train.report.chart import Curve, draw_line_chart
-from zoo.train.report.heatmap import draw_heatmaps
-from zoo.train.report.page import _draw_both_sizes
+from zoo.tools.report import Curve, LineChart, write_report
 
 
 @pytest.fixture
 def report(tmp_path):
-    def draw(width, height):
-        return draw_line_chart([Curve("a & b", [1, 2], [2.0, 1.0])], {}, unit="nats", width=width, height=height)
-
-    empty = _draw_both_sizes(lambda width, **_: draw_heatmaps([], unit="share", width=width))
-    path = tmp_path / "report.html"
-    path.write_text(f"<html><body><p>a > b</p>{_draw_both_sizes(draw)}{empty}{_draw_both_sizes(draw)}</body></html>")
-    return path
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    plots = {"Another": LineChart([Curve("a & b", [1, 2], [2.0, 1.0])], "nats")}
+    return write_report(
+        tmp_path, title="a > b", summary="s", curves={"loss": "a & b"}, unit="nats", baselines={"x": 1}, plots=plots
+    )
 
 
 def test_main_writes_every_picture(report, tmp_path, capsys):

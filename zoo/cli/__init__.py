@@ -16,7 +16,7 @@ import tyro
 
 import zoo
 from zoo._terminal import show, show_error
-from zoo.tools.commands import draw, evaluate, parity, plan
+from zoo.tools.commands import draw, evaluate, parity, plan, report
 
 from .convert import convert
 from .families import families
@@ -27,7 +27,7 @@ from .presets import presets
 
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (families, presets, info, draw, plan, convert, generate, evaluate, parity, fork)
+    for command in (families, presets, info, draw, plan, convert, generate, evaluate, parity, report, fork)
 }
 DESCRIPTION = (
     "Inspect, convert, run and evaluate language model checkpoints in JAX. `zoo COMMAND --help` shows the options of a "

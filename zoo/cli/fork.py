@@ -56,7 +56,7 @@ def fork(
     if missing := [
         module for module in _TRAIN_REQUIREMENTS if importlib.util.find_spec(module.partition(".")[0]) is None
     ]:
-        show(f'it needs {", ".join(missing)}: pip install "equizoo[train]"')
+        show(f'it needs {", ".join(missing)}: pip install "equizoo[train,tools]"')
     for command in [*_find_prerequisite_commands(text, path), f"python {shlex.quote(str(path))} --steps 20"]:
         show(f"next: {command}")
 

@@ -1,1 +1,28 @@
-"""Tools that look at models and runs: plan, draw, compare, check, report. What trains or loads a model imports none."""
+"""Tools that look at models and runs: plan, draw, compare, check, report. What trains or loads a model imports none.
+
+from zoo import tools
+tools.report_run(run, "A Transformer from scratch", model, mesh, corpus)
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import draw as draw
+    from . import parity as parity
+    from . import plan as plan
+    from . import report as report
+    from . import testing as testing
+    from .report import report_run as report_run
+    from .report import report_runs as report_runs
+
+__all__ = ["draw", "parity", "plan", "report", "report_run", "report_runs", "testing"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a tool at first use: a program seldom needs several."""
+    if name in ("report_run", "report_runs"):
+        return getattr(importlib.import_module(f"{__name__}.report"), name)
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

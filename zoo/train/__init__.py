@@ -1,4 +1,6 @@
-"""Everything around a training loop: text, checkpoints, metrics, progress, signals, reports. Never the loop itself."""
+"""Everything around a training loop: text, checkpoints, metrics, progress, signals. Never the loop itself."""
+
+from typing import Any
 
 from zoo._optional import require_installed
 
@@ -20,7 +22,6 @@ from zoo.text.tokenizers import Tokenizer, read_tokenizer
 
 from .checkpoint import Checkpoints, RestoredCheckpoint
 from .command import check_names, run_cli
-from .comparison import report_runs
 from .digits import LabeledImages, load_digits
 from .ema import update_ema
 from .evaluation import Evaluation
@@ -44,11 +45,6 @@ from .optimizer import (
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .remat import count_residual_bytes, fit_remat, rematerialize
-from .report.chart import Curve, draw_line_chart
-from .report.image_grid import draw_image_grid
-from .report.page import ParameterRow, write_report
-from .report.parameters import tabulate_parameters
-from .report.scatter import ScatterSeries, draw_scatter, group_series
 from .run import Run
 from .samples import continue_prompts
 from .skip import count_skips, skip_nonfinite, skip_spikes
@@ -65,7 +61,6 @@ __all__ = [
     "Checkpoints",
     "Corpus",
     "CorpusSplit",
-    "Curve",
     "Dataset",
     "Evaluation",
     "FactoredMoment",
@@ -77,12 +72,10 @@ __all__ = [
     "Metrics",
     "NeedleRetrieval",
     "OrderedBatches",
-    "ParameterRow",
     "Profile",
     "RestoredCheckpoint",
     "Run",
     "RunOptions",
-    "ScatterSeries",
     "ShuffledBatches",
     "SpikeDetector",
     "TensorBoard",
@@ -98,14 +91,10 @@ __all__ = [
     "count_residual_bytes",
     "count_skips",
     "decay_mask",
-    "draw_image_grid",
-    "draw_line_chart",
-    "draw_scatter",
     "dynamic_loss_scale",
     "export",
     "fingerprint",
     "fit_remat",
-    "group_series",
     "load_digits",
     "load_text",
     "loss_scale",
@@ -114,7 +103,6 @@ __all__ = [
     "read_metrics",
     "read_tokenizer",
     "rematerialize",
-    "report_runs",
     "run_cli",
     "scale_by_adam",
     "skip_nonfinite",
@@ -125,7 +113,21 @@ __all__ = [
     "sweep_map",
     "sweep_models",
     "sweep_step",
-    "tabulate_parameters",
     "update_ema",
-    "write_report",
 ]
+
+_MOVED = {
+    **{name: f"zoo.tools.report.{name}" for name in ("Curve", "ParameterRow", "tabulate_parameters", "write_report")},
+    "ScatterSeries": "zoo.tools.report.Curve",
+    "draw_image_grid": "zoo.tools.report.ImageGrid",
+    "draw_line_chart": "zoo.tools.report.LineChart",
+    "draw_scatter": "zoo.tools.report.ScatterChart",
+    "group_series": "zoo.tools.report.ScatterChart.of_rows",
+    "report_runs": "zoo.tools.report_runs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        raise AttributeError(f"zoo.train.{name} has moved to {_MOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@
                 run.log(**evaluate(model))
             if run.due(100):
                 run.save((model, opt_state), batches)
-    run.report("A Transformer from scratch", model, mesh, corpus)
+    tools.report_run(run, "A Transformer from scratch", model, mesh, corpus)
 
 The loop is the caller's. Every object here can be used alone: `Metrics`, `Checkpoints`, `Interrupt`, `Throughput`.
 """
@@ -40,7 +40,7 @@ from .options import RunOptions, flatten_config
 from .processes import run_on_first
 from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
-from .report.result import report_result
+from .results import write_results
 from .samples import continue_prompts
 from .spikes import SpikeDetector
 from .trackers import Tracker
@@ -263,34 +263,27 @@ class Run:
         """Show a line of text that stays."""
         self._progress.print_line(text)
 
-    def report(
+    def finish(
         self,
-        title: str,
         model: Any,
         mesh: Mesh,
         corpus: Corpus,
         *,
         before: Mapping[str, float] | None = None,
-        headline: Mapping[str, str] | None = None,
         prompts: Sequence[str] = (),
         key: Key[Array, ""] | None = None,
         samples: Sequence[tuple[str, str]] = (),
         export_seq_len: int | None = None,
-        parameters: PyTree = None,
-        **sections: Any,
     ) -> None:
-        """Sample, write `report.html` from the run's files, export the model if asked, and print the result.
+        """Sample, write `results.json`, print the result, and export the model if asked.
 
-        - `before`: an evaluation before training, `{name: bits per byte}`. Without it "validation" alone is reported.
-        - `headline`: further figures, label to text.
+        - `before`: an evaluation before training, `{name: bits per byte}`. Without it only "validation" is reported.
         - `prompts`: continued by `model` with `key`; `samples` are earlier prompts and continuations, shown before.
         - `export_seq_len`: export `model` with the corpus's tokenizer to `export/`, for contexts of this length. Of a
           model that no family of checkpoints holds, a line says so, and where its weights are.
-        - `parameters`: the tree to tabulate, by default `model`.
-        - `sections`: further arguments of `write_report`.
 
-        Call it in every process after the `with` block; the first one alone writes the report. A run that was stopped
-        writes and prints nothing.
+        Call it in every process after the `with` block; only the first one writes. A run that was stopped writes and
+        prints nothing. `zoo.tools.report_run` calls it and draws a report.
         """
         if self.stopped:
             return
@@ -299,12 +292,15 @@ class Run:
                 samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
         finally:  # also of a model that trains, and cannot decode yet
             if jax.process_index() == 0:
-                options = {"before": before, "headline": headline, "samples": samples, "parameters": parameters}
-                report_result(self.directory, title, model, mesh, corpus, steps=self.step, **options, **sections)
+                write_results(self.directory, model, mesh, steps=self.step, before=before, samples=samples)
         if export_seq_len is not None:
             newest = max(self.checkpoints.restorable_steps(), default=None)
             weights = None if newest is None else f"{self._checkpoint_folder}/{newest}"
             export_result(model, corpus, self.directory / "export", seq_len=export_seq_len, weights=weights)
+
+    def report(self, *_: Any, **__: Any) -> None:
+        """Moved to `zoo.tools.report_run`. **Raises** `NotImplementedError`."""
+        raise NotImplementedError("run.report has moved: from zoo import tools; tools.report_run(run, title, ...)")
 
     def _show_metrics(self, lines: Sequence[Record]) -> None:
         if lines:
@@ -323,7 +319,7 @@ class Run:
 
     def _require_finite(self, found: str | None) -> None:
         if found is not None:
-            self.stopped = True  # so that `report` writes nothing
+            self.stopped = True  # so that `finish` writes nothing
             with contextlib.suppress(UnwrittenCheckpointError):
                 self.checkpoints.wait()
             steps = self.checkpoints.folder.list_whole_steps()

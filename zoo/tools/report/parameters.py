@@ -1,16 +1,47 @@
-"""Table of a model's parameters, with their dims and sharding."""
+"""A model in one line, and the table of its parameters with their dims and sharding."""
 
 import collections
+import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from zoo.models import ParameterPath, list_parameter_paths
-from zoo.parallel import Mesh, merge_rounds
+from zoo.models import ParameterPath, Stack, list_parameter_paths
+from zoo.models.stack import is_stack
+from zoo.parallel import Mesh, count, merge_rounds
 from zoo.parallel.mesh import is_array_or_shape
 
 from .page import ParameterRow
+
+_MAX_GROUPS = 6
+"""Groups of equal layers that are listed in order; of more, only counts are given."""
+
+
+def describe_model(model: Any) -> str:
+    """Describe a model by its layers and size: `4 layers of Attention and GatedMLP, 1,066,752 parameters`.
+
+    Layers of a repeating pattern are listed in order, with a count for equal neighbors.
+    """
+    stacks = [x for x in jax.tree.leaves(model, is_leaf=is_stack) if isinstance(x, Stack)]
+    segments = [segment for stack in stacks for segment in stack.segments]
+    kinds = [kind for segment in segments for kind in [*map(_describe_block, segment.blocks)] * segment.num_repeats]
+    groups = [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
+    size = f"{count(model):,} parameters"
+    if not kinds:
+        return f"{type(model).__name__}, {size}"
+    if len(groups) > _MAX_GROUPS:
+        counts = collections.Counter(kinds)
+        groups = [(kind, counts[kind]) for kind in counts]
+    layers = ", ".join(f"{number} {'layer' if number == 1 else 'layers'} of {kind}" for kind, number in groups)
+    return f"{layers}; {size}"
+
+
+def _describe_block(block: Any) -> str:
+    """Return the names of a block's sublayers: `Attention and GatedMLP`."""
+    sublayers = [getattr(block, name) for name in ("mixer", "ffn") if getattr(block, name, None) is not None]
+    return " and ".join(type(sublayer).__name__ for sublayer in sublayers) or type(block).__name__
 
 
 def tabulate_parameters(model: PyTree, mesh: Mesh) -> list[ParameterRow]:

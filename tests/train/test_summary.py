@@ -1,4 +1,4 @@
-"""Summaries of runs, and reports on several."""
+"""The last metrics of a run, and its speed."""
 
 import json
 
@@ -20,15 +20,3 @@ def test_summary_has_the_last_metrics_and_the_speed(tmp_path):
     assert (last["validation"], last["loss"], last["milliseconds_per_step"]) == (2.5, 1.5, 250)
     write_run(tmp_path / "short", 2.5, [])
     assert train.summary(tmp_path / "short")["milliseconds_per_step"] == 0
-
-
-def test_report_runs_prints_and_writes_its_table(tmp_path, capsys):
-    for name, bits in (("a", 2.5), ("b", 2.0)):
-        write_run(tmp_path / name, bits, [4.0])
-    rows = [{"run": name, "parameters": 12345, "bits": train.summary(tmp_path / name)["validation"]} for name in "ab"]
-    train.report_runs(tmp_path, "Two runs", rows, description="a and b")
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[1:4] == ["run  parameters   bits", "  a      12,345  2.500", "  b      12,345  2.000"]
-    report = (tmp_path / "report.html").read_text()
-    assert "Two runs" in report and "Results" in report and "12,345" in report
-    assert "bits per byte against steps" in report and report.count("<svg") == 2

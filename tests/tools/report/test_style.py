@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from scripts.browse_site import FLAGS, find_chromium
-from zoo.train import tabulate_parameters, write_report
+from zoo.tools.report import tabulate_parameters, write_report
 
 MEASURE = """<script>addEventListener("load", () => document.title = JSON.stringify({
     page: document.scrollingElement.scrollWidth, boxes: [...document.querySelectorAll(".scroll")].map(

@@ -17,35 +17,9 @@ COLORS = """
 
 CHART = """
 .chart { display: block; width: 100%; height: auto; overflow: visible; }
-.chart text { fill: var(--soft); font-size: 12.5px; font-variant-numeric: tabular-nums; }
-.chart path { fill: none; stroke: currentColor; }
-.chart .grid { color: var(--rule); }
-.chart .axis { color: var(--soft); }
-.chart .line { stroke-width: 2; stroke-linejoin: round; }
-.chart .raw { opacity: 0.3; }
-.chart .curve0 { color: var(--train); }
-.chart .curve1 { color: var(--held-out); }
-.chart .curve2 { color: var(--third); }
-.chart .curve3 { color: var(--fourth); }
-.chart .curve4 { color: var(--fifth); }
-.chart .curve5 { color: var(--sixth); }
-.chart .curve6 { color: var(--seventh); }
-.chart .curve7 { color: var(--eighth); }
-.chart .line.curve2 { stroke-dasharray: 7 3; }
-.chart .line.curve3 { stroke-dasharray: 2 3; }
-.chart .line.curve5 { stroke-dasharray: 10 4; }
-.chart .line.curve6 { stroke-dasharray: 4 4; }
-.chart .line.curve7 { stroke-dasharray: 9 3 2 3; }
-.chart .dot { fill: currentColor; stroke: var(--paper); stroke-width: 1.2; }
-.chart .floor { color: var(--soft); stroke-dasharray: 5 4; }
-.chart .pixels { fill: var(--ink); stroke: none; }
-.chart .missed { color: var(--held-out); stroke-width: 2; }
-.chart .even, .chart [class^="less"], .chart [class^="more"] { stroke: none; }
-.chart .even { fill: var(--rule); fill-opacity: 0.6; }
-.chart [class^="less"] { fill: var(--train); }
-.chart [class^="more"] { fill: var(--held-out); }
-.chart .less1, .chart .more1 { fill-opacity: 0.3; }
-.chart .less2, .chart .more2 { fill-opacity: 0.6; }
+.chart * { stroke-linejoin: round; stroke-linecap: butt; }
+.chart text { font-family: inherit; font-variant-numeric: tabular-nums; }
+@media (prefers-color-scheme: dark) { .chart image { filter: invert(1); } }
 """
 
 _PAGE = """
@@ -63,7 +37,10 @@ dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); 
 dl div { background: var(--panel); border-radius: 0.6rem; padding: 0.7rem 0.9rem; }
 dt { color: var(--soft); font-size: 0.8rem; }
 dd { margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
+figure { margin: 0; }
 .narrow { display: none; }
+details { margin-top: 0.8rem; }
+summary { color: var(--soft); cursor: pointer; font-size: 0.86rem; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1rem 2rem; }
 .pair { margin-top: 1.6rem; }
 .pair > :only-child { max-width: 26rem; }

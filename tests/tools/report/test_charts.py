@@ -1,0 +1,131 @@
+"""Charts: well-formed SVG in the colors of the page, with the values and labels that they were given."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zoo.tools.report import Curve, ImageGrid, LineChart, LoadChart, Picture, ScatterChart, draw_svg
+from zoo.tools.report.charts import COLORS, dump_chart, load_chart, smooth_values
+
+LOADS = np.array([[[4.0, 0, 2, 2], [2, 2, 2, 2]], [[8, 0, 0, 0], [2, 2, 2, 2]]])
+CHARTS = {
+    "lines": LineChart([Curve("a < b", [1, 2, 3], [3.0, 2.0, 1.0])], "nats", baselines={"floor": 0.5}),
+    "scatter": ScatterChart([Curve("mixer", [512, 4096], [0.5, 0.75])], "accuracy", "bytes"),
+    "loads": LoadChart("a run", [10, 20], LOADS),
+    "images": ImageGrid(np.eye(8)[None].repeat(3, 0), ["1", "2", "3 < 4"], [False, True, False], "digits"),
+    "picture": Picture("<svg class='wide'/>", "<svg class='narrow'/>"),
+}
+
+
+def draw(chart, width=860) -> ET.Element:
+    return ET.fromstring(draw_svg(chart, width=width))
+
+
+def list_texts(chart, width=860) -> list[str]:
+    return [element.text for element in draw(chart, width).iter("text")]
+
+
+def count_points(path: ET.Element) -> int:
+    return len(re.findall("[ML]", path.get("d")))
+
+
+@pytest.mark.parametrize("name", CHARTS)
+@pytest.mark.parametrize("width", [860, 400])
+def test_chart_is_an_element_of_a_page(name, width):
+    svg = draw_svg(CHARTS[name], width=width)
+    assert ET.fromstring(svg).tag == "svg"
+    assert not re.search(r"http|<\?xml|DOCTYPE|metadata|xmlns|<style|<script", svg)
+    assert not any(color in svg for color in COLORS), "every color is a variable of the page"
+    assert svg == draw_svg(CHARTS[name], width=width), "equal bytes each time"
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_chart_survives_json(name):
+    loaded = load_chart(dump_chart(CHARTS[name]))
+    assert draw_svg(loaded, width=400) == draw_svg(CHARTS[name], width=400)
+
+
+def test_line_chart_has_labels_unit_and_baseline():
+    assert {"a < b", "nats", "steps", "floor 0.500"} <= set(list_texts(CHARTS["lines"]))
+    assert draw(CHARTS["lines"]).get("aria-label") == "nats against steps"
+
+
+def test_line_chart_thins_long_curves_and_skips_nan():
+    values = [float("nan"), *np.linspace(3, 1, 9998), float("inf")]
+    chart = LineChart([Curve("a", range(10_000), values, dots=False)], "nats")
+    (line,) = [
+        path for path in draw(chart).iter("path") if "--train" in path.get("style", "") and path.get("clip-path")
+    ]
+    assert 2 <= count_points(line) <= 1000
+
+
+def test_line_chart_without_values_says_so():
+    assert "no values were logged" in list_texts(LineChart([Curve("a", [], [])], "nats"))
+
+
+def test_logarithmic_axis_has_plain_powers_of_ten():
+    texts = list_texts(LineChart([Curve("", range(4), [100.0, 10.0, 1.0, 0.1])], "gradient norm", log=True))
+    assert {"0.1", "1", "10", "100"} <= set(texts)
+    zero = list_texts(LineChart([Curve("", range(2), [0.0, 1.0])], "gradient norm", log=True))
+    assert any(float(text) == 0 for text in zero if text[0].isdigit()), "zero has no logarithm"
+
+
+def test_axis_of_few_steps_has_whole_numbers():
+    texts = list_texts(LineChart([Curve("error", range(4), [1.0, 3.0, 2.0, 1.0])], "units", "layers"))
+    assert {"0", "1", "2", "3"} <= set(texts) and "0.5" not in texts[:8]
+
+
+def test_large_counts_have_prefixes():
+    assert "1T" in list_texts(LineChart([Curve("loss", [0, 10**12], [1.0, 0.5])], "nats", "tokens"))
+    assert {"512", "4Ki"} <= set(list_texts(CHARTS["scatter"]))
+
+
+def test_scatter_refuses_zero_and_groups_rows():
+    with pytest.raises(ValueError, match="bytes: a logarithmic axis takes positive numbers only"):
+        ScatterChart([Curve("a", [0, 1], [1.0, 2.0])], "accuracy", "bytes")
+    rows = [
+        {"m": name, "size": size, "bits": bits} for name, size, bits in (("a", 1, 3.0), ("b", 2, 2.0), ("a", 4, 1.0))
+    ]
+    chart = ScatterChart.of_rows(rows, "m", x="size", values="bits", unit="bits", x_label="size")
+    assert chart.curves == [Curve("a", [1, 4], [3.0, 1.0]), Curve("b", [2], [2.0])]
+
+
+def test_load_chart_colors_rows_by_their_share():
+    """The first expert of layer 1 takes everything at the end, the second one nothing; layer 2 is even."""
+    chart = CHARTS["loads"]
+    assert chart.description.endswith("the largest is 4.00 at the end")
+    assert {"layer 1", "layer 2", "a run", "0.8 to 1.25"} <= set(list_texts(chart))
+    fills = [path.get("style", "") for path in draw(chart).iter("path") if path.get("clip-path")]
+    assert any("--held-out" in fill for fill in fills) and any("--train" in fill for fill in fills)
+
+
+def test_load_chart_shows_eight_layers_at_most():
+    chart = LoadChart("", [1], np.ones((1, 30, 2)))
+    shown = [text for text in list_texts(chart) if text.startswith("layer")]
+    assert len(shown) == 8 and {"layer 1", "layer 30"} <= set(shown)
+
+
+def test_image_grid_refuses_missing_captions():
+    with pytest.raises(ValueError, match="3 images, 1 captions and 3 marks: each image has one caption and one mark"):
+        ImageGrid(np.zeros((3, 2, 2)), ["1"], [True] * 3, "digits")
+    assert {"1", "2", "3 < 4"} <= set(list_texts(CHARTS["images"], 400))
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=80),
+    st.sampled_from([{"smooth": True}, {}]),
+    st.sampled_from([{}, {"floor": 1.0}]),
+)
+@settings(deadline=None, max_examples=10)
+def test_line_chart_of_any_values_is_well_formed(values, options, floors):
+    curve = Curve("loss", range(len(values)), values, **options)
+    assert draw(LineChart([curve], "nats", baselines=floors)).tag == "svg"
+
+
+def test_smooth_values_is_bias_corrected():
+    np.testing.assert_allclose(smooth_values(np.full(50, 3.0)), 3.0)
+    assert smooth_values(np.array([4.0, 2.0]))[0] == 4.0

@@ -1,0 +1,195 @@
+"""Reports: one well-formed file without external resources, with the run's numbers."""
+
+import importlib.util
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zoo.tools.report import ParameterRow, redraw_report, write_report
+from zoo.tools.report.page import _escape
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder as a run of 100 steps leaves it, stopped once and resumed."""
+    lines = [dict(step=step, bits_per_byte=8.0 / step + 2, gradient_norm=1.0) for step in range(1, 101)]
+    lines[4]["bits_per_byte"] = "nan"
+    lines[49]["validation"] = 2.5
+    lines[99]["validation"] = 2.25
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    timing = [dict(step=10, seconds=5.0)]
+    timing += [dict(step=10 * i, seconds=5.0 + i, tokens_per_second=1000.0 * i) for i in range(2, 6)]
+    timing += [dict(step=60, seconds=4.0), dict(step=100, seconds=9.0, tokens_per_second=3500.0)]
+    (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timing))
+    (tmp_path / "config.json").write_text(json.dumps({"embed": 64, "data": [], "name": "<script>"}))
+    (tmp_path / "env.json").write_text(json.dumps({"devices": {"cpu": 8}, "commit": None}))
+    return tmp_path
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch):
+    find = importlib.util.find_spec
+    hide = lambda name, *rest: None if name.partition(".")[0] == "matplotlib" else find(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+
+
+def write(run, **more) -> str:
+    path = write_report(
+        run,
+        title="A <small> model",
+        model="2 layers of Attention and MLP",
+        summary="2.25 bits per byte & falling",
+        curves={"bits_per_byte": "train", "validation": "validation"},
+        unit="bits per byte",
+        baselines={"xz -9e": 1.75},
+        samples=[("def <f>(", "x):\n\treturn \x01\x7f \ufffd ✓")],
+        parameters=[
+            ParameterRow("model.weight", "[64, 32]", "out in", "fsdp, tensor", "float32", 2048, 8192),
+            ("model.bias", "[64]", "out", "", "float32", 64, 256),
+        ],
+        **more,
+    )
+    assert path == run / "report.html"
+    return path.read_text(encoding="utf-8")
+
+
+def parse(page: str) -> ET.Element:
+    return ET.fromstring(page.removeprefix("<!DOCTYPE html>"))
+
+
+def test_report_has_no_scripts_or_external_resources(run):
+    page = write(run)
+    assert not re.search(
+        r"https?:|//|src=|href=\"(?!#)|url\((?!#)|@import|<script|<link|<img|<iframe", page.replace("</", "<")
+    )
+
+
+def test_report_is_well_formed_and_escaped(run):
+    root = parse(write(run, headline={"bits < 3": "2.25"}))
+    text = "".join(root.itertext())
+    for wanted in ("A <small> model", "def <f>(", "\u2401\u2421", "<script>", "embed", "cpu 8", "2,112", "bits < 3"):
+        assert wanted in text
+    assert [line.text for line in root.findall(".//header/p")] == [
+        "2 layers of Attention and MLP",
+        "2.25 bits per byte & falling",
+    ]
+    rows = root.findall(".//table/tbody/tr[@class='total']/td")
+    assert [cell.text for cell in rows if cell.text] == ["total", "2,112", "8,448"]
+    assert "time in all" in text and "0:19" in text and "starts" in text
+
+
+def test_report_draws_curve_and_baseline_in_two_sizes(run):
+    root = parse(write(run))
+    charts = root.findall(".//figure[@class]/svg")
+    assert [x.get("class") for x in root.findall(".//figure[@class]")] == ["wide", "narrow"]
+    for chart in charts:
+        labels = {element.text for element in chart.iter("text")}
+        assert {"train", "validation", "xz -9e 1.750", "steps", "bits per byte"} <= labels
+    (norm,) = root.findall(".//section[@class='pair']/figure/svg")
+    assert norm.get("aria-label") == "gradient norm against steps"
+
+
+def test_parts_of_charts_have_names_of_their_own(run):
+    """A clip path that a hidden chart shares with a visible one would hide it."""
+    names = re.findall(r'<(?:clipPath|path|g) id="([^"]*)"', write(run))
+    clips = re.findall(r'<clipPath id="([^"]*)"', write(run))
+    assert clips and len(set(clips)) == len(clips) and names
+
+
+def test_report_without_matplotlib_has_tables_and_a_line(run, without_matplotlib):
+    root = parse(write(run))
+    assert not root.findall(".//svg")
+    text = "".join(root.itertext())
+    assert "Charts need matplotlib: pip install 'equizoo[tools]', then: zoo report DIRECTORY" in text
+    cells = [[cell.text for cell in row] for row in root.find(".//table[@class='results']").iter("tr")]
+    assert cells[0] == [None, "first", "lowest", "last"]
+    assert cells[2:] == [["validation", "2.500", "2.250", "2.250"], ["xz -9e", None, None, "1.750"]]
+
+
+def test_report_is_drawn_again_from_its_folder(run, monkeypatch):
+    page = write(run, tables={"The end": [{"a": 1, "b": 0.5}]}, defaults={"embed": 32})
+    (run / "report.html").unlink()
+    assert redraw_report(run).read_text() == page
+
+
+def test_run_without_a_report_gets_one(run, tmp_path):
+    text = "".join(parse(redraw_report(run).read_text()).itertext())
+    assert run.name in text and "100 steps" in text and "bits per byte" in text and "validation" in text
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no metrics.jsonl with a logged step, so there is nothing to report"):
+        redraw_report(tmp_path / "empty")
+
+
+def test_configuration_begins_with_what_is_not_default(run):
+    root = parse(write(run, defaults={"embed": 32, "data": (), "name": "<script>"}))
+    tables = root.findall(".//table[@class='pairs']")
+    assert [row.find("th").text for row in tables[0].iter("tr")] == ["embed"]
+    (folded,) = root.findall(".//details")
+    assert folded.find("summary").text == "2 defaults"
+    assert [row.find("th").text for row in folded.iter("tr")] == ["data", "name"]
+    assert "Every value is the default." in write(run, defaults={"embed": 64, "data": [], "name": "<script>"})
+
+
+def test_report_strips_the_blank_ends_of_samples(tmp_path):
+    samples = [("def f(", "x):\n    return x\n\n   \n\t"), ("a\n", " \n ")]
+    page = write_report(tmp_path, title="t", summary="s", curves={}, unit="nats", samples=samples).read_text()
+    assert "<pre><b>def f(</b>x):\n    return x</pre><pre><b>a\n</b></pre>" in page
+
+
+def test_report_omits_empty_sections(tmp_path):
+    page = write_report(tmp_path, title="t", summary="s", curves={"loss": "train"}, unit="nats").read_text()
+    parse(page)
+    assert "no values were logged" in page and "<h2>" not in page
+
+
+@given(st.text(max_size=30))
+@settings(deadline=None)
+def test_report_escapes_any_sample(sample):
+    sample = sample.encode(errors="replace").decode().replace("\ufffe", "").replace("\uffff", "")
+    ET.fromstring(f"<pre>{_escape(sample)}</pre>")
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two runs that are compared; of one only it is known which way rows went."""
+    for name, first in (("a", 3.0), ("b < c", 2.0)):
+        folder = tmp_path / name[:1]
+        folder.mkdir()
+        visits = {"visits": [[1, 1]]} if name == "a" else {}
+        lines = [dict(step=step, loss=first / step, learning_rate=[0.1, 0.2], **visits) for step in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "config.json").write_text(json.dumps({"run": name}))
+    return {"a": tmp_path / "a", "b < c": tmp_path / "b"}
+
+
+def test_report_compares_runs(two, tmp_path):
+    rows = [{"run": "a", "count": 1234, "share": 0.5}, {"run": "b < c", "count": 5, "share": "none"}]
+    page = write_report(
+        tmp_path, title="t", summary="s", curves={"loss": "loss"}, unit="nats", runs=two, tokens_per_step=100,
+        tables={"The & end": rows}, loads={"visits": "Loads"},
+    ).read_text()  # fmt: skip
+    root = parse(page)
+    wide, _, rate, load, _ = root.findall(".//svg")
+    labels = [element.text for element in wide.iter("text")]
+    assert {"a", "b < c", "tokens"} <= set(labels) and "loss" not in labels
+    assert rate.get("aria-label") == "learning rate, median against tokens"
+    assert load.get("aria-label").startswith("a: multiple of an even share against tokens; the largest is 1.00")
+    cells = [[(cell.text, cell.get("class")) for cell in row] for row in root.find(".//table").iter("tr")]
+    assert cells == [
+        [("run", None), ("count", "number"), ("share", "number")],
+        [("a", None), ("1,234", "number"), ("0.500", "number")],
+        [("b < c", None), ("5", "number"), ("none", "number")],
+    ]
+    assert [element.text for element in root.iter("h2")] == ["The & end", "Loads", "Configuration"]
+    assert redraw_report(tmp_path).read_text() == page, "its runs are found beside it"
+
+
+def test_report_labels_curves_by_run_and_metric(two, tmp_path):
+    curves = {"loss": "training", "validation": "validation"}
+    page = write_report(tmp_path, title="t", summary="s", curves=curves, unit="nats", runs=two).read_text()
+    labels = [element.text for element in parse(page).iter("text")]
+    assert "a, training" in labels and "b < c, training" in labels and "a" not in labels[:20]

@@ -1,0 +1,49 @@
+"""A model in one line, and every parameter of it in a table."""
+
+import xml.etree.ElementTree as ET
+from functools import partial
+
+import equinox as eqx
+import jax
+import numpy as np
+
+import zoo
+from zoo.layers import Attention, GatedDeltaNet
+from zoo.tools.report import describe_model, tabulate_parameters, write_report
+
+SIZES = {"vocab": 64, "embed": 16, "layers": 4, "mlp": 32}
+
+
+def make_shapes(make, **options):
+    return eqx.filter_eval_shape(lambda key: make(**SIZES | options, key=key), jax.random.key(0))
+
+
+def test_report_shows_public_names_and_every_digit(tmp_path):
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+    model = make_shapes(zoo.models.Transformer, heads=2, windows=(None, 4))
+    rows = tabulate_parameters(model, mesh)
+    assert len({row.name for row in rows}) == len(rows) and rows[0].name == "embedding.weight"
+    names = {row.name for row in rows}
+    assert names >= {f"layers.*.attention.query.weight ({first}-{first + 2} by 2)" for first in (0, 1)}
+    assert not any("segments" in name for name in names)
+    assert tabulate_parameters({"a": np.ones(3), "b": np.ones(2)}, mesh)[1].name == "b"
+    page = write_report(tmp_path, title="t", summary="s", curves={}, unit="nats", parameters=rows).read_text()
+    table = ET.fromstring(page.removeprefix("<!DOCTYPE html>")).find(
+        ".//div[@class='scroll']/table[@class='parameters']"
+    )
+    cells = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+    assert cells[0] == ["name, dims, layout", "shape", "dtype", "count", "bytes"]
+    for row, cell in zip(rows, cells[1:-1], strict=True):
+        assert cell[0] == f"{row.name}{row.dims}; {row.layout}" and cell[-2:] == [f"{row.count:,}", f"{row.bytes:,}"]
+
+
+def test_model_in_one_line():
+    model = make_shapes(zoo.models.Transformer, heads=2)
+    assert describe_model(model) == f"4 layers of Attention and GatedMLP; {zoo.count(model):,} parameters"
+    mixers = [partial(GatedDeltaNet, heads=2), partial(GatedDeltaNet, heads=2), partial(Attention, heads=2)]
+    layers = describe_model(make_shapes(zoo.models.Hybrid, pattern=mixers)).partition(";")[0]
+    delta, attention = ("GatedDeltaNet and GatedMLP", "Attention and GatedMLP")
+    assert layers == f"2 layers of {delta}, 1 layer of {attention}, 1 layer of {delta}"
+    many = make_shapes(zoo.models.Hybrid, pattern=mixers, layers=30)
+    assert describe_model(many).startswith(f"20 layers of {delta}, 10 layers of {attention}; ")
+    assert describe_model({"a": np.ones(3)}) == "dict, 3 parameters"

@@ -1,0 +1,408 @@
+"""HTML report of one or several runs: a single file without scripts or external resources, light or dark.
+
+    write_report(out, title="Transformer", summary="...", curves={"bits_per_byte": "train", "validation": "validation"},
+                 baselines={"xz -9e": corpus.xz_bits_per_byte}, unit="bits per byte", samples=[(prompt, continuation)])
+
+It reads only files of the run's folder, and keeps its arguments there, in `report.json`: `redraw_report` writes the
+page again, after a run went on or matplotlib was installed.
+"""
+
+import dataclasses
+import html
+import importlib.util
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zoo._files import read_json, to_jsonable, write_json, write_text
+from zoo.train.metrics import Record, read_metrics
+from zoo.train.progress import RATE_FORMATS, format_duration, format_si
+
+from .charts import INSTALL, Chart, Curve, LineChart, LoadChart, draw_svg, dump_chart, load_chart
+from .style import STYLE
+
+_WIDE = 860
+_NARROW = 400
+_NUMBER_CLASS = ' class="number"'
+
+
+class ParameterRow(NamedTuple):
+    """A row of the parameter table."""
+
+    name: str
+    shape: str
+    dims: str
+    layout: str
+    dtype: str
+    count: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportContent:
+    """The content of a report besides the files of its runs: the arguments of `write_report`."""
+
+    title: str
+    summary: str
+    curves: Mapping[str, str]
+    unit: str
+    model: str = ""
+    baselines: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
+    headline: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    samples: Sequence[Sequence[str]] = ()
+    parameters: Sequence[Sequence[Any]] = ()
+    runs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tokens_per_step: int = 0
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
+    loads: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    plots: Mapping[str, Chart] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] | None = None
+
+
+def write_report(
+    directory: Path,
+    *,
+    title: str,
+    summary: str,
+    curves: Mapping[str, str],
+    unit: str,
+    model: str = "",
+    baselines: Mapping[str, float | int] | None = None,
+    headline: Mapping[str, str] | None = None,
+    samples: Sequence[Sequence[str]] = (),
+    parameters: Sequence[tuple] = (),
+    runs: Mapping[str, Path] | None = None,
+    tokens_per_step: int = 0,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    loads: Mapping[str, str] | None = None,
+    plots: Mapping[str, Chart] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write `report.html` into a run's folder, from its metrics, timing, configuration and environment.
+
+    Charts need matplotlib, the extra `tools`. Without it the page has tables, and a line that says so.
+
+    - `summary`: the result in one line; `model`: the trained model in one line, above it.
+    - `curves`: names of metrics and their labels, all in `unit`. Metrics logged at most steps are smoothed, others are
+      dots. `baselines`: horizontal lines across the chart. The metrics "gradient_norm" and "learning_rate" have small
+      charts of their own where they are logged; of a sweep, the median of its runs.
+    - `headline`: the key figures, shown large at the top.
+    - `samples`: prompts and continuations; `parameters`: rows like `ParameterRow`.
+    - `runs`: labels and folders of several runs to compare, one curve each. Configuration and environment are shown for
+      the first.
+    - `tokens_per_step`: draw curves over tokens instead of steps.
+    - `tables`: titles and rows, each row a mapping from column heads to values.
+    - `loads`: names of metrics that are counts "layers experts", and titles: their balance over time.
+    - `plots`: titles and charts.
+    - `defaults`: defaults of the configuration; the values that differ come first.
+    """
+    directory = Path(directory)
+    content = ReportContent(
+        title=title,
+        summary=summary,
+        model=model,
+        curves=curves,
+        unit=unit,
+        baselines=baselines or {},
+        headline=headline or {},
+        samples=samples,
+        parameters=parameters,
+        runs={label: _relate(Path(folder), directory) for label, folder in (runs or {}).items()},
+        tokens_per_step=tokens_per_step,
+        tables=tables or {},
+        loads=loads or {},
+        plots=plots or {},
+        defaults=defaults,
+    )
+    kept = {field.name: to_jsonable(getattr(content, field.name)) for field in dataclasses.fields(content)}
+    kept["plots"] = {label: dump_chart(chart) for label, chart in content.plots.items()}
+    write_json(directory / "report.json", kept)
+    return _write_page(directory, content)
+
+
+def redraw_report(directory: Path) -> Path:
+    """Write `report.html` again, from the files of a run.
+
+    A run that never wrote a report gets one with the metrics that it logged. **Raises** `FileNotFoundError` without
+    metrics.
+    """
+    directory = Path(directory)
+    kept = _read_json_if_present(directory / "report.json")
+    if kept:
+        kept["plots"] = {label: load_chart(values) for label, values in kept["plots"].items()}
+        return _write_page(directory, ReportContent(**kept))
+    metrics = read_metrics(directory / "metrics.jsonl")
+    if not metrics:
+        raise FileNotFoundError(f"{directory}: no metrics.jsonl with a logged step, so there is nothing to report")
+    logged = {name for line in metrics for name, value in line.items() if isinstance(value, float)}
+    curves = {name: name.replace("_", " ") for name in sorted(logged - {"gradient_norm", "learning_rate"})}
+    summary = f"{metrics[-1]['step']:,} steps"
+    return _write_page(directory, ReportContent(title=directory.name, summary=summary, curves=curves, unit="value"))
+
+
+def _relate(folder: Path, directory: Path) -> str:
+    """Return a run's folder relative to the report, so that both can be moved."""
+    return str(folder.relative_to(directory) if folder.is_relative_to(directory) else folder.absolute())
+
+
+def _write_page(directory: Path, content: ReportContent) -> Path:
+    folders = {label: directory / folder for label, folder in (content.runs or {"": ""}).items()}
+    metrics = {label: read_metrics(folder / "metrics.jsonl") for label, folder in folders.items()}
+    first, *others = folders.values()
+    timing = [] if others else read_metrics(first / "timing.jsonl")
+    speed = {} if others else _summarize_speed(next(iter(metrics.values())), timing)
+    page = _Page()
+    page.add_header(content)
+    page.add(_format_headline({**content.headline, **speed}))
+    page.add_curves(content, metrics)
+    for title, chart in content.plots.items():
+        page.add_section(title, page.draw(chart))
+    for title, rows in content.tables.items():
+        page.add_section(title, _format_table(rows))
+    for name, title in content.loads.items():
+        page.add_section(title, "".join(map(page.draw, _make_load_charts(metrics, name, content.tokens_per_step))))
+    page.add_section("Samples", "".join(map(_format_sample, content.samples)))
+    configuration = _read_json_if_present(first / "config.json")
+    page.add_section("Configuration", _format_configuration(configuration, content.defaults))
+    page.add_section("Parameters", _format_parameters([ParameterRow._make(row) for row in content.parameters]))
+    page.add_section("Timing", _format_pairs(_summarize_timing(timing)))
+    page.add_section("Environment", _format_pairs(_read_json_if_present(first / "env.json")))
+    path = directory / "report.html"
+    write_text(path, _format_page(content.title, "\n".join(page.parts)))
+    return path
+
+
+class _Page:
+    """The body of a page, part by part, with charts only if matplotlib is installed."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self._has_charts = importlib.util.find_spec("matplotlib") is not None
+
+    def add(self, part: str) -> None:
+        if part:
+            self.parts.append(part)
+
+    def add_section(self, title: str, body: str) -> None:
+        if body:
+            self.add(f"<section><h2>{_escape(title)}</h2>{body}</section>")
+
+    def add_header(self, content: ReportContent) -> None:
+        lines = [f"<h1>{_escape(content.title)}</h1>"]
+        lines += [f"<p>{_escape(line)}</p>" for line in (content.model, content.summary) if line]
+        if not self._has_charts:
+            advice = f"{INSTALL}, then: zoo report DIRECTORY"
+            lines.append(f"<p>Charts need matplotlib: <code>{_escape(advice)}</code></p>")
+        self.add(f"<header>{''.join(lines)}</header>")
+
+    def add_curves(self, content: ReportContent, metrics: Mapping[str, Sequence[Record]]) -> None:
+        """Add the chart of the curves, then gradient norm and learning rate beside each other."""
+        x_label = "tokens" if content.tokens_per_step else "steps"
+        curves = _make_curves(metrics, content.curves, content.tokens_per_step)
+        if curves:
+            body = self.draw(LineChart(curves, content.unit, x_label, content.baselines))
+            self.add(f"<section>{body or _format_table(_tabulate_curves(curves, content.baselines))}</section>")
+        if self._has_charts:
+            charts = _make_optimization_charts(metrics, content.tokens_per_step)
+            small = "".join(f"<figure>{draw_svg(chart, width=_NARROW)}</figure>" for chart in charts)
+            self.add(f'<section class="pair">{small}</section>' if small else "")
+
+    def draw(self, chart: Chart) -> str:
+        """Draw a wide and a narrow picture; the style sheet shows the one that fits. "" without matplotlib."""
+        if not self._has_charts:
+            return ""
+        wide, narrow = (draw_svg(chart, width=width) for width in (_WIDE, _NARROW))
+        return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
+
+
+def _make_curves(
+    metrics: Mapping[str, Sequence[Record]], names: Mapping[str, str], tokens_per_step: int
+) -> list[Curve]:
+    """Return a curve for each of the named metrics of each run, labeled by run, metric, or both if there are several of
+    each."""
+    curves = []
+    for run, lines in metrics.items():
+        for name, label in names.items():
+            logged = [line for line in lines if name in line]
+            if run:
+                label = run if len(names) == 1 else f"{run}, {label}"
+            steps = [line["step"] * (tokens_per_step or 1) for line in logged]
+            values = [_to_number(line[name]) for line in logged]
+            curves.append(Curve(label, steps, values, smooth=len(logged) > max(20, 0.5 * len(lines))))
+    return curves
+
+
+def _tabulate_curves(curves: Sequence[Curve], baselines: Mapping[str, float | int]) -> list[dict[str, Any]]:
+    """Return a row per curve: its first, lowest and last value."""
+    logged = [curve for curve in curves if curve.values]
+    rows = [
+        {"": curve.label, "first": curve.values[0], "lowest": min(curve.values), "last": curve.values[-1]}
+        for curve in logged
+    ]
+    return rows + [{"": label, "first": "", "lowest": "", "last": float(value)} for label, value in baselines.items()]
+
+
+def _make_optimization_charts(metrics: Mapping[str, Sequence[Record]], tokens_per_step: int) -> list[LineChart]:
+    """Return charts of gradient norms, on a logarithmic axis, and of learning rates, if they were logged."""
+    charts = []
+    for name in ("gradient_norm", "learning_rate"):
+        curves = [curve for curve in _make_curves(metrics, {name: ""}, tokens_per_step) if curve.values]
+        if name == "learning_rate":  # a schedule has no noise to smooth
+            curves = [dataclasses.replace(curve, smooth=False, dots=False) for curve in curves]
+        is_swept = any(isinstance(line.get(name), list) for lines in metrics.values() for line in lines)
+        unit = name.replace("_", " ") + (", median" if is_swept else "")
+        x_label = "tokens" if tokens_per_step else "steps"
+        if curves:
+            charts.append(LineChart(curves, unit, x_label, log=name == "gradient_norm"))
+    return charts
+
+
+def _to_number(value: Any) -> float:
+    """Convert a logged value; of several, take the median."""
+    return float(np.median([float(item) for item in value]) if isinstance(value, list) else value)
+
+
+def _make_load_charts(runs: Mapping[str, Sequence[Record]], name: str, tokens_per_step: int) -> Iterable[LoadChart]:
+    for label, lines in runs.items():
+        logged = [line for line in lines if name in line]
+        if logged:
+            steps = [line["step"] * (tokens_per_step or 1) for line in logged]
+            counts = np.array([line[name] for line in logged], float)
+            yield LoadChart(label, steps, counts, "tokens" if tokens_per_step else "steps")
+
+
+def _summarize_speed(metrics: Sequence[Record], timing: Sequence[Record]) -> dict[str, str]:
+    rates = {"steps": f"{metrics[-1]['step']:,}"} if metrics else {}
+    for name, write in RATE_FORMATS.items():
+        if values := [line[name] for line in timing if name in line]:
+            number, unit = write(statistics.median(values)).split(" ")
+            rates[unit] = number
+    return rates
+
+
+def _summarize_timing(timing: Sequence[Record]) -> dict[str, str]:
+    if not timing:
+        return {}
+    # Seconds restart at 0 whenever the run is resumed.
+    seconds = [line["seconds"] for line in timing]
+    ends = [a for a, b in zip(seconds, [*seconds[1:], 0.0], strict=True) if b < a]
+    rows = {
+        "time in all": format_duration(sum(ends)),
+        "starts": str(len(ends)),
+        f"until the end of step {timing[0]['step']}, compilation included": f"{seconds[0]:.1f} s",
+    }
+    for name in ("steps_per_second", "tokens_per_second", "flops_per_second"):
+        if values := [line[name] for line in timing if name in line]:
+            low, middle, high = (format_si(pick(values)) for pick in (min, statistics.median, max))
+            rows[name.replace("_", " ")] = f"{middle} (median), {low} to {high}"
+    return rows
+
+
+def _format_parameters(rows: Sequence[ParameterRow]) -> str:
+    """Format the parameter table, with dims and sharding below the names: as columns they would not fit."""
+    if not rows:
+        return ""
+    body = ""
+    for row in rows:
+        below = "; ".join(filter(None, (row.dims, row.layout)))
+        cells = f"<td>{_escape(row.name)}<br/><small>{_escape(below)}</small></td>"
+        cells += "".join(_format_cell(value, isinstance(value, int)) for value in (row.shape, row.dtype, *row[-2:]))
+        body += f"<tr>{cells}</tr>"
+    count, size = (_format_cell(sum(numbers), True) for numbers in zip(*(row[-2:] for row in rows), strict=True))
+    head = "<th>name, dims, layout</th><th>shape</th><th>dtype</th><th{0}>count</th><th{0}>bytes</th>"
+    total = f'<tr class="total"><td>total</td><td></td><td></td>{count}{size}</tr>'
+    return _format_scrolling_table(head.format(_NUMBER_CLASS), body + total, "parameters")
+
+
+def _format_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format rows with the same columns as a table; numbers are right-aligned."""
+    if not rows:
+        return ""
+    numeric = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
+    head = "".join(f"<th{_NUMBER_CLASS if name in numeric else ''}>{_escape(name)}</th>" for name in rows[0])
+    cells = [[_format_cell(value, name in numeric) for name, value in row.items()] for row in rows]
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    return _format_scrolling_table(head, body, "results")
+
+
+def _format_scrolling_table(head: str, body: str, name: str) -> str:
+    head = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f'<div class="scroll" tabindex="0"><table class="{name}">{head}<tbody>{body}</tbody></table></div>'
+
+
+def _format_cell(value: Any, numeric: bool) -> str:
+    if isinstance(value, float):
+        written = f"{value:,.3f}"
+    else:
+        written = f"{value:,}" if isinstance(value, int) else _escape(value)
+    return f"<td{_NUMBER_CLASS if numeric else ''}>{written}</td>"
+
+
+def _format_pairs(values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th>{_escape(name)}</th><td>{_escape(_format_setting(value))}</td></tr>" for name, value in values.items()
+    )
+    return _format_scrolling_table("", rows, "pairs") if rows else ""
+
+
+def _format_setting(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_format_setting(item)}" for name, item in value.items())
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return " ".join(map(_format_setting, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _format_headline(headline: Mapping[str, str]) -> str:
+    items = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(text)}</dd></div>" for name, text in headline.items())
+    return f"<dl>{items}</dl>" if items else ""
+
+
+def _format_sample(sample: Sequence[str]) -> str:
+    prompt, continuation = sample
+    return f"<pre><b>{_escape(prompt)}</b>{_escape(continuation.rstrip())}</pre>"
+
+
+def _format_configuration(config: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> str:
+    """Format the values that differ from the defaults; the others are folded."""
+    if defaults is None:
+        return _format_pairs(config)
+    written = to_jsonable(defaults)
+    changed = {name: value for name, value in config.items() if name not in written or value != written[name]}
+    others = {name: value for name, value in config.items() if name not in changed}
+    if not others:
+        return _format_pairs(changed)
+    folded = f"<details><summary>{len(others)} defaults</summary>{_format_pairs(others)}</details>"
+    return (_format_pairs(changed) or "<p>Every value is the default.</p>") + folded
+
+
+def _escape(value: Any) -> str:
+    """Escape text for HTML. Control characters, which an untrained model samples, become their Unicode pictures."""
+    text = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value))
+    return html.escape(text.replace("\x7f", "\u2421"))
+
+
+def _read_json_if_present(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _format_page(title: str, body: str) -> str:
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta name="color-scheme" content="light dark"/>
+<title>{_escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""

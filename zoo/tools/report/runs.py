@@ -1,0 +1,138 @@
+"""Reports on one run, and on several."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key, PyTree
+
+from zoo._files import read_json
+from zoo._terminal import show
+from zoo.parallel import Mesh
+from zoo.text.corpus import Corpus
+from zoo.train.options import flatten_config
+from zoo.train.run import Run
+
+from .page import write_report
+from .parameters import describe_model, tabulate_parameters
+
+
+def report_run(
+    run: Run,
+    title: str,
+    model: Any,
+    mesh: Mesh,
+    corpus: Corpus,
+    *,
+    before: Mapping[str, float] | None = None,
+    headline: Mapping[str, str] | None = None,
+    prompts: Sequence[str] = (),
+    key: Key[Array, ""] | None = None,
+    samples: Sequence[tuple[str, str]] = (),
+    export_seq_len: int | None = None,
+    parameters: PyTree = None,
+    recipe: Callable[..., Any] | None = None,
+    **sections: Any,
+) -> None:
+    """Finish a run (`zoo.train.Run.finish`), and write `report.html` into its folder.
+
+    - `before`, `prompts`, `key`, `samples`, `export_seq_len`: arguments of `Run.finish`.
+    - `headline`: further figures, label to text.
+    - `parameters`: the tree to tabulate, by default `model`.
+    - `recipe`: the function with the configuration as arguments; values that differ from its defaults come first.
+    - `sections`: further arguments of `write_report`.
+
+    Call it in every process after the `with` block; only the first one writes. A run that was stopped writes nothing.
+    """
+    if run.stopped:
+        return
+    try:
+        run.finish(
+            model,
+            mesh,
+            corpus,
+            before=before,
+            prompts=prompts,
+            key=key,
+            samples=samples,
+            export_seq_len=export_seq_len,
+        )
+    finally:  # also of a model that trains, and cannot decode yet
+        if jax.process_index() == 0 and (run.directory / "results.json").exists():
+            results = read_json(run.directory / "results.json")
+            figures = results["figures"]
+            path = write_report(
+                run.directory,
+                title=title,
+                model=describe_model(model),
+                summary=results["result"],
+                curves={"bits_per_byte": "training", **{name: name for name in figures}},
+                baselines={"xz -9e": corpus.xz_bits_per_byte},
+                unit="bits per byte",
+                headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
+                samples=results["samples"],
+                parameters=tabulate_parameters(model if parameters is None else parameters, mesh),
+                defaults=_list_defaults(recipe),
+                **sections,
+            )
+            show(f"wrote the report to {path}")
+
+
+def report_runs(
+    directory: Path,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    description: str,
+    curves: Mapping[str, str] = MappingProxyType({"validation": "validation"}),
+    unit: str = "bits per byte",
+    recipe: Callable[..., Any] | None = None,
+    **sections: Any,
+) -> None:
+    """Write `report.html` on the runs in subdirectories of `directory`, and print its table.
+
+    - `rows`: the table, one row per run; "run" names its subdirectory.
+    - `description`: the line below the title.
+    - `recipe`: as in `report_run`.
+    - `curves`, `unit`, `sections`: arguments of `write_report`; by default the runs' "validation" in bits per byte.
+
+    Only the first process writes.
+    """
+    if jax.process_index() != 0:
+        return
+    runs = {row["run"]: directory / row["run"] for row in rows}
+    tables = {"Results": rows, **sections.pop("tables", {})}
+    path = write_report(
+        directory,
+        title=title,
+        summary=description,
+        curves=curves,
+        unit=unit,
+        runs=runs,
+        tables=tables,
+        defaults=_list_defaults(recipe),
+        **sections,
+    )
+    cells = [list(rows[0]), *([_format_number(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    show()
+    for line in cells:
+        show("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    show(f"\nwrote the report to {path}")
+
+
+def _list_defaults(recipe: Callable[..., Any] | None) -> dict[str, Any] | None:
+    """Return the defaults of a recipe as `config.json` names them."""
+    if recipe is None:
+        return None
+    parameters = inspect.signature(recipe).parameters
+    return flatten_config({name: parameter.default for name, parameter in parameters.items()})
+
+
+def _format_number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,1 +1,0 @@
-"""Reports of runs: a static HTML page with curves, heatmaps, scatter plots and parameters."""
