@@ -79,7 +79,7 @@ def test_linear_attention_equalizes_parameters(text, tmp_path, monkeypatch):
     with pytest.raises(pytest.fail.Exception, match="reached on purpose"):
         call(linear_attention.main, data=(text,), out=tmp_path / "run", **options)
     step_of_widths = 3 * 32 * 2 * 8
-    assert len(counts) == len(options["mixers"]) and len(set(counts)) > 1
+    assert len(counts) >= len(options["mixers"]) and len(set(counts)) > 1
     assert max(abs(count - counts[0]) for count in counts) <= step_of_widths / 2
 
 
