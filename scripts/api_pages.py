@@ -18,10 +18,13 @@ import zoo
 
 PACKAGES = (
     *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train"),
-    *("distributed", "inspect", "tools.plan", "tools.report", "tools.draw", "tools.parity", "tools.testing"),
+    *("inspect", "tools.plan", "tools.report", "tools.draw", "tools.parity", "tools.testing"),
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
-UNLISTED = ("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing", "drawing", "planning")
+UNLISTED = (
+    *("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing"),
+    *("distributed", "drawing", "planning"),  # moved
+)
 """Modules without public names of their own: `zoo.train` exports those of `text`, `zoo` that of `generate`."""
 ALSO_SHOWN = (
     "zoo.models.hf.builders",
@@ -133,10 +136,10 @@ def _list_entries(package: ModuleType) -> Iterator[Entry]:
 
 
 def _find_package(value: Any, exporter: ModuleType) -> str:
-    """Return the path of the package that defines a value; of the one that exports it, if it does not know."""
+    """Return the path of the package that defines a value; if that is private or unknown, its exporter's."""
     module = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
     is_constant = not isinstance(value, type | ModuleType) and not inspect.isroutine(value)
-    if is_constant or not module.startswith("zoo."):
+    if is_constant or not module.startswith("zoo.") or module.startswith("zoo._"):
         return exporter.__name__
     package = module if hasattr(sys.modules[module], "__path__") else module.rpartition(".")[0]
     return module if package == "zoo" else package

@@ -11,7 +11,6 @@ from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, 
 
 if TYPE_CHECKING:
     from . import adapters as adapters
-    from . import distributed as distributed
     from . import inspect as inspect
     from . import testing as testing
     from . import tools as tools
@@ -34,7 +33,6 @@ __all__ = [
     "cast",
     "count",
     "cross_entropy",
-    "distributed",
     "embed",
     "families",
     "from_torch",
@@ -64,15 +62,15 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("adapters", "distributed", "inspect", "testing", "tools", "train", "weights")
+_LAZY = ("adapters", "inspect", "testing", "tools", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
-_MOVED = {"drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
 _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),
     "families": "models.hf.families",
     "plan": "tools.plan",
 }
 """Names of packages imported at first use."""
+_MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import yaml
 
 import recipes.transformer
 from tests.recipes.flags import flag_names
-from zoo.distributed.clusters import find_cluster, is_tpu_pod
+from zoo._processes import find_cluster
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
@@ -25,11 +25,12 @@ BATCH = LAUNCH / "slurm.sbatch"
 PROGRAM = """
 import os, signal, sys, time
 import zoo
-zoo.distributed.initialize(timeout=60)
+zoo.parallel.initialize(timeout=60)
 import jax
 requested = []
 signal.signal(signal.SIGTERM, lambda *_: requested.append(True))
-line = " ".join(map(str, ("ready", jax.process_index(), jax.process_count(), *sys.argv[1:])))
+gpus = jax.config._read("jax_cuda_visible_devices")
+line = " ".join(map(str, ("ready", jax.process_index(), jax.process_count(), gpus, *sys.argv[1:])))
 os.write(1, f"\\n{line}\\n".encode())  # at once: both write into one pipe
 while not requested:
     time.sleep(0.05)
@@ -67,7 +68,7 @@ def test_slurm_stops_before_the_limit_and_requeues(tmp_path):
         try:
             lines = iter(process.stdout.readline, "")  # until they have ended; Gloo prints lines of its own
             ready = sorted(itertools.islice((line for line in lines if line.startswith("ready")), 2))
-            assert ready == [f"ready {index} 2 --out runs/a b\n" for index in range(2)], ready
+            assert ready == [f"ready {index} 2 all --out runs/a b\n" for index in range(2)], ready
             process.send_signal(signal.SIGUSR1)
             printed, errors = process.communicate(timeout=60)
         finally:
@@ -76,7 +77,7 @@ def test_slurm_stops_before_the_limit_and_requeues(tmp_path):
     assert printed.count("stopped") == 2, errors
     assert process.returncode == 143
     job = read_log(tmp_path)[1][2]
-    assert "2 processes, found by Slurm: 0 on" in errors
+    assert "2 processes, found by Slurm\n" in errors
     srun, *others = read_log(tmp_path)
     assert srun[:3] == ["srun", "--cpus-per-task=4", "--kill-on-bad-exit=1"]
     assert others == [["scancel", "--signal=TERM", job], ["scontrol", "requeue", job]]
@@ -165,7 +166,8 @@ def test_jobset_of_tpus_is_found_by_their_hosts():
     chips = [int(size) for size in topology.split("x")]
     assert chips[0] * chips[1] * chips[2] == container["resources"]["limits"]["google.com/tpu"] * job["completions"]
     environment = {"TPU_WORKER_HOSTNAMES": "zoo-slice-0-0.zoo,zoo-slice-0-1.zoo", "TPU_WORKER_ID": "1"}
-    assert is_tpu_pod(environment) and find_cluster(environment | {"JOB_COMPLETION_INDEX": "1"}) is None
+    found = find_cluster(environment | {"JOB_COMPLETION_INDEX": "1"})
+    assert found is not None and found.source == "Cloud TPU"
 
 
 def test_dockerfile_names_what_is_there():

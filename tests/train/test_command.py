@@ -133,6 +133,7 @@ def test_cli_refuses_several_processes_without_a_mesh(tmp_path, monkeypatch, cap
         return 2
 
     monkeypatch.setattr("zoo.train.command.count_processes", lambda: 2)
+    monkeypatch.setattr("zoo.train.command.end_process", sys.exit)  # which leaves pytest alive
     with pytest.raises(SystemExit, match="2"):
         train.run_cli(alone, arguments=[])
     assert "has no mesh, so that 2 processes would do the same: start one" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Data, ZeRO-3 (FSDP) and tensor parallelism, derived from annotated dims, one layout table and one `shard_map`."""
 
+from zoo._processes import initialize
+
 from .batch import place_batch, reader
 from .collectives import (
     all_gather,
@@ -74,6 +76,7 @@ __all__ = [
     "imagined",
     "implementation_option",
     "init",
+    "initialize",
     "leaves",
     "make_mesh",
     "map_leaves",

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from zoo._compile_cache import enable_compile_cache
+from zoo._processes import count_processes, end_process, initialize, is_first_process, name_process
 from zoo._terminal import show, show_error
-from zoo.distributed import announce_failure, count_processes, initialize, is_first_process
 
 from .directory import check_directory
 from .environment import require_deterministic_kernels
 from .interrupt import Interrupt
 from .options import MeshOptions, RunOptions, flatten_config
 from .resume import parse_resumed
+
+_USER_ERRORS = (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError)
 
 
 def run_cli(
@@ -31,10 +33,10 @@ def run_cli(
 
     `presets` are other defaults by name; the first word may name one: `transformer.py 1b --steps 100`. A resumed run
     takes the flags of its `config.json`, unless they are given. Connects the processes of a cluster, if there is one
-    (`zoo.distributed.initialize`). Compiled programs are kept for the next start, except with `--no-compile-cache`. Bad
+    (`zoo.parallel.initialize`). Compiled programs are kept for the next start, except with `--no-compile-cache`. Bad
     input ends the program with one line on standard error and status 2: every error that this library, or the recipe
-    itself, raises on purpose. Other errors keep their traceback. A run that SIGTERM stopped ends with status 143, so
-    that a scheduler starts it again.
+    itself, raises on purpose. Other errors keep their traceback. One of several processes that fails ends without
+    waiting for the others. A run that SIGTERM stopped ends with status 143, so that a scheduler starts it again.
     """
     presets = presets or {}
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -72,12 +74,18 @@ def run_cli(
         if Interrupt.ended_by_sigterm:
             sys.exit(128 + signal.SIGTERM)
         return result
-    except (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
-        if not _is_user_error(error, main):
+    except (Exception, KeyboardInterrupt) as error:
+        is_alone = count_processes() == 1
+        if _is_user_error(error, main):
+            show_error(f"{program}: error{'' if is_alone else f' in {name_process()}'}: {error}")
+            if is_alone:
+                sys.exit(2)
+            end_process(2)
+        if is_alone:
             raise
-        show_error(f"{program}: error: {error}")
-        announce_failure(str(error), 2)
-        sys.exit(2)
+        traceback.print_exc()
+        show_error(f"{name_process()} ends with this error. If another process failed first, its log has the cause")
+        end_process(1)
 
 
 def check_names(kind: str, names: Collection[str], known: Collection[str]) -> None:
@@ -138,8 +146,10 @@ def _make_resume_spec(type_info: Any) -> Any:
     )
 
 
-def _is_user_error(error: Exception, main: Callable[..., Any]) -> bool:
+def _is_user_error(error: BaseException, main: Callable[..., Any]) -> bool:
     """Return True for a full disk, and for an error from a `raise` in this library or in the file of `main`."""
+    if not isinstance(error, _USER_ERRORS):
+        return False
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
