@@ -1,9 +1,9 @@
-"""Attack what reads and writes files: links, pipes, devices, repositories with programs, names that control a terminal.
+"""Attack what reads and writes files: links, pipes, devices, names that control a terminal.
 
     python scripts/attack/hostile_files.py               # a minute or two
 
 Each attack has a folder and a process of its own. It is refused by a message that names the file, or comes to nothing.
-Exits 1 if a link was followed, a program executed, a control character printed, or anything hung.
+Exits 1 if a link was followed, a control character printed, or anything hung.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,38 +136,6 @@ def attack_with_links(folder: Path, name: str) -> tuple[str, str]:
     return (NOTHING, "") if victim.read_text() == "precious" else (DONE, victim.read_text()[:100])
 
 
-# A repository around the current folder that names programs to run.
-
-
-def attack_with_a_repository(folder: Path, name: str) -> tuple[str, str]:
-    """Collect the environment of a run inside of a repository that names a program."""
-    from zoo.train.environment import collect_environment
-
-    git = lambda *words: subprocess.run(("git", "-C", folder, *words), check=True, capture_output=True)
-    trace, program = folder / "trace", folder / "program"
-    (folder / "file").write_text("one")
-    git("init", "-q")
-    git("add", "file")
-    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "first")
-    program.write_text(f"#!/bin/sh\necho run >> '{trace}'\ncat\n")
-    program.chmod(0o755)
-    (folder / ".gitattributes").write_text("* filter=evil diff=evil\n")
-    (folder / "file").write_text("two")
-    if name == "hook":
-        (folder / ".git" / "hooks" / "post-index-change").symlink_to(program)
-    else:
-        git("config", name, str(program))
-    os.chdir(folder)
-    commit = collect_environment()["commit"]
-    os.chdir("/")
-    if trace.exists():
-        return DONE, f"{name} was executed"
-    return (NOTHING, "") if commit.endswith("+changes") else (RAW, f"commit = {commit}")
-
-
-PROGRAMS = ("core.fsmonitor", "filter.evil.clean", "filter.evil.process", "diff.external", "core.pager", "hook")
-
-
 # Names and texts that control a terminal.
 
 
@@ -280,7 +247,6 @@ def attack_with_special_files(folder: Path, name: str) -> tuple[str, str]:
 
 ATTACKS: dict[str, tuple[Callable[[Path, str], tuple[str, str]], tuple[str, ...]]] = {
     "links": (attack_with_links, tuple(LINKS)),
-    "repositories": (attack_with_a_repository, PROGRAMS),
     "terminal": (attack_a_terminal, tuple(TEXTS)),
     "special files": (
         attack_with_special_files,

