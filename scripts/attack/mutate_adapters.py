@@ -66,17 +66,17 @@ def change_dtype(files: Files, rng: random.Random) -> str:
 
 
 def change_option(files: Files, rng: random.Random) -> str:
-    """Target other modules or ranks than the file has, or give a pattern that backtracks."""
+    """Target other modules or ranks than the file has, or give a pattern that is not a regular expression."""
     config = json.loads(files[CONFIG])
-    slow = rng.choice(["(a+)+$", "(.*)*(.*)*x", ".*" * 40 + "x", "(\\w+\\s?)*:", "((a|b|ab)*)*c"])
+    broken = rng.choice(["(", "[q", "*_proj", "q{2,1}", "(?P<q"])
     rank = (
         next(key for key in ("r", "init_r") if config.get(key)) if config["peft_type"] not in ("IA3", "OFT") else None
     )
     changes: dict[str, Any] = {
         "target_modules": [*(config.get("target_modules") or []), "o_proj", "dense", "c_fc", "out_proj", "x_proj"],
         "modules_to_save": [*(config.get("modules_to_save") or []), "lm_head", "norm"],
-        "alpha_pattern": {slow: 3, "(": 1},
-        "exclude_modules": rng.choice([[slow, 1], "(a)\\1", ".*"]),
+        "alpha_pattern": {broken: 3},
+        "exclude_modules": rng.choice([[broken, 1], broken, ".*"]),
         "bias": "lora_only" if config.get("bias") != "lora_only" else "all",
         "target_parameters": [*(config.get("target_parameters") or []), "experts.gate_up_proj", "q_proj.weight"],
     } | ({rank: rng.choice([config[rank] + 1, 0, -1, str(config[rank]), True])} if rank else {})

@@ -8,6 +8,8 @@ import pytest
 
 import zoo
 from zoo import adapters
+from zoo.adapters.peft.config import rank_from_config
+from zoo.adapters.peft.targeting import is_targeted
 
 
 def make_model(layers=2, embed=16, **options):
@@ -61,8 +63,10 @@ def change_config(path, **keys):
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' should be one of True, False"),
         ({"lora_alpha": "8"}, "lora_alpha = '8' should be a number"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern = .* should be a table of patterns and numbers"),
-        ({"alpha_pattern": {"(": 2}}, "alpha_pattern has the pattern '\\(', which is not read"),
-        ({"alpha_pattern": {"(a)\\1": 2}}, "which is not read: .* backreferences"),
+        ({"alpha_pattern": {"(": 2}}, "alpha_pattern has the pattern '\\(', which is not a regular exp.*: missing"),
+        ({"rank_pattern": {"(?i)Q_PROJ": 2}}, "rank_pattern has the pattern .*: global flags not at the start"),
+        ({"target_modules": "*_proj"}, "target_modules has the pattern .*: nothing to repeat"),
+        ({"exclude_modules": "[q"}, "exclude_modules has the pattern '\\[q', which is not a regular expression"),
         ({"rang": 3}, "the key 'rang' is not known"),
         ({"use_dora": True}, "lora_magnitude_vector"),
     ],
@@ -102,3 +106,42 @@ def test_config_of_oft_and_adalora_raises(method, keys, message, saved_others, t
     change_config(shutil.copytree(out / method, tmp_path / method), **keys)
     with pytest.raises(zoo.CheckpointError, match=message):
         adapters.load(model, tmp_path / method)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_match"),
+    [
+        ("q_proj", True),
+        ("self_attn.q_proj", True),
+        ("1.self_attn.q_proj", True),
+        ("proj", False),
+        ("self_attn", False),
+        (r"(q|k)_proj", True),
+        (r"layers\.(1|2)\..*", True),
+        (r"layers\.[02]\..*", False),
+        (r"^model\.layers.*", True),
+        (r"^layers.*", False),
+        (r"(?>q_)proj", True),
+    ],
+)
+def test_rank_pattern_matches_the_last_parts_of_a_name(pattern, is_match):
+    config = {"r": 4, "rank_pattern": {"lm_head": 1, pattern: 2, ".*": 4}}
+    assert rank_from_config(config, "model.layers.1.self_attn.q_proj") == (2 if is_match else 4)
+
+
+@pytest.mark.parametrize(
+    ("targets", "is_match"),
+    [
+        (r".*\.(q|v)_proj", True),
+        (r"(?i).*Q_PROJ", True),
+        (r"model\.(?!layers\.1).*", False),
+        (r"(\w)odel.*\.q_proj", True),
+        ("q_proj", False),
+        (["q_proj"], True),
+        (["(q|v)_proj"], False),
+    ],
+)
+def test_target_modules_are_a_pattern_or_ends_of_names(targets, is_match):
+    options = ("exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
+    config = {"target_modules": targets, **dict.fromkeys(options)}
+    assert is_targeted(config, "model.layers.1.self_attn.q_proj", in_all_linear=False) == is_match

@@ -3,8 +3,9 @@
 Options are read by type, never by their truth: `"false"`, `1` and `[0]` are no bool.
 """
 
+import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from zoo.models.hf.values import (
 )
 from zoo.weights import CheckpointError
 from zoo.weights.safetensors import read_json
-
-from .patterns import PatternError, compile_pattern, compile_suffix_pattern
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -187,17 +186,18 @@ def _find_wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
         if key in kinds and (error := kinds[key].find_error(value)):
             yield f"{key} = {_shorten_repr(value)} {error}"
             return  # the checks below read these options
-    patterns = [(key, compile_pattern, config.get(key)) for key in ("target_modules", "exclude_modules")]
-    patterns += [("feedforward_modules", compile_pattern, config.get("feedforward_modules"))]
+    patterns: list[tuple[str, Callable[[str], Any], Any]] = []
+    for key in ("target_modules", "exclude_modules", "feedforward_modules"):
+        if isinstance(config.get(key), str):
+            patterns.append((key, re.compile, config[key]))
     if method != "ADALORA":
         tables = [(key, config.get(key) or {}) for key in ("rank_pattern", "alpha_pattern")]
-        patterns += [(key, compile_suffix_pattern, pattern) for key, table in tables for pattern in table]
-    for key, compile_one, pattern in patterns:
+        patterns += [(key, _compile_suffix, pattern) for key, table in tables for pattern in table]
+    for key, compile_pattern, pattern in patterns:
         try:
-            if isinstance(pattern, str):
-                compile_one(pattern)
-        except PatternError as error:
-            yield f"{key} has the pattern {_shorten_repr(pattern)}, which is not read: {error}"
+            compile_pattern(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            yield f"{key} has the pattern {_shorten_repr(pattern)}, which is not a regular expression: {error}"
     words = config.get("layers_pattern") or ()
     for word in [words] if isinstance(words, str) else words:
         if re.fullmatch(r"\w+", word) is None:
@@ -220,6 +220,12 @@ def _find_version_error(config: Mapping[str, Any]) -> str:
     return ""
 
 
+@functools.lru_cache(maxsize=10_000)  # a table may have a key for every module, and `re` caches 512
+def _compile_suffix(pattern: str) -> re.Pattern[str]:
+    """Compile a key of `rank_pattern` or `alpha_pattern`, which matches the last parts of a name, as in PEFT."""
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
 def _shorten_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -227,7 +233,7 @@ def _shorten_repr(value: Any) -> str:
 
 def _lookup(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that matches a module, as PEFT does."""
-    return next((value for key, value in patterns.items() if compile_suffix_pattern(key)(module)), default)
+    return next((value for key, value in patterns.items() if _compile_suffix(key).match(module)), default)
 
 
 def rank_from_config(config: Mapping[str, Any], module: str) -> int:

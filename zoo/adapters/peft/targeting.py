@@ -4,8 +4,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .patterns import compile_pattern
-
 _ALL_LINEAR = "all-linear"
 _LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
@@ -20,7 +18,7 @@ def is_targeted(config: Mapping[str, Any], module: str, *, in_all_linear: bool) 
     if _matches(config["exclude_modules"] or (), module) or is_saved(config, module):
         return False
     if isinstance(targets, str):
-        return in_all_linear if targets.lower() == _ALL_LINEAR else compile_pattern(targets)(module)
+        return in_all_linear if targets.lower() == _ALL_LINEAR else re.fullmatch(targets, module) is not None
     return module in targets or (_matches(targets, module) and _is_selected_layer(config, module))
 
 
@@ -32,7 +30,9 @@ def is_targeted_parameter(config: Mapping[str, Any], parameter: str) -> bool:
 def is_feedforward(config: Mapping[str, Any], module: str) -> bool:
     """Return True if an IA3 multiplies the inputs of a module."""
     targets = config["feedforward_modules"] or ()
-    return compile_pattern(targets)(module) if isinstance(targets, str) else module.endswith(tuple(targets))
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return module.endswith(tuple(targets))
 
 
 def is_saved(config: Mapping[str, Any], module: str) -> bool:
@@ -49,7 +49,7 @@ def is_saved_by(name: str, module: str) -> bool:
 
 def _matches(targets: str | Collection[str], name: str) -> bool:
     if isinstance(targets, str):
-        return compile_pattern(targets)(name)
+        return re.fullmatch(targets, name) is not None
     return name in targets or any(name.endswith(f".{target}") for target in targets)
 
 
