@@ -174,10 +174,7 @@ def _count_neighbors(environment: Mapping[str, str], launcher: str) -> int:
         return _read_number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
     if launcher == "MPI":
         return _read_number(environment, "MPI_LOCALNRANKS", default=1)
-    counts: list[int] = []  # 8, 8, 8, 2 of 8(x3),2
-    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "1")):
-        counts += [int(tasks)] * int(nodes or 1)
-    return counts[_read_number(environment, "SLURM_NODEID", default=0)]
+    return _count_slurm_tasks(environment)
 
 
 def _assign_devices(environment: Mapping[str, str], local_index: int, neighbors: int) -> Sequence[int]:
@@ -206,7 +203,7 @@ def _count_slurm_tasks(environment: Mapping[str, str]) -> int:
     counts: list[int] = []
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "1")):
         counts += [int(tasks)] * int(nodes or 1)
-    return counts[_read_number(environment, "SLURM_NODEID", 0)]
+    return counts[_read_number(environment, "SLURM_NODEID", default=0)]
 
 
 def _is_tpu_host(environment: Mapping[str, str]) -> bool:
