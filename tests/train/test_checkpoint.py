@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import equinox as eqx
@@ -226,7 +227,7 @@ def test_checkpoint_survives_a_kill_while_saving(tmp_path, caplog):
         checkpoints = Checkpoints(Path({str(tmp_path)!r}))
         checkpoints.save(1, {{"x": jnp.ones(8)}})
         checkpoints.wait()
-        checkpoints._writer._post_finalization_callback = lambda: os.kill(os.getpid(), 9)
+        checkpoints._finish_files = lambda: os.kill(os.getpid(), 9)
         checkpoints.save(2, {{"x": jnp.ones(8)}})
         checkpoints.wait()
     """
@@ -359,7 +360,42 @@ def test_checkpoint_best_is_kept_by_later_processes(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["2", "7"]
 
 
-def test_checkpoint_later_steps_stay_until_a_save_is_complete(tmp_path):
+@pytest.mark.parametrize("damage", [truncate, Path.unlink, lambda path: path.write_bytes(b"[]")])
+def test_checkpoint_retention_reads_no_notes_of_orbax(tmp_path, damage):
+    """Damage to files that no restore reads neither ends a save nor keeps a checkpoint for ever."""
+    state = {"x": jnp.ones(3)}
+    with Checkpoints(tmp_path, keep_last=1, keep_best=1) as checkpoints:
+        for step, metric in ((1, 1.0), (2, 3.0), (3, 2.0)):
+            checkpoints.save(step, state, metric=metric)
+    for step in "13":
+        damage(tmp_path / step / "_CHECKPOINT_METADATA")
+    with Checkpoints(tmp_path, keep_last=1, keep_best=1) as checkpoints:
+        assert checkpoints.restore(state).step == 3
+        checkpoints.save(4, state, metric=4.0)
+    assert sorted(os.listdir(tmp_path)) == ["1", "4"]
+
+
+def test_checkpoint_that_cannot_be_deleted_is_named(checkpoints, monkeypatch, caplog):
+    """The checkpoint itself is on disk: no error, and the next save tries again."""
+    finish = checkpoints._finish_files
+
+    def finish_and_obstruct():
+        finish()
+        (checkpoints.directory / "deleted").touch()
+
+    for step in (1, 2):
+        checkpoints.save(step, {"x": jnp.ones(3)})
+        checkpoints.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "_finish_files", finish_and_obstruct)
+        checkpoints.save(3, {"x": jnp.ones(3)})
+        assert checkpoints.restorable_steps() == [1, 2, 3]
+    assert "superfluous checkpoints cannot be deleted" in caplog.text
+    checkpoints.save(4, {"x": jnp.ones(3)})
+    assert checkpoints.restorable_steps() == [3, 4]
+
+
+def test_checkpoint_later_steps_stay_until_a_save_is_complete(tmp_path, monkeypatch):
     state = {"x": jnp.ones(3)}
     with Checkpoints(tmp_path, keep_last=3) as checkpoints:
         for step in (10, 20, 30):
@@ -367,10 +403,13 @@ def test_checkpoint_later_steps_stay_until_a_save_is_complete(tmp_path):
         assert checkpoints.restore(state, step=10).step == 10
     seen = []
     with Checkpoints(tmp_path, keep_last=3) as checkpoints:
-        checkpoints._writer._post_finalization_callback = lambda: (
-            seen.append(sorted(os.listdir(tmp_path))),
-            checkpoints._finish_files(),
-        )
+        finish = checkpoints._finish_files
+
+        def look_and_finish():
+            seen.append(sorted(os.listdir(tmp_path)))
+            finish()
+
+        monkeypatch.setattr(checkpoints, "_finish_files", look_and_finish)
         checkpoints.save(15, state)
     assert seen == [["10", "15.orbax-checkpoint-tmp", "20", "30"]] and sorted(os.listdir(tmp_path)) == ["10", "15"]
 
@@ -410,6 +449,75 @@ def test_checkpoint_on_a_disk_that_fills_leaves_the_one_before(checkpoints, monk
     checkpoints.wait()
     checkpoints.save(3, state)
     assert checkpoints.restorable_steps() == [1, 3]
+
+
+def test_checkpoint_failed_save_deletes_nothing_then_or_later(tmp_path, monkeypatch):
+    """Step 1 would have gone with step 3, which was not written: it stays, and goes with step 4."""
+
+    def fail(folder, metric):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpoints(tmp_path, keep_last=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"x": jnp.ones(3)})
+        checkpoints.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr("zoo.train.checkpoint_folder.write_manifest", fail)
+            checkpoints.save(3, {"x": jnp.ones(3)})
+            with pytest.raises(OSError, match="step 3 was not written"):
+                checkpoints.wait()
+        assert checkpoints.restorable_steps() == [1, 2]
+        checkpoints.save(4, {"x": jnp.ones(3)})
+        assert checkpoints.restorable_steps() == [2, 4]
+
+
+def test_checkpoint_holds_numpy_arrays(checkpoints):
+    """In their own dtypes, which JAX has not without x64; written as they were when `save` was called."""
+    counts = np.arange(3) + 2**40
+    state = {"x": jnp.ones(3), "counts": counts, "rate": np.float64(1 / 3), "empty": np.zeros((0, 2))}
+    state |= {"half": np.ones(2, jnp.bfloat16), "ready": np.array([True, False])}
+    checkpoints.save(1, state)
+    counts += 1
+    back = checkpoints.restore(jax.tree.map(np.zeros_like, state) | {"x": jnp.zeros(3), "rate": np.float64(0)}).state
+    for name, x in (state | {"counts": counts - 1}).items():
+        assert type(back[name]) is type(x) and back[name].dtype == x.dtype and np.array_equal(back[name], x)
+    back["counts"] += 1
+    with pytest.raises(ValueError, match=r"counts: int64 \[3\] in the checkpoint, int32 \[3\] here"):
+        checkpoints.restore(state | {"counts": jnp.zeros(3, jnp.int32)})
+
+
+def make_donated_array():
+    x = jnp.ones(3)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (make_donated_array, "was donated to a program"),
+        (lambda: np.array(["a"]), "is an array of <U1, which checkpoints cannot hold"),
+        (lambda: np.ones(2, np.longdouble), "is an array of float128"),
+    ],
+)
+def test_checkpoint_refuses_what_it_cannot_hold(checkpoints, make, says):
+    checkpoints.save(1, {"x": jnp.ones(3)})
+    with pytest.raises(ValueError, match=rf"model.weight {says}"):
+        checkpoints.save(1, {"model": {"weight": make()}})
+    assert checkpoints.restorable_steps() == [1]
+
+
+def test_checkpoint_that_orbax_refuses_leaves_no_thread(checkpoints, monkeypatch):
+    """Orbax's threads would wait for the folder of a save that never began, and the process would not end."""
+    monkeypatch.setattr("zoo.train.checkpoint._require_savable", lambda arrays: None)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="Array has been deleted"):
+        checkpoints.save(1, {"x": make_donated_array()})
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+    assert not [thread.name for thread in set(threading.enumerate()) - before if "save" in thread.name]
+    checkpoints.save(2, {"x": jnp.ones(3)})
+    assert checkpoints.restorable_steps() == [2] and os.listdir(checkpoints.directory) == ["2"]
 
 
 def test_diff_configs():

@@ -4,22 +4,23 @@
     checkpoints.save(step, (model, opt_state), data=batches.state, config=config, metric=validation)
     step, (model, opt_state), data, config = checkpoints.restore((model, opt_state))
 
-Only this module uses Orbax, through its `AsyncCheckpointer`: the newer interface, still experimental, reports every
-failed read as "incompatible handler" and stores a configuration as arrays, and `CheckpointManager` forgets the metrics
-of earlier processes.
+Only this module uses Orbax. Its `CheckpointManager` writes a checkpoint in the background, makes it count once it is
+complete, and then deletes superfluous ones. Which checkpoints are whole is ours (`checkpoint_folder`): Orbax keeps no
+digests, and ends in errors of its own at a damaged file.
 """
 
 import concurrent.futures
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from zoo._files import to_jsonable
@@ -27,18 +28,15 @@ from zoo._optional import import_optional
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.rounds import merge_rounds, reshape_layers
 
-from .array_names import (
-    describe_arrays,
-    flatten_with_names,
-    format_key_path,
-    require_same_arrays,
-)
-from .checkpoint_folder import CheckpointFolder
+from .array_names import describe_arrays, flatten_with_names, format_key_path, require_same_arrays
+from .checkpoint_folder import TRASH, CheckpointFolder
 from .fingerprint import fingerprint_arrays, require_same_fingerprints
-from .object_store import ObjectStoreFolder, refuse_url
 from .processes import run_on_first
 
+_log = logging.getLogger("zoo")
 _orbax_log = logging.getLogger("absl")
+
+_MIN_SLICE_BYTES = 4 * 2**20
 
 
 class UnwrittenCheckpointError(OSError):
@@ -58,35 +56,24 @@ class Checkpoints:
     """Manager of a run's checkpoints, one folder per step below `directory`, a path or a URL, `gs://bucket/run`.
 
     Keeps the newest `keep_last` and the `keep_best` with the lowest metric, those of earlier processes included. Only
-    arrays are saved; static fields come from the tree passed to `restore`. Layers are saved in one round, whatever the
-    `rounds` of the mesh, and restored in those of that tree. With several processes, every process makes
-    every call, and the first one decides which checkpoints are whole.
+    arrays, of JAX and NumPy, are saved; static fields come from the tree passed to `restore`. Layers are saved in one
+    round, whatever the `rounds` of the mesh, and restored in those of that tree. With several processes, every process
+    makes every call, and the first one decides which checkpoints are whole.
 
     `frozen` is a tree that training reads but does not change, such as the base model of an adapter. Checkpoints hold
     only a fingerprint of it (`zoo.train.fingerprint`), which `restore` compares.
     """
 
     def __init__(self, directory: Path | str, *, keep_last: int = 2, keep_best: int = 1, frozen: PyTree = None):
-        self.folder = open_checkpoint_folder(directory)
-        self.directory = self.folder.path
-        self._keep = dict(keep_last=keep_last, keep_best=keep_best)
-        self._frozen = fingerprint_arrays(frozen)
         self._orbax = import_optional("orbax.checkpoint", "pip install 'equizoo[train]'")
-        self._writer = self._orbax.AsyncCheckpointer(
-            self._orbax.CompositeCheckpointHandler(
-                state=_make_state_handler(self._orbax), about=self._orbax.JsonCheckpointHandler()
-            ),
-            async_options=self._orbax.options.AsyncOptions(post_finalization_callback=self._finish_files),
-            temporary_path_class=(
-                self._orbax.path.atomicity.CommitFileTemporaryPath
-                if isinstance(self.folder, ObjectStoreFolder)
-                else None
-            ),
-        )
+        self.folder = CheckpointFolder(directory)
+        self.directory = self.folder.path
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._frozen = fingerprint_arrays(frozen)
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
-        self._saving: tuple[int, float | None] = (-1, None)
-        self._saved_bytes = 0
+        self._saving = _Save(-1, 0, None)
 
     def save(
         self,
@@ -104,40 +91,46 @@ class Checkpoints:
         - `metric`: lower is better.
 
         Deletes an earlier checkpoint of this step first, and once this one is on disk those of later steps.
-        **Raises** `UnwrittenCheckpointError`, before anything is deleted, if the disk has no room for the arrays.
+        **Raises** `UnwrittenCheckpointError`, before anything is deleted, if the disk has no room for the arrays, and
+        `ValueError` for arrays that cannot be saved: donated ones, and NumPy's of strings, dates or objects.
         """
         self.wait()
         arrays = flatten_with_names(merge_rounds(eqx.filter(state, eqx.is_array)))
-        self._saved_bytes = sum(x.nbytes for x in arrays.values())
-        if obstacle := run_on_first(lambda: self.folder.make_room(step, self._saved_bytes)):
+        _require_savable(arrays)
+        arrays = {name: np.asarray(x) if isinstance(x, np.generic) else x for name, x in arrays.items()}
+        size = sum(x.nbytes for x in arrays.values())
+        self._saving = _Save(step, size, float(metric) if metric is not None and math.isfinite(metric) else None)
+        if obstacle := run_on_first(lambda: self.folder.make_room(step, size)):
             raise UnwrittenCheckpointError(obstacle)
         about = dict(step=step, data=data, config=config or {}, leaves=describe_arrays(arrays), frozen=self._frozen)
-        args = self._orbax.args
+        items = self._orbax.args.Composite(
+            # Orbax refuses empty arrays; their shapes are in `about`.
+            state=self._orbax.args.PyTreeSave({name: x for name, x in arrays.items() if x.size}),
+            about=self._orbax.args.JsonSave(to_jsonable(about)),
+        )
         _orbax_log.addFilter(_has_no_traceback)
-        self._saving = step, float(metric) if metric is not None and math.isfinite(metric) else None
+        manager = self._make_manager()
         try:
-            self._writer.save(
-                self.directory / str(step),
-                # Orbax refuses empty arrays; their shapes are in `about`.
-                args=args.Composite(
-                    state=args.PyTreeSave({name: x for name, x in arrays.items() if x.size}),
-                    about=args.JsonSave(to_jsonable(about)),
-                ),
-            )
-        except OSError as error:
-            raise self._explain_failed_write(error) from error
-        self._pending = self._background.submit(self._finish_save)
+            manager.save(step, args=items, force=True)
+        except BaseException as error:
+            _orbax_log.removeFilter(_has_no_traceback)
+            manager.close()
+            self._raise_unwritten(error)
+            raise
+        self._pending = self._background.submit(self._finish_save, manager)
 
     def wait(self) -> None:
         """Block until the last save is on disk. **Raises** `UnwrittenCheckpointError`, once, if that failed."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            try:
-                pending.result()
-            except Exception as error:
-                raise self._explain_failed_write(error) from error
-            finally:
-                _orbax_log.removeFilter(_has_no_traceback)
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except Exception as error:
+            self._raise_unwritten(error)
+            raise
+        finally:
+            _orbax_log.removeFilter(_has_no_traceback)
 
     def restorable_steps(self) -> list[int]:
         """List the steps whose files have their names and sizes, oldest first; `latest_step` verifies digests, too.
@@ -185,7 +178,6 @@ class Checkpoints:
             self.wait()
         finally:
             self._background.shutdown()
-            self._writer.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -193,36 +185,67 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _finish_save(self) -> None:
-        """Wait until the checkpoint has its final name, then delete those that it makes superfluous."""
-        self._writer.wait_until_finished()
-        if jax.process_index() == 0:
-            self.folder.delete(self.folder.find_superfluous(self._saving[0], **self._keep))
+    # Writing
+
+    def _make_manager(self) -> Any:
+        """Make the manager of one save. A manager that outlives a failed one no longer deletes what that was to."""
+        ocp, in_store = self._orbax, self.folder.in_store
+        mode = ocp.options.AtomicityMode.COMMIT_FILE if in_store else ocp.options.AtomicityMode.AUTO
+        options = ocp.CheckpointManagerOptions(
+            single_host_load_and_broadcast=True,
+            preservation_policy=_LastAndBest(self.folder, self._saving, self._keep_last, self._keep_best),
+            lightweight_initialize=True,  # otherwise it reads files of each checkpoint, which may be damaged
+            save_root_metadata=False,
+            todelete_subdir=None if in_store else TRASH,
+            atomicity_options=ocp.options.AtomicityOptions(mode=mode),
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=self._finish_files,
+                # Otherwise its threads wait for a folder that a failed save never makes, and the process does not end.
+                create_directories_asynchronously=False,
+            ),
+        )
+        handlers = {"state": _make_state_handler(ocp), "about": ocp.JsonCheckpointHandler()}
+        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def _finish_files(self) -> None:
-        """Add to a complete checkpoint, before Orbax makes it count."""
-        if jax.process_index() == 0:
-            self.folder.finish(*self._saving)
+        """Add to a complete checkpoint, before Orbax makes it count. Called in the first process only."""
+        self.folder.finish(self._saving.step, self._saving.metric)
 
-    def _explain_failed_write(self, error: Exception) -> Exception:
-        """Delete what a failed save has written, and return the error to raise: itself, if no fault of the disk."""
+    def _finish_save(self, manager: Any) -> None:
+        """Wait until the checkpoint counts, and the superfluous ones are deleted."""
+        try:
+            manager.wait_until_finished()
+        except Exception as error:
+            if jax.process_index() != 0 or self._saving.step not in self.folder.list_steps():
+                raise
+            _log.warning("%s: superfluous checkpoints cannot be deleted (%s)", self.folder.location, error)
+        finally:
+            manager.close()
+            if jax.process_index() == 0:
+                self.folder.empty_trash()
+
+    def _raise_unwritten(self, error: BaseException) -> None:
+        """**Raises** `UnwrittenCheckpointError` if `error` is a fault of the disk, and deletes what was written."""
         text = str(error)
         if not isinstance(error, OSError) and "OS error" not in text and "No space left" not in text:
-            return error
+            return
         if jax.process_index() == 0:
             self.folder.delete_unfinished()
+        step, size, _ = self._saving
         reason = "no space was left on the disk" if "No space left" in text else text.splitlines()[0]
-        room = self.folder.describe_room(self._saved_bytes)
-        return UnwrittenCheckpointError(
-            f"{self.directory}: the checkpoint of step {self._saving[0]} was not written ({reason}): {room}"
-        )
+        raise UnwrittenCheckpointError(
+            f"{self.folder.location}: the checkpoint of step {step} was not written ({reason}): "
+            f"{self.folder.describe_room(size)}"
+        ) from error
+
+    # Reading
 
     def _read_whole(self, step: int | None, read: Callable[[int], Any]) -> Any:
         """Read the checkpoint of `step`, or of the newest one that can be read."""
         while True:
             found = self.latest_step() if step is None else self.verify(step)
             if found is None:
-                raise FileNotFoundError(f"{self.directory}: no whole checkpoint here; it holds none")
+                raise FileNotFoundError(f"{self.folder.location}: no whole checkpoint here; it holds none")
             try:
                 return read(found)
             except _UnreadableError as error:
@@ -239,68 +262,108 @@ class Checkpoints:
             raise _UnreadableError(f"its metadata cannot be read ({type(error).__name__}: {error})") from error
 
     def _restore_step(self, step: int, like: PyTree) -> RestoredCheckpoint:
-        folder = self.directory / str(step)
+        path = self.directory / str(step)
         about = self._read_metadata(step)
-        require_same_fingerprints(about["frozen"], self._frozen, folder)
+        require_same_fingerprints(about["frozen"], self._frozen, path)
         expected = flatten_with_names(merge_rounds(jax.tree.map(_to_shape, eqx.filter(like, is_array_or_shape))))
-        require_same_arrays(about["leaves"], describe_arrays(expected), folder)
-        targets = {name: x for name, x in expected.items() if x.size}
-        arrays = self._read_arrays(folder, targets)
+        require_same_arrays(about["leaves"], describe_arrays(expected), path)
+        arrays = self._read_arrays(path, {name: x for name, x in expected.items() if x.size})
 
         def fill_leaf(path: tuple, leaf: Any) -> Any:
             if not is_array_or_shape(leaf):
                 return leaf
             if not leaf.size:
-                return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+                return leaf if _is_numpy(leaf) else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
             x = arrays.pop(format_key_path(path))  # so that it is freed once it is copied
-            # On several devices, arrays restored by Orbax cannot be donated; copies can.
-            return (
-                jnp.copy(x) if x.shape == leaf.shape else jax.device_put(reshape_layers(x, leaf.shape), leaf.sharding)
-            )
+            if _is_numpy(leaf):
+                return x[()] if isinstance(leaf, np.generic) else x
+            if x.shape != leaf.shape:
+                return jax.device_put(reshape_layers(x, leaf.shape), leaf.sharding)
+            return jnp.copy(x)  # on several devices, arrays restored by Orbax cannot be donated; copies can
 
         state = jax.tree_util.tree_map_with_path(fill_leaf, like)
         return RestoredCheckpoint(step, state, about["data"], about["config"])
 
-    def _read_arrays(self, folder: Any, targets: Mapping[str, Any]) -> dict[str, Any]:
-        orbax, epath = self._orbax, import_optional("etils.epath", "pip install 'equizoo[train]'")
-        read = orbax.args.PyTreeRestore(targets, restore_args=orbax.checkpoint_utils.construct_restore_args(targets))
+    def _read_arrays(self, path: Any, targets: Mapping[str, Any]) -> dict[str, Any]:
+        ocp = self._orbax
+        epath = import_optional("etils.epath", "pip install 'equizoo[train]'")
+        read = ocp.args.PyTreeRestore(targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets))
         try:
-            # The handler itself reads this folder alone: not Orbax's notes beside it, which the manifest does not list.
-            return orbax.PyTreeCheckpointHandler().restore(epath.Path(folder / "state"), args=read)
+            # The handler itself reads this folder only: not Orbax's notes next to it, which the manifest does not list.
+            return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "state"), args=read)
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise
         except Exception as error:
             raise _UnreadableError(f"its arrays cannot be read ({type(error).__name__}: {error})") from error
 
 
-def open_checkpoint_folder(location: Path | str) -> CheckpointFolder | ObjectStoreFolder:
-    """Return the folder of checkpoints at a path, or at a URL of `gs://` or `file://`."""
-    if "://" in str(location):
-        return ObjectStoreFolder(str(location))
-    refuse_url(Path(location))
-    return CheckpointFolder(Path(location).absolute())
+class _Save(NamedTuple):
+    """A checkpoint that is being saved, and the size of its arrays in bytes."""
+
+    step: int
+    size: int
+    metric: float | None
 
 
-_MIN_SLICE_BYTES = 4 * 2**20
+class _LastAndBest(NamedTuple):
+    """Orbax's `PreservationPolicy`: keep the last and the best checkpoints up to the one that is being saved.
+
+    The best are those with the lowest metric; of equal ones, the later.
+    """
+
+    folder: CheckpointFolder
+    saving: _Save
+    keep_last: int
+    keep_best: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return for each checkpoint whether it is kept."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        earlier = [step for step in steps if step <= self.saving.step]
+        metrics = {step: metric for step in earlier if (metric := self._read_metric(step)) is not None}
+        best = sorted(metrics, key=lambda step: (metrics[step], -step))[: self.keep_best]
+        last = sorted(earlier, reverse=True)[: self.keep_last]
+        return [step in best or step in last for step in steps]
+
+    def _read_metric(self, step: int) -> float | None:
+        return self.saving.metric if step == self.saving.step else self.folder.read_metric(step)
 
 
-def _make_state_handler(orbax: ModuleType) -> Any:
+def _make_state_handler(ocp: Any) -> Any:
     """Return a handler that lets the copies of a replicated array write a slice each only if the slices are large.
 
     Each slice of each shape is a program to compile: with Orbax's default, which has no least size, the first save of
     30 small arrays on 8 CPU devices takes 17 s, and with this one 0.2 s.
     """
-    default = orbax.type_handlers.get_type_handler(jax.Array)
-    arrays = orbax.type_handlers.ArrayHandler(
+    default = ocp.type_handlers.get_type_handler(jax.Array)
+    arrays = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES,
         array_metadata_store=default._array_metadata_store,  # keys need one, and no public function makes it
     )
-    registry = orbax.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    return orbax.PyTreeCheckpointHandler(type_handler_registry=registry)
+    types = (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    registry = ocp.type_handlers.create_type_handler_registry(*types)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-def _to_shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def _require_savable(arrays: Mapping[str, Any]) -> None:
+    for name, x in arrays.items():
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(f"{name} was donated to a program, and cannot be saved: save what the program returned")
+        if _is_numpy(x) and not _is_stored(x.dtype):
+            raise ValueError(f"{name} is an array of {x.dtype}, which checkpoints cannot hold: pass it as `data`")
+
+
+def _is_stored(dtype: np.dtype) -> bool:
+    is_long_double = dtype.char in "gG"
+    return dtype == bool or (jnp.issubdtype(dtype, jnp.number) and not is_long_double)
+
+
+def _is_numpy(x: Any) -> bool:
+    return isinstance(x, np.ndarray | np.generic)
+
+
+def _to_shape(x: Any) -> Any:
+    return np.asarray(x) if _is_numpy(x) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:

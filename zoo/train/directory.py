@@ -12,8 +12,7 @@ from pathlib import Path
 
 from zoo._files import read_json
 
-from .checkpoint import open_checkpoint_folder
-from .object_store import parse_url
+from .checkpoint_folder import CheckpointFolder, parse_url
 
 try:
     import fcntl
@@ -31,8 +30,8 @@ _LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler's, which opens them befo
 class DirectoryLock:
     """Lock of a run's directory, which one `Run` at a time may hold, until it ends or its process dies.
 
-    A lock by `flock` on the file `run.lock`, which says who holds it. The kernel releases it with the process, so that
-    a file left by a dead one locks nothing. Where there is no `flock`, warns, and locks nothing.
+    A lock by `flock` on the file `run.lock`, which says who holds it. The kernel releases it with the process: a file
+    left by a dead one locks nothing. Where there is no `flock`, warns, and locks nothing.
     """
 
     def __init__(self, directory: Path):
@@ -116,7 +115,7 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False, checkpoi
     try:
         if resume is not False and not isinstance(checkpoints, str):
             _require_url(directory)
-        folder = open_checkpoint_folder(checkpoints or directory / "checkpoints")
+        folder = CheckpointFolder(checkpoints or directory / "checkpoints")
         steps = folder.list_steps()
         if steps and resume is False:
             raise FileExistsError(
@@ -158,24 +157,23 @@ def _require_url(directory: Path) -> None:
 
 
 def _check_writable(directory: Path) -> None:
-    reason = None
+    """**Raises** `OSError` if no file can be made in `directory`, or in the nearest one above it that exists."""
     try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(directory)  # a name that no file can have
         nearest = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
         if not nearest.is_dir():
-            reason = f"{nearest} is a file" if nearest.exists() else f"{nearest} is a link to nothing"
-            raise NotADirectoryError(reason)
+            raise NotADirectoryError(f"{nearest} is {'a file' if nearest.exists() else 'a link to nothing'}")
         with tempfile.TemporaryFile(dir=nearest, prefix=".") as probe:
             probe.write(b"\0")
             probe.flush()
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(directory)  # raises for a name that no file can have
     except (OSError, ValueError) as error:
-        reason = reason or getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise OSError(f"{directory} cannot hold a run ({reason}): choose another folder (--out)") from error
 
 
 def _is_ignored(path: Path) -> bool:
-    # A configuration alone may be that of a run, but an exported model has one, too.
+    # A configuration by itself may be that of a run, but an exported model has one, too.
     return path.suffix in _LOG_SUFFIXES or path.name.startswith(".") or path.name in ("config.json", _LOCK_FILE)
 
 

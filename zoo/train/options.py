@@ -12,7 +12,7 @@ from zoo.models import set_implementations
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, RematPolicy, Schedule, make_mesh
 
 from .loss_scale import dynamic_loss_scale
-from .object_store import refuse_url
+from .checkpoint_folder import refuse_url
 from .remat import rematerialize
 
 _Model = TypeVar("_Model")

@@ -1,4 +1,4 @@
-"""Checkpoints below a URL, as on an object store that renames nothing: whole, kept, deleted and resumed."""
+"""Folders of checkpoints, most of them below a URL, as in an object store that renames nothing."""
 
 import sys
 import types
@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zoo
 from zoo import train
-from zoo.train.checkpoint import open_checkpoint_folder
-from zoo.train.object_store import ObjectStoreFolder, parse_url
+from zoo.train.checkpoint_folder import CheckpointFolder, parse_url
 
 
 def place(devices, value):
@@ -55,7 +54,7 @@ def test_checkpoints_below_a_url(tmp_path, caplog):
         for file in (folder / "2" / "state").rglob("*"):
             if file.is_file():
                 file.write_bytes(b"")
-        with pytest.raises(FileNotFoundError, match=r"all are damaged:\n  2: its arrays cannot be read"):
+        with pytest.raises(FileNotFoundError, match=r"all are damaged, and nothing was deleted:\n  2: its arrays cannot be"):
             checkpoints.restore(place(1, 0.0))
 
 
@@ -97,7 +96,7 @@ def test_run_with_checkpoints_below_a_url(tmp_path):
     with pytest.raises(ValueError, match=f"resume it with --checkpoint-url {url}"):
         add_up(out, 6, resume=True)
     assert add_up(out, 6, resume=True, checkpoint_url=url) == 21
-    assert add_up(tmp_path / "elsewhere", 8, resume=True, checkpoint_url=url) == 36  # the checkpoints alone are needed
+    assert add_up(tmp_path / "elsewhere", 8, resume=True, checkpoint_url=url) == 36  # only the checkpoints are needed
     assert [line["step"] for line in train.read_metrics(tmp_path / "elsewhere" / "metrics.jsonl")] == [7, 8]
     assert train.RunOptions(out, checkpoint_url=url).subrun("moe").checkpoints == f"{url}/moe"
 
@@ -105,7 +104,7 @@ def test_run_with_checkpoints_below_a_url(tmp_path):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("s3://bucket/run", r"gs://BUCKET/FOLDER or file:///FOLDER\. Orbax writes to Google's store alone: mount"),
+        ("s3://bucket/run", r"gs://BUCKET/FOLDER or file:///FOLDER\. Orbax writes to Google's store only: mount"),
         ("file://run", r"'file://run' was expected to be gs://BUCKET/FOLDER or file:///FOLDER$"),
         ("gs://", r"'gs://' was expected"),
     ],
@@ -118,7 +117,7 @@ def test_url_of_another_kind_is_refused(url, says):
 def test_google_storage_asks_for_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ImportError, match="pip install gcsfs"):
-        ObjectStoreFolder("gs://bucket/run")
+        CheckpointFolder("gs://bucket/run")
 
 
 @pytest.fixture
@@ -134,7 +133,7 @@ def bucket(monkeypatch):
 
 
 def test_folder_of_a_bucket_lists_finishes_and_deletes(bucket):
-    folder = open_checkpoint_folder("gs://bucket/run/")
+    folder = CheckpointFolder("gs://bucket/run/")
     assert str(folder.path / "3") == "gs://bucket/run/3", "as Orbax gets it"
     assert folder.list_steps() == [] and folder.find_newest() is None and folder.make_room(3, 10**15) is None
     for step, metric in ((3, 1.0), (5, 2.0), (7, None), (9, 3.0)):
@@ -145,13 +144,12 @@ def test_folder_of_a_bucket_lists_finishes_and_deletes(bucket):
         folder.finish(step, metric)
         if step < 9:
             (path / "commit_success.txt").write_text("whole")
-    assert folder.list_steps() == [3, 5, 7, 9] and folder.list_whole_steps() == [3, 5, 7]
+    assert folder.list_steps() == folder.list_whole_steps() == [3, 5, 7]
     assert folder.find_newest() == folder.require_whole(7) == 7 and folder.read_metadata(5) == {"step": 5}
-    assert folder.find_superfluous(7, keep_last=1, keep_best=1) == [5, 9]
+    assert [folder.read_metric(step) for step in (3, 5, 7)] == [1, 2, None]
     assert folder.make_room(7, 1) is None  # it takes the place of the one before; the unfinished one goes
     assert folder.list_steps() == [3, 5]
-    folder.delete([3])
-    assert not any("/3/" in name for name in bucket.store) and folder.list_steps() == [5]
+    assert not any("/7/" in name or "/9/" in name for name in bucket.store)
 
 
 def test_url_for_the_folder_of_a_run_is_refused():
@@ -159,4 +157,14 @@ def test_url_for_the_folder_of_a_run_is_refused():
     with pytest.raises(ValueError, match=says):
         train.RunOptions(Path("gs://bucket/run"))
     with pytest.raises(ValueError, match=says):
-        open_checkpoint_folder(Path("gs://bucket/run"))
+        CheckpointFolder(Path("gs://bucket/run"))
+
+
+def test_folder_of_a_kill_while_deleting_is_tidied(tmp_path):
+    """Earlier versions renamed step 6 to `6.deleted`; a folder of another name is not the library's."""
+    for name in ("deleted/4/state", "6.deleted/state", "8.orbax-checkpoint-tmp-12/state", "10", "undeleted"):
+        (tmp_path / name).mkdir(parents=True)
+    folder = CheckpointFolder(tmp_path)
+    assert folder.list_steps() == [10]
+    folder.delete_unfinished()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "undeleted"]
