@@ -54,8 +54,29 @@ def test_checkpoints_below_a_url(tmp_path, caplog):
         for file in (folder / "2" / "state").rglob("*"):
             if file.is_file():
                 file.write_bytes(b"")
-        with pytest.raises(FileNotFoundError, match=r"all are damaged, and nothing was deleted:\n  2: its arrays cannot be"):
+        with pytest.raises(
+            FileNotFoundError, match=r"all are damaged, and nothing was deleted:\n  2: its arrays cannot be"
+        ):
             checkpoints.restore(place(1, 0.0))
+
+
+def test_checkpoint_below_a_url_without_one_of_its_files(tmp_path):
+    """A store has no digests: what lacks a file is passed over, or is the right state, and never another one."""
+    states = [{"table": jnp.full(300, step), "key": jax.random.key(step)} for step in range(3)]
+    with train.Checkpoints(f"file://{tmp_path}") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, states[step])
+    files = [path for path in sorted((tmp_path / "2").rglob("*")) if path.is_file()]
+    found = {}
+    for path in files:
+        content = path.read_bytes()
+        path.unlink()
+        with train.Checkpoints(f"file://{tmp_path}") as checkpoints:
+            step, state, _, _ = checkpoints.restore(states[0])
+        path.write_bytes(content)
+        found[path.relative_to(tmp_path / "2").as_posix()] = step
+        assert state["key"] == states[step]["key"] and np.array_equal(state["table"], states[step]["table"])
+    assert found["state/array_metadatas/process_0"] == found["commit_success.txt"] == found["about/metadata"] == 1
 
 
 class Counter:
@@ -150,6 +171,17 @@ def test_folder_of_a_bucket_lists_finishes_and_deletes(bucket):
     assert folder.make_room(7, 1) is None  # it takes the place of the one before; the unfinished one goes
     assert folder.list_steps() == [3, 5]
     assert not any("/7/" in name or "/9/" in name for name in bucket.store)
+
+
+def test_manager_of_a_bucket_asks_for_no_bucket(bucket):
+    """Orbax's own listing needs Google's client, and the permission to read the bucket itself."""
+    with train.Checkpoints("gs://bucket/run") as checkpoints:
+        for step in (3, 5):
+            (checkpoints.directory / str(step)).mkdir(parents=True)
+        (checkpoints.directory / "3" / "commit_success.txt").write_text("whole")
+        manager = checkpoints._make_manager()
+        assert manager.all_steps() == [3]
+        manager.close()
 
 
 def test_url_for_the_folder_of_a_run_is_refused():

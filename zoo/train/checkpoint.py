@@ -4,15 +4,15 @@
     checkpoints.save(step, (model, opt_state), data=batches.state, config=config, metric=validation)
     step, (model, opt_state), data, config = checkpoints.restore((model, opt_state))
 
-Only this module uses Orbax. Its `CheckpointManager` writes a checkpoint in the background, makes it count once it is
-complete, and then deletes superfluous ones. Which checkpoints are whole is ours (`checkpoint_folder`): Orbax keeps no
-digests, and ends in errors of its own at a damaged file.
+Only this module uses Orbax. Its `CheckpointManager` writes a checkpoint in the background, gives it its name once it is
+complete, and then deletes superfluous ones. Which checkpoints are whole is decided in `checkpoint_folder`: Orbax keeps
+no digests, and its own errors at a damaged file name no way out.
 """
 
 import concurrent.futures
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -99,7 +99,9 @@ class Checkpoints:
         _require_savable(arrays)
         arrays = {name: np.asarray(x) if isinstance(x, np.generic) else x for name, x in arrays.items()}
         size = sum(x.nbytes for x in arrays.values())
-        self._saving = _Save(step, size, float(metric) if metric is not None and math.isfinite(metric) else None)
+        if metric is not None:
+            metric = float(metric) if math.isfinite(metric) else None
+        self._saving = _Save(step, size, metric)
         if obstacle := run_on_first(lambda: self.folder.make_room(step, size)):
             raise UnwrittenCheckpointError(obstacle)
         about = dict(step=step, data=data, config=config or {}, leaves=describe_arrays(arrays), frozen=self._frozen)
@@ -108,8 +110,8 @@ class Checkpoints:
             state=self._orbax.args.PyTreeSave({name: x for name, x in arrays.items() if x.size}),
             about=self._orbax.args.JsonSave(to_jsonable(about)),
         )
-        _orbax_log.addFilter(_has_no_traceback)
         manager = self._make_manager()
+        _orbax_log.addFilter(_has_no_traceback)
         try:
             manager.save(step, args=items, force=True)
         except BaseException as error:
@@ -188,11 +190,11 @@ class Checkpoints:
     # Writing
 
     def _make_manager(self) -> Any:
-        """Make the manager of one save. A manager that outlives a failed one no longer deletes what that was to."""
+        """Make the manager of one save: after a failed save, a manager forgets which checkpoints it had to delete."""
         ocp, in_store = self._orbax, self.folder.in_store
         mode = ocp.options.AtomicityMode.COMMIT_FILE if in_store else ocp.options.AtomicityMode.AUTO
         options = ocp.CheckpointManagerOptions(
-            single_host_load_and_broadcast=True,
+            step_name_format=_StepNames(self.folder, ocp.path.step.Metadata),
             preservation_policy=_LastAndBest(self.folder, self._saving, self._keep_last, self._keep_best),
             lightweight_initialize=True,  # otherwise it reads files of each checkpoint, which may be damaged
             save_root_metadata=False,
@@ -218,7 +220,7 @@ class Checkpoints:
         except Exception as error:
             if jax.process_index() != 0 or self._saving.step not in self.folder.list_steps():
                 raise
-            _log.warning("%s: superfluous checkpoints cannot be deleted (%s)", self.folder.location, error)
+            _log.warning("%s: superfluous checkpoints were not deleted (%s)", self.folder.location, error)
         finally:
             manager.close()
             if jax.process_index() == 0:
@@ -249,7 +251,7 @@ class Checkpoints:
             try:
                 return read(found)
             except _UnreadableError as error:
-                # Digests are right, so that it is no damage that the next checkpoint would be free of.
+                # With the right digests it is not damaged: the next one would fail in the same way.
                 if self.folder.has_digests(found):
                     raise error.__cause__ or error from None
                 self.folder.mark_unreadable(found, str(error))
@@ -290,7 +292,10 @@ class Checkpoints:
         read = ocp.args.PyTreeRestore(targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets))
         try:
             # The handler itself reads this folder only: not Orbax's notes next to it, which the manifest does not list.
-            return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "state"), args=read)
+            arrays = ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "state"), args=read)
+            if describe_arrays(arrays) != describe_arrays(targets):  # keys without their metadata are integers
+                raise ValueError("their dtypes or shapes are not those that were saved")
+            return arrays
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise
         except Exception as error:
@@ -329,6 +334,25 @@ class _LastAndBest(NamedTuple):
         return self.saving.metric if step == self.saving.step else self.folder.read_metric(step)
 
 
+class _StepNames(NamedTuple):
+    """Orbax's `NameFormat`: the steps that the first process finds. Orbax's own asks Google's API for the bucket."""
+
+    folder: CheckpointFolder
+    make_metadata: Callable[..., Any]
+
+    def build_name(self, step: int) -> str:
+        """Return the name of a step's folder."""
+        return str(step)
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        """Find all checkpoints."""
+        return iter([self.find_step(base_path, step) for step in run_on_first(self.folder.list_steps)])
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        """Find the checkpoint of a step."""
+        return self.make_metadata(step=step, path=base_path / str(step))
+
+
 def _make_state_handler(ocp: Any) -> Any:
     """Return a handler that lets the copies of a replicated array write a slice each only if the slices are large.
 
@@ -354,8 +378,9 @@ def _require_savable(arrays: Mapping[str, Any]) -> None:
 
 
 def _is_stored(dtype: np.dtype) -> bool:
-    is_long_double = dtype.char in "gG"
-    return dtype == bool or (jnp.issubdtype(dtype, jnp.number) and not is_long_double)
+    """Return True for the dtypes of TensorStore: booleans, and numbers except long doubles."""
+    is_number = jnp.issubdtype(dtype, jnp.number) and dtype.char not in "gG"
+    return is_number or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def _is_numpy(x: Any) -> bool:

@@ -1,8 +1,8 @@
 """The folder of a run's checkpoints, on a disk or in an object store: the steps it holds, and which of them are whole.
 
-On a disk a checkpoint gets its name once all of it is there, and is whole if its files have the digests of its manifest.
-A store, `gs://bucket/run`, renames nothing and keeps checksums of its own: a checkpoint there is whole once it has
-Orbax's last object, `commit_success.txt`. `file:///folder` takes the same steps as a store.
+On a disk a checkpoint gets its name once all of it is written, and is whole if its files have the digests of its
+manifest. A store, `gs://bucket/run`, renames nothing and keeps checksums of its own. A checkpoint there is whole once
+it has the last object that Orbax writes, `commit_success.txt`. `file:///folder` takes the same steps as a store.
 """
 
 import json

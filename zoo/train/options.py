@@ -11,8 +11,8 @@ import optax
 from zoo.models import set_implementations
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, RematPolicy, Schedule, make_mesh
 
-from .loss_scale import dynamic_loss_scale
 from .checkpoint_folder import refuse_url
+from .loss_scale import dynamic_loss_scale
 from .remat import rematerialize
 
 _Model = TypeVar("_Model")
