@@ -141,10 +141,10 @@ def change_tensor(files: Files, rng: random.Random) -> str:
     else:
         changes = {
             "rank": lambda: array[None] if rng.random() < 0.5 or array.ndim == 1 else array.reshape(-1),
-            "cut": lambda: array[:-1],
+            "cut": lambda: np.atleast_1d(array)[:-1],
             "grow": lambda: np.concatenate([array, array[:1]]) if array.ndim else array[None],
             "integers": lambda: array.astype(np.int64),
-            "empty": lambda: array[:0],
+            "empty": lambda: np.atleast_1d(array)[:0],
         }
         arrays[tensor] = changes[kind]()
     files[name] = build_arrays(arrays)

@@ -1,8 +1,8 @@
 """Read and write safetensors files: a header of names, dtypes, shapes and byte offsets, then raw data. No code in them.
 
-The reader memory-maps a file, so that a tensor is paged in only when and where it is indexed. The header is validated
-before any data is read: the offsets must tile the file exactly. A checkpoint is one such file, or several shards with
-an index.
+The library `safetensors` validates a file before any data is read: its tensors must fill it exactly. We then map the
+file into memory, and a tensor is a view, paged in only when and where it is indexed. (The library's own arrays are
+copies, and none are FP8.) A checkpoint is one such file, or several shards with an index.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from zoo._files import create_files, open_regular, parse_json, read_limited
 from zoo._terminal import escape_controls
@@ -36,7 +37,7 @@ DTYPES: dict[str, np.dtype] = {
 _DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _DTYPE_ORDER: Sequence[str] = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
 """The order in which `safetensors` writes tensors: by dtype, then by name."""
-_MAX_HEADER_BYTES = _MAX_INDEX_BYTES = 100_000_000
+_MAX_INDEX_BYTES = 100_000_000
 _MAX_CONFIG_BYTES = 10_000_000
 _MAX_ERROR_LENGTH = 1600
 
@@ -133,56 +134,42 @@ def _open_shards(directory: Path) -> dict[str, LazyTensor]:
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """Memory-map one safetensors file and return its tensors by name. Reads the header only.
 
-    **Raises** `CheckpointError` for a file that cannot be read, and for a damaged header, or one that does not fit the
-    file's size.
+    **Raises** `CheckpointError` for a file that cannot be opened, that `safetensors` refuses, or that holds a dtype
+    which NumPy and JAX lack.
     """
     try:
-        opened = open_regular(path)
+        file = open_regular(path)  # `safe_open` would wait for the writer of a pipe
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    with opened as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{path}: not a safetensors file, or a truncated one: its {size} bytes should begin with the length of "
-                "a header that fits into them"
-            )
-        text = file.read(length)
+    with file:
+        try:
+            with safe_open(path, framework="numpy") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+                entries = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged, or not a safetensors file: {error}") from None
+        header_length = int.from_bytes(file.read(8), "little")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    try:
-        header = parse_json(text, _make_object)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its header is damaged: {error}") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header is damaged: a JSON object of tensors was expected")
-    header.pop("__metadata__", None)
-    entries = {name: _parse_header_entry(path, name, entry) for name, entry in header.items()}
-    end = 0
-    for name, (_, _, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if start != end:
-            raise CheckpointError(
-                f"{path}: {name} begins at byte {start} of the data, and the tensor before it ends at {end}"
-            )
-        end = stop
-    if end != size - 8 - length:
-        raise CheckpointError(
-            f"{path}: truncated, or longer than it says: its header describes {end} bytes of data, and the file has "
-            f"{size - 8 - length}"
-        )
     data = np.frombuffer(mapped, np.uint8)
 
     def release() -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def make_tensor(dtype: np.dtype, shape: tuple[int, ...], start: int, stop: int) -> LazyTensor:
-        span = slice(8 + length + start, 8 + length + stop)
+    def make_tensor(dtype: np.dtype, shape: tuple[int, ...], span: slice) -> LazyTensor:
         return LazyTensor(dtype, shape, lambda: data[span].view(dtype).reshape(shape), release)
 
-    return {name: make_tensor(*entry) for name, entry in entries.items()}
+    tensors: dict[str, LazyTensor] = {}
+    start = 8 + header_length
+    for name, (code, shape) in entries.items():  # in the file's order and without gaps, as `safe_open` has verified
+        if code not in DTYPES:
+            raise CheckpointError(f"{path}: {name} has the dtype {code}, and we read {', '.join(DTYPES)}")
+        stop = start + math.prod(shape) * DTYPES[code].itemsize
+        tensors[name] = make_tensor(DTYPES[code], shape, slice(start, stop))
+        start = stop
+    return tensors
 
 
 def read_json(path: Path, *, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -217,29 +204,6 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if (name := next((name for name in table if escape_controls(name) != name), None)) is not None:
         raise ValueError(f"the name {name!r} has control characters")
     return table
-
-
-def _parse_header_entry(path: Path, name: str, header_entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """Return (dtype, shape, start, stop) of one tensor. **Raises** `CheckpointError` for an invalid entry."""
-    if not isinstance(header_entry, dict) or header_entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{path}: its header is damaged at {name!r}: dtype, shape and data_offsets were expected")
-    code, shape, offsets = header_entry["dtype"], header_entry["shape"], header_entry["data_offsets"]
-    if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has the dtype {code!r}, and we read {', '.join(DTYPES)}")
-    if not (_is_count_list(shape) and _is_count_list(offsets) and len(offsets) == 2):
-        raise CheckpointError(f"{path}: its header is damaged at {name!r}: {shape=}, data_offsets={offsets}")
-    start, stop = offsets
-    size = math.prod(shape) * DTYPES[code].itemsize
-    if stop - start != size:
-        takes = f"{size} bytes" if size < 2**62 else "more bytes than any file has"
-        raise CheckpointError(
-            f"{path}: {name} is {code}{shape}, which takes {takes}, and its header gives it {stop - start}"
-        )
-    return DTYPES[code], tuple(shape), start, stop
-
-
-def _is_count_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**62 for x in value)
 
 
 def write_safetensors(path: Path, specs: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
