@@ -51,13 +51,13 @@ def make_tokenizers(directory: Path) -> list[Path]:
     """Write the three tokenizers, each with its configuration."""
     import tokenizers
 
-    from zoo.text.tokenizers import BPETokenizer, ByteTokenizer
+    from zoo.text.tokenizers import ByteTokenizer, train_bpe
 
     paths = [directory / name for name in ("bytes", "byte_level", "byte_fallback")]
     for path in paths:
         path.mkdir(parents=True)
     ByteTokenizer().save(paths[0])
-    BPETokenizer.train([TEXT.encode() * 20, b"a quick test"], 300, paths[1] / "tokenizer.json")
+    train_bpe([TEXT.encode() * 20, b"a quick test"], 300, paths[1] / "tokenizer.json")
     pieces = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abdefinrtx", "▁f"]
     words = {piece: index for index, piece in enumerate(pieces)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("▁", "f")], byte_fallback=True))
@@ -112,9 +112,11 @@ def read(path: Path) -> tuple[Any, ...]:
     tokens = next(iter(tokenizer.encode_all([TEXT.encode()])))
     decoded = tokenizer.decode(tokens)
     assert len(tokenizer.token_bytes) == tokenizer.vocab > tokens.max(initial=0) >= 0
-    assert tokenizer.token_bytes[tokens].sum() == len(decoded) and tokenizer.token_bytes[tokenizer.separator] == 0
-    changes_text = json.loads((path / "tokenizer.json").read_bytes()).get("normalizer")
-    assert decoded.decode(errors="replace").removeprefix(" ") == TEXT or changes_text, f"lost text: {decoded!r}"
+    assert tokenizer.token_bytes[tokenizer.separator] == 0
+    if not json.loads((path / "tokenizer.json").read_bytes()).get("normalizer"):  # which may change text
+        assert decoded.removeprefix(" ") == TEXT, f"lost text: {decoded!r}"
+        added_space = TEXT[0] != " " and decoded.startswith(" ")
+        assert tokenizer.token_bytes[tokens].sum() == len(TEXT.encode()) + added_space
     again = next(iter(tokenizer.encode_all([TEXT.encode()])))
     assert np.array_equal(tokens, again), "another encoding of the same text"
     return tokenizer.vocab, tokenizer.separator, tokens.tolist(), tokenizer.token_bytes.tolist()
@@ -122,11 +124,11 @@ def read(path: Path) -> tuple[Any, ...]:
 
 def read_for_generation(path: Path) -> tuple[Any, ...]:
     """Read a tokenizer as the command line does."""
-    from zoo.text.checkpoint_tokenizers import StreamDecoder, find_tokenizer
+    from zoo.text.tokenizers import StreamDecoder, find_tokenizer
 
     tokenizer = find_tokenizer(path, 256)
     assert tokenizer is not None
-    tokens, lengths = tokenizer.encode(TEXT)
+    tokens, lengths = tokenizer.encode_with_lengths(TEXT)
     assert len(tokens) == len(lengths) and lengths.sum() == len(TEXT.encode()) * bool(len(tokens))
     stream = StreamDecoder(tokenizer.decode)
     return tokenizer.prefix, tokens.tolist(), "".join(stream.push(int(token)) for token in tokens) + stream.flush()

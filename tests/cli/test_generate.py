@@ -8,15 +8,15 @@ import pytest
 
 import zoo
 from zoo.cli.generate import pad_left, read_stop_tokens
-from zoo.text.checkpoint_tokenizers import HuggingFaceTokenizer, RawByteTokenizer, StreamDecoder, find_tokenizer
+from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, StreamDecoder, find_tokenizer
 
 from .conftest import BOS, EOS
 
 
 @pytest.mark.slow
 def test_generate_streams_one_prompt(run, text_model, capsys):
-    text = HuggingFaceTokenizer(text_model / "tokenizer.json")
-    prompt = [BOS, *text.encode("Où?")[0].tolist()]
+    text = FileTokenizer(text_model / "tokenizer.json", 256)
+    prompt = [BOS, *text.encode("Où?").tolist()]
     expected = zoo.generate(zoo.load(text_model), jnp.array([prompt]), max_new_tokens=8, stop_tokens=[EOS])
     out, error = run("generate", text_model, "--prompt", "Où?", "--max-new-tokens", 8)
     new = [token for token in np.asarray(expected)[0].tolist() if token >= 0]
@@ -99,8 +99,8 @@ TEXTS = ("plain", "naïve – 日本語 👩‍🚀!", "", "é" * 9, "two  space
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_stream_decoder_prints_complete_characters(text_model, text):
-    for tokenizer in (HuggingFaceTokenizer(text_model / "tokenizer.json"), RawByteTokenizer()):
-        tokens = tokenizer.encode(text)[0].tolist()
+    for tokenizer in (FileTokenizer(text_model / "tokenizer.json", 256), ByteTokenizer()):
+        tokens = tokenizer.encode(text).tolist()
         for begun in range(0, len(tokens), 3):
             before = tokenizer.decode(tokens[:begun])
             if before.endswith("\ufffd"):
@@ -111,21 +111,21 @@ def test_stream_decoder_prints_complete_characters(text_model, text):
 
 
 def test_stream_decoder_flushes_incomplete_bytes():
-    stream = StreamDecoder(RawByteTokenizer().decode)
+    stream = StreamDecoder(ByteTokenizer().decode)
     assert [stream.push(token) for token in (65, 0xE2, 0x82)] == ["A", "", ""]
     assert stream.flush() == "\ufffd"
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_byte_counts_sum_to_the_text(text_model, text):
-    for tokenizer in (HuggingFaceTokenizer(text_model / "tokenizer.json"), RawByteTokenizer()):
-        tokens, lengths = tokenizer.encode(text)
+    for tokenizer in (FileTokenizer(text_model / "tokenizer.json", 256), ByteTokenizer()):
+        tokens, lengths = tokenizer.encode_with_lengths(text)
         assert len(tokens) == len(lengths) and lengths.sum() == len(text.encode()) and (lengths >= 0).all()
 
 
 def test_find_tokenizer_of_a_directory(text_model, tmp_path, refused, bytes_model):
     assert find_tokenizer(text_model, 256).prefix == (BOS,)
-    assert isinstance(find_tokenizer(tmp_path, 256), RawByteTokenizer) and find_tokenizer(tmp_path, 257) is None
+    assert isinstance(find_tokenizer(tmp_path, 256), ByteTokenizer) and find_tokenizer(tmp_path, 257) is None
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="not a readable tokenizer"):
         find_tokenizer(tmp_path, 256)

@@ -35,7 +35,7 @@ def read(corpus: Corpus) -> dict[str, list[bytes]]:
     for name, split in splits.items():
         starts = np.flatnonzero(np.asarray(split.tokens) == 0)
         assert starts[0] == 0
-        found[name] = [corpus.tokenizer.decode(np.asarray(part)) for part in np.split(split.tokens, starts[1:])]
+        found[name] = [corpus.decode(part).encode() for part in np.split(split.tokens, starts[1:])]
     return found
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import zoo
 from tests.quick import mark_slow
-from zoo.text.tokenizers import BPETokenizer, ByteTokenizer
+from zoo.text.tokenizers import ByteTokenizer, FileTokenizer
 from zoo.train import export, load_text, read_tokenizer, rematerialize
 
 SIZES = {"embed": 16, "layers": 2, "heads": 2, "mlp": 32}
@@ -47,7 +47,7 @@ def test_export_round_trips_a_model_from_scratch(folder, tmp_path, vocab):
     assert [facts[f"{name}_token_id"] for name in ("bos", "eos")] == [0, 0] and facts["max_position_embeddings"] == 64
     assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["bos_token"] == "\0"
     read = read_tokenizer(tmp_path / "model")
-    assert type(read) is (ByteTokenizer if vocab == 256 else BPETokenizer) and read.separator == 0
+    assert type(read) is (ByteTokenizer if vocab == 256 else FileTokenizer) and read.separator == 0
     assert np.array_equal(read.token_bytes, corpus.tokenizer.token_bytes)
     export(again, load_text((folder,), tokenizer=read, cache=tmp_path / "cache"), tmp_path / "twice", seq_len=32)
     for file in (tmp_path / "model").iterdir():
@@ -95,7 +95,7 @@ def test_read_tokenizer_with_the_separator_last(folder, tmp_path):
     assert tokenizer.token_bytes[count] == 4 and tokenizer.token_bytes[count + 1] == 0
     written = "def f():\n    return '<end>'  # the quick brown fox"
     (tokens,) = tokenizer.encode_all([written.encode()])
-    assert count in tokens and count + 1 not in tokens and tokenizer.decode(tokens).decode() == written
+    assert count in tokens and count + 1 not in tokens and tokenizer.decode(tokens) == written
 
     corpus = load_text((folder,), tokenizer=tokenizer, cache=tmp_path / "cache")
     starts = np.flatnonzero(np.asarray(corpus.train.tokens) == tokenizer.separator)
@@ -123,7 +123,7 @@ def test_read_tokenizer_with_byte_fallback(tmp_path):
     tokenizer = read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=261, bos_token_id=0, eos_token_id=2))
     (tokens,) = tokenizer.encode_all(["b a λ\n".encode()])
     assert tokens.tolist() == [260, 259, 257, 0xCE + 1, 0xBB + 1, 0x0A + 1]
-    assert tokenizer.decode(tokens).decode() == "b a λ\n" and tokenizer.token_bytes[tokens].tolist() == [
+    assert tokenizer.decode(tokens) == "b a λ\n" and tokenizer.token_bytes[tokens].tolist() == [
         1,
         2,
         1,
@@ -138,7 +138,7 @@ def test_read_tokenizer_refuses_mismatched_files(folder, tmp_path):
         str(load_text((folder,), vocab=300, cache=tmp_path / "cache").directory / "tokenizer.json")
     )
     count = made.get_vocab_size()
-    with pytest.raises(ValueError, match=rf"tokenizer.json has {count} tokens, and the model that .* knows 280"):
+    with pytest.raises(ValueError, match=f"tokenizer.json has {count} tokens, and its model knows 280"):
         read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=280, bos_token_id=0))
     with pytest.raises(ValueError, match="names no token of the 300 as bos_token_id or eos_token_id"):
         read_tokenizer(checkpoint(tmp_path / "a", made, vocab_size=300, bos_token_id=None))

@@ -17,7 +17,8 @@ from zoo._terminal import show
 from zoo.models.hf.values import integer, list_of
 from zoo.models.hf.wrappers import read_text_config
 from zoo.parallel.devices import make_device_mesh
-from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, StreamDecoder, find_tokenizer
+from zoo.text.tokenizer_file import TOKENIZER_FILE
+from zoo.text.tokenizers import StreamDecoder, Tokenizer, find_tokenizer
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import CheckpointError, read_json
 
@@ -116,11 +117,11 @@ def generate(
     printer.close()
 
 
-def _encode_prompt(text: CheckpointTokenizer | None, prompt: str, directory: Path) -> tuple[int, ...]:
+def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path) -> tuple[int, ...]:
     """Tokenize a prompt. **Raises** `ValueError` without a tokenizer, and for a prompt without tokens."""
     if text is None:
         raise ValueError(f"{directory} has no {TOKENIZER_FILE}: pass token ids, --tokens 3 5 7")
-    tokens = (*text.prefix, *text.encode(prompt)[0].tolist())
+    tokens = (*text.prefix, *text.encode(prompt).tolist())
     if not tokens:
         raise ValueError("a prompt needs at least one token: this one is empty, and the tokenizer has no prefix")
     return tokens
@@ -155,7 +156,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 class _TokenPrinter:
     """Print tokens as they are generated, and in the end tokens per second, without the first two, which compile."""
 
-    def __init__(self, text: CheckpointTokenizer | None, prompts: Sequence[Sequence[int]]):
+    def __init__(self, text: Tokenizer | None, prompts: Sequence[Sequence[int]]):
         decode = text.decode if text else _format_token_ids
         self._streams = [StreamDecoder(decode, prompt) for prompt in prompts]
         self._pieces: list[list[str]] = [[] for _ in prompts]

@@ -28,7 +28,7 @@ from zoo._files import user_cache_folder
 
 from .batches import CorpusSplit
 from .token_cache import open_cache
-from .tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
+from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 
 _CACHE_VERSION = 3  # raised whenever what is written changes
 _VALIDATION_FRACTION = 1 / 20
@@ -68,7 +68,8 @@ class Corpus:
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
         """Decode `tokens` without separators; bytes that are not UTF-8 become U+FFFD."""
-        return self.tokenizer.decode(np.asarray(tokens)).decode(errors="replace")
+        tokens = np.asarray(tokens)
+        return self.tokenizer.decode(tokens[tokens != self.tokenizer.separator])
 
     def __str__(self) -> str:
         parts = (f"{split.name} {split.text_bytes:,} bytes" for split in (self.train, self.validation))
@@ -111,7 +112,7 @@ def load_text(
     directory = (cache or user_cache_folder() / "text") / digest.hexdigest()
     about, digests = open_cache(directory, lambda part: _write_tokens(part, train, validation, vocab, tokenizer))
     if tokenizer is None:
-        tokenizer = ByteTokenizer() if vocab == 256 else BPETokenizer(directory / "tokenizer.json", vocab)
+        tokenizer = ByteTokenizer() if vocab == 256 else FileTokenizer(directory / "tokenizer.json", vocab)
     text_digest = hashlib.blake2b(f"{digests['train.bin']} {digests['validation.bin']}".encode(), digest_size=16)
     text_digest = text_digest.hexdigest()
 
@@ -250,7 +251,7 @@ def _write_tokens(
     if tokenizer is None and vocab == 256:
         tokenizer = ByteTokenizer()
     elif tokenizer is None:
-        tokenizer = BPETokenizer.train(_sample_documents(train), vocab, directory / "tokenizer.json")
+        tokenizer = train_bpe(_sample_documents(train), vocab, directory / "tokenizer.json")
     about: dict[str, Any] = dict(xz=_measure_xz(validation))
     for name, documents in (("train", train), ("validation", validation)):
         count = 0

@@ -1,24 +1,31 @@
-"""Tokenizers for training: raw bytes, byte-pair encoding trained on the corpus, or the tokenizer of a checkpoint.
+"""Tokenizers: raw bytes, or a `tokenizer.json`, from a checkpoint or trained on the corpus.
 
-Each document starts with a separator token. In the tokenizers that we make, it is token 0, the NUL byte, which does not
-occur in text.
+    tokenizer = find_tokenizer(directory, vocab=256)  # of a checkpoint, for prompts and texts
+    tokenizer = read_tokenizer(directory)             # and to train on: its tokens must keep every byte
+    tokenizer = train_bpe(documents, 4096, path)
+
+In training, each document starts with a separator token. In the tokenizers that we make, it is token 0, the NUL byte,
+which does not occur in text.
 """
 
+import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Integer
 
-from zoo._files import copy_file, write_json
+from zoo._files import JSON_BYTES, copy_file, read_json, read_limited, write_json, write_text
 from zoo._optional import import_optional
 
-from .tokenizer_file import PROBE, TOKENIZER_FILE, TokenizerError, TokenizerFile, name_faults, read_model_facts
+from .tokenizer_file import PROBE, TOKENIZER_FILE, TokenizerError, load_tokenizer, name_faults
 
 SEPARATOR = 0
+MAX_VOCAB = 2**24
+"""Bound of vocabularies that are read, sixteen times the largest in use. Arrays of a vocabulary's length are made."""
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _TOKENIZER_FILE_PATTERNS = (
     "tokenizer*",
@@ -36,21 +43,38 @@ _TEXT_BYTES = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The interface that a corpus needs."""
+    """The interface that corpora, `zoo generate` and `zoo evaluate` need."""
 
     vocab: int
     separator: int
-    token_bytes: Int[np.ndarray, "vocab"]
-    """Number of bytes of text per token; 0 for the separator."""
+    """Token that starts a document in training."""
+    prefix: tuple[int, ...]
+    """Tokens that precede every prompt (BOS)."""
     cache_key: str
     """Identifies the tokenizer: equal keys produce equal tokens."""
 
-    def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
-        """Tokenize each document, without separators."""
+    @property
+    def token_bytes(self) -> Int[np.ndarray, "vocab"]:
+        """Number of bytes of text per token; 0 for the separator."""
         ...
 
-    def decode(self, tokens: Integer[np.ndarray, "tokens"]) -> bytes:
-        """Return the bytes of `tokens`; separators have none."""
+    def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
+        """Tokenize a prompt, without the prefix. The spelling of a special token gives that token."""
+        ...
+
+    def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
+        """Tokenize as `encode` does; return the number of bytes of each token, too.
+
+        The numbers sum to the bytes of the text. A character that spans several tokens counts for the first of them.
+        """
+        ...
+
+    def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
+        """Tokenize each document, without separators. The spelling of a special token is plain text."""
+        ...
+
+    def decode(self, tokens: Sequence[int] | Integer[np.ndarray, "tokens"]) -> str:
+        """Return the text of `tokens`. Special tokens have none; partial characters become U+FFFD."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -64,139 +88,235 @@ class ByteTokenizer:
     def __init__(self):
         self.vocab = 256
         self.separator = SEPARATOR
+        self.prefix: tuple[int, ...] = (SEPARATOR,)
         self.token_bytes = (np.arange(256) != SEPARATOR).astype(np.int64)
         self.cache_key = "256"
+
+    def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
+        tokens = self.encode(text)
+        return tokens, np.ones_like(tokens)
 
     def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
         return (np.frombuffer(document, np.uint8) for document in documents)
 
-    def decode(self, tokens: Integer[np.ndarray, "tokens"]) -> bytes:
-        return tokens[tokens != SEPARATOR].astype(np.uint8).tobytes()
+    def decode(self, tokens: Sequence[int] | Integer[np.ndarray, "tokens"]) -> str:
+        tokens = np.asarray(tokens, np.int64)
+        return tokens[tokens != SEPARATOR].astype(np.uint8).tobytes().decode(errors="replace")
 
     def save(self, directory: Path) -> None:
-        separator = {"id": SEPARATOR, "content": "\0", "special": True}
-        separator |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        single = [{"SpecialToken": {"id": "\0", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-        write_json(
-            directory / TOKENIZER_FILE,
-            {
-                "version": "1.0",
-                "added_tokens": [separator],
-                "pre_tokenizer": _BYTE_LEVEL,
-                "post_processor": {
-                    "type": "TemplateProcessing",
-                    "single": single,
-                    "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
-                    "special_tokens": {"\0": {"id": "\0", "ids": [SEPARATOR], "tokens": ["\0"]}},
-                },
-                "decoder": _BYTE_LEVEL,
-                "model": {"type": "BPE", "vocab": _make_byte_vocab(), "merges": []},
-            },
-        )
+        write_text(directory / TOKENIZER_FILE, _byte_tokenizer_json())
         _write_tokenizer_config(directory, "\0")
 
 
-class BPETokenizer:
-    """Byte-pair encoding (BPE), read from a `tokenizer.json`, for a model with `vocab` tokens.
+class FileTokenizer:
+    """The tokenizer of a `tokenizer.json`, for a model with `vocab` tokens.
 
-    Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units", 2016.
+    The separator is the first token of the prefix by default, and 0 without a prefix.
 
-    **Raises** `TokenizerError` if the file is not a byte-level or byte-fallback BPE, or has more than `vocab` tokens.
+    **Raises** `ImportError` if the package `tokenizers` is not installed; `TokenizerError` for a file that it cannot
+    read.
     """
 
-    def __init__(self, path: Path, vocab: int, separator: int = SEPARATOR):
-        file = TokenizerFile.read(path)
-        if file.count > vocab:
-            raise TokenizerError(f"{path} holds {file.count} tokens, more than the vocabulary of {vocab}")
-        self.vocab, self.separator = vocab, separator
-        self.cache_key = f"{vocab} {separator} {file.digest}"
+    def __init__(self, path: Path, vocab: int, separator: int | None = None):
         self._path = path
-        self._words = {index: word for word, index in file.ids.items()}
-        text_of = _make_token_decoder(file)
-        self._tokenizer = file.build()
-        # The text of a special token within a document is plain text.
-        self._tokenizer.encode_special_tokens = True
-        added = self._tokenizer.get_added_tokens_decoder()
-        # A short corpus has fewer than `vocab` pairs: the remaining tokens decode to nothing.
-        self._texts: dict[int, bytes] = {}
-        for index, word in self._words.items():
-            if index not in added:
-                self._texts[index] = text_of(word)
-            elif not added[index].special:
-                self._texts[index] = word.encode()
-        self._texts[separator] = b""
-        self.token_bytes = np.zeros(vocab, np.int64)
-        self.token_bytes[[*self._texts]] = [len(text) for text in self._texts.values()]
-        # A normalizer changes text on purpose, and some tokenizers begin each with a space. Nothing else may be lost.
-        again = self.decode(next(self.encode_all([PROBE.encode()]))).decode(errors="replace")
-        if not file.facts.get("normalizer") and again.removeprefix(" ") != PROBE:
-            raise TokenizerError(f"{path} loses text: {PROBE!r} is read as {again!r}")
+        self._tokenizer, facts, digest = load_tokenizer(path)
+        self._text_of = _find_spelling(facts)
+        self.vocab = vocab
+        self.prefix = self._find_prefix()
+        if separator is None:
+            separator = self.prefix[0] if self.prefix else SEPARATOR
+        self.separator = separator
+        self.cache_key = f"{vocab} {separator} {digest}"
 
-    @staticmethod
-    def train(documents: Iterable[bytes], vocab: int, path: Path) -> "BPETokenizer":
-        """Train a BPE of `vocab` tokens on `documents` and write it to `path`. Deterministic."""
-        tokenizers = import_optional("tokenizers", "pip install 'equizoo[text]'")
-        level = tokenizers.pre_tokenizers.ByteLevel
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        tokenizer.pre_tokenizer = level(add_prefix_space=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab, special_tokens=["\0"], initial_alphabet=sorted(level.alphabet()), show_progress=False
-        )
-        tokenizer.train_from_iterator((document.decode() for document in documents), trainer)
-        # Readers of the file then prepend the separator, as in training.
-        prepend = tokenizers.processors.TemplateProcessing(single="\0 $A", special_tokens=[("\0", SEPARATOR)])
-        tokenizer.post_processor = prepend
-        tokenizer.save(str(path))
-        return BPETokenizer(path, vocab)
+    def _find_prefix(self) -> tuple[int, ...]:
+        """Find the special tokens before a text by encoding one. Those after a text (EOS) are not used."""
+        with_special = self._tokenizer.encode("a").ids
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        starts = [i for i in range(len(with_special)) if plain and with_special[i : i + len(plain)] == plain]
+        return tuple(with_special[: starts[0]]) if starts else ()
+
+    @property
+    def token_bytes(self) -> Int[np.ndarray, "vocab"]:
+        """Number of bytes of text per token; 0 for special tokens, and for ids that the file does not use."""
+        return self._token_bytes
+
+    @functools.cached_property
+    def _token_bytes(self) -> Int[np.ndarray, "vocab"]:
+        token_bytes = np.zeros(self.vocab, np.int64)
+        for token, text in self._spell_tokens().items():
+            if token < self.vocab:
+                token_bytes[token] = len(text)
+        return token_bytes
+
+    def _spell_tokens(self) -> dict[int, bytes]:
+        """Return the bytes of each token; of none if tokens are not spelled in bytes."""
+        if self._text_of is None:
+            return {}
+        added = self._tokenizer.get_added_tokens_decoder()
+        texts = {index: self._text_of(word) for word, index in self._tokenizer.get_vocab().items()}
+        texts.update({index: b"" if token.special else token.content.encode() for index, token in added.items()})
+        texts[self.separator] = b""
+        return texts
+
+    def check_for_training(self) -> None:
+        """**Raises** `TokenizerError` if the ids exceed the vocabulary, or if tokens would lose bytes of a text."""
+        ids = self._tokenizer.get_vocab()
+        if (count := 1 + max(ids.values(), default=-1)) > self.vocab:
+            raise TokenizerError(
+                f"{self._path} has {count} tokens, and its model knows {self.vocab}: they are not of one checkpoint"
+            )
+        if self._tokenizer.id_to_token(self.separator) is None:
+            raise TokenizerError(f"{self._path} has no token {self.separator}, to start a document with")
+        if self._text_of is None:
+            raise TokenizerError(
+                f"{self._path}: its tokens are neither byte-level nor do they fall back to bytes, and we read no others"
+            )
+        texts = self._spell_tokens()
+        if missing := sorted(_TEXT_BYTES - {text[0] for text in texts.values() if len(text) == 1}):
+            raise TokenizerError(f"{self._path} has no token for the byte {missing[0]:#04x}, which text would lose")
+        # A normalizer changes text on purpose, and some tokenizers begin each with a space. Nothing else may be lost.
+        if self._tokenizer.normalizer is None:
+            (tokens,) = self.encode_all([PROBE.encode()])
+            spelled = b"".join(texts[token] for token in tokens.tolist()).decode(errors="replace")
+            for again in (spelled, self.decode(tokens)):
+                if again.removeprefix(" ") != PROBE:
+                    raise TokenizerError(f"{self._path} loses text: {PROBE!r} is read as {again!r}")
+
+    def _encode(self, text: str, *, find_special_tokens: bool) -> Any:
+        self._tokenizer.encode_special_tokens = not find_special_tokens  # True takes their spelling as plain text
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
+        return self.encode_with_lengths(text)[0]
+
+    def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
+        codepoints = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        utf8_lengths = 1 + (codepoints >= 0x80) + (codepoints >= 0x800) + (codepoints >= 0x10000)
+        byte_offsets = np.concatenate([[0], np.cumsum(utf8_lengths)])
+        with name_faults(self._path, "cannot tokenize a text"):
+            encoded = self._encode(text, find_special_tokens=True)
+            ends = np.array([byte_offsets[stop] for _, stop in encoded.offsets], np.int64)
+        ends = np.maximum.accumulate(ends)
+        ends[-1:] = byte_offsets[-1]  # characters that a tokenizer drops at the end count for the last token
+        return np.array(encoded.ids, np.int64), np.diff(ends, prepend=0)
 
     def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
         for document in documents:
             with name_faults(self._path, "cannot tokenize a text"):
-                tokens = self._tokenizer.encode(document.decode(), add_special_tokens=False).ids
-            yield np.array(tokens, np.int64)
+                encoded = self._encode(document.decode(), find_special_tokens=False)
+            yield np.array(encoded.ids, np.int64)
 
-    def decode(self, tokens: Integer[np.ndarray, "tokens"]) -> bytes:
-        return b"".join(self._texts.get(token, b"") for token in tokens.tolist())
+    def decode(self, tokens: Sequence[int] | Integer[np.ndarray, "tokens"]) -> str:
+        with name_faults(self._path, "cannot decode tokens"):
+            return self._tokenizer.decode(np.asarray(tokens, np.int64).tolist())
 
     def save(self, directory: Path) -> None:
         for path in sorted({path for pattern in _TOKENIZER_FILE_PATTERNS for path in self._path.parent.glob(pattern)}):
             copy_file(path, directory / path.name)
         if not (self._path.parent / _TOKENIZER_CONFIG_FILE).exists():
-            _write_tokenizer_config(directory, self._words[self.separator])
+            _write_tokenizer_config(directory, self._tokenizer.id_to_token(self.separator))
+
+
+def train_bpe(documents: Iterable[bytes], vocab: int, path: Path) -> FileTokenizer:
+    """Train a byte-level BPE of `vocab` tokens on `documents` and write it to `path`. Deterministic.
+
+    Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units", 2016.
+    """
+    tokenizers = import_optional("tokenizers", "pip install 'equizoo[text]'")
+    level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["\0"], initial_alphabet=sorted(level.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator((document.decode() for document in documents), trainer)
+    # Readers of the file then prepend the separator, as in training.
+    prepend = tokenizers.processors.TemplateProcessing(single="\0 $A", special_tokens=[("\0", SEPARATOR)])
+    tokenizer.post_processor = prepend
+    tokenizer.save(str(path))
+    return FileTokenizer(path, vocab)
+
+
+def find_tokenizer(directory: Path, vocab: int) -> Tokenizer | None:
+    """Return the tokenizer of a checkpoint: its `tokenizer.json`, else bytes if the vocabulary is 256, else None."""
+    path = directory / TOKENIZER_FILE
+    if path.exists():
+        return ByteTokenizer() if _is_byte_tokenizer(path) else FileTokenizer(path, vocab)
+    return ByteTokenizer() if vocab == 256 else None
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint directory from its `tokenizer.json` and `config.json`.
+    """Read the tokenizer of a checkpoint directory, to train with, from its `tokenizer.json` and `config.json`.
 
     The separator is `bos_token_id` or, if that is not set, `eos_token_id`.
 
-    **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if one is damaged or the
-    two do not match.
+    **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if one is damaged, if the
+    two do not match, or if the tokens of a text would lose bytes of it.
     """
-    path, config = directory / TOKENIZER_FILE, directory / "config.json"
+    path = directory / TOKENIZER_FILE
+    config = directory / "config.json"
     for required in (path, config):
         if not required.exists():
             raise FileNotFoundError(
                 f"{required}: there is no such file, which says how text becomes the model's tokens"
             )
-    file, facts = TokenizerFile.read(path), read_model_facts(config)
-    vocab = facts["vocab_size"]
-    if file.count > vocab:
+    with name_faults(config, "cannot be read"):
+        facts = read_json(config)
+        if not isinstance(facts, dict):
+            raise ValueError(f"a JSON object was expected, not {type(facts).__name__}")
+    vocab = facts.get("vocab_size")
+    if type(vocab) is not int or not 0 < vocab < MAX_VOCAB:
         raise TokenizerError(
-            f"{path} has {file.count} tokens, and the model that {config} describes knows {vocab}: they are not of one "
-            "checkpoint"
+            f"{config}: vocab_size is a number of tokens from 1 to {MAX_VOCAB - 1:,}, not {str(vocab)[:50]}"
         )
-    if _is_byte_tokenizer(file):
+    if _is_byte_tokenizer(path):
+        if vocab < 256:
+            raise TokenizerError(f"{path} has 256 tokens, and the model that {config} describes knows {vocab}")
         return ByteTokenizer()
-    named = facts.get("bos_token_id"), facts.get("eos_token_id")
+    named = [facts.get("bos_token_id"), facts.get("eos_token_id")]
     separators = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
     separator = next((token for token in separators if token is not None), None)
-    if not isinstance(separator, int) or isinstance(separator, bool) or separator not in file.ids.values():
+    if type(separator) is not int or not 0 <= separator < vocab:
         raise TokenizerError(
             f"{config} names no token of the {vocab} as bos_token_id or eos_token_id, to begin a text with"
         )
-    return BPETokenizer(path, vocab, separator)
+    tokenizer = FileTokenizer(path, vocab, separator)
+    tokenizer.check_for_training()
+    return tokenizer
+
+
+class StreamDecoder:
+    """Incremental detokenizer: turn a stream of tokens into pieces of text that later tokens do not change.
+
+    A character is held back until all of its bytes have arrived, and a word keeps its leading space. `prompt` are the
+    tokens before the first new one.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()):
+        self._decode = decode
+        self._tokens = list(prompt)
+        self._start = 0
+        self._printed = len(self._tokens)
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that is complete."""
+        self._tokens.append(token)
+        new = self.flush()
+        if not new or new.endswith("\ufffd"):  # bytes that are not (yet) a complete character
+            return ""
+        self._start = self._printed
+        self._printed = len(self._tokens)
+        return new
+
+    def flush(self) -> str:
+        """Return the text that was held back."""
+        # decode with the preceding tokens, which determine whether a space is in between
+        known = self._decode(self._tokens[self._start : self._printed])
+        return self._decode(self._tokens[self._start :])[len(known) :]
 
 
 def _unicode_to_bytes() -> dict[str, int]:
@@ -207,46 +327,56 @@ def _unicode_to_bytes() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _make_byte_vocab() -> dict[str, int]:
-    """The vocabulary of `ByteTokenizer` in `tokenizer.json`: one character per byte, and the separator."""
-    return {"\0": SEPARATOR} | {
-        letter: byte for letter, byte in sorted(_unicode_to_bytes().items()) if byte != SEPARATOR
-    }
+def _find_spelling(facts: dict[str, Any]) -> Callable[[str], bytes] | None:
+    """Return the function from a token's spelling to its bytes, None for a tokenizer that is neither byte-level nor
+    falls back to bytes. `facts` is a parsed `tokenizer.json`."""
+    letters = _unicode_to_bytes()
+    byte = re.compile("<0x([0-9A-F]{2})>")
 
-
-def _is_byte_tokenizer(file: TokenizerFile) -> bool:
-    """Return True for a file that tokenizes as the one of `ByteTokenizer.save` does."""
-    facts, model = file.facts, file.facts["model"]
-    is_plain = not model.get("merges") and not facts.get("normalizer")
-    is_byte_level = facts.get("pre_tokenizer") == facts.get("decoder") == _BYTE_LEVEL
-    return is_plain and is_byte_level and file.ids == model["vocab"] == _make_byte_vocab()
-
-
-def _make_token_decoder(file: TokenizerFile) -> Callable[[str], bytes]:
-    """Return the function from a token's spelling to its bytes, for byte-level and byte-fallback decoders.
-
-    **Raises** `TokenizerError` for any other decoder, and if text has bytes that no token stands for: they would be
-    left out of it.
-    """
-    letters, decoder = _unicode_to_bytes(), json.dumps(file.facts.get("decoder"))
-    if '"ByteLevel"' in decoder:
-        spellings = {byte: letter for letter, byte in letters.items()}
+    def spell_byte_level(word: str) -> bytes:
         # A word of other letters stands for itself, as in the package.
-        text_of = lambda word: bytes(letters[x] for x in word) if letters.keys() >= {*word} else word.encode()
-    elif '"ByteFallback"' in decoder and file.facts["model"].get("byte_fallback"):
-        spellings = {byte: f"<0x{byte:02X}>" for byte in range(256)}
-        byte = re.compile("<0x([0-9A-F]{2})>")
-        text_of = lambda word: bytes.fromhex(m[1]) if (m := byte.fullmatch(word)) else word.replace("▁", " ").encode()
-    else:
-        raise TokenizerError(
-            f"{file.path}: its tokens are neither byte-level nor do they fall back to bytes, and we read no others"
-        )
-    if missing := [byte for byte in sorted(_TEXT_BYTES) if spellings[byte] not in file.ids]:
-        raise TokenizerError(f"{file.path} has no token for the byte {missing[0]:#04x}, which text would lose")
-    return text_of
+        return bytes(letters[letter] for letter in word) if letters.keys() >= {*word} else word.encode()
+
+    def spell_byte_fallback(word: str) -> bytes:
+        found = byte.fullmatch(word)
+        return bytes.fromhex(found[1]) if found else word.replace("▁", " ").encode()
+
+    decoder = json.dumps(facts.get("decoder"))
+    if '"ByteLevel"' in decoder:
+        return spell_byte_level
+    if '"ByteFallback"' in decoder and facts["model"].get("byte_fallback"):
+        return spell_byte_fallback
+    return None
+
+
+def _byte_tokenizer_json() -> str:
+    """Return the `tokenizer.json` of `ByteTokenizer`: one character per byte, and the separator."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    single = [{"SpecialToken": {"id": "\0", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    letters = {letter: byte for letter, byte in sorted(_unicode_to_bytes().items()) if byte != SEPARATOR}
+    facts = {
+        "version": "1.0",
+        "added_tokens": [{"id": SEPARATOR, "content": "\0", "special": True, **flags}],
+        "pre_tokenizer": _BYTE_LEVEL,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"\0": {"id": "\0", "ids": [SEPARATOR], "tokens": ["\0"]}},
+        },
+        "decoder": _BYTE_LEVEL,
+        "model": {"type": "BPE", "vocab": {"\0": SEPARATOR, **letters}, "merges": []},
+    }
+    return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+
+
+def _is_byte_tokenizer(path: Path) -> bool:
+    """Return True for the file that `ByteTokenizer.save` writes."""
+    with name_faults(path, "cannot be read"):
+        return read_limited(path, JSON_BYTES) == _byte_tokenizer_json().encode()
 
 
 def _write_tokenizer_config(directory: Path, separator: str) -> None:
     """Write `tokenizer_config.json`, which names the tokens that begin and end a text."""
     facts: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    write_json(directory / _TOKENIZER_CONFIG_FILE, facts | {"bos_token": separator, "eos_token": separator})
+    write_json(directory / _TOKENIZER_CONFIG_FILE, {**facts, "bos_token": separator, "eos_token": separator})

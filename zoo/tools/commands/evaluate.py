@@ -22,7 +22,8 @@ from zoo._terminal import show
 from zoo.models import Decoder, score
 from zoo.parallel import Mesh, place_batch, spmd
 from zoo.parallel.devices import make_device_mesh
-from zoo.text.checkpoint_tokenizers import TOKENIZER_FILE, CheckpointTokenizer, find_tokenizer
+from zoo.text.tokenizer_file import TOKENIZER_FILE
+from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights import load
 from zoo.weights.directory import resolve_directory
 
@@ -132,7 +133,7 @@ class _ScoredWindow:
     """Number of bytes of the scored tokens."""
 
 
-def split_into_windows(content: str, text: CheckpointTokenizer, length: int) -> list[_ScoredWindow]:
+def split_into_windows(content: str, text: Tokenizer, length: int) -> list[_ScoredWindow]:
     """Split a text into windows that score each token once. Its first token is scored only if there is a prefix.
 
     **Raises** `ValueError` for a length that leaves no room after the prefix.
@@ -141,7 +142,7 @@ def split_into_windows(content: str, text: CheckpointTokenizer, length: int) -> 
     room = length - len(prefix)
     if room < 2:
         raise ValueError(f"--length {length} is too short: the tokenizer puts {len(prefix)} tokens before every window")
-    tokens, lengths = text.encode(content)
+    tokens, lengths = text.encode_with_lengths(content)
     windows, scored = [], 0 if len(prefix) else 1
     while scored < len(tokens):
         start = max(scored - 1, 0)
