@@ -34,8 +34,9 @@ def create_files(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
 
     def create(name: str) -> BinaryIO:
         part = directory / f"{name}.{secrets.token_hex(8)}.part"
-        created[name] = part, _open_exclusively(part)
-        return created[name][1]
+        file = part.open("xb")
+        created[name] = part, file
+        return file
 
     try:
         yield create
@@ -63,17 +64,10 @@ def user_cache_folder() -> Path:
     return (Path(given) if given else Path.home().joinpath(*default)) / "equizoo"
 
 
-def _open_exclusively(path: Path) -> BinaryIO:
-    """Open a new file for writing. **Raises** `FileExistsError` if there is a file or a link of this name."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o666), "wb")
-
-
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-
-
 def open_to_append(path: Path) -> BinaryIO:
     """Open a file to append to it, created if missing. **Raises** `OSError` if it is a link."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_FOLLOW, 0o666), "ab")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "ab")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -98,7 +92,7 @@ def open_regular(path: Path) -> BinaryIO:
 
     **Raises** `ValueError` for a directory, a pipe, a socket or a device; `OSError` for a file that cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -113,10 +107,9 @@ def read_limited(path: Path, limit: int) -> bytes:
     """Read a file of at most `limit` bytes. **Raises** `ValueError` for a larger one, and as `open_regular` does."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > limit else file.read(limit + 1)
-    if max(size, len(content)) > limit:
-        raise ValueError(f"{path} has {max(size, len(content)):,} bytes, and at most {limit:,} were expected")
-    return content
+        if size > limit:
+            raise ValueError(f"{path} has {size:,} bytes, and at most {limit:,} were expected")
+        return file.read(limit)
 
 
 def read_json(path: Path, *, limit: int = JSON_BYTES) -> Any:
@@ -139,19 +132,18 @@ def parse_json(content: bytes, make_object: Callable[[list[tuple[str, Any]]], An
     """
     try:
         value = json.loads(content.decode(), object_pairs_hook=make_object)
+        is_deep = _measure_depth(value) > _JSON_DEPTH
     except RecursionError:
-        raise ValueError(f"values are nested more than {_JSON_DEPTH} deep") from None
-    level = [value]
-    for _ in range(_JSON_DEPTH):
-        level = [
-            item
-            for node in level
-            for item in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
-            if isinstance(item, dict | list)
-        ]
-        if not level:
-            return value
-    raise ValueError(f"values are nested more than {_JSON_DEPTH} deep")
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"values are nested more than {_JSON_DEPTH} deep")
+    return value
+
+
+def _measure_depth(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(_measure_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def to_jsonable(value: object) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import os
 
 import jax.numpy as jnp
 import numpy as np
@@ -133,6 +134,20 @@ def test_corpus_cuts_a_large_file_into_passages(tmp_path):
     )
     assert all(document.endswith(b"\n") for document in documents["train"])
     assert sum(map(len, documents["train"] + documents["validation"])) == file.stat().st_size
+
+
+def test_corpus_refuses_what_is_no_file(folder, tmp_path):
+    odd = folder / "odd.txt"
+    os.mkfifo(odd)  # whose writer would be waited for, for ever
+    for source in (folder, odd):
+        with pytest.raises(ValueError, match="odd.txt is a pipe, and a file was expected"):
+            load_text((source,), cache=tmp_path / "cache")
+    odd.unlink()
+    odd.symlink_to("nowhere")
+    with pytest.raises(ValueError, match="odd.txt cannot be read: No such file"):
+        load_text((folder,), cache=tmp_path / "cache")
+    with pytest.raises(FileNotFoundError, match="odd.txt: there is no such file or folder"):
+        load_text((odd,), cache=tmp_path / "cache")
 
 
 def test_corpus_defaults_to_the_standard_library(tmp_path):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
-from zoo._files import user_cache_folder
+from zoo._files import open_regular, user_cache_folder
 
 from .batches import CorpusSplit
 from .token_cache import open_cache
@@ -97,8 +97,8 @@ def load_text(
     - `cache`: a folder for the tokens, in a subfolder named by a hash of everything they depend on. By default
       `equizoo/text` in the user's cache folder. Cached tokens are verified, and damaged ones made again.
 
-    **Raises** `FileNotFoundError` for a missing path, and `ValueError` for a path without text, text that cannot be
-    split or changes while it is read, or a vocabulary below 256.
+    **Raises** `FileNotFoundError` for a missing path, and `ValueError` for a path without text, a file that cannot be
+    read, text that cannot be split or changes while it is read, or a vocabulary below 256.
     """
     if vocab < 256:
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
@@ -140,7 +140,7 @@ class _Document:
         """**Raises** `ValueError` if the file is no longer what it was when it was found."""
         if isinstance(self.source, bytes):
             return self.source[self.start : self.stop]
-        with self.source.open("rb") as file:
+        with open_regular(self.source) as file:
             file.seek(self.start)
             content = file.read(self.stop - self.start)
         if _digest_passage(self.name, content) != self.digest:
@@ -199,7 +199,14 @@ def _read_documents(named_sources: Sequence[tuple[str, Path | bytes]], origin: s
 
 
 def _read_content(source: Path | bytes) -> bytes:
-    return source if isinstance(source, bytes) else source.read_bytes()
+    """**Raises** `ValueError` for a pipe or a device, and for a file that cannot be opened, like a link to nothing."""
+    if isinstance(source, bytes):
+        return source
+    try:
+        with open_regular(source) as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from None
 
 
 def _is_text(content: bytes) -> bool:
