@@ -22,7 +22,7 @@ def with_end(tmp_path):
     return FileTokenizer(tmp_path / "tokenizer.json", 300), made.token_to_id("<end>")
 
 
-def test_special_tokens_are_found_in_prompts_and_not_in_documents(with_end):
+def test_special_tokens_of_prompts_and_documents(with_end):
     tokenizer, end = with_end
     for _ in range(2):  # neither call changes what the other does
         assert end in tokenizer.encode("fox<end>") and end not in next(tokenizer.encode_all([b"fox<end>"]))

@@ -141,22 +141,19 @@ class FileTokenizer:
     @property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
         """Number of bytes of text per token; 0 for special tokens, and for ids that the file does not use."""
-        return self._token_bytes
-
-    @functools.cached_property
-    def _token_bytes(self) -> Int[np.ndarray, "vocab"]:
         token_bytes = np.zeros(self.vocab, np.int64)
-        for token, text in self._spell_tokens().items():
+        for token, text in self._texts.items():
             if token < self.vocab:
                 token_bytes[token] = len(text)
         return token_bytes
 
-    def _spell_tokens(self) -> dict[int, bytes]:
-        """Return the bytes of each token; of none if tokens are not spelled in bytes."""
+    @functools.cached_property
+    def _texts(self) -> dict[int, bytes]:
+        """The bytes of each token. Empty if tokens are not spelled in bytes."""
         if self._text_of is None:
             return {}
-        added = self._tokenizer.get_added_tokens_decoder()
         texts = {index: self._text_of(word) for word, index in self._tokenizer.get_vocab().items()}
+        added = self._tokenizer.get_added_tokens_decoder()
         texts.update({index: b"" if token.special else token.content.encode() for index, token in added.items()})
         texts[self.separator] = b""
         return texts
@@ -174,13 +171,12 @@ class FileTokenizer:
             raise TokenizerError(
                 f"{self._path}: its tokens are neither byte-level nor do they fall back to bytes, and we read no others"
             )
-        texts = self._spell_tokens()
-        if missing := sorted(_TEXT_BYTES - {text[0] for text in texts.values() if len(text) == 1}):
+        if missing := sorted(_TEXT_BYTES - {text[0] for text in self._texts.values() if len(text) == 1}):
             raise TokenizerError(f"{self._path} has no token for the byte {missing[0]:#04x}, which text would lose")
         # A normalizer changes text on purpose, and some tokenizers begin each with a space. Nothing else may be lost.
         if self._tokenizer.normalizer is None:
             (tokens,) = self.encode_all([PROBE.encode()])
-            spelled = b"".join(texts[token] for token in tokens.tolist()).decode(errors="replace")
+            spelled = b"".join(self._texts[token] for token in tokens.tolist()).decode(errors="replace")
             for again in (spelled, self.decode(tokens)):
                 if again.removeprefix(" ") != PROBE:
                     raise TokenizerError(f"{self._path} loses text: {PROBE!r} is read as {again!r}")
