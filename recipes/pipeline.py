@@ -5,7 +5,7 @@
     python recipes/pipeline.py --resume                   # after Ctrl-C; completed runs are read back
 
 Emulated devices share a CPU: idle time is that of the timetable, whose unit is a forward pass of a stage and whose
-backward passes take two. Zero bubble and DualPipe are drawn with their cost, and not run.
+backward passes take two.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import jax
 import zoo
 from zoo import train
 from zoo.parallel import Schedule
+from zoo.tools.draw import draw_schedule
 
 import optax
 
@@ -26,19 +27,17 @@ RUNS = {
     "one-device": Schedule("1f1b"), "gpipe": Schedule("gpipe"), "1f1b": Schedule("1f1b"),
     "interleaved": Schedule("1f1b"), "residuals": Schedule("1f1b", keep="residuals"),
 }  # fmt: skip
-DRAWN = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved": "1f1b", "Zero bubble": "zero-bubble", "DualPipe": "dualpipe"}
+DRAWN = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved": "1f1b"}
 
 
 def draw_schedules(rounds, **sizes):
-    """Return pictures of all schedules in lockstep, and a table of what they cost, in forward passes of a stage."""
+    """Return pictures of all schedules, and a table of their costs, in forward passes of a stage."""
     plots, rows = {}, []
     for title, name in DRAWN.items():
-        with contextlib.suppress(ValueError):  # sizes that a schedule does not have
+        with contextlib.suppress(ValueError):  # rounds of micro-batches that the stages do not divide
             table = Schedule(name).table(**sizes, rounds=rounds if title == "Interleaved" else 1)
-            own_pace = max(work.start + work.duration for work in table.list_work(lockstep=False))
-            plots[title] = lambda width, height, table=table: table.svg(width=width)
-            row = {"schedule": title, "in lockstep": f"{table.cost():g}", "each stage at its own pace": f"{own_pace:g}"}
-            rows.append(row | {"copies of the parameters": "two" if name == "dualpipe" else "one"})
+            plots[title] = lambda width, height, table=table: draw_schedule(table, width=width)
+            rows.append({"schedule": title, "forward passes of a stage": f"{table.cost():g}"})
     return {"plots": plots, "tables": {"Cost of a step": rows}}
 
 

@@ -22,6 +22,7 @@ from scripts.draw_layer import draw
 from scripts.families_page import build_families_page, build_support
 from zoo.parallel import Schedule
 from zoo.parallel.devices import make_abstract_mesh, use_cpu
+from zoo.tools.draw import draw_schedule
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python scripts/make_pages.py"
@@ -153,11 +154,10 @@ def list_pages() -> dict[str, Callable[[], str]]:
         assert mesh is not None
         return draw(mesh, embed=64, heads=8, kv_heads=4, mlp=128, device=5, narrow=narrow)
 
-    def draw_schedule(name: str, rounds: int, width: int) -> str:
-        return Schedule(name).table(stages=4, microbatches=8, rounds=rounds).svg(width=width)
+    def draw_pipeline(name: str, rounds: int, width: int) -> str:
+        return draw_schedule(Schedule(name).table(stages=4, microbatches=8, rounds=rounds), width=width)
 
     schedules = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved": ("1f1b", 2)}
-    schedules |= {name: (name, 1) for name in ("zero-bubble", "dualpipe")}
     return {
         **{path: functools.partial(str, text) for path, text in build_api_pages(NOTE).items()},
         "zoo/models/hf/support.json": build_support,
@@ -166,7 +166,7 @@ def list_pages() -> dict[str, Callable[[], str]]:
         "docs/pictures/layer.svg": functools.partial(picture, False),
         "docs/pictures/layer-narrow.svg": functools.partial(picture, True),
         **{
-            f"docs/pictures/pipeline-{title}{suffix}.svg": functools.partial(draw_schedule, name, rounds, width)
+            f"docs/pictures/pipeline-{title}{suffix}.svg": functools.partial(draw_pipeline, name, rounds, width)
             for title, (name, rounds) in schedules.items()
             for suffix, width in {"": 860, "-narrow": 360}.items()
         },

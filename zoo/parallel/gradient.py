@@ -86,10 +86,8 @@ def value_and_grad(
     **Raises** `ValueError` if devices and micro-batches do not divide the rows, if `loss_fn` closes over an array (pass
     it in `rest`), if the loss still varies along an axis that does not shard tokens, and if the model has observed
     fields without `observe`, as what they have seen would be lost; `NotImplementedError` for a
-    schedule that is only drawn, for a loss that 1F1B cannot cut, and for observed fields in a pipeline.
+    loss that 1F1B cannot cut, and for observed fields in a pipeline.
     """
-
-    schedule.check_runs()
 
     def run(
         model: PyTree,

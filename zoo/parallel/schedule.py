@@ -1,31 +1,26 @@
-"""Pipeline schedules: which micro-batch each stage takes in each tick, forward and backward, as arrays to run and draw.
+"""Pipeline schedules: which micro-batch each stage takes in each tick, forward and backward, as arrays to run.
 
 p stages, m micro-batches, V rounds. Each stage holds V chunks of the layers, dealt out in turn: stage s has in round v
 chunk v p + s of V p. All stages take a tick together (lockstep): at most one forward pass of a chunk, then at most one
 backward pass. Between ticks activations move to the next stage, and their gradients to the stage before.
 
-    schedule = zoo.parallel.schedule.Schedule("1f1b")
+    schedule = zoo.parallel.Schedule("1f1b")
     table = schedule.table(stages=4, microbatches=16, rounds=2)
     table.bubble                                    # 0.086 of the time is idle
-    Path("schedule.svg").write_text(table.svg())
 """
 
 import dataclasses
-import heapq
 import itertools
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
-from . import drawn_schedules
-from .drawn_schedules import Job, Ticks
-from .schedule_drawing import Work, draw_work
-
-_TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "zero-bubble": "Zero bubble (ZB-H1)", "dualpipe": "DualPipe"}
-_DRAWN = ("zero-bubble", "dualpipe")
+_NAMES = ("1f1b", "gpipe")
 _KEPT = ("inputs", "residuals")
+
+_Ticks = dict[tuple[int, int, int], int]
+"""The tick of each (stage, round, micro-batch)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +28,7 @@ class Schedule:
     """A pipeline schedule: the order in which stages take micro-batches, and what they keep for the backward pass.
 
     - `name`: "1f1b" (PipeDream-flush, arXiv:2006.09503; with rounds the interleaved schedule of arXiv:2104.04473) or
-      "gpipe" (arXiv:1811.06965). "zero-bubble" (ZB-H1, arXiv:2401.10241) and "dualpipe" (arXiv:2412.19437) are drawn
-      for comparison and do not run.
+      "gpipe" (arXiv:1811.06965).
     - `keep`: "inputs" keeps the input of each stage and recomputes its activations in the backward pass; "residuals"
       keeps the residuals and recomputes nothing.
 
@@ -45,40 +39,22 @@ class Schedule:
     keep: str = "inputs"
 
     def __post_init__(self) -> None:
-        for field, value, known in (("name", self.name, _TITLES), ("keep", self.keep, _KEPT)):
+        for field, value, known in (("name", self.name, _NAMES), ("keep", self.keep, _KEPT)):
             if value not in known:
                 raise ValueError(f"{field}={value!r}: a schedule's {field} is one of {', '.join(map(repr, known))}")
 
     def table(self, *, stages: int, microbatches: int, rounds: int = 1) -> "Timetable":
         """Return the timetable for these sizes.
 
-        **Raises** `ValueError` for a size below 1, rounds of a schedule other than "1f1b", rounds of micro-batches that
-        the stages do not divide, and for "dualpipe" with an odd number of stages or micro-batches, or with fewer than
-        two micro-batches per stage.
+        **Raises** `ValueError` for a size below 1, rounds of "gpipe", and rounds of micro-batches that the stages do
+        not divide.
         """
         self._check_sizes(stages, microbatches, rounds)
-        if self.name == "1f1b":
-            return _tabulate(self.name, stages, microbatches, rounds, *_time_1f1b(stages, microbatches, rounds))
-        times = {"gpipe": _time_gpipe, "zero-bubble": drawn_schedules.time_zero_bubble}
-        times["dualpipe"] = drawn_schedules.time_dualpipe
-        return _tabulate(self.name, stages, microbatches, rounds, *times[self.name](stages, microbatches))
-
-    def check_runs(self) -> None:
-        """**Raises** `NotImplementedError` for a schedule that is only drawn: its cost, what to take instead."""
-        if self.name not in _DRAWN:
-            return
-        stages, microbatches = 8, 32
-
-        def cost(name: str, rounds: int = 1) -> str:
-            return f"{Schedule(name).table(stages=stages, microbatches=microbatches, rounds=rounds).cost():g}"
-
-        memory = ", twice the parameters" if self.name == "dualpipe" else ""
-        raise NotImplementedError(
-            f"{self.name!r} is drawn and does not run. Stages that take ticks together wait for one another: with "
-            f"{stages} stages and {microbatches} micro-batches it takes {cost(self.name)} units of time{memory}, and a "
-            f"backward pass split into two. '1f1b' takes {cost('1f1b')}, with 2 rounds {cost('1f1b', 2)}, with 4 "
-            f"{cost('1f1b', 4)}. Take Schedule('1f1b'), with rounds of layers if the bubble is too large."
-        )
+        if self.name == "gpipe":
+            forward, backward = _time_gpipe(stages, microbatches)
+        else:
+            forward, backward = _time_1f1b(stages, microbatches, rounds)
+        return _tabulate(self.name, stages, microbatches, rounds, forward, backward)
 
     def _check_sizes(self, stages: int, microbatches: int, rounds: int) -> None:
         sizes = {"stages": stages, "microbatches": microbatches, "rounds": rounds}
@@ -91,11 +67,6 @@ class Schedule:
                 f"microbatches={microbatches}: with {rounds} rounds micro-batches pass in groups of the {stages} "
                 f"stages, so let microbatches be a multiple of {stages}, or rounds 1"
             )
-        if self.name == "dualpipe" and (stages % 2 or microbatches % 2 or microbatches < 2 * stages):
-            raise ValueError(
-                f"stages={stages}, microbatches={microbatches}: 'dualpipe' takes an even number of stages, and of "
-                "micro-batches an even number of at least twice the stages"
-            )
 
 
 class Phase(NamedTuple):
@@ -105,6 +76,17 @@ class Phase(NamedTuple):
     end: int
     has_forward: bool
     has_backward: bool
+
+
+class Work(NamedTuple):
+    """One pass ("forward" or "backward") of a micro-batch through one chunk of layers on one stage."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    round: int
+    start: float
+    duration: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,8 +109,6 @@ class Timetable:
 
     forward: Int[np.ndarray, "ticks stages 3"]
     backward: Int[np.ndarray, "ticks stages 3"]
-    weights: Int[np.ndarray, "ticks stages 3"]
-    """Gradients of parameters where the schedule splits them off the backward pass ("zero-bubble" and "dualpipe")."""
 
     @property
     def enters(self) -> Int[np.ndarray, "ticks"]:
@@ -146,16 +126,8 @@ class Timetable:
         return self._find_at(self.backward, 0)
 
     def _find_at(self, table: Int[np.ndarray, "ticks stages 3"], chunk: int) -> Int[np.ndarray, "ticks"]:
-        if self.name == "dualpipe":
-            raise NotImplementedError("'dualpipe': two micro-batches enter in one tick, from both sides; it is drawn")
         rounds, stage = divmod(chunk, self.stages)
         return np.where(table[:, stage, 1] == rounds, table[:, stage, 0], -1)
-
-    def find_chunk(self, stage: int, round: int) -> int:
-        """Return how many chunks are before that of a stage and round. Rounds of "dualpipe" are its two directions."""
-        if self.name == "dualpipe":
-            return self.stages - 1 - stage if round else stage
-        return round * self.stages + stage
 
     @property
     def phases(self) -> list[Phase]:
@@ -164,115 +136,71 @@ class Timetable:
         edges = [t for t in range(len(kinds)) if t == 0 or kinds[t] != kinds[t - 1]] + [len(kinds)]
         return [Phase(begin, end, *kinds[begin]) for begin, end in itertools.pairwise(edges)]
 
-    def cost(self, *, forward: float | int = 1, backward: float | int = 2, weights: float | int = 1) -> float:
+    def cost(self, *, forward: float | int = 1, backward: float | int = 2) -> float:
         """Return the time of all ticks in lockstep: in each the stages wait for the kinds of work that any of them has.
 
         - `forward`, `backward`: time of a micro-batch on one stage, over all of its rounds.
-        - `weights`: the part of `backward` that the gradients of parameters take.
         """
-        return float(self._tick_times(forward, backward, weights).sum())
+        return float(self._tick_times(forward, backward).sum())
 
-    def _tick_times(self, forward: float | int, backward: float | int, weights: float | int) -> np.ndarray:
-        """Return the time of each tick for forward, backward and weights."""
-        is_split = _is_busy(self.weights).any()
-        times = np.array([forward, backward - weights, weights] if is_split else [forward, backward, 0.0])
-        busy = np.stack([_is_busy(table) for table in (self.forward, self.backward, self.weights)], 1)
-        return busy * times / self.rounds
+    def _tick_times(self, forward: float | int, backward: float | int) -> Float[np.ndarray, "ticks 2"]:
+        """Return the time of the forward and of the backward pass in each tick."""
+        busy = np.stack([_is_busy(self.forward), _is_busy(self.backward)], axis=1)
+        return busy * np.array([forward, backward]) / self.rounds
 
     @property
     def bubble(self) -> float:
         """The idle fraction of the stages' time in lockstep: (p - 1) / (m V + p - 1) for "1f1b" and "gpipe"."""
-        return _find_idle_fraction(self.list_work(), self.stages)
+        return 1 - sum(work.duration for work in self.list_work()) / (self.stages * self.cost())
 
-    def list_work(self, *, lockstep: bool = True) -> list[Work]:
-        """Return all work with its start and duration, in units of one micro-batch's forward pass on one stage.
-
-        - `lockstep`: True is how the tables run. False lets each stage do its work as soon as the input is there, as
-          the papers draw it: in the same order, but for "dualpipe", whose published order is another.
-        """
-        if not lockstep:
-            return drawn_schedules.start_when_ready(self._list_jobs(), self.find_chunk)
-        times = self._tick_times(1, 2, 1)
-        starts = np.concatenate([[0.0], times.reshape(-1).cumsum()])[:-1].reshape(times.shape)
-        return [
-            Work(kind, s, int(table[t, s, 0]), int(table[t, s, 1]), float(starts[t, k]), float(times[t, k]))
-            for k, (kind, table) in enumerate(self._tables().items())
-            for t, s in np.argwhere(table[..., 0] >= 0).tolist()
-        ]
-
-    def _list_jobs(self) -> list[list[Job]]:
-        """Return the jobs of each stage in order."""
-        if self.name == "dualpipe":
-            return [
-                drawn_schedules.order_dualpipe(stage, self.stages, self.microbatches) for stage in range(self.stages)
-            ]
-        orders: list[list[Job]] = [[] for _ in range(self.stages)]
-        for work in sorted(self.list_work(), key=lambda work: work.start):
-            orders[work.stage].append(Job(work.kind, work.microbatch, work.round, work.duration))
-        return orders
-
-    def _tables(self) -> Mapping[str, np.ndarray]:
-        return {"forward": self.forward, "backward": self.backward, "weights": self.weights}
-
-    def svg(self, *, lockstep: bool = True, width: int = 860) -> str:
-        """Draw the work of the stages over time, one row per stage, as a self-contained `<svg>` of this width.
-
-        - `lockstep`: as in `list_work`.
-        """
-        work = self.list_work(lockstep=lockstep)
-        idle = _find_idle_fraction(work, self.stages)
-        sizes = f"{self.stages} stages, {self.microbatches} micro-batches"
-        sizes += f", {self.rounds} rounds" if self.rounds > 1 else ""
-        sizes += ", 2 directions" if self.name == "dualpipe" else ""
-        title = f"{_TITLES[self.name]}: {idle:.1%} idle"
-        pace = "in lockstep" if lockstep else "each stage at its own pace"
-        shades = "directions" if self.name == "dualpipe" else "rounds"
-        return draw_work(work, self.stages, title=title, subtitle=(sizes, pace), shades=shades, width=width)
+    def list_work(self) -> list[Work]:
+        """Return all work with its start and duration, in units of one micro-batch's forward pass on one stage."""
+        times = self._tick_times(1, 2)
+        starts = np.concatenate([[0.0], times.cumsum()[:-1]]).reshape(times.shape)
+        found = []
+        for number, (kind, table) in enumerate({"forward": self.forward, "backward": self.backward}.items()):
+            for tick, stage in np.argwhere(table[..., 0] >= 0).tolist():
+                microbatch, round, _ = table[tick, stage].tolist()
+                start = float(starts[tick, number])
+                found.append(Work(kind, stage, microbatch, round, start, float(times[tick, number])))
+        return found
 
 
-def _time_1f1b(p: int, m: int, rounds: int) -> tuple[Ticks, Ticks, Ticks]:
+def _time_1f1b(p: int, m: int, rounds: int) -> tuple[_Ticks, _Ticks]:
+    """Return the ticks of all forward and of all backward passes."""
     every = [(s, v, i) for s in range(p) for v in range(rounds) for i in range(m)]
     forward = {(s, v, i): s + i // p * p * rounds + v * p + i % p for s, v, i in every}
     first = p * rounds - 1
     backward = {
         (s, v, i): first + (p - 1 - s) + i // p * p * rounds + (rounds - 1 - v) * p + i % p for s, v, i in every
     }
-    return forward, backward, {}
+    return forward, backward
 
 
-def _time_gpipe(p: int, m: int) -> tuple[Ticks, Ticks, Ticks]:
+def _time_gpipe(p: int, m: int) -> tuple[_Ticks, _Ticks]:
+    """Return the ticks of all forward and of all backward passes."""
     forward = {(s, 0, i): i + s for s in range(p) for i in range(m)}
     last = 2 * (m + p - 1) - 1
-    return forward, {key: last - tick for key, tick in forward.items()}, {}
+    return forward, {key: last - tick for key, tick in forward.items()}
 
 
-def _tabulate(
-    name: str, stages: int, microbatches: int, rounds: int, forward: Ticks, backward: Ticks, weights: Ticks
-) -> Timetable:
-    """Make the arrays, with a slot for each input: the lowest free one, until the input is last read."""
-    ticks = 1 + max([*backward.values(), *weights.values()])
-    tables = np.full((3, ticks, stages, 3), -1)
-    busy: list[list[tuple[int, int]]] = [[] for _ in range(stages)]  # heaps of (last tick, slot)
-    free: list[list[int]] = [[] for _ in range(stages)]
-    num_slots = 0
+def _tabulate(name: str, stages: int, microbatches: int, rounds: int, forward: _Ticks, backward: _Ticks) -> Timetable:
+    """Make the arrays, with a slot for each input: the lowest free one, until the backward pass has read it."""
+    ticks = 1 + max(backward.values())
+    tables = np.full((2, ticks, stages, 3), -1)
+    last_read: list[list[int]] = [[] for _ in range(stages)]  # the tick of each slot of a stage
     for (s, v, i), begin in sorted(forward.items(), key=lambda item: item[1]):
-        while busy[s] and busy[s][0][0] < begin:
-            heapq.heappush(free[s], heapq.heappop(busy[s])[1])
-        slot = heapq.heappop(free[s]) if free[s] else len(busy[s])
-        num_slots = max(num_slots, slot + 1)
-        heapq.heappush(busy[s], (weights.get((s, v, i), backward[s, v, i]), slot))
-        for table, times in zip(tables, (forward, backward, weights), strict=True):
-            if (s, v, i) in times:
-                table[times[s, v, i], s] = i, v, slot
+        end = backward[s, v, i]
+        reads = last_read[s]
+        slot = next((number for number, tick in enumerate(reads) if tick < begin), len(reads))
+        reads[slot : slot + 1] = [end]
+        tables[0, begin, s] = i, v, slot
+        tables[1, end, s] = i, v, slot
     tables.setflags(write=False)
+    num_slots = max(len(reads) for reads in last_read)
     return Timetable(name, stages, microbatches, rounds, num_slots, *tables)
 
 
 def _is_busy(table: Int[np.ndarray, "ticks stages 3"]) -> Bool[np.ndarray, "ticks"]:
     """Return in which ticks any stage has work."""
     return np.any(table[..., 0] >= 0, axis=1)
-
-
-def _find_idle_fraction(work: list[Work], stages: int) -> float:
-    span = max(x.start + x.duration for x in work)
-    return 1 - sum(x.duration for x in work) / (stages * span)

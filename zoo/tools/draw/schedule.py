@@ -1,22 +1,12 @@
-"""SVG pictures of pipeline schedules: one row per stage, time to the right, a box for each chunk of work."""
+"""SVG pictures of pipeline schedules: one row per stage, time to the right, a box for each pass of a micro-batch."""
 
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
 
+from ...parallel.schedule import Timetable, Work
 
-class Work(NamedTuple):
-    """One chunk of layers with one micro-batch on one stage: "forward", "backward" or "weights"."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    round: int
-    start: float
-    duration: float
-
-
-_NAMES = {"forward": "forward", "backward": "backward", "weights": "gradients of parameters"}
+_TITLES = {"gpipe": "GPipe", "1f1b": "1F1B"}
+_KINDS = ("forward", "backward")
 _LEFT, _RIGHT, _ROW, _BOX = 58.0, 8.0, 26.0, 22.0
 _LETTER, _DIGIT = 6.2, 5.8
 """Estimated widths of a character of the legend and of a digit in a box."""
@@ -45,36 +35,37 @@ _STYLE = """
 """
 
 
-def draw_work(
-    work: Sequence[Work], stages: int, *, title: str, subtitle: Sequence[str], shades: str, width: int
-) -> str:
-    """Draw the work of `stages` as a self-contained `<svg>`; micro-batch numbers are left out where boxes are narrow.
+def draw_schedule(table: Timetable, *, width: int = 860) -> str:
+    """Draw a timetable of a pipeline as a self-contained `<svg>`: one row per stage, time to the right.
 
-    CSS classes of a box: `box`, its kind, and `round0` onwards; later rounds are lighter, and the legend
-    calls them `shades`. `subtitle` is wrapped between its parts, and so is the legend.
+        table = zoo.parallel.Schedule("1f1b").table(stages=4, microbatches=16, rounds=2)
+        Path("schedule.svg").write_text(zoo.tools.draw.draw_schedule(table))
+
+    A box is one pass of a micro-batch, and has its number unless it is too narrow. Later rounds are lighter. CSS
+    classes of a box: `box`, `forward` or `backward`, and `round0` onwards.
     """
-    span = max(x.start + x.duration for x in work)
-    per_unit = (width - _LEFT - _RIGHT) / span
-    kinds = [kind for kind in _NAMES if any(x.kind == kind for x in work)]
-    rounds = 1 + max(x.round for x in work)
-    digits = len(str(max(x.microbatch for x in work)))
+    work = table.list_work()
+    per_unit = (width - _LEFT - _RIGHT) / table.cost()
+    digits = len(str(table.microbatches - 1))
     # Boxes of a pixel would otherwise be all outline.
     outline = min(0.6, 0.1 * per_unit * min(x.duration for x in work))
+    subtitle = _describe(table)
     lines = _wrap(subtitle, width)
-    legend, top = _draw_legend(kinds, rounds, shades, width, 30.0 + 15 * len(lines))
-    height = top + _ROW * stages + 6
+    legend, top = _draw_legend(table.rounds, width, 30.0 + 15 * len(lines))
+    height = top + _ROW * table.stages + 6
+    title = f"{_TITLES[table.name]}: {table.bubble:.1%} idle"
     description = f"{', '.join(subtitle)}. One row per stage, time to the right."
     parts = [
         f'<svg class="pipeline" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" role="img">',
         f"<title>{escape(title)}</title>",
         f"<desc>{escape(description)}</desc>",
-        f"<style>{_STYLE}{_shade_rounds(rounds)}</style>",
+        f"<style>{_STYLE}{_shade_rounds(table.rounds)}</style>",
         f'<rect class="paper" width="{width}" height="{height:g}"/>',
         _text(8, 19, title, "head"),
         *(_text(8, 36 + 15 * number, line) for number, line in enumerate(lines)),
         *legend,
     ]
-    for stage in range(stages):
+    for stage in range(table.stages):
         y = top + _ROW * stage
         parts.append(
             f'<g class="stage" stroke-width="{outline:.2f}">{_text(_LEFT - 8, y + 15, f"stage {stage}", "end")}'
@@ -85,8 +76,17 @@ def draw_work(
     return "\n".join([*parts, "</svg>", ""])
 
 
+def _describe(table: Timetable) -> list[str]:
+    """Return the parts of the line below the title."""
+    sizes = f"{table.stages} stages, {table.microbatches} micro-batches"
+    if table.rounds > 1:
+        sizes += f", {table.rounds} rounds"
+    return [sizes, "in lockstep"]
+
+
 def _draw_box(work: Work, per_unit: float, y: float, digits: int) -> str:
-    x, width = _LEFT + work.start * per_unit, work.duration * per_unit
+    x = _LEFT + work.start * per_unit
+    width = work.duration * per_unit
     classes = f"{work.kind} round{work.round}"
     box = f'<rect class="box {classes}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_BOX:g}"/>'
     if width < _DIGIT * digits + 3:
@@ -94,16 +94,19 @@ def _draw_box(work: Work, per_unit: float, y: float, digits: int) -> str:
     return box + _text(x + width / 2, y + 14.5, str(work.microbatch), f"number round{work.round}")
 
 
-def _draw_legend(kinds: Sequence[str], rounds: int, shades: str, width: int, y: float) -> tuple[list[str], float]:
+def _draw_legend(rounds: int, width: int, y: float) -> tuple[list[str], float]:
     """Return the legend, and where it ends."""
-    entries = [(_NAMES[kind], [(kind, 0)]) for kind in kinds]
+    entries = [(kind, [(kind, 0)]) for kind in _KINDS]
     if rounds > 1:
-        entries.append((f"{shades} 0 to {rounds - 1}", [(kinds[0], number) for number in range(rounds)]))
-    parts, x, y = [], 8.0, y + 4
+        entries.append((f"rounds 0 to {rounds - 1}", [(_KINDS[0], number) for number in range(rounds)]))
+    parts = []
+    x = 8.0
+    y += 4
     for label, samples in entries:
         wide = 13 * len(samples) + 6 + _LETTER * len(label)
         if x > 8 and x + wide > width:
-            x, y = 8.0, y + 18
+            x = 8.0
+            y += 18
         for kind, number in samples:
             parts.append(f'<rect class="sample {kind} round{number}" x="{x:g}" y="{y:g}" width="12" height="12"/>')
             x += 13
