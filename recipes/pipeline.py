@@ -10,6 +10,7 @@ backward passes take two.
 
 import contextlib
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import equinox as eqx
 import jax
 
 import zoo
-from zoo import train
+from zoo import tools, train
 from zoo.parallel import Schedule
 from zoo.tools.draw import draw_schedule
 
@@ -36,9 +37,9 @@ def draw_schedules(rounds, **sizes):
     for title, name in DRAWN.items():
         with contextlib.suppress(ValueError):  # rounds of micro-batches that the stages do not divide
             table = Schedule(name).table(**sizes, rounds=rounds if title == "Interleaved" else 1)
-            plots[title] = lambda width, height, table=table: draw_schedule(table, width=width)
+            plots[title] = tools.report.Picture.of(partial(draw_schedule, table))
             rows.append({"schedule": title, "forward passes of a stage": f"{table.cost():g}"})
-    return {"plots": plots, "tables": {"Cost of a step": rows}}
+    return plots, rows
 
 
 def main(
@@ -142,9 +143,19 @@ def main(
         rows.append(row | {"largest difference": f"{max(map(lambda a, b: abs(a - b), losses, first or losses)):.1e}"})
         first = first or losses
     about = f"{steps} steps, {microbatches} micro-batches; collectives over pipe and bytes are of one device and step"
-    report = draw_schedules(mesh_options.rounds, stages=mesh_options.pipe, microbatches=microbatches)
-    report |= {"curves": {"loss": "loss"}, "unit": "nats per token", "tokens_per_step": tokens}
-    train.report_runs(run_options.out, "Pipeline schedules", rows, description=about, **report)
+    plots, costs = draw_schedules(mesh_options.rounds, stages=mesh_options.pipe, microbatches=microbatches)
+    tools.report_runs(
+        run_options.out,
+        "Pipeline schedules",
+        rows,
+        description=about,
+        curves={"loss": "loss"},
+        unit="nats per token",
+        tokens_per_step=tokens,
+        plots=plots,
+        tables={"Cost of a step": costs},
+        recipe=main,
+    )
 
 
 if __name__ == "__main__":
