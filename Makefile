@@ -5,13 +5,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test format docs clean
+.PHONY: help demo test newest format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -22,17 +23,22 @@ demo: $(VENV)/.train ## train a small Transformer on this machine; options as in
 	@report=$$(find runs -name 'report.*' -exec ls -t {} + 2>/dev/null | head -n 1); \
 	if [ -n "$$report" ]; then echo "The report: $$report"; fi
 
-test: $(VENV)/.dev ## everything that a change must pass: style, types, tests, documentation
+test: $(VENV)/.dev ## style, types and tests; options of pytest as in `make test ARGS="-k import_order"`
 	$(call say,style)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	$(call say,types and documentation side by side)
-	@$(mkdocs) >$(VENV)/mkdocs.log 2>&1 & documentation=$$!; \
-	$(BIN)/basedpyright --pythonpath $(BIN)/python; types=$$?; \
-	wait $$documentation; built=$$?; cat $(VENV)/mkdocs.log; exit $$((types | built))
-	$(call say,tests and the code of the documentation)
+	$(call say,types)
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(call say,tests)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(ARGS)
 	$(call say,all passed)
+
+newest: $(VENV)/.dev ## tests of numbers; `make newest VENV=.venv-newest CONSTRAINTS=constraints-newest.txt PYTHON=python3.13`
+	$(call say,tests with $$($(BIN)/python -c 'import sys, jax; print("jax", jax.__version__, "on Python", sys.version.split()[0])'))
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(NUMBERS) $(ARGS)
+
+# What a new JAX can break: its primitives, shard_map, the parameters of equations.
+NUMBERS := $(addprefix tests/,ops layers models parallel generate inspect tools/plan)
 
 format: $(VENV)/.dev ## let ruff format and correct what it can
 	@$(BIN)/ruff check --fix .
@@ -43,7 +49,7 @@ docs: $(VENV)/.dev ## build the documentation into site/
 	@echo "Open site/index.html"
 
 clean: ## remove the environment, the caches and what was built; runs/ stays
-	rm -rf $(VENV) .jax_cache .hypothesis .pytest_cache .ruff_cache site dist
+	rm -rf $(VENV) .venv-newest .jax_cache .hypothesis .pytest_cache .ruff_cache site dist
 	find zoo recipes tests -name __pycache__ -type d -exec rm -rf {} +
 
 # --strict does not stop at a failure under -q, so never -q.
@@ -53,21 +59,21 @@ mkdocs = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 say = @printf '\n== %s\n' "$(1)"
 
 # An environment with the tests' packages serves the demo too.
-$(VENV)/.train: pyproject.toml constraints.txt $(VENV)/.created
-	@if [ $(VENV)/.dev -nt pyproject.toml ] && [ $(VENV)/.dev -nt constraints.txt ]; then touch $@; else $(call install,train$(,)tools); fi
+$(VENV)/.train: pyproject.toml $(CONSTRAINTS) $(VENV)/.created
+	@if [ $(VENV)/.dev -nt pyproject.toml ] && [ $(VENV)/.dev -nt $(CONSTRAINTS) ]; then touch $@; else $(call install,train$(,)tools); fi
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.created
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 	@$(call install,dev)
 
 # The stamp is written last, so that what broke off half-way is done again. uv installs in 10 seconds what takes pip a minute.
 define install
 	printf '\n== installing zoo[$(1)] into $(VENV); the first time takes a minute or two\n'; \
 	uv=$$(command -v uv || echo $(BIN)/uv); \
-	[ -x "$$uv" ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv || true; \
-	if [ -x "$$uv" ] && "$$uv" pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[$(1)]'; then \
+	[ -x "$$uv" ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) uv || true; \
+	if [ -x "$$uv" ] && "$$uv" pip install --quiet --python $(BIN)/python -c $(CONSTRAINTS) -e '.[$(1)]'; then \
 		touch $@; \
 	else \
-		$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(1)]' && touch $@; \
+		$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(1)]' && touch $@; \
 	fi
 endef
 

@@ -1,9 +1,7 @@
 """Eight virtual CPU devices, and calm property tests."""
 
 import gc
-import itertools
 import os
-from pathlib import Path
 
 from tests.processes import make_xla_flags
 
@@ -16,48 +14,20 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
-from jax._src.interpreters import mlir
-
-from tests import quick_checks
 
 # Where in the source each operation was traced is asked by no test; and what tracing allocates is seldom garbage.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 gc.set_threshold(50_000, 10, 10)
 
 
-def share_contexts(make, uses=100):
-    """Return a `make_ir_context` whose contexts serve several programs, as each takes longer than a small program.
+@pytest.fixture(scope="module", autouse=True)
+def release_programs():
+    """Let go of compiled programs after each file.
 
-    What a program was made of stays in its context, so that a new one follows before that is much.
+    Each program takes some mappings of memory. Linux allows a process 65,530 of them (vm.max_map_count).
     """
-    made, count = None, 0
-
-    def share():
-        nonlocal made, count
-        if count % uses == 0:
-            made = make()
-        count += 1
-        return made
-
-    return share
-
-
-if hasattr(mlir, "make_ir_context"):
-    mlir.make_ir_context = share_contexts(mlir.make_ir_context)
-quick_checks.install()
-
-MAPPINGS = Path("/proc/self/maps")
-MOST_MAPPINGS = 40_000
-TESTS = itertools.count()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown():
-    """Let go of compiled programs while there is room for more. Each takes some mappings of memory; Linux allows a
-    process 65,530 of them (vm.max_map_count), a whole run made more, and jaxlib then ended in a segmentation fault.
-    To list them takes 10 ms, so that only some tests ask."""
-    if next(TESTS) % 20 == 0 and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
-        jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
