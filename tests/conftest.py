@@ -20,6 +20,18 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 gc.set_threshold(50_000, 10, 10)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items):
+    """Mark the cases of a test with `one_case` as ci, except for the first that is not slow."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("one_case") and not item.get_closest_marker("slow"):
+            name = item.nodeid.partition("[")[0]
+            if name in seen:
+                item.add_marker(pytest.mark.ci)
+            seen.add(name)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def release_programs():
     """Let go of compiled programs after each file.

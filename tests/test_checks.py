@@ -44,6 +44,7 @@ def test_tokens_are_checked_at_every_door(no_type_checks, kind, call, mistake):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", MODELS)
 def test_ids_outside_the_vocabulary_give_nan_inside_programs(kind):
     model, tokens = MODELS[kind], TOKENS.at[1, 4].set(32)

@@ -172,6 +172,7 @@ def test_processes_that_meet_end_with_status_0(tmp_path):
     assert "2 processes, found by JAX's variables\n" in results[0][1]
 
 
+@pytest.mark.ci
 def test_processes_end_if_one_does_not_come(tmp_path):
     port = find_port()
     results = finish(*(start(tmp_path, index, port, count=3, timeout=6) for index in (0, 2)))
@@ -183,6 +184,7 @@ def test_processes_end_if_one_does_not_come(tmp_path):
         assert errors.count("\n") == 1, errors
 
 
+@pytest.mark.ci
 def test_process_that_is_killed_ends_the_other(tmp_path):
     port = find_port()
     (output, errors, status), (_, _, killed) = finish(*(start(tmp_path, index, port, "kill") for index in range(2)))

@@ -152,6 +152,7 @@ RULES = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rule", RULES)
 def test_vocabulary_of_the_repository(rule):
     found = RULES[rule](ROOT)

@@ -94,6 +94,7 @@ def list_pairs():
             yield pytest.param(kind, method, marks=() if quick else (pytest.mark.slow,))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "method"), list(list_pairs()))
 def test_adapter_initialization_training_and_merge(kind, method):
     model, wrapped = wrap(kind, method)
@@ -196,6 +197,7 @@ def test_generate_with_adapter_matches_forward(method):
     np.testing.assert_array_equal(text, expected[:, SEQ - 1 : -1])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", mark_slow(["lora", "dora", "ia3"], but=["dora"]))
 def test_cast_keeps_adapter_vectors_in_float32(method):
     wrapped = perturb(wrap("transformer", method)[1])

@@ -24,6 +24,7 @@ def model():
     return zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, tied=False, key=KEY)
 
 
+@pytest.mark.ci
 def test_nested_adapters_keep_names_and_base(model):
     """Each adapter has its name, its strength, and the module that it wraps as its base."""
     inner = adapters.lora(model, targets=("query", "value", "down"), rank=3, alpha=6, key=jax.random.key(1))
@@ -60,6 +61,7 @@ def index_rows(both):
     return jnp.asarray([-1 if name is None else adapters.adapter_names(both).index(name) for name in ROWS])
 
 
+@pytest.mark.ci
 def test_select_per_row_matches_each_adapter_alone(model, both):
     """Rows with one of three adapters, or none, by name or by index."""
     alone = {name: run(keep_only(both, name)) for name in ("french", "german", "tone")} | {None: run(model)}

@@ -13,6 +13,7 @@ from zoo.models.parameter_paths import list_parameter_paths
 KEY = jax.random.key(0)
 
 
+@pytest.mark.ci
 def test_lora_plus_scales_the_learning_rate_of_b():
     """Adam's first step has the length of the learning rate: sixteen times A's."""
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, tied=False, key=KEY)

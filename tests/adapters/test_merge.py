@@ -15,6 +15,7 @@ KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (8, 8), 0, 32)
 
 
+@pytest.mark.ci
 def test_merge_and_unmerge_are_exact_a_hundred_times():
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, mlp=24, key=KEY)
     wrapped = adapters.dora(model, targets=("query", "value", "down"), rank=2, key=jax.random.key(1))
@@ -32,6 +33,7 @@ def test_merge_and_unmerge_are_exact_a_hundred_times():
         adapters.unmerge(wrapped)
 
 
+@pytest.mark.ci
 def test_lora_of_a_packed_linear():
     """The packed base does not change; merging needs an explicit choice of format."""
     keys = jax.random.split(KEY)
@@ -56,6 +58,7 @@ def test_lora_of_a_packed_linear():
         adapters.LoRA(packed, max_rank=2, rank=2, scale=1.0, init="pissa", key=KEY)
 
 
+@pytest.mark.ci
 def test_save_of_a_model_with_adapters_names_merge(tmp_path):
     model = zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=24, key=jax.random.key(0))
     adapted = adapters.lora(model, key=jax.random.key(1))

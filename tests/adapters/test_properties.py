@@ -36,6 +36,7 @@ LAYERS = st.tuples(st.sampled_from([8, 12, 20]), st.sampled_from([6, 16, 30]))
 TARGETS = st.lists(st.sampled_from(["up", "gate", "down"]), min_size=1, max_size=3, unique=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", mark_slow(METHODS, but=("ia3",)))  # test_all_methods holds lora by default
 @settings(max_examples=3)
 @given(sizes=LAYERS, targets=TARGETS, rank=st.integers(1, 4), half=st.booleans(), seed=st.integers(0, 99))

@@ -60,6 +60,7 @@ def find_classes(model, classes=(Linear, NF4Linear, Int8Linear, MXFP4Linear)):
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("format", "method", "model", "layouts"),
     [
@@ -128,6 +129,7 @@ def test_step_of_quantized_base_holds_no_dequantized_copy():
     assert largest["packed"] < 2 * 128 * 128 <= largest["dequantized"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("format", CLASSES)
 def test_merge_into_quantized_base_decodes_or_rounds(format):
     adapted = wrap(format, "lora")
@@ -165,6 +167,7 @@ def blockwise_max(matrix):
     return jnp.broadcast_to(blocks.max(-1, keepdims=True), blocks.shape).reshape(matrix.shape)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", mark_slow(METHODS, but=["dora"]))
 def test_quantize_beneath_adapters(method):
     """The base is quantized, the adapters do not change, and a DoRA stores the row norms of its new base."""

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.command_line import BOS, EOS
 from zoo.cli.generate import pad_left, read_stop_tokens
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, StreamDecoder, find_tokenizer
-
-from .conftest import BOS, EOS
 
 
 @pytest.mark.slow

@@ -7,11 +7,10 @@ import jax
 import pytest
 
 import zoo
+from tests.command_line import SIZES
 from zoo._terminal import align_columns, format_bytes
 from zoo.inspect.implementations import format_ranges
 from zoo.weights import safetensors
-
-from .conftest import SIZES
 
 
 def read_info(run, *words) -> dict:

@@ -83,6 +83,7 @@ def test_interrupt_exits_with_status_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "\n"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("damage", TEXTS.values(), ids=TEXTS)
 def test_no_command_prints_control_characters(damage, text_model, tmp_path, capsys):
     directory, text = tmp_path / "hostile", tmp_path / "text"

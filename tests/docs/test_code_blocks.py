@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FOR_EIGHT_DEVICES = (

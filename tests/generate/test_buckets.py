@@ -119,6 +119,7 @@ def check_against_full_forward(model, tokens, new, options):
     np.testing.assert_array_equal(new, np.where(has_ended, -1, expected))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "kind, count, max_new",
     [("transformer", 30, 28), *(pytest.param(kind, 60, NEW, marks=pytest.mark.slow) for kind in MODELS)],

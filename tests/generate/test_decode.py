@@ -77,6 +77,7 @@ def run_on_mesh(kind, axes):
     return model, tokens, positions, *run(zoo.place(model, mesh), tokens, positions)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", mark_slow(CASES, but=("hybrid",)))
 def test_logits_equal_one_device_and_caches_are_shared(kind):
     sizes = CASES[kind]

@@ -63,6 +63,7 @@ def test_fsdp_generates_one_prompt_on_eight_devices():
     ).all()
 
 
+@pytest.mark.ci
 def test_mesh_shards_caches_and_updates_them_in_place():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     model, options = (

@@ -123,6 +123,7 @@ def test_samples_follow_their_distribution(options):
     assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
 
 
+@pytest.mark.ci
 def test_repetition_penalty_spares_unseen_tokens():
     """The penalty is so strong that no token repeats; padding does not count as part of the prompt."""
     model, tokens = make_model(), random_tokens((2, 6))
@@ -135,6 +136,7 @@ def test_repetition_penalty_spares_unseen_tokens():
     assert jnp.array_equal(zoo.generate(model, tokens, max_new_tokens=20, mask=mask, repetition_penalty=1), unpenalized)
 
 
+@pytest.mark.ci
 def test_rows_end_with_stop_tokens_also_for_a_callback():
     model, tokens = make_model(**KINDS["windows, shared keys, capped"]), random_tokens((3, 6))
     unstopped = np.asarray(zoo.generate(model, tokens, max_new_tokens=24))

@@ -45,6 +45,7 @@ class CoarseBlock(AbstractBlock):
         return eqx.tree_at(lambda h: h.x, hidden, coarse.astype(hidden.x.dtype)), state
 
 
+@pytest.mark.ci
 def test_drift_equals_that_of_numpy():
     """The embedding's rounding in float64, the losses, and the accumulated output from hidden states."""
     model, batch = make(), make_batch()

@@ -70,6 +70,7 @@ def test_tensor_all_reduces_are_those_of_the_layers(shallow, deep):
     assert each % (more * 2 * 8 * 16 * 4) == 0 and each >= 4 * more * 2 * 8 * 16 * 4
 
 
+@pytest.mark.ci
 def test_fsdp_gathers_parameters_and_scatters_gradients(shallow, deep):
     more, arrays = LAYERS[1] - LAYERS[0], 9  # of a block: two norms, four matrices of attention, three of the MLP
     scattered = total(deep, "reduce-scatter", "fsdp", of="arrays") - total(

@@ -56,6 +56,7 @@ def run_all(layer, rounded, x, info):
     return layer(x, info)[0], exact, jnp.concatenate(outputs, 1), half, rounded(x, info)[0], coarse
 
 
+@pytest.mark.ci
 def test_alibi_attention_equals_formula_cache_and_mesh():
     layer, x, info = make(), activations(2, SEQ, 24), make_info()
     ours, expected, cached, half, rounded, coarse = run_all(layer, make(rounded=True), x, info)

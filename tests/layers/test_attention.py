@@ -18,6 +18,7 @@ from zoo.parallel import Dim, vary
 KEY = jax.random.key(0)
 
 
+@pytest.mark.ci
 def test_attention_norm_over_heads_and_clip_equal_formula():
     options = {"kv_heads": 2, "norm_over_heads": partial(RMSNorm, epsilon=1e-3), "clip": 0.7}
     attention = Attention(16, 4, **options, key=KEY)
@@ -61,6 +62,7 @@ def test_attention_window_and_partial_rotary_through_a_cache():
     assert jnp.allclose(jnp.concatenate(outputs, 1), expected, atol=1e-5), "unequal chunks, a ring buffer of 3 slots"
 
 
+@pytest.mark.ci
 def test_attention_sink_joins_the_softmax_and_keeps_float32():
     """With zero queries and values of 1, the output of a head is 1 minus the probability of its sink."""
     attention = Attention(8, 2, sinks=True, key=KEY)

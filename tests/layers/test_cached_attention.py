@@ -74,6 +74,7 @@ def run_pieces(mixer, x, positions):
     return jnp.concatenate([*outputs, y], axis=1)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "rows",
     [{}, pytest.param({"slots": ()}, marks=pytest.mark.slow), {"seq": (), "tokens": (), "key_seq": ()}],

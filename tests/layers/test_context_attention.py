@@ -78,6 +78,7 @@ def make_mesh(form="ring", **sizes):
     return zoo.make_mesh(**{"data": 1} | sizes, devices=devices, layout=Layout(context=form))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("form", "sizes"),
     [
@@ -94,6 +95,7 @@ def test_context_attention_equals_one_device(form, sizes):
     check_equals_one_device(make_mesh(form, **sizes), make_batch())
 
 
+@pytest.mark.ci
 @settings(max_examples=8)
 @given(seed=st.integers(0, 999), often=st.sampled_from([0.0, 0.05, 0.3, 0.9]), padded=st.booleans())
 def test_ring_attention_of_any_documents_equals_one_device(seed, often, padded):

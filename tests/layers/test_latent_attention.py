@@ -60,6 +60,7 @@ def naive_latent_attention(layer, x):
     return layer.out(jnp.concatenate(mixed, -1))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", SIZES)
 def test_latent_attention_equals_its_formula(name):
     layer, x = make_layer(name), activations(2, SEQ, EMBED)
@@ -86,6 +87,7 @@ def run_both_modes(layer, x, cotangent, segments):
     return outputs_and_grads(LatentAttention.attend_expanded), outputs_and_grads(LatentAttention.attend_absorbed)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", mark_slow(SIZES, but=("small", "compressed")))
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**20), segmented=st.booleans())
@@ -105,6 +107,7 @@ def decode(layer, state, x, positions):
     return layer(x, TokenInfo(positions), state)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", mark_slow(SIZES, but=("small", "compressed")))
 def test_latent_attention_with_a_cache_equals_without(name):
     """One token at a time and in unequal chunks; one row is padded on the left."""

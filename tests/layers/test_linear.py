@@ -43,6 +43,7 @@ def naive_per_head(linear, x, transposed):
     return jnp.stack(outputs, -2)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("transposed", "bias"),
     mark_slow(itertools.product((False, True), repeat=2), but=[(False, True), (True, True)]),

@@ -139,6 +139,7 @@ def test_sparse_attention_with_a_cache_equals_without(axes):
     assert make_layer(has_indexer=False).init_state(2, SEQ).index_keys is None
 
 
+@pytest.mark.ci
 def test_sparse_attention_refuses_what_it_cannot_compute():
     mesh = zoo.make_mesh(context=2, devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="'ring' cannot compute this, because keys that tokens select .* gathered"):

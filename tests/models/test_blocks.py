@@ -5,11 +5,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from zoo.layers import RWKV4, Dropout, LayerNorm, RWKV4ChannelMixing, TokenInfo
 from zoo.models import Hidden, TwoMixerBlock
 
 
+@pytest.mark.ci
 def test_two_mixer_block_of_a_smaller_stream_is_as_much_smaller():
     """Norms without an epsilon undo powers of 2, to the bit."""
     mixer_key, ffn_key, data_key = jax.random.split(jax.random.key(0), 3)

@@ -101,6 +101,7 @@ def test_decoder_generation_equals_full_passes(model):
         assert (logits.argmax(-1)[prompt.shape[1] - 1 : text.shape[1] - 1] == row).all()
 
 
+@pytest.mark.ci
 def test_decoder_sampling_needs_a_key_and_follows_it(model):
     tokens = random_tokens((1, 6))
     draw = lambda seed: zoo.generate(
@@ -127,6 +128,7 @@ def test_decoder_kv_cache_without_positions_raises(model):
         model.hidden(random_tokens((1, 3)), TokenInfo(), model.init_state(1, 5))
 
 
+@pytest.mark.ci
 def test_decoder_dropout_only_with_a_key():
     model = zoo.models.Transformer(**SIZES, dropout=0.5, key=KEY)
     tokens = random_tokens((2, 7))

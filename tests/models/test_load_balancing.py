@@ -32,6 +32,7 @@ def make_routing(chosen, logits):
     return Routing(jnp.asarray(logits, jnp.float32), jnp.asarray(chosen))
 
 
+@pytest.mark.ci
 def test_balance_loss_equals_its_formula():
     logits = jax.random.normal(KEY, (2, 3, 4))
     decisions = [make_routing(jax.lax.top_k(x, 2)[1], x) for x in (logits, -logits)]
@@ -129,6 +130,7 @@ def test_balance_losses_equal_one_device_under_context(sizes):
     assert eqx.tree_equal(biased, biased_mesh) and not eqx.tree_equal(biased, model)
 
 
+@pytest.mark.ci
 def test_balance_loss_needs_routers():
     dense = zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=8, key=KEY)
     tokens = jax.random.randint(jax.random.key(1), (8, 9), 0, SIZES["vocab"])
@@ -137,6 +139,7 @@ def test_balance_loss_needs_routers():
             zoo.cross_entropy(dense, {"tokens": tokens, "targets": tokens}, **{name: 0.1})
 
 
+@pytest.mark.ci
 def test_update_expert_bias_moves_toward_underused_experts():
     router = partial(BiasedRouter, groups=2, kept_groups=1, scale=2.5)
     model = zoo.models.MixtureOfExperts(**SIZES, router=router, shared=8, dense_layers=1, key=KEY)

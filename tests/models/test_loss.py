@@ -65,6 +65,7 @@ def test_chunked_cross_entropy_never_holds_all_logits():
     assert step.compiled.memory_analysis().temp_size_in_bytes < 256 * 512 * 4 / 2
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_cross_entropy_of_a_sharded_vocabulary(z_loss):
     mesh = zoo.make_mesh(data=2, tensor=4)
@@ -77,6 +78,7 @@ def test_cross_entropy_of_a_sharded_vocabulary(z_loss):
     assert jnp.allclose(sharded, cross_entropy(head(logits), targets, z_loss=z_loss), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_cross_entropy_weights_default_to_one():
     model = zoo.models.Transformer(vocab=16, embed=8, layers=1, heads=2, mlp=8, key=KEY)
     tokens = jax.random.randint(KEY, (2, 5), 0, 16)
@@ -159,6 +161,7 @@ def test_loss_of_a_vocabulary_that_one_of_its_two_axes_divides():
     assert np.allclose(grads.weight, expected.weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "sizes",
     mark_slow(

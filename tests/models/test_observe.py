@@ -98,6 +98,7 @@ def test_planted_overflow_is_found_in_its_layer(name):
     assert np.isfinite([output for output, _ in tabulate_observations(seen).values()]).all()
 
 
+@pytest.mark.ci
 def test_observing_changes_neither_paths_nor_results():
     model = make(KEY)
     watched = observe(model)

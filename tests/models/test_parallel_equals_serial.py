@@ -212,6 +212,7 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [
@@ -256,6 +257,7 @@ def test_zero3_gathers_each_parameter_and_never_the_model():
     assert set(moved) == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
+@pytest.mark.ci
 def test_zero1_shards_optimizer_state_and_gradients():
     """No parameter is all-gathered for the passes, and each gradient is reduce-scattered once."""
     model, step = compiled(zoo.make_mesh(fsdp=8, layout=ZERO1))

@@ -102,6 +102,7 @@ def test_paths_of_gradients_and_shapes_are_those_of_parameters(model):
     ]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("experts", [None, 3])
 def test_paths_do_not_depend_on_rounds(experts):
     make = zoo.models.Transformer if experts is None else partial(zoo.models.MixtureOfExperts, experts=experts, top=2)

@@ -70,6 +70,7 @@ def test_hidden_states_equal_a_loop_over_layers(model):
         assert np.allclose(state, other, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_hidden_states_ignore_padding_and_other_documents(model):
     tokens, mask = random_tokens((2, 8)), np.array([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8], bool)
     padded, unpadded = (
@@ -96,6 +97,7 @@ def test_hidden_states_need_a_stack_with_separate_blocks(model):
         zoo.hidden_states(swap_stack(model, lambda stack: Opaque()), random_tokens((1, 3)))
 
 
+@pytest.mark.ci
 @given(seed=st.integers(0, 99), chunk=st.sampled_from([1, 4, 18, 1024]))
 def test_score_equals_log_probabilities(model, seed, chunk):
     tokens = random_tokens((2, 10), seed)
@@ -138,6 +140,7 @@ def test_score_packed_equals_separate(model, cut, seed):
     assert np.allclose(found[:, cut:], second[:, : 9 - cut], atol=1e-5)
 
 
+@pytest.mark.ci
 def test_score_gradient_equals_that_of_all_logits(model):
     tokens = random_tokens((2, 10))
     weights = jax.random.normal(KEY, (2, 9))

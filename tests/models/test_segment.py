@@ -39,6 +39,7 @@ def number_parameters(model):
     return {format_path(path.name, numbers): np.asarray(x[index]) for path, x, (index, numbers) in pairs}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
@@ -56,6 +57,7 @@ def test_split_ends_moves_as_few_repeats_as_necessary(model, stages, expected):
     assert describe(split_ends(split, stages)) == expected
 
 
+@pytest.mark.ci
 def test_split_ends_moves_whole_patterns():
     model = zoo.models.Transformer(**SIZES, layers=11, mlp=8, windows=(4, None), key=KEY)
     assert describe(model) == [(1, 1, "ends"), (2, 5, "layers")]

@@ -66,6 +66,7 @@ def test_shared_selections_decode_from_caches():
     assert (zoo.generate(model, tokens[:, :SEQ], max_new_tokens=4, length=SEQ + 4) == tokens[:, SEQ:]).all()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("types, axes", [("SF", {}), ("FFSS", {"pipe": 2})])
 def test_shared_layers_refuse_to_run_without_a_selection(types, axes):
     mesh = zoo.make_mesh(**axes, devices=jax.devices()[: axes.get("pipe", 1)])

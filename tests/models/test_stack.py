@@ -57,6 +57,7 @@ def test_find_patterns_compiles_few_blocks(items, expected):
     assert sum(period * repeats for period, repeats in find_patterns(items)) == len(items)
 
 
+@pytest.mark.ci
 def test_stack_patterns_do_not_change_parameters():
     repeated = zoo.models.Transformer(**SIZES, windows=(4, 4), key=KEY)
     single = zoo.models.Transformer(**SIZES, windows=(4,), key=KEY)
@@ -93,6 +94,7 @@ def test_loops_equal_in_gradients_dropout_and_routing(remat):
     assert_close(scanned, plain)
 
 
+@pytest.mark.ci
 def test_training_step_holds_no_logits_of_all_routers():
     model = zoo.models.MixtureOfExperts(**SIZES, experts=5, top=2, remat="full", loop="scan", key=KEY)
 
@@ -125,6 +127,7 @@ def test_set_routing_refuses_other_names_and_stacks(no_type_checks):
         set_routing(swap_stack(model, lambda stack: FirstLayer(next(stack.iter_blocks()))), "tokens")
 
 
+@pytest.mark.ci
 def test_only_the_longest_segment_is_sharded_over_pipe():
     sizes = SIZES | {"layers": 5, "experts": 4, "top": 2}
     model = zoo.models.MixtureOfExperts(**sizes, dense_layers=1, key=KEY)
@@ -154,6 +157,7 @@ class NumberedBlock(AbstractBlock):
         return None
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("loop, rounds", [("scan", 1), ("plain", 1), ("scan", 2)])
 def test_layers_run_in_order_under_pipe(loop, rounds):
     """The layers of two segments around the stages, too, and the rows of six micro-batches."""

@@ -36,6 +36,7 @@ def pad(side):
     return jnp.asarray(rows), jnp.asarray(rows) > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [zoo.models.ModernBERT, zoo.models.Transformer])
 def test_embeddings_equal_formulas_with_any_padding(make):
     model = make(**SIZES)

@@ -46,6 +46,7 @@ def test_get_activation_of_an_unknown_name_lists_the_known():
         get_activation("swish")
 
 
+@pytest.mark.ci
 def test_gaussian_top_k_keeps_what_is_above_the_quantile():
     x = np.random.default_rng(0).normal(3, 2, (2, 4096)).astype(np.float32)
     found = gaussian_top_k(jnp.asarray(x), 0.95)

@@ -34,6 +34,7 @@ def with_gradients(name, operands, ids, pull):
 SHAPES = [(batch, seq, width) for width in (1, 2, 4) for seq in (1, 2, 7, 8) for batch in (1, 3)]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("batch", "seq", "width"), mark_slow(SHAPES, but=[(1, 2, 4), (3, 7, 2)]))
 @settings(max_examples=4)
 @given(seed=st.integers(0, 99), segments=st.booleans(), bias=st.booleans())

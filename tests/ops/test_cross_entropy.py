@@ -8,6 +8,7 @@ import pytest
 from zoo.ops.cross_entropy import cross_entropy
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("tokens", [(), pytest.param((5,), marks=pytest.mark.slow), (2, 3)])
 def test_cross_entropy_equals_its_formula(tokens, z_loss):

@@ -23,6 +23,7 @@ def traced(x, seq_offset, feature_offset):
     return dropout(x, KEYS, rate=0.3, seq_offset=seq_offset, feature_offset=feature_offset)
 
 
+@pytest.mark.ci
 @given(st.sampled_from([(5, 9), (4, 6), (1, 1), (3, 22)]), st.data())
 def test_dropout_of_a_shard_is_a_slice_of_the_global_mask(shape, data):
     seq, features = shape

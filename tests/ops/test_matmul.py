@@ -23,6 +23,7 @@ def operands(spec, dtype, seed):
     return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, SPECS[spec], strict=True)]
 
 
+@pytest.mark.ci
 @settings(max_examples=8)
 @given(
     spec=st.sampled_from(sorted(SPECS)),

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.processes import make_environment
-from zoo._workarounds import SCHEDULER_FLAG
 
 
 def run_worker(process, processes, port, folder):
@@ -224,8 +223,7 @@ def test_pipe_and_context_cross_the_processes(tmp_path):
 
     folder = tmp_path / "axes"
     expected = compute_loss_and_norm(zoo.make_mesh(devices=jax.devices()[:1]))
-    # The order of operations with which permutes end on emulated devices: zoo/_workarounds.py says why.
-    first, second = run_processes(folder, f"--{SCHEDULER_FLAG}=false")
+    first, second = run_processes(folder)
     assert first == second
     for axis in ("pipe", "context"):
         assert first[axis] == pytest.approx(expected, rel=1e-6)

@@ -115,6 +115,7 @@ def test_fp8_refuses_what_it_cannot_replace():
         adapters.quantize(precision.fp8(model), "int8")
 
 
+@pytest.mark.ci
 def test_fp8_is_undone_and_saved_as_master_weights(tmp_path):
     model = make_model()
     trained = precision.fp8(model)

@@ -14,6 +14,8 @@ from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, fl
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "embed": 16, "layers": 2, "heads": 2, "mlp_dim": 16, "seq_len": 16, "held_out": 8, "batch_size": 8, "steps": 2,
     "eval_every": 1, "warmup_steps": 1, "fsdp": 2, "tensor": 2,

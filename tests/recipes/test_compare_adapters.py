@@ -13,6 +13,8 @@ from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "methods": ("vera", "full"),
     "ranks": (2,), "targets": ("query", "value"), "fsdp": 2,

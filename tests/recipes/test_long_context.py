@@ -9,6 +9,8 @@ from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, fl
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "pattern": ("rg-lru", "attention"), "num_layers": 2, "vocab": 16, "embed": 8, "heads": 1, "seq_len": 64,
     "eval_seq_lens": (32, 64), "min_seq_len": 32, "num_pairs": 2, "num_queries": 4, "batch_size": 2, "steps": 2,

@@ -14,6 +14,8 @@ from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {"seq_len": 16, "batch_size": 16, "steps": 4, "warmup_steps": 1, "eval_every": 2, "rank": 2, "alpha": 4.0}
 OPTIONS = {"rank_stabilized": True, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
 

@@ -13,6 +13,8 @@ from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, fl
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "embed": 16, "layers": 1, "state_dim": 4, "head_dim": 8, "seq_len": 16, "batch_size": 8, "steps": 4,
     "warmup_steps": 1, "eval_every": 2, "remat": "none", "tensor": 2,

@@ -19,6 +19,8 @@ from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.cli import main as command
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 16, "experts": 4, "seq_len": 16, "batch_size": 8, "steps": 4,
     "warmup_steps": 1, "eval_every": 2, "remat": "none",

@@ -11,6 +11,8 @@ from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, fl
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "runs": ("gpipe", "interleaved"), "embed": 16, "layers": 4, "heads": 2, "mlp_dim": 32, "seq_len": 16,
     "batch_size": 16, "steps": 3, "warmup_steps": 1, "save_every": 2, "remat": "none", "pipe": 2, "microbatches": 4,

@@ -13,6 +13,8 @@ from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "rank": 2,
     "targets": ("query", "up"), "fsdp": 2, "quantize_targets": ("query", "up"), "dtype": "bfloat16",

@@ -17,6 +17,8 @@ from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.inspect import state_bytes
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "mixers": ("attention", "delta-net"), "widths": (8,), "vocab": 16, "seq_len": 16, "num_pairs": 3, "batch_size": 4,
     "steps": 3, "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4, "eval_every": 1,

@@ -213,6 +213,7 @@ def test_transformer_presets_name_flags_and_their_size():
     assert 0.95e9 < sum(x.size for x in jax.tree.leaves(eqx.filter(model, lambda x: hasattr(x, "size")))) < 1.15e9
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "more, message",
     [

@@ -13,6 +13,8 @@ from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, explained_flags, fl
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "patch_size": 4, "embed": 16, "layers": 1, "mlp_dim": 16, "held_out": 16, "batch_size": 8, "steps": 2,
     "eval_every": 1, "warmup_steps": 1, "fsdp": 2, "tensor": 2,

@@ -62,6 +62,7 @@ def read_log(tmp_path):
     return [line.split() for line in (tmp_path / "log").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.ci
 def test_slurm_stops_before_the_limit_and_requeues(tmp_path):
     with start(tmp_path, "--out", "runs/a b", start_new_session=True) as process:
         assert process.stdout is not None

@@ -73,6 +73,7 @@ def reopened(checkpoints: Checkpoints) -> Checkpoints:
     return Checkpoints(checkpoints.directory)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_checkpoint_restores_exactly_on_another_sharding(checkpoints, devices):
     state = on(8, make_state(seed=3))
@@ -198,6 +199,7 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "part", ["state/d/*", "state/manifest.ocdbt", "state/_METADATA", "about/metadata", "files.json"]
 )

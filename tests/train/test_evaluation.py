@@ -41,6 +41,7 @@ def test_evaluation_sums_aux_over_batches(corpus, model):
     assert count == sum(batch["weights"].sum() for batch in held_out) and bits.keys() == {"a"}
 
 
+@pytest.mark.ci
 def test_continue_prompts_pads_prompts_on_the_left(corpus, model):
     key = jax.random.key(1)
     mesh = zoo.make_mesh(devices=jax.devices()[:1])

@@ -35,6 +35,7 @@ def checkpoint(directory, tokenizer, **config):
     return directory
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("vocab", mark_slow([256, 300], but=[300]))
 def test_export_round_trips_a_model_from_scratch(folder, tmp_path, vocab):
     corpus = load_text((folder,), vocab=vocab, cache=tmp_path / "cache")

@@ -9,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 from recipes import transformer
 from tests.processes import ROOT, make_environment
@@ -55,6 +56,7 @@ def finish(*processes):
     return outputs, [process.returncode for process in processes]
 
 
+@pytest.mark.ci
 def test_run_moves_between_processes_and_meshes(tmp_path, capfd, monkeypatch):
     out, bucket, port = tmp_path / "moved", tmp_path / "bucket", find_port()
     url = ("--checkpoint-url", f"file://{bucket}")

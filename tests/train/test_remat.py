@@ -23,6 +23,7 @@ def loss_fn(model, batch):
 BATCH = {name: jax.ShapeDtypeStruct((8, 16), "int32") for name in ("tokens", "targets")}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sizes", [{}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)])
 def test_policies_agree_in_gradients_and_keep_what_is_counted(sizes):
     mesh = zoo.make_mesh(**sizes, devices=jax.devices()[: 8 if sizes else 1])

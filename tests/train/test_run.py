@@ -81,6 +81,7 @@ def test_run_metrics_uninterrupted(unbroken):
     assert set(lines[0]) == {"step", "loss"} and lines[-1]["loss"] < lines[0]["loss"]
 
 
+@pytest.mark.ci
 def test_run_killed_and_resumed_is_bitwise_equal(tmp_path, unbroken):
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}

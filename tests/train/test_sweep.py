@@ -59,6 +59,7 @@ def test_sweep_grid_refuses_empty_lists(rates, seeds):
         train.sweep_grid(rates, seeds)
 
 
+@pytest.mark.ci
 def test_sweep_step_equals_single_runs(swept, batches):
     """With the rate given to optax, one model, and the library's own gradient."""
     run = 3

@@ -33,6 +33,7 @@ TEXTS = [folder for folder in REFERENCES if "vocab_size" in read(folder / "confi
 CASES = mark_slow([*sorted(FIXTURES.iterdir()), *REFERENCES], but=QUICK, name=NAME)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("folder", CASES, ids=NAME)
 def test_encoders_match_pytorch(folder: Path, tmp_path: Path):
     expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]

@@ -56,6 +56,7 @@ def compare_meshes(model, batch: dict, wanted_batch: dict, loss_fn: Callable = z
         assert np.abs(x - y).max() <= 1e-4 * max(np.abs(y).max(), 0.01 * largest), name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("folder", list_fixtures("models", QUICK))
 def test_packed_rows_on_a_mesh_equal_rows_on_one_device(folder: Path):
     """In value, and in the gradient of every parameter."""
@@ -76,6 +77,7 @@ def test_adapters_on_a_mesh_equal_those_on_one_device(folder: Path):
     compare_meshes(adapt(model), *draw_texts(model.embedding.table_shape[0]))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("folder", list_fixtures("encoders", QUICK))
 def test_encoders_on_a_mesh_equal_one_device(folder: Path):
     """With padding."""

@@ -201,6 +201,7 @@ PEAK = """
 """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_load_and_save_peak_memory(make, tmp_path, devices):

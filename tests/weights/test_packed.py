@@ -63,6 +63,7 @@ def random_model(**sizes):
     return jax.tree.map(fill, shapes)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("folder", CASES, ids=["fixture", "reference"][: len(CASES)])
 def test_packed_model_matches_pytorch(folder):
     expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]

@@ -142,6 +142,7 @@ def in_blocks(model, name, **statics):
     return eqx.tree_at(where, model, [altered(part, **statics) for part in where(model)])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("family", mark_slow(FAMILIES, but=VARIED))
 @settings(max_examples=2)
 @given(data=st.data())
@@ -256,6 +257,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", MIXTURES)
 def test_save_mixture_chooses_a_fitting_family(name, tmp_path):
     model = from_scratch(zoo.models.MixtureOfExperts, experts=4, top=2, **MIXTURES[name])

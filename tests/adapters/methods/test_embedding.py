@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 import zoo
 from tests.adapters.perturb import perturb
@@ -11,6 +12,7 @@ KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (8, 6), 0, 32)
 
 
+@pytest.mark.ci
 def test_embedding_lora_updates_a_tied_head():
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=24, key=KEY)
     model = perturb(adapters.lora(model, targets="embedding", rank=2, key=KEY))

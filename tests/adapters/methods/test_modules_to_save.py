@@ -57,6 +57,7 @@ def test_modules_to_save_with_lora_of_embedding(model):
     assert (norms[0] == 1).all() and (norms[1] != 1).all()  # the first layer's is no target
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [

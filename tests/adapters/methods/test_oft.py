@@ -51,6 +51,7 @@ def test_cayley_transform_matches_closed_form_and_series():
     np.testing.assert_allclose(many @ many.swapaxes(1, 2), np.broadcast_to(identity, (3, 4, 4)), atol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     mark_slow(

@@ -34,6 +34,7 @@ def change_config(path, **keys):
     (path / "adapter_config.json").write_text(json.dumps({**config, **keys}))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -46,6 +46,7 @@ def assert_close(actual, expected, tolerance, name):
     assert distance <= tolerance * scale, f"{name}: {distance / scale:.1e} of the scale apart"
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("case", "adapter", "bases"), CASES, ids=lambda path: path.name)
 def test_peft_case_matches_pytorch(case, adapter, bases, tmp_path):
     meta = json.loads((case / "meta.json").read_text())

@@ -29,6 +29,7 @@ def adapted():
     return adapters.lora(make_model(), targets=("query", "down"), rank=2, key=jax.random.key(1))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("method", "suffix"), [("dora", "lora_magnitude_vector"), ("ia3", "ia3_l"), ("vera", "vera_lambda_b")]
 )

@@ -64,6 +64,7 @@ MESHES = ({"data": 1, "expert": 8}, {"data": 1, "fsdp": 2, "expert": 2, "tensor"
 QUICK = ("balanced",)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "load, sizes", mark_slow(zip(LOADS, MESHES, strict=True), but=QUICK, name=lambda pair: pair[0]), ids=[*LOADS]
@@ -90,6 +91,7 @@ def test_all_tokens_on_one_device_take_more_rounds():
     assert_equal_to_one_device(make_mixture("on one device"), mesh)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("form", FORMS)
 def test_exchange_sends_the_bytes_of_its_formula(form):
     """One round, and where gathered one piece for as many rows as the boxes of all devices have."""
@@ -147,6 +149,7 @@ class Prompt(zoo.parallel.Module):
     x: Float[Array, "1 seq embed"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_tokens_that_all_devices_share_stay_where_they_are(capacity_factor):
     """Nothing is gathered, and the sums are all-reduced."""

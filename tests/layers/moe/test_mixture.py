@@ -61,6 +61,7 @@ def naive_mixture(layer, x):
 tokens = jax.random.normal(jax.random.key(7), (BATCH, SEQ, EMBED))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 def test_mixture_equals_weighted_sum_of_chosen_experts(router):
     layer = make_mixture(router, bias=True)

@@ -59,6 +59,7 @@ def test_layer_equals_a_linear_layer(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["fp8", "reordered"])
 def test_stacked_experts_equal_linear_layers(name):
     layers = [random_layer(seed, **LAYERS[name]) for seed in range(3)]

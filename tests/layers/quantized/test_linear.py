@@ -92,6 +92,7 @@ def compute_loss_and_grads(layers, mesh):
     return {"loss": float(loss), **dict(zip(names, jax.device_get(jax.tree.leaves(grads)), strict=True))}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

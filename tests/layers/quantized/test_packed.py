@@ -22,6 +22,7 @@ def make_pair(layer_class, in_size, out_size, *, in_=Dim("in"), out=Dim("out"), 
     return packed, packed.to_linear(packed.dense_weight, packed.dense_bias)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("layer_class", FORMATS)
 def test_quantized_linear_equals_dequantized(layer_class):
     packed, linear = make_pair(layer_class, 128, 5)
@@ -38,6 +39,7 @@ def test_quantized_linear_equals_dequantized(layer_class):
     np.testing.assert_allclose(half.astype(jnp.float32), linear(x), atol=0.05)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("layer_class", FORMATS)
 def test_quantized_experts_equal_dequantized(layer_class):
     keys = jax.random.split(KEY, 3)

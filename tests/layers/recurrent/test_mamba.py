@@ -76,6 +76,7 @@ def naive_mamba2(layer, x):
 NAIVE = {Mamba: naive_mamba, Mamba2: naive_mamba2}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", LAYERS)
 def test_mamba_equals_its_formula_in_both_modes(name):
     layer, x = make_layer(name), activations(2, SEQ, EMBED)

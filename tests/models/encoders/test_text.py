@@ -32,6 +32,7 @@ def test_packed_texts_equal_rows_of_their_own(name):
 TEXTS = ["bert_texts", "roberta_texts", "modernbert_texts", "eurobert_texts"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", mark_slow(TEXTS, but=["roberta_texts"]))
 def test_padding_of_classified_texts_changes_nothing(name):
     model = zoo.load(FIXTURES / name)

@@ -23,6 +23,7 @@ from .configs import (
 )
 
 
+@pytest.mark.one_case
 @EACH_AT_LENGTH
 def test_config_keys_are_honored_or_refused(family):
     """Changing a key changes the model, or raises with its name, alone or together with another key."""
@@ -193,6 +194,7 @@ def list_keys():
             yield family, key
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("family, key", list(list_keys()), ids=str)
 def test_config_invalid_values_are_refused_or_honored(family, key):
     needed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}

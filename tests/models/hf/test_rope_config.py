@@ -56,6 +56,7 @@ def list_spellings():
             yield pytest.param(family, scaling, id=name, marks=() if quick else pytest.mark.slow)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("family, scaling", list(list_spellings()))
 def test_config_spellings_of_rope_are_equal(family, scaling):
     """transformers 5 writes `rope_parameters`, older files `rope_theta` and `rope_scaling`."""
@@ -102,6 +103,7 @@ def test_config_rope_of_each_layer_type_is_read_and_honored(family):
             read_config(family, {"rope_parameters": wrong})
 
 
+@pytest.mark.one_case
 @ROTARY_AT_LENGTH
 def test_config_rope_scaling_parameters_change_the_model(family):
     for scaling in (expand_factors(family, scaling) for scaling in SCALINGS[1:]):

@@ -136,6 +136,7 @@ def test_moe_generation_equals_full_passes(model):
     assert (zoo.generate(zoo.place(model, mesh), tokens, max_new_tokens=4, mesh=mesh) == new).all()
 
 
+@pytest.mark.ci
 def test_moe_returns_routing_decisions_with_hidden_states(model):
     info = TokenInfo(segment_ids=jnp.array([[1, 1, 1, 1, 1], [1, 2, 0, 0, 0]]))
 

@@ -43,6 +43,7 @@ def published_shapes(name):
     return shapes(name)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", mark_slow(PRESETS, but=ONE_PER_FAMILY.values()))
 def test_preset_has_its_published_number_of_parameters(name):
     model = published_shapes(name)
@@ -86,6 +87,7 @@ def first_child(module, *names):
     return next(child for name in names if (child := getattr(module, name, None)) is not None)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", mark_slow(ONE_PER_FAMILY.values(), but=[VARIED[0], VARIED[-1]]))
 def test_preset_initialization_scales(name):
     model = small(name)

@@ -16,6 +16,7 @@ SIZES = 4, 3
 find_ranges = jax.jit(find_ranges, static_argnums=(0, 1), static_argnames="of_keys")
 
 
+@pytest.mark.ci
 @given(causal=st.booleans(), window=st.sampled_from([None, 2, 5]), kind=st.integers(0, 3), seed=st.integers(0, 99))
 def test_pairs_of_blocks_that_the_mask_allows_are_visited(causal, window, kind, seed):
     rng, marks = np.random.default_rng(seed), {}
@@ -36,6 +37,7 @@ def test_pairs_of_blocks_that_the_mask_allows_are_visited(causal, window, kind, 
             assert by_key[0, row, key] <= query < by_key[1, row, key]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("window", "visited"), [(None, 8), (1, 1), (16, 2), (17, 2), (18, 3), (33, 3), (34, 4)])
 def test_blocks_outside_a_causal_window_are_not_visited(window, visited):
     """ceil((window - 1) / block) + 1 blocks of keys per block of queries, whatever the length."""

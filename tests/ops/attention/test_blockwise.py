@@ -99,6 +99,7 @@ def check_equal(case, seed, platform):
 QUICK = ("one key head, a window, narrow values", "half precision", "cached")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", mark_slow(CASES, but=QUICK))
 @settings(max_examples=4)
 @given(seed=st.integers(0, 99))
@@ -123,6 +124,7 @@ def attend_with_lse(query, key, value, sinks, soft_cap=1.5):
     return jnp.einsum("bqhk,bkhd->bqhd", jnp.exp(scores - lse[..., None]), value), lse
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("implementation", ["blockwise", "grouped"])
 def test_log_sum_exp_and_its_gradient_equal_the_definition(implementation):
     query, key, value, cotangent = inputs(50)
@@ -143,6 +145,7 @@ def test_log_sum_exp_and_its_gradient_equal_the_definition(implementation):
         np.testing.assert_allclose(found, expected, atol=4e-6)
 
 
+@pytest.mark.ci
 def test_outputs_over_two_sets_of_keys_merge():
     """As in a ring; in the second set nothing is visible to the early queries."""
     query, key, value, cotangent = inputs(40)

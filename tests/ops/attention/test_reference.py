@@ -69,6 +69,7 @@ def by_loops(query, key, value, sinks, sees, scale, soft_cap):
     return output
 
 
+@pytest.mark.ci
 @given(
     causal=st.booleans(),
     window=st.sampled_from([None, 1, 3, 20]),
@@ -162,6 +163,7 @@ def run(implementation, options, arrays, cotangent):
     return value_and_gradients(implementation, options, arrays, mask_options, cotangent)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -199,6 +201,7 @@ def test_make_query_blocks_skips_masked_keys(window, first_keys):
     assert make_query_blocks(attention.AttentionMask(True, window), 63, 63) == [(slice(0, 63), slice(0, 63))]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("implementation", "sinks"),
     [
@@ -225,6 +228,7 @@ def test_attention_of_a_masked_query_is_zero_without_gradient(implementation, si
         np.testing.assert_array_equal(gradients[3], seeing, "only the query that is not masked contributes")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", mark_slow([None, 3], but=[3]))
 def test_attention_is_causal_by_gradient(implementation, window):
@@ -237,6 +241,7 @@ def test_attention_is_causal_by_gradient(implementation, window):
     assert not (flows[0] & ~np.eye(SEQ, dtype=bool)).any()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", mark_slow([True, False], but=[True]))
 def test_attention_of_packed_sequences_equals_separate(implementation, causal):
@@ -248,6 +253,7 @@ def test_attention_of_packed_sequences_equals_separate(implementation, causal):
         np.testing.assert_allclose(packed[part], attend(*(x[part] for x in arrays)), atol=2e-6)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_attention_over_a_kv_cache_in_any_slot_order(implementation):
     (query, key, value), _ = inputs()

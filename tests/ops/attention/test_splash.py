@@ -41,6 +41,7 @@ def with_gradients(attend, rules, soft_cap):
     return run
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rules", "soft_cap"),
     [

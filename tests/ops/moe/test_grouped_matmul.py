@@ -48,6 +48,7 @@ def draw_group_sizes(load, rows, experts, seed):
     return np.zeros(experts, int)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     mark_slow(
@@ -113,6 +114,7 @@ class Matrices(zoo.parallel.Module):
     weight: Float[Array, "choices out in"]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_grouped_matmul_on_a_mesh(implementation):
     """Rows and groups are sharded, and the gradient of the replicated matrices is all-reduced."""

@@ -43,6 +43,7 @@ def run(recipe, dim, x, weight, gradient):
     return y, *pull_back(gradient)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_match_the_float64_model(name):
     """Up to float32 sums: 2^-22 of the sum of magnitudes, over at most 56 terms."""

@@ -40,6 +40,7 @@ def test_chunked_gated_linear_of_any_kind_equals_recurrent(seq, kind, segments, 
     check_chunked_equals_recurrent(seq, kind, segments, strength, seed)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["number", "bonus"])
 def test_chunked_gated_linear_equals_recurrent_with_gradients(kind):
     for segments, strength, seed in (("one", 1.0, 0), ("several", 20.0, 1), ("each token", 1.0, 2)):

@@ -59,6 +59,7 @@ def test_chunked_delta_of_any_case_equals_recurrent(case, often, strength, seed)
     check_chunked_equals_recurrent(case, often, strength, seed)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", QUICK)
 def test_chunked_delta_equals_recurrent_with_gradients(case):
     for often, strength, seed in ((0.1, 1.0, 0), (0.0, 20.0, 1), (0.6, 0.1, 2)):

@@ -30,12 +30,14 @@ def test_parity_script_reproduces_the_fixtures():
         np.testing.assert_allclose(x, held[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", OPS)
 def test_parity_of_ops_with_float64(op, mode):
     assert [line for file in FIXTURES.glob(f"{op}.*.safetensors") for line in failures(file, mode)] == []
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", mark_slow(["hgrn", "rg_lru", "rwkv4", "mamba1"], but=["rg_lru", "mamba1"]))
 def test_parity_of_ops_without_jit(op, mode):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from tests.recurrences import (
 from zoo.ops.recurrence.rwkv4 import rwkv4
 
 
+@pytest.mark.ci
 def test_rwkv4_is_finite_for_keys_of_any_size():
     _, x, _, _ = draw_diagonal(33, 6)
     w, u = jnp.zeros(CHANNELS), jnp.ones(CHANNELS)
@@ -32,6 +34,7 @@ def rwkv4_on_shard(tokens, fixed, ids, state, fresh):
     return output, (last.numerator / last.denominator, last.maximum)
 
 
+@pytest.mark.ci
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), packed=st.booleans(), strength=st.sampled_from([0.1, 9, 300]))
 def test_rwkv4_of_shards_equals_one_device(seed, packed, strength):

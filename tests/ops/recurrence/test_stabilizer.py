@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ def maxima(log_decay, log_input, state, ids):
     return tuple(jnp.stack(column, 1) for column in zip(*rows, strict=True))
 
 
+@pytest.mark.ci
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), segments=st.booleans(), strength=st.sampled_from([0.1, 2, 20]), known=st.booleans())
 def test_stabilize_equals_the_running_maximum(seed, segments, strength, known):

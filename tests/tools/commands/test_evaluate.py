@@ -32,6 +32,7 @@ def nats(model, tokens) -> np.ndarray:
     return -np.asarray(logs)[np.arange(len(tokens) - 1), tokens[1:]]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["text_model", "bytes_model"])
 def test_evaluate_one_window_matches_the_logits(run, request, file, kind):
     directory = request.getfixturevalue(kind)

@@ -10,6 +10,7 @@ from zoo.tools import plan as planning
 SMALL = ("plan", "--preset", "qwen3-0.6b", "--seq-len", 128)
 
 
+@pytest.mark.ci
 def test_plan_of_one_mesh(run, monkeypatch):
     plans, plan_training = {}, planning.plan_training
 

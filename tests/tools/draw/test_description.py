@@ -51,6 +51,7 @@ def check_totals(drawing):
 QUICK = MESHES.keys() - {"modernbert_masked"}  # another encoder has its sections compared below
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CHECKPOINTS])
 def test_describe_any_family(name):
     sizes = MESHES.get(name, {"data": 2, "fsdp": 2})

@@ -64,6 +64,9 @@ FLOAT64_NORMS = {
 """Norms of gradients that PyTorch rounds by more than 2e-4 in float32, as its class computes them in float64."""
 
 
+WAYS_OF_DECODING = {"gemma3_text", "gpt_oss", "mamba2", "qwen3_5_text"}
+"""Cases of `test_logits_and_files_match_pytorch` that `make test` runs, besides those of `WHOLE`."""
+
 SWITCHES = {"phi3_longrope": 24}
 """Length from which a case rotates by other factors. PyTorch's tokens are those of a forward pass each, which switches
 between two tokens; a cache keeps the factors of its whole length."""
@@ -95,9 +98,11 @@ def list_cases(quick: Collection[str] = WHOLE) -> list:
 
 
 def list_other_fixtures() -> list:
-    """The project's own cases whose gradients, padding and decoding are slow, and QUICK, as parameters."""
+    """The project's own cases whose gradients, padding and decoding are slow, and QUICK, as parameters. One for each
+    way of decoding is not marked ci."""
     folders = [x for x in list_case_folders() if x.name in QUICK or (x.parent == FIXTURES and x.name not in WHOLE)]
-    return [pytest.param(folder, id=folder.name) for folder in folders]
+    marks = lambda folder: () if folder.name in WAYS_OF_DECODING else pytest.mark.ci
+    return [pytest.param(folder, id=folder.name, marks=marks(folder)) for folder in folders]
 
 
 def read(path: Path) -> dict:
@@ -151,6 +156,7 @@ def test_logits_and_files_match_pytorch(folder: Path, tmp_path: Path):
     check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("folder", list_cases())
 def test_greedy_decoding_matches_pytorch(folder: Path):
     """With caches and states."""
@@ -179,6 +185,7 @@ def test_bfloat16_errors_are_reported(folder: Path):
         assert logits.bfloat16 < 3 * logits.theirs
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("folder", list_cases(quick=("llama", "mamba")))
 def test_hidden_states_match_pytorch(folder: Path):
     model = zoo.load(folder, dtype=jnp.float32)

@@ -82,6 +82,7 @@ def choose(cases):
     return [name if name.split(" ", 1)[1] in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in cases]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", choose(name for name in CASES if name in ROWS))
 def test_plan_equals_compiled_case(name):
     row, topology = ROWS[name], parse_topology(CASES[name].topology)

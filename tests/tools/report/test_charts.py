@@ -33,6 +33,7 @@ def count_points(path: ET.Element) -> int:
     return len(re.findall("[ML]", path.get("d")))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", CHARTS)
 @pytest.mark.parametrize("width", [860, 400])
 def test_chart_is_an_element_of_a_page(name, width):

@@ -9,6 +9,7 @@ import numpy as np
 
 import zoo
 from zoo.layers import Attention, GatedDeltaNet
+from zoo.parallel import Layout
 from zoo.tools.report import describe_model, tabulate_parameters, write_report
 
 SIZES = {"vocab": 64, "embed": 16, "layers": 4, "mlp": 32}
@@ -47,3 +48,23 @@ def test_model_in_one_line():
     many = make_shapes(zoo.models.Hybrid, pattern=mixers, layers=30)
     assert describe_model(many).startswith(f"20 layers of {delta}, 10 layers of {attention}; ")
     assert describe_model({"a": np.ones(3)}) == "dict, 3 parameters"
+
+
+def test_tabulate_parameters_shows_sharding():
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    shapes = make_shapes(zoo.models.Transformer, heads=2, tied=False)
+    rows = {row.name: row for row in tabulate_parameters(shapes, mesh)}
+    row = rows["layers.*.attention.query.weight"]
+    assert row[1:4] == ("4 x 16 x 16", "layers heads embed", "heads over tensor, embed over fsdp")
+    assert row[4:] == ("float32", 1024, 4096)
+    assert rows["head.weight"].layout == "vocab over tensor, embed over fsdp"
+    assert sum(row.count for row in rows.values()) == zoo.count(shapes)
+
+
+def test_tabulate_parameters_shows_layers_in_one_round():
+    four = zoo.models.Transformer(vocab=16, embed=8, layers=4, heads=2, mlp=8, key=jax.random.key(0))
+    mesh = zoo.make_mesh(data=1, pipe=2, fsdp=2, tensor=2, layout=Layout(rounds=2))
+    rows = tabulate_parameters(zoo.place(four, mesh), mesh)
+    assert rows == tabulate_parameters(four, mesh)
+    row = next(row for row in rows if row.name == "layers.*.gated_mlp.up.weight")
+    assert row[1:4] == ("4 x 8 x 8", "layers mlp embed", "layers over pipe, mlp over tensor, embed over fsdp")

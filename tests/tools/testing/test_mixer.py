@@ -60,6 +60,7 @@ def test_check_mixer_passes_the_mixer_without_fault(mesh):
     assert "loss and gradients on fsdp 2 x tensor 2, and on one device" in str(report)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("fault", FAULTS)
 def test_check_mixer_refuses_a_planted_fault(fault, mesh):
     names, message = REFUSALS[fault]

@@ -84,6 +84,7 @@ def test_factored_update_is_that_of_adafactor():
         np.testing.assert_allclose(updates["w"], gradient / np.sqrt(second), rtol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", mark_slow(["bfloat16", "blocks", "factored"], but=["blocks"]))
 def test_formats_come_near_float32_in_the_bytes_promised(name, tmp_path):
     mesh = zoo.make_mesh(devices=jax.devices()[:1])

@@ -5,7 +5,7 @@ import jax
 
 import zoo
 from zoo import train
-from zoo.parallel import Dim, Layout
+from zoo.parallel import Dim
 from zoo.parallel.rounds import split_rounds
 
 
@@ -43,22 +43,3 @@ def test_matrix_mask_excludes_stacked_biases():
         object.__setattr__(segment, "layers", Dim(dim))
         mask = train.decay_mask(segment)
         assert mask.blocks[0].weight and not mask.blocks[0].bias
-
-
-def test_tabulate_parameters_shows_sharding():
-    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
-    rows = {row.name: row for row in train.tabulate_parameters(eqx.filter_eval_shape(model, jax.random.key(0)), mesh)}
-    row = rows["layers.*.attention.query.weight"]
-    assert row[1:4] == ("3 x 8 x 8", "layers heads embed", "heads over tensor, embed over fsdp")
-    assert row[4:] == ("float32", 192, 768)
-    assert rows["head.weight"].layout == "vocab over tensor, embed over fsdp"
-    assert sum(row.count for row in rows.values()) == zoo.count(model(jax.random.key(0)))
-
-
-def test_tabulate_parameters_shows_layers_in_one_round():
-    four = zoo.models.Transformer(vocab=16, embed=8, layers=4, heads=2, mlp=8, key=jax.random.key(0))
-    mesh = zoo.make_mesh(data=1, pipe=2, fsdp=2, tensor=2, layout=Layout(rounds=2))
-    rows = train.tabulate_parameters(zoo.place(four, mesh), mesh)
-    assert rows == train.tabulate_parameters(four, mesh)
-    row = next(row for row in rows if row.name == "layers.*.gated_mlp.up.weight")
-    assert row[1:4] == ("4 x 8 x 8", "layers mlp embed", "layers over pipe, mlp over tensor, embed over fsdp")

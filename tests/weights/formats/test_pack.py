@@ -40,6 +40,7 @@ def test_packed_model_matches_pytorch(case):
     assert not any("_proj" in name for name in compared if name.endswith("weight"))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_numbers_and_bytes_are_those_of_the_file(name, make, tmp_path):
     dense = write_quantized(tmp_path / "in", make, name)
@@ -85,6 +86,7 @@ def test_adapted_packed_model_equals_decoded_on_mesh(name, make, tmp_path):
     assert written.read_bytes() == given.read_bytes()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq reordered", "nf4 in rows"])
 def test_fused_matrices_are_split_and_joined(name, make, tmp_path):
     """Phi-3 has query, key and value in one matrix: 32, 16 and 16 rows of blocks of 20. Each has the vectors of all."""

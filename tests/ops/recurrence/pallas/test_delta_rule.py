@@ -57,6 +57,7 @@ def value_and_gradients(op, inputs, segment_ids, cotangents):
     return outputs, back(cotangents)[0]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:]])
 @settings(max_examples=3)
 @given(

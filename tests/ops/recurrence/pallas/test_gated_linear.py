@@ -54,6 +54,7 @@ def value_and_gradients(op, operands, segment_ids, cotangents):
 small_chunks = partial(pallas_gated_linear, chunk_size=16)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", mark_slow(CASES, but=("shared keys", "vector and bonus")))
 @settings(max_examples=3)
 @given(
