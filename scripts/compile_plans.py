@@ -19,7 +19,7 @@ import tyro
 import zoo
 from scripts.plan_cases import CASES, make_case
 
-OUT = Path(__file__).parents[1] / "tests" / "planning" / "compiled.json"
+OUT = Path(__file__).parents[1] / "tests" / "tools" / "plan" / "compiled.json"
 
 
 def main(*, out: Path = OUT, only: str = "", limit: int = 1000) -> None:

@@ -7,12 +7,14 @@
   of unknown length, as of causal attention, once; on TPUs products are convolutions and kernels, which are not counted;
 - collectives: bytes by axes, of gathers, of sums, of permutations and of exchanges. Compilers combine several arrays
   into one collective, split one, and make of a reduce-scatter an all-reduce and a slice: numbers and kinds are theirs;
-- the peak, within 10% for at least twenty of each; the others are named below with a bound and a reason.
+- the peak: no estimate is more than 30% too low, 48 of 50 are within 30%, and the median error is at most 12%.
 """
 
 import json
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from zoo.inspect.lowering import trace
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
+from zoo.tools.plan.step import MARGIN
 from zoo.tools.plan.work import count_work
 
 ROWS = {row["name"]: row for row in json.loads(Path(__file__).with_name("compiled.json").read_text(encoding="utf-8"))}
@@ -39,20 +42,6 @@ FAMILIES = {
     "all-to-all": "exchange",
 }
 
-_ORDER = "more results of the recurrences' products are alive at once than in the order of the trace"
-PEAKS: dict[str, tuple[float, str]] = {
-    "h100:8 fsdp x tensor, sequence": (1.116, "products for the feed-forward's gradients do not wait for attention's"),
-    "h100:8 context": (0.896, "gradients of scores are made before those of values, which keeps the weights"),
-    "h100:8 expert x fsdp": (0.897, "more copies for loops of unknown length"),
-    "h100:8 pipe x fsdp x tensor": (0.822, "zeros that stages and their residuals start from are kept beside them"),
-    "h100:8 mamba2": (0.804, _ORDER),
-    "v5e:2x4 ring": (1.163, "tiles of scores stay on the chip"),
-    "v5e:2x4 pipe x fsdp x tensor": (0.892, "gathers and permutations of the next tick have buffers of their own"),
-    "v5e:2x4 mamba2": (0.875, f"{_ORDER}; a layout whose last dims are not those of the trace pads more"),
-    "v5e:2x4 hybrid": (0.858, _ORDER),
-}
-"""Estimate over compiled peak where it is not within 10%, and why: by XLA's buffers on H100s, and by the arrays of the
-program in its order on TPUs, where the reasons for ring and pipe are inferred."""
 FLOPS = {"h100:8 mamba2": 5e-5, "h100:8 hybrid": 2e-5}
 """Relative differences of FLOPs: a compiler may make of a small product a sum of elementwise ones."""
 _LOOKUP = "constants folded, two lookups of tokens are one; indices are not computed here"
@@ -85,16 +74,14 @@ def choose(cases):
 @pytest.mark.one_case
 @pytest.mark.parametrize("name", choose(name for name in CASES if name in ROWS))
 def test_plan_equals_compiled_case(name):
-    row, topology = ROWS[name], parse_topology(CASES[name].topology)
-    step, args = make_case(name, jax.devices("cpu")[:1] * topology.devices)
-    plan = planning.plan(step, *args, on=topology)
+    row, plan = ROWS[name], plan_case(name)
 
     difference = sum(plan.program.arguments.values()) - row["arguments"]
-    assert difference == 0 if not topology.is_tpu else -10_000 < difference <= 0
+    assert difference == 0 if not plan.topology.is_tpu else -10_000 < difference <= 0
     assert row["outputs"] - row["aliased"] < 4096, "all but the loss is donated"
 
     if row["flops"] is not None:
-        assert count_own_flops(step, args) == pytest.approx(row["flops"], rel=FLOPS.get(name, 0))
+        assert count_own_flops(*make_stand_in_case(name)) == pytest.approx(row["flops"], rel=FLOPS.get(name, 0))
 
     ours = sum_families([(x.kind, x.axes or (), x.bytes) for x in plan.program.work.collectives])
     theirs = sum_families([(kind, axes, size) for kind, axes, _, size in row["collectives"]])
@@ -103,14 +90,27 @@ def test_plan_equals_compiled_case(name):
     ratio = COLLECTIVES[name][0] if name in COLLECTIVES else 1
     assert theirs.total() / ours.total() == pytest.approx(ratio, abs=0.001)
 
-    expected, tolerance = (PEAKS[name][0], 0.02) if name in PEAKS else (1, 0.1)
-    assert plan.peak / row["peak"] == pytest.approx(expected, abs=tolerance)
+    assert plan.peak / row["peak"] >= 1 - MARGIN
 
 
-@pytest.mark.parametrize("topology", ("v5e:2x4", "h100:8"))
-def test_peaks_are_within_10_percent_for_twenty_steps(topology):
-    """The others have a bound of their own above."""
-    assert sum(name.startswith(topology) and name not in PEAKS for name in ROWS) >= 20
+@pytest.mark.slow
+def test_peaks_are_as_close_as_a_plan_says():
+    """What `zoo plan` prints beside a peak, and docs/plan.md."""
+    assert len(ROWS) == 50
+    ratios = [plan_case(name).peak / row["peak"] for name, row in ROWS.items()]
+    assert median(abs(ratio - 1) for ratio in ratios) <= 0.12
+    assert sum(abs(ratio - 1) <= MARGIN for ratio in ratios) >= 48
+    assert min(ratios) >= 1 - MARGIN
+
+
+def make_stand_in_case(name):
+    return make_case(name, jax.devices("cpu")[:1] * parse_topology(CASES[name].topology).devices)
+
+
+@cache
+def plan_case(name) -> planning.Plan:
+    step, args = make_stand_in_case(name)
+    return planning.plan(step, *args, on=CASES[name].topology)
 
 
 def count_own_flops(step, args) -> int:

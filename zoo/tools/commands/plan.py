@@ -3,10 +3,10 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -19,7 +19,7 @@ from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology
 
 if TYPE_CHECKING:
-    from zoo.tools.plan import Candidate
+    from zoo.tools.plan import Candidate, Plan
 
 
 def plan(
@@ -39,6 +39,7 @@ def plan(
     remat: Literal["none", "elementwise", "dots", "full"] = "full",
     zero_stage: Literal[1, 2, 3] = 3,
     sequence_parallel: bool = False,
+    tokens: float | None = None,
     search: bool = False,
     compiled: Annotated[bool, tyro.conf.arg(name="compile")] = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -47,6 +48,9 @@ def plan(
 
     The step is that of the recipes, with AdamW and float32 parameters. It is traced in shapes, which takes seconds for
     any model on any number of devices; --compile then gives it to the compiler of the devices, which need not be here.
+    The peak is an estimate, within 30% in 48 of 50 compiled steps.
+
+    Without a flag for a mesh axis, a mesh is suggested on which the step fits.
 
     Exits with status 1 if the step needs more memory than a device has, and says what takes it.
 
@@ -67,6 +71,7 @@ def plan(
         remat: What the backward pass computes again.
         zero_stage: With fsdp, 1 shards the optimizer state, 2 gradients as well, 3 parameters too.
         sequence_parallel: Shard hidden states over tensor, too.
+        tokens: Tokens of the training run, such as 1e12, to print its days.
         search: Plan the most promising meshes instead of one, and show the best.
         compiled: Compile the step, or the best three of a search, which takes minutes each.
         as_json: Print a JSON object.
@@ -79,14 +84,19 @@ def plan(
     sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
     layout = (ZERO1, ZERO2, ZERO3)[zero_stage - 1]
     layout = layout.with_dims(tokens=SEQUENCE.axes("tokens")) if sequence_parallel else layout
-    sizes = sizes if search else _complete_sizes(sizes, topology)
-    shards = topology.devices if search else sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    is_suggested = not search and topology.devices > 1 and all(size == 1 for size in sizes.values())
+    shards = topology.devices
+    if not search and not is_suggested:
+        sizes = _complete_sizes(sizes, topology)
+        shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     options = planning.TrainingOptions(rows or microbatches * shards, seq_len, dtype, remat, microbatches)
     make = partial(models.preset, preset)
     programs = []
     with _show_progress() as progress:
         if search:
             found = planning.search_meshes(make, topology, options, layout, progress=progress)
+        elif is_suggested:
+            found = [planning.suggest_mesh(make, topology, options, layout, progress=progress)]
         else:
             progress(f"the step on {format_sizes(sizes)}")
             found = [planning.Candidate(sizes, planning.plan_training(make, sizes, topology, options, layout))]
@@ -94,14 +104,18 @@ def plan(
             progress(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
             programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
     if as_json:
-        plans = [candidate.plan.as_dict() for candidate in found]
+        plans = [_describe(candidate.plan, tokens) | {"suggested": is_suggested} for candidate in found]
         for described, program in zip(plans, programs, strict=False):
             described["compiled"] = program.as_dict()
         show(json.dumps(plans if search else plans[0], indent=2))
     else:
         if search:
             show("\n".join(_format_candidates(found)) + "\n")
-        show(str(found[0].plan))
+        if is_suggested:
+            show(
+                f"No mesh was given: {_format_flags(found[0].sizes)} is suggested. Such flags choose; --search compares.\n"
+            )
+        show(planning.format_plan(found[0].plan, tokens=tokens))
         for candidate, program in zip(found, programs, strict=False):
             show(f"\nCompiled for {format_sizes(candidate.sizes)} on {on}:\n{program}")
     try:
@@ -109,6 +123,19 @@ def plan(
     except planning.BudgetError as error:
         show_error(f"zoo plan: {error}")
         sys.exit(1)
+
+
+def _describe(plan: "Plan", tokens: float | None) -> dict[str, Any]:
+    """Return a plan as plain values, with the days for so many tokens if they are given."""
+    described = plan.as_dict()
+    if tokens is not None:
+        described["days"] = plan.count_days(tokens)
+    return described
+
+
+def _format_flags(sizes: Mapping[str, int]) -> str:
+    """Return the flags of a mesh."""
+    return " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]:
@@ -123,7 +150,7 @@ def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]
     if any(size < 1 and size != -1 for size in sizes.values()):
         raise ValueError(f"sizes of mesh axes are at least 1, or -1 for what is left: {sizes}")
     if topology.devices % given or (not left and given != topology.devices):
-        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "data 1"
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1))
         hint = "" if left or topology.devices % given else f"; --data {topology.devices // given} would take them all"
         raise ValueError(f"{product} are {given} devices, and {topology} has {topology.devices}{hint}")
     return {axis: topology.devices // given if size == -1 else size for axis, size in sizes.items()}
@@ -142,7 +169,7 @@ def _show_progress() -> Iterator[Callable[[str], object]]:
 
 
 def _format_candidates(found: Sequence["Candidate"]) -> list[str]:
-    lines = [["mesh", "peak", "fits", "overlapped", "sequential", "MFU", "bound by"]]
+    lines = [["mesh", "peak, about", "fits", "overlapped", "sequential", "MFU", "bound by"]]
     for candidate in found:
         plan = candidate.plan
         between = (plan.mfu(seconds) or 0.0 for seconds in (plan.sequential, plan.overlapped))
@@ -150,11 +177,20 @@ def _format_candidates(found: Sequence["Candidate"]) -> list[str]:
             [
                 format_sizes(candidate.sizes),
                 format_bytes(plan.peak),
-                "yes" if plan.fits else "no",
+                _format_fit(plan),
                 f"{plan.overlapped:.3g} s",
                 f"{plan.sequential:.3g} s",
                 "-".join(f"{mfu:.0%}" for mfu in between),
                 plan.bound,
             ]
         )
-    return align_columns(lines, right=(1, 3, 4, 5))
+    table = align_columns(lines, right=(1, 3, 4, 5))
+    if all(candidate.plan.fits_with_margin or not candidate.plan.fits for candidate in found):
+        return table
+    return [*table, "barely: the estimate leaves less than 30% of the memory free, and may be off by as much"]
+
+
+def _format_fit(plan: "Plan") -> str:
+    if plan.fits_with_margin:
+        return "yes"
+    return "barely" if plan.fits else "no"

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from .inlining import VIEWS, FlatJaxpr, name_values
+from .inlining import ELEMENTWISE, VIEWS, FlatJaxpr
 
 _SUMS = frozenset("psum psum2 psum_invariant reduce_scatter unreduced_reduce_scatter".split())
 _GATHERS = frozenset("all_gather all_gather_invariant all_gather_reduced".split())
@@ -20,7 +20,7 @@ def find_left_out(flat: FlatJaxpr) -> set[Any]:
 
 
 def _find_repeated_gathers(flat: FlatJaxpr) -> set[Any]:
-    names, seen, repeated = name_values(flat), set(), set()
+    names, seen, repeated = _name_values(flat), set(), set()
     for equation in flat.eqns:
         if equation.name in _GATHERS:
             operands = tuple(names.get(id(x), id(x)) for x in equation.invars)
@@ -54,3 +54,17 @@ def _find_added_sums(flat: FlatJaxpr) -> set[Any]:
                 left_out.add(origin[other])
                 sums[equation.outvars[0]], origin[equation.outvars[0]] = sums[one], origin[one]
     return left_out
+
+
+def _name_values(flat: FlatJaxpr) -> dict[int, Any]:
+    """Return a name for the value of each variable, by its id: one for all that are equal, as XLA finds, which keeps
+    each once."""
+    names: dict[int, Any] = {}
+    for equation in flat.eqns:
+        operands = tuple(str(x.val) if isinstance(x, Literal) else names.get(id(x), id(x)) for x in equation.invars)
+        if equation.name in VIEWS and len(operands) == 1:
+            names[id(equation.outvars[0])] = operands[0]
+        elif equation.name in ELEMENTWISE and len(equation.outvars) == 1:
+            options = str(sorted(equation.params.items(), key=lambda item: item[0]))
+            names[id(equation.outvars[0])] = hash((equation.name, operands, options))
+    return names

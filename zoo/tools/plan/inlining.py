@@ -158,17 +158,3 @@ def _inline_iteration(scan: Any, invars: list[Any], equations: list[Equation], s
 def rename(x: Any, names: dict[Any, Any]) -> Any:
     """Return what a variable is called in the equations of its caller."""
     return x if isinstance(x, Literal) else names.get(x, x)
-
-
-def name_values(flat: FlatJaxpr) -> dict[int, Any]:
-    """Return a name for the value of each variable, by its id: one for all that are equal, as XLA finds, which keeps
-    each once."""
-    names: dict[int, Any] = {}
-    for equation in flat.eqns:
-        operands = tuple(str(x.val) if isinstance(x, Literal) else names.get(id(x), id(x)) for x in equation.invars)
-        if equation.name in VIEWS and len(operands) == 1:
-            names[id(equation.outvars[0])] = operands[0]
-        elif equation.name in ELEMENTWISE and len(equation.outvars) == 1:
-            options = str(sorted(equation.params.items(), key=lambda item: item[0]))
-            names[id(equation.outvars[0])] = hash((equation.name, operands, options))
-    return names

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -49,7 +49,7 @@ def plan_training(
     mesh = make_stand_in_mesh(sizes, topology, layout)
     step, args = make_training_step(make_model, mesh, options)
     flops = count_model_flops(make_model, options) if model_flops is None else model_flops
-    return plan(step, *args, on=topology, model_flops=flops)
+    return dataclasses.replace(plan(step, *args, on=topology, model_flops=flops), options=options)
 
 
 def make_stand_in_mesh(sizes: Mapping[str, int], topology: Topology, layout: Layout | None = None) -> Mesh:
@@ -79,30 +79,75 @@ def search_meshes(
     each. **Raises** `ValueError` if none can be built.
     """
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
-    parameters = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
-    experts = _count_experts(model)
     layers = sum(1 for _ in model.stack.iter_blocks())
+    parameters = _count_parameters(model)
     kept = [
         sizes
-        for sizes in iterate_sizes(topology, options, experts, layers)
-        if _BYTES_AT_REST * parameters / _count_shards(sizes) < 0.9 * CHIPS[topology.kind].memory
+        for sizes in iterate_sizes(topology, options, _count_experts(model), layers)
+        if _fits_at_rest(sizes, topology, parameters)
     ]
     kept = sorted(kept, key=lambda sizes: _estimate_traffic(sizes, topology, options, parameters))[:limit]
-    flops, found, refused = count_model_flops(make_model, options), [], []
-    for number, sizes in enumerate(kept, start=1):
-        if progress is not None:
-            progress(f"mesh {number} of {len(kept)}: {format_sizes(sizes)}")
-        try:
-            found.append(
-                Candidate(sizes, plan_training(make_model, sizes, topology, options, layout, model_flops=flops))
-            )
-        except (ValueError, NotImplementedError) as error:
-            refused.append(f"{sizes}: {error}")
-            _log.info("left out %s: %s", sizes, error)
+    found, refused = [], []
+    for candidate in _iterate_candidates(make_model, kept, topology, options, layout, progress):
+        (refused if isinstance(candidate, str) else found).append(candidate)
     if not found:
         why = refused[0] if refused else "parameters, gradients and moments fit on no mesh of it"
         raise ValueError(f"no mesh of {topology} takes this training step: {why}")
     return sorted(found, key=lambda candidate: candidate.rank)
+
+
+def suggest_mesh(
+    make_model: Callable[..., Any],
+    topology: Topology,
+    options: TrainingOptions,
+    layout: Layout | None = None,
+    *,
+    progress: Callable[[str], object] | None = None,
+) -> Candidate:
+    """Return the plan on the first mesh of a ladder that fits with a margin: all devices along `data`, all along
+    `fsdp`, then `fsdp` with `tensor` 2, 4 and so on.
+
+    If none has the margin, it is the first that fits, and if none does, the best of `search_meshes`. **Raises**
+    `ValueError` if none can be built.
+    """
+    model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
+    parameters = _count_parameters(model)
+    ladder = [
+        sizes
+        for sizes in iterate_sizes(topology, options)
+        if sizes["context"] == 1 and 1 in (sizes["data"], sizes["fsdp"]) and _fits_at_rest(sizes, topology, parameters)
+    ]
+    ladder = sorted(ladder, key=lambda sizes: (sizes["tensor"], sizes["fsdp"]))
+    fitting = []
+    for candidate in _iterate_candidates(make_model, ladder, topology, options, layout, progress):
+        if isinstance(candidate, Candidate) and candidate.plan.fits_with_margin:
+            return candidate
+        if isinstance(candidate, Candidate) and candidate.plan.fits:
+            fitting.append(candidate)
+    if fitting:
+        return fitting[0]
+    return search_meshes(make_model, topology, options, layout, progress=progress)[0]
+
+
+def _iterate_candidates(
+    make_model: Callable[..., Any],
+    meshes: Sequence[Mapping[str, int]],
+    topology: Topology,
+    options: TrainingOptions,
+    layout: Layout | None,
+    progress: Callable[[str], object] | None,
+) -> Iterator[Candidate | str]:
+    """Yield the plan on each mesh, or why it cannot be built."""
+    flops = None
+    for number, sizes in enumerate(meshes, start=1):
+        if progress is not None:
+            progress(f"mesh {number} of {len(meshes)}: {format_sizes(sizes)}")
+        flops = count_model_flops(make_model, options) if flops is None else flops
+        try:
+            yield Candidate(sizes, plan_training(make_model, sizes, topology, options, layout, model_flops=flops))
+        except (ValueError, NotImplementedError) as error:
+            _log.info("left out %s: %s", sizes, error)
+            yield f"{sizes}: {error}"
 
 
 def iterate_sizes(
@@ -122,6 +167,15 @@ def iterate_sizes(
                     for fsdp in (n for n in powers if rest % n == 0):
                         sizes = {"pipe": pipe, "data": rest // fsdp, "fsdp": fsdp}
                         yield sizes | {"expert": expert, "context": context, "tensor": tensor}
+
+
+def _count_parameters(model: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
+
+
+def _fits_at_rest(sizes: Mapping[str, int], topology: Topology, parameters: int) -> bool:
+    """Return True if parameters, gradients and moments leave a tenth of the memory."""
+    return _BYTES_AT_REST * parameters / _count_shards(sizes) < 0.9 * CHIPS[topology.kind].memory
 
 
 def _count_shards(sizes: Mapping[str, int]) -> int:

@@ -9,10 +9,10 @@ import jax
 
 from zoo.inspect import lowering
 from zoo.inspect.program import count_device_bytes, name_arguments
-from zoo.ops.platform import Platform, current_platform
+from zoo.ops.platform import Platform
 from zoo.parallel.mesh import is_array_or_shape
 
-from .liveness import Peak, find_peak
+from .peak import Peak, find_peak
 from .work import DeviceWork, count_aval_bytes, count_work
 
 
@@ -28,7 +28,7 @@ class TracedProgram:
     gradients: int
     """Bytes of the results of `shard_map`: of `zoo.value_and_grad`, the loss and the gradients."""
     live: Peak
-    """Estimate of the arrays beside the arguments when they take most (`zoo.tools.plan.liveness`)."""
+    """Estimate of the arrays beside the arguments when they take most (`zoo.tools.plan.peak`)."""
     work: DeviceWork
 
     @property
@@ -67,9 +67,7 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
         shape=shape,
         arguments={name: count_device_bytes(x) for name, x in names.values()},
         gradients=_count_shard_map_results(body),
-        live=find_peak(
-            body, sizes, platform=platform or current_platform(), in_place=any(call.params["donated_invars"])
-        ),
+        live=find_peak(body, sizes, in_place=any(call.params["donated_invars"])),
         work=count_work(shown.jaxpr, shape, dict(zip(shown.jaxpr.invars, specs, strict=False))),
     )
 

@@ -32,6 +32,10 @@ class TrainingOptions:
     schedule: Schedule = ONE_FORWARD_ONE_BACKWARD
     """Schedule of the pipeline, on meshes with `pipe`."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """Convert to plain values."""
+        return dataclasses.asdict(self)
+
 
 def make_training_step(
     make_model: Callable[..., Any], mesh: Mesh, options: TrainingOptions
