@@ -1,11 +1,16 @@
 """`zoo plan`: what a training run takes, on devices that are not here."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 
+import zoo
 from zoo.cli import main
+from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
+from zoo.tools.plan.peak import LiveArray, Peak
 
 SMALL = ("plan", "--preset", "qwen3-0.6b", "--seq-len", 128)
 
@@ -24,8 +29,47 @@ def test_plan_of_one_mesh(run, monkeypatch):
     text = run(*SMALL, "--on", "v5p:2x2x2", "--fsdp", -1)[0]
     assert "fsdp 8 on v5p:2x2x2: 8 devices" in text and "fits" in text and "optimizer state" in text
     assert "reduce-scatter" in text and "MFU" in text
-    found = json.loads(run(*SMALL, "--on", "v5p:2x2x2", "--fsdp", 8, "--json")[0])
+    assert "8 devices, 8 rows of 128 tokens, remat full, bfloat16" in text
+    assert "within 30% in 48 of 50 compiled steps; --compile asks the compiler" in text and "Suggested" not in text
+    assert "tokens/s\n" in text and " tokens: " not in text
+    found = json.loads(run(*SMALL, "--on", "v5p:2x2x2", "--fsdp", 8, "--json", "--tokens", "1e12")[0])
     assert found["fits"] and found["mesh"]["fsdp"] == 8 and sum(found["memory"].values()) == found["peak"]
+    assert found["fits_with_margin"] and found["margin"] == 0.3 and not found["suggested"]
+    assert (found["options"]["rows"], found["options"]["seq"], found["options"]["remat"]) == (8, 128, "full")
+    for end in ("overlapped", "sequential"):
+        rate = found["tokens_per_second"][end]
+        assert rate == pytest.approx(8 * 128 / found["seconds"][end])
+        assert found["days"][end] == pytest.approx(1e12 / rate / 86_400)
+
+
+def test_plan_without_a_mesh_suggests_one(run):
+    text = run(*SMALL, "--on", "h100:2", "--tokens", "1e9")[0]
+    assert text.startswith("Suggested mesh: --data 2. Any flag for an axis overrides it; --search compares several.\n")
+    assert "data 2 on h100:2: 2 devices, 2 rows of 128 tokens" in text and "1B tokens: " in text
+
+
+def test_search_marks_what_fits_within_the_error_alone(run, monkeypatch):
+    """Of three meshes one fits with a margin, one without, and one not."""
+    found = planning.search_meshes(make_small, parse_topology("h100:2"), planning.TrainingOptions(2, 16), limit=3)
+    peaks = (40e9, 70e9, 90e9)
+    monkeypatch.setattr(
+        planning, "search_meshes", lambda *_, **__: [with_peak(*pair) for pair in zip(found, peaks, strict=True)]
+    )
+    lines = run(*SMALL, "--on", "h100:2", "--search")[0].splitlines()
+    assert lines[0].split()[:3] == ["mesh", "peak", "fits"]
+    assert [re.search(r" (yes|barely|no) ", line)[1] for line in lines[1:4]] == ["yes", "barely", "no"]
+    assert lines[4].startswith("barely: ")
+
+
+def make_small(key):
+    return zoo.models.Transformer(vocab=64, embed=16, layers=2, heads=2, mlp=16, key=key)
+
+
+def with_peak(candidate, peak):
+    """Return a candidate whose step takes so many bytes."""
+    arrays = (LiveArray(int(peak), (), "float32", "tanh", ""),)
+    program = dataclasses.replace(candidate.plan.program, arguments={}, live=Peak(arrays))
+    return dataclasses.replace(candidate, plan=dataclasses.replace(candidate.plan, program=program))
 
 
 def test_plan_that_does_not_fit_exits_with_the_largest(capsys):

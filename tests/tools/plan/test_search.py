@@ -1,5 +1,6 @@
 """Search for a mesh: its sizes share out devices and experts, and the best plan comes first."""
 
+import dataclasses
 from functools import partial
 
 import equinox as eqx
@@ -34,3 +35,22 @@ def test_search_returns_the_best_mesh_first():
     assert {line.split(": ")[1] for line in lines} == {format_sizes(candidate.sizes) for candidate in found}
     for candidate in found:
         assert {axis: candidate.plan.program.shape[axis] for axis in candidate.sizes} == candidate.sizes
+
+
+@pytest.mark.parametrize(
+    ("memory", "mesh"), [(10**9, "data 2"), (180_000, "fsdp 2"), (145_000, "data 2"), (120_000, "fsdp 2")]
+)
+def test_suggestion_fits_with_a_margin_if_one_does(memory, mesh, monkeypatch):
+    """The peaks are about 140 kB along data and 106 kB along fsdp: of 180 kB the first leaves less than 30%, and of 145
+    kB both do."""
+    monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=memory))
+    found = planning.suggest_mesh(partial(zoo.models.Transformer, **SIZES), TOPOLOGY, OPTIONS)
+    assert (format_sizes(found.sizes), found.plan.fits) == (mesh, True)
+
+
+def test_suggestion_without_one_that_fits_is_the_best_of_the_search(monkeypatch):
+    monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=100_000))
+    make = partial(zoo.models.Transformer, **SIZES)
+    found = planning.suggest_mesh(make, TOPOLOGY, OPTIONS)
+    assert not found.plan.fits
+    assert found.sizes == planning.search_meshes(make, TOPOLOGY, OPTIONS)[0].sizes

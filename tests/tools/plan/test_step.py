@@ -1,5 +1,6 @@
 """Plans: memory at rest equals that of the compiled program, and what does not fit is refused."""
 
+import dataclasses
 from functools import partial
 
 import equinox as eqx
@@ -34,6 +35,45 @@ def test_plan_of_a_model_that_is_too_large():
         plan.require_fit()
 
 
+def test_screen_says_for_which_step_it_is_and_how_fast():
+    """Two micro-batches on a network: the norm's and loss's collectives are small, and one line."""
+    make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=2, heads=4, mlp=64)
+    options = planning.TrainingOptions(8, 16, remat="dots", microbatches=2)
+    plan = planning.plan_training(make, {"data": 2, "fsdp": 2}, parse_topology("h100:2x2"), options, model_flops=10**9)
+    lines = plan_lines(plan)
+    assert lines[0].endswith("4 devices, 8 rows of 16 tokens, 2 micro-batches, remat dots, bfloat16")
+    assert lines[-1].startswith("tokens      ") and lines[-1].endswith(" tokens/s")
+
+    small = [x for x in plan.transfers if x.seconds < 1e-6]
+    (line,) = [line for line in lines if "below 1 us" in line]
+    assert small and int(line.split("us")[1].split()[0]) == sum(x.collective.count for x in small)
+    table = lines[lines.index(next(line for line in lines if line.startswith("collectives"))) + 1 :]
+    rows = [line for line in table if line.startswith("  ") and "s if" not in line]
+    assert len(rows) == len(plan.transfers) - len(small) + 1
+
+    tokens = 8 * 16 / plan.overlapped * 86_400
+    days = {"overlapped": pytest.approx(1), "sequential": pytest.approx(plan.sequential / plan.overlapped)}
+    assert plan.count_days(tokens) == days
+    assert plan_lines(plan, tokens=1.0001 * tokens)[-1].endswith(" days")
+    assert "tokens: 2.4 to " in plan_lines(plan, tokens=tokens / 10)[-1]
+    assert plan_lines(plan, tokens=tokens / 10)[-1].endswith(" hours")
+
+
+@pytest.mark.parametrize(
+    ("memory", "verdict"), [(2, "fits"), (1.2, "fits, with less than 30% to spare"), (0.9, "DOES NOT FIT")]
+)
+def test_screen_says_how_surely_a_step_fits(memory, verdict):
+    make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=1, heads=4, mlp=64)
+    plan = planning.plan_training(make, {}, parse_topology("h100:1"), planning.TrainingOptions(1, 16), model_flops=1)
+    chip = dataclasses.replace(plan.chip, memory=round(memory * plan.peak))
+    (line,) = [line for line in plan_lines(dataclasses.replace(plan, chip=chip)) if line.startswith("memory")]
+    assert line.startswith("memory      about ") and line.endswith(f": {verdict}")
+
+
+def plan_lines(plan, **options):
+    return planning.format_plan(plan, **options).splitlines()
+
+
 def test_plan_of_a_decoding_step_counts_its_cache():
     """One token for two rows, with a cache of 32 tokens."""
     make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=2, heads=4, mlp=64)
@@ -48,6 +88,8 @@ def test_plan_of_a_decoding_step_counts_its_cache():
         return model.logits(hidden.x), states
 
     plan = planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:1")
+    assert plan.options is None and plan.tokens_per_second is None and plan.count_days(1e12) is None
+    assert "zoo.inspect.compiled asks the compiler" in str(plan) and "tokens/s" not in str(plan)
     assert plan.memory["cache"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
     assert sum(plan.memory.values()) == plan.peak
     with pytest.raises(ValueError, match="mesh of 1 devices, one device, and h100:2x8 has 16"):

@@ -50,7 +50,7 @@ def plan(
     any model on any number of devices; --compile then gives it to the compiler of the devices, which need not be here.
     The peak is an estimate, within 30% in 48 of 50 compiled steps.
 
-    Without a flag for a mesh axis, a mesh is suggested on which the step fits.
+    Without a flag for a mesh axis, a mesh is suggested: the first that fits of data, fsdp, and fsdp with tensor.
 
     Exits with status 1 if the step needs more memory than a device has, and says what takes it.
 
@@ -112,9 +112,8 @@ def plan(
         if search:
             show("\n".join(_format_candidates(found)) + "\n")
         if is_suggested:
-            show(
-                f"No mesh was given: {_format_flags(found[0].sizes)} is suggested. Such flags choose; --search compares.\n"
-            )
+            mesh = _format_flags(found[0].sizes)
+            show(f"Suggested mesh: {mesh}. Any flag for an axis overrides it; --search compares several.\n")
         show(planning.format_plan(found[0].plan, tokens=tokens))
         for candidate, program in zip(found, programs, strict=False):
             show(f"\nCompiled for {format_sizes(candidate.sizes)} on {on}:\n{program}")
@@ -169,14 +168,14 @@ def _show_progress() -> Iterator[Callable[[str], object]]:
 
 
 def _format_candidates(found: Sequence["Candidate"]) -> list[str]:
-    lines = [["mesh", "peak, about", "fits", "overlapped", "sequential", "MFU", "bound by"]]
+    lines = [["mesh", "peak", "fits", "overlapped", "sequential", "MFU", "bound by"]]
     for candidate in found:
         plan = candidate.plan
         between = (plan.mfu(seconds) or 0.0 for seconds in (plan.sequential, plan.overlapped))
         lines.append(
             [
                 format_sizes(candidate.sizes),
-                format_bytes(plan.peak),
+                f"about {format_bytes(plan.peak)}",
                 _format_fit(plan),
                 f"{plan.overlapped:.3g} s",
                 f"{plan.sequential:.3g} s",
