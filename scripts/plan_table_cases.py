@@ -28,6 +28,7 @@ _1B, _8B, _70B, _405B, _8X22B, _V3 = (
     "deepseek-v3",
 )
 SCREEN = Case(_8B, "h100:8x8", 256, {"fsdp": 64})
+SCREEN_TOKENS = 1e12
 REFUSED = Case(_70B, "h100:8", 8, {"fsdp": 8})
 SIZES = (
     Case(_8B, "v5p:2x2x2", 1024, {"fsdp": 8}, 16),

@@ -18,7 +18,7 @@ from pathlib import Path
 import tyro
 
 import zoo
-from scripts.plan_table_cases import BATCHES, COMPARISONS, LONG, REFUSED, SCREEN, SIZES, Case
+from scripts.plan_table_cases import BATCHES, COMPARISONS, LONG, REFUSED, SCREEN, SCREEN_TOKENS, SIZES, Case
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
 from zoo.parallel.devices import use_cpu
 from zoo.parallel.topology import parse_topology
@@ -69,10 +69,16 @@ def format_mesh(case: Case) -> str:
 
 def format_step(plan: Plan) -> list[str]:
     """Return the cells of a plan: peak memory, seconds by resource, and the range of MFU."""
-    peak = f"{plan.peak / 1e9:,.1f} GB" if plan.fits else f"**{plan.peak / 1e9:,.0f} GB**"
     seconds = [format_seconds(plan.seconds[name]) for name in ("products", "links", "network")]
     low, high = (plan.mfu(x) or 0.0 for x in (plan.sequential, plan.overlapped))
-    return [peak, *seconds, f"{100 * low:.0f}-{high:.0%}"]
+    return [format_peak(plan), *seconds, f"{100 * low:.0f}-{high:.0%}"]
+
+
+def format_peak(plan: Plan) -> str:
+    """Format a peak: bold if it does not fit, italic if it fits without the margin of the estimate."""
+    if not plan.fits:
+        return f"**{plan.peak / 1e9:,.0f} GB**"
+    return f"{plan.peak / 1e9:,.1f} GB" if plan.fits_with_margin else f"*{plan.peak / 1e9:,.1f} GB*"
 
 
 def format_seconds(seconds: float) -> str:
@@ -85,7 +91,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Se
 
 
 def build_screen() -> str:
-    return f"```text\n{plan_case(SCREEN)}\n```"
+    return f"```text\n{planning.format_plan(plan_case(SCREEN), tokens=SCREEN_TOKENS)}\n```"
 
 
 def build_refused() -> str:
@@ -165,7 +171,7 @@ def build_comparison_row(case: Case) -> list[str]:
 
 def build_long() -> str:
     def row(case: Case) -> list[str]:
-        return [*describe(case)[1:], format_mesh(case), format_step(plan_case(case))[0]]
+        return [*describe(case)[1:], format_mesh(case), format_peak(plan_case(case))]
 
     return format_table(["devices", "tokens", "micro-batches", "mesh", "peak"], map(row, LONG), right=(1, 2, 4))
 

@@ -50,7 +50,7 @@ def plan(
     any model on any number of devices; --compile then gives it to the compiler of the devices, which need not be here.
     The peak is an estimate, within 30% in 48 of 50 compiled steps.
 
-    Without a flag for a mesh axis, a mesh is suggested: the first that fits of data, fsdp, and fsdp with tensor.
+    Without a flag for a mesh axis, a mesh is suggested: the first that fits of data, fsdp, and either with tensor.
 
     Exits with status 1 if the step needs more memory than a device has, and says what takes it.
 

@@ -2,14 +2,14 @@
 
 An array is alive from the equation that makes it to the last one that reads it:
 
-- An elementwise result with one reader that is elementwise or a reduction is fused into it: its operands live on
+- An elementwise result with one reader, elementwise or a reduction, is fused into that reader: its operands stay alive
   instead.
 - A reshape shares the memory of its operand.
 - A loop has one buffer for each array that it carries, and writes rows of stacked results in place.
 - An update of some elements, such as a scatter, is in place if no later equation reads the array.
-- Outside of `shard_map` is the optimizer, all of which is fused. With donation its results overwrite the arguments.
+- Outside of `shard_map` is the optimizer, where all elementwise results are fused. They overwrite donated arguments.
 
-These rules describe no compiler. XLA also reorders, copies and pads: `zoo plan --compile` asks it.
+XLA also reorders, copies and pads, for each platform in its own way. `zoo plan --compile` asks it.
 """
 
 import dataclasses
@@ -172,9 +172,9 @@ class _Liveness:
         for equation in self.flat.eqns:
             operands = frozenset().union(*(roots.get(x, ()) for x in equation.operands))
             for x in equation.outvars:
-                can_fuse = fuses_all or _is_fused_into(readers[x])
-                has_no_array = x in overwriting or (can_fuse and x not in results)
-                is_fused = equation.name in ELEMENTWISE and has_no_array and not self._is_gathered(equation)
+                is_temporary = x not in results and (fuses_all or _is_fused_into(readers[x]))
+                needs_no_memory = is_temporary or x in overwriting
+                is_fused = equation.name in ELEMENTWISE and needs_no_memory and not self._is_gathered(equation)
                 roots[x] = operands if is_fused or equation.name in VIEWS else frozenset([x])
             changed = equation.invars[0] if equation.name in _UPDATES else None
             if changed in buffers and changed not in results and readers[changed][-1] is equation:

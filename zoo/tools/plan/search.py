@@ -87,11 +87,10 @@ def search_meshes(
         if _fits_at_rest(sizes, topology, parameters)
     ]
     kept = sorted(kept, key=lambda sizes: _estimate_traffic(sizes, topology, options, parameters))[:limit]
-    found, refused = [], []
-    for candidate in _iterate_candidates(make_model, kept, topology, options, layout, progress):
-        (refused if isinstance(candidate, str) else found).append(candidate)
+    planned = list(_iterate_candidates(make_model, kept, topology, options, layout, progress))
+    found = [candidate for candidate in planned if isinstance(candidate, Candidate)]
     if not found:
-        why = refused[0] if refused else "parameters, gradients and moments fit on no mesh of it"
+        why = planned[0] if planned else "parameters, gradients and moments fit on no mesh of it"
         raise ValueError(f"no mesh of {topology} takes this training step: {why}")
     return sorted(found, key=lambda candidate: candidate.rank)
 
@@ -104,26 +103,27 @@ def suggest_mesh(
     *,
     progress: Callable[[str], object] | None = None,
 ) -> Candidate:
-    """Return the plan on the first mesh of a ladder that fits with a margin: all devices along `data`, all along
-    `fsdp`, then `fsdp` with `tensor` 2, 4 and so on.
+    """Return the plan on the first simple mesh that fits with a margin: all devices along `data`, all along `fsdp`,
+    then either with `tensor` 2, 4 and so on.
 
-    If none has the margin, it is the first that fits, and if none does, the best of `search_meshes`. **Raises**
-    `ValueError` if none can be built.
+    Without one it returns the first that fits, and without that the best of `search_meshes`. **Raises** `ValueError` if
+    no mesh can be built.
     """
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
     parameters = _count_parameters(model)
-    ladder = [
+    simple = [
         sizes
         for sizes in iterate_sizes(topology, options)
         if sizes["context"] == 1 and 1 in (sizes["data"], sizes["fsdp"]) and _fits_at_rest(sizes, topology, parameters)
     ]
-    ladder = sorted(ladder, key=lambda sizes: (sizes["tensor"], sizes["fsdp"]))
+    simple = sorted(simple, key=lambda sizes: (sizes["tensor"], sizes["fsdp"]))
     fitting = []
-    for candidate in _iterate_candidates(make_model, ladder, topology, options, layout, progress):
-        if isinstance(candidate, Candidate) and candidate.plan.fits_with_margin:
+    for candidate in _iterate_candidates(make_model, simple, topology, options, layout, progress):
+        if isinstance(candidate, str) or not candidate.plan.fits:
+            continue
+        if candidate.plan.fits_with_margin:
             return candidate
-        if isinstance(candidate, Candidate) and candidate.plan.fits:
-            fitting.append(candidate)
+        fitting.append(candidate)
     if fitting:
         return fitting[0]
     return search_meshes(make_model, topology, options, layout, progress=progress)[0]

@@ -127,7 +127,7 @@ class Plan:
         lines = [f"  {name}: {_format(size)}" for name, size in self.list_largest(6)]
         kind = max(self.memory, key=lambda name: self.memory[name])
         raise BudgetError(
-            f"About {_format(self.peak)} at the peak, and {self.topology.kind} has {_format(self.chip.memory)}. "
+            f"about {_format(self.peak)} at the peak, and {self.topology.kind} has {_format(self.chip.memory)}. "
             f"The largest part, {_format(self.memory[kind])}, is for {kind}: {_ADVICE.get(kind, 'shard it')}. "
             "The largest arrays per device:\n" + "\n".join(lines)
         )
