@@ -48,7 +48,7 @@ def test_suggestion_fits_with_a_margin_if_one_does(memory, mesh, monkeypatch):
     assert (format_sizes(found.sizes), found.plan.fits) == (mesh, True)
 
 
-def test_suggestion_without_one_that_fits_is_the_best_of_the_search(monkeypatch):
+def test_suggestion_falls_back_to_the_search(monkeypatch):
     monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=100_000))
     make = partial(zoo.models.Transformer, **SIZES)
     found = planning.suggest_mesh(make, TOPOLOGY, OPTIONS)
