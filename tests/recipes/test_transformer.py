@@ -95,7 +95,6 @@ def test_transformer_profile_holds_a_few_steps(unbroken):
     with gzip.open(path, "rt") as file:
         found = json.load(file)["traceEvents"]
     assert [int(x["args"]["step_num"]) for x in found if x.get("name") == "train"] == [3, 4, 5, 6, 7]
-    assert any(x.get("args", {}).get("scope", "").startswith("jit(step)/") for x in found)
 
 
 def wait_for_checkpoint(process, out):

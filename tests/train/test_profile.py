@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from zoo import train
-from zoo.train.trace import format_scope, read_fields, read_operations, write_perfetto_trace
 
 BATCHES = np.zeros(200, np.uint8)
 
@@ -55,18 +54,10 @@ def traced(tmp_path_factory):
 
 
 def test_profile_has_steps_and_scopes(traced):
-    found = events(traced)
-    assert steps_in(found) == [3, 4, 5, 6, 7]
-    named = [event for event in found if event.get("args", {}).get("scope", "").startswith("jit(profiled_step)/Model/")]
-    assert {event["name"] for event in named} >= {"Model/layer/tanh", "Model/dot_general"}
-    assert all(event["args"]["operation"] for event in named)
+    assert steps_in(events(traced)) == [3, 4, 5, 6, 7]
+    (path,) = (traced / "profile").glob("plugins/profile/*/*.xplane.pb")
+    assert b"jit(profiled_step)/Model/" in path.read_bytes(), "XProf shows the scopes of operations"
     assert json.loads((traced / "config.json").read_text()) == {"a": 1}
-
-
-def test_trace_can_be_read_again(traced):
-    before = events(traced)
-    write_perfetto_trace(traced / "profile")
-    assert events(traced) == before
 
 
 @pytest.mark.slow  # the first steps of a process are counted above
@@ -108,46 +99,3 @@ def test_profile_has_one_folder_per_process(tmp_path, monkeypatch):
             with profile.step(number):
                 jax.block_until_ready(jnp.ones(3) + number)
     assert steps_in(events(tmp_path, "process_1")) == [2, 3]
-
-
-READABLE = {
-    "jit(step)/shard_map/jvp(Decoder)/stack/while/body/closed_call/Block/mixer.Attention/query/dot_general": (
-        "Decoder/stack/Block/mixer.Attention/query/dot_general"
-    ),
-    "jit(step)/transpose(jvp(Decoder))/stack/while/body/checkpoint/Block/ffn.GatedMLP/up/dot_general": (
-        "backward Decoder/stack/Block/ffn.GatedMLP/up/dot_general"
-    ),
-    "jit(step)/transpose(jvp(Decoder))/stack/while/body/checkpoint/rematted_computation/Block/norm/mul": (
-        "recomputed Decoder/stack/Block/norm/mul"
-    ),
-    "jit(step)/jvp()/while/body/closed_call/transpose(jvp(Unembedding))/table/dot_general": (
-        "backward Unembedding/table/dot_general"
-    ),
-    "jit(step)/mul": "mul",
-    "a name of its own": "a name of its own",
-}
-
-
-@pytest.mark.parametrize(("scope", "wanted"), READABLE.items())
-def test_format_scope_keeps_names_of_the_source(scope, wanted):
-    assert format_scope(scope) == wanted
-
-
-def message(*parts):
-    """A protocol buffer of (field, bytes) pairs, sizes below 128."""
-    return b"".join(bytes([number << 3 | 2, len(value)]) + value for number, value in parts)
-
-
-def test_read_operations_of_a_profile():
-    instruction = message((1, b"fusion.1"), (2, b"fusion"), (7, message((1, b"type"), (2, b"jit(f)/A/mul"))))
-    bare = message((1, b"copy.2"), (2, b"copy"))
-    program = message((1, b"jit_f"), (3, message((1, b"main"), (2, instruction), (2, bare))))
-    stat = b"\x08\x07" + message((6, message((1, program))))  # metadata_id 7 is a number
-    entry = b"\x08\x01" + message((2, message((5, stat))))
-    other = message((2, b"/host:CPU"), (4, entry))
-    profile = message((1, other), (1, message((2, b"/host:metadata"), (4, entry))))
-    assert list(read_operations(profile, {"jit_f"})) == [("jit_f", "fusion.1", "jit(f)/A/mul")]
-    assert not list(read_operations(profile, {"jit_g"}))
-    assert list(read_fields(b"\x09" + bytes(8) + b"\x15" + bytes(4) + message((3, b"x")), 3)) == [b"x"]
-    with pytest.raises(ValueError, match=r"not a protocol buffer: a field of kind 7 at byte 1"):
-        list(read_fields(b"\x0f", 1))

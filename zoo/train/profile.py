@@ -7,8 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from .trace import write_perfetto_trace
-
 _WARMUP_STEPS = 2
 """Steps to skip before the trace, since the first one compiles."""
 _TRACED_STEPS = 5
@@ -47,7 +45,7 @@ class Profile:
         self._num_started += 1
         if self._num_started == _WARMUP_STEPS + 1:
             _wait_for_devices()  # keep earlier steps out of the trace
-            jax.profiler.start_trace(self.directory)
+            jax.profiler.start_trace(self.directory, create_perfetto_trace=True)
             self._active = True
         if not self._active:
             yield
@@ -71,7 +69,9 @@ class Profile:
         self._active = False
         _wait_for_devices()
         jax.profiler.stop_trace()
-        trace = write_perfetto_trace(self.directory)
+        trace = max(
+            self.directory.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime
+        )
         self._print_line(
             f"a trace of steps {self._steps[0]} to {self._steps[-1]} is in {self.directory}: open {trace} at "
             f"ui.perfetto.dev, or the folder with `xprof {self.directory}` or `tensorboard --logdir {self.directory}`"
