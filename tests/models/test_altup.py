@@ -65,7 +65,8 @@ def test_streams_have_the_magnitude_of_the_embedding():
         projected = x[:, :2] @ project.weight.T
         expected = projected / root_mean_square(projected) * magnitudes[:, :2, :1]
         assert relative_error(streams[:, :2, 1 + i], expected) < 1e-5
-    assert relative_error(inputs.inputs(tokens * (tokens < VOCAB), x).inputs, hidden.inputs) == 0
+    # One is compiled and the other is not: they round differently since jax 0.12.
+    assert relative_error(inputs.inputs(tokens * (tokens < VOCAB), x).inputs, hidden.inputs) < 1e-6
     others = [streams[:, :2, 1 + i] @ project.weight.T for i, project in enumerate(norm.projections)]
     others = [other / root_mean_square(other) * magnitudes[:, :2, :1] for other in others]
     assert relative_error(y[:, :2], norm.norm(sum([x[:, :2], *others]) / STREAMS)) < 1e-5
