@@ -142,7 +142,8 @@ class LineChart(Chart):
         if data:
             self._set_limits(axes, data)
         _label_axes(figure, axes, self)
-        axes.locator_params(axis="x", integer=True)
+        ticks = max(int(figure.get_figwidth() * _POINTS_PER_INCH) // 90, 3)
+        axes.locator_params(axis="x", integer=True, nbins=ticks)
 
     def _set_limits(self, axes: Any, data: Sequence[tuple[Curve, np.ndarray, np.ndarray]]) -> None:
         everything = np.concatenate([values for _, _, values in data])
@@ -151,6 +152,9 @@ class LineChart(Chart):
         if self.log and everything.min() > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(_format_plain)
+            axes.yaxis.set_minor_formatter("")
+            if everything.max() < 100 * everything.min():
+                axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
             return
         is_cut = len(everything) > 50 and any(curve.smooth for curve, _, _ in data)
         high = float(np.quantile(everything, 0.97)) if is_cut else float(everything.max())
@@ -309,7 +313,7 @@ class Picture(Chart):
 def draw_svg(chart: Chart, *, width: int) -> str:
     """Draw a chart as an `<svg>` element of this width, in pixels, colored by variables of the page.
 
-    **Raises** `MissingExtraError` without matplotlib, except for a `Picture`.
+    **Raises** `ImportError` without matplotlib, except for a `Picture`.
     """
     if isinstance(chart, Picture):
         return chart.wide if width > 600 else chart.narrow

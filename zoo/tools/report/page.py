@@ -21,7 +21,7 @@ from zoo._files import read_json, to_jsonable, write_json, write_text
 from zoo.train.metrics import Record, read_metrics
 from zoo.train.progress import RATE_FORMATS, format_duration, format_si
 
-from .charts import INSTALL, Chart, Curve, LineChart, LoadChart, draw_svg, dump_chart, load_chart
+from .charts import INSTALL, Chart, Curve, LineChart, LoadChart, Picture, draw_svg, dump_chart, load_chart
 from .style import STYLE
 
 _WIDE = 860
@@ -211,8 +211,9 @@ class _Page:
             self.add(f'<section class="pair">{small}</section>' if small else "")
 
     def draw(self, chart: Chart) -> str:
-        """Draw a wide and a narrow picture; the style sheet shows the one that fits. "" without matplotlib."""
-        if not self._has_charts:
+        """Draw a wide and a narrow picture; the style sheet shows the one that fits. "" without matplotlib, except for
+        pictures that need none."""
+        if not self._has_charts and not isinstance(chart, Picture):
             return ""
         wide, narrow = (draw_svg(chart, width=width) for width in (_WIDE, _NARROW))
         return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
