@@ -182,3 +182,28 @@ def test_selection_bias_evens_out_the_load():
         bias, imbalance = step(bias)
         imbalances.append(float(imbalance))
     assert imbalances[0] > 2.5 and imbalances[-1] < 1.3
+
+
+@pytest.mark.parametrize("over", get_args(BalanceOver))
+def test_losses_of_padding_are_zero(over):
+    """A micro-batch may hold rows of padding only, and the mean of no tokens would be NaN."""
+    logits = jax.random.normal(KEY, (2, 3, 4))
+    padding = [sum_routing(make_routing(jax.lax.top_k(logits, 2)[1], logits), jnp.zeros((2, 3), int))]
+    assert balance_loss(padding, over=over) == 0 and router_z_loss(padding) == 0
+
+
+@pytest.mark.ci
+def test_loss_of_a_micro_batch_of_padding_is_finite():
+    """Two of four rows are padding, and a micro-batch of their own: the loss of "row" is that of the full batch."""
+    model = zoo.models.MixtureOfExperts(**SIZES, key=KEY)
+    tokens = jax.random.randint(KEY, (4, 8), 0, 32)
+    weights = jnp.ones((4, 8)).at[2:].set(0)
+    batch = {"tokens": tokens, "targets": tokens, "weights": weights, "segment_ids": weights.astype(int)}
+    batch["positions"] = pack_positions(batch["segment_ids"])
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+
+    def find_loss(microbatches):
+        loss_fn = lambda model, batch: zoo.cross_entropy(model, batch, balance=0.1, router_z=0.1)
+        return zoo.value(loss_fn, mesh, microbatches=microbatches)(model, batch)
+
+    assert jnp.isfinite(find_loss(2)) and jnp.isfinite(find_loss(1))

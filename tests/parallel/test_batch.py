@@ -115,3 +115,16 @@ def test_global_arrays_of_the_rows_of_a_process():
     placed, expected = _make_global_batch(batch, mesh, [0, 1], 1), zoo.place_batch(batch, mesh)
     for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(expected), strict=True):
         assert a.sharding == b.sharding and jnp.array_equal(a, b)
+
+
+@pytest.mark.parametrize("place", [zoo.place_batch, zoo.place])
+def test_placed_arrays_do_not_share_the_buffers_of_a_loader(place):
+    """JAX shares the memory of arrays that are aligned to 64 bytes: chance decides for others."""
+    memory = np.zeros(8 * 16 * 4 + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    buffer = memory[start : start + 8 * 16 * 4].view(np.int32).reshape(8, 16)
+    for mesh in (zoo.make_mesh(devices=jax.devices()[:1]), zoo.make_mesh()):
+        buffer[:] = 3
+        placed = place({"tokens": buffer}, mesh)
+        buffer[:] = 9
+        assert np.unique(placed["tokens"]).tolist() == [3]

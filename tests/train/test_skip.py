@@ -128,3 +128,18 @@ def test_run_goes_on_after_a_skipped_step(tmp_path):
     with train.Checkpoints(tmp_path / "many" / "checkpoints") as checkpoints:
         _, (params, _), _, _ = checkpoints.restore(like)
     assert params.tolist() == [1, 1] and np.isfinite(params).all()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [1, 6])
+def test_spikes_are_found_after_a_loss_that_is_not_finite(poison, at):
+    """It enters no average: neither while they are gathered, nor later."""
+    optimizer = train.skip_spikes(optax.sgd(0.1), window=4)
+    values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1, 50.0, 1.0]
+    poisoned = [*values[:at], poison, *values[at:]]
+    history = run(optimizer, [make_gradients()] * len(poisoned), values=poisoned)
+    skipped = [int(train.count_skips(state)["skipped_steps"]) for _, state in history]
+    steps = [number for number, (a, b) in enumerate(zip([0, *skipped], skipped, strict=False)) if b > a]
+    assert steps == ([at] if at >= 4 else []) + [9]
+    clean = run(optimizer, [make_gradients()] * len(values), values=values)
+    assert same_bits(history[-1][1].statistics, clean[-1][1].statistics)

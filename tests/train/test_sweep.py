@@ -109,3 +109,22 @@ def test_sweep_step_keeps_frozen_leaves_and_donates(batches):
 
 def zoo_mixture(sizes, router, key):
     return zoo.models.MixtureOfExperts(**sizes, router=router, key=key)
+
+
+@pytest.mark.ci
+def test_sweep_step_divides_by_small_counts(batches):
+    """Weights may sum to less than 1; a batch without weights has a loss of 0."""
+
+    def find_losses(scale):
+        def loss_fn(model, batch):
+            total, count = zoo.cross_entropy(model, batch)
+            return total * scale, count * scale
+
+        rates, keys = train.sweep_grid((0.1,), (0, 1))
+        models = train.sweep_models(make, keys)
+        optimizer = optax.sgd(1.0)
+        opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
+        return train.sweep_step(loss_fn, optimizer)(batches[0], models, opt_states, rates)[2]["losses"]
+
+    np.testing.assert_allclose(find_losses(1e-3), find_losses(1.0), rtol=1e-6)
+    assert not find_losses(0.0).any()

@@ -63,9 +63,10 @@ def balance_loss(
         row_tokens = jnp.maximum(tokens, 1)[:, None]
         row_products = (counts / row_tokens * scores / row_tokens).sum(-1).mean(0)
         num_rows = reduce((tokens > 0).astype(jnp.float32).sum(), over="batch")
-        product = reduce(row_products.sum(), over="batch") / num_rows
+        product = reduce(row_products.sum(), over="batch") / jnp.maximum(num_rows, 1)
     else:
         num_tokens = reduce(tokens.sum(), over="batch")
+        num_tokens = jnp.maximum(num_tokens, 1)  # a micro-batch may be padding
         counts, scores = (reduce(x.sum(1), over="batch") / num_tokens for x in (counts, scores))
         if over == "layers":
             counts, scores = counts.mean(0), scores.mean(0)
@@ -83,7 +84,7 @@ def router_z_loss(routing: Sequence[RoutingSums]) -> Float[Array, ""]:
         raise ValueError("there is no router whose scores could be kept small: the model has no mixture of experts")
     squares = jnp.stack([layer.squared_log_z for layer in routing]).mean(0).sum()
     squares, num_tokens = (reduce(reduce(x, over="seq"), over="batch") for x in (squares, routing[0].num_tokens.sum()))
-    return squares / num_tokens
+    return squares / jnp.maximum(num_tokens, 1)  # a micro-batch may be padding
 
 
 def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], *, rate: float | int = 1e-3) -> PyTree:

@@ -41,7 +41,8 @@ class AxialRotary:
         frequencies = 2 * math.pi * self.base ** -(np.arange(0, self.dim, 4) / self.dim)
         angles = coordinates[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
         angles = angles.reshape(*coordinates.shape[:-1], self.dim // 2)
-        return lax.rem(jnp.cos(angles), 2.0), lax.rem(jnp.sin(angles), 2.0)  # a remainder is not fused: see `Rotary`
+        two = np.float32(2)  # a remainder is not fused: see `Rotary`
+        return lax.rem(jnp.cos(angles), two), lax.rem(jnp.sin(angles), two)
 
 
 def patch_coordinates(height: int, width: int) -> Float[np.ndarray, "patches 2"]:

@@ -249,7 +249,8 @@ class Rotary:
         frequencies, magnitude = scaling(self.dim, self.base, length)
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
         # XLA's CPU backend fuses cosines into the rotation, and computes them for each head, but never a remainder.
-        cos, sin = lax.rem(jnp.cos(angles), 2.0), lax.rem(jnp.sin(angles), 2.0)
+        cos = lax.rem(jnp.cos(angles), np.float32(2))
+        sin = lax.rem(jnp.sin(angles), np.float32(2))
         return cos * magnitude, sin * magnitude
 
 

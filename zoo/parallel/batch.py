@@ -16,7 +16,7 @@ from zoo._checks import BATCH_KEYS, check_batch_ids
 
 from .mesh import Mesh
 from .module import Leaf, map_leaves
-from .place import refuse_imagined
+from .place import copy_buffer, refuse_imagined
 
 
 def name_batch_dims(name: str) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTre
     if vocab is not None:
         check_batch_ids(batch, vocab)
     if jax.process_count() == 1:
-        return jax.device_put(batch, mesh.shardings(batch, name_batch_dims))
+        return jax.device_put(jax.tree.map(copy_buffer, batch), mesh.shardings(batch, name_batch_dims))
     _, parts = reader(mesh)
     rows = _assign_rows(mesh)
     if not rows.is_checked:
@@ -164,10 +164,10 @@ def _make_global_batch(batch: PyTree, mesh: Mesh, shards: list[int], parts: int)
 
         def read_shard(index):
             if axis is None:
-                return x[index]
+                return x[index].copy()
             rows = x.shape[axis] // len(shards)
             first = shards.index((index[axis].start or 0) // rows) * rows
-            return x[(*index[:axis], slice(first, first + rows), *index[axis + 1 :])]
+            return x[(*index[:axis], slice(first, first + rows), *index[axis + 1 :])].copy()
 
         return jax.make_array_from_callback(abstract.shape, sharding, read_shard)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
@@ -39,9 +40,18 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(sharding=sharding)
         refuse_imagined(mesh)
-        return jax.device_put(x, sharding)
+        return jax.device_put(copy_buffer(x), sharding)
 
     return eqx.combine(jax.tree.map(place_array, arrays, shardings), rest)
+
+
+def copy_buffer(x: Any) -> Any:
+    """Copy a NumPy array before it is put on devices: its owner may fill it again. Return anything else as it is.
+
+    `jax.device_put` shares the memory of aligned arrays on CPUs, with `may_alias=False` too (jax 0.10.2), and elsewhere
+    reads it after it has returned.
+    """
+    return x.copy() if isinstance(x, np.ndarray) else x
 
 
 def refuse_imagined(mesh: Mesh) -> None:

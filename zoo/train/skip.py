@@ -98,8 +98,11 @@ def skip_spikes(
         cut = jnp.where(is_spike, threshold, value)
         rate = 1 / jnp.minimum(steps + 1, window)  # the plain average, until there are `window` steps
         difference = cut - mean
-        variance = (1 - rate) * (variance + rate * difference**2)
-        return new_updates, SpikeSkipState(skips, SpikeState(mean + rate * difference, variance, steps + 1))
+        counted = SpikeState(mean + rate * difference, (1 - rate) * (variance + rate * difference**2), steps + 1)
+        # A loss of NaN or infinity would stay in the averages for ever, and every later one would count as a spike.
+        is_counted = jnp.isfinite(value)
+        statistics = jax.tree.map(lambda new, old: jnp.where(is_counted, new, old), counted, state.statistics)
+        return new_updates, SpikeSkipState(skips, statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

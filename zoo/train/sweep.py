@@ -81,7 +81,7 @@ def sweep_step(
 
         def mean_loss(params: PyTree) -> Float[Array, ""]:
             total, count = loss_fn(eqx.combine(params, model), batch)
-            return total / jnp.maximum(count, 1)
+            return total / jnp.where(count == 0, 1, count)
 
         loss, grads = jax.value_and_grad(mean_loss)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
