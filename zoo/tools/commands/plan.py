@@ -104,7 +104,7 @@ def plan(
             progress(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
             programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
     if as_json:
-        plans = [_describe(candidate.plan, tokens) | {"suggested": is_suggested} for candidate in found]
+        plans = [_list_figures(candidate.plan, tokens) | {"suggested": is_suggested} for candidate in found]
         for described, program in zip(plans, programs, strict=False):
             described["compiled"] = program.as_dict()
         show(json.dumps(plans if search else plans[0], indent=2))
@@ -124,8 +124,8 @@ def plan(
         sys.exit(1)
 
 
-def _describe(plan: "Plan", tokens: float | None) -> dict[str, Any]:
-    """Return a plan as plain values, with the days for so many tokens if they are given."""
+def _list_figures(plan: "Plan", tokens: float | None) -> dict[str, Any]:
+    """Return the figures of a plan as plain values, with the days for so many tokens if they are given."""
     described = plan.as_dict()
     if tokens is not None:
         described["days"] = plan.count_days(tokens)
