@@ -90,3 +90,15 @@ def test_select_per_row_decodes_and_runs_on_a_mesh(both):
     np.testing.assert_allclose(
         zoo.value(loss_fn, mesh)(zoo.place(both, mesh), batch), -log_probabilities.mean(), rtol=1e-5
     )
+
+
+def test_name_that_is_there_is_refused(model, tmp_path):
+    """One of two adapters of a name would be saved; on other matrices the name may come again."""
+    first = adapters.lora(model, targets="query", rank=2, key=KEY)
+    with pytest.raises(ValueError, match=r"layers.\*.attention.query has an adapter 'lora' already: pass another"):
+        adapters.lora(first, targets=("query", "value"), rank=2, key=KEY)
+    with pytest.raises(ValueError, match="has an adapter 'lora' already"):
+        adapters.dora(adapters.ia3(first, targets="query"), targets="query", rank=2, adapter_name="lora", key=KEY)
+    assert adapters.adapter_names(adapters.lora(first, targets="value", rank=2, key=KEY)) == ["lora"]
+    again = adapters.lora(adapters.remove(first), targets="query", rank=2, key=KEY)
+    assert adapters.adapter_names(again) == ["lora"]

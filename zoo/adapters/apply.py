@@ -42,9 +42,23 @@ def apply_adapters(model: _Model, plan: _AdapterPlan, key: Key[Array, ""]) -> _M
 
         keys = jax.random.split(jax.random.fold_in(key, order[name, ranges]), tuple(len(run) for run in ranges))
         arguments = {word: jnp.asarray(table) for word, table in tables.items()}
-        return vmap_stacked(wrap_layer, ranges)(module, keys, arguments)
+        wrapped = vmap_stacked(wrap_layer, ranges)(module, keys, arguments)
+        _require_new_name(name, wrapped)
+        return wrapped
 
     return map_modules(wrap, model, is_linear_site)
+
+
+def _require_new_name(site: str, adapter: AbstractAdapter) -> None:
+    """**Raises** `ValueError` if an adapter wraps another one of its name: one of the two would be saved."""
+    beneath = adapter.base
+    while isinstance(beneath, AbstractAdapter):
+        if beneath.adapter_name == adapter.adapter_name:
+            raise ValueError(
+                f"{site} has an adapter {adapter.adapter_name!r} already: pass another adapter_name=, or take it off "
+                "with adapters.remove"
+            )
+        beneath = beneath.base
 
 
 def apply_uniform(

@@ -147,3 +147,25 @@ def test_save_and_load_in_rounds_equal_one_round(modules_to_save, tmp_path):
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
     loaded = adapters.load(split_rounds(model, 2), tmp_path / "one")
     assert eqx.tree_equal(merge_rounds(loaded), adapters.load(model, tmp_path / "one"))
+
+
+@pytest.mark.parametrize("strength", [0.5, 2, 0])
+def test_save_writes_the_strength_of_a_lora(strength, tmp_path):
+    base = make_model()
+    model = perturb(adapters.lora(base, targets=("query", "up"), rank=2, alpha=3, key=jax.random.key(1)))
+    scaled = adapters.set_strength(model, {"lora": strength})
+    adapters.save(scaled, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == 3 * strength
+    np.testing.assert_allclose(run(adapters.load(base, tmp_path)), run(scaled), atol=1e-6)
+
+
+@pytest.mark.parametrize("add", [adapters.ia3, adapters.loha, adapters.oft])
+def test_save_refuses_a_strength_without_a_factor(add, tmp_path):
+    options = {adapters.ia3: {}, adapters.loha: {"rank": 2}, adapters.oft: {"block_size": 8}}[add]
+    if add is not adapters.ia3:
+        options["key"] = jax.random.key(1)
+    model = add(make_model(), targets="query", adapter_name="mine", **options)
+    with pytest.raises(zoo.CheckpointError, match="'mine' has the strength 0.5, and PEFT's files of .* hold no factor"):
+        adapters.save(adapters.set_strength(model, {"mine": 0.5}), tmp_path / "new")
+    assert not (tmp_path / "new").exists()

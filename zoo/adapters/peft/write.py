@@ -154,6 +154,16 @@ def _refuse_unwritable(module: PeftModule, adapter: Any) -> None:
         refuse_fused_vera(module, WEIGHTS_FILE)
 
 
+def _refuse_strength(module: PeftModule, adapter: Any) -> None:
+    """**Raises** `CheckpointError` for a strength that PEFT's files cannot hold: theirs is the factor of a LoRA."""
+    strength = np.asarray(adapter.strength)[module.index]
+    if strength != 1 and not isinstance(adapter, LoRA | EmbeddingLoRA):
+        raise CheckpointError(
+            f"the adapter {adapter.adapter_name!r} has the strength {strength:g}, and PEFT's files of "
+            f"{type(adapter).__name__} hold no factor: save it at strength 1 (adapters.set_strength), or merge it"
+        )
+
+
 def _get_first(experts: Experts) -> tuple[PeftModule, Any, Any]:
     return next(iter(next(iter(experts.values())).values()))
 
@@ -175,6 +185,8 @@ def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> di
         )
     _, base_options = base_tensors.collect_base_tensors(model, None, table, adapter_name, set(by_module))
     adapters = {name: _get_first(experts) for name, experts in by_module.items()}
+    for module, written, _ in adapters.values():
+        _refuse_strength(module, written)
     _, adapter, _ = next(iter(adapters.values()))
     parameters = _list_target_parameters(adapters)
     config: dict[str, Any] = {
@@ -244,10 +256,11 @@ def _list_target_parameters(adapters: Mapping[str, tuple[PeftModule, Any, Any]])
 
 
 def _get_module_scale(peft_name: str, experts: Experts) -> float | int:
-    """Return alpha / rank of one module. **Raises** `CheckpointError` if its experts, or the parts of a fused module,
-    differ."""
+    """Return alpha / rank of one module, times the strength. **Raises** `CheckpointError` if its experts, or the parts
+    of a fused module, differ."""
     layers = [layer for parts in experts.values() for layer in parts.values()]
-    scales = {float(np.asarray(adapter.scale)[module.index]) for module, adapter, _ in layers}
+    factors = [np.asarray(adapter.scale) * np.asarray(adapter.strength) for _, adapter, _ in layers]
+    scales = {float(factor[module.index]) for factor, (module, _, _) in zip(factors, layers, strict=True)}
     if len(scales) > 1:
         raise CheckpointError(
             f"{peft_name} is one module in PEFT's files, and its parts are scaled by {sorted(scales)}"
