@@ -1,13 +1,13 @@
 # An image of the library and its recipes, for scripts/launch and any other scheduler.
 #
-#     docker build --build-arg EXTRAS=cuda,train,text -t zoo:cuda .
-#     docker build --build-arg EXTRAS=tpu,train,text -t zoo:tpu .
+#     docker build --build-arg EXTRAS=cuda,train,text,tools -t zoo:cuda .
+#     docker build --build-arg EXTRAS=tpu,train,text,tools -t zoo:tpu .
 #
 # EXTRAS are those of pyproject.toml: cuda brings CUDA, cuDNN and NCCL as packages, so that the host gives its driver
 # alone; tpu brings libtpu. Without either, JAX runs on CPUs.
 FROM python:3.12-slim
 
-ARG EXTRAS=train,text
+ARG EXTRAS=train,text,tools
 
 RUN useradd --create-home zoo
 WORKDIR /zoo

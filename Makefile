@@ -20,7 +20,7 @@ help: ## list the targets
 demo: $(VENV)/.train ## train a small Transformer on this machine; options as in `make demo ARGS="--steps 50"`
 	$(call say,recipes/transformer.py $(ARGS))
 	@GLIBC_TUNABLES="$${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}" $(BIN)/python recipes/transformer.py $(ARGS) # docs/performance.md says why
-	@report=$$(find runs -name 'report.*' -exec ls -t {} + 2>/dev/null | head -n 1); \
+	@report=$$(find runs -name report.html -exec ls -t {} + 2>/dev/null | head -n 1); \
 	if [ -n "$$report" ]; then echo "The report: $$report"; fi
 
 test: $(VENV)/.dev ## style, types and tests; options of pytest as in `make test ARGS="-k import_order"`

@@ -172,6 +172,7 @@ def main(
         curves={},
         samples=samples,
         plots={"Trainable parameters": chart},
+        recipe=main,
     )
 
 

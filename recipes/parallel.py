@@ -147,6 +147,7 @@ def main(
         tables={"Collectives of a step": collectives},
         parameters=tools.report.tabulate_parameters(model, mesh),
         tokens_per_step=tokens,
+        recipe=main,
     )
 
 

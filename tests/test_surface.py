@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import zoo
+from zoo import train
 
 NAMES = {
     *("init", "make_mesh", "place", "place_batch", "Layout"),
@@ -58,6 +59,15 @@ def test_moved_names_say_where_to(name, path):
     with pytest.raises(ImportError, match=f"zoo.{name} has moved to {path}"):
         importlib.import_module(f"zoo.{name}")
     assert pkgutil.resolve_name(path) is not None
+
+
+def test_moved_names_of_train_say_where_to():
+    for name, path in train._MOVED.items():
+        with pytest.raises(ImportError, match=f"zoo.train.{name} has moved to {path}"):
+            getattr(train, name)
+        assert pkgutil.resolve_name(path) is not None
+    with pytest.raises(ImportError, match="has moved to zoo.tools.report.write_report"):
+        exec("from zoo.train import write_report")
 
 
 def test_signatures():

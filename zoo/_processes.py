@@ -181,6 +181,8 @@ def _assign_devices(environment: Mapping[str, str], local_index: int, neighbors:
     """Return the indices of this process's GPUs among the visible ones, or none for all of them."""
     given = environment.get("JAX_LOCAL_DEVICE_IDS")
     if given:
+        if not re.fullmatch(r"\d+(,\d+)*", given):
+            raise ValueError(f"JAX_LOCAL_DEVICE_IDS={given!r} was expected to be numbers, as in 0,1")
         return [int(word) for word in given.split(",")]
     if neighbors == 1:
         return ()
@@ -203,7 +205,10 @@ def _count_slurm_tasks(environment: Mapping[str, str]) -> int:
     counts: list[int] = []
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "1")):
         counts += [int(tasks)] * int(nodes or 1)
-    return counts[_read_number(environment, "SLURM_NODEID", default=0)]
+    node = _read_number(environment, "SLURM_NODEID", default=0)
+    if node >= len(counts):
+        raise ValueError(f"SLURM_NODEID={node}, and SLURM_STEP_TASKS_PER_NODE counts the tasks of {len(counts)} nodes")
+    return counts[node]
 
 
 def _is_tpu_host(environment: Mapping[str, str]) -> bool:

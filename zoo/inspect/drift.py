@@ -65,7 +65,7 @@ class Drift:
         return max(self.layers, key=lambda layer: layer.local_output).name
 
     def curves(self) -> dict[str, list[float]]:
-        """Return the errors of all layers in order, by kind: `train.Curve(kind, range(len(errors)), errors)`."""
+        """Return the errors of all layers in order, by kind: `tools.report.Curve(kind, range(len(errors)), errors)`."""
         return {kind: [value for x in self.layers if (value := getattr(x, kind)) is not None] for kind in _KINDS}
 
     def __str__(self) -> str:

@@ -129,5 +129,6 @@ _MOVED = {
 
 def __getattr__(name: str) -> Any:
     if name in _MOVED:
-        raise AttributeError(f"zoo.train.{name} has moved to {_MOVED[name]}")
+        # Not an AttributeError: `from zoo.train import name` would drop its words.
+        raise ImportError(f"zoo.train.{name} has moved to {_MOVED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -279,14 +279,16 @@ class Run:
 
         - `before`: an evaluation before training, `{name: bits per byte}`. Without it only "validation" is reported.
         - `prompts`: continued by `model` with `key`; `samples` are earlier prompts and continuations, shown before.
-        - `export_seq_len`: export `model` with the corpus's tokenizer to `export/`, for contexts of this length. Of a
-          model that no family of checkpoints holds, a line says so, and where its weights are.
+        - `export_seq_len`: `export` the model, for contexts of this length.
 
         Call it in every process after the `with` block; only the first one writes. A run that was stopped writes and
-        prints nothing. `zoo.tools.report_run` calls it and draws a report.
+        prints nothing. `zoo.tools.report_run` calls it and draws a report. **Raises** `KeyError` if a metric of
+        `before`, or "validation" without it, was not logged.
         """
         if self.stopped:
             return
+        if jax.process_index() == 0:
+            (self.directory / "results.json").unlink(missing_ok=True)
         try:
             if prompts and key is not None:
                 samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
@@ -294,9 +296,18 @@ class Run:
             if jax.process_index() == 0:
                 write_results(self.directory, model, mesh, steps=self.step, before=before, samples=samples)
         if export_seq_len is not None:
-            newest = max(self.checkpoints.restorable_steps(), default=None)
-            weights = None if newest is None else f"{self._checkpoint_folder}/{newest}"
-            export_result(model, corpus, self.directory / "export", seq_len=export_seq_len, weights=weights)
+            self.export(model, corpus, seq_len=export_seq_len)
+
+    def export(self, model: Any, corpus: Corpus, *, seq_len: int) -> None:
+        """Export `model` and the corpus's tokenizer to `export/`, for contexts of `seq_len` tokens, and say so.
+
+        Of a model that no family of checkpoints holds, a line says so, and where its weights are.
+        """
+        if self.stopped:
+            return
+        newest = max(self.checkpoints.restorable_steps(), default=None)
+        weights = None if newest is None else f"{self._checkpoint_folder}/{newest}"
+        export_result(model, corpus, self.directory / "export", seq_len=seq_len, weights=weights)
 
     def report(self, *_: Any, **__: Any) -> None:
         """Moved to `zoo.tools.report_run`. **Raises** `NotImplementedError`."""

@@ -1,5 +1,6 @@
 """Charts: well-formed SVG in the colors of the page, with the values and labels that they were given."""
 
+import dataclasses
 import re
 import xml.etree.ElementTree as ET
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.tools.report import Curve, ImageGrid, LineChart, LoadChart, Picture, ScatterChart, draw_svg
+from zoo.tools.report import Chart, Curve, ImageGrid, LineChart, LoadChart, Picture, ScatterChart, draw_svg
 from zoo.tools.report.charts import COLORS, dump_chart, load_chart, smooth_values
 
 LOADS = np.array([[[4.0, 0, 2, 2], [2, 2, 2, 2]], [[8, 0, 0, 0], [2, 2, 2, 2]]])
@@ -55,6 +56,36 @@ def test_line_chart_has_labels_unit_and_baseline():
     assert draw(CHARTS["lines"]).get("aria-label") == "nats against steps"
 
 
+@pytest.mark.filterwarnings("error")
+def test_line_chart_shows_baselines_above_its_curves():
+    """A model may be better than xz; matplotlib shrinks a chart with a label outside of it to nothing."""
+    values = list(np.linspace(2.0, 1.2, 200))
+    chart = LineChart(
+        [Curve("a", range(200), values, smooth=True)], "bits", baselines={"xz": 2.3, "none": float("nan")}
+    )
+    assert "xz 2.300" in list_texts(chart) and not any("nan" in text for text in list_texts(chart))
+    frame = [path for path in draw(chart).iter("path") if "--soft" in path.get("style", "") and path.get("clip-path")]
+    assert frame, "the line is drawn inside the axes"
+
+
+def test_labels_are_shown_as_they_are():
+    """Neither as formulas, nor hidden for an underscore."""
+    texts = list_texts(LineChart([Curve("cost $5 \\foo $6", [1], [1.0]), Curve("_mine", [1], [2.0])], "nats"))
+    assert any("cost $5 \\foo $6" in text for text in texts) and any("_mine" in text for text in texts)
+
+
+def test_chart_of_your_own_is_kept_as_pictures():
+    @dataclasses.dataclass(frozen=True)
+    class Diagonal(Chart):
+        description: str = "a line"
+
+        def draw(self, figure):
+            figure.add_subplot().plot([0, 1], [0, 1], color="#2563c9")
+
+    loaded = load_chart(dump_chart(Diagonal()))
+    assert isinstance(loaded, Picture) and loaded.wide == draw_svg(Diagonal(), width=860)
+
+
 def test_line_chart_thins_long_curves_and_skips_nan():
     values = [float("nan"), *np.linspace(3, 1, 9998), float("inf")]
     chart = LineChart([Curve("a", range(10_000), values, dots=False)], "nats")
@@ -83,6 +114,10 @@ def test_axis_of_few_steps_has_whole_numbers():
 def test_large_counts_have_prefixes():
     assert "1T" in list_texts(LineChart([Curve("loss", [0, 10**12], [1.0, 0.5])], "nats", "tokens"))
     assert {"512", "4Ki"} <= set(list_texts(CHARTS["scatter"]))
+    flops = ScatterChart([Curve("a", [2.0**50, 2.0**71], [1.0, 2.0])], "accuracy", "FLOPs")
+    assert any(text.endswith("Pi") for text in list_texts(flops)) and any(
+        text.endswith("Ei") for text in list_texts(flops)
+    )
 
 
 def test_scatter_refuses_zero_and_groups_rows():

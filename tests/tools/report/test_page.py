@@ -124,6 +124,15 @@ def test_run_without_a_report_gets_one(run, tmp_path):
         redraw_report(tmp_path / "empty")
 
 
+def test_report_of_an_earlier_version_is_not_lost(run):
+    write(run)
+    (run / "report.json").unlink()
+    page = (run / "report.html").read_text()
+    with pytest.raises(FileExistsError, match="written by an earlier version, .* move it away to draw a new one"):
+        redraw_report(run)
+    assert (run / "report.html").read_text() == page
+
+
 def test_configuration_begins_with_what_is_not_default(run):
     root = parse(write(run, defaults={"embed": 32, "data": (), "name": "<script>"}))
     tables = root.findall(".//table[@class='pairs']")

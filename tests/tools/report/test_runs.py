@@ -49,7 +49,7 @@ def test_report_is_written_if_samples_fail(tmp_path, corpus, monkeypatch):
 
 def test_report_of_a_model_without_a_family_ends_with_a_line(tmp_path, corpus, capsys):
     finish(tmp_path / "run", corpus, soft_cap=30.0, samples=[("def", " f():  \n\n \x1b[2J \n")])
-    *_, sample, _, result, line, report = capsys.readouterr().out.splitlines()
+    *_, sample, _, result, report, line = capsys.readouterr().out.splitlines()
     assert sample == " \\x1b[2J" and result.startswith("validation 8.000 bits per byte after 1 steps")
     assert report == f"wrote the report to {tmp_path / 'run' / 'report.html'}"
     assert line.startswith("no family holds this model (llama: ")

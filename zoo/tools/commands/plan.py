@@ -64,7 +64,8 @@ def plan(
         context: Context parallelism: number of devices that shard the tokens of a sequence.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
         pipe: Pipeline parallelism: number of devices that share the layers out, as stages, by 1F1B.
-        rows: Rows of the global batch; by default one per device that shards rows, and micro-batch.
+        rows: Rows of the global batch; by default one per device that shards rows, and micro-batch. Of a suggested mesh
+            or a search, one per device.
         seq_len: Tokens per row.
         microbatches: Micro-batches that a step takes one after the other.
         dtype: Dtype of activations and products.

@@ -11,7 +11,7 @@ from zoo._terminal import show
 def report(directory: Annotated[Path, tyro.conf.Positional]) -> None:
     """Draw the report of a run again, from the files in its folder.
 
-    After a run went on, after its report was lost, or with charts once matplotlib is installed. Nothing is computed.
+    After its report was lost, or with charts once matplotlib is installed. Nothing is computed.
 
     Args:
         directory: Folder of a run, such as runs/transformer, or of several runs that a recipe compared.

@@ -90,9 +90,15 @@ def search_meshes(
     planned = list(_iterate_candidates(make_model, kept, topology, options, layout, progress))
     found = [candidate for candidate in planned if isinstance(candidate, Candidate)]
     if not found:
-        why = planned[0] if planned else "parameters, gradients and moments fit on no mesh of it"
+        why = planned[0] if planned else _explain_no_mesh(topology, options, _count_experts(model), layers)
         raise ValueError(f"no mesh of {topology} takes this training step: {why}")
     return sorted(found, key=lambda candidate: candidate.rank)
+
+
+def _explain_no_mesh(topology: Topology, options: TrainingOptions, experts: int, layers: int) -> str:
+    if any(True for _ in iterate_sizes(topology, options, experts, layers)):
+        return "parameters, gradients and moments fit on no mesh of it"
+    return f"{options.rows:,} rows in {options.microbatches} micro-batches share out over no mesh of it"
 
 
 def suggest_mesh(

@@ -7,6 +7,7 @@ A chart is data, so that a report can keep it and draw it again:
 """
 
 import dataclasses
+import functools
 import io
 import itertools
 import math
@@ -47,6 +48,7 @@ _MAX_POINTS = 1000
 _POINTS_PER_INCH = 72
 _SETTINGS = {
     "svg.fonttype": "none",
+    "text.parse_math": False,
     "font.family": "sans-serif",
     "font.size": 11,
     "text.color": _SOFT,
@@ -85,7 +87,7 @@ _CELL = 66
 
 
 class Chart:
-    """A chart: data that a matplotlib figure shows."""
+    """Data that a matplotlib figure shows. A report keeps the charts of this file, and the picture of any other."""
 
     description: str
     """Text for readers that do not see the chart."""
@@ -135,7 +137,7 @@ class LineChart(Chart):
         data = [(curve, x, values) for curve, x, values in data if len(values)]
         for number, (curve, x, values) in enumerate(data):
             _draw_curve(axes, number, curve, x, values)
-        for label, value in self.baselines.items():
+        for label, value in self._baselines.items():
             axes.axhline(value, color=_SOFT, linestyle=(0, (5, 4)), linewidth=1)
             place = {"xy": (1, value), "xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
             axes.annotate(f"{label} {value:.3f}", xytext=(-2, 4), ha="right", **place)
@@ -144,6 +146,11 @@ class LineChart(Chart):
         _label_axes(figure, axes, self)
         ticks = max(int(figure.get_figwidth() * _POINTS_PER_INCH) // 90, 3)
         axes.locator_params(axis="x", integer=True, nbins=ticks)
+
+    @property
+    def _baselines(self) -> dict[str, float]:
+        numbers = {label: float(value) for label, value in self.baselines.items()}
+        return {label: value for label, value in numbers.items() if math.isfinite(value)}
 
     def _set_limits(self, axes: Any, data: Sequence[tuple[Curve, np.ndarray, np.ndarray]]) -> None:
         everything = np.concatenate([values for _, _, values in data])
@@ -158,7 +165,8 @@ class LineChart(Chart):
             return
         is_cut = len(everything) > 50 and any(curve.smooth for curve, _, _ in data)
         high = float(np.quantile(everything, 0.97)) if is_cut else float(everything.max())
-        low = min(float(everything.min()), high, *map(float, self.baselines.values()))
+        low = min([float(everything.min()), high, *self._baselines.values()])
+        high = max([high, *self._baselines.values()])
         margin = 0.06 * (max(high - low, 1e-6 * abs(high)) or 1.0)  # a flat curve still needs a height
         axes.set_ylim(low - margin, high + margin)
 
@@ -199,7 +207,8 @@ class ScatterChart(Chart):
         for number, curve in enumerate(self.curves):
             marker = _MARKERS[number // len(_CURVES) % len(_MARKERS)]
             style = {"marker": marker, "markersize": 7, "markeredgecolor": _PAPER, "linestyle": "-"}
-            axes.plot(*_drop_nonfinite(curve), color=_CURVES[number % len(_CURVES)], label=curve.label, **style)
+            style["color"] = _CURVES[number % len(_CURVES)]
+            axes.plot(*_drop_nonfinite(curve), label=_format_label(curve.label), **style)
         axes.set_ylim(bottom=0)
         _label_axes(figure, axes, self)
         axes.xaxis.set_major_formatter(_format_binary)
@@ -310,6 +319,9 @@ class Picture(Chart):
         return cls(draw(width=860), draw(width=400))
 
 
+_KINDS = (LineChart, ScatterChart, LoadChart, ImageGrid, Picture)
+
+
 def draw_svg(chart: Chart, *, width: int) -> str:
     """Draw a chart as an `<svg>` element of this width, in pixels, colored by variables of the page.
 
@@ -331,15 +343,16 @@ def draw_svg(chart: Chart, *, width: int) -> str:
 
 
 def dump_chart(chart: Chart) -> dict[str, Any]:
-    """Return a chart as JSON objects, for `load_chart`."""
+    """Return a chart as JSON objects, for `load_chart`. Of a chart of your own its pictures are kept."""
+    if type(chart) not in _KINDS:
+        chart = Picture.of(functools.partial(draw_svg, chart))
     return {"kind": type(chart).__name__, **to_jsonable(chart)}
 
 
 def load_chart(values: Mapping[str, Any]) -> Chart:
     """Return the chart of `dump_chart`'s objects."""
     fields = dict(values)
-    kinds = (LineChart, ScatterChart, LoadChart, ImageGrid, Picture)
-    kind = {kind.__name__: kind for kind in kinds}[fields.pop("kind")]
+    kind = {kind.__name__: kind for kind in _KINDS}[fields.pop("kind")]
     for name in {"counts", "images"} & fields.keys():
         fields[name] = np.asarray(fields[name], np.float64)
     if "curves" in fields:
@@ -362,7 +375,12 @@ def smooth_values(values: Float[np.ndarray, "points"], fraction: float = 0.03) -
 def _draw_curve(axes: Any, number: int, curve: Curve, x: np.ndarray, values: np.ndarray) -> None:
     color = _CURVES[number % len(_CURVES)]
     thin = slice(None, None, math.ceil(len(x) / _MAX_POINTS))
-    style = {"color": color, "linestyle": _STYLES[number % len(_STYLES)], "label": curve.label, "linewidth": 2}
+    style = {
+        "color": color,
+        "linestyle": _STYLES[number % len(_STYLES)],
+        "label": _format_label(curve.label),
+        "linewidth": 2,
+    }
     if curve.smooth:
         axes.plot(x[thin], values[thin], color=color, alpha=0.3, linewidth=1)
         axes.plot(x[thin], smooth_values(values)[thin], **style)
@@ -370,6 +388,11 @@ def _draw_curve(axes: Any, number: int, curve: Curve, x: np.ndarray, values: np.
         axes.plot(x[thin], values[thin], marker="o", markersize=6, markeredgecolor=_PAPER, **style)
     else:
         axes.plot(x[thin], values[thin], **style)
+
+
+def _format_label(label: str) -> str:
+    """Return a label that matplotlib shows: it hides those that begin with an underscore."""
+    return f"\N{ZERO WIDTH SPACE}{label}" if label.startswith("_") else label
 
 
 def _label_axes(figure: Any, axes: Any, chart: LineChart | ScatterChart) -> None:
@@ -431,8 +454,9 @@ def _format_binary(value: float, position: int) -> str:
     power = round(math.log2(value))
     if power < 0:
         return f"{value:g}"
-    prefix = ("", "Ki", "Mi", "Gi", "Ti")[power // 10]
-    return f"{2 ** (power % 10):g}{prefix}"
+    prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+    index = min(power // 10, len(prefixes) - 1)
+    return f"{2 ** (power - 10 * index):g}{prefixes[index]}"
 
 
 def _inline_svg(text: str, description: str) -> str:

@@ -4,7 +4,7 @@
                  baselines={"xz -9e": corpus.xz_bits_per_byte}, unit="bits per byte", samples=[(prompt, continuation)])
 
 It reads only files of the run's folder, and keeps its arguments there, in `report.json`: `redraw_report` writes the
-page again, after a run went on or matplotlib was installed.
+page again.
 """
 
 import dataclasses
@@ -127,20 +127,26 @@ def redraw_report(directory: Path) -> Path:
     """Write `report.html` again, from the files of a run.
 
     A run that never wrote a report gets one with the metrics that it logged. **Raises** `FileNotFoundError` without
-    metrics.
+    metrics, and `FileExistsError` for a report of an earlier version, which kept no `report.json`.
     """
     directory = Path(directory)
     kept = _read_json_if_present(directory / "report.json")
     if kept:
-        kept["plots"] = {label: load_chart(values) for label, values in kept["plots"].items()}
+        kept["plots"] = {label: load_chart(values) for label, values in kept.get("plots", {}).items()}
         return _write_page(directory, ReportContent(**kept))
+    if (directory / "report.html").exists():
+        raise FileExistsError(
+            f"{directory / 'report.html'} was written by an earlier version, and has samples and tables that would be "
+            "lost: move it away to draw a new one"
+        )
     metrics = read_metrics(directory / "metrics.jsonl")
     if not metrics:
         raise FileNotFoundError(f"{directory}: no metrics.jsonl with a logged step, so there is nothing to report")
     logged = {name for line in metrics for name, value in line.items() if isinstance(value, float)}
     curves = {name: name.replace("_", " ") for name in sorted(logged - {"gradient_norm", "learning_rate"})}
     summary = f"{metrics[-1]['step']:,} steps"
-    return _write_page(directory, ReportContent(title=directory.name, summary=summary, curves=curves, unit="value"))
+    content = ReportContent(title=directory.resolve().name, summary=summary, curves=curves, unit="value")
+    return _write_page(directory, content)
 
 
 def _relate(folder: Path, directory: Path) -> str:

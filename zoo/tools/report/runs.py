@@ -37,7 +37,7 @@ def report_run(
     recipe: Callable[..., Any] | None = None,
     **sections: Any,
 ) -> None:
-    """Finish a run (`zoo.train.Run.finish`), and write `report.html` into its folder.
+    """Finish a run (`zoo.train.Run.finish`), write `report.html` into its folder, and then export the model if asked.
 
     - `before`, `prompts`, `key`, `samples`, `export_seq_len`: arguments of `Run.finish`.
     - `headline`: further figures, label to text.
@@ -50,16 +50,7 @@ def report_run(
     if run.stopped:
         return
     try:
-        run.finish(
-            model,
-            mesh,
-            corpus,
-            before=before,
-            prompts=prompts,
-            key=key,
-            samples=samples,
-            export_seq_len=export_seq_len,
-        )
+        run.finish(model, mesh, corpus, before=before, prompts=prompts, key=key, samples=samples)
     finally:  # also of a model that trains, and cannot decode yet
         if jax.process_index() == 0 and (run.directory / "results.json").exists():
             results = read_json(run.directory / "results.json")
@@ -79,6 +70,8 @@ def report_run(
                 **sections,
             )
             show(f"wrote the report to {path}")
+    if export_seq_len is not None:
+        run.export(model, corpus, seq_len=export_seq_len)
 
 
 def report_runs(
