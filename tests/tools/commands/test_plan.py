@@ -86,4 +86,5 @@ def test_plan_refuses_what_it_cannot_plan(refused):
     assert "fsdp 3 are 3 devices, and h100:8 has 8" in refused(*SMALL, "--on", "h100:8", "--fsdp", 3)
     assert "--data 4 would take them all" in refused(*SMALL, "--on", "h100:8", "--fsdp", 2)
     assert "only one axis may take" in refused(*SMALL, "--on", "h100:8", "--fsdp", -1, "--data", -1)
+    assert "leave out --fsdp 8" in refused(*SMALL, "--on", "h100:8", "--fsdp", 8, "--search")
     assert "llama3-8b" in refused("plan", "--preset", "llama9", "--on", "h100:8")

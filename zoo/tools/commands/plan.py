@@ -85,6 +85,8 @@ def plan(
     sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
     layout = (ZERO1, ZERO2, ZERO3)[zero_stage - 1]
     layout = layout.with_dims(tokens=SEQUENCE.axes("tokens")) if sequence_parallel else layout
+    if search and any(size != 1 for size in sizes.values()):
+        raise ValueError(f"--search chooses the sizes of all axes: leave out {_format_flags(sizes)}")
     is_suggested = not search and topology.devices > 1 and all(size == 1 for size in sizes.values())
     shards = topology.devices
     if not search and not is_suggested:
@@ -135,7 +137,7 @@ def _list_figures(plan: "Plan", tokens: float | None) -> dict[str, Any]:
 
 def _format_flags(sizes: Mapping[str, int]) -> str:
     """Return the flags of a mesh."""
-    return " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1)
+    return " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size != 1)
 
 
 def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]:
