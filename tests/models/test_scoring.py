@@ -213,3 +213,16 @@ def test_score_refuses_bad_arguments(model):
     for call in (zoo.score, zoo.hidden_states):
         with pytest.raises(ValueError, match="pass mask alone"):
             call(model, random_tokens((1, 4)), mask=jnp.ones((1, 4), bool), segment_ids=jnp.ones((1, 4), int))
+
+
+def test_score_of_padded_packed_rows_is_zero_there():
+    """Padding is False in a mask, and 0 in segment ids: by both the sum over a row is that of its documents."""
+    model = zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=16, key=jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 32)
+    segment_ids = jnp.array([[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 2, 2, 2, 2, 0]])
+    scores = zoo.score(model, tokens, segment_ids=segment_ids)
+    np.testing.assert_array_equal(scores[:, 4:][segment_ids[:, 5:] == 0], 0)
+    by_mask = zoo.score(model, tokens[:1], mask=segment_ids[:1] > 0)
+    np.testing.assert_allclose(scores[:1], by_mask, atol=1e-6)
+    documents = [zoo.score(model, tokens[1:, :3]), zoo.score(model, tokens[1:, 3:7])]
+    np.testing.assert_allclose(scores[1].sum(), sum(x.sum() for x in documents), rtol=1e-5)

@@ -99,7 +99,7 @@ def score(
     if info.segment_ids is None:
         return scores
     segment_ids = all_gather(info.segment_ids, "seq", axis=1)
-    is_scored = segment_ids[:, 1:] == segment_ids[:, :-1]
+    is_scored = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)  # 0 is padding
     if mask is not None:
         is_scored &= mask[:, 1:]
     return jnp.where(is_scored, scores, 0)
