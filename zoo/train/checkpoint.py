@@ -191,7 +191,8 @@ class Checkpoints:
 
     def _make_manager(self) -> Any:
         """Make the manager of one save: after a failed save, a manager forgets which checkpoints it had to delete."""
-        ocp, in_store = self._orbax, self.folder.in_store
+        ocp = self._orbax
+        in_store = self.folder.in_store
         mode = ocp.options.AtomicityMode.COMMIT_FILE if in_store else ocp.options.AtomicityMode.AUTO
         options = ocp.CheckpointManagerOptions(
             step_name_format=_StepNames(self.folder, ocp.path.step.Metadata),

@@ -66,7 +66,8 @@ def _iter_collectives(plan: "Plan") -> Iterator[tuple[str, str]]:
     if plan.transfers:
         yield "collectives", f"{'':<18}  {'along':<16}  {'times':>7}  {'sent':>8}  {'seconds':>8}"
     for transfer in (x for x in plan.transfers if x.seconds >= _LEAST_SECONDS):
-        row, place = transfer.collective, "network" if transfer.crosses else ""
+        row = transfer.collective
+        place = "network" if transfer.crosses else ""
         line = _format_collective(row.kind, ", ".join(row.axes or ()), row.count, transfer.sent, transfer.seconds)
         yield "", f"{line}  {place}"
     small = [x for x in plan.transfers if x.seconds < _LEAST_SECONDS]

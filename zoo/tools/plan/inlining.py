@@ -142,7 +142,9 @@ def _inline(
 def _inline_iteration(scan: Any, invars: list[Any], equations: list[Equation], scope: str) -> dict[Any, Any]:
     """Append the equations of a loop of one iteration, and return what its results are called in them."""
     parts = Scan.of(scan)
-    body, carries, first = parts.body, parts.carries, parts.first_row
+    body = parts.body
+    carries = parts.carries
+    first = parts.first_row
     given = dict(zip(body.invars[:first], invars, strict=False))
     for x, stacked in zip(body.invars[first:], invars[first:], strict=True):
         given[x] = Value(x.aval)

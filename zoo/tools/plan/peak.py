@@ -148,7 +148,8 @@ class _Liveness:
         if equation.name != "scan":
             return _Liveness(flat, shares).measure()
         scan = Scan.of(equation)
-        carry, new_carry = flat.invars[scan.consts : scan.first_row], flat.outvars[: scan.carries]
+        carry = flat.invars[scan.consts : scan.first_row]
+        new_carry = flat.outvars[: scan.carries]
         body = _Liveness(flat, shares, buffers=carry, overwriting=new_carry, rows=flat.outvars[scan.carries :])
         stacks = self._describe({x: self.count(x) for x in equation.outvars[scan.carries :]})
         return stacks + body.measure(carry)

@@ -40,7 +40,7 @@ COLORS = {
 }
 """Colors as matplotlib writes them, and the variables of the page that replace them, which know light and dark."""
 _CURVES = tuple(COLORS)[:8]
-_INK, _SOFT, _RULE, _PAPER = tuple(COLORS)[8:]
+_SOFT, _RULE, _PAPER = tuple(COLORS)[9:]
 _STYLES = ("-", "-", (0, (7, 3)), (0, (2, 3)), "-", (0, (10, 4)), (0, (4, 4)), (0, (9, 3, 2, 3)))
 _MARKERS = ("o", "s", "^")
 """Markers of the first eight series of a scatter chart, the next eight, and so on."""
