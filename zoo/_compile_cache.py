@@ -59,7 +59,8 @@ def disable_cache_for_cpu_mesh(devices: Sequence[Any]) -> None:
     collectives one channel, and they meet each other's participants: the program returns other numbers without a word,
     crashes or hangs. Seen with jaxlib 0.10.2 and 0.12.0.1. One CPU device that stands in for several runs nothing.
     """
-    if len(set(devices)) < 2 or any(getattr(device, "platform", None) != "cpu" for device in devices):
+    runs_on_cpu = all(getattr(device, "platform", None) == "cpu" for device in devices)
+    if not runs_on_cpu or len(set(devices)) < 2:
         return
     settings: Any = jax.config
     if not settings.jax_enable_compilation_cache:
