@@ -1,6 +1,6 @@
-"""Checks of tokens and batches where users pass them: one line that says what was expected and what came.
+"""Checks of tokens, masks, keys and batches where users pass them: one line that says what was expected and what came.
 
-Keys, shapes and dtypes are known when a program is traced. Ids are checked where their values can be read, outside of
+Keys, shapes and dtypes are known when a program is traced. Values are checked where they can be read, outside of
 programs; inside one, an id outside the vocabulary gives NaN.
 """
 
@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array, Key
 
 BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
 """Names of the arrays of a token batch, all of dims "batch seq"."""
@@ -27,8 +29,106 @@ def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens")
     if len(tokens.shape) != 2:
         hint = f": {name}[None] is a batch of one row" if len(tokens.shape) == 1 else ""
         raise ValueError(f'{name}: an array of dims "batch seq" was expected, not of shape {tokens.shape}{hint}')
-    if vocab is not None:
+    if vocab is None:
+        check_int32(tokens, name)
+    else:
         check_ids(tokens, vocab, name=name)
+
+
+def check_token_arrays(tokens: Any, *, mask: Any = None, **integers: Any) -> None:
+    """Check `mask`, `segment_ids`, `positions` and `token_types`, each of them or None, which describe  the tokens of a
+    batch: dtypes and shapes always, values where they can be read.
+
+    **Raises** `ValueError` for a `mask` together with `segment_ids` or `positions`, for a shape that is not the shape
+    of `tokens`, and as `check_segment_ids` and `check_mask`; `TypeError` for another type or dtype.
+    """
+    given = {name: x for name, x in integers.items() if x is not None}
+    if mask is not None and ("segment_ids" in given or "positions" in given):
+        raise ValueError("pass mask alone, or segment_ids and positions: padding is a segment of its own")
+    if mask is not None:
+        check_mask(mask, tokens)
+    for name, x in given.items():
+        _check_shape(x, name, tokens)
+        _check_integers(x, name)
+        check_int32(x, name)
+    if "segment_ids" in given:
+        check_segment_ids(given["segment_ids"])
+
+
+def check_mask(mask: Any, tokens: Any) -> None:
+    """Check that `mask` is a padding mask of `tokens`: booleans, or integers that are seen to be 0 and 1.
+
+    **Raises** `TypeError` for another type or dtype, and for integers inside a program, where they might be segment
+    ids; `ValueError` for another shape or other integers, and for padding between the real tokens of a row.
+    """
+    _check_shape(mask, "mask", tokens)
+    is_boolean = mask.dtype == bool
+    if not is_boolean and not np.issubdtype(mask.dtype, np.integer):
+        raise TypeError(f"mask: booleans were expected, True for real tokens, not {mask.dtype}")
+    if not is_host_readable(mask):
+        if not is_boolean:
+            raise TypeError(f"mask: inside a program booleans were expected, not {mask.dtype}: take mask > 0")
+        return
+    values = np.asarray(jax.device_get(mask))
+    if not is_boolean and (is_other := (values != 0) & (values != 1)).any():
+        raise ValueError(
+            f"mask: booleans, or 0 and 1, were expected, not {values[is_other][0]}: segment ids of packed rows are not "
+            "a mask"
+        )
+    is_start = np.diff(values.astype(np.int8), axis=1, prepend=0) > 0
+    if len(rows := np.flatnonzero(is_start.sum(1) > 1)):
+        raise ValueError(
+            f"mask: row {rows[0]} has padding between its real tokens, where padding is left or right of them"
+        )
+
+
+def check_segment_ids(segment_ids: Any) -> None:
+    """Check the values of segment ids, if they can be read: each document of a row has an id above 0 of its own, and 0
+    is padding.
+
+    **Raises** `ValueError` for a negative id, and for one that comes again after another.
+    """
+    if not is_host_readable(segment_ids):
+        return
+    ids = np.asarray(jax.device_get(segment_ids)).astype(np.int64)
+    if (ids < 0).any():
+        raise ValueError(f"segment_ids: documents count from 1, and 0 is padding; {ids[ids < 0][0]} is neither")
+    is_start = np.diff(ids, axis=1, prepend=0) != 0
+    rows, columns = np.nonzero(is_start & (ids != 0))
+    documents, counts = np.unique(rows << 32 | ids[rows, columns], return_counts=True)
+    if (counts > 1).any():
+        row, repeated = divmod(int(documents[counts > 1][0]), 2**32)
+        raise ValueError(
+            f"segment_ids: in row {row} {repeated} comes again after another id: give each document of a row an id of "
+            "its own"
+        )
+
+
+def check_int32(x: Any, name: str) -> None:
+    """Check that 64-bit integers of NumPy fit into 32 bits, which JAX takes of them without a word.
+
+    **Raises** `ValueError` with the first that does not.
+    """
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or x.dtype.itemsize < 8 or x.size == 0:
+        return
+    limits = np.iinfo(np.int32)
+    if x.min() < limits.min or x.max() > limits.max:
+        outside = x[(x < limits.min) | (x > limits.max)][0]
+        raise ValueError(f"{name}: {outside} does not fit into 32 bits, which is all that JAX takes of {x.dtype}")
+
+
+def wrap_key(key: Any) -> Key[Array, "..."]:
+    """Return a typed PRNG key, or an array of them: of `jax.random.key`, or raw as `jax.random.PRNGKey` makes them.
+
+    **Raises** `TypeError` for anything else.
+    """
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return key
+    if dtype == np.uint32 and key.ndim > 0:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    came = type(key).__name__ if dtype is None else f"an array {dtype}{list(key.shape)}"
+    raise TypeError(f"key: a PRNG key was expected, as jax.random.key(0) makes it, not {came}")
 
 
 def check_images(images: Any) -> None:
@@ -62,8 +162,8 @@ def check_ids(ids: Any, vocab: int, *, name: str, negative: bool = False) -> Non
 
 
 def check_batch_keys(batch: Any) -> None:
-    """**Raises** `TypeError` for a batch that is no mapping, and `ValueError` for one without `tokens`, or with a key
-    that no model and no loss reads."""
+    """**Raises** `TypeError` for a batch that is not a mapping, and `ValueError` for one without `tokens` or with a key
+    that neither a model nor a loss reads."""
     _require_mapping(batch)
     _require_key(batch, "tokens")
     for key in batch:
@@ -87,19 +187,29 @@ def check_batch(batch: Any, vocab: int | None = None) -> None:
     check_tokens(batch["tokens"])
     shape = batch["tokens"].shape
     for key, x in batch.items():
+        _require_array(x, key)
         if np.shape(x) != shape:
             hint = ": one target per token, tokens[:, 1:] for tokens[:, :-1]" if key == "targets" else ""
             raise ValueError(f"{key}: the shape of tokens, {shape}, was expected, not {np.shape(x)}{hint}")
         if key != "weights":
             _check_integers(x, key)
+        check_numpy_values(x, key)
     if vocab is not None:
         check_batch_ids(batch, vocab)
+
+
+def check_batch_types(batch: Any) -> None:
+    """**Raises** `TypeError` if something under a name of a token batch is not an array, such as a list."""
+    if isinstance(batch, Mapping):
+        for name in BATCH_KEYS:
+            if name in batch:
+                _require_array(batch[name], name)
 
 
 def check_batch_ids(batch: Any, vocab: int) -> None:
     """Check `tokens` and `targets` of a batch, if it has them and they can be read; negative targets are allowed.
 
-    **Raises** `TypeError` for a batch that is no mapping, and `ValueError` for an id outside the vocabulary.
+    **Raises** `TypeError` for a batch that is not a mapping, and `ValueError` for an id outside the vocabulary.
     """
     _require_mapping(batch)
     for name in ("tokens", "targets"):
@@ -107,9 +217,22 @@ def check_batch_ids(batch: Any, vocab: int) -> None:
             check_ids(batch[name], vocab, name=name, negative=name == "targets")
 
 
+def check_numpy_values(x: Any, name: str) -> None:
+    """Check the values of an array of NumPy before it goes to a device, as `check_int32` and, if it is named
+    `segment_ids`, `check_segment_ids`. `name` may be a path: `0.segment_ids`."""
+    check_int32(x, name)
+    if isinstance(x, np.ndarray) and x.ndim == 2 and name.rpartition(".")[2] == "segment_ids":
+        check_segment_ids(x)
+
+
 def is_host_readable(x: Any) -> bool:
     """Return True if the values of an array can be read: it is not traced and fully addressable by this process."""
     return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def _require_array(x: Any, name: str) -> None:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name}: an array was expected, not {type(x).__name__}")
 
 
 def _require_mapping(batch: Any) -> None:
@@ -125,3 +248,9 @@ def _require_key(batch: Mapping[str, Any], key: str) -> None:
 def _check_integers(x: Any, name: str) -> None:
     if not np.issubdtype(x.dtype, np.integer):
         raise TypeError(f"{name}: integers were expected, not {x.dtype}")
+
+
+def _check_shape(x: Any, name: str, tokens: Any) -> None:
+    _require_array(x, name)
+    if tuple(x.shape) != tuple(tokens.shape):
+        raise ValueError(f"{name}: the shape of tokens, {tuple(tokens.shape)}, was expected, not {tuple(x.shape)}")

@@ -110,6 +110,7 @@ def pad_prompt(
     on_host = is_host_readable(tokens) and (mask is None or is_host_readable(mask))
     xp: Any = np if on_host else jnp
     ids, is_real = jax.device_get((tokens, is_real)) if on_host else (tokens, is_real)
+    is_real = is_real.astype(bool)
     row = np.arange(rows)
     source, number = np.minimum(row, count - 1), np.where(row < count, row, -1)
     ids = xp.where(is_real, ids, 0)[source]  # padding may be any id, and an unknown one is NaN

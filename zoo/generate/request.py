@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo._checks import check_tokens, is_host_readable
+from zoo._checks import check_mask, check_tokens, is_host_readable
 from zoo.parallel import Mesh, Module
 
 _Number = float | int
@@ -94,14 +94,13 @@ def check_prompt(tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"]
     empty, padding that is not on the left, a row without a real token, and an id outside the vocabulary.
     """
     check_tokens(tokens, name="the prompt")
-    if 0 in tokens.shape or (mask is not None and mask.shape != tokens.shape):
-        of_mask = "" if mask is None else f", mask {mask.shape}"
-        raise ValueError(
-            f"generate needs a prompt of at least 1 row and 1 token, and its mask: {tokens.shape}{of_mask}"
-        )
+    if 0 in tokens.shape:
+        raise ValueError(f"generate needs a prompt of at least 1 row and 1 token: {tokens.shape}")
     is_real = np.ones(tokens.shape, bool)
+    if mask is not None:
+        check_mask(mask, tokens)
     if mask is not None and is_host_readable(mask):
-        is_real = np.asarray(jax.device_get(mask))
+        is_real = np.asarray(jax.device_get(mask)).astype(bool)
         if len(empty := np.flatnonzero(~is_real.any(1))):
             raise ValueError(f"row {empty[0]} of the prompt has no real token: mask is False everywhere")
         if len(rows := np.flatnonzero((is_real[:, :-1] & ~is_real[:, 1:]).any(1))):

@@ -7,7 +7,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key
 
-from zoo._checks import is_host_readable
+from zoo._checks import is_host_readable, wrap_key
 from zoo.models import Decoder
 from zoo.parallel import Mesh, place
 from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted
@@ -38,7 +38,7 @@ def generate(
 ) -> Int[Array, "batch new"]:
     """Generate `max_new_tokens` tokens per row after a prompt; return the new tokens only.
 
-    - `mask`: padding mask, True for real tokens. Prompts of different lengths are padded on the left.
+    - `mask`: padding mask, True or 1 for real tokens. Prompts of different lengths are padded on the left.
     - `temperature`: 0 is greedy decoding; otherwise tokens are sampled from softmax(logits / temperature) with `key`.
       Each row has its own PRNG key, so samples depend neither on the mesh nor on other rows.
     - `top_k`, `top_p`, `min_p`: truncation of the sampled distribution, in this order; see
@@ -86,7 +86,8 @@ def generate(
     length = choose_cache_length(model, tokens.shape[1], max_new_tokens, length)
     prompt = pad_prompt(tokens, mask, choose_rows(model, len(tokens), mesh), length, mesh)
     until = jax.device_put(np.int32(max_new_tokens))
-    key = key if temperature and key is not None else jax.random.key(0)  # a greedy call has the same program
+    is_sampled = temperature and key is not None
+    key = wrap_key(key) if is_sampled else jax.random.key(0)  # a greedy call has the same program
 
     unstacked = unstack_layers(model, mesh)
     if callback is None:

@@ -133,7 +133,7 @@ def _measure(
     forward, loss, exact_passes = _run(exact, batch, key)
     low_forward, low_loss, low_passes = _run(low, batch, key)
     backward, low_backward = _backpropagate(exact_passes), _backpropagate(low_passes)
-    steps = _list_steps(low, batch_token_info(batch, key))
+    steps = _list_steps(low, batch_token_info(batch, key).mask_padding())
     rows = [[_compare(low_forward[0], forward[0])] * 2 + [_compare(low_backward[0], backward[0]), jnp.zeros(())]]
     for number, step in enumerate(steps):
         output, pull_back = jax.vjp(step, forward[number].astype(low_forward[number].dtype))
@@ -162,7 +162,7 @@ def _run(
     model: Decoder, batch: Mapping[str, Array], key: Key[Array, "batch"] | None
 ) -> tuple[list[Array], Array, list[Callable]]:
     """Return the hidden states, the loss summed over the tokens of this device, and the backward passes in order."""
-    info = batch_token_info(batch, key)
+    info = batch_token_info(batch, key).mask_padding()
     x = model.embed(batch["tokens"], info).x
     states, passes = [x], []
     for step in _list_steps(model, info):

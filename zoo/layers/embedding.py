@@ -91,6 +91,8 @@ def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Arra
     """Look up rows of a table whose vocabulary may be sharded; NaN for an id outside it. The tokens are those of hidden
     states: all, or with sequence parallelism those of this device."""
     size = table.shape[0]
+    tokens = jnp.asarray(tokens)
+    tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))  # an int8 does not hold the size of a vocabulary
     local_ids = tokens - shard_offset(table, "vocab", size)
     is_local = (0 <= local_ids) & (local_ids < size)
     rows = jnp.where(is_local[..., None], table[jnp.where(is_local, local_ids, 0)], 0)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from zoo.parallel import Module, all_gather, current_mesh, num_shards, shard_offset, vary
 from zoo.shapes import KVHeads, Positions
 
-from .token_info import TokenInfo
+from .token_info import TokenInfo, refuse_segments
 
 _ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
 
@@ -118,7 +118,8 @@ class IndexedLatentCache(Module):
 
 
 def require_positions(info: TokenInfo, state: Any) -> None:
-    """**Raises** `ValueError` for a cache or recurrent state without positions."""
+    """**Raises** `ValueError` for a cache or recurrent state without positions, or with segment ids."""
+    refuse_segments(info, state)
     if state is not None and info.positions is None:
         raise ValueError("with a cache the place of each token is not known: give positions, -1 for padding")
 

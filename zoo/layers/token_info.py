@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
-from zoo._checks import check_batch_keys
-from zoo.parallel import Module, current_mesh, shard_offset
+from zoo._checks import check_batch_keys, check_token_arrays, is_host_readable, wrap_key
+from zoo.parallel import Module, current_mesh, num_shards, shard_offset
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 
@@ -19,17 +22,28 @@ class TokenInfo(Module):
     """
 
     positions: Positions | None = None
-    """Position of each token in its document; None if every row counts 0, 1, 2, ... A negative position is padding,
-    which KV caches mask."""
+    """Position of each token in its document; None if every row counts 0, 1, 2, ... In calls with states a negative
+    position is padding."""
     segment_ids: SegmentIds | None = None
-    """Document of each token in packed sequences: tokens attend only within a segment. None if a row is one
-    document."""
+    """Document of each token in packed sequences: tokens attend only within a segment, and segment 0 is padding. None
+    if a row is one document, and in calls with states."""
     keys: Key[Array, "batch"] | None = None
     """One PRNG key per row; None at inference."""
     coordinates: Float[Array, "batch seq 2"] | None = None
     """Row and column of each patch of an image, for `zoo.ops.axial_rotary`; (0, 0) for other tokens."""
     token_types: Int[Array, "batch seq"] | None = None
     """Type of each token, for encoders that embed it: 0 for the first text of a pair, 1 for the second."""
+
+    def mask_padding(self) -> "TokenInfo":
+        """Give padding, which is at negative positions, segment id 0, for a call without states.
+
+        With segment ids or without positions it is the identity; also if values can be read and none is negative.
+        """
+        if self.positions is None or self.segment_ids is not None:
+            return self
+        if is_host_readable(self.positions) and np.min(jax.device_get(self.positions), initial=0) >= 0:
+            return self
+        return dataclasses.replace(self, segment_ids=_to_int32(self.positions >= 0))
 
     def fold_keys(self, number: int | Int[Array, ""]) -> "TokenInfo":
         """Fold a number, such as that of a layer, into the PRNG keys."""
@@ -54,35 +68,64 @@ def token_info(
 ) -> TokenInfo:
     """Build the `TokenInfo` of a batch from a padding mask, or from segment ids and positions.
 
-    A padding mask becomes segment ids (0 is padding) and positions; a single PRNG key is split into one per row. The
-    arguments are those of `zoo.models.Decoder`.
+    The arguments are those of `zoo.models.Decoder`, arrays of NumPy or JAX. A mask becomes segment ids of 0 and 1.
+    Positions count in each document unless they are given. A single PRNG key is split into one per row.
 
-    **Raises** `ValueError` for a `mask` together with `segment_ids` or `positions`, and inside `zoo.spmd` for what only
-    the unsharded batch can tell: positions, and one key per row.
+    Every document of a row has an id of its own. Inside programs, where values cannot be checked, an id that comes
+    again after another is a new document.
+
+    **Raises** `TypeError` and `ValueError` as `zoo.models.Decoder`; `ValueError` also inside `zoo.spmd` for what only
+    whole rows can tell: positions where the sequence is sharded, and one key per row.
     """
-    if mask is not None and (segment_ids is not None or positions is not None):
-        raise ValueError("pass mask alone, or segment_ids and positions: padding is a segment of its own")
-    if current_mesh() is not None and (mask is not None or (segment_ids is not None and positions is None)):
+    check_token_arrays(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
+    keys = split_row_keys(key, tokens.shape[0])
+    is_sharded = num_shards(tokens, "seq") > 1
+    if is_sharded and (mask is not None or (segment_ids is not None and positions is None)):
         raise ValueError(
-            "inside zoo.spmd positions cannot be counted, since the sequence may be sharded: make `positions` with the "
-            "batch, as zoo.models.pack_positions(segment_ids) does"
+            "positions cannot be counted where the mesh shards the sequence: make `positions` with the batch, as "
+            "zoo.models.pack_positions(segment_ids) does"
         )
     if mask is not None:
-        segment_ids = mask.astype(jnp.int32)
-        positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-    elif segment_ids is not None and positions is None:
-        positions = pack_positions(segment_ids)
-    return TokenInfo(positions, segment_ids, split_row_keys(key, tokens.shape[0]))
+        segment_ids = _to_int32(mask)
+    if positions is not None:
+        positions = _to_int32(positions)
+    if segment_ids is None:
+        return TokenInfo(positions, None, keys)
+    segment_ids = _to_int32(segment_ids)
+    if isinstance(segment_ids, Tracer) and not is_sharded:
+        segment_ids = _number_documents(segment_ids)
+    if positions is None:
+        positions = jnp.where(segment_ids == 0, -1, pack_positions(segment_ids))
+    else:
+        segment_ids = jnp.where(positions < 0, 0, segment_ids)
+    return TokenInfo(positions, segment_ids, keys)
+
+
+def refuse_segments(info: TokenInfo, state: Any) -> None:
+    """**Raises** `ValueError` for segment ids in a call with a state, which continues one document per row."""
+    if state is not None and info.segment_ids is not None:
+        raise ValueError(
+            "a call with states continues one document in each row, and was given segment ids, or a mask, which "
+            "becomes some: give positions only, -1 for padding, as zoo.models.count_positions(mask, start) does"
+        )
 
 
 def split_row_keys(key: Key[Array, "..."] | None, rows: int) -> Key[Array, "batch"] | None:
-    """Split a single PRNG key into one per row; keys that are one per row pass through. **Raises** `ValueError` for a
-    single key inside `zoo.spmd`, where a device has some of the rows."""
-    if key is None or key.ndim:
-        return key
-    if current_mesh() is not None:
-        raise ValueError("inside zoo.spmd keys are one per row: pass on the `key` that the loss was given")
-    return jax.random.split(key, rows)
+    """Split a single PRNG key into one per row; keys that are one per row pass through.
+
+    **Raises** `TypeError` for what is not a PRNG key; `ValueError` for another number of keys than of rows, and for a
+    single key inside `zoo.spmd`, where a device has some of the rows.
+    """
+    if key is None:
+        return None
+    key = wrap_key(key)
+    if key.ndim == 0:
+        if current_mesh() is not None:
+            raise ValueError("inside zoo.spmd keys are one per row: pass on the `key` that the loss was given")
+        return jax.random.split(key, rows)
+    if key.shape != (rows,):
+        raise ValueError(f"key: one PRNG key, or one for each of {rows} rows, was expected, not {key.shape}")
+    return key
 
 
 def batch_token_info(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> TokenInfo:
@@ -100,3 +143,22 @@ def pack_positions(segment_ids: SegmentIds) -> Positions:
     index = jnp.arange(segment_ids.shape[1])
     starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
+def count_positions(mask: PaddingMask, start: int | Int[Array, "batch"] = 0) -> Positions:
+    """Return the position of each real token, counted in its row from `start` on, and -1 for padding.
+
+    For calls with states: `start` is the number of real tokens that the states have, one number or one per row.
+    """
+    counted = jnp.cumsum(jnp.asarray(mask, bool), axis=1, dtype=jnp.int32) - 1
+    return jnp.where(jnp.asarray(mask, bool), counted + jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1)), -1)
+
+
+def _to_int32(x: Any) -> Int[Array, "batch seq"]:
+    return jnp.asarray(x).astype(jnp.int32)
+
+
+def _number_documents(segment_ids: SegmentIds) -> SegmentIds:
+    """Number the documents of each row from 1 on, by the changes of their ids. Padding remains 0."""
+    starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
+    return jnp.where(segment_ids == 0, 0, jnp.cumsum(starts, axis=1, dtype=jnp.int32))

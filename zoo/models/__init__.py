@@ -1,6 +1,6 @@
 """Models: the decoder, its loss and scores, presets from scratch, and families of Hugging Face checkpoints."""
 
-from zoo.layers.token_info import batch_token_info, pack_positions, token_info
+from zoo.layers.token_info import batch_token_info, count_positions, pack_positions, token_info
 
 from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock, TwoMixerBlock
 from .build import build_decoder
@@ -106,6 +106,7 @@ __all__ = [
     "build_image_encoder",
     "classification_loss",
     "count_active_parameters",
+    "count_positions",
     "cross_entropy",
     "cross_entropy_and_routing",
     "describe_loop",

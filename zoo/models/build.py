@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
+from zoo._checks import wrap_key
 from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, Embedding, Linear, PositionEmbedding
 from zoo.parallel import Dim, Remat
 
@@ -66,7 +67,7 @@ def build_decoder(
     - `layer_inputs`: factory of what layers read besides the embedding, called with `key=`.
     """
 
-    embedding_key, stack_key, head_key = jax.random.split(key, 3)
+    embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
     position_key = jax.random.fold_in(embedding_key, 1)
     deviation = embed**-0.5
     position_options = {"offset": position_offset, "scale": deviation, "key": position_key}

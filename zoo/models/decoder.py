@@ -236,15 +236,18 @@ class Decoder(Module):
     ) -> Float[Array, "batch seq vocab"]:
         """Return the next-token logits at every position.
 
-        - `mask`: padding mask, True for real tokens. Padding is left or right; its logits are meaningless.
-        - `segment_ids`: packed sequences. Tokens attend only within their segment, and positions restart in each
-          unless given.
-        - `positions`: position of each token in its document.
+        - `mask`: padding mask, True or 1 for real tokens. Padding is left or right; its logits are meaningless.
+        - `segment_ids`: packed sequences, each document of a row with an id of its own, and 0 for padding. Tokens
+          attend only within their segment, and positions restart in each unless given.
+        - `positions`: position of each token in its document; negative for padding.
         - `key`: PRNG key for dropout, one or one per row. No dropout without it.
 
-        **Raises** `ValueError` for tokens that are not "batch seq", for a `mask` together with `segment_ids` or
-        `positions`, and for more tokens than there are learned positions; `TypeError` for tokens that are not integers.
-        An id outside the vocabulary is a `ValueError` where its value can be read, and inside programs gives NaN.
+        All of them are arrays of NumPy or JAX, of any integer dtype.
+
+        **Raises** `ValueError` for tokens that are not "batch seq" and arrays of other shapes, for a `mask` together
+        with `segment_ids` or `positions`, and for more tokens than there are learned positions; `TypeError` for arrays
+        of other dtypes. Where values can be read, `ValueError` also for an id outside the vocabulary, which inside
+        programs gives NaN, for padding between real tokens, and for a segment id that comes again after another.
         """
         check_tokens(tokens, find_checkable_vocab(self))
         info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
@@ -256,8 +259,14 @@ class Decoder(Module):
     ) -> tuple[Hidden, LayerStates | None]:
         """Return the hidden states after the final norm, and the updated states: None if `states` is None.
 
-        **Raises** `NotImplementedError` where the sequence is sharded, for a mixer that needs all of it.
+        With `states`, tokens continue those before: `info` has their positions, -1 for padding, as
+        `zoo.models.count_positions` counts them.
+
+        **Raises** `ValueError` with states for segment ids, and for a mixer that needs positions without them;
+        `NotImplementedError` where the sequence is sharded, for a mixer that needs all of it.
         """
+        if states is None:
+            info = info.mask_padding()
         hidden = self.embed(tokens, info)
         if states is None:
             check_sequence_sharding(self.stack, hidden.x)

@@ -105,6 +105,7 @@ def token_losses(
     of the logits.
     """
     logits = logits.astype(jnp.float32)
+    targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
     shard_size = logits.shape[-1]
     peak = reduce(max_last_dim(lax.stop_gradient(logits))[..., 0], over="vocab", by=lax.pmax)
     log_z = jnp.log(reduce(jnp.exp(logits - peak[..., None]).sum(-1), over="vocab")) + peak

@@ -37,7 +37,7 @@ def hidden_states(
     and the last is after the norm as well. Arguments are those of the model.
     """
     check_tokens(tokens, find_checkable_vocab(model))
-    info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
+    info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions).mask_padding()
     return _compute_hidden_states(model, tokens, info)
 
 
@@ -87,7 +87,7 @@ def score(
     check_tokens(tokens, find_checkable_vocab(model))
     if tokens.shape[1] * num_shards(tokens, "seq") < 2:
         raise ValueError(f"the first token has no score, so that a row needs 2 or more: {tokens.shape=}")
-    info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions)
+    info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions).mask_padding()
     hidden, _ = model.hidden(tokens, info)
     x, following = _pair_with_next_tokens(hidden.x, tokens)
     scores = -_chunked_token_losses(
@@ -100,8 +100,6 @@ def score(
         return scores
     segment_ids = all_gather(info.segment_ids, "seq", axis=1)
     is_scored = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)  # 0 is padding
-    if mask is not None:
-        is_scored &= mask[:, 1:]
     return jnp.where(is_scored, scores, 0)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Key
 
+from zoo._checks import wrap_key
 from zoo.layers import RoutingSums, TokenInfo
 from zoo.parallel import Dim, Remat, current_mesh, gather, implementation_option, rematerialize, replace_option, scan
 from zoo.parallel.pipeline import run_stages
@@ -52,7 +53,7 @@ class Stack(AbstractStack):
     ):
         """Build one layer per factory. Every layer has its own PRNG key, so that parameters do not depend on the split
         into segments. **Raises** `ValueError` for an unknown `loop`."""
-        keys, segments, start = jax.random.split(key, len(factories)), [], 0
+        keys, segments, start = jax.random.split(wrap_key(key), len(factories)), [], 0
         patterns = find_patterns(factories)
         longest = max(range(len(patterns)), key=lambda i: math.prod(patterns[i]), default=0)
         for number, (period, repeats) in enumerate(patterns):

@@ -8,9 +8,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zoo._checks import check_tokens
-from zoo.layers import TokenInfo
+from zoo._checks import check_token_arrays, check_tokens
 from zoo.layers.encoders.pooling import take_first_token
+from zoo.layers.token_info import token_info
 from zoo.parallel import num_shards
 from zoo.shapes import HiddenStates, PaddingMask, Tokens
 
@@ -43,8 +43,8 @@ def embed(
     """Return one vector per text, in float32: hidden states after the final norm, pooled (Sentence-BERT, Reimers and
     Gurevych, arXiv:1908.10084).
 
-    - `mask`: padding mask, True for real tokens. The result depends neither on the padding nor on its side. A row of
-      padding alone gives NaN.
+    - `mask`: padding mask, True or 1 for real tokens. The result depends neither on the padding nor on its side. A row
+      of padding only gives NaN.
     - `pooling`: by default what `modules.json` of the checkpoint's directory says. Else a name of `POOLINGS` or
       several, which are concatenated, and last "normalize" for vectors of norm 1: `("mean", "normalize")`.
 
@@ -59,27 +59,26 @@ def embed(
 
     A head is not applied, so that models of any head have embeddings.
 
-    **Raises** `TypeError` for a model that is neither decoder nor encoder, and for a mask of integers, such as the
-    segment ids of packed rows; `ValueError` for a mask of another shape, for an unknown mode, without `pooling` for a
-    checkpoint that says none, and for sentence-transformers' modules other than Transformer, Pooling and Normalize;
-    `NotImplementedError` where the sequence is sharded.
+    **Raises** `TypeError` for a model that is neither decoder nor encoder; `TypeError` and `ValueError` for tokens and
+    a mask as the model; `ValueError` for an unknown mode, without `pooling` for a checkpoint that says none, and for
+    sentence-transformers' modules other than Transformer, Pooling and Normalize; `NotImplementedError` where the
+    sequence is sharded.
     """
     if not isinstance(model, Decoder | Encoder):
         raise TypeError(f"embeddings of texts are made by a Decoder or an Encoder, not by {type(model).__name__}")
     check_tokens(tokens, find_checkable_vocab(model))
-    _check_mask(tokens, mask)
+    check_token_arrays(tokens, mask=mask)
     if num_shards(tokens, "seq") > 1:
         raise NotImplementedError("a row is pooled on one device, and the mesh shards the sequence: take context=1")
     chosen = find_pooling(model.origin) if pooling is None else _parse_modes(pooling)
-    return _embed(model, tokens, mask, chosen)
+    return _embed(model, tokens, None if mask is None else jnp.asarray(mask, bool), chosen)
 
 
 @eqx.filter_jit
 def _embed(
     model: Decoder | Encoder, tokens: Tokens, mask: PaddingMask | None, pooling: Pooling
 ) -> Float[Array, "batch features"]:
-    info = TokenInfo() if mask is None else TokenInfo(jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0), mask.astype(int))
-    hidden, _ = model.hidden(tokens, info)
+    hidden, _ = model.hidden(tokens, token_info(tokens, mask=mask))
     x = hidden.x.astype(jnp.float32)
     if pooling.size not in (None, x.shape[-1]):
         raise ValueError(f"the checkpoint pools {pooling.size} features of a token, and the model has {x.shape[-1]}")
@@ -89,19 +88,6 @@ def _embed(
     if not pooling.normalized:
         return pooled
     return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
-
-
-def _check_mask(tokens: Tokens, mask: PaddingMask | None) -> None:
-    """**Raises** `TypeError` for a mask that is not boolean, and `ValueError` for one of another shape."""
-    if mask is None:
-        return
-    if mask.dtype != bool:
-        raise TypeError(
-            f"mask: booleans were expected, not {mask.dtype}. Of an attention_mask of 0 and 1 take mask > 0; packed "
-            "rows, whose segment_ids are numbers, hold several texts: give each text a row"
-        )
-    if mask.shape != tokens.shape:
-        raise ValueError(f"mask: the shape of tokens, {tokens.shape}, was expected, not {mask.shape}")
 
 
 def _take_maximum(x: HiddenStates, mask: PaddingMask) -> Float[Array, "batch embed"]:

@@ -12,10 +12,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from zoo._checks import BATCH_KEYS, check_batch_ids
+from zoo._checks import BATCH_KEYS, check_batch_ids, check_batch_types, check_numpy_values
 
 from .mesh import Mesh
-from .module import Leaf, map_leaves
+from .module import Leaf, leaves, map_leaves
 from .place import copy_buffer, refuse_imagined
 
 
@@ -54,13 +54,17 @@ def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTre
       host: inside a program an id outside the vocabulary can only give a loss of NaN.
 
     **Raises** `ValueError` for a number of rows or tokens that the mesh does not divide, for different rows in
-    processes that share them, and for tokens outside of `vocab` or targets beyond it. Negative targets are ignored by
-    the loss.
+    processes that share them, and for tokens outside of `vocab` or targets beyond it; negative targets are ignored by
+    the loss. Of NumPy arrays also for integers that do not fit into 32 bits, and for `segment_ids` in which an id comes
+    again after another. `TypeError` for a list under one of these names.
     """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
         shardings = mesh.shardings(batch, name_batch_dims)
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), batch, shardings)
     refuse_imagined(mesh)
+    check_batch_types(batch)
+    for leaf, x in zip(leaves(batch), jax.tree.leaves(batch), strict=True):
+        check_numpy_values(x, leaf.name)
     if vocab is not None:
         check_batch_ids(batch, vocab)
     if jax.process_count() == 1:

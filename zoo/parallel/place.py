@@ -11,6 +11,8 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
+from zoo._checks import wrap_key
+
 from .imagined import is_imagined
 from .mesh import Mesh, is_array_or_shape, replicated_dims
 from .module import Module
@@ -68,6 +70,7 @@ def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Me
     The values are those of `make(key)` on one device. **Raises** as `place` does, before anything is computed.
     """
     refuse_imagined(mesh)
+    key = wrap_key(key)
     make_placed = lambda key: split_rounds(make(key), mesh.layout.rounds)
     abstract = eqx.filter_eval_shape(make_placed, key)
     shapes, rest = eqx.partition(abstract, is_array_or_shape)

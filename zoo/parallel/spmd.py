@@ -13,10 +13,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key, PRNGKeyArray, PyTree
 
+from zoo._checks import check_numpy_values, wrap_key
 from zoo.ops.platform import target_platform
 
 from .batch import find_batch_axis, name_batch_dims
@@ -72,7 +72,11 @@ def run_sharded(program: ShardMapProgram, args: tuple, key: PRNGKeyArray | None)
                 f"{type(arg).__name__} is a module whose annotations name no dims, so it has no sharding. "
                 "Derive it from zoo.parallel.Module."
             )
-    rows = _count_rows(args, program.mesh, program.microbatches)
+    arrays = eqx.filter(args, eqx.is_array)
+    named = list(zip(leaves(arrays), jax.tree.leaves(arrays), strict=True))
+    for leaf, x in named:
+        check_numpy_values(x, leaf.name)
+    rows = _count_rows(named, program.mesh, program.microbatches)
     return run_jitted(program, args, keys=None if key is None else _split_row_keys(key, rows))
 
 
@@ -114,14 +118,12 @@ _JITTED = {False: eqx.filter_jit(_call_program), True: eqx.filter_jit(_call_prog
 """The jitted function of `run_jitted`, by `donate`: one for all programs, so that each compiles once."""
 
 
-def _count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
-    """Return the number of rows of the batch; None if no argument is a batch array.
+def _count_rows(named: list[tuple[Leaf, Any]], mesh: Mesh, microbatches: int) -> int | None:
+    """Return the number of rows of the batch; None if no array is a batch array.
 
     **Raises** `ValueError` if batch arrays differ in their number of rows, or the mesh and `microbatches` do not divide
     it.
     """
-    arrays = eqx.filter(args, eqx.is_array)
-    named = zip(leaves(arrays), jax.tree.leaves(arrays), strict=True)
     sizes = {leaf.name: x.shape[axis] for leaf, x in named if (axis := find_batch_axis(leaf, x)) is not None}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the arrays of a batch have one number of rows, not {sizes}")
@@ -139,11 +141,9 @@ def _count_rows(args: tuple, mesh: Mesh, microbatches: int) -> int | None:
 
 
 def _split_row_keys(key: PRNGKeyArray, rows: int | None) -> Key[Array, "batch"]:
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        raise ValueError("key is a typed PRNG key, made by jax.random.key(seed), not by jax.random.PRNGKey")
     if rows is None:
         raise ValueError("key is split into one key per row of the batch, and no batch array was passed")
-    return jax.random.split(key, rows)
+    return jax.random.split(wrap_key(key), rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from zoo.parallel import sharded_axes
 from zoo.parallel.sequence import exclusive_prefix, halo
 from zoo.shapes import HiddenStates, PaddingMask, SegmentIds
 
-from ..token_info import TokenInfo
+from ..token_info import TokenInfo, refuse_segments
 
 
 class RecurrenceContext(NamedTuple):
@@ -45,6 +45,7 @@ class RecurrenceContext(NamedTuple):
         """
         implementation = AUTO if x.shape[1] == 1 else implementation
         axes = sharded_axes(x, "seq")
+        refuse_segments(info, state)
         if state is None:
             return cls(implementation, info.segment_ids, None, _find_fresh_rows(x, info.segment_ids, axes), axes)
         if axes:

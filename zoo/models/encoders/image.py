@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jaxtyping import Array, Bool, Float, Key
 
-from zoo._checks import check_images
+from zoo._checks import check_images, wrap_key
 from zoo.layers import AbstractNorm, Dropout, ImageEmbedding, TokenInfo
 from zoo.layers.token_info import split_row_keys
 from zoo.parallel import Module, Remat, gather, implementation_option, sharded_axes
@@ -99,7 +99,7 @@ def build_image_encoder(
 
     `embedding` and `head` are called with `key=`; `norm` makes the norms before each sublayer, and the final one.
     """
-    embedding_key, stack_key, head_key = jax.random.split(key, 3)
+    embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
     return ImageEncoder(
         embedding=embedding(key=embedding_key),
         stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo._checks import check_tokens
+from zoo._checks import check_token_arrays, check_tokens, wrap_key
 from zoo.layers import (
     AbstractEmbedding,
     AbstractNorm,
@@ -21,7 +21,7 @@ from zoo.layers import (
 )
 from zoo.layers.abstract import check_sequence_sharding
 from zoo.layers.embedding import TokenTypeEmbedding
-from zoo.layers.token_info import split_row_keys, token_info
+from zoo.layers.token_info import token_info
 from zoo.parallel import Module, Remat, gather, implementation_option
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
@@ -81,8 +81,8 @@ class Encoder(Module):
     ):
         """Return what the head makes of each token or row.
 
-        - `mask`: padding mask, True for real tokens. Padding is left or right; its logits are meaningless.
-        - `segment_ids`: packed sequences. Tokens attend only within their segment.
+        - `mask`: padding mask, True or 1 for real tokens. Padding is left or right; its logits are meaningless.
+        - `segment_ids`: packed sequences. Tokens attend only within their segment; 0 is padding.
         - `positions`: position of each token in its document.
         - `token_types`: type of each token, such as 1 for the second text of a pair; 0 by default.
         - `key`: PRNG key for dropout, one or one per row. No dropout without it.
@@ -101,7 +101,7 @@ class Encoder(Module):
             )
         options = {"segment_ids": segment_ids, "positions": positions, "token_types": token_types, "key": key}
         hidden, _ = self.hidden(tokens, self.token_info(tokens, mask=mask, **options))
-        return self.read_head(hidden.x, mask)
+        return self.read_head(hidden.x, None if mask is None else jnp.asarray(mask, bool))
 
     def token_info(
         self,
@@ -113,14 +113,12 @@ class Encoder(Module):
         token_types: Int[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
     ) -> TokenInfo:
-        """Build the `TokenInfo` of texts, as `zoo.models.token_info` does; inside `zoo.spmd` from a padding mask, too,
-        since the sequence is not sharded."""
-        if mask is None or segment_ids is not None or positions is not None:
-            info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
-        else:
-            counted = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-            info = TokenInfo(counted, mask.astype(jnp.int32), split_row_keys(key, tokens.shape[0]))
-        return dataclasses.replace(info, token_types=token_types)
+        """Build the `TokenInfo` of texts, as `zoo.models.token_info` does."""
+        info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
+        if token_types is None:
+            return info
+        check_token_arrays(tokens, token_types=token_types)
+        return dataclasses.replace(info, token_types=jnp.asarray(token_types).astype(jnp.int32))
 
     def read_head(self, x: HiddenStates, mask: PaddingMask | None = None) -> Any:
         """Return what the head makes of normalized hidden states."""
@@ -131,6 +129,7 @@ class Encoder(Module):
 
         **Raises** `NotImplementedError` where the sequence is sharded.
         """
+        info = info.mask_padding()
         hidden = self.embed(tokens, info)
         check_sequence_sharding(self.stack, hidden.x)
         hidden, _ = self.stack(hidden, info)
@@ -204,7 +203,7 @@ def build_encoder(
     - `token_types`: number of token types, 0 without an embedding of types.
     - `relative_embedding`: factory of the table of relative positions that `RelativeBlock`s read, called with `key=`.
     """
-    embedding_key, stack_key, head_key = jax.random.split(key, 3)
+    embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
     position_key, type_key = jax.random.fold_in(embedding_key, 1), jax.random.fold_in(embedding_key, 2)
     scale = embed**-0.5
     position_embedding = type_embedding = relative = None
