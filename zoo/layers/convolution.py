@@ -86,7 +86,7 @@ def _prepend_history(
     """Prepend the `count` previous inputs: those of the state or of the shard before, or zeros.
 
     With left padding, they are placed between the padding and a row's first real token, so that the last `count` inputs
-    of the result are always the next state.
+    of the result are always the next state. A row whose padding is elsewhere gives NaN.
     """
     if state is None and context.axes:
         return jnp.concatenate([halo(x, count, context.axes), x], axis=1)
@@ -98,7 +98,12 @@ def _prepend_history(
         return extended
     padding = (~context.token_mask).sum(1)
     write_row = lambda row, inputs, first: lax.dynamic_update_slice_in_dim(row, inputs, first, axis=0)
-    return jax.vmap(write_row)(extended, history, padding)
+    extended = jax.vmap(write_row)(extended, history, padding)
+    seq = x.shape[1]
+    if seq == 1:
+        return extended
+    is_left = (context.token_mask == (jnp.arange(seq) >= padding[:, None])).all(1)
+    return jnp.where(is_left[:, None, None], extended, jnp.nan)
 
 
 def _prepend_segment_ids(count: int, context: RecurrenceContext) -> SegmentIds | None:

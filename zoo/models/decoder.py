@@ -259,8 +259,8 @@ class Decoder(Module):
     ) -> tuple[Hidden, LayerStates | None]:
         """Return the hidden states after the final norm, and the updated states: None if `states` is None.
 
-        With `states`, tokens continue those before: `info` has their positions, -1 for padding, as
-        `zoo.models.count_positions` counts them.
+        With `states`, tokens continue those before: `info` has their positions, -1 for padding to the left of a row's
+        tokens, as `zoo.models.count_positions` counts them.
 
         **Raises** `ValueError` with states for segment ids, and for a mixer that needs positions without them;
         `NotImplementedError` where the sequence is sharded, for a mixer that needs all of it.

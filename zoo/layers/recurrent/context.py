@@ -21,7 +21,8 @@ class RecurrenceContext(NamedTuple):
 
     Without a state, a row may hold several packed segments, and padding is one of them: the state is reset at segment
     boundaries. With a state, all tokens continue it, and padding (negative positions, to the left of a row's real
-    tokens) is masked: it writes nothing to the state and does not decay it.
+    tokens) is masked: it writes nothing to the state and does not decay it. Elsewhere in a row it gives NaN in mixers
+    with a convolution or a token shift.
 
     Where the sequence is sharded, the first token of a shard continues the last of the shard before.
     """
