@@ -27,7 +27,7 @@ from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualSt
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .cached_attention import cached_attention
 from .context_attention import causal_attention
-from .kv_cache import KeyValueCache, require_positions
+from .kv_cache import KeyValueCache, mark_overfull, require_positions
 from .linear import Linear, resolve_head_dim
 from .rotary import compute_cos_sin, rope_stable_length
 from .token_info import TokenInfo
@@ -235,7 +235,7 @@ def rotate(
     """Apply RoPE, if there is any, to queries and keys at the positions of the tokens `x`."""
     if rotary is None:
         return query, key
-    cos, sin = compute_cos_sin(rotary, x, info, None if state is None else state.length)
+    cos, sin = compute_cos_sin(rotary, x, info, None if state is None else state.rope_length)
     query = apply_rotary(query, cos, sin, interleaved=rotary.interleaved)
     return query, apply_rotary(key, cos, sin, interleaved=rotary.interleaved)
 
@@ -268,7 +268,7 @@ def attend(
         key, value = (select_kv_heads(x, query, group) for x in (key, value))
         positions = {"query_positions": info.positions, "key_positions": key_positions}
         mask = AttentionMask(causal=True, window=window, **positions)
-        mixed = cached_attention(query, key, value, mask, **options)
+        mixed = mark_overfull(cached_attention(query, key, value, mask, **options), state)
     return checkpoint_name(mixed, "attention"), state
 
 
@@ -283,7 +283,9 @@ def make_cache(
     value_dim: int | None = None,
 ) -> KeyValueCache:
     """Return an empty KV cache for `length` tokens, of at most `window` slots."""
-    return KeyValueCache.empty(batch, min(length, window or length), kv_heads, head_dim, dtype, length, value_dim)
+    drops_oldest = window is not None and window <= length
+    slots = window if drops_oldest and window is not None else length
+    return KeyValueCache.empty(batch, slots, kv_heads, head_dim, dtype, length, value_dim, drops_oldest)
 
 
 def update_cache(

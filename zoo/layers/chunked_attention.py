@@ -14,7 +14,7 @@ from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream, Segme
 from .abstract import AbstractMixer
 from .attention import attend, make_cache, select_kv_heads, update_cache
 from .cached_attention import cached_attention
-from .kv_cache import KeyValueCache, require_positions
+from .kv_cache import KeyValueCache, mark_overfull, require_positions
 from .post_rotary_attention import PostRotaryAttention
 from .rotary import find_max_row_length
 from .token_info import TokenInfo, token_positions
@@ -73,7 +73,8 @@ class ChunkedAttention(AbstractMixer):
         key, value = (select_kv_heads(x, query, self.attention.group) for x in (key, value))
         chunks = info.positions // self.chunk, key_positions // self.chunk
         mask = AttentionMask(True, None, *chunks, info.positions, key_positions)
-        return cached_attention(query, key, value, mask, implementation=self.attention.implementation), state
+        mixed = cached_attention(query, key, value, mask, implementation=self.attention.implementation)
+        return mark_overfull(mixed, state), state
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
         """Return an empty KV cache for `length` tokens, of at most `chunk` slots."""

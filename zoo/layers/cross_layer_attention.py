@@ -25,7 +25,7 @@ from .attention import (
 )
 from .cached_attention import cached_attention
 from .context_attention import causal_attention
-from .kv_cache import KeyValueCache, require_positions
+from .kv_cache import KeyValueCache, mark_overfull, require_positions
 from .rotary import compute_cos_sin, rope_stable_length
 from .token_info import TokenInfo
 
@@ -37,9 +37,8 @@ class SharedKeyValues(Module):
     value: Float[Array, "batch key_seq kv_heads value_dim"]
     positions: Int[Array, "batch key_seq"] | None
     """Positions of the slots of a cache; None for the sequence itself."""
-
-    length: int | None = eqx.field(static=True)
-    """Maximum sequence length of the cache, which some scalings of RoPE depend on."""
+    rope_length: Int[Array, ""] | None
+    """Sequence length of the cache for RoPE that depends on it."""
 
 
 _Shared = Mapping[str, SharedKeyValues]
@@ -146,9 +145,11 @@ class CrossLayerAttention(AbstractMixer):
         else:
             keys = shared[self.reuses]
             if self.rotary is not None:
-                cos, sin = compute_cos_sin(self.rotary, x, info, keys.length)
+                cos, sin = compute_cos_sin(self.rotary, x, info, keys.rope_length)
                 query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
         mixed = self._attend(query, keys, info)
+        if isinstance(state, KeyValueCache):
+            mixed = mark_overfull(mixed, state)
         shared = shared if self.stores is None else {**shared, self.stores: keys}
         y = self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1))
         return checkpoint_name(y, "mixer_output"), (state, shared)
@@ -168,7 +169,7 @@ class CrossLayerAttention(AbstractMixer):
         if state is None:
             return query, SharedKeyValues(key, value, None, None), None
         key, value, positions, state = update_cache(state, key, value, info.positions, self.window)
-        return query, SharedKeyValues(key, value, positions, state.length), state
+        return query, SharedKeyValues(key, value, positions, state.rope_length), state
 
     def _attend(self, query: HeadVectors, keys: SharedKeyValues, info: TokenInfo) -> HeadVectors:
         key, value = (select_kv_heads(x, query, self.group) for x in (keys.key, keys.value))

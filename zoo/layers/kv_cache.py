@@ -1,7 +1,9 @@
 """KV caches for decoding.
 
-A cache is a ring buffer of slots. Each slot stores the position of its token, -1 while it is empty or holds padding, so
-that the attention mask follows from positions alone, with any padding and after the ring has wrapped around.
+A cache is a ring buffer of slots for each row. Each slot stores the position of its token, -1 while it is empty, and the
+attention mask follows from positions only, after the ring has wrapped around too. Each row has a write pointer of its
+own, and padding takes no slot: rows of different lengths continue one conversation, and none loses tokens to the padding
+of another.
 
 Where the layout shards `slots`, as `context` does, each device holds a block of them: 1/n of the memory. A cache is the
 same global array on any mesh, so that one that was filled on one mesh may be continued on another. Blocks are filled in
@@ -9,20 +11,24 @@ order: memory is shared from the beginning, and the work of blockwise attention,
 only once the cache is full.
 """
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from zoo._checks import is_host_readable
 from zoo.parallel import Module, all_gather, current_mesh, num_shards, shard_offset, vary
 from zoo.shapes import KVHeads, Positions
 
 from .token_info import TokenInfo, refuse_segments
 
 _ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
+_States = TypeVar("_States")
 
 
 class KeyValueCache(Module):
@@ -35,10 +41,16 @@ class KeyValueCache(Module):
     key: Float[Array, "batch kv_heads slots head_dim"]
     value: Float[Array, "batch kv_heads slots value_dim"]
     positions: Int[Array, "batch slots"]
-    written: Int[Array, ""]
+    written: Int[Array, "batch"]
+    """Number of tokens written to each row, without padding."""
+    rope_length: Int[Array, ""]
+    """Sequence length for RoPE that depends on it: `length`, unless `set_rope_length` has set another."""
 
     length: int = eqx.field(static=True)
     """Maximum sequence length; with a sliding window the cache has fewer slots."""
+    drops_oldest: bool = eqx.field(static=True, default=False)
+    """True for a window or chunk, whose new tokens may overwrite the oldest. Any other cache holds `length` tokens, and
+    a row with more is an error or NaN."""
 
     @classmethod
     def empty(
@@ -50,24 +62,34 @@ class KeyValueCache(Module):
         dtype: Any,
         length: int,
         value_dim: int | None = None,
+        drops_oldest: bool | None = None,
     ) -> "KeyValueCache":
         """Return a cache of `slots` slots, rounded up to a multiple of the devices that share them. `value_dim` is
-        `head_dim` by default."""
+        `head_dim` by default, and `drops_oldest` is true for fewer slots than `length`."""
+        drops_oldest = slots < length if drops_oldest is None else drops_oldest
         slots, axes = _local_slots(slots)
         sizes = head_dim, head_dim if value_dim is None else value_dim
         key, value = (jnp.zeros((batch, kv_heads, slots, size), dtype) for size in sizes)
         key, value, positions = vary((key, value, jnp.full((batch, slots), -1)), axes)
-        return cls(key, value, positions, jnp.int32(0), length)
+        written = jnp.zeros(batch, jnp.int32)
+        return cls(key, value, positions, written, jnp.int32(length), length, drops_oldest)
 
     def write(self, key: KVHeads, value: _ValueHeads, positions: Positions) -> "KeyValueCache":
-        """Append new tokens; if there are more than slots, keep the last ones. Shards of tokens are all-gathered."""
+        """Append new tokens to each row. Padding, at position -1, takes no slot. If a row has more tokens than there
+        are slots, the last ones are kept. Shards of tokens are all-gathered.
+
+        **Raises** `ValueError` for more tokens than the cache holds, where their number can be read.
+        """
         key, value, positions = (all_gather(x, "seq", axis=1) for x in (key, value, positions))
-        return type(self)(
-            _write_slots(self.key, key.swapaxes(1, 2), self.written, 2),
-            _write_slots(self.value, value.swapaxes(1, 2), self.written, 2),
-            _write_slots(self.positions, positions, self.written, 1),
-            self.written + positions.shape[1],
-            self.length,
+        if not self.drops_oldest:
+            check_room(self, positions)
+        slots, written = _assign_slots(self.positions, self.written, positions)
+        return dataclasses.replace(
+            self,
+            key=_write_heads(self.key, key, slots),
+            value=_write_heads(self.value, value, slots),
+            positions=_write_rows(self.positions, positions, slots),
+            written=written,
         )
 
     def read(self) -> tuple[KVHeads, _ValueHeads, Positions]:
@@ -81,26 +103,36 @@ class LatentCache(Module):
 
     features: Float[Array, "batch slots features"]
     positions: Int[Array, "batch slots"]
-    written: Int[Array, ""]
+    written: Int[Array, "batch"]
+    """Number of tokens written to each row, without padding."""
+    rope_length: Int[Array, ""]
+    """Sequence length for RoPE that depends on it: `length`, unless `set_rope_length` has set another."""
 
     length: int = eqx.field(static=True)
-    """Maximum sequence length."""
+    """Maximum sequence length. A row with more tokens is an error or NaN."""
+    drops_oldest: ClassVar[bool] = False
 
     @classmethod
     def empty(cls, batch: int, features: int, dtype: Any, length: int) -> "LatentCache":
         """Return a cache of `length` slots, rounded up to a multiple of the devices that share them."""
         slots, axes = _local_slots(length)
         rows, positions = vary((jnp.zeros((batch, slots, features), dtype), jnp.full((batch, slots), -1)), axes)
-        return cls(rows, positions, jnp.int32(0), length)
+        return cls(rows, positions, jnp.zeros(batch, jnp.int32), jnp.int32(length), length)
 
     def write(self, features: Float[Array, "batch seq features"], positions: Positions) -> "LatentCache":
-        """Append new tokens; if there are more than slots, keep the last ones. Shards of tokens are all-gathered."""
+        """Append new tokens to each row. Padding, at position -1, takes no slot. If a row has more tokens than there
+        are slots, the last ones are kept. Shards of tokens are all-gathered.
+
+        **Raises** `ValueError` for more tokens than the cache holds, where their number can be read.
+        """
         features, positions = (all_gather(x, "seq", axis=1) for x in (features, positions))
-        return type(self)(
-            _write_slots(self.features, features, self.written, 1),
-            _write_slots(self.positions, positions, self.written, 1),
-            self.written + positions.shape[1],
-            self.length,
+        check_room(self, positions)
+        slots, written = _assign_slots(self.positions, self.written, positions)
+        return dataclasses.replace(
+            self,
+            features=_write_rows(self.features, features, slots),
+            positions=_write_rows(self.positions, positions, slots),
+            written=written,
         )
 
 
@@ -116,12 +148,58 @@ class IndexedLatentCache(Module):
         """Maximum sequence length."""
         return self.latents.length
 
+    @property
+    def rope_length(self) -> Int[Array, ""]:
+        """Sequence length for RoPE that depends on it."""
+        return self.latents.rope_length
+
 
 def require_positions(info: TokenInfo, state: Any) -> None:
     """**Raises** `ValueError` for a cache or recurrent state without positions, or with segment ids."""
     refuse_segments(info, state)
     if state is not None and info.positions is None:
         raise ValueError("with a cache the place of each token is not known: give positions, -1 for padding")
+
+
+def set_rope_length(states: _States, length: int | Int[Array, ""]) -> _States:
+    """Return `states` with `length` as the sequence length for RoPE that depends on it: of the tokens that follow. Keys
+    in the caches stay as they are."""
+    set_length = lambda cache: dataclasses.replace(cache, rope_length=jnp.asarray(length, jnp.int32))
+    return jax.tree.map(lambda x: set_length(x) if _is_cache(x) else x, states, is_leaf=_is_cache)
+
+
+def check_room(states: Any, positions: Positions | None) -> None:
+    """Check that the caches in `states` hold new tokens at `positions`, if their numbers can be read.
+
+    **Raises** `ValueError` for a row with more tokens than the length of a cache, unless it is one of a window.
+    """
+    if positions is None or not is_host_readable(positions):
+        return
+    new = (np.asarray(jax.device_get(positions)) >= 0).sum(1)
+    for cache in jax.tree.leaves(states, is_leaf=_is_cache):
+        if not _is_cache(cache) or cache.drops_oldest:
+            continue
+        before = np.asarray(jax.device_get(cache.written)) if is_host_readable(cache.written) else 0
+        if len(overfull := np.flatnonzero(before + new > cache.length)):
+            row = int(overfull[0])
+            held = f"{np.broadcast_to(before, new.shape)[row]} before and {new[row]} new ones"
+            raise ValueError(
+                f"a cache for {cache.length} tokens is too short: row {row} has {held}; give a larger length to "
+                "init_state"
+            )
+
+
+def mark_overfull(
+    mixed: Float[Array, "batch seq heads _"], cache: KeyValueCache | LatentCache
+) -> Float[Array, "batch seq heads _"]:
+    """Return NaN for the rows with more tokens than `cache` holds: attention to the rest would be that of a window."""
+    if cache.drops_oldest:
+        return mixed
+    return jnp.where((cache.written > cache.length)[:, None, None, None], jnp.nan, mixed)
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, KeyValueCache | LatentCache)
 
 
 def _local_slots(slots: int) -> tuple[int, tuple[str, ...]]:
@@ -131,43 +209,52 @@ def _local_slots(slots: int) -> tuple[int, tuple[str, ...]]:
     return (-(-slots // lax.axis_size(axes)), axes) if axes else (slots, ())
 
 
-def _write_slots(ring: Array, new: Array, written: Int[Array, ""], axis: int) -> Array:
-    """Write new slots along `axis` of a ring buffer, after the `written` ones before; if there are more than slots,
-    keep the last ones. A device that shares the slots writes those that are its own."""
-    local, shards = ring.shape[axis], num_shards(ring, "slots")
-    slots, seq = local * shards, new.shape[axis]
-    indices = (written + jnp.arange(seq)[-slots:]) % slots
-    new = lax.slice_in_dim(new, max(seq - slots, 0), seq, axis=axis).astype(ring.dtype)
+def _assign_slots(
+    ring: Int[Array, "batch slots"], written: Int[Array, "batch"], positions: Positions
+) -> tuple[Int[Array, "batch seq"], Int[Array, "batch"]]:
+    """Return the slot of each new token on this device, and the tokens written to each row after them.
+
+    Padding has a slot out of range, and so have tokens that later ones overwrite or that another device holds.
+    """
+    local, shards = ring.shape[1], num_shards(ring, "slots")
+    is_real = positions >= 0
+    order = written[:, None] + jnp.cumsum(is_real, axis=1, dtype=jnp.int32) - 1
+    written = written + is_real.sum(axis=1, dtype=jnp.int32)
+    slots = order % (local * shards)
+    is_kept = is_real & (order >= written[:, None] - local * shards)
     if shards > 1:
-        indices = indices - shard_offset(ring, "slots", local)
-        is_local = (indices >= 0) & (indices < local)
-        if seq == 1:  # a slice in place: the others write what they have
-            indices = jnp.clip(indices, 0, local - 1)
-            new = jnp.where(is_local, new, lax.dynamic_slice_in_dim(ring, indices[0], 1, axis))
-        else:
-            indices = jnp.where(is_local, indices, local)  # out of range, and dropped
-    if seq == 1:
-        cpu, default = _scatter_slot_twice(axis), _update_slot_slice(axis)
-        return lax.platform_dependent(ring, new, indices, cpu=cpu, default=default)
-    return _scatter_slots(axis)(ring, new, indices)
+        slots = slots - shard_offset(ring, "slots", local)
+        is_kept &= (slots >= 0) & (slots < local)
+    dropped = local + jnp.arange(positions.shape[1], dtype=jnp.int32)  # no two alike: indices are unique
+    return jnp.where(is_kept, slots, dropped), written
 
 
-def _scatter_slots(axis: int) -> Callable:
-    """Scatter new slots to any indices of a ring buffer; an index out of range is dropped."""
-    return lambda ring, new, indices: ring.at[(slice(None),) * axis + (indices,)].set(new, mode="drop")
+def _write_rows(
+    ring: Shaped[Array, "batch slots *rest"], new: Shaped[Array, "batch seq *rest"], slots: Int[Array, "batch seq"]
+) -> Shaped[Array, "batch slots *rest"]:
+    """Write the new tokens of each row to their slots; a slot out of range is dropped."""
+    new, slots, is_unique = _repeat_single(new.astype(ring.dtype), slots)
+    rows = jnp.arange(slots.shape[0])[:, None]
+    return ring.at[rows, slots].set(new, mode="drop", unique_indices=is_unique)
 
 
-def _update_slot_slice(axis: int) -> Callable:
-    """Write one slot, which cannot wrap around, as an in-place slice update."""
-    return lambda ring, new, indices: lax.dynamic_update_slice_in_dim(ring, new, indices[0], axis=axis)
+def _write_heads(
+    ring: Float[Array, "batch kv_heads slots size"],
+    new: Float[Array, "batch seq kv_heads size"],
+    slots: Int[Array, "batch seq"],
+) -> Float[Array, "batch kv_heads slots size"]:
+    """Write the keys or values of new tokens to their slots; a slot out of range is dropped."""
+    new, slots, is_unique = _repeat_single(new.astype(ring.dtype), slots)
+    rows = jnp.arange(slots.shape[0])[:, None]
+    return ring.at[rows, :, slots].set(new, mode="drop", unique_indices=is_unique)
 
 
-def _scatter_slot_twice(axis: int) -> Callable:
-    """Write one slot as a scatter of two equal ones.
+def _repeat_single(new: Array, slots: Int[Array, "batch seq"]) -> tuple[Array, Int[Array, "batch _"], bool]:
+    """Repeat a single token, which is then written twice; return also whether all slots differ.
 
     On CPU, XLA turns a scatter of one slot into a slice update and duplicates it for each consumer of the ring buffer,
-    which is then copied: with one row or one head per device, attention took twice as long (jax 0.10).
+    which is then copied: with one row, attention took twice as long (jax 0.10).
     """
-    return lambda ring, new, indices: _scatter_slots(axis)(
-        ring, jnp.concatenate([new, new], axis), jnp.concatenate([indices, indices])
-    )
+    if slots.size > 1:
+        return new, slots, True
+    return jnp.concatenate([new, new], axis=1), jnp.concatenate([slots, slots], axis=1), False

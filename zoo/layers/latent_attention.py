@@ -17,7 +17,7 @@ from zoo.shapes import HeadVectors, HiddenStates, Positions, ResidualStream
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .cached_attention import cached_attention
 from .context_attention import causal_attention
-from .kv_cache import LatentCache, require_positions
+from .kv_cache import LatentCache, mark_overfull, require_positions
 from .linear import Linear
 from .norm import RMSNorm
 from .query_scale import QueryScale, scale_queries
@@ -153,7 +153,7 @@ class LatentAttention(AbstractMixer):
         **Raises** `ValueError` for a cache without positions.
         """
         require_positions(info, state)
-        cos_sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.length)
+        cos_sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.rope_length)
         query, features = self.project_queries(x, cos_sin), self.project_features(x, cos_sin)
         query = query if self.query_scale is None else scale_queries(query, self.query_scale, x, info)
         if state is None:
@@ -185,7 +185,7 @@ class LatentAttention(AbstractMixer):
         """Attend to the slots of a cache, absorbed for a single token; with `selected`, to these slots only."""
         mask = AttentionMask(True, None, None, None, positions, cache.positions, selected)
         attend = self.attend_absorbed if query.shape[1] == 1 else self.attend_expanded
-        return attend(query, cache.features, mask)
+        return mark_overfull(attend(query, cache.features, mask), cache)
 
     def project_queries(self, x: HiddenStates, cos_sin: tuple[Array, Array]) -> HeadVectors:
         """Project queries; the last `rotary.dim` features of each head are rotated."""

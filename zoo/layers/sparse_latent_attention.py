@@ -181,7 +181,7 @@ class SparseLatentAttention(AbstractMixer):
         """
         require_positions(info, state)
         attention = self.attention
-        cos_sin = compute_cos_sin(attention.rotary, x, info, None if state is None else state.length)
+        cos_sin = compute_cos_sin(attention.rotary, x, info, None if state is None else state.rope_length)
         latent, features = attention.compress_queries(x), attention.project_features(x, cos_sin)
         query = attention.expand_queries(latent, cos_sin)
         indexer, x, latent = lax.stop_gradient((self.indexer, x, latent))

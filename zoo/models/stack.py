@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Key
 
 from zoo._checks import wrap_key
 from zoo.layers import RoutingSums, TokenInfo
+from zoo.layers.kv_cache import check_room
 from zoo.parallel import Dim, Remat, current_mesh, gather, implementation_option, rematerialize, replace_option, scan
 from zoo.parallel.pipeline import run_stages
 
@@ -93,6 +94,7 @@ class Stack(AbstractStack):
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
     ) -> tuple[Hidden, LayerStates | None]:
+        check_room(states, info.positions)  # a scan traces the layers, and they cannot read the number of tokens
         first, new_states = 0, ()
         for segment in self.segments:
             layers = segment.num_repeats * len(segment.blocks)
