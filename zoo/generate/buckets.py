@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from zoo._checks import is_host_readable
-from zoo.layers import AbstractMixer
 from zoo.models import Decoder
 from zoo.parallel import Mesh, Module, leaves
 
@@ -24,8 +23,7 @@ padding, shorter ones would read the weights more often than matrix products nee
 def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | None) -> int:
     """Return the capacity of the KV caches: `length` if given, otherwise prompt and new tokens rounded up to a bucket.
 
-    A bucket is at most the number of learned positions. With RoPE frequencies that depend on the length it is at most
-    the length up to which they are constant; above that, the length is not rounded.
+    A bucket is at most the number of learned positions.
 
     **Raises** `ValueError` for a `length` below prompt and new tokens, and for more tokens than learned positions.
     """
@@ -40,11 +38,7 @@ def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | Non
         )
     if length is not None:
         return length
-    mixers = jax.tree.leaves(model.stack, is_leaf=lambda x: isinstance(x, AbstractMixer))
-    stable = [x.rope_stable_length for x in mixers if isinstance(x, AbstractMixer) and x.rope_stable_length is not None]
-    if needed > min(stable, default=needed):
-        return needed
-    return int(min(max(_round_up(needed), _MIN_LENGTH), longest, *stable))
+    return int(min(max(_round_up(needed), _MIN_LENGTH), longest))
 
 
 def choose_piece(length: int, mesh: Mesh | None = None) -> int:
@@ -89,6 +83,8 @@ class Prompt(Module):
     """Row number in the global batch, which selects the PRNG key; -1 for rows of padding."""
     pieces: Int[Array, ""]
     """Number of pieces that hold tokens; they are the last ones."""
+    rope_length: Int[Array, ""]
+    """Sequence length for RoPE that depends on it; 0 for the number of tokens so far."""
 
 
 def pad_prompt(
@@ -97,12 +93,13 @@ def pad_prompt(
     rows: int,
     length: int,
     mesh: Mesh | None = None,
+    rope_length: int = 0,
 ) -> Prompt:
-    """Pad a prompt to `rows` rows, and to a cache of `length` on `mesh`.
+    """Pad a prompt to `rows` rows, and to a cache of `length` on `mesh`. `rope_length` is for RoPE that depends on the
+    sequence length; 0 is the number of tokens so far.
 
     Tokens are padded on the left to the whole pieces that fill the cache, with position -1: padding takes no slot of a
-    KV cache, whose ring buffer drops it first. Rows are padded with copies of the last one, which end at
-    once.
+    KV cache. Rows are padded with copies of the last one, which end at once.
     """
     (count, seq), piece = tokens.shape, choose_piece(length, mesh)
     is_real: Any = np.ones(tokens.shape, bool) if mask is None else mask
@@ -117,5 +114,6 @@ def pad_prompt(
     positions = xp.where(is_real, xp.cumsum(is_real, axis=1) - 1, -1)[source]
     pad = (0, 0), (-(-length // piece) * piece - seq + 1, 0)
     tokens, before = xp.pad(ids[:, :-1], pad), xp.pad(positions[:, :-1], pad, constant_values=-1)
-    arrays = tokens, before, ids[:, -1], positions[:, -1], number, np.asarray(-(-(seq - 1) // piece))
+    pieces = np.asarray(-(-(seq - 1) // piece))
+    arrays = tokens, before, ids[:, -1], positions[:, -1], number, pieces, np.asarray(rope_length)
     return Prompt(*jax.device_put([x.astype(np.int32) for x in arrays]))

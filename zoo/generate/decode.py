@@ -1,6 +1,7 @@
 """Prefill and decode programs: a loop over pieces of the prompt, then one over new tokens."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.layers import TokenInfo
+from zoo.layers import AbstractMixer, TokenInfo
+from zoo.layers.kv_cache import set_rope_length
 from zoo.models import Decoder, Stack, swap_stack
 from zoo.models.decoder import AbstractStack, LayerStates
 from zoo.ops.sampling import apply_temperature, filter_logits, penalize_repetition, sample_tokens
@@ -37,6 +39,10 @@ class DecodeState(Module):
     keys: Key[Array, "batch"]
     """One PRNG key per row, unused by greedy decoding."""
 
+    longest: Int[Array, ""]
+    """Number of tokens of the longest prompt, over all devices."""
+    rope_length: Int[Array, ""]
+    """Sequence length for RoPE that depends on it; 0 for the number of tokens so far."""
     step: Int[Array, ""]
     """Number of new tokens."""
     running: Bool[Array, ""]
@@ -47,18 +53,70 @@ def complete(
     fixed: tuple[Decoder, Decoder, SamplingOptions, Key[Array, ""]], prompt: Prompt, until: Int[Array, ""], length: int
 ) -> Int[Array, "batch new"]:
     """Prefill with the first model and decode with the second, which has the same layers unstacked, in one program;
-    return the new tokens."""
+    return the new tokens.
+
+    Where LongRoPE switches to other frequencies, all tokens so far are read again: the loop has one phase per set of
+    frequencies.
+    """
     model, unstacked, options, key = fixed
-    state = prefill((model, options, key), prompt, length)
-    return decode_until((unstacked, options), state, until).tokens
+    switches = find_rope_switches(model)
+    if not switches:
+        state = prefill((model, options, key), prompt, length)
+        return decode_until((unstacked, options), state, until).tokens
+
+    def run_phase(state: DecodeState) -> DecodeState:
+        state = refill(model, prompt, state, length)
+        end = functools.reduce(jnp.minimum, [_next_switch(state, switch) for switch in switches], until)
+        return dataclasses.replace(decode_until((unstacked, options), state, end), states=())
+
+    state = _start(options, key, prompt, length)
+    return while_loop(lambda state: (state.step < until) & state.running, run_phase, state).tokens
 
 
 def prefill(fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]], prompt: Prompt, length: int) -> DecodeState:
-    """Run the prompt but for its last token through the model, piece by piece; return the state before decoding.
+    """Run the prompt but for its last token through the model, piece by piece; return the state before decoding."""
+    model, options, key = fixed
+    state = _start(options, key, prompt, length)
+    return dataclasses.replace(state, states=_read_prompt(model, prompt, length, _find_rope_length(state)))
+
+
+def refill(model: Decoder, prompt: Prompt, state: DecodeState, length: int) -> DecodeState:
+    """Compute the states again, from the prompt and all new tokens but for the latest as one text."""
+    count = state.longest + state.step
+    tokens = jnp.concatenate([prompt.tokens, prompt.last[:, None], jnp.maximum(state.tokens, 0)], axis=1)
+    new_positions = prompt.last_position[:, None] + jnp.arange(1 + length)
+    positions = jnp.concatenate([prompt.positions, new_positions], axis=1)
+    positions = jnp.where(state.done[:, None], -1, positions)
+    room, size = prompt.tokens.shape[1], choose_piece(length, current_mesh())
+    take = lambda x: lax.dynamic_slice_in_dim(x, state.step, room, axis=1)
+    text = dataclasses.replace(
+        prompt, tokens=take(tokens), positions=take(positions), pieces=(count - 1 + size - 1) // size
+    )
+    return dataclasses.replace(state, states=_read_prompt(model, text, length, _find_rope_length(state)))
+
+
+def _start(options: SamplingOptions, key: Key[Array, ""], prompt: Prompt, length: int) -> DecodeState:
+    """Return the state before decoding, without states of layers."""
+    return DecodeState(
+        states=(),
+        tokens=jnp.broadcast_to(jnp.full_like(prompt.last, -1)[:, None], (len(prompt.last), length)),
+        newest=prompt.last,
+        positions=prompt.last_position,
+        done=prompt.rows < 0,
+        seen=_mark_seen_tokens(prompt, len(options.is_stop)),
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, prompt.rows),
+        longest=reduce(prompt.last_position.max() + 1, over="batch", by=lax.pmax),
+        rope_length=prompt.rope_length,
+        step=jnp.int32(0),
+        running=jnp.array(True),
+    )
+
+
+def _read_prompt(model: Decoder, prompt: Prompt, length: int, rope_length: Int[Array, ""]) -> LayerStates:
+    """Return the states after a prompt but for its last token.
 
     Where the mesh shards the sequence, each device computes a share of a piece.
     """
-    model, options, key = fixed
     room, size = prompt.tokens.shape[1], choose_piece(length, current_mesh())
 
     def step(carry):
@@ -67,19 +125,28 @@ def prefill(fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]], prompt: Prom
         _, states = model.hidden(take(prompt.tokens), TokenInfo(take(prompt.positions)), states)
         return start + size, () if states is None else states
 
-    carry = room - prompt.pieces * size, model.init_state(len(prompt.tokens), length)
-    _, states = while_loop(lambda carry: carry[0] < room, step, carry)
-    return DecodeState(
-        states=states,
-        tokens=jnp.broadcast_to(jnp.full_like(prompt.last, -1)[:, None], (len(prompt.last), length)),
-        newest=prompt.last,
-        positions=prompt.last_position,
-        done=prompt.rows < 0,
-        seen=_mark_seen_tokens(prompt, len(options.is_stop)),
-        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, prompt.rows),
-        step=jnp.int32(0),
-        running=jnp.array(True),
-    )
+    states = set_rope_length(model.init_state(len(prompt.tokens), length), rope_length)
+    _, states = while_loop(lambda carry: carry[0] < room, step, (room - prompt.pieces * size, states))
+    return states
+
+
+def find_rope_switches(model: Decoder) -> tuple[int, ...]:
+    """Return the lengths beyond which RoPE of some layer has other frequencies for all tokens."""
+    is_mixer = lambda x: isinstance(x, AbstractMixer)
+    mixers = filter(is_mixer, jax.tree.leaves(model.stack, is_leaf=is_mixer))
+    return tuple(sorted({x.rope_switch_length for x in mixers if x.rope_switch_length is not None}))
+
+
+def _find_rope_length(state: DecodeState) -> Int[Array, ""]:
+    """Return the sequence length for RoPE of the latest token."""
+    return jnp.where(state.rope_length > 0, state.rope_length, state.longest + state.step)
+
+
+def _next_switch(state: DecodeState, switch: int) -> Int[Array, ""]:
+    """Return the number of new tokens with which the longest row has more than `switch` tokens for the first time; the
+    largest integer if it has them already, or RoPE has a length of its own."""
+    step = switch + 1 - state.longest
+    return jnp.where((step > state.step) & (state.rope_length == 0), step, jnp.iinfo(jnp.int32).max)
 
 
 def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
@@ -89,7 +156,8 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
     def step(state: DecodeState) -> DecodeState:
         positions = jnp.where(state.done, -1, state.positions)
         tokens = jnp.maximum(state.newest, 0)
-        hidden, states = model.hidden(tokens[:, None], TokenInfo(positions[:, None]), state.states)
+        states = set_rope_length(state.states, _find_rope_length(state))
+        hidden, states = model.hidden(tokens[:, None], TokenInfo(positions[:, None]), states)
         state = dataclasses.replace(state, states=() if states is None else states)
         return _append_token(state, model.logits(hidden.x[:, 0]), options)
 
@@ -97,9 +165,10 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
 
 
 def _append_token(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> DecodeState:
-    """Sample a token per row and append it to the state. `logits` may be sharded over the vocabulary."""
+    """Sample a token per row and append it to the state. `logits` may be sharded over the vocabulary. A row of logits
+    that are not finite ends without a token."""
     newest = jnp.where(state.done, -1, _sample_token(state, logits.astype(jnp.float32), options))
-    done = state.done | options.is_stop[newest]
+    done = (newest < 0) | options.is_stop[newest]
     seen = state.seen | (jnp.arange(state.seen.shape[1]) == newest[:, None])
     return DecodeState(
         states=state.states,
@@ -109,6 +178,8 @@ def _append_token(state: DecodeState, logits: Float[Array, "batch vocab"], optio
         done=done,
         seen=seen,
         keys=state.keys,
+        longest=state.longest,
+        rope_length=state.rope_length,
         step=state.step + 1,
         running=reduce((~done).any().astype(jnp.int32), over="batch", by=lax.pmax) > 0,
     )
@@ -117,9 +188,13 @@ def _append_token(state: DecodeState, logits: Float[Array, "batch vocab"], optio
 def _sample_token(
     state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions
 ) -> Int[Array, "batch"]:
-    logits = penalize_repetition(all_gather(logits, "vocab", axis=1), state.seen, options.penalty)
+    """Return a token per row, -1 for logits that are NaN or without a finite maximum."""
+    logits = all_gather(logits, "vocab", axis=1)
+    is_finite = jnp.isfinite(logits.max(axis=1))
+    logits = penalize_repetition(logits, state.seen, options.penalty)
     keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)
-    return lax.cond(options.temperature > 0, _draw_token, _choose_likeliest, logits, keys, options)
+    tokens = lax.cond(options.temperature > 0, _draw_token, _choose_likeliest, logits, keys, options)
+    return jnp.where(is_finite, tokens, -1)
 
 
 def _draw_token(

@@ -115,8 +115,9 @@ class AbstractMixer(Module):
         """Return the empty KV cache or recurrent state for decoding up to `length` tokens."""
 
     @property
-    def rope_stable_length(self) -> int | None:
-        """The longest sequence for which RoPE does not depend on the total length. None if it never does."""
+    def rope_switch_length(self) -> int | None:
+        """Length beyond which RoPE has other frequencies for all tokens (LongRoPE), and keys in a cache are computed
+        again. None if there is none."""
         return None
 
 

@@ -29,7 +29,7 @@ from .cached_attention import cached_attention
 from .context_attention import causal_attention
 from .kv_cache import KeyValueCache, mark_overfull, require_positions
 from .linear import Linear, resolve_head_dim
-from .rotary import compute_cos_sin, rope_stable_length
+from .rotary import compute_cos_sin, rope_switch_length
 from .token_info import TokenInfo
 
 _ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
@@ -165,8 +165,8 @@ class Attention(AbstractMixer):
         return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return rope_stable_length(self.rotary)
+    def rope_switch_length(self) -> int | None:
+        return rope_switch_length(self.rotary)
 
 
 def check_attention_sizes(

@@ -88,8 +88,8 @@ class ChunkedAttention(AbstractMixer):
         return self.attention.rotary
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return self.attention.rope_stable_length
+    def rope_switch_length(self) -> int | None:
+        return self.attention.rope_switch_length
 
 
 def fold_chunks(x: HiddenStates, info: TokenInfo, chunk: int) -> SegmentIds | None:

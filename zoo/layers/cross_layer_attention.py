@@ -26,7 +26,7 @@ from .attention import (
 from .cached_attention import cached_attention
 from .context_attention import causal_attention
 from .kv_cache import KeyValueCache, mark_overfull, require_positions
-from .rotary import compute_cos_sin, rope_stable_length
+from .rotary import compute_cos_sin, rope_switch_length
 from .token_info import TokenInfo
 
 
@@ -187,5 +187,5 @@ class CrossLayerAttention(AbstractMixer):
         return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return rope_stable_length(self.rotary)
+    def rope_switch_length(self) -> int | None:
+        return rope_switch_length(self.rotary)

@@ -17,7 +17,7 @@ from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
 from .kv_cache import KeyValueCache
 from .linear import Linear
-from .rotary import rope_stable_length
+from .rotary import rope_switch_length
 from .token_info import TokenInfo
 
 
@@ -100,5 +100,5 @@ class GatedAttention(AbstractMixer):
         return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return rope_stable_length(self.rotary)
+    def rope_switch_length(self) -> int | None:
+        return rope_switch_length(self.rotary)

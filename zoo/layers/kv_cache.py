@@ -1,9 +1,8 @@
 """KV caches for decoding.
 
-A cache is a ring buffer of slots for each row. Each slot stores the position of its token, -1 while it is empty, and the
-attention mask follows from positions only, after the ring has wrapped around too. Each row has a write pointer of its
-own, and padding takes no slot: rows of different lengths continue one conversation, and none loses tokens to the padding
-of another.
+A cache is a ring buffer of slots for each row. Each slot stores the position of its token, -1 while it is empty. The
+attention mask follows from positions only, after the ring has wrapped around too. Each row has its own write pointer,
+and padding takes no slot: in a batch of conversations no turn pushes another row's tokens out of a window.
 
 Where the layout shards `slots`, as `context` does, each device holds a block of them: 1/n of the memory. A cache is the
 same global array on any mesh, so that one that was filled on one mesh may be continued on another. Blocks are filled in
@@ -182,10 +181,10 @@ def check_room(states: Any, positions: Positions | None) -> None:
         before = np.asarray(jax.device_get(cache.written)) if is_host_readable(cache.written) else 0
         if len(overfull := np.flatnonzero(before + new > cache.length)):
             row = int(overfull[0])
-            held = f"{np.broadcast_to(before, new.shape)[row]} before and {new[row]} new ones"
+            total = int(np.broadcast_to(before + new, new.shape)[row])
             raise ValueError(
-                f"a cache for {cache.length} tokens is too short: row {row} has {held}; give a larger length to "
-                "init_state"
+                f"row {row} has {total} tokens, {new[row]} of them new, and its cache holds {cache.length}: call "
+                "init_state with a larger length"
             )
 
 

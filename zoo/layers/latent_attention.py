@@ -21,7 +21,7 @@ from .kv_cache import LatentCache, mark_overfull, require_positions
 from .linear import Linear
 from .norm import RMSNorm
 from .query_scale import QueryScale, scale_queries
-from .rotary import compute_cos_sin, rope_stable_length
+from .rotary import compute_cos_sin, rope_switch_length
 from .token_info import TokenInfo
 
 _LatentFeatures = Float[Array, "batch key_seq features"]
@@ -241,8 +241,8 @@ class LatentAttention(AbstractMixer):
         return LatentCache.empty(batch, self.latent.out_size + self.rotary.dim, dtype, length)
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return rope_stable_length(self.rotary)
+    def rope_switch_length(self) -> int | None:
+        return rope_switch_length(self.rotary)
 
 
 def _expand_latents(

@@ -16,7 +16,7 @@ from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
 from .kv_cache import KeyValueCache
 from .query_scale import QueryScale, scale_queries
-from .rotary import rope_stable_length
+from .rotary import rope_switch_length
 from .token_info import TokenInfo
 
 
@@ -109,5 +109,5 @@ class PostRotaryAttention(AbstractMixer):
         return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return rope_stable_length(self.rotary)
+    def rope_switch_length(self) -> int | None:
+        return rope_switch_length(self.rotary)

@@ -5,24 +5,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from zoo.ops.axial_rotary import AxialRotary
-from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary
+from zoo.ops.rotary import DynamicScaling, LongRopeScaling, ReversedRotation, RopeScaling, Rotary
 from zoo.parallel import num_shards, reduce
 from zoo.shapes import HiddenStates
 
 from .token_info import TokenInfo, token_positions
 
-_LENGTH_DEPENDENT = (DynamicScaling, LongRopeScaling)
-"""RoPE scalings whose frequencies depend on the sequence length."""
-
 _Angles = Float[Array, "*batch seq pairs"]
 
 
 def compute_cos_sin(
-    rotary: Rotary | AxialRotary, x: HiddenStates, info: TokenInfo, length: int | None = None
+    rotary: Rotary | AxialRotary, x: HiddenStates, info: TokenInfo, length: int | Int[Array, ""] | None = None
 ) -> tuple[_Angles, _Angles]:
     """Return cos and sin of the RoPE angles of each token.
 
-    A length-dependent scaling uses `length`, that of the KV cache, or else the length of the longest row.
+    A length-dependent scaling uses `length`, the `rope_length` of the KV cache, or else the length of the longest row.
 
     **Raises** `ValueError` for an `AxialRotary` and tokens without coordinates.
     """
@@ -30,15 +27,28 @@ def compute_cos_sin(
         if info.coordinates is None:
             raise ValueError("two-dimensional RoPE needs the coordinates of patches, which zoo.models.ImageEncoder has")
         return rotary(info.coordinates)
-    if length is None and isinstance(rotary.scaling, _LENGTH_DEPENDENT):
+    if length is None and find_length_dependent_scaling(rotary) is not None:
         return rotary(token_positions(x, info), length=find_max_row_length(x, info))
     return rotary(token_positions(x, info), length=length)
 
 
-def rope_stable_length(rotary: Rotary | AxialRotary | None) -> int | None:
-    """The longest sequence for which RoPE does not depend on the total length. None if it never does."""
-    scaling = rotary.scaling if isinstance(rotary, Rotary) else None
-    return scaling.original_length if isinstance(scaling, _LENGTH_DEPENDENT) else None
+def find_length_dependent_scaling(
+    rotary: Rotary | AxialRotary | None,
+) -> DynamicScaling | LongRopeScaling | None:
+    """Return the RoPE scaling with frequencies that depend on the sequence length; None if there is none."""
+    scaling: RopeScaling | None = rotary.scaling if isinstance(rotary, Rotary) else None
+    if isinstance(scaling, ReversedRotation):
+        scaling = scaling.scaling
+    return scaling if isinstance(scaling, DynamicScaling | LongRopeScaling) else None
+
+
+def rope_switch_length(rotary: Rotary | AxialRotary | None) -> int | None:
+    """Return the length beyond which RoPE has other frequencies for all tokens; None if there is none.
+
+    Dynamic NTK has none: its frequencies change a little with each token, and a cache keeps the keys of earlier ones.
+    """
+    scaling = find_length_dependent_scaling(rotary)
+    return scaling.original_length if isinstance(scaling, LongRopeScaling) else None
 
 
 def find_max_row_length(x: HiddenStates, info: TokenInfo) -> int | Int[Array, ""]:

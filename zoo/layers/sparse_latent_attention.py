@@ -213,8 +213,8 @@ class SparseLatentAttention(AbstractMixer):
         return self.attention.rotary
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return self.attention.rope_stable_length
+    def rope_switch_length(self) -> int | None:
+        return self.attention.rope_switch_length
 
 
 def _select_in_sequence(

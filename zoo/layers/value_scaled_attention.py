@@ -15,7 +15,7 @@ from zoo.shapes import HiddenStates, ResidualStream
 from .abstract import AbstractLinear, AbstractMixer
 from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
 from .kv_cache import KeyValueCache
-from .rotary import rope_stable_length
+from .rotary import rope_switch_length
 from .token_info import TokenInfo
 
 
@@ -103,5 +103,5 @@ class ValueScaledAttention(AbstractMixer):
         return make_cache(batch, length, kv_heads, self.head_dim, dtype, **options)
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return rope_stable_length(self.rotary)
+    def rope_switch_length(self) -> int | None:
+        return rope_switch_length(self.rotary)

@@ -19,7 +19,7 @@ from ..abstract import AbstractLinear, AbstractMixer
 from ..attention import attend, make_cache, rotate, split_heads
 from ..kv_cache import KeyValueCache
 from ..linear import Linear
-from ..rotary import rope_stable_length
+from ..rotary import rope_switch_length
 from ..token_info import TokenInfo
 from .router import AbstractRouter
 from .routing import Routing
@@ -135,5 +135,5 @@ class MixtureOfAttention(AbstractMixer):
         return make_cache(batch, length, self.key.out_size // self.head_dim, self.head_dim, dtype)
 
     @property
-    def rope_stable_length(self) -> int | None:
-        return rope_stable_length(self.rotary)
+    def rope_switch_length(self) -> int | None:
+        return rope_switch_length(self.rotary)

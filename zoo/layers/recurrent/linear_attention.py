@@ -27,7 +27,7 @@ from ..abstract import AbstractLinear, AbstractMixer
 from ..kv_cache import require_positions
 from ..linear import resolve_head_dim
 from ..norm import RMSNorm
-from ..rotary import compute_cos_sin, rope_stable_length
+from ..rotary import compute_cos_sin, find_length_dependent_scaling
 from ..token_info import TokenInfo
 from .common import (
     LowRank,
@@ -123,7 +123,7 @@ class Retention(AbstractMixer):
 
         **Raises** `ValueError` for a length-dependent RoPE scaling, since keys in the state cannot be rotated again.
         """
-        if rope_stable_length(rotary) is not None:
+        if find_length_dependent_scaling(rotary) is not None:
             raise ValueError(
                 "keys that were turned for a shorter text cannot be turned again in a state: give a Retention a rotary "
                 "whose scaling does not depend on the length"
