@@ -169,7 +169,7 @@ def test_cache_length_is_rounded_within_what_the_model_supports():
     lengths = [choose_cache_length(make(), 6, new, None) for new in (1, 122, 123, 186, 187, 251)]
     assert lengths == [128, 128, 192, 192, 256, 384]
     dynamic = make(scaling=DynamicScaling(2.0, original_length=20))
-    assert [choose_cache_length(dynamic, 6, new, None) for new in (3, 14, 15)] == [20, 20, 21]
+    assert [choose_cache_length(dynamic, 6, new, None) for new in (3, 14, 123)] == [128, 128, 192]
 
 
 def test_rows_are_rounded_unless_the_model_has_arrays_per_row():

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.generate.buckets import choose_cache_length, pad_prompt
+from zoo.generate.buckets import pad_prompt
 from zoo.generate.decode import decode_until, prefill, unstack_layers
 from zoo.generate.request import SamplingOptions
 from zoo.layers import Attention, BiasedRouter, LatentAttention
-from zoo.ops.rotary import DynamicScaling, Rotary
+from zoo.ops.rotary import Rotary
 from zoo.parallel.spmd import _JITTED, run_jitted
 
 VOCAB, PROMPT, NEW = 40, 6, 5
@@ -45,14 +45,6 @@ def test_latent_attention_decodes_as_uncached_and_on_a_mesh():
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     on_mesh = zoo.generate(zoo.place(model, mesh), jnp.asarray(prompt), max_new_tokens=NEW, mesh=mesh)
     assert (on_mesh == expected).all()
-
-
-@pytest.mark.slow
-def test_cache_length_of_length_dependent_rope_is_exact():
-    """A cache for 11 tokens must not be rounded up, which would change the RoPE angles."""
-    dynamic, unscaled = make_model(Rotary(4, scaling=DynamicScaling(2.0, 8))), make_model(Rotary(4))
-    assert choose_cache_length(dynamic, PROMPT, NEW, None) == PROMPT + NEW
-    assert choose_cache_length(unscaled, PROMPT, NEW, None) == 128
 
 
 @pytest.mark.slow

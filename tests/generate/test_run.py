@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -14,7 +15,8 @@ from scipy import stats
 
 import zoo
 from zoo.generate.buckets import pad_prompt
-from zoo.layers import PositionEmbedding
+from zoo.layers import PositionEmbedding, TokenInfo
+from zoo.layers.kv_cache import set_rope_length
 from zoo.models import Stack, swap_stack
 from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary
 from zoo.ops.sampling import filter_logits
@@ -189,15 +191,107 @@ def test_decode_step_updates_caches_in_place():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", [DynamicScaling(2.0, 8), LongRopeScaling((1.0, 1.5), (2.0, 4.0), 8, 4.0)])
-def test_length_dependent_rope_uses_the_cache_length(scaling):
-    """A capacity of 11 tokens must not be rounded up, which would change the RoPE angles. An uncached row of 11
-    tokens, its end not yet generated, has the right angles: attention is causal."""
+def test_length_is_that_of_length_dependent_rope(scaling):
+    """An uncached row of 11 tokens, its end not yet generated, has the angles for 11: attention is causal."""
     model, prompt, new = make_model(rotary=Rotary(4, scaling=scaling)), random_tokens((1, 6)), 5
     row = np.zeros((1, 6 + new), np.int32)
     row[:, :6] = prompt
     for i in range(6, 6 + new):
         row[:, i] = forward_greedy(model, row, row >= 0)[:, i - 1]
-    np.testing.assert_array_equal(zoo.generate(model, prompt, max_new_tokens=new), row[:, 6:])
+    for options in ({}, {"callback": lambda _: None}):
+        got = zoo.generate(model, prompt, max_new_tokens=new, length=6 + new, **options)
+        np.testing.assert_array_equal(got, row[:, 6:])
+
+
+LONGROPE = LongRopeScaling((1.0, 1.5), (4.0, 9.0), original_length=12, factor=4.0)
+
+
+def make_length_dependent_model(scaling):
+    """Attention that matters: matrices times 3."""
+    model = make_model(rotary=Rotary(4, 1e4, scaling=scaling), tied=False)
+    return jax.tree.map(lambda x: 3 * x if x.ndim == 3 else x, model)
+
+
+def test_longrope_switches_when_the_longest_row_exceeds_the_original_length():
+    """Each token is the most likely one of a forward pass over the tokens before it, whatever number is allowed: with
+    prompts below, at and above the original length, and rows of different lengths."""
+    model, new = make_length_dependent_model(LONGROPE), 10
+    for seq, pads in ((7, (3, 0)), (12, (0, 11)), (14, (0, 3))):
+        tokens, mask = random_tokens((2, seq), seed=seq), left_padding_mask((2, seq), pads)
+        text, is_real = np.zeros((2, 24), np.int32), np.zeros((2, 24), bool)
+        text[:, :seq], is_real[:, :seq] = tokens, mask
+        for i in range(seq, seq + new):
+            text[:, i] = forward_greedy(model, text, is_real)[:, i - 1]
+            is_real[:, i] = True
+        for count in (1, 6, new):
+            got = zoo.generate(model, tokens, max_new_tokens=count, mask=mask)
+            np.testing.assert_array_equal(got, text[:, seq : seq + count])
+    received = []
+    options = {"mask": left_padding_mask((2, 7), (3, 0)), "max_new_tokens": new}
+    got = zoo.generate(model, random_tokens((2, 7), seed=7), callback=received.append, **options)
+    np.testing.assert_array_equal(got, zoo.generate(model, random_tokens((2, 7), seed=7), **options))
+    np.testing.assert_array_equal(np.stack(received, 1), got)
+
+
+@pytest.mark.ci
+def test_longrope_switches_on_a_mesh_and_for_rows_that_have_ended():
+    model, mask = make_length_dependent_model(LONGROPE), left_padding_mask((3, 7), (3, 0, 5))
+    tokens, options = random_tokens((3, 7)), {"mask": mask, "max_new_tokens": 14}
+    unstopped = np.asarray(zoo.generate(model, tokens, **options))
+    options["stop_tokens"] = [int(unstopped[1, 3])]  # before the switch, in the longest row
+    expected = np.asarray(zoo.generate(model, tokens, **options))
+    assert (expected[1, 4:] == -1).all() and (expected >= 0).any(axis=0).all()
+    kept = expected >= 0
+    np.testing.assert_array_equal(expected[kept], unstopped[kept])
+    mesh = zoo.make_mesh(data=2, context=2, tensor=2)
+    np.testing.assert_array_equal(zoo.generate(zoo.place(model, mesh), tokens, mesh=mesh, **options), expected)
+    under_jit = eqx.filter_jit(partial(zoo.generate, **options | {"mask": None}))
+    np.testing.assert_array_equal(under_jit(model, tokens), zoo.generate(model, tokens, **options | {"mask": None}))
+
+
+def test_dynamic_rope_rotates_each_token_for_the_length_so_far():
+    """As transformers does: the prompt for its length, each new token for the length with it, and cached keys stay."""
+    model, seq, new = make_length_dependent_model(DynamicScaling(8.0, original_length=10)), 7, 12
+    read = eqx.filter_jit(lambda model, tokens, positions, states: model.hidden(tokens, TokenInfo(positions), states))
+    for start in (seq, 13):
+        prompt = random_tokens((1, start), seed=2)
+        text, states = list(np.asarray(prompt)[0]), model.init_state(1, 64)
+        for i in range(start + new - 1):
+            states = set_rope_length(states, max(i + 1, start))
+            hidden, states = read(model, jnp.array([[text[i]]]), jnp.array([[i]]), states)
+            if i >= start - 1:
+                text.append(int(model.logits(hidden.x)[0, 0].argmax()))
+        for count in (2, new):
+            got = zoo.generate(model, prompt, max_new_tokens=count)
+            assert got[0].tolist() == text[start : start + count]
+
+
+def test_padded_prompts_have_the_learned_positions_of_each_row_alone():
+    """RoPE depends on distances only, and would not notice positions that count the padding."""
+    learned = PositionEmbedding(24, SIZES["embed"], key=KEY)
+    model, tokens = dataclasses.replace(make_model(), position_embedding=learned), random_tokens((2, 9))
+    got = zoo.generate(model, tokens, max_new_tokens=8, mask=left_padding_mask((2, 9), (6, 2)))
+    for row, pad in enumerate((6, 2)):
+        alone = jnp.stack([tokens[row, pad:], tokens[row, pad:]])
+        assert jnp.array_equal(got[row], zoo.generate(model, alone, max_new_tokens=8)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "key": jax.random.key(2)}], ids=["greedy", "sampled"])
+def test_row_of_logits_that_are_not_finite_is_an_error_and_ends_under_jit(options):
+    """The embedding of one token is NaN: a row that reads it ends, and other rows go on."""
+    model = make_model(tied=False)
+    one = eqx.tree_at(lambda m: m.embedding.weight, model, model.embedding.weight.at[5].set(jnp.nan))
+    tokens = jnp.array([[1, 2, 3], [1, 5, 3]])
+    options |= {"max_new_tokens": 4}
+    with pytest.raises(ValueError, match="logits of row 1 are not finite after 0 new tokens"):
+        zoo.generate(one, tokens, **options)
+    received = []
+    with pytest.raises(ValueError, match="logits of row 1 are not finite"):
+        zoo.generate(one, tokens, callback=received.append, **options)
+    assert received[0][0] >= 0 and received[0][1] == -1
+    new = eqx.filter_jit(partial(zoo.generate, **options))(one, tokens)
+    assert (new[1] == -1).all() and jnp.array_equal(new[:1], zoo.generate(model, tokens, **options)[:1])
+    assert (new[0] != 5).all()  # it would read NaN, too
 
 
 def test_cache_length_is_at_most_the_learned_positions():
@@ -248,6 +342,12 @@ def test_generate_raises_on_numbers_that_are_no_integers(no_type_checks, options
     ((name, value),) = options.items()
     with pytest.raises(TypeError, match=f"{name} is an integer, not {value}$"):
         zoo.generate(make_model(), random_tokens((2, 6)), **{"max_new_tokens": 3} | options)
+
+
+@pytest.mark.parametrize("stop_tokens", [7, (2.5,), "7", None], ids=repr)
+def test_generate_raises_on_stop_tokens_that_are_no_integers(no_type_checks, stop_tokens):
+    with pytest.raises(TypeError, match=r"stop_tokens is a sequence of token ids, such as \(7,\), not "):
+        zoo.generate(make_model(), random_tokens((2, 6)), max_new_tokens=3, stop_tokens=stop_tokens)
 
 
 def test_padding_tokens_may_be_any_id():

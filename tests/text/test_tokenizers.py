@@ -69,3 +69,9 @@ def test_tokenizer_without_bytes_generates(tmp_path):
     tokens, lengths = tokenizer.encode_with_lengths("abc ab")
     assert tokens.tolist() == [1, 2, 1] and lengths.tolist() == [2, 1, 3]
     assert tokenizer.decode(tokens) == "abc ab" and not tokenizer.token_bytes.any()
+
+
+def test_surrogates_are_refused_by_name(with_end):
+    for tokenizer in (ByteTokenizer(), with_end[0]):
+        with pytest.raises(ValueError, match=r"the text is not Unicode: character 3 is the surrogate U\+D800"):
+            tokenizer.encode("fox\ud800")

@@ -12,7 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Key
 
-from zoo._checks import check_batch
+from zoo._checks import check_batch, check_chunk
 from zoo.layers import RoutingSums
 from zoo.layers.token_info import batch_token_info
 from zoo.ops.implementations import Implementation, Operation
@@ -54,7 +54,8 @@ def cross_entropy(
 
     **Raises** `ValueError` or `TypeError` for a batch with an unknown or a missing key, or with arrays of other shapes
     or dtypes; outside of programs also for an id outside the vocabulary, which inside gives a loss of NaN.
-    `ValueError` for `balance` or `router_z` with a model that has no routers.
+    `ValueError` for a `chunk` below 1, for a batch without rows, and for `balance` or `router_z` with a model that has
+    no routers.
     """
     weights = {"balance": balance, "router_z": router_z, "over": over}
     options = {"z_loss": z_loss, "chunk": chunk, "implementation": implementation}
@@ -76,6 +77,7 @@ def cross_entropy_and_routing(
     """Return `cross_entropy`, and the `RoutingSums` of each layer that has a router: for `tokens_per_expert`, and for
     auxiliary losses of your own. `set_routing(model, "tokens")` adds the decisions of every token."""
     check_batch(batch, find_checkable_vocab(model))
+    check_chunk(chunk, batch["tokens"].shape)
     hidden, _ = model.hidden(batch["tokens"], batch_token_info(batch, key))
     targets, weights = batch["targets"], batch.get("weights")
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zoo._checks import check_tokens
+from zoo._checks import check_chunk, check_tokens
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import token_info
 from zoo.parallel import all_gather, gather, num_shards, scan, shard
@@ -81,10 +81,11 @@ def score(
     Where a mesh shards the sequence, each device scores its own tokens, and the scores are all-gathered, 4 bytes per
     token: the result has the same shape on every mesh. A loss sums and counts all of them on each device.
 
-    **Raises** `ValueError` for fewer than 2 tokens; also as the model does. Inside programs an id outside the
-    vocabulary scores NaN.
+    **Raises** `ValueError` for no rows, fewer than 2 tokens and a `chunk` below 1; also as the model does. Inside
+    programs an id outside the vocabulary scores NaN.
     """
     check_tokens(tokens, find_checkable_vocab(model))
+    check_chunk(chunk, tokens.shape)
     if tokens.shape[1] * num_shards(tokens, "seq") < 2:
         raise ValueError(f"the first token has no score, so that a row needs 2 or more: {tokens.shape=}")
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions).mask_padding()

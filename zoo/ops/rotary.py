@@ -68,9 +68,10 @@ class DynamicScaling(RopeScaling):
         base'   = base * stretch ** (dim / (dim - 2))
 
     The fastest pair keeps its frequency, the slowest is divided by exactly `stretch`. All tokens of a call use the
-    frequencies of its length; a KV cache holds keys rotated by those of earlier calls. In transformers the length is
-    the longest that the model object has seen, reset by a short call, so results depend on earlier calls: pass `length`
-    to reproduce them. Source: bloc97 and emozilla; written down in YaRN, arXiv 2309.00071, sections 3.1 and 3.3.
+    frequencies of its length; `zoo.generate` takes the number of tokens so far for each new one, and its KV cache holds
+    keys rotated by earlier frequencies. In transformers the length is the longest that the model object has seen, reset
+    by a short call, so results depend on earlier calls: pass `length` to reproduce them. Source: bloc97 and emozilla;
+    written down in YaRN, arXiv 2309.00071, sections 3.1 and 3.3.
     """
 
     factor: _Number
@@ -158,7 +159,8 @@ class LongRopeScaling(RopeScaling):
 
     The magnitude is `attention_factor` if given, else sqrt(1 + ln(factor) / ln(original_length)), where `factor` is the
     ratio of the extended to the original length; 1 for a factor up to 1. All tokens of a call use the set for its
-    length. Source: Ding et al., arXiv 2402.13753, section 3; the magnitude is that of its code.
+    length; `zoo.generate` reads all tokens again with the long set once there are more than `original_length`. Source:
+    Ding et al., arXiv 2402.13753, section 3; the magnitude is that of its code.
 
     **Raises** `ValueError`, when called, if a set does not have one factor per pair.
     """

@@ -28,7 +28,7 @@ from zoo._files import open_regular, user_cache_folder
 
 from .batches import CorpusSplit
 from .token_cache import open_cache
-from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
+from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, train_bpe
 
 _CACHE_VERSION = 3  # raised whenever what is written changes
 _VALIDATION_FRACTION = 1 / 20
@@ -64,7 +64,7 @@ class Corpus:
 
     def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
         """Tokenize `text`, without a separator. Prepend `tokenizer.separator` to a prompt that starts a document."""
-        return next(iter(self.tokenizer.encode_all([text.encode()]))).astype(np.int32)
+        return next(iter(self.tokenizer.encode_all([encode_utf8(text)]))).astype(np.int32)
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
         """Decode `tokens` without separators; bytes that are not UTF-8 become U+FFFD."""
@@ -159,7 +159,8 @@ def _read_standard_library() -> tuple[list[_Document], int, int]:
 
 def _read_sources(source: Sequence[Path] | Mapping[str, str]) -> tuple[list[_Document], int, int]:
     if isinstance(source, Mapping):
-        return _read_documents([(name, written.encode()) for name, written in source.items()], "the texts given")
+        documents = [(name, encode_utf8(written, f"text {name!r}")) for name, written in source.items()]
+        return _read_documents(documents, "the texts given")
     found = []
     for path in map(Path, source):
         if path.is_dir():

@@ -82,6 +82,18 @@ class Tokenizer(Protocol):
         ...
 
 
+def encode_utf8(text: str, name: str = "the text") -> bytes:
+    """Return `text` in UTF-8. **Raises** `ValueError`, naming the text, for a surrogate, which UTF-8 does not have."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise ValueError(
+            f"{name} is not Unicode: character {error.start} is the surrogate U+{ord(found):04X}, which stands for a "
+            "byte that was not UTF-8 or for half a character"
+        ) from None
+
+
 class ByteTokenizer:
     """Byte-level tokenizer: one token per byte, a vocabulary of 256. Needs neither training nor other packages."""
 
@@ -93,7 +105,7 @@ class ByteTokenizer:
         self.cache_key = "256"
 
     def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        return np.frombuffer(encode_utf8(text), np.uint8).astype(np.int64)
 
     def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
         tokens = self.encode(text)
@@ -189,6 +201,7 @@ class FileTokenizer:
         return self.encode_with_lengths(text)[0]
 
     def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
+        encode_utf8(text)  # raises for what is not Unicode
         codepoints = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         utf8_lengths = 1 + (codepoints >= 0x80) + (codepoints >= 0x800) + (codepoints >= 0x10000)
         byte_offsets = np.concatenate([[0], np.cumsum(utf8_lengths)])

@@ -69,7 +69,7 @@ WAYS_OF_DECODING = {"gemma3_text", "gpt_oss", "mamba2", "qwen3_5_text"}
 
 SWITCHES = {"phi3_longrope": 24}
 """Length from which a case rotates by other factors. PyTorch's tokens are those of a forward pass each, which switches
-between two tokens; a cache keeps the factors of its whole length."""
+between two tokens; the test below fixes the length, and with it the factors."""
 
 
 def list_case_folders(kind: str = "causal") -> list[Path]:
