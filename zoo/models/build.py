@@ -14,6 +14,7 @@ from zoo.parallel import Dim, Remat
 
 from .blocks import MixerBlock
 from .decoder import AbstractBlock, AbstractLayerInputs, Block, Decoder
+from .factories import check_factory
 from .loop import Loop
 from .stack import Stack
 
@@ -112,6 +113,10 @@ def build_stack(
         made |= {name: make(key=jax.random.fold_in(ffn_key, i)) for i, (name, make) in enumerate(parts.items())}
         return block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **made)
 
+    for mixer, ffn in layers:
+        check_factory("mixer", mixer)
+        if ffn is not None:
+            check_factory("feed-forward layer", ffn)
     makers = [(*pair, block) for pair, block in zip(layers, blocks, strict=True)]
     factories = {maker: partial(make_block, *maker) for maker in dict.fromkeys(makers)}  # equal layers share one object
     return Stack([factories[maker] for maker in makers], remat=remat, loop=loop, key=key)

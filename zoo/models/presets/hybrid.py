@@ -10,6 +10,7 @@ from zoo.parallel import Remat
 
 from ..build import FeedForwardFactory, MixerFactory, build_decoder
 from ..decoder import Decoder
+from ..factories import bind_factory
 from ..loop import Loop
 
 
@@ -36,18 +37,20 @@ def Hybrid(
             pattern=[partial(GatedDeltaNet, heads=4)] * 3 + [partial(Attention, heads=4, rotary=Rotary(16))],
         )
 
-    - `pattern`: mixer factories, repeated over the layers: classes of `zoo.layers`, or `functools.partial` of one,
-      called with `embed`, `out_scale=` and `key=`. Layers with the same factory object are compiled once.
-    - `mlp`: width of a SwiGLU after every mixer. Without it, `ffns` is a pattern of feed-forward factories, called with
-      `embed`, `out_scale=` and `key=`; None for a layer that is a mixer alone, as in Mamba.
+    - `pattern`: mixer factories, repeated over the layers: classes of `zoo.layers`, classes of your own, or
+      `functools.partial` of one, called with `embed`, `key=` and, if they take it, `out_scale=`. Layers with the same
+      factory object are compiled once.
+    - `mlp`: width of a SwiGLU after every mixer. Without it, `ffns` is a pattern of feed-forward factories, called in
+      the same way; None for a layer that is only a mixer, as in Mamba.
     - `tied`: tie the head to the embedding.
     - `epsilon`: of the RMSNorm before each sublayer.
     - `remat`, `loop`: as in `Transformer`.
 
     Initialization: matrices that write to the residual stream are divided by the square root of how many they are, as
-    in `Transformer`.
+    in `Transformer`. A factory takes that factor as `out_scale`; one that does not is left as it is.
 
-    **Raises** `ValueError` for an empty pattern, for no layers, and for `ffns` together with `mlp`.
+    **Raises** `ValueError` for an empty pattern, for no layers, and for `ffns` together with `mlp`; `TypeError` for a
+    factory that cannot be called so.
     """
     if layers < 1 or not pattern or not ffns:
         raise ValueError(
@@ -59,8 +62,10 @@ def Hybrid(
         ffns = (partial(GatedMLP, mlp=mlp),)
     parts = [(pattern[i % len(pattern)], ffns[i % len(ffns)]) for i in range(layers)]
     out_scale = (layers + sum(ffn is not None for _, ffn in parts)) ** -0.5
-    sized_mixers = {mixer: partial(mixer, embed, out_scale=out_scale) for mixer in pattern}
-    sized_ffns = {ffn: None if ffn is None else partial(ffn, embed, out_scale=out_scale) for ffn in ffns}
+    sized_mixers = {mixer: bind_factory("pattern", mixer, embed, out_scale=out_scale) for mixer in pattern}
+    sized_ffns = {
+        ffn: None if ffn is None else bind_factory("ffns", ffn, embed, out_scale=out_scale) for ffn in ffns
+    }
     return build_decoder(
         vocab=vocab,
         embed=embed,

@@ -1,21 +1,19 @@
 """Mixture-of-experts Transformer, initialized from scratch."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractMixer, AbstractRouter, Attention, GatedMLP, RMSNorm, SoftmaxRouter
+from zoo.layers import AbstractMixer, AbstractRouter, GatedMLP, RMSNorm, SoftmaxRouter
 from zoo.layers import MixtureOfExperts as Mixture
-from zoo.layers.linear import resolve_head_dim
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Dim, Remat
+from zoo.parallel import Remat
 
-from ..build import MixerFactory, build_decoder
+from ..build import build_decoder
 from ..decoder import Decoder
 from ..loop import Loop
-from .transformer import Transformer
+from .mixers import make_mixer_pattern
 
 
 def MixtureOfExperts(
@@ -57,13 +55,14 @@ def MixtureOfExperts(
       per token in the others: `top * mlp + shared`.
     - `capacity_factor`: capacity of an expert per row, as a multiple of an even load; further tokens are dropped.
       Dropless by default: see `zoo.layers.MixtureOfExperts`.
-    - `mixer`: `functools.partial` of a class of `zoo.layers`, called with `embed` and `heads`, instead of `Attention`:
-      `partial(LatentAttention, latent=64, head_dim=32, rotary=Rotary(16))`. Excludes the options of `Attention`.
+    - `mixer`: instead of `Attention`, as in `Transformer`:
+      `partial(LatentAttention, latent=64, head_dim=32, rotary=Rotary(16))`.
 
     The other options and the initialization are those of `Transformer`. To balance the load, train with
     `zoo.cross_entropy(..., balance=0.01)`, or with a `BiasedRouter` and `zoo.models.update_expert_bias`.
 
-    **Raises** `ValueError` for sizes that do not fit together, and for options of `Attention` together with a `mixer`.
+    **Raises** `ValueError` for sizes that do not fit together, and for options of `Attention` together with a `mixer`;
+    `TypeError` for a `mixer` that cannot be called so.
     """
     if not 0 <= dense_layers <= layers:
         raise ValueError(f"of {layers} layers at least 0 and at most all are dense, not {dense_layers}")
@@ -80,32 +79,23 @@ def MixtureOfExperts(
         capacity_factor=capacity_factor,
     )
     dense = partial(gated, top * mlp + (shared or 0) if dense_mlp is None else dense_mlp)
-    if mixer is None:
-        head_dim = resolve_head_dim(embed, heads, head_dim)
-        attention = partial(
-            Attention,
-            embed,
-            heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary=Rotary(head_dim) if rotary is None else rotary,
-            qk_norm=partial(RMSNorm, head_dim, features=Dim("head_dim")) if qk_norm else None,
-            soft_cap=soft_cap,
-            implementation=implementation,
-            out_scale=out_scale,
-        )
-        mixers: dict[int | None, MixerFactory] = {window: partial(attention, window=window) for window in windows}
-    else:
-        options = {"kv_heads": kv_heads, "head_dim": head_dim, "rotary": rotary, "qk_norm": qk_norm}
-        options |= {"windows": windows, "soft_cap": soft_cap, "implementation": implementation}
-        defaults = inspect.signature(Transformer).parameters
-        if changed := [name for name, value in options.items() if value != defaults[name].default]:
-            raise ValueError(f"{changed[0]} is an option of Attention, and a mixer was given: say it to the mixer")
-        mixers = {None: partial(mixer, embed, heads, out_scale=out_scale)}
+    mixers = make_mixer_pattern(
+        mixer,
+        embed,
+        heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary=rotary,
+        qk_norm=qk_norm,
+        windows=windows,
+        soft_cap=soft_cap,
+        implementation=implementation,
+        out_scale=out_scale,
+    )
     return build_decoder(
         vocab=vocab,
         embed=embed,
-        layers=[(mixers[windows[i % len(windows)]], dense if i < dense_layers else sparse) for i in range(layers)],
+        layers=[(mixers[i % len(mixers)], dense if i < dense_layers else sparse) for i in range(layers)],
         norm=partial(RMSNorm, embed),
         tied=tied,
         dropout=dropout,

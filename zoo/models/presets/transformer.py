@@ -5,14 +5,14 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import Attention, GatedMLP, RMSNorm
-from zoo.layers.linear import resolve_head_dim
+from zoo.layers import AbstractMixer, GatedMLP, RMSNorm
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Dim, Remat
+from zoo.parallel import Remat
 
 from ..build import build_decoder
 from ..decoder import Decoder
 from ..loop import Loop
+from .mixers import make_mixer_pattern
 
 
 def Transformer(
@@ -22,6 +22,7 @@ def Transformer(
     layers: int,
     heads: int,
     mlp: int,
+    mixer: Callable[..., AbstractMixer] | None = None,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     rotary: Rotary | None = None,
@@ -40,6 +41,9 @@ def Transformer(
 
     - `vocab`, `embed`, `layers`, `heads`, `mlp`: sizes. With fewer `kv_heads` than `heads`, grouped-query attention;
       `head_dim` defaults to `embed / heads`.
+    - `mixer`: a class of `zoo.layers`, a class of your own, or `functools.partial` of one, instead of `Attention`. It
+      is called with `embed`, `key=` and, if it takes them, `heads=` and `out_scale=`. Excludes the options of
+      `Attention`. `Hybrid` takes a pattern of several.
     - `rotary`: RoPE; over all of `head_dim` with base 10,000 by default.
     - `qk_norm`: RMSNorm of queries and keys, per head.
     - `windows`: a pattern of sliding windows that repeats over the layers; None is full attention.
@@ -54,28 +58,31 @@ def Transformer(
 
     Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream are
     divided by sqrt(2 layers), so that its variance does not grow with depth (GPT-2, section 2.3).
+
+    **Raises** `ValueError` for sizes that do not fit together, and for options of `Attention` together with a `mixer`;
+    `TypeError` for a `mixer` that cannot be called so.
     """
     if layers < 1:
         raise ValueError(f"a Transformer has at least 1 layer, not {layers}")
-    head_dim, out_scale = resolve_head_dim(embed, heads, head_dim), (2 * layers) ** -0.5
-    attention = partial(
-        Attention,
+    out_scale = (2 * layers) ** -0.5
+    mixers = make_mixer_pattern(
+        mixer,
         embed,
         heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary=Rotary(head_dim) if rotary is None else rotary,
-        qk_norm=partial(RMSNorm, head_dim, features=Dim("head_dim")) if qk_norm else None,
+        rotary=rotary,
+        qk_norm=qk_norm,
+        windows=windows,
         soft_cap=soft_cap,
         implementation=implementation,
         out_scale=out_scale,
     )
-    mixers = {window: partial(attention, window=window) for window in windows}
     ffn = partial(GatedMLP, embed, mlp, out_scale=out_scale)
     return build_decoder(
         vocab=vocab,
         embed=embed,
-        layers=[(mixers[windows[i % len(windows)]], ffn) for i in range(layers)],
+        layers=[(mixers[i % len(mixers)], ffn) for i in range(layers)],
         norm=partial(RMSNorm, embed),
         tied=tied,
         dropout=dropout,
