@@ -4,7 +4,9 @@
 and not obeyed; so are the characters that reverse the order of a line or hide in it.
 """
 
+import os
 import re
+import select
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -35,6 +37,18 @@ def show(text: str = "", *, file: Any = None, end: str = "\n") -> None:
 def show_error(text: str) -> None:
     """Print a message to standard error. Its further lines are indented: none looks like a message of its own."""
     show(re.sub(r"\n(?!  )", "\n  ", text), file=sys.stderr)
+
+
+def is_output_closed() -> bool:
+    """Return True if standard output is a pipe that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def discard_output() -> None:
+    """Let standard output, and what it still buffers, go nowhere. Else Python complains at exit about a closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def format_bytes(count: float | int) -> str:

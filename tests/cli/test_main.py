@@ -80,7 +80,32 @@ def test_interrupt_exits_with_status_130(monkeypatch, capsys):
     monkeypatch.setattr(cli, "COMMANDS", planted(KeyboardInterrupt()))
     with pytest.raises(SystemExit, match="130"):
         cli.main(["info"])
-    assert capsys.readouterr().err == "\n"
+    assert capsys.readouterr().err == "zoo info: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("cause", "shown"), [(AssertionError(), "no such device. GPUs"), (RuntimeError("no x"), "(no x)")]
+)
+def test_devices_that_do_not_start_are_one_line(monkeypatch, refused, cause, shown):
+    def start():
+        raise cause
+
+    monkeypatch.setattr("jax.devices", start)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(cli, "COMMANDS", planted(type(cause)()))
+    error = refused("info")
+    assert "JAX_PLATFORMS=cuda: JAX finds no such device" in error and shown in error and error.count("\n") == 1
+
+
+def test_other_assertions_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "COMMANDS", planted(AssertionError("of our own")))
+    with pytest.raises(AssertionError, match="of our own"):
+        cli.main(["info"])
+
+
+def test_a_broken_pipe_that_is_not_standard_output_is_an_error(monkeypatch, refused):
+    monkeypatch.setattr(cli, "COMMANDS", planted(BrokenPipeError(32, "Broken pipe")))
+    assert "Broken pipe" in refused("info")
 
 
 @pytest.mark.one_case
@@ -120,9 +145,12 @@ def test_info_mesh_needs_no_devices(bytes_model):
 
 
 @pytest.mark.slow
-def test_closed_pipe_prints_no_error():
+@pytest.mark.parametrize(
+    "words", [["-m", "zoo.cli", "families"], ["-m", "zoo.cli", "info", "--help"], ["recipes/transformer.py", "--help"]]
+)
+def test_closed_pipe_prints_no_error(words):
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-m", "zoo.cli", "families"], stdout=write, stderr=subprocess.PIPE)
+    done = subprocess.run([sys.executable, *words], stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")

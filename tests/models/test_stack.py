@@ -80,6 +80,14 @@ def loss_and_choices(model, batch, key):
 
 
 @pytest.mark.slow  # results and states of both loops are compared above and below
+def test_an_unknown_remat_is_refused_when_the_model_is_made():
+    """It was accepted, and raised at the first loss."""
+    with pytest.raises(ValueError, match="remat is one of none, .* not 'all'"):
+        zoo.models.Transformer(**SIZES, remat="all", key=KEY)
+    with pytest.raises(ValueError, match="remat is one of none, .* not 'all'"):
+        rematerialize(zoo.models.Transformer(**SIZES, key=KEY), "all")
+
+
 @pytest.mark.parametrize("remat", ["none", "elementwise"])
 def test_loops_equal_in_gradients_dropout_and_routing(remat):
     options = {"experts": 4, "top": 2, "dense_layers": 1, "dropout": 0.2, "remat": remat}

@@ -82,8 +82,10 @@ def test_spec_raises_on_unknown_dims_and_indivisible_sizes(dims, shape, message)
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ({"data": 3}, "data=3 asks for 3 devices, there are 8"),
+        ({"data": 3}, r"data=3 asks for 3 devices, there are 8. .* make_mesh\(devices=jax.devices\(\)\[:3\]\)"),
         ({"data": -1, "tensor": 3}, "tensor=3 asks for a multiple of 3 devices, there are 8"),
+        ({"fsdp": 16}, "there are 8. .* on a CPU, .*XLA_FLAGS=--xla_force_host_platform_device_count=16$"),
+        ({"fsdp": 2, "devices": jax.devices()[:1]}, "a multiple of 2 devices, there is 1. Let the sizes multiply to 1"),
         ({"data": -1, "fsdp": -1}, "only one axis can be -1, not data and fsdp"),
         ({"data": 0}, "size of at least 1"),
     ],

@@ -156,6 +156,28 @@ def test_corpus_defaults_to_the_standard_library(tmp_path):
     assert "import" in corpus.decode(corpus.train.tokens[:20_000])
 
 
+def test_corpus_takes_one_path(folder, tmp_path):
+    several = load_text((folder,), cache=tmp_path / "cache")
+    for source in (folder, str(folder)):
+        assert load_text(source, cache=tmp_path / "cache").digest == several.digest
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "message"),
+    [
+        ("mine.jsonl", FileNotFoundError, r"^mine.jsonl: there is no such file"),
+        (["long " * 2000], FileNotFoundError, r"^'long long .*'\.\.\.: there .* go in a mapping, {'name': text}"),
+        (["a\ntext"], FileNotFoundError, r"texts themselves go in a mapping"),
+        ([b"text"], TypeError, r"a path was expected to read text from, not bytes; texts themselves"),
+        ({"a": b"text"}, TypeError, r"^'a': a mapping of texts has names and texts, both str, not str and bytes"),
+        ({1: "text"}, TypeError, r"^1: .*, not int and str"),
+    ],
+)
+def test_corpus_says_what_it_reads(source, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        load_text(source, cache=tmp_path)
+
+
 def test_corpus_errors_name_the_path(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such file or folder"):
         load_text((tmp_path / "nowhere",), cache=tmp_path / "cache")
@@ -206,7 +228,7 @@ def test_run_is_not_resumed_on_another_text(folder, tmp_path):
     assert resume(resume=True) == (digest, 6)
 
 
-def test_run_saved_without_a_digest_is_resumed(folder, tmp_path, caplog):
+def test_run_saved_without_a_digest_is_resumed(folder, tmp_path, capsys):
     """As all were that were saved before checkpoints held it."""
     batches = load_text((folder,), cache=tmp_path / "cache").train.batches(8, 2)
     digest, batches.digest = batches.digest, None
@@ -217,4 +239,4 @@ def test_run_saved_without_a_digest_is_resumed(folder, tmp_path, caplog):
     batches.digest = digest
     with Run(RunOptions(tmp_path / "run", resume=True), config={}) as run:
         run.restore((jnp.zeros(2),), batches)
-    assert run.step == 1 and f"text_digest: absent in the checkpoint, {digest} now" in caplog.text
+    assert run.step == 1 and f"text_digest: absent in the checkpoint, {digest} now" in capsys.readouterr().out

@@ -33,6 +33,32 @@ def test_cli_prints_user_errors_on_one_line(capsys, main, says):
     assert says in error and error.count("\n") == 1 and "error:" in error
 
 
+@pytest.mark.parametrize("text", ["", "interrupted while exporting"])
+def test_cli_prints_one_line_for_ctrl_c(capsys, text):
+    def main():
+        raise KeyboardInterrupt(text)
+
+    with pytest.raises(SystemExit, match="130"):
+        train.run_cli(main, arguments=[])
+    assert capsys.readouterr().err.partition(": ")[2] == (text or "interrupted") + "\n"
+
+
+def test_cli_prints_one_line_for_devices_that_do_not_start(capsys, monkeypatch):
+    def start():
+        raise AssertionError
+
+    def main():
+        start()
+
+    monkeypatch.setattr("jax.devices", start)
+    with pytest.raises(SystemExit, match="2"):
+        train.run_cli(main, arguments=[])
+    assert "JAX finds no such device" in capsys.readouterr().err
+    monkeypatch.undo()
+    with pytest.raises(AssertionError):
+        train.run_cli(main, arguments=[])
+
+
 def test_cli_keeps_tracebacks_of_other_errors():
     with pytest.raises(json.JSONDecodeError):
         train.run_cli(breaks, arguments=[])

@@ -69,6 +69,22 @@ def test_resume_takes_the_flags_of_the_folder(tmp_path, capsys):
     assert "--stabilized --no-tied --fsdp=8" in line and "--tensor" not in line and "digest" not in line
 
 
+@pytest.mark.parametrize(
+    ("saved", "given", "before", "instead"),
+    [
+        ({"fsdp": 16}, (), "--fsdp=16, for a multiple of 16 devices, and there are 8", "--fsdp 1,"),
+        ({"fsdp": 4, "tensor": 4}, (), "--fsdp=4 --tensor=4, for a multiple of 16", "--fsdp 1 --tensor 1,"),
+        ({"fsdp": 4, "tensor": 3}, ("--fsdp", "2"), "--tensor=3, for a multiple of 6", "--tensor 1,"),
+    ],
+)
+def test_resume_on_other_devices_says_which_flags_to_give(tmp_path, capsys, saved, given, before, instead):
+    write(tmp_path, json.dumps(saved))
+    with pytest.raises(SystemExit, match="2"):
+        resume(tmp_path, *given)
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'config.json'} has {before}" in error and f": give {instead} or other sizes" in error
+
+
 def test_resume_prefers_given_flags(tmp_path, capsys):
     write(tmp_path, json.dumps(OTHER))
     given = resume(tmp_path, "--heads", "None", "--fsdp", "1", "--data", "c", "--stabilized", "--ranks", "2")

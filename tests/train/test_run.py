@@ -102,7 +102,7 @@ def test_run_stopped_and_resumed_is_bitwise_equal(tmp_path, unbroken, capsys):
     assert [line["step"] for line in train.read_metrics(tmp_path / "timing.jsonl")][-1] == STEPS
 
 
-def test_run_files_and_refusals(tmp_path, caplog):
+def test_run_files_and_refusals(tmp_path, capsys):
     toy(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == {"width": 8}
     env = json.loads((tmp_path / "env.json").read_text())
@@ -111,7 +111,7 @@ def test_run_files_and_refusals(tmp_path, caplog):
         toy(tmp_path)
     with pytest.raises(ValueError, match=r"\[0\]\[0\]: float32 \[16, 8\] in the checkpoint, float32 \[16, 9\] here"):
         toy(tmp_path, resume=True, width=9)
-    assert "the configuration differs: width: 8 in the checkpoint, 9 now" in caplog.text
+    assert "resumed with another configuration: width: 8 in the checkpoint, 9 now\n" in capsys.readouterr().out
     assert len(train.read_metrics(tmp_path / "metrics.jsonl")) == STEPS
     options = train.RunOptions(tmp_path, resume=True)
     with train.Run(options, config={}) as run, pytest.raises(RuntimeError, match=r"call run.restore"):
@@ -151,6 +151,42 @@ def run_sum(out: Path, *, resume: bool | int = False, steps: int = 8, metrics: d
             if run.due(2):
                 run.save(state, batches)
     return run, float(state["sum"][0])
+
+
+def run_schedule(out: Path, *, steps: int, resume: bool = False) -> None:
+    """Log a learning rate that falls linearly to 0 at the last step."""
+    batches, state = Counter(), {"sum": jnp.zeros(3)}
+    with train.Run(train.RunOptions(out, resume=resume), config={"steps": steps}) as run:
+        state = run.restore(state, batches)
+        for _ in run.steps(batches, steps):
+            run.log(learning_rate=1 - run.step / steps)
+        run.save(state, batches)
+
+
+def test_a_run_resumed_for_longer_tells_the_jump_of_its_schedule(tmp_path, capsys, caplog):
+    run_schedule(tmp_path, steps=4)
+    capsys.readouterr()
+    run_schedule(tmp_path, steps=8, resume=True)
+    out = capsys.readouterr().out
+    assert "resumed with another configuration: steps: 4 in the checkpoint, 8 now\n" in out
+    assert out.count("learning rate 0 before, 0.375 now: the schedule of 8 steps\n") == 1
+    assert not caplog.records, "a flag that was given is no cause for a warning"
+    run_schedule(tmp_path, steps=8, resume=True)
+    assert "before" not in capsys.readouterr().out
+
+
+def test_ctrl_c_in_the_export_says_where_the_model_is(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    run, _ = run_sum(tmp_path)
+    monkeypatch.setattr("zoo.train.run.export_result", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run.export(None, None, seq_len=8)
+    checkpoint = tmp_path / "checkpoints" / "8"
+    assert (
+        str(caught.value) == f"interrupted while exporting; the model is in {checkpoint}, and --resume does this again"
+    )
 
 
 def held(out: Path) -> list[str]:

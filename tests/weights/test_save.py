@@ -287,6 +287,7 @@ def test_save_names_a_part_that_no_family_has(tmp_path):
     with pytest.raises(zoo.weights.NoFamilyError, match="mixer is ForgetAttention, not Attention") as caught:
         zoo.save(eqx.tree_at(blocks, model, other), tmp_path / "t")
     assert caught.value.part == "ForgetAttention"
+    assert "\n  without a family, eqx.tree_serialise_leaves(path, model) writes" in str(caught.value)
     with pytest.raises(zoo.CheckpointError, match="there is no family 'lama'") as caught:
         zoo.save(model, tmp_path / "t", "lama")
     assert not isinstance(caught.value, zoo.weights.NoFamilyError)

@@ -5,7 +5,6 @@ list of them.
 """
 
 import io
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,7 +14,8 @@ from typing import Annotated, Any, Union
 import tyro
 
 import zoo
-from zoo._terminal import show, show_error
+from zoo._backend import describe_backend_error
+from zoo._terminal import discard_output, is_output_closed, show, show_error
 from zoo.tools.commands import draw, evaluate, parity, plan, report
 
 from .convert import convert
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. `arguments` defaults to those of the process.
 
     Bad input exits with status 2 and one line on standard error: any error that this library raises deliberately, and
-    any error of the file system. Other errors keep their traceback. Ctrl-C exits with status 130.
+    any error of the file system. Other errors keep their traceback. Ctrl-C prints one line and exits with status 130.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments == ["--version"]:
@@ -50,19 +50,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may generate characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="replace")
     try:
-        tyro.cli(build_subcommands(name), args=arguments, prog="zoo", description=DESCRIPTION, config=TYRO_OPTIONS)
-        sys.stdout.flush()
+        try:
+            tyro.cli(build_subcommands(name), args=arguments, prog="zoo", description=DESCRIPTION, config=TYRO_OPTIONS)
+        finally:  # after --help too, which exits
+            sys.stdout.flush()
     except KeyboardInterrupt:
-        show(file=sys.stderr)
+        show_error(f"zoo {name}".strip() + ": interrupted")
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of the pipe has closed it, as `head` does. Discard the buffer, or Python complains at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
-    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
-        if not (isinstance(error, OSError) or is_raised_by_zoo(error)):
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and is_output_closed():
+            discard_output()
+            sys.exit(1)
+        line = describe_backend_error(error) or (str(error) if is_user_error(error) else None)
+        if line is None:
             raise
-        show_error(f"zoo {name}".strip() + f": error: {error}")
+        show_error(f"zoo {name}".strip() + f": error: {line}")
         sys.exit(2)
 
 
@@ -84,7 +86,10 @@ def unwrap_paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-def is_raised_by_zoo(error: Exception) -> bool:
-    """Return True if the error comes from a `raise` statement in this library."""
+def is_user_error(error: Exception) -> bool:
+    """Return True for an error of the file system, and for one from a `raise` statement in this library."""
+    if isinstance(error, OSError):
+        return True
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).is_relative_to(Path(__file__).parents[1]) and (last.line or "").startswith("raise")
+    is_ours = Path(last.filename).is_relative_to(Path(__file__).parents[1]) and (last.line or "").startswith("raise")
+    return is_ours and isinstance(error, ValueError | TypeError | ImportError | NotImplementedError)

@@ -17,6 +17,7 @@ from zoo.layers import RoutingSums, TokenInfo
 from zoo.layers.kv_cache import check_room
 from zoo.parallel import Dim, Remat, current_mesh, gather, implementation_option, rematerialize, replace_option, scan
 from zoo.parallel.pipeline import run_stages
+from zoo.parallel.remat import check_remat
 
 from .decoder import (
     AbstractBlock,
@@ -53,7 +54,9 @@ class Stack(AbstractStack):
         self, factories: Sequence[BlockFactory], *, remat: Remat = "none", loop: Loop = "auto", key: Key[Array, ""]
     ):
         """Build one layer per factory. Every layer has its own PRNG key, so that parameters do not depend on the split
-        into segments. **Raises** `ValueError` for an unknown `loop`."""
+        into segments. **Raises** `ValueError` for an unknown `remat` or `loop`."""
+        self.remat = check_remat(remat)
+        self.loop = check_loop(loop)
         keys, segments, start = jax.random.split(wrap_key(key), len(factories)), [], 0
         patterns = find_patterns(factories)
         longest = max(range(len(patterns)), key=lambda i: math.prod(patterns[i]), default=0)
@@ -63,8 +66,6 @@ class Stack(AbstractStack):
             segments.append(Segment(tuple(blocks), repeats, (Dim("layers" if number == longest else "ends"),)))
             start += period * repeats
         self.segments = tuple(segments)
-        self.remat = remat
-        self.loop = check_loop(loop)
 
     def iter_blocks(self) -> Iterator[AbstractBlock]:
         """Yield the block of each layer, indexed out of its segment. **Raises** `NotImplementedError` where the layers

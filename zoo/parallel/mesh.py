@@ -213,13 +213,29 @@ def make_mesh(
         sizes[inferred[0]] = len(devices) // fixed
     elif fixed != len(devices):
         raise ValueError(
-            f"{asked} asks for {'a multiple of ' if inferred else ''}{fixed} devices, there are {len(devices)}. "
-            f"Let the sizes multiply to {len(devices)}, or pass devices=jax.devices()[:{fixed}]."
+            f"{asked} asks for {'a multiple of ' if inferred else ''}{fixed} device{'s' * (fixed > 1)}, "
+            f"{format_device_count(len(devices))}. {_suggest_devices(fixed, len(devices))}"
         )
     disable_cache_for_cpu_mesh(devices)
     auto = (AxisType.Auto,) * len(AXES)
     arranged = _arrange_devices(list(sizes.values()), devices)
     return Mesh(jax.sharding.Mesh(arranged, AXES, axis_types=auto), layout or Layout())
+
+
+def format_device_count(count: int) -> str:
+    """Return "there is 1", "there are 8"."""
+    return f"there {'is' if count == 1 else 'are'} {count}"
+
+
+def _suggest_devices(asked: int, available: int) -> str:
+    """Say what gives a mesh the devices that it asks for, or asks for those that are there."""
+    multiply = f"Let the sizes multiply to {available}"
+    if asked < available:
+        return f"{multiply}, or call make_mesh(devices=jax.devices()[:{asked}])."
+    return (
+        f"{multiply}. To try a mesh of {asked} on a CPU, start Python with JAX_PLATFORMS=cpu "
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={asked}"
+    )
 
 
 def _arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:

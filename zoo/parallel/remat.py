@@ -92,6 +92,13 @@ def rematerialize(function: Callable, remat: Remat, *, prevent_cse: bool = False
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
+def check_remat(remat: Remat) -> Remat:
+    """Return `remat`. **Raises** `ValueError` for another policy than there are."""
+    if not isinstance(remat, SaveNames) and remat not in _POLICIES:
+        raise ValueError(f"remat is one of {', '.join(get_args(RematPolicy))}, or SaveNames(...), not {remat!r}")
+    return remat
+
+
 def _choose_names(remat: SaveNames) -> Callable[..., Any]:
     """Return the policy of `SaveNames`, checked against the platform that is traced for."""
     if not remat.offload:
@@ -116,7 +123,6 @@ def rematerializes(remat: Remat) -> bool:
 
     **Raises** `ValueError` for another policy.
     """
-    if not isinstance(remat, SaveNames) and remat not in _POLICIES:
-        raise ValueError(f"remat is one of {', '.join(get_args(RematPolicy))}, or SaveNames(...), not {remat!r}")
+    check_remat(remat)
     mesh = current_mesh()
     return remat != "none" or (mesh is not None and bool(mesh.axes_at_rest))

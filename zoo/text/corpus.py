@@ -1,7 +1,7 @@
 """Text corpora: read from files, split by hash, tokenized once, then memory-mapped.
 
     corpus = load_text()                                    # Python's own standard library, as bytes
-    corpus = load_text((Path("books"),), vocab=4096)        # files and folders, with a BPE trained on them
+    corpus = load_text("books", vocab=4096)                 # files and folders, with a BPE trained on them
     corpus = load_text({"a": "...", "b": "..."})            # texts by name
     corpus = load_text(tokenizer=read_tokenizer(folder))    # with the tokenizer of a checkpoint
     print(corpus)                                           # sizes, and how many files were skipped
@@ -36,6 +36,7 @@ _PASSAGE_BYTES = 32 * 2**10
 _MIN_FILES = 20
 _BPE_TRAINING_BYTES = 32 * 2**20
 _MAX_XZ_BYTES = 16 * 2**20
+_HOW_TO_GIVE_TEXTS = "texts themselves go in a mapping, {'name': text}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Corpus:
 
 
 def load_text(
-    source: Sequence[Path] | Mapping[str, str] = (),
+    source: str | Path | Sequence[str | Path] | Mapping[str, str] = (),
     *,
     vocab: int = 256,
     tokenizer: Tokenizer | None = None,
@@ -92,7 +93,8 @@ def load_text(
 ) -> Corpus:
     """Load, split and tokenize text.
 
-    - `source`: files and folders, or a mapping from names to texts. Empty: this Python's standard library.
+    - `source`: a file or folder, several of them, or a mapping from names to texts. Empty: this Python's standard
+      library.
     - `vocab`: 256 for bytes, more to train a BPE. Ignored with a `tokenizer`.
     - `cache`: a folder for the tokens, in a subfolder named by a hash of everything they depend on. By default
       `equizoo/text` in the user's cache folder. Cached tokens are verified, and damaged ones made again.
@@ -102,6 +104,8 @@ def load_text(
     """
     if vocab < 256:
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
+    if isinstance(source, str | Path):
+        source = (source,)
     documents, texts, binary = _read_sources(source) if source else _read_standard_library()
     train, validation = _split_by_hash(documents)
     digest = hashlib.blake2b(
@@ -157,19 +161,38 @@ def _read_standard_library() -> tuple[list[_Document], int, int]:
     return _read_documents([(name, path) for name, path in found if not name.startswith(out)], str(root))
 
 
-def _read_sources(source: Sequence[Path] | Mapping[str, str]) -> tuple[list[_Document], int, int]:
+def _read_sources(source: Sequence[str | Path] | Mapping[str, str]) -> tuple[list[_Document], int, int]:
     if isinstance(source, Mapping):
+        for name, written in source.items():
+            if not isinstance(name, str) or not isinstance(written, str):
+                raise TypeError(
+                    f"{name!r}: a mapping of texts has names and texts, both str, not {type(name).__name__} and "
+                    f"{type(written).__name__}"
+                )
         documents = [(name, encode_utf8(written, f"text {name!r}")) for name, written in source.items()]
         return _read_documents(documents, "the texts given")
     found = []
-    for path in map(Path, source):
+    for path in source:
+        _require_path(path)
+        path = Path(path)
         if path.is_dir():
             found += [(file.relative_to(path).as_posix(), file) for file in _walk_files(path)]
-        elif path.exists():
-            found.append((path.name, path))
         else:
-            raise FileNotFoundError(f"{path}: there is no such file or folder to read text from")
+            found.append((path.name, path))
     return _read_documents(found, ", ".join(map(str, source)))
+
+
+def _require_path(source: Any) -> None:
+    """**Raises** `TypeError` for what is not a path, `FileNotFoundError` for a path of nothing, which may be a text."""
+    if not isinstance(source, str | Path):
+        raise TypeError(f"a path was expected to read text from, not {type(source).__name__}; {_HOW_TO_GIVE_TEXTS}")
+    try:
+        is_there = Path(source).exists()
+    except OSError:  # longer than a name can be
+        is_there = False
+    if not is_there:
+        shown = str(source) if len(str(source)) <= 200 else f"{str(source)[:60]!r}..."
+        raise FileNotFoundError(f"{shown}: there is no such file or folder to read text from; {_HOW_TO_GIVE_TEXTS}")
 
 
 def _walk_files(root: Path, excluded: Iterable[str] = ()) -> Iterable[Path]:

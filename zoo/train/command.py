@@ -8,18 +8,20 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+from zoo._backend import describe_backend_error
 from zoo._compile_cache import enable_compile_cache
 from zoo._processes import count_processes, end_process, initialize, is_first_process, name_process
-from zoo._terminal import show, show_error
+from zoo._terminal import discard_output, is_output_closed, show, show_error
 
 from .directory import check_directory
 from .environment import require_deterministic_kernels
 from .interrupt import Interrupt
 from .options import MeshOptions, RunOptions, flatten_config
-from .resume import parse_resumed
+from .resume import check_resumed_mesh, find_config, parse_resumed
 
+_Group = TypeVar("_Group")
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError)
 
 
@@ -35,8 +37,9 @@ def run_cli(
     takes the flags of its `config.json`, unless they are given. Connects the processes of a cluster, if there is one
     (`zoo.parallel.initialize`). Compiled programs are kept for the next start, except with `--no-compile-cache`. Bad
     input ends the program with one line on standard error and status 2: every error that this library, or the recipe
-    itself, raises on purpose. Other errors keep their traceback. One of several processes that fails ends without
-    waiting for the others. A run that SIGTERM stopped ends with status 143, so that a scheduler starts it again.
+    itself, raises on purpose. Other errors keep their traceback. Ctrl-C outside of a run's loop ends it with one line
+    and status 130. One of several processes that fails ends without waiting for the others. A run that SIGTERM stopped
+    ends with status 143, so that a scheduler starts it again.
     """
     presets = presets or {}
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -47,12 +50,14 @@ def run_cli(
     signature = _replace_defaults(main, presets[preset] if preset else {})
     parse = functools.partial(_parse_flags, main, signature, program, about.strip())
     try:
-        flags = parse(words)
-        options = next((value for value in flags.values() if isinstance(value, RunOptions)), None)
+        try:
+            flags = parse(words)
+        finally:  # after --help, which exits
+            sys.stdout.flush()
+        options, mesh = _find_group(flags, RunOptions), _find_group(flags, MeshOptions)
         _require_positive(flags)
         initialize()
-        has_mesh = any(isinstance(value, MeshOptions) for value in flags.values())
-        if options is not None and not has_mesh and count_processes() > 1:
+        if options is not None and mesh is None and count_processes() > 1:
             raise ValueError(
                 f"{program} has no mesh, so that {count_processes()} processes would do the same: start one"
             )
@@ -67,6 +72,9 @@ def run_cli(
             require_deterministic_kernels()
         if options is None or not options.no_compile_cache:
             enable_compile_cache(exact_names=options is not None and options.profile)
+        resumed_mesh = _find_group(flags, MeshOptions)
+        if options is not None and mesh is not None and resumed_mesh is not None and resumed_mesh != mesh:
+            check_resumed_mesh(mesh, resumed_mesh, find_config(options.out))
         if options is not None and is_first:
             show(f"loading data and model; the run's folder is {options.out}")
         Interrupt.ended_by_sigterm = False
@@ -75,17 +83,36 @@ def run_cli(
             sys.exit(128 + signal.SIGTERM)
         return result
     except (Exception, KeyboardInterrupt) as error:
-        is_alone = count_processes() == 1
-        if _is_user_error(error, main):
-            show_error(f"{program}: error{'' if is_alone else f' in {name_process()}'}: {error}")
-            if is_alone:
-                sys.exit(2)
-            end_process(2)
-        if is_alone:
-            raise
-        traceback.print_exc()
+        _end_after(error, main, program)
+
+
+def _end_after(error: BaseException, main: Callable[..., Any], program: str) -> NoReturn:
+    """Print what ended the program, and end it. Re-raises an error of one process that was not raised on purpose."""
+    is_alone = count_processes() == 1
+    text = describe_backend_error(error) or (str(error) if _is_user_error(error, main) else None)
+    if isinstance(error, BrokenPipeError) and is_output_closed():
+        status = 1
+        discard_output()
+    elif isinstance(error, KeyboardInterrupt):
+        status = 128 + signal.SIGINT
+        show_error(f"{program}: {str(error) or 'interrupted'}")
+    elif text is not None:
+        status = 2
+        show_error(f"{program}: error{'' if is_alone else f' in {name_process()}'}: {text}")
+    elif is_alone:
+        raise error
+    else:
+        status = 1
+        traceback.print_exception(error)
         show_error(f"{name_process()} ends with this error. If another process failed first, its log has the cause")
-        end_process(1)
+    if is_alone:
+        sys.exit(status)
+    end_process(status)
+
+
+def _find_group(flags: Mapping[str, Any], kind: type[_Group]) -> _Group | None:
+    """Return the first option group of a class among the flags."""
+    return next((value for value in flags.values() if isinstance(value, kind)), None)
 
 
 def check_names(kind: str, names: Collection[str], known: Collection[str]) -> None:

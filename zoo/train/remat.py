@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from zoo.models import AbstractStack, Stack, swap_stack
 from zoo.parallel import Mesh, Remat, map_leaves, replace_option, spmd
 from zoo.parallel.module import is_trainable
+from zoo.parallel.remat import check_remat
 
 _log = logging.getLogger("zoo")
 _Model = TypeVar("_Model")
@@ -22,13 +23,13 @@ _POLICIES: tuple[Remat, ...] = ("none", "elementwise", "dots", "full")
 def rematerialize(model: _Model, remat: Remat) -> _Model:
     """Return `model` with another rematerialization policy: what its backward pass recomputes to save memory.
 
-    **Raises** `ValueError` if the model's layers are not in a `Stack`.
+    **Raises** `ValueError` for an unknown policy, and if the model's layers are not in a `Stack`.
     """
 
     def set_remat(stack: AbstractStack) -> AbstractStack:
         if not isinstance(stack, Stack):
             raise ValueError(f"{type(stack).__name__} does not rematerialize: swap in a Stack before")
-        return replace_option(stack, "remat", remat)
+        return replace_option(stack, "remat", check_remat(remat))
 
     return swap_stack(model, set_remat)
 

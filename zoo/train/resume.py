@@ -3,14 +3,19 @@
 import contextlib
 import io
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from zoo._files import read_json, to_jsonable
 from zoo._terminal import show
+from zoo.parallel.mesh import AXES, format_device_count
 
-from .options import flatten_config
+from .metrics import read_metrics
+from .options import MeshOptions, flatten_config
 
 _NOT_TAKEN = ("out", "checkpoint_url", "resume", "profile")  # a folder may have moved; the others are of no run
 
@@ -41,6 +46,32 @@ def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mappi
     if taken := [flag for name, flag in saved.items() if resumed[name] != given[name]]:
         show(f"from {path}: {' '.join(itertools.chain(*taken))}")
     return flags
+
+
+def check_resumed_mesh(given: MeshOptions, resumed: MeshOptions, config: Path | None) -> None:
+    """Check that the mesh of the earlier start has the devices that are there.
+
+    - `given`: with the flags of the command line; `resumed`: with the flags of the folder's `config` too.
+
+    **Raises** `ValueError` with the flags that make it one of these devices.
+    """
+    count = jax.device_count()
+    sizes = {axis: getattr(resumed, axis) for axis in AXES if axis != "data"}
+    taken = {axis: size for axis, size in sizes.items() if size > 1 and getattr(given, axis) != size}
+    if not taken or count % math.prod(sizes.values()) == 0:
+        return
+    before = " ".join(f"{_flag_name(axis)}={size}" for axis, size in taken.items())
+    instead = " ".join(f"{_flag_name(axis)} 1" for axis in taken)
+    raise ValueError(
+        f"{config} has {before}, for a multiple of {math.prod(sizes.values())} devices, and "
+        f"{format_device_count(count)}: give {instead}, or other sizes that multiply to {count}"
+    )
+
+
+def read_learning_rate(path: Path) -> float | None:
+    """Return the learning rate that the metrics at `path` end with, if they have one."""
+    rates = [record["learning_rate"] for record in read_metrics(path) if "learning_rate" in record]
+    return float(rates[-1]) if rates else None
 
 
 def find_config(out: Path) -> Path | None:

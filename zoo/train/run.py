@@ -41,6 +41,7 @@ from .processes import run_on_first
 from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
 from .results import write_results
+from .resume import read_learning_rate
 from .samples import continue_prompts
 from .spikes import SpikeDetector
 from .trackers import Tracker
@@ -98,6 +99,7 @@ class Run:
         self._timing = RecordFile(self.directory / "timing.jsonl")
         self._best_metric = best_metric
         self._best_value: tuple[int, Any] | None = None
+        self._rate_before: float | None = None
         self._every = fetch_every
         self._max_skipped = max_skipped
         self._profile = Profile(self.directory / "profile", self.print_line) if options.profile else None
@@ -158,7 +160,7 @@ class Run:
                 "choose another folder (--out)"
             )
         for line in differences:
-            _log.warning("%s: the configuration differs: %s", self.directory, line)
+            self.print_line(f"resumed with another configuration: {line}")
         self.step, state, data, _ = self.checkpoints.restore(like, self._named)
         if batches is not None:
             if data is None:
@@ -169,6 +171,7 @@ class Run:
         if jax.process_index() == 0:
             self._truncate_metrics(self.step)
             write_json(self.directory / "config.json", self.config)
+            self._rate_before = read_learning_rate(self.directory / "metrics.jsonl") if differences else None
         return state
 
     def rewind(self, like: PyTree) -> PyTree:
@@ -291,7 +294,8 @@ class Run:
             (self.directory / "results.json").unlink(missing_ok=True)
         try:
             if prompts and key is not None:
-                samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
+                with self._name_interruption("sampling"):
+                    samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
         finally:  # also of a model that trains, and cannot decode yet
             if jax.process_index() == 0:
                 write_results(self.directory, model, mesh, steps=self.step, before=before, samples=samples)
@@ -305,9 +309,24 @@ class Run:
         """
         if self.stopped:
             return
+        with self._name_interruption("exporting"):
+            weights = self._find_newest_checkpoint()
+            export_result(model, corpus, self.directory / "export", seq_len=seq_len, weights=weights)
+
+    def _find_newest_checkpoint(self) -> str | None:
+        """Return the path or URL of the newest whole checkpoint."""
         newest = max(self.checkpoints.restorable_steps(), default=None)
-        weights = None if newest is None else f"{self._checkpoint_folder}/{newest}"
-        export_result(model, corpus, self.directory / "export", seq_len=seq_len, weights=weights)
+        return None if newest is None else f"{self._checkpoint_folder}/{newest}"
+
+    @contextlib.contextmanager
+    def _name_interruption(self, doing: str) -> Iterator[None]:
+        """Let Ctrl-C say what it stopped, and where the model is."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            checkpoint = self._find_newest_checkpoint()
+            saved = f"; the model is in {checkpoint}, and --resume does this again" if checkpoint else ""
+            raise KeyboardInterrupt(f"interrupted while {doing}{saved}") from None
 
     def report(self, *_: Any, **__: Any) -> None:
         """Moved to `zoo.tools.report_run`. **Raises** `NotImplementedError`."""
@@ -320,6 +339,12 @@ class Run:
             if self._spikes is not None and self.spike is None:
                 self.spike = self._spikes.find(lines)
             values = {name: value for line in lines for name, value in line.items() if name != "step"}
+            if self._rate_before is not None and "learning_rate" in values:
+                first = next(line["learning_rate"] for line in lines if "learning_rate" in line)
+                self.print_line(
+                    f"learning rate {self._rate_before:.3g} before, {first:.3g} now: the schedule of {self.total} steps"
+                )
+                self._rate_before = None
             self._progress.update(newest["step"], values, pace)
             if jax.process_index() == 0:
                 self._timing.append([dict(step=newest["step"]) | pace])

@@ -40,7 +40,11 @@ class NoFamilyError(CheckpointError):
     """A model that no family computes. Its weights are sound: only a directory for other tools cannot be written."""
 
     def __init__(self, part: str, reasons: Sequence[str]):
-        super().__init__("no checkpoint could be read as this model:\n  " + "\n  ".join(reasons))
+        advice = (
+            "without a family, eqx.tree_serialise_leaves(path, model) writes the model for this library, and "
+            "train.Checkpoints a training state (docs/checkpoints.md)"
+        )
+        super().__init__("\n  ".join(["no checkpoint could be read as this model:", *reasons, advice]))
         self.part = part
         """Class of a part that comes from outside this library; else "this model", with a reason."""
 
