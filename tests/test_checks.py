@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo._checks import parse_dtype
 
 KEY = jax.random.key(0)
 MODELS = {
@@ -107,3 +108,27 @@ def test_batches_are_checked_when_a_step_is_traced():
         zoo.value_and_grad(zoo.cross_entropy, mesh)(MODELS["transformer"], batch)
     with pytest.raises(ValueError, match="the batch has a key 'label' that nothing reads"):
         zoo.models.batch_token_info(batch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "suggestion"),
+    [
+        ("bfloat", "; did you mean 'bfloat16'"),
+        ("bf16", "; did you mean 'bfloat16'"),
+        ("fp32", "; did you mean 'float32'"),
+        ("torch.float16", "; did you mean 'float16'"),
+        (None, ", as one of float32, bfloat16, float16"),
+        (3, ", as one of float32, bfloat16, float16"),
+    ],
+)
+def test_an_unknown_dtype_is_named_with_the_nearest(dtype, suggestion):
+    with pytest.raises(TypeError, match=f"^dtype={dtype!r}: a dtype was expected{suggestion}"):
+        zoo.cast(MODELS["mamba"], dtype)
+
+
+def test_parameters_are_cast_to_floating_point_only():
+    """Integers cut off what follows the point, without a word."""
+    with pytest.raises(ValueError, match="^dtype=int8: parameters are floating point"):
+        zoo.cast(MODELS["mamba"], "int8")
+    for dtype in ("bfloat16", jnp.bfloat16, np.dtype("float32"), float):
+        assert parse_dtype(dtype) == jnp.dtype(dtype)

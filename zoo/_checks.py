@@ -16,6 +16,9 @@ from jaxtyping import Array, Key
 
 BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
 """Names of the arrays of a token batch, all of dims "batch seq"."""
+_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_WORDS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "full": "float32"}
+"""What others call a dtype."""
 
 
 def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens") -> None:
@@ -167,6 +170,25 @@ def check_chunk(chunk: int, shape: tuple[int, ...]) -> None:
         raise ValueError(f"chunk is a number of tokens, at least 1, not {chunk}")
     if 0 in shape:
         raise ValueError(f"tokens: at least 1 row and 1 token were expected, not shape {shape}")
+
+
+def parse_dtype(dtype: Any, *, name: str = "dtype") -> np.dtype:
+    """Return the dtype of parameters that `dtype` names.
+
+    **Raises** `TypeError` for what is not a dtype, and `ValueError` for one that is not floating point.
+    """
+    try:
+        parsed = None if dtype is None else jax.numpy.dtype(dtype)
+    except (TypeError, ValueError):
+        parsed = None
+    if parsed is None:
+        word = str(dtype).removeprefix("torch.").lower()
+        nearest = _DTYPE_WORDS.get(word) or next(iter(difflib.get_close_matches(word, _DTYPES, n=1, cutoff=0.5)), None)
+        suggestion = f"; did you mean {nearest!r}?" if nearest else f", as one of {', '.join(_DTYPES)}"
+        raise TypeError(f"{name}={dtype!r}: a dtype was expected{suggestion}")
+    if not jax.numpy.issubdtype(parsed, np.floating):
+        raise ValueError(f"{name}={parsed}: parameters are floating point, say {', '.join(_DTYPES)}")
+    return parsed
 
 
 def check_batch_keys(batch: Any) -> None:

@@ -95,6 +95,14 @@ def test_mesh_of_bad_sizes_raises(sizes, message):
         zoo.make_mesh(**sizes)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"), [("tp", "tensor= is"), ("dp", "data= is"), ("sp", "context= is"), ("axes", "axes are pipe, data")]
+)
+def test_mesh_explains_an_axis_of_another_name(name, advice):
+    with pytest.raises(TypeError, match=f"make_mesh has no argument '{name}': (the )?{advice}"):
+        zoo.make_mesh(**{name: 2})
+
+
 def test_mesh_has_all_axes_and_takes_devices():
     mesh = zoo.make_mesh(tensor=2, devices=jax.devices()[:4])
     assert mesh.shape == {"pipe": 1, "data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}

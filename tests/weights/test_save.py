@@ -276,6 +276,14 @@ def test_save_mixture_chooses_a_fitting_family(name, tmp_path):
         zoo.save(from_scratch(), tmp_path / "dense", expected)
 
 
+def test_save_refuses_the_name_of_a_file(tmp_path):
+    (tmp_path / "notes").touch()
+    for name, advice in (("x/model.safetensors", f"pass {tmp_path / 'x'}$"), ("notes", "choose another name$")):
+        with pytest.raises(zoo.CheckpointError, match=f"{name}: a file, where a directory was expected, .*: {advice}"):
+            zoo.save(from_scratch(), tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
 def test_save_names_a_part_that_no_family_has(tmp_path):
     class ForgetAttention(zoo.layers.Attention):
         pass

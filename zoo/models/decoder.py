@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import itertools
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import equinox as eqx
 import jax
@@ -47,6 +47,7 @@ from zoo.parallel.tokens import merge_copies, replicate_tokens, run_on_all_token
 from zoo.shapes import PaddingMask, Positions, ResidualStream, SegmentIds, Tokens
 
 from .hf.spec import Origin
+from .torch_habits import explain_torch_habit, hash_for_jit
 
 LayerStates = tuple[Any, ...]
 """KV caches and recurrent states, one per layer, of any shape."""
@@ -224,6 +225,12 @@ class Decoder(Module):
     Mamba and RWKV. If False, they begin with the embedding."""
     origin: Origin | None = implementation_option(default=None)
     """The checkpoint that the model was loaded from, which `zoo.save` needs."""
+
+    if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+        __getattr__ = explain_torch_habit
+
+    def __hash__(self) -> int:
+        return hash_for_jit(self)
 
     def __call__(
         self,

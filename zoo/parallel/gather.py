@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from zoo._checks import parse_dtype
+
 from .collectives import current_mesh, vary, varying
 from .mesh import Mesh
 from .module import Leaf, is_parameter, leaves, map_leaves
@@ -45,16 +47,19 @@ def cast(model: PyTree, dtype: Any) -> PyTree:
 
     Call it inside the loss, so that the optimizer keeps its master parameters. Shards are cast before the all-gather,
     which then moves fewer bytes; gradients are summed over devices in float32 and returned in the parameters' dtype.
+
+    **Raises** `TypeError` for a word that names no dtype, and `ValueError` for a dtype that is not floating point.
     """
+    dtype = parse_dtype(dtype)
     mesh = current_mesh()
 
     def cast_leaf(leaf, x):
         if leaf.full_precision or not is_parameter(leaf, x.array if _is_wrapped(x) else x):
             return x
         if _is_wrapped(x):
-            return _Parameter(x.array, jnp.dtype(dtype), x.gradient_shard)
+            return _Parameter(x.array, dtype, x.gradient_shard)
         is_sharded = mesh is not None and leaf.dims is not None and mesh.find_gather_dims(leaf.dims)
-        return _Parameter(x, jnp.dtype(dtype)) if is_sharded else x.astype(dtype)
+        return _Parameter(x, dtype) if is_sharded else x.astype(dtype)
 
     return _map_parameters(cast_leaf, model)
 

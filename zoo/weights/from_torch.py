@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from zoo._checks import parse_dtype
 from zoo.models.hf.families import get_family
 from zoo.models.hf.kinds import is_mxfp4
 from zoo.models.hf.spec import Family
@@ -41,6 +42,7 @@ def from_torch(
 
     **Raises** `CheckpointError` as `load` does.
     """
+    dtype = None if dtype is None else parse_dtype(dtype)
     state_dict = weights.state_dict() if hasattr(weights, "state_dict") else weights
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"a module or a state dict was expected, not {type(weights).__name__}")

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zoo._checks import parse_dtype
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import iterate_indices
 from zoo.ops.quantized.mxfp4 import NAN_SCALE
@@ -63,8 +64,9 @@ def load(
     **Raises** `CheckpointError`, before anything is allocated, for a missing directory; weights that are pickled,
     damaged, or not packed despite `packed`; an unknown family or quantization; a config key that would change the
     result and is not supported; missing or unexpected tensors, or a wrong shape or dtype; and, while reading, for
-    numbers that are not finite.
+    numbers that are not finite. `TypeError` for an unknown `dtype`, `ValueError` for one that is not floating point.
     """
+    dtype = None if dtype is None else parse_dtype(dtype)
     return read_parameters(open_checkpoint(directory, family, ignore, packed), mesh, dtype)
 
 
@@ -142,8 +144,6 @@ def _resolve_dtype(
         )
     result = np.dtype(next(iter(stored)) if dtype is None else dtype)
     result = result if is_trainable else max([result, *stored], key=lambda kind: np.dtype(kind).itemsize)
-    if not _is_floating(result):
-        raise CheckpointError(f"dtype={result}: parameters are floating point, say float32, bfloat16 or float16")
     return np.dtype(jax.dtypes.canonicalize_dtype(result))
 
 

@@ -79,8 +79,10 @@ def save(
     came with; with `family`, it is written alone, as that family.
 
     **Raises** `NoFamilyError` if no family computes what the model does, with the first differences; `CheckpointError`
-    if the parts of a fused tensor have several dtypes, and for a `source` of another model.
+    if the parts of a fused tensor have several dtypes, for a `source` of another model, and for
+    the name of a file.
     """
+    _require_directory(Path(directory))
     _refuse_adapters(model)
     model = _take_master_weights(model)
     origin, name_map = resolve_origin(model, family, dict(config or {}))
@@ -94,6 +96,16 @@ def save(
     if source is None and lacking and jax.process_index() == 0:
         _logger.warning(
             "%s lacks what was left aside on loading: %s; zoo.save(..., source=) writes it too", directory, lacking
+        )
+
+
+def _require_directory(directory: Path) -> None:
+    """**Raises** `CheckpointError` for the name of a weight file, and for a file that is there."""
+    names_weights = directory.suffix == ".safetensors"
+    if names_weights or directory.is_file():
+        raise CheckpointError(
+            f"{directory}: a file, where a directory was expected, which gets {CONFIG_NAME} and {SAFE_WEIGHTS_NAME}: "
+            f"{f'pass {directory.parent}' if names_weights else 'choose another name'}"
         )
 
 

@@ -1,6 +1,7 @@
 """From images to logits or features: vision Transformers, on the blocks and the stack of decoders."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jaxtyping import Array, Bool, Float, Key
@@ -15,6 +16,7 @@ from ..build import LayerFactories, build_stack
 from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Block, Hidden
 from ..hf.spec import Origin
 from ..loop import Loop
+from ..torch_habits import explain_torch_habit, hash_for_jit
 from .heads import AbstractEncoderHead, EncoderFeatures
 
 Images = Float[Array, "batch channels height width"]
@@ -37,6 +39,12 @@ class ImageEncoder(Module):
 
     origin: Origin | None = implementation_option(default=None)
     """The checkpoint that the model was loaded from, which `zoo.save` needs."""
+
+    if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+        __getattr__ = explain_torch_habit
+
+    def __hash__(self) -> int:
+        return hash_for_jit(self)
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from ..build import LayerFactories, build_stack
 from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
 from ..hf.spec import Origin
 from ..loop import Loop
+from ..torch_habits import explain_torch_habit, hash_for_jit
 from .heads import (
     AbstractEncoderHead,
     EncoderFeatures,
@@ -66,6 +67,12 @@ class Encoder(Module):
 
     hidden_states_skip_embedding: ClassVar[bool] = False
     logit_maximum: ClassVar[None] = None
+
+    if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+        __getattr__ = explain_torch_habit
+
+    def __hash__(self) -> int:
+        return hash_for_jit(self)
 
     def __call__(
         self,
