@@ -32,10 +32,11 @@ def test_figures_of_the_front_are_those_of_their_sources(name):
     assert "within 1e-4 of the largest logit, and usually within 1e-6" in " ".join(read("docs/checkpoints.md").split())
     assert "give the losses of one within 1e-4" in front
     assert 'jnp.array(losses["one device"]), atol=1e-4)' in read("docs/tutorials/devices.md")
+    assert "**Status:** run and tested on CPUs, with up to eight emulated devices." in front
     measured = ("zoo, float32, remat=elementwise", "torch, float32, eager", "torch, float32, compiled")
     medians = [re.search(rf"^\| {row} \| ([\d.]+) s", read("docs/performance.md"), re.MULTILINE)[1] for row in measured]
     ours, eager, compiled = (f"{float(x):.2f} s" for x in medians)
-    assert f"a step takes {ours}; PyTorch's takes {eager} eager and {compiled} compiled" in front
+    assert f"on two cores, takes {ours}; PyTorch's takes {eager} eager and {compiled} compiled" in front
 
 
 def test_home_page_groups_every_family():

@@ -44,7 +44,7 @@ class Collective:
     bytes: int
     """Bytes per device: the larger of input and output."""
     asynchronous: int = 0
-    """Number of executions that run beside other instructions, which hide their time."""
+    """Number of executions that are split into a start and a done, between which other instructions may run."""
 
 
 def sum_collectives(
