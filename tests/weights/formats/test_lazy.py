@@ -107,6 +107,11 @@ DAMAGE = {
         replace(f"{QUERY}.scales", np.int32),
         f"{QUERY}.scales is int32, and float16 or bfloat16 or float32 was expected",
     ),
+    "another dtype word": (
+        "gptq",
+        replace(f"{QUERY}.scales", lambda x: x.view(np.uint16).view(jnp.bfloat16)),
+        f"{QUERY}.scales is bfloat16, where 13 of 14 are float16",
+    ),
     "no zero points": ("awq", drop(f"{QUERY}.qzeros"), f"{QUERY}.qweight lacks its {QUERY}.qzeros"),
     "no shape": ("int4", drop(f"{QUERY}.weight_shape"), f"lacks its {QUERY}.weight_shape"),
     "a huge shape": (
@@ -141,8 +146,9 @@ def test_damage_is_named_before_anything_is_allocated(label, make, tmp_path, all
     name, change, message = DAMAGE[label]
     write_quantized(tmp_path, make, name, change=change)
     allocations.clear()
-    with pytest.raises(zoo.CheckpointError, match=message):
-        zoo.load(tmp_path)
+    for packed in (False, True):
+        with pytest.raises(zoo.CheckpointError, match=message):
+            zoo.load(tmp_path, packed=packed)
     assert not allocations
 
 

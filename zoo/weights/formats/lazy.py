@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +22,8 @@ def find_quantized(
 ) -> dict[str, dict[str, LazyTensor]]:
     """Return the parts of each quantized matrix, by the name of its module.
 
-    **Raises** `CheckpointError` for parts that are missing, or of a wrong dtype or shape, and for modules that the
-    config declares not to be quantized.
+    **Raises** `CheckpointError` for parts that are missing, or of a wrong dtype or shape, for scales of several dtypes,
+    and for modules that the config declares not to be quantized.
     """
     kinds = {**quantized.suffixes, **quantized.optional_suffixes}
     found: dict[str, dict[str, LazyTensor]] = {}
@@ -42,9 +43,23 @@ def find_quantized(
             errors.append(f"{name} is quantized, and the config declares that it is not")
         else:
             errors += quantized.find_errors(name, parts)
+    errors = errors or list(_find_odd_scales(found))
     if errors:
         raise CheckpointError(f"{location} has tensors that are not {quantized.name}: " + "; ".join(errors[:8]))
     return found
+
+
+def _find_odd_scales(found: Mapping[str, Parts]) -> Iterator[str]:
+    """Yield a message for each floating-point part of another dtype than most parts of that name. One program wrote
+    them all, and float16 read as bfloat16 is other numbers, without a sign of it."""
+    for suffix in dict.fromkeys(suffix for parts in found.values() for suffix in parts):
+        dtypes = {name: parts[suffix].dtype for name, parts in found.items() if suffix in parts}
+        usual, count = Counter(dtypes.values()).most_common(1)[0]
+        if not jnp.issubdtype(usual, jnp.floating):
+            continue
+        for name, dtype in dtypes.items():
+            if dtype != usual:
+                yield f"{name}.{suffix} is {dtype}, where {count} of {len(dtypes)} are {usual}"
 
 
 def _describe_missing(name: str, parts: Parts, missing: Sequence[str], tensors: Mapping[str, LazyTensor]) -> list[str]:
