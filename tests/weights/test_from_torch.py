@@ -123,8 +123,28 @@ def test_from_torch_errors_name_the_problem():
         zoo.from_torch(3, {})
     with pytest.raises(zoo.CheckpointError, match=r"lm_head.weight \[3\] has no place"):
         zoo.from_torch({"lm_head.weight": torch.zeros(3)}, {"model_type": "gemma", "num_hidden_layers": 1})
+    with pytest.raises(zoo.CheckpointError, match="x is on the device 'meta', which has shapes and no numbers"):
+        zoo.from_torch({"x": torch.zeros(2, device="meta")}, {"model_type": "llama"})
     with pytest.raises(zoo.CheckpointError, match="x is list, where a torch.Tensor was expected"):
         zoo.from_torch({"x": [1.0]}, {"model_type": "llama"})
+
+
+def test_from_torch_names_the_wrapper(tmp_path):
+    zoo.save(zoo.models.Transformer(**SIZES, key=jax.random.key(0)), tmp_path)
+    module = theirs(tmp_path)
+    compiled = torch.compile(module)
+    with pytest.raises(zoo.CheckpointError, match=r"OptimizedModule was passed, .* pass model._orig_mod"):
+        zoo.from_torch(compiled)
+    agree(zoo.from_torch(compiled._orig_mod), module)
+    with pytest.raises(zoo.CheckpointError, match="a DataParallel was passed, .* pass model.module"):
+        zoo.from_torch(torch.nn.DataParallel(module), tmp_path)
+    with pytest.raises(zoo.CheckpointError, match=r"a dict was passed, .* merge_and_unload"):
+        zoo.from_torch({"base_model.model.lm_head.weight": torch.zeros(2)}, tmp_path)
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapted = peft.get_peft_model(module, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(zoo.CheckpointError, match=r"a PeftModel.* was passed, .* model.merge_and_unload"):
+        zoo.from_torch(adapted)
+    agree(zoo.from_torch(adapted.merge_and_unload()), module)
 
 
 def test_expectations_complete_a_parity_report():

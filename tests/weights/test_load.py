@@ -1,6 +1,7 @@
 """Numbers that cannot be loaded: not finite, too large for the dtype, or tied weights that differ."""
 
 import itertools
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,40 @@ def test_load_compares_tied_weights(make, tmp_path, attempt):
 
     message = attempt("tied, and not equal", alter_tensors(tmp_path / "tied", tmp_path / "both", other))
     assert "lm_head.weight is not model.embed_tokens.weight" in message
+    assert message.endswith("tied: set tie_word_embeddings to false in config.json to read both")
+
+
+def test_load_takes_equal_numbers_of_two_dtypes_for_tied(make, tmp_path, attempt):
+    zoo.save(zoo.cast(make("llama", LLAMA | {"tie_word_embeddings": True}), "bfloat16"), tmp_path / "tied")
+    model = zoo.load(tmp_path / "tied")
+    for dtype in ("float32", "float64"):
+
+        def widen(arrays, dtype=dtype):
+            arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].astype(dtype)
+
+        assert bits_of(zoo.load(alter_tensors(tmp_path / "tied", tmp_path / dtype, widen))) == bits_of(model)
+
+    def nearly(arrays):
+        widen(arrays)
+        arrays["lm_head.weight"][3, 2] += 1e-9
+
+    message = attempt("equal if rounded", alter_tensors(tmp_path / "tied", tmp_path / "both", nearly))
+    assert "lm_head.weight is not model.embed_tokens.weight" in message
+
+
+def test_load_names_an_index_next_to_the_file_that_is_read(make, tmp_path, attempt, caplog):
+    model = make("llama", LLAMA)
+    zoo.save(model, tmp_path / "shards", shard_bytes=2_000)
+    zoo.save(model, tmp_path / "whole")
+    shutil.copy(tmp_path / "whole" / "model.safetensors", tmp_path / "shards")
+    assert bits_of(zoo.load(tmp_path / "shards")) == bits_of(model)
+    says = f"{tmp_path / 'shards' / 'model.safetensors'} is read, and not the "
+    assert says in caplog.text and "files of model.safetensors.index.json next to it: delete the one" in caplog.text
+    drop = lambda arrays: arrays.pop(QUERY)
+    alter_tensors(tmp_path / "whole", tmp_path / "less", drop)
+    shutil.copy(tmp_path / "less" / "model.safetensors", tmp_path / "shards")
+    message = attempt("a stray file", tmp_path / "shards")
+    assert f"{QUERY} [" in message and says in message
 
 
 @pytest.mark.parametrize("dtype", mark_slow(["float32", "float16", "bfloat16", "float64"], but=["float32", "bfloat16"]))

@@ -3,7 +3,8 @@
 import dataclasses
 import importlib
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,14 @@ def from_torch(
     neither stacked, transposed nor cast (embedding, head, final norm) are not copied: the model then shares PyTorch's
     memory, so clone what PyTorch continues to train.
 
-    **Raises** `CheckpointError` as `load` does.
+    **Raises** `CheckpointError` as `load` does, for tensors without numbers (`meta`), and for a model that
+    `torch.compile`, PEFT or a parallel module wraps.
     """
     dtype = None if dtype is None else parse_dtype(dtype)
     state_dict = weights.state_dict() if hasattr(weights, "state_dict") else weights
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"a module or a state dict was expected, not {type(weights).__name__}")
+    _refuse_wrapped(type(weights).__name__, state_dict)
     config_json = _to_config_dict(getattr(weights, "config", None) if config is None else config)
     if hasattr(weights, "state_dict"):  # as `save_pretrained` writes: its class says which head it has
         config_json["architectures"] = [type(weights).__name__]
@@ -58,6 +61,27 @@ def from_torch(
     assert origin is not None  # `resolve_checkpoint` sets it
     model = dataclasses.replace(checkpoint.model, origin=dataclasses.replace(origin, family=family))
     return read_parameters(dataclasses.replace(checkpoint, model=model), mesh, dtype)
+
+
+_PEFT_ADVICE = (
+    "PEFT wraps the model: pass model.merge_and_unload(), or save the adapter and read it with zoo.adapters.load"
+)
+_WRAPPERS = {
+    r"(^|\.)_orig_mod\.": "torch.compile wraps the model: pass model._orig_mod, the module that was compiled",
+    r"^base_model\.model\.|\.base_layer\.": _PEFT_ADVICE,
+    r"(^|\.)_fsdp_wrapped_module\.": "FSDP wraps the model: pass its full state dict",
+    r"^_forward_module\.": "Lightning Fabric wraps the model: pass model.module",
+    r"^module\.": "DistributedDataParallel, or DataParallel, wraps the model: pass model.module",
+}
+"""What a name of a tensor says of the module around the model, and what to pass instead."""
+
+
+def _refuse_wrapped(kind: str, names: Iterable[str]) -> None:
+    """**Raises** `CheckpointError` for tensors whose names show a wrapper around the model."""
+    for name in names:
+        for pattern, advice in _WRAPPERS.items():
+            if re.search(pattern, str(name)):
+                raise CheckpointError(f"a {kind} was passed, with a tensor {name}: {advice}")
 
 
 def _with_memory_names(family: Family, names: Collection[str]) -> Family:
@@ -100,6 +124,10 @@ def _view_torch_tensor(name: str, x: Any) -> LazyTensor:
 
     if not isinstance(x, torch.Tensor):
         raise CheckpointError(f"{name} is {type(x).__name__}, where a torch.Tensor was expected")
+    if x.is_meta:
+        raise CheckpointError(
+            f"{name} is on the device 'meta', which has shapes and no numbers: read the weights into the module before"
+        )
     x = x.detach().cpu()
     if x.dtype is torch.bfloat16:  # NumPy's DLPack does not support it
         array = np.from_dlpack(x.view(torch.int16)).view(DTYPES["BF16"])

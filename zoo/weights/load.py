@@ -14,6 +14,7 @@ import numpy as np
 
 from zoo._checks import parse_dtype
 from zoo.models.hf.spec import Family
+from zoo.models.hf.wrappers import TIE
 from zoo.models.parameter_paths import iterate_indices
 from zoo.ops.quantized.mxfp4 import NAN_SCALE
 from zoo.parallel import Mesh
@@ -82,7 +83,11 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
     if checkpoint.tied is not None:
         head, embedding = checkpoint.tied
         if not _is_equal_tensor(tensors[head], tensors[embedding]):
-            raise CheckpointError(f"{location}: {head} is not {embedding}, and the config says that they are tied")
+            always_ties = checkpoint.family.required_values.get(TIE) == (True,)
+            advice = "" if always_ties else f": set {TIE} to false in config.json to read both"
+            raise CheckpointError(
+                f"{location}: {head} is not {embedding}, and the config says that they are tied{advice}"
+            )
     model = checkpoint.model
     if mesh is not None and mesh.layout.rounds > 1:
         model = split_rounds(model, mesh.layout.rounds)
@@ -117,7 +122,14 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
 
 
 def _is_equal_tensor(first: LazyTensor, second: LazyTensor) -> bool:
-    return (first.dtype, first.shape) == (second.dtype, second.shape) and np.array_equal(first.read(), second.read())
+    """Return True for equal numbers, which may be stored in two dtypes."""
+    if first.shape != second.shape:
+        return False
+    if first.dtype == second.dtype:
+        return np.array_equal(first.read(), second.read())
+    widest = np.float64 if np.float64 in (first.dtype, second.dtype) else np.float32
+    rows = zip(first.read(), second.read(), strict=True)  # one by one, so that no copy of the whole is made
+    return all(np.array_equal(ours.astype(widest), theirs.astype(widest)) for ours, theirs in rows)
 
 
 def _resolve_dtype(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -22,9 +23,10 @@ from .formats import QUANTIZATION_KEY, dequantize_lazily, list_packed, pack_mode
 from .left_aside import describe_left_aside, split_left_aside
 from .packed import unpack_mxfp4
 from .plan import TensorPlan, find_mapping, invert_name_map, plan_tensors, strip_base_prefix_if_absent
-from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
+from .safetensors import CheckpointError, LazyTensor, find_stray_index, open_tensors, read_json
 from .sentence_files import read_sentence_files
 
+_logger = logging.getLogger("zoo")
 _MAX_LISTED = 20
 _MAX_MISSING = 10_000
 
@@ -64,7 +66,15 @@ def open_checkpoint(
     config = read_json(path / CONFIG_NAME)
     family = find_family(config, path / CONFIG_NAME) if family is None else family
     location = f"{path / CONFIG_NAME}: "
-    found = resolve_checkpoint(config, open_tensors(path), family, ignore, location, str(path), packed)
+    tensors, stray = open_tensors(path), find_stray_index(path)
+    try:
+        found = resolve_checkpoint(config, tensors, family, ignore, location, str(path), packed)
+    except CheckpointError as error:
+        if not stray:
+            raise
+        raise CheckpointError(f"{error}\n  {stray}") from None
+    if stray:
+        _logger.warning("%s", stray)
     origin = dataclasses.replace(found.model.origin, sentence_files=read_sentence_files(path))
     return dataclasses.replace(found, model=dataclasses.replace(found.model, origin=origin))
 

@@ -85,6 +85,8 @@ class LazyTensor:
 def open_tensors(directory: Path) -> dict[str, LazyTensor]:
     """Return every tensor of a checkpoint by name, from one safetensors file or from shards. Reads headers only.
 
+    With both, the one file is read, as in transformers, and `find_stray_index` names the index.
+
     **Raises** `CheckpointError` without a safetensors file, for a damaged file, and for an index that points outside
     the directory or disagrees with its shards.
     """
@@ -103,6 +105,24 @@ def open_tensors(directory: Path) -> dict[str, LazyTensor]:
     raise CheckpointError(
         f"{directory} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, "
         f"but {', '.join(file_names[:8]) or 'nothing at all'}"
+    )
+
+
+def find_stray_index(directory: Path) -> str:
+    """Return what to say of a `model.safetensors` next to an index of other files; "" without both."""
+    whole, index = directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME
+    if not (os.path.exists(whole) and os.path.exists(index)):
+        return ""
+    try:
+        weight_map = read_json(index, limit=_MAX_INDEX_BYTES).get("weight_map")
+    except CheckpointError:  # nobody reads it
+        return ""
+    shards = {str(file) for file in weight_map.values()} if isinstance(weight_map, dict) else set()
+    if not shards or shards == {SAFE_WEIGHTS_NAME}:
+        return ""
+    return (
+        f"{whole} is read, and not the {len(shards)} files of {SAFE_WEIGHTS_INDEX_NAME} next to it: delete the one, or "
+        "the index and its files"
     )
 
 

@@ -243,3 +243,22 @@ def test_config_values_are_read_by_type(family):
         if key not in family.defaults and any(isinstance(value, bool) for value in values):
             with pytest.raises(ConfigError, match=key):
                 read_config(family, {key: int(bool(values[-1]))})
+
+
+@pytest.mark.parametrize("pattern", [0, None])
+def test_config_without_windows_needs_no_pattern(pattern):
+    """transformers writes EXAONE 4 without windows so."""
+    family = FAMILIES["exaone4"]
+    given = small(family) | {"sliding_window": None, "sliding_window_pattern": pattern}
+    model = build(family, given)
+    assert [block.mixer.window for block in model.stack.iter_blocks()] == [None] * given["num_hidden_layers"]
+    with pytest.raises(ConfigError, match=f"sliding_window_pattern = {pattern} should be a whole number above 0"):
+        read_config(family, given | {"sliding_window": 4})
+
+
+def test_config_suggests_to_ignore_only_what_can_be_ignored():
+    """Ignored, a key that the family reads would have its default: another model."""
+    for given in ({"vocab_size": "3"}, {"rope_parameters": {"rope_type": "linear", "factor": 0}}):
+        with pytest.raises(ConfigError) as raised:
+            read_config(FAMILIES["llama"], given)
+        assert "ignore=" not in str(raised.value)

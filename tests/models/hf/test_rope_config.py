@@ -141,3 +141,12 @@ def test_magnitude_of_rope_is_undone_by_the_norm_after_it():
     wanted, other = rotary.scaling.scaling(rotary.dim, rotary.base, 9)
     assert magnitude == 1.0 < other and (frequencies == -wanted).all()
     assert next(model.stack.iter_blocks()).mixer.query_norm.epsilon == 0.5 / other**2  # m x / rms(m x), in terms of x
+
+
+def test_config_yarn_scale_of_0_is_none():
+    """transformers asks whether both are true."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    given = small(FAMILIES["llama"])
+    without = rotary_of(build(FAMILIES["llama"], given | {"rope_scaling": yarn}))
+    zero = rotary_of(build(FAMILIES["llama"], given | {"rope_scaling": yarn | {"mscale": 0, "mscale_all_dim": 0.5}}))
+    assert zero.scaling.magnitude == without.scaling.magnitude > 1

@@ -311,8 +311,11 @@ def read_layer_types(config: Config, default: Sequence[str]) -> list[str]:
 
 def list_patterned_types(config: Config) -> list[str]:
     """Return the default `layer_types` of a config with a `sliding_window_pattern` n: every n-th layer attends to all
-    tokens, and the others to a sliding window. "LLLG" spells the pattern 4 out, in local and global layers."""
+    tokens, and the others to a sliding window. "LLLG" spells the pattern 4 out, in local and global layers. 0 and null,
+    which transformers writes for a model without windows, are no pattern."""
     pattern, count = config["sliding_window_pattern"], config["num_hidden_layers"]
+    if not pattern:
+        return ["full_attention"] * count
     if isinstance(pattern, str):
         is_global = [pattern[number % len(pattern)] == "G" for number in range(count)]
     else:

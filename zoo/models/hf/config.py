@@ -54,12 +54,13 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     """Parse the config.json of a family.
 
     - `given`: contents of the config.json.
-    - `ignore`: keys to skip. If None, errors do not suggest it.
+    - `ignore`: keys to skip. Errors suggest it for keys that the family does not read, unless it is None.
 
     **Raises** `ConfigError` with all keys that are unknown, have an invalid value, or ask for something that is not
     implemented.
     """
     config, errors, read_from = Config(family.defaults), [], {}
+    can_be_ignored = False  # a key that the family reads has a default, which is another model
     required = {
         **{key: values for key, values in REQUIRED_VALUES.items() if key not in family.defaults},
         **family.required_values,
@@ -75,6 +76,7 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
                 errors.append(
                     f"{key} = {shorten_repr(value)} would change the result, and only {allowed} is computed here"
                 )
+                can_be_ignored = True
         elif canonical in ROPE_CONFIG_KEYS and "rope_parameters" in family.defaults:
             continue
         elif canonical in family.defaults:
@@ -89,6 +91,12 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
         elif key not in known and value is not None:
             suggestion = suggest_nearest(key, known)
             errors.append(f"{key} = {shorten_repr(value)} is not a key of {family.name} that we know{suggestion}")
+            can_be_ignored = True
+    if not config.get("sliding_window_pattern", 1) and config.get("sliding_window") is not None:
+        errors.append(
+            f"sliding_window_pattern = {config['sliding_window_pattern']} should be a whole number above 0: there is a "
+            "sliding_window"
+        )
     if "rope_parameters" in family.defaults:
         try:
             config["rope_parameters"] = read_rope_parameters(
@@ -98,5 +106,5 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
             errors.append(str(error))
     if errors:
         hint = '. A key that changes no result of yours can be left out of account: ignore=("key",)'
-        raise ConfigError("; ".join(errors) + ("" if ignore is None else hint))
+        raise ConfigError("; ".join(errors) + (hint if can_be_ignored and ignore is not None else ""))
     return config

@@ -37,7 +37,7 @@ _OPTIONAL_COUNT_KEYS = (
     *("num_global_key_value_heads", "attention_head_size", "pooler_hidden_size", "top_k_experts"),
 )
 """Whole numbers above 0, or null."""
-_NULLABLE_COUNT_KEYS = ("sliding_window", "num_key_value_heads", "head_dim", "q_lora_rank")
+_NULLABLE_COUNT_KEYS = ("sliding_window", "sliding_window_pattern", "num_key_value_heads", "head_dim", "q_lora_rank")
 """Counts that may be null although the family has a default."""
 _ZERO_ALLOWED_KEYS = (
     *("sliding_window", "first_k_dense_replace", "moe_num_shared_experts", "moe_layer_start_index"),
@@ -104,8 +104,10 @@ _KINDS: Mapping[str, ValueKind] = {
     "routed_scaling_factor": POSITIVE_NUMBER,
     "router_jitter_noise": NON_NEGATIVE_NUMBER,
     "sliding_window_pattern": ValueKind(
-        "a whole number above 0, or a word of the letters L and G",
-        lambda value: _COUNT.fits(value) or (WORD.fits(value) and value != "" and set(value) <= set("LG")),
+        "a whole number, or a word of the letters L and G",
+        lambda value: (
+            integer(minimum=0).fits(value) or (WORD.fits(value) and value != "" and set(value) <= set("LG"))
+        ),
     ),
     "time_step_limit": ValueKind("two numbers not below 0, the second the larger", lambda value: _is_interval(value)),
 }

@@ -39,6 +39,8 @@ _ROPE_KINDS: Mapping[str, ValueKind] = {
     "rope_type": WORD,
     "truncate": BOOL,
     "llama_4_scaling_beta": NON_NEGATIVE_NUMBER,
+    "mscale": NON_NEGATIVE_NUMBER,  # 0 is none, as in transformers
+    "mscale_all_dim": NON_NEGATIVE_NUMBER,
     "short_factor": _ROPE_FACTORS,
     "long_factor": _ROPE_FACTORS,
 }
