@@ -132,3 +132,21 @@ def test_parameters_are_cast_to_floating_point_only():
         zoo.cast(MODELS["mamba"], "int8")
     for dtype in ("bfloat16", jnp.bfloat16, np.dtype("float32"), float):
         assert parse_dtype(dtype) == jnp.dtype(dtype)
+
+
+IMAGES = zoo.models.VisionTransformer(image_size=4, patch_size=2, classes=2, embed=8, layers=1, heads=2, mlp=8, key=KEY)
+
+
+@pytest.mark.parametrize("call", CALLS.keys() - {"the model", "generate"})
+def test_a_model_of_images_is_named_where_tokens_are_read(call):
+    with pytest.raises(TypeError, match="a model of tokens was expected, and ImageEncoder reads images: model.images."):
+        CALLS[call](IMAGES, TOKENS)
+    images = jnp.zeros((2, 3, 4, 4))
+    assert IMAGES.hidden(images, IMAGES.token_info(images)).x.shape == (2, 5, 8)
+
+
+def test_an_encoder_scores_nothing():
+    """It sees the token whose probability it would give."""
+    encoder = zoo.models.ModernBERT(vocab=32, embed=8, layers=1, heads=2, mlp=8, key=KEY)
+    with pytest.raises(TypeError, match="an Encoder attends in both directions"):
+        zoo.score(encoder, TOKENS)

@@ -138,7 +138,9 @@ def test_from_torch_names_the_wrapper(tmp_path):
     agree(zoo.from_torch(compiled._orig_mod), module)
     with pytest.raises(zoo.CheckpointError, match="a DataParallel was passed, .* pass model.module"):
         zoo.from_torch(torch.nn.DataParallel(module), tmp_path)
-    with pytest.raises(zoo.CheckpointError, match=r"a dict was passed, .* merge_and_unload"):
+    with pytest.raises(
+        zoo.CheckpointError, match="a dict was passed, .*PEFT wraps the model: pass model.merge_and_unload"
+    ):
         zoo.from_torch({"base_model.model.lm_head.weight": torch.zeros(2)}, tmp_path)
     peft = pytest.importorskip("peft", reason="peft is not installed")
     adapted = peft.get_peft_model(module, peft.LoraConfig(target_modules=["q_proj"]))

@@ -24,6 +24,7 @@ from zoo.layers import (
     AbstractMixer,
     AbstractNorm,
     Dropout,
+    ImageEmbedding,
     PositionEmbedding,
     Routing,
     RoutingSums,
@@ -320,7 +321,15 @@ def check_length(model: Any, length: int) -> None:
 
 
 def find_checkable_vocab(model: Any) -> int | None:
-    """Return the size of the vocabulary, to check ids; None inside `zoo.spmd`, where a device may hold a shard."""
+    """Return the size of the vocabulary, to check ids; None inside `zoo.spmd`, where a device may hold a shard.
+
+    **Raises** `TypeError` for a model of images.
+    """
+    if isinstance(model.embedding, ImageEmbedding):
+        raise TypeError(
+            f"a model of tokens was expected, and {type(model).__name__} reads images: model(images), or "
+            "model.hidden(images, model.token_info(images)).x for the hidden states after the final norm"
+        )
     return None if current_mesh() is not None else model.embedding.table_shape[0]
 
 

@@ -81,11 +81,15 @@ def score(
     Where a mesh shards the sequence, each device scores its own tokens, and the scores are all-gathered, 4 bytes per
     token: the result has the same shape on every mesh. A loss sums and counts all of them on each device.
 
-    **Raises** `ValueError` for no rows, fewer than 2 tokens and a `chunk` below 1; also as the model does. Inside
-    programs an id outside the vocabulary scores NaN.
+    **Raises** `TypeError` for an encoder; `ValueError` for no rows, fewer than 2 tokens and a `chunk` below 1; also as
+    the model does. Inside programs an id outside the vocabulary scores NaN.
     """
     check_tokens(tokens, find_checkable_vocab(model))
     check_chunk(chunk, tokens.shape)
+    if isinstance(model, Encoder):
+        raise TypeError(
+            "an Encoder attends in both directions, so that it sees the token that it would score: score with a Decoder"
+        )
     if tokens.shape[1] * num_shards(tokens, "seq") < 2:
         raise ValueError(f"the first token has no score, so that a row needs 2 or more: {tokens.shape=}")
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions).mask_padding()
