@@ -1,6 +1,7 @@
 """No text of unknown origin controls the terminal: one function prints, and it escapes."""
 
 import ast
+import logging
 import sys
 from pathlib import Path
 
@@ -46,3 +47,9 @@ def find_prints(source):
 def test_only_show_prints():
     found = {path.relative_to(ROOT).as_posix(): find_prints(path.read_text()) for path in ROOT.glob("zoo/**/*.py")}
     assert {path for path, lines in found.items() if lines} == {"zoo/_terminal.py"}, found
+
+
+def test_the_log_shows_control_characters(caplog):
+    """It names tensors of files, which may be called anything."""
+    logging.getLogger("zoo").warning("%s: left aside", "vision\x1b[2J\u202e")
+    assert caplog.messages == [r"vision\x1b[2J\u202e: left aside"]

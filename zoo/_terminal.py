@@ -1,9 +1,10 @@
 """Print text of unknown origin: names in a checkpoint, generated tokens, messages of errors.
 
-`show` is the only way of this library to the terminal. Escape sequences and control characters are shown, `\\x1b[2J`,
-and not obeyed; so are the characters that reverse the order of a line or hide in it.
+`show` is the only way of this library to the terminal, besides its log, "zoo". Escape sequences and control characters
+are shown, `\\x1b[2J`, and not obeyed; so are the characters that reverse the order of a line or hide in it.
 """
 
+import logging
 import os
 import re
 import select
@@ -37,6 +38,15 @@ def show(text: str = "", *, file: Any = None, end: str = "\n") -> None:
 def show_error(text: str) -> None:
     """Print a message to standard error. Its further lines are indented: none looks like a message of its own."""
     show(re.sub(r"\n(?!  )", "\n  ", text), file=sys.stderr)
+
+
+def _escape_record(record: logging.LogRecord) -> bool:
+    """Escape the message of a log record, which names tensors, keys and files."""
+    record.msg, record.args = escape_controls(record.getMessage(), keep="\n\t"), None
+    return True
+
+
+logging.getLogger("zoo").addFilter(_escape_record)
 
 
 def is_output_closed() -> bool:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zoo._terminal import escape_controls
 from zoo.tools.report import ParameterRow, redraw_report, write_report
 from zoo.tools.report.page import _escape
 
@@ -80,6 +81,29 @@ def test_report_is_well_formed_and_escaped(run):
     rows = root.findall(".//table/tbody/tr[@class='total']/td")
     assert [cell.text for cell in rows if cell.text] == ["total", "2,112", "8,448"]
     assert "time in all" in text and "0:19" in text and "starts" in text
+
+
+def test_report_obeys_no_control_character(run):
+    """In names of metrics, the title, samples and tables: ESC, C1, what reverses a line, what hides in it, halves."""
+    evil = "e\x1b[2J\x9b\u202e\u200bv\ud800\U000e0041"
+    lines = [json.dumps({"step": step, evil: float(step)}) for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    path = write_report(
+        run,
+        title=evil,
+        summary=evil,
+        curves={evil: evil},
+        unit=evil,
+        baselines={evil: 1.0},
+        headline={evil: evil},
+        samples=[(evil, evil)],
+        tables={evil: [{evil: evil}]},
+    )
+    page = path.read_text(encoding="utf-8")
+    found = {character for character in page if escape_controls(character) != character}
+    assert found == {"\n", "\u200b"}, "charts begin labels with a zero width space, before an underscore"
+    labels = {element.text for element in parse(page).iter("text")}
+    assert "e\\x1b[2J\\x9b\\u202e\u200bv\\ud800\\U000e0041 1.000" in labels
 
 
 def test_report_draws_curve_and_baseline_in_two_sizes(run):

@@ -105,9 +105,7 @@ _KINDS: Mapping[str, ValueKind] = {
     "router_jitter_noise": NON_NEGATIVE_NUMBER,
     "sliding_window_pattern": ValueKind(
         "a whole number, or a word of the letters L and G",
-        lambda value: (
-            integer(minimum=0).fits(value) or (WORD.fits(value) and value != "" and set(value) <= set("LG"))
-        ),
+        lambda value: integer(minimum=0).fits(value) or (WORD.fits(value) and value != "" and set(value) <= set("LG")),
     ),
     "time_step_limit": ValueKind("two numbers not below 0, the second the larger", lambda value: _is_interval(value)),
 }

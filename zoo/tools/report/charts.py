@@ -21,6 +21,7 @@ from jaxtyping import Float
 
 from zoo._files import to_jsonable
 from zoo._optional import import_optional
+from zoo._terminal import escape_controls
 from zoo.train.progress import format_si
 
 INSTALL = "pip install 'equizoo[tools]'"
@@ -81,6 +82,7 @@ _LOAD_SHADES = (
     *((_RULE, 0.6), (_CURVES[1], 0.3), (_CURVES[1], 0.6), (_CURVES[1], 1.0)),
 )
 """Color and opacity of each level of load, from below the first edge to above the last."""
+_SHOWN_UNDERSCORE = "\N{ZERO WIDTH SPACE}"
 _MAX_LAYERS = 8
 _CELL = 66
 """Width of an image of a grid, with the gap beside it, in pixels."""
@@ -332,14 +334,17 @@ def draw_svg(chart: Chart, *, width: int) -> str:
     matplotlib = import_optional("matplotlib", INSTALL)
     figure_module = import_optional("matplotlib.figure", INSTALL)
     height = chart.choose_height(width)
-    salt = f"{chart.description} {width}"  # charts of one page must not share the names of their parts
+    description = escape_controls(chart.description)
+    salt = f"{description} {width}"  # charts of one page must not share the names of their parts
     with matplotlib.rc_context(_SETTINGS | {"svg.hashsalt": salt}):
         size = (width / _POINTS_PER_INCH, height / _POINTS_PER_INCH)
         figure = figure_module.Figure(figsize=size, layout="constrained")
         chart.draw(figure)
+        for words in figure.findobj(lambda artist: hasattr(artist, "set_text")):  # names of metrics and of runs
+            words.set_text(escape_controls(words.get_text(), keep=f"\n{_SHOWN_UNDERSCORE}"))
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    return _inline_svg(file.getvalue(), chart.description)
+    return _inline_svg(file.getvalue(), description)
 
 
 def dump_chart(chart: Chart) -> dict[str, Any]:
@@ -392,7 +397,7 @@ def _draw_curve(axes: Any, number: int, curve: Curve, x: np.ndarray, values: np.
 
 def _format_label(label: str) -> str:
     """Return a label that matplotlib shows: it hides those that begin with an underscore."""
-    return f"\N{ZERO WIDTH SPACE}{label}" if label.startswith("_") else label
+    return f"{_SHOWN_UNDERSCORE}{label}" if label.startswith("_") else label
 
 
 def _label_axes(figure: Any, axes: Any, chart: LineChart | ScatterChart) -> None:

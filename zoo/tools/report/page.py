@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zoo._files import read_json, to_jsonable, write_json, write_text
+from zoo._terminal import escape_controls
 from zoo.train.metrics import Record, read_metrics
 from zoo.train.progress import RATE_FORMATS, format_duration, format_si
 
@@ -387,9 +388,10 @@ def _format_configuration(config: Mapping[str, Any], defaults: Mapping[str, Any]
 
 
 def _escape(value: Any) -> str:
-    """Escape text for HTML. Control characters, which an untrained model samples, become their Unicode pictures."""
+    """Escape text for HTML. Control characters, which an untrained model samples, become their Unicode pictures, and
+    those that reverse the order of a line or hide in it their escapes."""
     text = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value))
-    return html.escape(text.replace("\x7f", "\u2421"))
+    return html.escape(escape_controls(text.replace("\x7f", "\u2421"), keep="\n\t"))
 
 
 def _read_json_if_present(path: Path) -> dict[str, Any]:
