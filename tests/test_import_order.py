@@ -1,6 +1,6 @@
 """Import order: a package of the library imports packages of lower levels only.
 
-    shapes, _checks, _files, _optional, _terminal, _workarounds < _processes < _compile_cache, ops < parallel
+    shapes, _backend, _checks, _files, _optional, _terminal, _workarounds < _processes < _compile_cache, ops < parallel
         < layers < models < weights, text, generate < adapters, precision, train, inspect
         < tools.plan, tools.draw, tools.report, tools.parity < tools.testing, tools.commands < tools
         < testing, cli, recipes
@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("shapes", "_checks", "_files", "_optional", "_terminal", "_workarounds"),
+    ("shapes", "_backend", "_checks", "_files", "_optional", "_terminal", "_workarounds"),
     ("_processes",),
     ("_compile_cache", "ops"),
     ("parallel",),
