@@ -29,6 +29,7 @@ WRAPPED = "zoo.wrapped"
 ADAPTER_PARAMETER = "zoo.adapter_parameter"
 _OBSERVED = "zoo.observed"
 _FULL_PRECISION = "zoo.full_precision"
+_NO_WEIGHT_DECAY = "zoo.no_weight_decay"
 
 _Module = TypeVar("_Module")
 
@@ -72,6 +73,15 @@ def full_precision(**options: Any) -> Any:
     return eqx.field(metadata={_FULL_PRECISION: True}, **options)
 
 
+def no_weight_decay(*, full_precision: bool = False) -> Any:
+    """Declare a field of decay rates, or of one vector per head, channel or block: an array that is not a linear map,
+    whatever its number of dims. `zoo.train.decay_mask` and `zoo.train.matrix_mask` exclude it.
+
+    An array of one dim, not counting stacked ones, needs no declaration. `full_precision` keeps the dtype under `cast`.
+    """
+    return eqx.field(metadata={_NO_WEIGHT_DECAY: True, _FULL_PRECISION: full_precision})
+
+
 def named_by_class() -> Any:
     """Declare a field that can hold different classes. Parameters below it are named by the class and not by the field,
     `attention.query.weight` instead of `mixer.query.weight`, to distinguish the classes."""
@@ -106,16 +116,17 @@ def wrapped() -> Any:
     return eqx.field(metadata={WRAPPED: True})
 
 
-def adapter_parameter(*, full_precision: bool = False) -> Any:
+def adapter_parameter(*, full_precision: bool = False, no_weight_decay: bool = False) -> Any:
     """Declare a field of adapter parameters. If a tree has any, all its other parameters are frozen: `trainable` omits
-    them. `full_precision` keeps the dtype under `cast`."""
-    return eqx.field(metadata={ADAPTER_PARAMETER: True, _FULL_PRECISION: full_precision})
+    them. `full_precision` keeps the dtype under `cast`, and `no_weight_decay` is the declaration of that name."""
+    metadata = {ADAPTER_PARAMETER: True, _FULL_PRECISION: full_precision, _NO_WEIGHT_DECAY: no_weight_decay}
+    return eqx.field(metadata=metadata)
 
 
 @dataclass_transform(
     field_specifiers=(
-        *(dataclasses.field, eqx.field, stacked, buffer, observed, full_precision, named_by_class),
-        *(implementation_option, wrapped, adapter_parameter),
+        *(dataclasses.field, eqx.field, stacked, buffer, observed, full_precision, no_weight_decay),
+        *(named_by_class, implementation_option, wrapped, adapter_parameter),
     )
 )
 class Module(eqx.Module):
@@ -240,6 +251,14 @@ class Leaf:
     """True if the tree has adapter parameters and this array is not one of them."""
     observed: bool = False
     """True for a statistic, whose gradient is the maximum of what was seen."""
+    no_weight_decay: bool = False
+    num_stacked: int = 0
+    """Number of leading dims along which modules are stacked: layers, experts, heads of a norm per head."""
+
+    @property
+    def unstacked_dims(self) -> tuple[Dim, ...] | None:
+        """Dims of the array of a single module of the stack; None for an array that is not in a module."""
+        return None if self.dims is None else self.dims[self.num_stacked :]
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
@@ -260,7 +279,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     """Walk from the root of `tree` to `array` and collect the metadata of the fields on the path."""
     node, keys, stacked_dims = tree, [], []
     owner, field, is_copy_scalar = None, None, False
-    is_trained, keeps_dtype, is_adapter, is_observed = True, False, False, False
+    is_trained, keeps_dtype, is_adapter, is_observed, is_exempt = True, False, False, False, False
     for step in path:
         key = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
         keys.append(key)
@@ -271,6 +290,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
             keeps_dtype |= field.metadata.get(_FULL_PRECISION, False)
             is_adapter |= field.metadata.get(ADAPTER_PARAMETER, False)
             is_observed |= field.metadata.get(_OBSERVED, False)
+            is_exempt |= field.metadata.get(_NO_WEIGHT_DECAY, False)
         elif isinstance(node, TrainableCopy):
             is_adapter |= key == "array"
             is_copy_scalar = key in ("applies", "strength")
@@ -279,12 +299,21 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     if owner is None or field is None or not hasattr(array, "ndim"):
         return Leaf(name, None)
     if is_copy_scalar:
-        return Leaf(name, tuple(stacked_dims), trainable=False)
+        return Leaf(name, tuple(stacked_dims), trainable=False, num_stacked=len(stacked_dims))
     try:
         dims = (*stacked_dims, *_resolve_dims(owner, field, array.ndim - len(stacked_dims)))
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
-    return Leaf(name, dims, is_trained, keeps_dtype, is_adapter, observed=is_observed)
+    return Leaf(
+        name,
+        dims,
+        trainable=is_trained,
+        full_precision=keeps_dtype,
+        adapter_parameter=is_adapter,
+        observed=is_observed,
+        no_weight_decay=is_exempt,
+        num_stacked=len(stacked_dims),
+    )
 
 
 def _get_child(node: Any, step: Any, key: str) -> Any:

@@ -10,7 +10,7 @@ from zoo.parallel import Dim, Leaf
 from zoo.train.optimizer.moments import make_dynamic_map
 
 KEY = jax.random.key(0)
-MATRIX = Leaf("weight", (Dim("layers"), Dim("mlp"), Dim("embed")))
+MATRIX = Leaf("weight", (Dim("layers"), Dim("mlp"), Dim("embed")), num_stacked=1)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -49,7 +49,7 @@ def test_blockwise_codes_are_nearest_in_each_block(size):
 def test_small_parameters_and_vectors_stay_in_float32():
     x = jnp.ones((2, 8, 8))
     assert train.BlockwiseMoment(min_size=65).encode(MATRIX, x, KEY) is x
-    vector = Leaf("scale", (Dim("layers"), Dim("embed")))
+    vector = Leaf("scale", (Dim("layers"), Dim("embed")), num_stacked=1)
     assert train.FactoredMoment().encode(vector, x[0], KEY).shape == (8, 8)
 
 

@@ -37,7 +37,7 @@ class OFT(AbstractLinearAdapter):
     """
 
     base: AbstractLinear = wrapped()
-    blocks: Float[Array, "in_blocks pairs"] | None = adapter_parameter(full_precision=True)
+    blocks: Float[Array, "in_blocks pairs"] | None = adapter_parameter(full_precision=True, no_weight_decay=True)
     """Entries above the diagonal of each block, in row-major order."""
     shared: Float[Array, "pairs"] | None = adapter_parameter(full_precision=True)
     """Entries of a single block that is used for all, instead of `blocks`."""

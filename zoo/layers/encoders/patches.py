@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 from zoo.ops.axial_rotary import patch_coordinates
 from zoo.ops.resize import resize_bicubic
-from zoo.parallel import Module
+from zoo.parallel import Module, no_weight_decay
 
 from ..linear import contract, truncated_normal
 
@@ -98,7 +98,7 @@ class ImageEmbedding(Module):
 
     patches: PatchEmbedding
     class_token: Float[Array, "embed"] | None
-    register_tokens: Float[Array, "registers embed"] | None
+    register_tokens: Float[Array, "registers embed"] | None = no_weight_decay()
     mask_token: Float[Array, "embed"] | None
     positions: PatchPositions | None
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.ops.recurrence.mamba import SELECTIVE_SCAN, selective_scan
-from zoo.parallel import Dim, Module, full_precision, implementation_option
+from zoo.parallel import Dim, Module, full_precision, implementation_option, no_weight_decay
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
@@ -57,7 +57,7 @@ class Mamba(AbstractMixer):
     C_norm: AbstractNorm | None
     dt_up: AbstractLinear
     dt_bias: Float[Array, "inner"] = full_precision()
-    A_log: Float[Array, "inner state"] = full_precision()
+    A_log: Float[Array, "inner state"] = no_weight_decay(full_precision=True)
     D: Float[Array, "inner"] = full_precision()
     out: AbstractLinear
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.rwkv6 import rwkv6
-from zoo.parallel import Dim, full_precision, implementation_option
+from zoo.parallel import Dim, implementation_option, no_weight_decay
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
@@ -41,7 +41,7 @@ class RWKV6(AbstractMixer):
     value: AbstractLinear
     gate: AbstractLinear
     decay: AbstractLinear
-    bonus: Float[Array, "heads key_dim"] = full_precision()
+    bonus: Float[Array, "heads key_dim"] = no_weight_decay(full_precision=True)
     norm: HeadNorm
     out: AbstractLinear
 

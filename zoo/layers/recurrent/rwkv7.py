@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.recurrence.generalized_delta import GENERALIZED_DELTA
 from zoo.ops.recurrence.rwkv7 import rwkv7
-from zoo.parallel import Dim, implementation_option
+from zoo.parallel import Dim, implementation_option, no_weight_decay
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
@@ -45,11 +45,11 @@ class RWKV7(AbstractMixer):
     gate: AbstractLinear
     decay: AbstractLinear
     rate: AbstractLinear
-    removal: Float[Array, "heads key_dim"]
+    removal: Float[Array, "heads key_dim"] = no_weight_decay()
     """w_c: scale of the removal key."""
-    replacement: Float[Array, "heads key_dim"]
+    replacement: Float[Array, "heads key_dim"] = no_weight_decay()
     """w_k: influence of the in-context learning rate on the replacement key."""
-    bonus: Float[Array, "heads key_dim"]
+    bonus: Float[Array, "heads key_dim"] = no_weight_decay()
     norm: HeadNorm
     out: AbstractLinear
 

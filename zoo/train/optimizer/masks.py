@@ -1,26 +1,49 @@
-"""Masks of parameters for optimizers, by the number of dims without the stacked ones: the scale of a norm is
-[layers, embed] in a stack, and still a vector."""
+"""Masks of parameters for optimizers, by the dims of one layer: the scale of a norm is [layers, embed] in a stack, and
+still a vector."""
+
+from typing import Any
 
 from jaxtyping import PyTree
 
 from zoo.parallel import Leaf, map_leaves
 
-STACKED_DIMS = ("layers", "rounds", "ends", "experts")
-"""Dims along which arrays of layers and of experts are stacked."""
+_NOT_FEATURES = ("vocab", "classes", "positions", "token_types", "distances", "conv")
+"""Dims that are not a space of hidden features: rows of embeddings, outputs of heads, taps of depthwise filters."""
 
 
 def matrix_mask(params: PyTree) -> PyTree:
-    """Return True for every matrix, not counting stacked dims: the parameters of Muon or Shampoo."""
-    return map_leaves(lambda leaf, x: _count_unstacked_dims(leaf, x.ndim) == 2, params)
+    """Return True for every matrix that maps hidden features to hidden features: the parameters of Muon or Shampoo.
+
+    Layers and experts that are stacked are matrices of their own. Embeddings, heads of a vocabulary or of classes, and
+    convolutions are excluded: Muon leaves them to Adam (Jordan, kellerjordan.github.io/posts/muon), with biases, norm
+    scales and fields declared `zoo.parallel.no_weight_decay()`. As optax takes it:
+
+        def number_dims(params):
+            number = lambda is_matrix: optax.contrib.MuonDimensionNumbers(-1, -2) if is_matrix else None
+            return jax.tree.map(number, train.matrix_mask(params))
+
+        optax.contrib.muon(schedule, muon_weight_dimension_numbers=number_dims)
+    """
+    return map_leaves(_is_matrix, params)
 
 
 def decay_mask(params: PyTree) -> PyTree:
-    """Return True for matrices and embeddings, False for biases and norm scales: the weight decay mask.
+    """Return True for matrices, embeddings and convolutions: the weight decay mask, `optax.adamw(schedule,
+    mask=train.decay_mask)`.
 
-    `optax.adamw(schedule, mask=train.decay_mask)`.
+    Biases, norm scales, decay rates (Mamba's A_log), vectors of a head (RWKV's bonus) and register tokens are excluded:
+    what has fewer than two dims in one layer, and what is declared `zoo.parallel.no_weight_decay()`.
     """
-    return map_leaves(lambda leaf, x: _count_unstacked_dims(leaf, x.ndim) >= 2, params)
+    return map_leaves(_decays, params)
 
 
-def _count_unstacked_dims(leaf: Leaf, ndim: int) -> int:
-    return ndim if leaf.dims is None else sum(dim.name not in STACKED_DIMS for dim in leaf.dims)
+def _decays(leaf: Leaf, x: Any) -> bool:
+    dims = leaf.unstacked_dims
+    return not leaf.no_weight_decay and (x.ndim if dims is None else len(dims)) >= 2
+
+
+def _is_matrix(leaf: Leaf, x: Any) -> bool:
+    dims = leaf.unstacked_dims
+    if dims is None:
+        return x.ndim == 2
+    return _decays(leaf, x) and len(dims) == 2 and not any(dim.name in _NOT_FEATURES for dim in dims)

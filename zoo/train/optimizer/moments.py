@@ -24,8 +24,6 @@ from jaxtyping import Array, Float, Key, UInt8
 from zoo.ops.stochastic_rounding import stochastic_round
 from zoo.parallel import Dim, Leaf, Module
 
-from .masks import STACKED_DIMS
-
 
 class AbstractMoment(abc.ABC):
     """A storage format of a moment."""
@@ -192,8 +190,7 @@ def make_dynamic_map(*, signed: bool) -> Float[np.ndarray, "256"]:
 
 def _unstacked_dims(leaf: Leaf, ndim: int) -> tuple[Dim, ...]:
     """Return the dims of a parameter of one layer; those of an array outside of modules are replicated."""
-    dims = (Dim("chunk"),) * ndim if leaf.dims is None else leaf.dims
-    return tuple(dim for dim in dims if dim.name not in STACKED_DIMS)
+    return (Dim("chunk"),) * ndim if leaf.unstacked_dims is None else leaf.unstacked_dims
 
 
 def _vmap(function: Callable, times: int) -> Callable:
