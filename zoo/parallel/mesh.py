@@ -148,23 +148,33 @@ class Mesh:
     def _multiply(self, axes: Sequence[str]) -> int:
         return math.prod(self.devices.shape[axis] for axis in axes)
 
-    def specs(self, tree: PyTree, name_dims: Callable[[str], Sequence[str]] = lambda name: ()) -> PyTree:
+    def specs(
+        self, tree: PyTree, name_dims: Callable[[str], Sequence[str]] = lambda name: (), *, uneven_state: bool = False
+    ) -> PyTree:
         """Return a PartitionSpec for every array of `tree`.
 
         Arrays in modules have the dims of their annotations. For other arrays `name_dims(path)` names the leading dims;
-        further dims are replicated.
+        further dims are replicated. `uneven_state` replicates what the axes do not divide in an optimizer state, such as
+        a placeholder of one element, instead of raising.
         """
 
         def spec(leaf, x):
             dims = [Dim(name) for name in name_dims(leaf.name)[: x.ndim]] if leaf.dims is None else leaf.dims
-            return self.spec(dims, x.shape[: len(dims)], leaf.name)
+            try:
+                return self.spec(dims, x.shape[: len(dims)], leaf.name)
+            except ValueError:
+                if uneven_state and leaf.in_optimizer_state:
+                    return PartitionSpec()
+                raise
 
         values, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(treedef, list(map(spec, leaves(tree), values)))
 
-    def shardings(self, tree: PyTree, name_dims: Callable[[str], Sequence[str]] = lambda name: ()) -> PyTree:
+    def shardings(
+        self, tree: PyTree, name_dims: Callable[[str], Sequence[str]] = lambda name: (), *, uneven_state: bool = False
+    ) -> PyTree:
         """Return `specs` as `NamedSharding`s."""
-        specs = self.specs(tree, name_dims)
+        specs = self.specs(tree, name_dims, uneven_state=uneven_state)
         return jax.tree.map(lambda spec: NamedSharding(self.devices, spec), specs, is_leaf=_is_spec)
 
     def __str__(self) -> str:

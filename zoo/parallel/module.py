@@ -198,13 +198,12 @@ def _format_annotation(annotation: Any) -> str:
 def _resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
     """Return the dims that a field's annotation names for an array of `ndim` dims, as renamed by this instance."""
     field_name = f"{type(module).__name__}.{field.name}"
+    matching = [names for names in _find_dim_names(field) if len(names) == ndim]
     if isinstance(field.type, str):
         raise TypeError(
             f"{field_name} is annotated with the string {field.type!r}: remove `from __future__ import annotations` "
             "and quotes around types from the file, so that the dims can be read."
         )
-    alternatives = {names for t in _find_array_types(field.type) if (names := _read_dim_names(t)) is not None}
-    matching = [names for names in alternatives if len(names) == ndim]
     if len(matching) != 1:
         raise TypeError(
             f"{field_name} holds an array of {ndim} dims, but its annotation {_format_annotation(field.type)} does not "
@@ -212,6 +211,26 @@ def _resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[
             'Annotate it with one fixed name per dim: weight: Float[Array, "out in"].'
         )
     return tuple(_resolve_dim(module, name) for name in matching[0])
+
+
+def _find_dim_names(field: dataclasses.Field) -> set[tuple[str, ...]]:
+    """Return the dim names of each alternative in a field's annotation."""
+    return {names for t in _find_array_types(field.type) if (names := _read_dim_names(t)) is not None}
+
+
+def _resolve_state_dims(
+    module: Module, field: dataclasses.Field, stacked_dims: Sequence[Dim], ndim: int
+) -> tuple[Dim, ...] | None:
+    """Return the dims of an array that an optimizer keeps in the place of a parameter, and None for fewer dims than the
+    parameter has: optax.adafactor's rows and columns do not say which dims were averaged.
+
+    More dims are leading ones, such as the history of optax.lbfgs.
+    """
+    alternatives = _find_dim_names(field)
+    if len(alternatives) != 1:
+        return None
+    dims = (*stacked_dims, *(_resolve_dim(module, name) for name in next(iter(alternatives))))
+    return (Dim("history"),) * (ndim - len(dims)) + dims if ndim > len(dims) else None
 
 
 def _read_dim_names(annotation: Any) -> tuple[str, ...] | None:
@@ -252,6 +271,11 @@ class Leaf:
     observed: bool = False
     """True for a statistic, whose gradient is the maximum of what was seen."""
     no_weight_decay: bool = False
+    in_optimizer_state: bool = False
+    """True below a named tuple, as optax's states are: an optimizer may keep an array of another shape in the place of
+    a parameter."""
+    fits: bool = True
+    """False for an array of an optimizer state that does not have the number of dims of its annotation."""
     num_stacked: int = 0
     """Number of leading dims along which modules are stacked: layers, experts, heads of a norm per head."""
 
@@ -264,9 +288,10 @@ class Leaf:
 def leaves(tree: PyTree) -> list[Leaf]:
     """Return a `Leaf` for every leaf of `tree`, in the order of `jax.tree.leaves`.
 
-    `tree` is any pytree that contains modules: a model, gradients, optimizer state, KV caches.
+    `tree` is any pytree that contains modules: a model, gradients, optimizer state, KV caches. In an optimizer state an
+    array with fewer dims than its parameter has no dims here.
 
-    **Raises** `TypeError` if an array in a module does not match its annotation.
+    **Raises** `TypeError` if any other array in a module does not match its annotation.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     resolved = [_resolve_leaf(tree, path, x) for path, x in paths]
@@ -280,6 +305,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     node, keys, stacked_dims = tree, [], []
     owner, field, is_copy_scalar = None, None, False
     is_trained, keeps_dtype, is_adapter, is_observed, is_exempt = True, False, False, False, False
+    in_state, fits = False, True
     for step in path:
         key = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
         keys.append(key)
@@ -294,6 +320,8 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         elif isinstance(node, TrainableCopy):
             is_adapter |= key == "array"
             is_copy_scalar = key in ("applies", "strength")
+        elif owner is None:
+            in_state |= hasattr(node, "_fields")
         node = _get_child(node, step, key)
     name = ".".join(keys)
     if owner is None or field is None or not hasattr(array, "ndim"):
@@ -303,7 +331,9 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     try:
         dims = (*stacked_dims, *_resolve_dims(owner, field, array.ndim - len(stacked_dims)))
     except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
+        if not in_state:
+            raise TypeError(f"{name}: {error}") from None
+        dims, fits = _resolve_state_dims(owner, field, stacked_dims, array.ndim), False
     return Leaf(
         name,
         dims,
@@ -312,6 +342,8 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         adapter_parameter=is_adapter,
         observed=is_observed,
         no_weight_decay=is_exempt,
+        in_optimizer_state=in_state,
+        fits=fits,
         num_stacked=len(stacked_dims),
     )
 

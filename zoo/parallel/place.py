@@ -15,7 +15,7 @@ from zoo._checks import wrap_key
 
 from .imagined import is_imagined
 from .mesh import Mesh, is_array_or_shape, replicated_dims
-from .module import Module
+from .module import Module, leaves
 from .rounds import split_rounds
 
 _logger = logging.getLogger("zoo")
@@ -24,15 +24,17 @@ _logger = logging.getLogger("zoo")
 def place(tree: PyTree, mesh: Mesh) -> PyTree:
     """Shard every array of `tree` over the mesh: arrays in modules by their annotations; all others are replicated.
 
-    Inside `jit` it is a sharding constraint. Optimizer state goes to `mesh.optimizer`. An array that already has its
+    Inside `jit` it is a sharding constraint. Optimizer state goes to `mesh.optimizer`; where it has an array of another
+    shape than the parameter's, as optax.adafactor and sm3 do, the array is replicated unless its dims fit. An array that already has its
     sharding is not copied: donating either one of the two deletes both. A `jax.ShapeDtypeStruct` gets its sharding,
     from which `zoo.inspect.compiled` compiles.
 
-    **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before any transfer, and for an
-    array if the devices are `imagined`.
+    **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before any transfer; for an
+    array if the devices are `imagined`; and for layers in rounds with an optimizer state of other shapes.
     """
+    _check_rounds(tree, mesh)
     arrays, rest = eqx.partition(split_rounds(tree, mesh.layout.rounds), is_array_or_shape)
-    shardings = mesh.shardings(arrays)
+    shardings = mesh.shardings(arrays, uneven_state=True)
     if isinstance(tree, Module) and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         warn_replicated(arrays, mesh)
 
@@ -45,6 +47,19 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
         return jax.device_put(copy_buffer(x), sharding)
 
     return eqx.combine(jax.tree.map(place_array, arrays, shardings), rest)
+
+
+def _check_rounds(tree: PyTree, mesh: Mesh) -> None:
+    """Check that the layers of an optimizer state can be dealt out in the rounds of the mesh, if it has several."""
+    if mesh.layout.rounds == 1:
+        return
+    for leaf in leaves(tree):
+        if not leaf.fits:
+            raise ValueError(
+                f"{leaf.name}: an array of this optimizer does not have the dims of its parameter, so its layers cannot "
+                f"be dealt out in rounds={mesh.layout.rounds}: take rounds=1, or an optimizer with one array of the "
+                "parameter's shape per moment; train.adamw(second=train.FactoredMoment()) is Adafactor's second moment"
+            )
 
 
 def copy_buffer(x: Any) -> Any:
