@@ -127,7 +127,7 @@ class Attention(AbstractMixer):
             self.query_norm = norm_over_heads(heads * head_dim, features=query_dim)
             self.key_norm = norm_over_heads(kv_heads * head_dim, features=kv_dim)
         self.clip, self.norm_over_heads = None if clip is None else float(clip), norm_over_heads is not None
-        self.sinks = jnp.zeros(heads) if sinks else None
+        self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
         self.head_dim, self.group, self.rotary, self.window = head_dim, heads // kv_heads, rotary, window
         self.soft_cap, self.scale, self.implementation = soft_cap, scale, implementation
 

@@ -42,8 +42,8 @@ class ShortConvolution(Module):
         """
         if width < 1:
             raise ValueError(f"a convolution is at least 1 token wide, the present one, not {width}")
-        self.weight = jax.random.uniform(key, (size, width), minval=-(width**-0.5), maxval=width**-0.5)
-        self.bias = jnp.zeros(size) if bias else None
+        self.weight = jax.random.uniform(key, (size, width), jnp.float32, minval=-(width**-0.5), maxval=width**-0.5)
+        self.bias = jnp.zeros(size, jnp.float32) if bias else None
         self.features = features
 
     @property

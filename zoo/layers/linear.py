@@ -40,7 +40,7 @@ class Linear(AbstractLinear):
         """Initialize the weight from a normal distribution truncated at two standard deviations, with standard
         deviation `scale / sqrt(in_size)`, and the bias with zeros."""
         self.weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
-        self.bias = jnp.zeros(out_size) if bias else None
+        self.bias = jnp.zeros(out_size, jnp.float32) if bias else None
         self.in_, self.out = in_, out
 
     @property
@@ -127,9 +127,9 @@ def contract_per_head(
 
 def truncated_normal(key: Key[Array, ""], shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
     """Sample a normal distribution truncated at two standard deviations, with standard deviation `deviation` after the
-    truncation."""
+    truncation, in float32 whatever `jax_enable_x64` is."""
     truncated_deviation = 0.87962566103423978
-    return jax.random.truncated_normal(key, -2, 2, shape) * (deviation / truncated_deviation)
+    return jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (deviation / truncated_deviation)
 
 
 def resolve_head_dim(embed: int, heads: int, size: int | None, name: str = "head_dim") -> int:

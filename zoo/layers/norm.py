@@ -75,7 +75,7 @@ class LayerNorm(AbstractNorm):
     ):
         """`scaled`: if False, the norm has no weight."""
         self.weight = jnp.full(size, 1.0 - offset, jnp.float32) if scaled else None
-        self.bias = jnp.zeros(size) if bias else None
+        self.bias = jnp.zeros(size, jnp.float32) if bias else None
         self.features, self.epsilon, self.offset = features, epsilon, offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:

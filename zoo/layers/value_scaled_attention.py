@@ -78,7 +78,7 @@ class ValueScaledAttention(AbstractMixer):
         options = {"value_dim": value_dim, "bias": bias, "out_bias": out_bias, "out_scale": out_scale}
         projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
         self.query, self.key, self.value, self.out = projections
-        self.sinks = jnp.zeros(heads) if sinks else None
+        self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
         self.head_dim, self.value_dim, self.group = head_dim, value_dim, heads // kv_heads
         self.value_scale, self.rotary, self.window = float(value_scale), rotary, window
         self.implementation = implementation

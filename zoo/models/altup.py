@@ -67,7 +67,7 @@ class AltUp(Module):
         self.router = Linear(embed, streams, in_=Dim("embed"), key=router_key)
         self.prediction = Linear(streams, streams**2, key=prediction_key)
         self.correction = Linear(streams, streams, key=correction_key)
-        self.router_norm, self.output_scale = norm(), jnp.ones(embed)
+        self.router_norm, self.output_scale = norm(), jnp.ones(embed, jnp.float32)
         self.streams, self.active = streams, active
 
     def predict(self, streams: _Streams) -> _Streams:

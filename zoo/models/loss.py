@@ -165,7 +165,8 @@ def _sum_rematerialized_losses(
     def loss_of(parameters, rows):
         return chunk_loss(jax.tree.map(lambda p, dtype: p.astype(dtype), parameters, dtypes), integer_arrays, *rows)
 
-    return scan(lambda total, rows: (total + loss_of(parameters, rows), None), jnp.zeros(()), (x, targets, weights))[0]
+    add = lambda total, rows: (total + loss_of(parameters, rows), None)
+    return scan(add, jnp.zeros((), jnp.float32), (x, targets, weights))[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -175,7 +176,7 @@ def _sum_chunk_losses(
     def step(total, rows):
         return total + chunk_loss(parameters, integer_arrays, *rows), None
 
-    return scan(step, jnp.zeros(()), (x, targets, weights))[0]
+    return scan(step, jnp.zeros((), jnp.float32), (x, targets, weights))[0]
 
 
 def _sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
@@ -204,12 +205,12 @@ def _sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
         return (total + loss, gradients), (d_x, d_weights)
 
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trainable)
-    (total, gradients), (d_x, d_weights) = scan(step, (jnp.zeros(()), zeros), tuple(rows))
+    (total, gradients), (d_x, d_weights) = scan(step, (jnp.zeros((), jnp.float32), zeros), tuple(rows))
     return total, (jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trainable), d_x, d_weights)
 
 
 def _sum_chunk_losses_bwd(chunk_loss: Callable, residuals: Any, cotangent: Any):
-    cotangent = jnp.zeros(()) if isinstance(cotangent, SymbolicZero) else cotangent
+    cotangent = jnp.zeros((), jnp.float32) if isinstance(cotangent, SymbolicZero) else cotangent
     parameters, d_x, d_weights = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), residuals)
     return parameters, None, d_x, None, d_weights
 

@@ -71,7 +71,7 @@ def observe(model: _Model) -> _Model:
         return replace_option(stack, "segments", tuple(map(observe_segment, stack.segments)))
 
     model = swap_stack(model, observe_stack)
-    return eqx.tree_at(lambda model: model.logit_maximum, model, jnp.zeros(1), is_leaf=lambda x: x is None)
+    return eqx.tree_at(lambda model: model.logit_maximum, model, jnp.zeros(1, jnp.float32), is_leaf=lambda x: x is None)
 
 
 def unobserve(model: _Model) -> _Model:
@@ -182,7 +182,7 @@ def _share(values: Float[Array, "values"], field: Float[Array, "values"]) -> Flo
 
 def _wrap(block: AbstractBlock, shape: tuple[int, ...]) -> ObservedBlock:
     """Wrap a block whose arrays are stacked with this leading `shape`."""
-    make = lambda block: ObservedBlock(block, jnp.zeros(2))
+    make = lambda block: ObservedBlock(block, jnp.zeros(2, jnp.float32))
     for _ in shape:
         make = eqx.filter_vmap(make)
     return make(block)

@@ -154,8 +154,8 @@ class Mesh:
         """Return a PartitionSpec for every array of `tree`.
 
         Arrays in modules have the dims of their annotations. For other arrays `name_dims(path)` names the leading dims;
-        further dims are replicated. `uneven_state` replicates what the axes do not divide in an optimizer state, such as
-        a placeholder of one element, instead of raising.
+        further dims are replicated. `uneven_state` replicates what the axes do not divide in an optimizer state,
+        such as a placeholder of one element, instead of raising.
         """
 
         def spec(leaf, x):

@@ -24,10 +24,12 @@ _logger = logging.getLogger("zoo")
 def place(tree: PyTree, mesh: Mesh) -> PyTree:
     """Shard every array of `tree` over the mesh: arrays in modules by their annotations; all others are replicated.
 
-    Inside `jit` it is a sharding constraint. Optimizer state goes to `mesh.optimizer`; where it has an array of another
-    shape than the parameter's, as optax.adafactor and sm3 do, the array is replicated unless its dims fit. An array that already has its
-    sharding is not copied: donating either one of the two deletes both. A `jax.ShapeDtypeStruct` gets its sharding,
-    from which `zoo.inspect.compiled` compiles.
+    Inside `jit` it is a sharding constraint. An array that already has its sharding is not copied: donating either one
+    of the two deletes both. A `jax.ShapeDtypeStruct` gets its sharding, from which `zoo.inspect.compiled` compiles.
+
+    Optimizer state goes to `mesh.optimizer`. Arrays of another shape than their parameter, as optax.adafactor and sm3
+    keep them, are replicated unless their dims fit; place such a state again in each step, or the second one compiles
+    again.
 
     **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before any transfer; for an
     array if the devices are `imagined`; and for layers in rounds with an optimizer state of other shapes.
@@ -56,9 +58,9 @@ def _check_rounds(tree: PyTree, mesh: Mesh) -> None:
     for leaf in leaves(tree):
         if not leaf.fits:
             raise ValueError(
-                f"{leaf.name}: an array of this optimizer does not have the dims of its parameter, so its layers cannot "
-                f"be dealt out in rounds={mesh.layout.rounds}: take rounds=1, or an optimizer with one array of the "
-                "parameter's shape per moment; train.adamw(second=train.FactoredMoment()) is Adafactor's second moment"
+                f"{leaf.name}: an array of this optimizer does not have the dims of its parameter, so its layers "
+                f"cannot be dealt out in rounds={mesh.layout.rounds}: take rounds=1, or an optimizer with one array of "
+                "the parameter's shape per moment; train.adamw(second=train.FactoredMoment()) has Adafactor's"
             )
 
 

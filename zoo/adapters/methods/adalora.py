@@ -63,9 +63,9 @@ class AdaLoRA(AbstractLinearAdapter):
         key: Key[Array, ""],
     ):
         (self.in_, self.out), (out_size, in_size), keys = get_dims(base), get_linear_shape(base), jax.random.split(key)
-        down = 0.02 * jax.random.normal(keys[0], (rank, in_size))
-        up = 0.02 * jax.random.normal(keys[1], (out_size, rank))
-        self.base, self.values = base, jnp.zeros(rank)
+        down = 0.02 * jax.random.normal(keys[0], (rank, in_size), jnp.float32)
+        up = 0.02 * jax.random.normal(keys[1], (out_size, rank), jnp.float32)
+        self.base, self.values = base, jnp.zeros(rank, jnp.float32)
         self.down = linear_from_weight(down, in_=self.in_, out=Dim("rank"))
         self.up = linear_from_weight(up, in_=Dim("rank"), out=self.out)
         self.rank, self.applies = jnp.asarray(rank, jnp.int32), jnp.asarray(applies)
@@ -106,7 +106,8 @@ class AdaLoRA(AbstractLinearAdapter):
         down, up = self.down.dense_weight, self.up.dense_weight
         down_gram = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
         up_gram = reduce(jnp.matmul(up.T, up, precision="highest"), over=self.out.name)
-        squares = jnp.square(down_gram - jnp.eye(len(is_used))) + jnp.square(up_gram - jnp.eye(len(is_used)))
+        identity = jnp.eye(len(is_used), dtype=jnp.float32)
+        squares = jnp.square(down_gram - identity) + jnp.square(up_gram - identity)
         return jnp.where(is_used & is_used[:, None], squares, 0).sum()
 
 

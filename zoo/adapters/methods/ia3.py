@@ -41,8 +41,8 @@ class IA3(AbstractLinearAdapter):
         """`inputs`: multiply the inputs instead of the outputs."""
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
         self.base, self.applies, self.strength = base, jnp.asarray(applies), full_strength()
-        self.of_in = jnp.ones(in_size) if inputs else None
-        self.of_out = None if inputs else jnp.ones(out_size)
+        self.of_in = jnp.ones(in_size, jnp.float32) if inputs else None
+        self.of_out = None if inputs else jnp.ones(out_size, jnp.float32)
         self.adapter_name = adapter_name
 
     @property

@@ -82,11 +82,11 @@ class LoRA(AbstractLowRankAdapter):
         rank = jnp.asarray(rank, jnp.int32)
         scale = jnp.where(rank > 0, jnp.asarray(scale, jnp.float32), 0)
         is_used = jnp.arange(max_rank) < rank
-        up, self.first_down, self.first_up = jnp.zeros((out_size, max_rank)), None, None
+        up, self.first_down, self.first_up = jnp.zeros((out_size, max_rank), jnp.float32), None, None
         if init == "gaussian":
-            down = jax.random.normal(key, (max_rank, in_size)) / jnp.maximum(rank, 1)
+            down = jax.random.normal(key, (max_rank, in_size), jnp.float32) / jnp.maximum(rank, 1)
         elif init == "zero":
-            down = jax.random.uniform(key, (max_rank, in_size), minval=-(in_size**-0.5), maxval=in_size**-0.5)
+            down = jax.random.uniform(key, (max_rank, in_size), jnp.float32, -(in_size**-0.5), in_size**-0.5)
         else:
             down, up = _factorize_weight(base.dense_weight, max_rank, jnp.where(scale == 0, 1, scale), init)
             up = jnp.where(is_used, up, 0)

@@ -97,10 +97,10 @@ class LoHa(_AbstractDeltaAdapter):
         """Initialize as PEFT does: A1 and A2 normal with standard deviation 1, B1 with 0.1, B2 zero."""
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
         keys = jax.random.split(key, 3)
-        self.base, self.other_up = base, jnp.zeros((out_size, rank))
-        self.down = jax.random.normal(keys[0], (rank, in_size))
-        self.up = 0.1 * jax.random.normal(keys[1], (out_size, rank))
-        self.other_down = jax.random.normal(keys[2], (rank, in_size))
+        self.base, self.other_up = base, jnp.zeros((out_size, rank), jnp.float32)
+        self.down = jax.random.normal(keys[0], (rank, in_size), jnp.float32)
+        self.up = 0.1 * jax.random.normal(keys[1], (out_size, rank), jnp.float32)
+        self.other_down = jax.random.normal(keys[2], (rank, in_size), jnp.float32)
         self.scale, self.applies = jnp.asarray(scale, jnp.float32), jnp.asarray(applies)
         self.strength, self.adapter_name = full_strength(), adapter_name
 
@@ -151,13 +151,13 @@ class LoKr(_AbstractDeltaAdapter):
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
         keys = jax.random.split(key, 3)
         (left_out, right_out), (left_in, right_in) = factorize(out_size, factor), factorize(in_size, factor)
-        uniform = lambda key, *shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * shape[-1] ** -0.5
+        uniform = lambda key, *shape: jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0) * shape[-1] ** -0.5
         self.base = base
         self.left = self.left_up = self.left_down = self.right = self.right_up = self.right_down = None
         if decompose_both and rank < max(left_out, left_in) / 2:
-            self.left_up, self.left_down = jnp.zeros((left_out, rank)), uniform(keys[0], rank, left_in)
+            self.left_up, self.left_down = jnp.zeros((left_out, rank), jnp.float32), uniform(keys[0], rank, left_in)
         else:
-            self.left = jnp.zeros((left_out, left_in))
+            self.left = jnp.zeros((left_out, left_in), jnp.float32)
         if rank < max(right_out, right_in) / 2:
             self.right_up, self.right_down = uniform(keys[1], right_out, rank), uniform(keys[2], rank, right_in)
         else:

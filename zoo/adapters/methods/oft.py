@@ -74,8 +74,8 @@ class OFT(AbstractLinearAdapter):
         self.block_size = size = _resolve_block_size(in_size, block_size, blocks)
         pairs = size * (size - 1) // 2
         self.base, self.applies, self.strength = base, jnp.asarray(applies), full_strength()
-        self.blocks = None if shared else jnp.zeros((in_size // size, pairs))
-        self.shared = jnp.zeros(pairs) if shared else None
+        self.blocks = None if shared else jnp.zeros((in_size // size, pairs), jnp.float32)
+        self.shared = jnp.zeros(pairs, jnp.float32) if shared else None
         divides_unit = self.in_.unit % size == 0
         self.in_blocks = Dim(self.in_.name, self.in_.unit // size if divides_unit else 1)
         self.neumann_terms, self.adapter_name = neumann_terms, adapter_name
@@ -160,7 +160,7 @@ def skew_symmetric(pairs: Float[Array, "blocks pairs"], size: int) -> _Blocks:
 def cayley_transform(skewed: _Blocks, neumann_terms: int | None) -> _Blocks:
     """Return the Cayley transform of each block: exact, or the first terms of its Neumann series, the last of them not
     doubled. 3 terms are computed as 4, as in PEFT."""
-    identity = jnp.eye(skewed.shape[-1])
+    identity = jnp.eye(skewed.shape[-1], dtype=skewed.dtype)
     if neumann_terms is None:
         return jnp.linalg.solve(identity + skewed, identity - skewed)
     if neumann_terms < 2:

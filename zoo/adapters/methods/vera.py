@@ -61,7 +61,7 @@ class VeRA(AbstractLinearAdapter):
         self.base = base
         self.down = linear_from_weight(down[:, :in_size], in_=self.in_, out=Dim("rank"))
         self.up = linear_from_weight(up[:out_size], in_=Dim("rank"), out=self.out)
-        self.down_scale, self.up_scale = d_initial * jnp.ones(len(down)), jnp.zeros(out_size)
+        self.down_scale, self.up_scale = d_initial * jnp.ones(len(down), jnp.float32), jnp.zeros(out_size, jnp.float32)
         self.applies, self.strength, self.adapter_name = jnp.asarray(applies), full_strength(), adapter_name
 
     @property
@@ -128,5 +128,5 @@ def _init_shared_projections(
 ) -> tuple[Float[Array, "rank _"], Float[Array, "_ rank"]]:
     """Sample A and B uniformly within sqrt(6 / inputs): He et al., arXiv:1502.01852, as in PEFT."""
     down_key, up_key = jax.random.split(key)
-    uniform = lambda key, shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * (6 / shape[1]) ** 0.5
+    uniform = lambda key, shape: jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0) * (6 / shape[1]) ** 0.5
     return uniform(down_key, (rank, in_size)), uniform(up_key, (out_size, rank))

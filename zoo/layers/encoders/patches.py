@@ -33,7 +33,7 @@ class PatchEmbedding(Module):
         deviation 1 / sqrt(pixels of a patch), and the bias with zeros. `patch_size`: height and width."""
         height, width = patch_size
         self.weight = truncated_normal(key, (embed, channels, height, width), (channels * height * width) ** -0.5)
-        self.bias = jnp.zeros(embed) if bias else None
+        self.bias = jnp.zeros(embed, jnp.float32) if bias else None
 
     @property
     def patch_size(self) -> tuple[int, int]:
@@ -128,7 +128,7 @@ class ImageEmbedding(Module):
         self.patches = PatchEmbedding(channels, embed, patch_size, bias=bias, key=patch_key)
         self.class_token = truncated_normal(class_key, (embed,), scale) if class_token else None
         self.register_tokens = None if registers is None else truncated_normal(register_key, (registers, embed), scale)
-        self.mask_token = jnp.zeros(embed) if mask_token else None
+        self.mask_token = jnp.zeros(embed, jnp.float32) if mask_token else None
         num_other = int(class_token)
         self.positions = (
             None if grid is None else PatchPositions(grid, embed, num_other=num_other, scale=scale, key=position_key)

@@ -17,7 +17,7 @@ class OutputBias(AbstractFeedForward):
 
     def __init__(self, embed: int, *, key: Key[Array, ""] | None = None):
         """Initialize with zeros; the `key` is not used."""
-        self.bias = jnp.zeros(embed)
+        self.bias = jnp.zeros(embed, jnp.float32)
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
         return shard_tokens(jnp.broadcast_to(self.bias, x.shape)), ()

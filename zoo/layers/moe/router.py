@@ -116,7 +116,7 @@ class ScaledSoftmaxRouter(AbstractRouter):
         """**Raises** `ValueError` if `top` exceeds the number of experts."""
         check_routing_sizes(experts, top, 1, 1)
         self.scores, self.top = _make_score_projection(embed, experts, False, key), top
-        self.expert_scale = jnp.ones(experts)
+        self.expert_scale = jnp.ones(experts, jnp.float32)
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         weights, chosen = softmax_top_k(logits, self.top, renormalize=True)
@@ -183,7 +183,8 @@ class BiasedRouter(AbstractRouter):
         check_routing_sizes(experts, top, groups, kept_groups)
         if score not in ("sigmoid", "softmax"):
             raise ValueError(f"a score is 'sigmoid' or 'softmax', not {score!r}")
-        self.scores, self.selection_bias = _make_score_projection(embed, experts, False, key), jnp.zeros(experts)
+        self.scores = _make_score_projection(embed, experts, False, key)
+        self.selection_bias = jnp.zeros(experts, jnp.float32)
         self.top, self.score, self.renormalize, self.scale = top, score, renormalize, float(scale)
         self.groups, self.kept_groups, self.smallest = groups, kept_groups, smallest
 

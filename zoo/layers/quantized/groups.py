@@ -128,7 +128,7 @@ class GroupQuantizedLinear(AbstractGroupLinear):
         """
         groups = 1 if group_size is None else -(-in_size // group_size)
         self.codes, self.in_codes = _make_codes(in_size, out_size, in_, kind)
-        self.scales = jnp.zeros((out_size, groups))
+        self.scales = jnp.zeros((out_size, groups), jnp.float32)
         self.zeros = jnp.zeros((out_size, groups), jnp.uint8) if has_zeros else None
         self.group_index = jnp.zeros(in_size, jnp.int32) if reordered else None
         self.bias, self.in_, self.out, self.kind, self.group_size = None, in_, out, kind, group_size
@@ -185,9 +185,9 @@ class NestedNF4Linear(AbstractGroupLinear):
         groups = in_size // BLOCK_SIZE
         self.codes, self.in_codes = _make_codes(in_size, out_size, in_, "nf4")
         self.constants = jnp.zeros((out_size, groups), jnp.uint8)
-        self.steps = jnp.zeros((out_size, self.count_steps(groups)))
+        self.steps = jnp.zeros((out_size, self.count_steps(groups)), jnp.float32)
         self.first = jnp.zeros(out_size, jnp.uint8)
-        self.table, self.offset = jnp.zeros(256), jnp.zeros(1)
+        self.table, self.offset = jnp.zeros(256, jnp.float32), jnp.zeros(1, jnp.float32)
         self.bias, self.in_, self.out = None, in_, out
 
     @staticmethod

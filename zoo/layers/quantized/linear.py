@@ -112,7 +112,7 @@ class MXFP4Linear(AbstractPackedLinear):
             raise ValueError(f"{reason}: take a Linear")
         weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
         self.blocks, self.scales = mxfp4.quantize_mxfp4(weight)
-        self.bias = jnp.zeros(out_size) if bias else None
+        self.bias = jnp.zeros(out_size, jnp.float32) if bias else None
         self.in_, self.out, self.in_blocks = in_, out, self.get_block_dim(in_)
 
     @property

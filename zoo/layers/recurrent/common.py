@@ -175,8 +175,8 @@ class HeadNorm(AbstractNorm):
     centered: bool = eqx.field(static=True)
 
     def __init__(self, heads: int, head_dim: int, *, epsilon: float = 1e-6, centered: bool = False, bias: bool = False):
-        self.weight = jnp.ones(heads * head_dim)
-        self.bias = jnp.zeros(heads * head_dim) if bias else None
+        self.weight = jnp.ones(heads * head_dim, jnp.float32)
+        self.bias = jnp.zeros(heads * head_dim, jnp.float32) if bias else None
         self.features, self.epsilon, self.centered = Dim("heads", head_dim), epsilon, centered
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
@@ -243,7 +243,7 @@ class DecayGate(Module):
         step_key, decay_key, bias_key = jax.random.split(key, 3)
         self.out = Dim("heads", per_head)
         self.step = step(heads * per_head, out=self.out, key=step_key)
-        self.A_log = jnp.log(jax.random.uniform(decay_key, (heads,), minval=1.0, maxval=16.0))
+        self.A_log = jnp.log(jax.random.uniform(decay_key, (heads,), jnp.float32, minval=1.0, maxval=16.0))
         self.bias = inverse_softplus(sample_log_uniform(bias_key, heads * per_head, 1e-3, 1e-1))
 
     def __call__(self, x: HiddenStates) -> LogDecays:
@@ -256,7 +256,7 @@ class DecayGate(Module):
 
 def sample_log_uniform(key: Key[Array, ""], size: int, low: float, high: float) -> Float[Array, "size"]:
     """Sample a log-uniform distribution between `low` and `high`."""
-    return jnp.exp(jax.random.uniform(key, (size,), minval=jnp.log(low), maxval=jnp.log(high)))
+    return jnp.exp(jax.random.uniform(key, (size,), jnp.float32, minval=jnp.log(low), maxval=jnp.log(high)))
 
 
 def inverse_softplus(x: Float[Array, "size"]) -> Float[Array, "size"]:

@@ -31,7 +31,7 @@ class GatedGroupNorm(Module):
         """**Raises** `ValueError` if groups does not divide heads."""
         if groups < 1 or heads % groups:
             raise ValueError(f"{heads} heads do not share out over {groups} groups")
-        self.weight = jnp.ones(heads * head_dim)
+        self.weight = jnp.ones(heads * head_dim, jnp.float32)
         self.features, self.group_size = Dim("heads", head_dim), heads // groups * head_dim
         self.norm_before_gate, self.epsilon = norm_before_gate, float(epsilon)
 

@@ -104,8 +104,8 @@ class Mamba(AbstractMixer):
         self.B_norm, self.C_norm = (None if norm is None else norm(state_dim, features=ssm_dim) for _ in range(2))
         self.dt_up = Linear(rank, inner, in_=rank_dim, out=channel_dim, scale=3**-0.5, key=keys[6])
         self.dt_bias = inverse_softplus(sample_log_uniform(keys[7], inner, 1e-3, 1e-1))
-        self.A_log = jnp.broadcast_to(jnp.log1p(jnp.arange(state_dim)), (inner, state_dim))
-        self.D = jnp.ones(inner)
+        self.A_log = jnp.broadcast_to(jnp.log1p(jnp.arange(state_dim, dtype=jnp.float32)), (inner, state_dim))
+        self.D = jnp.ones(inner, jnp.float32)
         self.out = Linear(inner, embed, in_=channel_dim, out=embed_dim, bias=bias, scale=out_scale, key=keys[8])
         self.implementation = implementation
 

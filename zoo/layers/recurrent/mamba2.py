@@ -130,8 +130,8 @@ class Mamba2(AbstractMixer):
             convolution(groups * state_dim, features=group_states, key=key) for key in keys[6:8]
         )
         self.dt_bias = inverse_softplus(sample_log_uniform(keys[8], heads, 1e-3, 1e-1))
-        self.A_log = jnp.log(jax.random.uniform(keys[9], (heads,), minval=1.0, maxval=16.0))
-        self.D = jnp.ones(heads)
+        self.A_log = jnp.log(jax.random.uniform(keys[9], (heads,), jnp.float32, minval=1.0, maxval=16.0))
+        self.D = jnp.ones(heads, jnp.float32)
         gated_norm = partial(
             GatedGroupNorm, heads, head_dim, groups, norm_before_gate=norm_before_gate, epsilon=epsilon
         )

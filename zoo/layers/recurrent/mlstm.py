@@ -70,7 +70,7 @@ class MLSTM(AbstractMixer):
             Linear(embed, heads, in_=Dim("embed"), out=Dim("heads"), bias=True, key=gate_key)
             for gate_key in (i_key, f_key)
         ]
-        biases = jnp.full(heads, -10.0), jnp.linspace(3.0, 6.0, heads)
+        biases = jnp.full(heads, -10.0, jnp.float32), jnp.linspace(3.0, 6.0, heads, dtype=jnp.float32)
         self.input_gate, self.forget_gate = (
             eqx.tree_at(lambda gate: gate.bias, gate, bias) for gate, bias in zip(gates, biases, strict=True)
         )

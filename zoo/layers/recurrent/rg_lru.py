@@ -79,7 +79,7 @@ class RGLRU(AbstractMixer):
         self.convolution = ShortConvolution(inner, conv_width, features=self.features, bias=True, key=keys[2])
         block_diagonal = partial(Linear, size, inner, in_=Dim("head_dim"), out=self.features, bias=True)
         self.recurrence_gate, self.input_gate = block_diagonal(key=keys[3]), block_diagonal(key=keys[4])
-        decays = jax.random.uniform(keys[5], (inner,), minval=0.9, maxval=0.999)
+        decays = jax.random.uniform(keys[5], (inner,), jnp.float32, minval=0.9, maxval=0.999)
         self.decay = inverse_softplus(-jnp.log(decays) / SHARPNESS)
         self.out = Linear(inner, embed, in_=self.features, out=embed_dim, scale=out_scale, key=keys[6])
         self.implementation = implementation

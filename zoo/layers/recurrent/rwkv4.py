@@ -79,15 +79,17 @@ class RWKV4(AbstractMixer):
         project = partial(Linear, embed, inner, in_=embed_dim, out=channel_dim)
         self.receptance, self.key, self.value = (project(key=key) for key in keys[:3])
         self.out = Linear(inner, embed, in_=channel_dim, out=embed_dim, scale=out_scale, key=keys[3])
-        self.key_mix, self.value_mix, self.receptance_mix = (jnp.linspace(0, 1, embed) ** n for n in (1, 1, 0.5))
-        ratio = jnp.arange(inner) / max(inner - 1, 1)
+        mix = jnp.linspace(0, 1, embed, dtype=jnp.float32)
+        self.key_mix, self.value_mix, self.receptance_mix = (mix**n for n in (1, 1, 0.5))
+        ratio = jnp.arange(inner, dtype=jnp.float32) / max(inner - 1, 1)
         self.decay = -5 + 8 * ratio**0.7
-        self.bonus = jnp.log(0.3) + 0.5 * ((jnp.arange(inner) + 1) % 3 - 1)
+        self.bonus = jnp.log(0.3) + 0.5 * ((jnp.arange(inner, dtype=jnp.float32) + 1) % 3 - 1)
         self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RWKV4State:
-        numerator, denominator = (jnp.zeros((batch, self.decay.shape[0])) for _ in range(2))  # donated separately
-        maximum = jnp.full((batch, self.decay.shape[0]), NO_HISTORY)
+        shape = (batch, self.decay.shape[0])
+        numerator, denominator = (jnp.zeros(shape, jnp.float32) for _ in range(2))  # donated separately
+        maximum = jnp.full(shape, NO_HISTORY, jnp.float32)
         return RWKV4State(numerator, denominator, maximum, init_token_shift(batch, self.key_mix.shape[0], dtype))
 
     def __call__(
@@ -130,7 +132,7 @@ class RWKV4ChannelMixing(AbstractMixer):
         self.receptance = Linear(embed, embed, in_=embed_dim, out=Dim("features"), key=keys[0])
         self.key = Linear(embed, mlp, in_=embed_dim, out=mlp_dim, key=keys[1])
         self.value = Linear(mlp, embed, in_=mlp_dim, out=embed_dim, scale=out_scale, key=keys[2])
-        self.receptance_mix, self.key_mix = (jnp.linspace(0, 1, embed) for _ in range(2))
+        self.receptance_mix, self.key_mix = (jnp.linspace(0, 1, embed, dtype=jnp.float32) for _ in range(2))
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> ConvState:
         return init_token_shift(batch, self.key_mix.shape[0], dtype)

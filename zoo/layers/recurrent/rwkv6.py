@@ -73,8 +73,9 @@ class RWKV6(AbstractMixer):
         decay = LowRank(
             embed, heads * size, rank=decay_rank, out=inner_dim, bias=True, activation=jnp.tanh, key=keys[9]
         )
-        self.decay = eqx.tree_at(lambda decay: decay.up.bias, decay, jnp.tile(jnp.linspace(-6.0, -1.0, size), heads))
-        self.bonus = 0.5 * jax.random.normal(keys[10], (heads, size))
+        bias = jnp.linspace(-6.0, -1.0, size, dtype=jnp.float32)
+        self.decay = eqx.tree_at(lambda decay: decay.up.bias, decay, jnp.tile(bias, heads))
+        self.bonus = 0.5 * jax.random.normal(keys[10], (heads, size), jnp.float32)
         self.norm = HeadNorm(heads, size, epsilon=64e-5, centered=True, bias=True)
         self.out = Linear(heads * size, embed, in_=inner_dim, out=Dim("embed"), scale=out_scale, key=keys[11])
         self.head_dim, self.implementation = size, implementation

@@ -143,7 +143,7 @@ class MaskedLMHead(Module):
         key, transform_key = jax.random.split(key)
         self.transform = None if transform is None else transform(key=transform_key)
         self.decoder = None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), key=key)
-        self.bias = jnp.zeros(vocab) if bias else None
+        self.bias = jnp.zeros(vocab, jnp.float32) if bias else None
 
 
 class MaskedUnembedding(Module):

@@ -74,7 +74,7 @@ def make_classification_head_factory(
 
 def make_layer_scale_block(config: Config) -> Callable[..., LayerScaleBlock]:
     """Return a factory of `LayerScaleBlock`, whose scales start at 1."""
-    ones = jnp.ones(config["hidden_size"])
+    ones = jnp.ones(config["hidden_size"], jnp.float32)
     return lambda **parts: LayerScaleBlock(mixer_scale=ones, ffn_scale=ones, **parts)
 
 

@@ -41,7 +41,7 @@ def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
     def make_block(inputs: LayerInputProjection | None = None, **parts) -> LayerInputBlock:
         norms = {"mixer_post_norm": norm(), "ffn_post_norm": norm()}
         parts |= {"ffn_norm": IdentityNorm()} if moe else {}
-        return LayerInputBlock(inputs=inputs, layer_scale=jnp.ones(1), **norms, **parts)
+        return LayerInputBlock(inputs=inputs, layer_scale=jnp.ones(1, jnp.float32), **norms, **parts)
 
     sizes = config["vocab_size_per_layer_input"], embed, config["num_hidden_layers"], width
     options = {
