@@ -6,6 +6,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import zoo
+from tests.parallel.scale_problem import make_problem
 from zoo.layers import Linear
 from zoo.parallel import Dim, Module, reduce, shard_offset
 
@@ -54,3 +55,19 @@ def test_spmd_shards_a_module_result_by_its_annotations():
     partial = lambda up, x: Rows(x, zoo.parallel.gather(up)(x), x.sum())
     with pytest.raises(ValueError, match=r"a result count differs between devices along \['data', 'fsdp'\]"):
         zoo.spmd(partial, mesh, out="")(up, x)
+
+
+@pytest.mark.parametrize("transform", [zoo.value, zoo.value_and_grad])
+def test_each_key_gives_a_loss_of_its_own(transform):
+    """One program, whose rows have a key each: the rows' keys, and so the loss, follow the key of the call."""
+
+    def noisy(model, batch, key):
+        noise = jax.vmap(lambda k: jax.random.normal(k, (16,)))(key)
+        return (model(batch["x"]) * noise).sum(), batch["weights"].sum()
+
+    mesh, model, batch = make_problem(8, data=2, fsdp=2, tensor=2)
+    run = transform(noisy, mesh)
+    first, second, again = (run(model, batch, key=jax.random.key(seed)) for seed in (0, 1, 0))
+    for a, b, c in zip(*map(jax.tree.leaves, (first, second, again)), strict=True):
+        assert jnp.array_equal(a, c)
+        assert jnp.abs(a - b).max() > 0.1
