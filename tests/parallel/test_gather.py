@@ -99,16 +99,15 @@ def test_replicas_of_shards_communicate_over_their_own_axes(gradients):
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 4}], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_bfloat16_gradients_are_summed_in_float32(sizes, microbatches):
-    """The gradient is 256 in the first row and 1 in the others. In bfloat16 256 + 1 is 256, so each sum of two rows,
-    of devices or of micro-batches, would lose some of them."""
-    mesh, model, _ = make_problem(16, **sizes)
-    batch = {"x": jnp.ones((16, 16)).at[0].set(256.0), "weights": jnp.ones(16)}
+    """The gradient is 256 in the first row and 1 in the others, and a device has one row at a time. In bfloat16 256 + 1
+    is 256: a sum over devices or micro-batches would lose ones."""
+    rows = 8 * microbatches
+    mesh, model, _ = make_problem(rows, **sizes)
+    batch = {"x": jnp.ones((rows, 16)).at[0].set(256.0), "weights": jnp.ones(rows)}
 
     def rounded(model, batch):
         return scale_loss(zoo.cast(model, jnp.bfloat16), batch)
 
     _, grads = zoo.value_and_grad(rounded, mesh, microbatches=microbatches)(model, batch)
     assert grads.weight.dtype == jnp.float32
-    rows = 16 // 8 // microbatches  # of a device at once, whose gradient is in bfloat16
-    expected = (256 + 15 if rows == 1 else 256 + 14) / 16
-    assert jnp.array_equal(grads.weight, jnp.full(16, expected))
+    assert jnp.array_equal(grads.weight, jnp.full(16, (256 + rows - 1) / rows))
