@@ -64,7 +64,8 @@ def ring_attention(
     arrays, static = eqx.partition(expand, eqx.is_array)
     value = jax.eval_shape(lambda tokens: expand(tokens)[1], tokens)
     ring = _Ring(axes, shards, steps, is_zigzag, window, scale, soft_cap, static, value.dtype)
-    nothing = jnp.zeros((*query.shape[:3], value.shape[-1])), jnp.full(query.shape[:3], _NO_KEYS)
+    shape = query.shape[:3]
+    nothing = jnp.zeros((*shape, value.shape[-1]), jnp.float32), jnp.full(shape, _NO_KEYS, jnp.float32)
     operands = align_varying(query, tokens, arrays, segment_ids, lax.axis_index(axes), nothing)
     output, lse = _go_around(ring, *operands)
     if sinks is not None:

@@ -234,7 +234,8 @@ class _LossAndGrad(ShardMapProgram):
         if self.has_aux:
             aux = jax.eval_shape(lambda rows: run_microbatch(rows)[2], jax.tree.map(lambda x: x[0], rows))
             aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), aux)
-        zeros = vary((jnp.zeros(()), jnp.zeros(()), aux), self._token_axes)
+        zero = jnp.zeros((), jnp.float32)
+        zeros = vary((zero, zero, aux), self._token_axes)
         initial = (*zeros, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params) if self.with_grad else None)
 
         def add(sums, rows):

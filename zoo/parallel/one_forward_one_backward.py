@@ -150,7 +150,7 @@ class _Pipeline:
         kept = _make_zeros_of(lambda: self.keeper.run_forward(one_round, entered, _number_first(), 0)[1])
         slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (table.num_slots, *x.shape)), kept)
         tail = _make_zeros_of(lambda: self.parts.run_tail(self.parameters, broadcast_from(entered, 0), 0))
-        gradients = jax.tree.map(lambda x: vary(jnp.zeros(x.shape), varying(x)), self.parameters)
+        gradients = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), varying(x)), self.parameters)
         total, (count, aux) = tail
         carry = _Carry(entered, _make_zeros(entered), slots, _Result(total, count, aux, gradients))
         columns = table.forward, table.backward, table.enters, table.ends, table.returns

@@ -76,7 +76,8 @@ def skip_spikes(
 
     def init(params: PyTree) -> SpikeSkipState:
         zero = jnp.zeros((), jnp.int32)
-        statistics = SpikeState(jnp.zeros(()), jnp.zeros(()), zero)
+        mean, variance = (jnp.zeros((), jnp.float32) for _ in range(2))  # donated separately
+        statistics = SpikeState(mean, variance, zero)
         return SpikeSkipState(SkipState(optimizer.init(params), zero, zero), statistics)
 
     def update(

@@ -160,7 +160,7 @@ def skew_symmetric(pairs: Float[Array, "blocks pairs"], size: int) -> _Blocks:
 def cayley_transform(skewed: _Blocks, neumann_terms: int | None) -> _Blocks:
     """Return the Cayley transform of each block: exact, or the first terms of its Neumann series, the last of them not
     doubled. 3 terms are computed as 4, as in PEFT."""
-    identity = jnp.eye(skewed.shape[-1], dtype=skewed.dtype)
+    identity = jnp.eye(skewed.shape[-1], dtype=jnp.float32)
     if neumann_terms is None:
         return jnp.linalg.solve(identity + skewed, identity - skewed)
     if neumann_terms < 2:

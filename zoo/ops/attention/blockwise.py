@@ -267,7 +267,7 @@ def _attend_head(
             return new, total, kept * output + _multiply("rk,kd->rd", weights.astype(value.dtype), value[index])
 
         highest = jnp.maximum(start, _NO_SCORE)
-        empty = jnp.zeros((rows.shape[0], value.shape[-1]))
+        empty = jnp.zeros((rows.shape[0], value.shape[-1]), jnp.float32)
         highest, total, output = lax.fori_loop(
             first, end, visit, align_varying((highest, jnp.exp(start - highest), empty), rows)[0]
         )
@@ -307,13 +307,13 @@ def _differentiate_head(
                 value_gradient + _multiply("rk,rd->kd", weights.astype(gradient.dtype), outgoing),
             )
 
-        empty = jnp.zeros(key_block.shape), jnp.zeros(value_block.shape)
+        empty = jnp.zeros(key_block.shape, jnp.float32), jnp.zeros(value_block.shape, jnp.float32)
         query_gradient, *gradients = lax.fori_loop(
             first, end, visit, align_varying((query_gradient, *empty), key_block)[0]
         )
         return query_gradient, tuple(gradients)
 
-    empty, _ = align_varying(jnp.zeros(query.shape), query)
+    empty, _ = align_varying(jnp.zeros(query.shape, jnp.float32), query)
     query_gradient, (key_gradient, value_gradient) = lax.scan(
         differentiate_block, empty, (ranges, marks[1], key, value)
     )

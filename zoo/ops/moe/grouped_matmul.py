@@ -158,7 +158,7 @@ def _multiply_by_expert(
 def _sum_outer_products(gradient: Array, x: Array, group_sizes: Array) -> Float[Array, "experts out in"]:
     """Sum gradient xᵀ over the rows of each expert, in float32 and rounded once."""
     buckets = _ExpertBuckets(group_sizes, len(x))
-    total = jnp.zeros((len(group_sizes), gradient.shape[1], x.shape[1]))
+    total = jnp.zeros((len(group_sizes), gradient.shape[1], x.shape[1]), jnp.float32)
     if buckets.bucket_size:
         padded = buckets.fill_buckets(gradient, zero_fill=True)
         total = einsum_dot_general("ero", "eri", "eoi", padded, buckets.fill_buckets(x), jnp.float32)

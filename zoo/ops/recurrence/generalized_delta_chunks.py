@@ -74,11 +74,11 @@ class DeltaOperands(NamedTuple):
         if values is None:
             raise ValueError("delta: nothing is ever written without write_value or value; give one of them, or both")
         if log_decay is None:
-            log_decay = jnp.zeros(query.shape[:3])
+            log_decay = jnp.zeros(query.shape[:3], jnp.float32)
         if log_decay.ndim == 3:
             log_decay = log_decay[..., None]
         if state is None:
-            state = jnp.zeros((len(read), *read.shape[2:], values.shape[3]))
+            state = jnp.zeros((len(read), *read.shape[2:], values.shape[3]), jnp.float32)
         log_decay, state = log_decay.astype(jnp.float32), state.astype(jnp.float32)
         return cls(*align_varying(query, read, write, write_value, key, value, log_decay, state))
 
@@ -274,7 +274,8 @@ def scan_chunks_of_shard(
     before the chunks. To apply these takes products, batched over chunks and rounded as those in the scan.
     """
     width = chunks.read.shape[-1]
-    identity = vary(jnp.broadcast_to(jnp.eye(width), (*zeros.shape[:2], width, width)), varying(zeros))
+    identity = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), (*zeros.shape[:2], width, width))
+    identity = vary(identity, varying(zeros))
     pad = lambda x: None if x is None else jnp.concatenate([jnp.zeros((*x.shape[:-1], width), x.dtype), x], axis=-1)
     padded = chunks._replace(constant=pad(chunks.constant), kv_update=pad(chunks.kv_update))
     results = scan_chunks(jnp.concatenate([identity, zeros], axis=-1), padded)

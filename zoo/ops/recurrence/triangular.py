@@ -68,7 +68,7 @@ def invert_unit_triangular(lower: Float[Array, "*lead size size"]) -> Float[Arra
         inverted = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         block *= 2
     inverted = inverted[:, 0]
-    residual = jnp.eye(padded_size) - inverted + jnp.matmul(lower, inverted, precision="highest")
+    residual = jnp.eye(padded_size, dtype=jnp.float32) - inverted + jnp.matmul(lower, inverted, precision="highest")
     inverted = inverted + jnp.matmul(inverted, residual, precision="highest")
     return inverted[:, :size, :size].reshape(shape)
 
@@ -84,7 +84,7 @@ def _extract_blocks(
 
 def _forward_substitute(lower: Float[Array, "*lead size size"]) -> Float[Array, "*lead size size"]:
     """Invert small blocks row by row: T_i = e_i + sum over j < i of L_ij T_j."""
-    identity = jnp.eye(lower.shape[-1])
+    identity = jnp.eye(lower.shape[-1], dtype=jnp.float32)
     rows = [jnp.zeros_like(lower[..., 0, :]) + identity[0]]
     for i in range(1, lower.shape[-1]):
         rows.append(identity[i] + sum(lower[..., i, j, None] * rows[j] for j in range(i)))

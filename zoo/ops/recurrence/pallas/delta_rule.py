@@ -120,9 +120,9 @@ def pallas_delta_rule(
     from ._delta_rule_calls import apply_kernels
 
     if log_decay is None:
-        log_decay = jnp.zeros(query.shape[:3])
+        log_decay = jnp.zeros(query.shape[:3], jnp.float32)
     if state is None:
-        state = jnp.zeros((len(key), *key.shape[2:], value.shape[3]))
+        state = jnp.zeros((len(key), *key.shape[2:], value.shape[3]), jnp.float32)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if steps > 1:
         query, log_decay = _spread(query, steps, steps - 1), _spread(log_decay, steps, 0)

@@ -152,7 +152,7 @@ def pallas_gated_linear(
     if bonus is not None and decays.ndim == 3:  # the bonus is in the kernel of vectors
         decays = jnp.broadcast_to(decays[..., None], key.shape)
     if state is None:
-        state = jnp.zeros((batch, heads, key_dim, value_dim))
+        state = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)
     by_head = lambda x: jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, -seq % size), (0, 0)])
     query, key, value = (by_head(x.astype(dtype)) for x in (query, key, value))
     decays = by_head(decays) if decays.ndim == 4 else split_into_chunks(decays, size).swapaxes(1, 2)[:, :, :, None]
