@@ -13,7 +13,7 @@ OTHERS = [name for name in MIXERS if name not in QUICK]
 FAMILIES = [
     *("models/bloom", "models/deepseek_v32", "models/gemma3n_text", "models/gemma4_text", "models/hunyuan_v1_dense"),
     *("models/jetmoe", "models/llama4_text", "models/mimo_v2_flash", "models/qwen3_5_text", "models/gpt_oss"),
-    *("embeddings/bert_features", "embeddings/deberta_masked", "embeddings/vit_features"),
+    *("encoders/bert_masked", "encoders/deberta_masked", "encoders/siglip_features", "encoders/dinov3_features"),
 ]
 """Families that have the mixers which `MIXERS` lacks, and encoders."""
 

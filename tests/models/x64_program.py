@@ -3,6 +3,7 @@
     python -m tests.models.x64_program "softmax attention" Mamba-2 jetmoe      # mixers, and families of checkpoints
 """
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ import zoo
 from tests.docs.parallel_matrix import MIXERS
 from zoo import adapters, train
 from zoo.models.hf.config import read_config
+from zoo.models.hf.families import FAMILIES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 KEY = jax.random.key(0)
@@ -37,26 +39,32 @@ def make_mixers(names: list[str], key: jax.Array) -> zoo.models.Decoder:
     return zoo.models.Hybrid(vocab=16, embed=16, layers=len(pattern), pattern=pattern, mlp=16, key=key)
 
 
-def make_family(folder: Path) -> Callable:
-    """Return a function that makes a model of a checkpoint's architecture, initialized from scratch."""
-    origin = zoo.load(folder).origin
-    config = read_config(origin.family, origin.config)
-    return lambda key: origin.family.build(config, key=key)
+def run_family(folder: Path) -> dict[str, Any]:
+    """Run a model of a checkpoint's architecture, initialized from scratch."""
+    config = json.loads((folder / "config.json").read_text())
+    family = FAMILIES[config["model_type"]]
+    inputs = TOKENS
+    if "image_size" in config:
+        size = config["image_size"]
+        inputs = np.random.default_rng(0).normal(size=(2, 3, size, size)).astype(np.float32)
+    return run(lambda key: family.build(read_config(family, config), key=key), inputs)
 
 
-def run(make: Callable) -> dict[str, Any]:
+def run(make: Callable, inputs: np.ndarray = TOKENS) -> dict[str, Any]:
     """Return what a model computes, from the initialization on."""
     model = eqx.filter_jit(make)(KEY)
-    results = {"parameters": zoo.trainable(model), "logits": eqx.filter_jit(lambda model: model(TOKENS))(model)}
-    if not hasattr(model, "init_state"):
-        return results
+    results = {"parameters": zoo.trainable(model), "outputs": eqx.filter_jit(lambda model: model(inputs))(model)}
+    is_decoder = isinstance(model, zoo.models.Decoder)
 
     def loss(model):
+        if not is_decoder:
+            return sum(jnp.square(x).mean() for x in jax.tree.leaves(model(inputs)))
         total, count = zoo.cross_entropy(model, jax.tree.map(jnp.asarray, BATCH))
         return total / count
 
     results["loss, gradients"] = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
-    results["generated"] = zoo.generate(model, jnp.asarray(TOKENS[:, :5]), max_new_tokens=3)
+    if is_decoder:
+        results["generated"] = zoo.generate(model, jnp.asarray(TOKENS[:, :5]), max_new_tokens=3)
     return results
 
 
@@ -113,7 +121,7 @@ def main(names: list[str]) -> int:
     """Print what differs, and return 1 if anything does."""
     mixers = [name for name in names if name in MIXERS]
     folders = [FIXTURES / name for name in names if "/" in name]
-    subjects: dict[str, Callable] = {folder.name: partial(run, make_family(folder)) for folder in folders}
+    subjects: dict[str, Callable] = {folder.name: partial(run_family, folder) for folder in folders}
     if mixers:
         subjects[", ".join(mixers)] = partial(run, partial(make_mixers, mixers))
     if "training" in names:
