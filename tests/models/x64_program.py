@@ -1,6 +1,6 @@
 """Compare models with `jax_enable_x64` and without it, in a process of its own: the flag is set once for all.
 
-    python -m tests.models.x64_program "softmax attention" Mamba-2 jetmoe      # mixers, and families of checkpoints
+python -m tests.models.x64_program "softmax attention" Mamba-2 jetmoe      # mixers, and families of checkpoints
 """
 
 import json
